@@ -1,0 +1,32 @@
+"""The console script `dlrm-autoshard`: one subcommand a module, each of which adds its own parser.
+
+A command module has `add_parser(subparsers)`, which sets `run=` to a function of the parsed arguments that returns an
+exit status. Modules are imported only by name here and import heavy things (torch, fbgemm) inside `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMAND_MODULES: tuple[str, ...] = ()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="dlrm-autoshard", description=__doc__.split(":")[0] + ".")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in COMMAND_MODULES:
+        importlib.import_module(module).add_parser(subparsers)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments) or 0)
+    except (ValueError, OSError) as error:
+        # Errors for people (ConfigError, PlanError, DataError, ...) are ValueErrors with a full sentence.
+        print(f"dlrm-autoshard {arguments.command}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""The YAML file: typed sections, every key with its unit, and errors that say which key and what is allowed.
+
+    config = load_config(Path("configs/movielens.yaml"), ["train.epochs=3"])
+
+Reader's map: `Config` at the bottom lists the sections in the order of a YAML file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from dlrm_autoshard.data.settings import DataConfig, Section
+from dlrm_autoshard.tables import Pooling, TableDtype, TableOptimizer
+
+Algorithm = Literal[
+    "auto", "dreamshard", "autoshard", "rnn", "search",
+    "random", "size_greedy", "dim_greedy", "lookup_greedy", "size_lookup_greedy",
+]  # fmt: skip
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used: the message names the key and what is allowed."""
+
+
+class RunConfig(Section):
+    name: str = "run"  # the run directory is <dir>/<name>
+    dir: str = "runs"
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads_per_rank: PositiveInt = 1  # on CPU more than one makes fbgemm's backward erratic
+    pin_cores: bool = True  # bind each rank to its own CPU core where there are enough
+    collective_timeout_seconds: PositiveFloat = 300.0
+
+
+class TableOptimizerConfig(Section):
+    name: TableOptimizer = "rowwise_adagrad"
+    lr: PositiveFloat = 0.02
+    eps: NonNegativeFloat = 1e-8
+
+
+class TablesConfig(Section):
+    embedding_dim: PositiveInt = 16  # of tables that the data source does not give a dim
+    embedding_dims: dict[str, PositiveInt] = {}  # table -> dim, where it differs
+    pooling: Pooling = "sum"
+    dtype: TableDtype = "fp32"
+    optimizer: TableOptimizerConfig = TableOptimizerConfig()
+    location: Literal["device", "managed_caching"] = "device"  # managed_caching: CUDA, tables larger than the device
+
+
+class ModelConfig(Section):
+    dense_arch_layer_sizes: list[PositiveInt] = [64, 16]  # bottom MLP; the last is the common dim for dot and dcn
+    over_arch_layer_sizes: list[PositiveInt] = [64, 1]  # top MLP; the last is 1
+    interaction: Literal["dot", "cat", "dcn"] = "dot"
+    dcn_num_layers: PositiveInt = 3
+    dcn_low_rank_dim: PositiveInt = 512
+
+
+class DenseOptimizerConfig(Section):
+    name: Literal["sgd", "adagrad", "adam"] = "adagrad"
+    lr: PositiveFloat = 0.02
+    eps: NonNegativeFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+
+
+class ScheduleConfig(Section):
+    """Learning rate of tables and dense part alike: linear warm-up, constant, polynomial decay (as in MLPerf DLRM)."""
+
+    warmup_steps: NonNegativeInt = 0
+    decay_start_step: NonNegativeInt = 0
+    decay_steps: NonNegativeInt = 0  # 0: no decay
+    decay_power: PositiveFloat = 2.0
+    end_lr_ratio: NonNegativeFloat = 0.0
+
+
+class TrainConfig(Section):
+    batch_size: PositiveInt = 1024  # per rank
+    epochs: PositiveInt = 1
+    max_steps: PositiveInt | None = None  # stop after so many steps in all
+    eval_batch_size: PositiveInt | None = None  # per rank; default: batch_size
+    on_nan: Literal["stop", "skip"] = "stop"
+    exchange_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
+    dense_dtype: Literal["fp32", "bf16"] = "fp32"
+    overlap: bool = True  # the next batch's ids and the dense gradients travel while the step computes
+    log_every_steps: PositiveInt = 50
+
+
+class CheckpointConfig(Section):
+    enabled: bool = True
+    every_steps: PositiveInt | None = None  # beside the one at each epoch's end
+    every_epochs: PositiveInt = 1
+    keep: PositiveInt = 2
+    asynchronous: bool = False
+
+
+class ProfileConfig(Section):
+    enabled: bool = True
+    every_steps: PositiveInt = 50  # a sampled step has barriers; the others have none
+    warmup_steps: NonNegativeInt = 5  # of each epoch, never sampled
+    trace_steps: list[NonNegativeInt] = []  # steps of which to write a torch.profiler trace
+
+
+class ReshardConfig(Section):
+    enabled: bool = True
+    every_epochs: PositiveInt = 1
+    every_steps: PositiveInt | None = None  # instead of epochs
+    min_gain: NonNegativeFloat = 0.02  # of the step time; smaller gains are left alone
+    rollback: bool = True
+    max_move_gib_per_step: PositiveFloat | None = None
+    checksums: bool = False
+
+
+class RefineConfig(Section):
+    updates: NonNegativeInt = 300
+    learning_rate: PositiveFloat = 5e-4
+
+
+class AutoshardConfig(Section):
+    enabled: bool = False
+    placement: str = "round_robin"  # when not enabled: round_robin, or the path of a plan file
+    algorithm: Algorithm = "auto"
+    published: bool = False  # dreamshard to the letter of the paper, weak points included
+    memory_gib: Annotated[list[PositiveFloat] | PositiveFloat | None, Field(union_mode="left_to_right")] = None
+    budget_seconds: PositiveFloat = 20.0
+    cache_dir: str | None = None  # measured costs kept between jobs on the same hardware
+    measure_plans: NonNegativeInt = 3  # finalists that are measured on the running ranks
+    pinned: dict[str, NonNegativeInt] = {}
+    together: list[list[str]] = []
+    apart: list[list[str]] = []
+    exclude_ranks: list[NonNegativeInt] = []
+    stats_batches: PositiveInt = 8  # first batches from which table statistics are measured
+    reshard: ReshardConfig = ReshardConfig()
+    refine: RefineConfig = RefineConfig()
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    data: DataConfig
+    tables: TablesConfig = TablesConfig()
+    model: ModelConfig = ModelConfig()
+    dense_optimizer: DenseOptimizerConfig = DenseOptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    profile: ProfileConfig = ProfileConfig()
+    autoshard: AutoshardConfig = AutoshardConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _sections_agree(self) -> Config:
+        if self.model.over_arch_layer_sizes[-1] != 1:
+            raise ValueError("model.over_arch_layer_sizes must end in 1: the last layer is the logit")
+        for name, dim in [("tables.embedding_dim", self.tables.embedding_dim)] + [
+            (f"tables.embedding_dims.{table}", dim) for table, dim in self.tables.embedding_dims.items()
+        ]:
+            if dim % 4:
+                raise ValueError(f"{name} is {dim}; fbgemm needs a multiple of 4 (try {-(-dim // 4) * 4})")
+        return self
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-3 as a string; this one reads it as the number that people mean."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML file and applies overrides such as 'train.epochs=3'. ConfigError names what is wrong."""
+    try:
+        record = yaml.load(path.read_text(), _Loader)
+    except OSError as error:
+        raise ConfigError(f"config file '{path}' cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file '{path}' is not YAML: {error}") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f"config file '{path}' has no sections; it needs at least 'data:'.")
+    for override in overrides:
+        _apply(record, override)
+    try:
+        return parse_config(record)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def parse_config(record: dict[str, Any]) -> Config:
+    try:
+        return Config.model_validate(record)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(_sentence(detail) for detail in error.errors())) from error
+
+
+def _apply(record: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override '{override}' is not of the form section.key=value.")
+    *sections, last = key.split(".")
+    for section in sections:
+        record = record.setdefault(section, {})
+        if not isinstance(record, dict):
+            raise ConfigError(f"override '{override}': '{section}' is a value, not a section.")
+    record[last] = yaml.load(text, _Loader)
+
+
+def _sentence(detail: Any) -> str:
+    # A discriminated union puts its tag ("synthetic") into the location; people never wrote it.
+    tags = {"synthetic", "movielens", "criteo", "dlrm_datasets"}
+    location = [str(part) for i, part in enumerate(detail["loc"]) if not (i == 1 and part in tags)]
+    key = ".".join(location)
+    if detail["type"] == "extra_forbidden":
+        near = nearest_key(location)
+        return f"unknown key '{key}'." + (f" Did you mean '{near}'?" if near else "")
+    if detail["type"] == "missing":
+        return f"'{key}' is missing."
+    message = detail["msg"].removeprefix("Value error, ")
+    if not key:
+        return f"{message}."
+    return f"'{key}' is {detail['input']!r}: {message[0].lower()}{message[1:]}."
+
+
+def nearest_key(location: Sequence[str]) -> str | None:
+    """The known key most like the unknown one: in its own section first, then anywhere."""
+    *sections, last = location
+    own = {key: key.rsplit(".", 1)[-1] for key in _all_keys() if key.rsplit(".", 1)[0] == ".".join(sections)}
+    anywhere = {key: key.rsplit(".", 1)[-1] for key in _all_keys()}
+    for keys in (own, anywhere):
+        close = difflib.get_close_matches(last, keys.values(), n=1, cutoff=0.6)
+        if close:
+            return next(key for key, name in keys.items() if name == close[0])
+    return None
+
+
+def _all_keys() -> Iterator[str]:
+    def walk(model: type[pydantic.BaseModel], prefix: str) -> Iterator[str]:
+        for name, info in model.model_fields.items():
+            yield prefix + name
+            for option in getattr(info.annotation, "__args__", (info.annotation,)):
+                if isinstance(option, type) and issubclass(option, pydantic.BaseModel):
+                    yield from walk(option, f"{prefix}{name}.")
+
+    return walk(Config, "")

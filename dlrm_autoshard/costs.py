@@ -1,0 +1,132 @@
+"""What a training step costs, in milliseconds, by stage and rank.
+
+    profile.ranks[1].fwd_compute_ms        # 12.4: fused lookup on rank 1
+    step_cost_ms(profile.ranks)            # what placement makes every step take
+
+Each stage of a step ends at a collective, so all ranks wait there for the slowest: the step takes the *sum over
+stages of the slowest rank*, not the slowest rank's sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+PLANNED_STAGES = ("fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute")
+"""The four stages that placement decides; `RankCost` has one field for each."""
+
+STAGES = (
+    "data_wait",  # waiting for the loader's next batch
+    "input_dist",  # ids to their owners
+    "fwd_compute",  # fused lookup
+    "fwd_comms",  # pooled vectors back
+    "dense_fwd",  # MLPs, interaction, loss
+    "dense_bwd",  # their gradients
+    "bwd_comms",  # vectors' gradients to the owners
+    "bwd_compute",  # fused backward and update of the tables
+    "grad_allreduce",  # dense gradients, as far as not hidden
+    "dense_optim",  # dense optimizer step
+    "other",  # what is left of the step: hooks, metrics, Python
+)
+WAITS = ("input_dist_wait", "fwd_comms_wait", "bwd_comms_wait", "grad_allreduce_wait")
+"""Waiting for slower ranks before a collective: kept apart, never charged to communication."""
+
+Source = Literal["measured", "probe", "simulated", "predicted"]
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """One rank's cost of the stages that placement decides, in ms per step."""
+
+    fwd_compute_ms: float = 0.0
+    fwd_comms_ms: float = 0.0
+    bwd_comms_ms: float = 0.0
+    bwd_compute_ms: float = 0.0
+
+    def stage(self, name: str) -> float:
+        value: float = getattr(self, f"{name}_ms")
+        return value
+
+    @property
+    def total_ms(self) -> float:
+        return sum(self.stage(name) for name in PLANNED_STAGES)
+
+    def to_json(self) -> dict[str, float]:
+        return {name: self.stage(name) for name in PLANNED_STAGES}
+
+    @staticmethod
+    def from_json(record: Mapping[str, float]) -> RankCost:
+        return RankCost(**{f"{name}_ms": float(record[name]) for name in PLANNED_STAGES})
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """What one placement cost: a fact where `source` is 'measured' or 'probe'.
+
+    tables and stats are in canonical order and parallel; `ranks[r]` is rank r's cost. batch_size is the global
+    batch. noise: relative spread of repeated measurements (interquartile range / median); 0 where it is exact.
+    """
+
+    plan: ShardingPlan
+    tables: tuple[TableConfig, ...]
+    stats: tuple[TableStats, ...]
+    batch_size: int
+    ranks: tuple[RankCost, ...]
+    source: Source
+    noise: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "plan": self.plan.to_json(),
+            "tables": [table.to_json() for table in self.tables],
+            "stats": [stat.to_json() for stat in self.stats],
+            "batch_size": self.batch_size,
+            "ranks": [rank.to_json() for rank in self.ranks],
+            "source": self.source,
+            "noise": self.noise,
+        }
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> StepProfile:
+        return StepProfile(
+            plan=ShardingPlan.from_json(record["plan"]),
+            tables=tuple(TableConfig(**table) for table in record["tables"]),
+            stats=tuple(TableStats.from_json(stat) for stat in record["stats"]),
+            batch_size=int(record["batch_size"]),
+            ranks=tuple(RankCost.from_json(rank) for rank in record["ranks"]),
+            source=record["source"],
+            noise=float(record["noise"]),
+        )
+
+
+def step_cost_ms(ranks: Sequence[RankCost]) -> float:
+    """Sum over stages of the slowest rank."""
+    return sum(max(rank.stage(name) for rank in ranks) for name in PLANNED_STAGES)
+
+
+def balanced_cost_ms(ranks: Sequence[RankCost]) -> float:
+    """The perfect-balance bound: what the step would cost if every stage's work were spread evenly."""
+    return sum(sum(rank.stage(name) for rank in ranks) for name in PLANNED_STAGES) / len(ranks)
+
+
+def imbalance(values: Sequence[float]) -> float:
+    """max / mean; 1.0 is perfect balance (and the value where there is no work at all)."""
+    total = sum(values)
+    return max(values) * len(values) / total if total > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """One stage on one rank over the sampled steps of an epoch."""
+
+    median_ms: float
+    p95_ms: float
+    iqr_ms: float
+    samples: int
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)

@@ -1,0 +1,73 @@
+"""One rank's slice of a global batch, and the one method that every data source has.
+
+Ids are table-major: all of table 0's ids (sample by sample), then table 1's, the layout fbgemm's lookup takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.tables import TableConfig
+
+Split = Literal["train", "val", "test"]
+
+
+class DataError(ValueError):
+    """Input that cannot be used: the message names the file or table, the place in it, and what to try."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B samples of which the first `size` are real; the rest are padding (empty bags, no label) so that all
+    ranks have the same B when the last global batch is uneven.
+
+    dense_BF: float32. lengths_TB: int32, ids per table and sample. values_N: int32 or int64, N = lengths_TB.sum().
+    labels_B: float32, 0 or 1. global_size: real samples over all ranks.
+    """
+
+    dense_BF: Tensor
+    lengths_TB: Tensor
+    values_N: Tensor
+    labels_B: Tensor
+    size: int
+    global_size: int
+
+    @property
+    def padded_size(self) -> int:
+        return self.labels_B.shape[0]
+
+    def padded_to(self, batch_size: int, global_size: int) -> Batch:
+        """The same samples followed by empty ones up to `batch_size`."""
+        missing = batch_size - self.padded_size
+        if missing == 0:
+            return replace(self, global_size=global_size)
+        pad = torch.nn.functional.pad
+        return Batch(
+            dense_BF=pad(self.dense_BF, (0, 0, 0, missing)),
+            lengths_TB=pad(self.lengths_TB, (0, missing)),
+            values_N=self.values_N,
+            labels_B=pad(self.labels_B, (0, missing)),
+            size=self.size,
+            global_size=global_size,
+        )
+
+
+class DataSource(Protocol):
+    """Samples in an order that depends on nothing but seed, split and epoch.
+
+    Reading is by position, so that slicing by rank, resuming in mid-epoch and changing the number of ranks are
+    arithmetic on positions, with no reader state to save.
+    """
+
+    tables: tuple[TableConfig, ...]
+    num_dense: int
+
+    def num_samples(self, split: Split) -> int: ...
+
+    def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
+        """Samples [first, last) of the epoch's order; size = global_size = last - first. DataError on bad data."""
+        ...

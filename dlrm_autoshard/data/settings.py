@@ -1,0 +1,75 @@
+"""The `data:` section of the YAML file: one class a source, told apart by `source:`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import pydantic
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class Section(pydantic.BaseModel):
+    """A section of the config: unknown keys are errors, values never change after loading."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+class DataSection(Section):
+    """Keys that every source has."""
+
+    on_bad_id: Literal["error", "clip", "hash"] = "error"
+    prefetch_batches: NonNegativeInt = 2
+
+
+class SyntheticTable(Section):
+    name: str
+    num_embeddings: PositiveInt
+    embedding_dim: PositiveInt | None = None  # default: tables.embedding_dim
+    mean_pooling: NonNegativeFloat = 1.0  # ids per sample
+    alpha: NonNegativeFloat = 1.05  # skew: p(i-th hottest row) ~ i^-alpha; 0 is uniform
+
+
+class Drift(Section):
+    """From `epoch` on, each table takes the mean pooling of another (a seeded permutation) and/or other hot rows."""
+
+    epoch: PositiveInt
+    permute_pooling: bool = True
+    move_hot_ids: bool = True
+
+
+class SyntheticData(DataSection):
+    source: Literal["synthetic"]
+    tables: list[SyntheticTable]
+    num_dense: NonNegativeInt = 13
+    train_samples: PositiveInt = 65536
+    val_samples: NonNegativeInt = 0
+    test_samples: NonNegativeInt = 8192
+    drift: list[Drift] = []
+    reuse_batches: PositiveInt | None = None  # draw so many batches' worth of samples, then reuse them in turn
+    seed: int = 0
+
+
+class MovielensData(DataSection):
+    source: Literal["movielens"]
+    dir: str = "data/movielens-100k"
+    split: Literal["random", "time"] = "random"  # time: test on the newest 10% of ratings (harder)
+    seed: int = 0
+
+
+class CriteoData(DataSection):
+    source: Literal["criteo"]
+    dir: str
+    train_days: list[NonNegativeInt] | None = None  # default: all but the last day
+    test_days: list[NonNegativeInt] | None = None  # default: the last day
+    multi_hot: bool = False  # read day_*_sparse_multi_hot.npz
+    row_scale: PositiveFloat = 1.0  # shrink tables; ids are taken modulo the smaller size
+
+
+class DlrmDatasetsData(DataSection):
+    source: Literal["dlrm_datasets"]
+    files: list[str]
+    tables: list[NonNegativeInt] | None = None  # default: all tables of the file
+    seed: int = 0  # of the hidden model that makes labels
+
+
+DataConfig = Annotated[SyntheticData | MovielensData | CriteoData | DlrmDatasetsData, Field(discriminator="source")]

@@ -1,0 +1,211 @@
+"""Which rank owns which table, and what it takes for that to be legal.
+
+    plan = ShardingPlan({"user": 0, "item": 1}, world_size=2)
+    plan.tables_on(1)                        # ("item",)
+    plan.moves_to(other)                     # (Move("user", source=0, destination=1),)
+    check_plan(plan, memory, topology)       # PlanError where a rank overflows
+
+Whole tables only (table-wise model parallelism): a table lives on exactly one rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PLAN_SCHEMA = 1
+
+
+class PlanError(ValueError):
+    """A plan that cannot be: its message says what, how much, and what to try."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One table on its way from one rank to another."""
+
+    table: str
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Owner rank of every table. Immutable; the order of `rank_of` is the tables' canonical order."""
+
+    rank_of: Mapping[str, int]
+    world_size: int
+
+    def __post_init__(self) -> None:
+        for table, rank in self.rank_of.items():
+            if not 0 <= rank < self.world_size:
+                raise PlanError(
+                    f"table '{table}' is placed on rank {rank}, but there are {self.world_size} ranks "
+                    f"(0 to {self.world_size - 1}). Make the plan for this number of ranks."
+                )
+
+    def tables_on(self, rank: int) -> tuple[str, ...]:
+        """Names of the tables that `rank` owns, in canonical order."""
+        return tuple(table for table, owner in self.rank_of.items() if owner == rank)
+
+    def moves_to(self, new_plan: ShardingPlan) -> tuple[Move, ...]:
+        """Moves that turn this plan into `new_plan`, in canonical table order: the same on every rank."""
+        new_plan.check_tables(self.rank_of)
+        return tuple(
+            Move(table, owner, new_plan.rank_of[table])
+            for table, owner in self.rank_of.items()
+            if new_plan.rank_of[table] != owner
+        )
+
+    def check_tables(self, names: Iterable[str]) -> None:
+        """PlanError unless this plan places exactly the tables `names`."""
+        wanted, placed = set(names), set(self.rank_of)
+        if wanted != placed:
+            parts = []
+            if wanted - placed:
+                parts.append(f"it does not place {_some(wanted - placed)}")
+            if placed - wanted:
+                parts.append(f"it places {_some(placed - wanted)}, which the model does not have")
+            raise PlanError(f"the plan is for other tables: {'; '.join(parts)}. Make a new plan for this model.")
+
+    def ordered(self, names: Sequence[str]) -> ShardingPlan:
+        """The same placement with tables in the order of `names`."""
+        self.check_tables(names)
+        return ShardingPlan({name: self.rank_of[name] for name in names}, self.world_size)
+
+    @property
+    def fingerprint(self) -> str:
+        """Short stable name of this placement."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": PLAN_SCHEMA, "world_size": self.world_size, "rank_of": dict(self.rank_of)}
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> ShardingPlan:
+        if not isinstance(record, Mapping) or not {"schema", "world_size", "rank_of"} <= set(record):
+            raise PlanError("this is not a plan: it needs 'schema', 'world_size' and 'rank_of'.")
+        if record["schema"] != PLAN_SCHEMA:
+            raise PlanError(f"the plan has schema {record['schema']}; this version reads schema {PLAN_SCHEMA}.")
+        return ShardingPlan({str(t): int(r) for t, r in record["rank_of"].items()}, int(record["world_size"]))
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> ShardingPlan:
+        try:
+            return ShardingPlan.from_json(json.loads(path.read_text()))
+        except OSError as error:
+            raise PlanError(f"plan file '{path}' cannot be read: {error.strerror}.") from error
+        except json.JSONDecodeError as error:
+            raise PlanError(f"plan file '{path}' is not JSON (line {error.lineno}: {error.msg}).") from error
+        except PlanError as error:
+            raise PlanError(f"plan file '{path}': {error}") from error
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks a plan is for.
+
+    memory_bytes: bytes free for tables on each rank; None where it is not limited.
+    speed: relative speed of each rank at computation (1.0 is usual; 0.5 takes twice as long); None: all 1.0.
+    excluded: ranks that must stay empty.
+    """
+
+    world_size: int
+    memory_bytes: tuple[int, ...] | None = None
+    speed: tuple[float, ...] | None = None
+    excluded: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "speed"):
+            values = getattr(self, name)
+            if values is not None and len(values) != self.world_size:
+                raise PlanError(f"topology.{name} has {len(values)} entries for {self.world_size} ranks")
+        if len(self.excluded) >= self.world_size:
+            raise PlanError("every rank is excluded; at least one must be able to own tables")
+
+    @property
+    def usable_ranks(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.world_size) if rank not in self.excluded)
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What the user asks of a plan beside memory.
+
+    pinned: table -> the rank that must own it. together: groups that share a rank. apart: groups in which no
+    two tables share one.
+    """
+
+    pinned: Mapping[str, int] = field(default_factory=dict)
+    together: tuple[tuple[str, ...], ...] = ()
+    apart: tuple[tuple[str, ...], ...] = ()
+
+
+def round_robin(names: Sequence[str], topology: Topology) -> ShardingPlan:
+    """Table i on the i-th usable rank, round and round; knows nothing of memory or cost."""
+    ranks = topology.usable_ranks
+    return ShardingPlan({name: ranks[i % len(ranks)] for i, name in enumerate(names)}, topology.world_size)
+
+
+def check_plan(
+    plan: ShardingPlan,
+    table_bytes: Mapping[str, int],
+    topology: Topology,
+    constraints: Constraints = Constraints(),
+) -> None:
+    """PlanError where `plan` breaks memory, an exclusion or a constraint; nothing otherwise."""
+    plan.check_tables(table_bytes)
+    if plan.world_size != topology.world_size:
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks, this job has {topology.world_size}. "
+            "Make a plan for this number of ranks, or launch as many as the plan has."
+        )
+    for table, rank in plan.rank_of.items():
+        if rank in topology.excluded:
+            raise PlanError(f"table '{table}' is placed on rank {rank}, which is excluded.")
+    for table, rank in constraints.pinned.items():
+        if plan.rank_of.get(table, rank) != rank:
+            raise PlanError(f"table '{table}' is pinned to rank {rank} but placed on rank {plan.rank_of[table]}.")
+    for group in constraints.together:
+        if len({plan.rank_of[table] for table in group}) > 1:
+            raise PlanError(f"tables {_some(group)} must stay together but are on several ranks.")
+    for group in constraints.apart:
+        if len({plan.rank_of[table] for table in group}) < len(group):
+            raise PlanError(f"tables {_some(group)} must stay apart but two of them share a rank.")
+    if topology.memory_bytes is not None:
+        used = bytes_per_rank(plan, table_bytes)
+        for rank, (need, free) in enumerate(zip(used, topology.memory_bytes, strict=True)):
+            if need > free:
+                raise PlanError(
+                    f"rank {rank} needs {gib(need)} for its {len(plan.tables_on(rank))} tables but has {gib(free)} "
+                    f"({gib(need - free)} short). Add ranks, raise autoshard.memory_gib, or shrink its largest tables."
+                )
+
+
+def bytes_per_rank(plan: ShardingPlan, table_bytes: Mapping[str, int]) -> list[int]:
+    used = [0] * plan.world_size
+    for table, rank in plan.rank_of.items():
+        used[rank] += table_bytes[table]
+    return used
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes for people: '6.2 GiB', '12 MiB', '340 KiB'."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 1000 * size else f"{num_bytes / size:,.0f} {unit}"
+    return f"{int(num_bytes)} bytes"
+
+
+def _some(names: Iterable[str], most: int = 5) -> str:
+    ordered = sorted(names)
+    shown = ", ".join(f"'{name}'" for name in ordered[:most])
+    return shown if len(ordered) <= most else f"{shown} and {len(ordered) - most} more"

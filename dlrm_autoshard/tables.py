@@ -1,0 +1,130 @@
+"""Embedding tables as plain data: their shape, and the statistics that decide their cost.
+
+    user = TableConfig("user", num_embeddings=943, embedding_dim=32)
+    stats = measure_table_stats(lengths_TB, values_N)        # one TableStats per table
+    stats[0].mean_pooling, stats[0].reuse_histogram          # 1.0, (0.1, 0.2, ...)
+
+Axis suffixes used in the whole package: T tables, B samples of one rank's batch, N ids of one batch,
+W ranks, F dense features, D embedding dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+Pooling = Literal["sum", "mean"]
+TableDtype = Literal["fp32", "fp16"]
+TableOptimizer = Literal["rowwise_adagrad", "adagrad", "sgd", "adam"]
+
+NUM_REUSE_BINS = 17
+"""Bins (0,1], (1,2], (2,4], ... (16384,32768], (32768,inf) of DreamShard's locality feature (section 3.1)."""
+
+_DTYPE_BYTES: dict[str, int] = {"fp32": 4, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    """One embedding table. `embedding_dim` is a multiple of 4, as fbgemm's kernels need."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    pooling: Pooling = "sum"
+    dtype: TableDtype = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.num_embeddings < 1:
+            raise ValueError(f"table '{self.name}' has {self.num_embeddings} rows; it needs at least 1")
+        if self.embedding_dim < 4 or self.embedding_dim % 4:
+            raise ValueError(
+                f"table '{self.name}' has embedding_dim {self.embedding_dim}; fbgemm needs a multiple of 4 "
+                f"(try {max(4, -(-self.embedding_dim // 4) * 4)})"
+            )
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_embeddings * self.embedding_dim * _DTYPE_BYTES[self.dtype]
+
+    def optimizer_bytes(self, optimizer: TableOptimizer) -> int:
+        """Bytes of optimizer state: one float a row, one a weight, two a weight, or none."""
+        per_row = {"rowwise_adagrad": 1, "adagrad": self.embedding_dim, "sgd": 0, "adam": 2 * self.embedding_dim}
+        return 4 * self.num_embeddings * per_row[optimizer]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TableStats:
+    """What the data does to one table.
+
+    mean_pooling: ids per sample, a real number (0.7 is not 0).
+    reuse_histogram: of the *unique* ids in a batch, the fraction whose number of uses falls in each of the
+        17 bins; sums to 1, or is all zero where no id was seen.
+    mean_reuse: ids / unique ids in that batch (1.0 where no id was seen).
+    batch_size: samples in the batch that was looked at. Reuse grows with it, so it belongs to the figure.
+    """
+
+    mean_pooling: float
+    reuse_histogram: tuple[float, ...] = (1.0,) + (0.0,) * (NUM_REUSE_BINS - 1)
+    mean_reuse: float = 1.0
+    batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.reuse_histogram) != NUM_REUSE_BINS:
+            raise ValueError(f"reuse_histogram has {len(self.reuse_histogram)} bins; it needs {NUM_REUSE_BINS}")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> TableStats:
+        return TableStats(**{**record, "reuse_histogram": tuple(record["reuse_histogram"])})
+
+
+def reuse_bins(counts: np.ndarray) -> np.ndarray:
+    """Bin number of each use count (>= 1): 0 for (0,1], 1 for (1,2], 2 for (2,4], ... 16 for (32768,inf)."""
+    return np.minimum(np.ceil(np.log2(np.maximum(counts, 1))).astype(np.int64), NUM_REUSE_BINS - 1)
+
+
+def measure_table_stats(lengths_TB: np.ndarray, values_N: np.ndarray) -> list[TableStats]:
+    """Statistics of each table from one batch in table-major layout (all of table 0's ids first).
+
+    lengths_TB: [T, B] ids per table and sample; values_N: [N] ids, N = lengths_TB.sum().
+    """
+    num_tables, batch_size = lengths_TB.shape
+    ends_T = np.cumsum(lengths_TB.sum(axis=1))
+    stats = []
+    for table in range(num_tables):
+        ids = values_N[ends_T[table - 1] if table else 0 : ends_T[table]]
+        if len(ids) == 0:
+            stats.append(TableStats(0.0, (0.0,) * NUM_REUSE_BINS, 1.0, batch_size))
+            continue
+        _, counts = np.unique(ids, return_counts=True)
+        histogram = np.bincount(reuse_bins(counts), minlength=NUM_REUSE_BINS) / len(counts)
+        stats.append(
+            TableStats(len(ids) / batch_size, tuple(float(f) for f in histogram), len(ids) / len(counts), batch_size)
+        )
+    return stats
+
+
+def memory_bytes(
+    tables: Sequence[TableConfig],
+    stats: Sequence[TableStats],
+    optimizer: TableOptimizer,
+    global_batch_size: int,
+) -> dict[str, int]:
+    """Bytes that each table takes on its owner: weights, optimizer state and its share of exchange buffers.
+
+    Buffers hold the global batch: pooled vectors and their gradients (fp32), ids and their sorted copy (8 bytes).
+    """
+    needed = {}
+    for table, stat in zip(tables, stats, strict=True):
+        vectors = 2 * 4 * table.embedding_dim * global_batch_size
+        ids = 2 * 8 * int(np.ceil(stat.mean_pooling * global_batch_size))
+        needed[table.name] = table.weight_bytes + table.optimizer_bytes(optimizer) + vectors + ids
+    return needed
