@@ -1,0 +1,90 @@
+"""`dlrm-autoshard bench`: lists the benchmarks; `bench NAME` runs one and compares its figures with their targets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("bench", help="list the benchmarks, or run one and compare it with its targets")
+    parser.add_argument("name", nargs="?", help="a benchmark; without one they are listed")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes: a look, not a figure")
+    parser.add_argument("--json", action="store_true", help="print the record as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the record to FILE as well")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status 0 if every target is met, 1 if one is missed."""
+    from dlrm_autoshard.benchmarks.harness import run_benchmark
+
+    if arguments.name is None:
+        _list(arguments.json)
+        return 0
+    record = run_benchmark(arguments.name, arguments.quick)
+    text = json.dumps(record, indent=2)
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text + "\n")
+    if arguments.json:
+        print(text)
+    else:
+        _print(record)
+    return 0 if record["met"] else 1
+
+
+def _list(as_json: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dlrm_autoshard.benchmarks.harness import available
+
+    listings = available()
+    if as_json:
+        print(json.dumps([{"name": b.name, "title": b.title, "rough_time": b.rough_time} for b in listings], indent=2))
+        return
+    table = Table("name", "measures", "takes about", box=None, pad_edge=False, header_style="bold")
+    for listing in listings:
+        table.add_row(listing.name, listing.title, listing.rough_time)
+    Console().print(table)
+
+
+def _print(record: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table("figure", "value", "spread", "target", "", box=None, pad_edge=False, header_style="bold")
+    for name, value in record["figures"].items():
+        met = record["met_by_target"].get(name)
+        spread = record["spread"].get(name)
+        table.add_row(
+            name,
+            _text(value),
+            "" if spread is None else _text(spread),
+            record["targets"].get(name, ""),
+            "" if met is None else ("met" if met else "[red]missed[/red]"),
+        )
+    for name in record["targets"]:
+        if name not in record["figures"]:
+            table.add_row(name, "not measured", "", record["targets"][name], "[red]missed[/red]")
+    console.print(f"[bold]{record['name']}[/bold]{' (quick)' if record['quick'] else ''}, {record['seconds']} s")
+    console.print(table)
+    for note in record["notes"]:
+        console.print(note, markup=False)
+    machine = record["environment"]
+    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    console.print(
+        f"{machine['cpu']}, {machine['cores']} cores, {packages}, {machine['date']}", style="dim", markup=False
+    )
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (list, tuple)):
+        return " .. ".join(_text(part) for part in value)
+    return str(value)

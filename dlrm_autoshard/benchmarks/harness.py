@@ -1,0 +1,229 @@
+"""What every benchmark shares: the registry, paired timing, pinned ranks, and the record that is printed.
+
+A benchmark is a module `dlrm_autoshard.benchmarks.<name with underscores>` with
+
+    TITLE = "what it measures, in a line"
+    ROUGH_TIME = "2 min"
+
+    def run(quick: bool) -> dict[str, Any]:
+        ratio = paired_ratio(*alternate(ours, theirs, rounds=9))           # A B A B on the same machine
+        return {"figures": {"speedup": ratio.median}, "targets": {"speedup": ">= 1.0"},
+                "spread": {"speedup": [ratio.low, ratio.high]}}            # "notes": [sentences], if there are any
+
+and its name stands in NAMES. `finish` adds whether each target is met and on what machine.
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SCHEMA = 1
+NAMES = (
+    "planner-time",
+    "planner-quality",
+    "planner-scale",
+    "planner-generalization",
+    "profiler-overhead",
+    "loop-bad-start",
+    "loop-drift",
+    "loop-straggler",
+    "loop-steady",
+    "reshard-speed",
+    "train-wsmall",
+    "train-wemb",
+    "train-scale",
+    "kills",
+    "soak",
+    "gpu-all",
+)
+_PACKAGES = ("dlrm_autoshard", "torch", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec", "numpy")
+
+
+class BenchError(ValueError):
+    """A benchmark that cannot be run as asked: the message says why."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    name: str
+    title: str
+    rough_time: str
+
+
+def available() -> list[Listing]:
+    """The benchmarks that exist. Titles are read from the source, so that listing imports neither torch nor peers."""
+    listings = []
+    for name in NAMES:
+        spec = importlib.util.find_spec(_module(name))
+        if spec is None or spec.origin is None:
+            continue
+        texts = {}
+        for node in ast.parse(Path(spec.origin).read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                value = node.value
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    texts[node.targets[0].id] = value.value
+        listings.append(Listing(name, texts.get("TITLE", ""), texts.get("ROUGH_TIME", "")))
+    return listings
+
+
+def run_benchmark(name: str, quick: bool) -> dict[str, Any]:
+    names = [listing.name for listing in available()]
+    if name not in names:
+        raise BenchError(f"there is no benchmark '{name}'. There are: {', '.join(names) or 'none yet'}.")
+    started = time.perf_counter()
+    outcome = importlib.import_module(_module(name)).run(quick)
+    return finish(name, quick, outcome, time.perf_counter() - started)
+
+
+def finish(name: str, quick: bool, outcome: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The whole record. A target whose figure is missing, None or not a number is not met."""
+    figures, targets = outcome["figures"], outcome.get("targets", {})
+    met_by_target = {figure: meets(figures.get(figure), target) for figure, target in targets.items()}
+    return {
+        "schema": SCHEMA,
+        "name": name,
+        "quick": quick,
+        "figures": figures,
+        "targets": targets,
+        "met_by_target": met_by_target,
+        "met": all(met_by_target.values()),
+        "spread": outcome.get("spread", {}),
+        "notes": outcome.get("notes", []),
+        "seconds": round(seconds, 1),
+        "environment": environment(),
+    }
+
+
+def meets(figure: object, target: str) -> bool:
+    """`meets(1.2, ">= 1.0")` is True. Targets are '<= x', '>= x' or '== x'."""
+    relation, _, text = target.partition(" ")
+    bound = float(text)
+    if isinstance(figure, bool) or not isinstance(figure, (int, float)) or figure != figure:
+        return False
+    if relation == "<=":
+        return figure <= bound
+    if relation == ">=":
+        return figure >= bound
+    if relation == "==":
+        return figure == bound
+    raise BenchError(f"target '{target}' is not of the form '<= x', '>= x' or '== x'.")
+
+
+# Paired timing ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median of the paired ratios with its 95% bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+def alternate(*contenders: Callable[[], float | None], rounds: int, warmup: int = 1) -> tuple[list[float], ...]:
+    """Runs the contenders in turn, A B A B ..., so that a slow spell of the machine falls on all of them alike.
+
+    Returns each contender's seconds by round. A contender that returns a float has timed itself; None is timed here.
+    """
+    seconds: tuple[list[float], ...] = tuple([] for _ in contenders)
+    for number in range(warmup + rounds):
+        for contender, row in zip(contenders, seconds, strict=True):
+            started = time.perf_counter()
+            own = contender()
+            elapsed = time.perf_counter() - started if own is None else own
+            if number >= warmup:
+                row.append(elapsed)
+    return seconds
+
+
+def paired_ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 0) -> Ratio:
+    """Median over rounds of numerator / denominator: at 1.3 the denominator takes 1/1.3 of the numerator's time."""
+    if len(numerator) != len(denominator) or not len(numerator):
+        raise BenchError(f"paired timing needs as many rounds of each; got {len(numerator)} and {len(denominator)}.")
+    return median_with_interval([a / b for a, b in zip(numerator, denominator, strict=True)], seed)
+
+
+def median_with_interval(values: Sequence[float], seed: int = 0) -> Ratio:
+    rows = np.asarray(values, dtype=np.float64)
+    draws = np.random.default_rng(seed).integers(0, len(rows), size=(2000, len(rows)))
+    low, high = np.quantile(np.median(rows[draws], axis=1), [0.025, 0.975])
+    return Ratio(float(np.median(rows)), float(low), float(high))
+
+
+# Ranks --------------------------------------------------------------------------------------------------------------
+
+
+def on_pinned_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0) -> list[Any]:
+    """`run_ranks` with each rank bound to a core of its own and one thread; ranks beyond the cores share them."""
+    from dlrm_autoshard.distributed.spawn import run_ranks
+
+    return run_ranks(function, world_size, *args, timeout=timeout, cores=sorted(os.sched_getaffinity(0)))
+
+
+# Environment --------------------------------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, Any]:
+    import psutil
+
+    record: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_average": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        record["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        record["cuda"] = torch.version.cuda
+    return record
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The checkout's commit, '+' if it has changes; None where the package isn't a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")
+
+
+def _module(name: str) -> str:
+    return f"dlrm_autoshard.benchmarks.{name.replace('-', '_')}"
