@@ -11,7 +11,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMAND_MODULES: tuple[str, ...] = ("dlrm_autoshard.benchmarks.bench_command",)
+COMMAND_MODULES: tuple[str, ...] = (
+    "dlrm_autoshard.doctor_command",
+    "dlrm_autoshard.benchmarks.bench_command",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
