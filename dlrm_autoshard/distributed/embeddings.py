@@ -1,0 +1,144 @@
+"""Embedding tables sharded table-wise: each rank holds whole tables, looks up the global batch, updates in backward.
+
+    embeddings = ShardedEmbeddings(tables, plan, runtime, config.tables)
+    ids = embeddings.distribute(batch).finish()
+    local = embeddings.lookup(ids)                               # [W * B, D_local]
+    pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait())    # [B, D]
+    embeddings.update(local, embeddings.send_gradients(pooled_gradient).wait())
+
+The live plan is here, identical on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.exchange import Exchange, IdDistribution, LocalIds, Pending
+from dlrm_autoshard.distributed.storage import DeviceStorage, HostStorage, Storage
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.tables import TableConfig
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_INIT_ROWS = 1 << 16  # rows initialised at a time
+
+
+def output_order(tables: Sequence[TableConfig]) -> list[int]:
+    """Tables sorted by dim (stable): tables of one dim lie side by side in the pooled output, whatever the plan."""
+    return sorted(range(len(tables)), key=lambda i: tables[i].embedding_dim)
+
+
+class ShardedEmbeddings:
+    """All tables of the model, of which this rank owns `plan.tables_on(rank)`."""
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        plan: ShardingPlan,
+        config: TablesConfig,
+        *,
+        rank: int,
+        group: dist.ProcessGroup,
+        id_group: dist.ProcessGroup,
+        device: torch.device,
+        exchange_dtype: str = "fp32",
+        seed: int = 0,
+    ) -> None:
+        self.tables = tuple(tables)
+        self.config, self.rank, self.device = config, rank, device
+        self._groups, self._exchange_dtype = (group, id_group), _DTYPES[exchange_dtype]
+        self.updates = 0  # training lookups so far: fbgemm's `iter`, which must survive a rebuild
+        self.learning_rate = config.optimizer.lr
+        self.storage: Storage = (
+            HostStorage(tables, config.optimizer)
+            if device.type == "cpu"
+            else DeviceStorage(tables, config.optimizer, device, config.location)
+        )
+        self.adopt(plan)
+        for name in plan.tables_on(rank):
+            initialise(self.storage.tensors(name)["weight"], name, seed)
+
+    @property
+    def output_tables(self) -> tuple[TableConfig, ...]:
+        """Tables in the order of the pooled output's columns."""
+        return tuple(self.tables[i] for i in output_order(self.tables))
+
+    @property
+    def world_size(self) -> int:
+        return self.plan.world_size
+
+    def adopt(self, plan: ShardingPlan) -> None:
+        """Makes `plan` the live one. The bytes of arriving tables must lie in `storage.tensors(name)` already."""
+        self.plan = plan.ordered([table.name for table in self.tables])
+        order = output_order(self.tables)
+        group, id_group = self._groups
+        self._exchange = Exchange(
+            self.tables, order, self.plan, self.rank, group, id_group, self.device, self._exchange_dtype
+        )
+        owned = set(self.plan.tables_on(self.rank))
+        self.storage.hold([self.tables[i].name for i in order if self.tables[i].name in owned])
+        self._restore_counters()
+        self.set_learning_rate(self.learning_rate)
+
+    def distribute(self, batch: Batch) -> IdDistribution:
+        """Sends the batch's ids on their way to the owners."""
+        return self._exchange.distribute(batch)
+
+    def lookup(self, ids: LocalIds, *, training: bool = True) -> Tensor:
+        """Pooled vectors of the local tables for the global batch: [W * B, D_local], with a fused update as its
+        gradient function when training."""
+        if self.storage.lookup is None:
+            return torch.zeros(self.world_size * ids.batch_size, 0, device=self.device)
+        pooled: Tensor = self.storage.lookup(ids.values_N, ids.offsets)
+        if training:
+            self.updates += 1
+        else:
+            self._restore_counters()  # fbgemm counts every lookup as an iteration
+        return pooled
+
+    def send_pooled(self, local: Tensor) -> Pending:
+        return self._exchange.send_pooled(local.detach())
+
+    def in_output_order(self, arrived: Tensor) -> Tensor:
+        """[B, D] pooled vectors of this rank's samples, columns as in `output_tables`."""
+        return self._exchange.in_output_order(arrived)
+
+    def send_gradients(self, gradient_BD: Tensor) -> Pending:
+        return self._exchange.send_gradients(gradient_BD)
+
+    def update(self, local: Tensor, gradient: Tensor) -> None:
+        """Fused backward and optimizer step of the local tables. gradient: as `send_gradients` brought it."""
+        if local.shape[1]:
+            local.backward(gradient.view(local.shape).to(local.dtype))
+
+    def set_learning_rate(self, lr: float) -> None:
+        self.learning_rate = lr
+        if self.storage.lookup is not None:
+            self.storage.lookup.set_learning_rate(lr)
+
+    def set_updates(self, updates: int) -> None:
+        self.updates = updates
+        self._restore_counters()
+
+    def _restore_counters(self) -> None:
+        tbe = self.storage.lookup
+        if tbe is not None:
+            for counter in (getattr(tbe, "iter", None), getattr(tbe, "iter_cpu", None)):
+                if counter is not None:
+                    counter.fill_(self.updates)
+
+
+def initialise(weight: Tensor, table: str, seed: int) -> None:
+    """Uniform in +-1/sqrt(rows), from a generator seeded by the table's name: the same under any placement."""
+    digest = hashlib.sha256(f"{seed}/{table}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    bound = weight.shape[0] ** -0.5
+    for start in range(0, weight.shape[0], _INIT_ROWS):
+        rows = weight[start : start + _INIT_ROWS]
+        rows.copy_(torch.empty(rows.shape).uniform_(-bound, bound, generator=generator))

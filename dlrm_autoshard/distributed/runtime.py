@@ -1,0 +1,120 @@
+"""This process's place among the ranks: device, process groups, cores. The only module that starts or stops them.
+
+with Runtime.start(config.run) as runtime:
+    runtime.rank, runtime.world_size, runtime.group
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dlrm_autoshard.config import RunConfig
+
+T = TypeVar("T")
+
+
+class RuntimeFailure(ValueError):
+    """The ranks cannot start as asked: the message says why and what to try."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """rank, world_size: as torchrun numbers them. group carries tensors of the step; id_group carries the next
+    batch's ids, so that the two never queue behind each other. control is gloo on every device: small objects."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    group: dist.ProcessGroup
+    id_group: dist.ProcessGroup
+    control: dist.ProcessGroup
+
+    @staticmethod
+    @contextlib.contextmanager
+    def start(config: RunConfig) -> Iterator[Runtime]:
+        """Joins the process group (torchrun's environment; alone without it) and leaves it cleanly at the end."""
+        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        device = choose_device(config.device, local_rank)
+        torch.set_num_threads(config.threads_per_rank)
+        if device.type == "cpu":
+            keep_freed_memory()
+            if config.pin_cores:
+                pin_cores(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), config.threads_per_rank)
+        else:
+            torch.cuda.set_device(device)
+        timeout = timedelta(seconds=config.collective_timeout_seconds)
+        backend = "nccl" if device.type == "cuda" and not _ranks_share_a_gpu() else "gloo"
+        store = None if "RANK" in os.environ else dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        world = dist.group.WORLD
+        assert world is not None
+        try:
+            yield Runtime(rank, world_size, local_rank, device, world, dist.new_group(timeout=timeout), control)
+            dist.barrier(group=control)
+        finally:
+            # Objects that hold process groups must go before the groups do, or gloo's threads abort the exit.
+            gc.collect()
+            dist.destroy_process_group()
+
+    def broadcast(self, value: T | None) -> T:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]  # type: ignore[return-value]
+
+    def gather(self, value: T) -> list[T] | None:
+        """Every rank's value, in rank order, on rank 0; None elsewhere."""
+        gathered: list[T | None] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, gathered, dst=0, group=self.control)
+        return gathered  # type: ignore[return-value]
+
+    def all_gather(self, value: T) -> list[T]:
+        gathered: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self.control)
+        return gathered  # type: ignore[return-value]
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.control)
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise RuntimeFailure("run.device is 'cuda', but torch sees no GPU. Run `dlrm-autoshard doctor`, or use cpu.")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def _ranks_share_a_gpu() -> bool:
+    """nccl refuses two ranks on one GPU; gloo takes them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count()
+
+
+def pin_cores(local_rank: int, local_world_size: int, threads: int) -> None:
+    """Binds this process to its own cores where every local rank can have some; else leaves it free."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= local_world_size * threads:
+        os.sched_setaffinity(0, cores[local_rank * threads : (local_rank + 1) * threads])
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep freed buffers: a step's tensors are as large as the last one's, and giving their pages
+    back to the system only to fault them in again costs several percent of a step."""
+    trim_threshold, mmap_threshold = -1, -3
+    with contextlib.suppress(OSError, AttributeError):  # not glibc: nothing to tune
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(mmap_threshold, 1 << 30)
+        libc.mallopt(trim_threshold, 1 << 30)

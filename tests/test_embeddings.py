@@ -1,0 +1,115 @@
+"""Sharded lookup and update against plain EmbeddingBag, under any placement."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.tables import TableConfig
+from tests.ranks import run_ranks
+
+TABLES = [TableConfig("a", 50, 8), TableConfig("b", 1000, 4), TableConfig("c", 7, 16), TableConfig("d", 300, 8)]
+BATCH, STEPS = 6, 4
+
+
+def global_batch(step: int, world_size: int) -> list[Batch]:
+    """Every rank's slice, with empty bags, duplicates, and a padded tail on the last rank."""
+    generator = torch.Generator().manual_seed(step)
+    batches = []
+    for _ in range(world_size):
+        lengths = torch.randint(0, 4, (len(TABLES), BATCH), generator=generator, dtype=torch.int32)
+        values = [
+            torch.randint(0, t.num_embeddings, (int(n),), generator=generator, dtype=torch.int32)
+            for t, n in zip(TABLES, lengths.sum(1), strict=True)
+        ]
+        labels = torch.zeros(BATCH)
+        batches.append(Batch(torch.zeros(BATCH, 0), lengths, torch.cat(values), labels, BATCH, BATCH * world_size))
+    return batches
+
+
+def train(rank: int, world_size: int, plan: ShardingPlan, optimizer: str, dtype: str) -> dict[str, torch.Tensor]:
+    """Pooled output of each step, and the final weights of this rank's tables."""
+    tables = [TableConfig(t.name, t.num_embeddings, t.embedding_dim, dtype=dtype) for t in TABLES]  # type: ignore[arg-type]
+    config = TablesConfig(optimizer=TableOptimizerConfig(name=optimizer, lr=0.1))  # type: ignore[arg-type]
+    embeddings = ShardedEmbeddings(
+        tables, plan, config, rank=rank, group=dist.group.WORLD, id_group=dist.new_group(), device=torch.device("cpu")
+    )
+    result: dict[str, torch.Tensor] = {}
+    for step in range(STEPS):
+        batch = global_batch(step, world_size)[rank]
+        local = embeddings.lookup(embeddings.distribute(batch).finish())
+        pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait())
+        result[f"pooled{step}"] = pooled.clone()
+        embeddings.update(local, embeddings.send_gradients(torch.sin(pooled) / 10).wait())
+    for name in embeddings.plan.tables_on(rank):
+        for key, value in embeddings.storage.tensors(name).items():
+            result[f"{name}.{key}"] = value.clone()
+    return result
+
+
+def reference(world_size: int) -> dict[str, torch.Tensor]:
+    """The same steps with nn.EmbeddingBag and plain SGD in one process."""
+    plan = ShardingPlan({t.name: 0 for t in TABLES}, 1)
+    bags = {}
+    from dlrm_autoshard.distributed.embeddings import initialise, output_order
+
+    for table in TABLES:
+        bag = torch.nn.EmbeddingBag(table.num_embeddings, table.embedding_dim, mode="sum")
+        with torch.no_grad():
+            initialise(bag.weight, table.name, 0)
+        bags[table.name] = bag
+    assert plan.world_size == 1
+    result = {}
+    order = output_order(TABLES)
+    for step in range(STEPS):
+        pooled = []
+        for batch in global_batch(step, world_size):
+            starts = [0, *batch.lengths_TB.sum(1).cumsum(0).tolist()]
+            per_table = []
+            for i in order:
+                offsets = torch.cat([torch.zeros(1, dtype=torch.int32), batch.lengths_TB[i].cumsum(0)[:-1].int()])
+                per_table.append(bags[TABLES[i].name](batch.values_N[starts[i] : starts[i + 1]], offsets))
+            pooled.append(torch.cat(per_table, 1))
+        result[f"pooled{step}"] = torch.stack(pooled).detach()
+        gradient = torch.sin(torch.cat(pooled)).detach() / 10
+        torch.cat(pooled).backward(gradient)
+        with torch.no_grad():
+            for bag in bags.values():
+                bag.weight -= 0.1 * bag.weight.grad
+                bag.weight.grad = None
+    return result | {f"{name}.weight": bag.weight.detach() for name, bag in bags.items()}
+
+
+@pytest.mark.parametrize("world_size,ranks", [(1, "0000"), (2, "0110"), (2, "1111"), (3, "2020"), (4, "3120")])
+def test_equals_embedding_bag(world_size: int, ranks: str) -> None:
+    plan = ShardingPlan({t.name: int(r) for t, r in zip(TABLES, ranks, strict=True)}, world_size)
+    results = run_ranks(train, world_size, plan, "sgd", "fp32")
+    expected = reference(world_size)
+    for step in range(STEPS):
+        pooled = torch.stack([result[f"pooled{step}"] for result in results])
+        torch.testing.assert_close(pooled, expected[f"pooled{step}"], rtol=1e-5, atol=1e-6)
+    weights = {key: value for result in results for key, value in result.items() if key.endswith(".weight")}
+    assert set(weights) == {f"{t.name}.weight" for t in TABLES}
+    for key, weight in weights.items():
+        torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_placement_changes_no_bit(optimizer: str, dtype: str) -> None:
+    seen: list[dict[str, torch.Tensor]] = []
+    for ranks in ("0110", "1000", "1111"):
+        plan = ShardingPlan({t.name: int(r) for t, r in zip(TABLES, ranks, strict=True)}, 2)
+        merged: dict[str, torch.Tensor] = {}
+        for rank, result in enumerate(run_ranks(train, 2, plan, optimizer, dtype)):
+            merged |= {(f"{rank}.{key}" if key.startswith("pooled") else key): value for key, value in result.items()}
+        seen.append(merged)
+    for other in seen[1:]:
+        assert other.keys() == seen[0].keys()
+        for key, value in other.items():
+            assert torch.equal(value, seen[0][key]), key
