@@ -5,9 +5,11 @@ Ids are table-major: all of table 0's ids (sample by sample), then table 1's, th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,15 +58,23 @@ class Batch:
         )
 
 
+def ids_dtype(tables: Sequence[TableConfig]) -> np.dtype[np.signedinteger]:
+    """int32 where every row number fits: half the bytes to send and to look up."""
+    return np.dtype(np.int32 if all(table.num_embeddings < 2**31 for table in tables) else np.int64)
+
+
 class DataSource(Protocol):
     """Samples in an order that depends on nothing but seed, split and epoch.
 
     Reading is by position, so that slicing by rank, resuming in mid-epoch and changing the number of ranks are
     arithmetic on positions, with no reader state to save.
+
+    reuse_batches: None, or the loader goes over the first so many global batches in turn (for benchmarks).
     """
 
     tables: tuple[TableConfig, ...]
     num_dense: int
+    reuse_batches: int | None
 
     def num_samples(self, split: Split) -> int: ...
 

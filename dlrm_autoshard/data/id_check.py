@@ -1,0 +1,85 @@
+"""Ids are checked in every batch, before a kernel can read beyond a table: cheap, by each table's largest id.
+
+check = IdCheck(source.tables, on_bad_id="error")
+batch = check(batch, "sample 4096 of train, epoch 0")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dlrm_autoshard.data.batch import Batch, DataError, ids_dtype
+from dlrm_autoshard.tables import TableConfig
+
+OnBadId = Literal["error", "clip", "hash"]
+
+
+class IdCheck:
+    """Ids outside [0, rows) are an error, or are mended: `clip` to the nearest row, `hash` to id mod rows.
+
+    Mended or not, ids come back as int32 where every table's row numbers fit.
+    """
+
+    def __init__(self, tables: Sequence[TableConfig], on_bad_id: OnBadId) -> None:
+        self._tables = tables
+        self._rows_T = np.array([table.num_embeddings for table in tables], np.int64)
+        self._dtype = ids_dtype(tables)
+        self._on_bad_id = on_bad_id
+
+    def __call__(self, batch: Batch, describe_sample: Callable[[int], str]) -> Batch:
+        """`describe_sample` says where the batch's b-th sample is, for the error."""
+        values_N = batch.values_N.numpy()
+        counts_T = batch.lengths_TB.numpy().sum(axis=1, dtype=np.int64)
+        if counts_T.sum() != len(values_N):
+            raise DataError(
+                f"the lengths of the bags add up to {counts_T.sum()}, but there are {len(values_N)} ids, in the batch "
+                f"from {describe_sample(0)}. The data source is at fault."
+            )
+        if self._all_good(values_N, counts_T):
+            return self._narrowed(batch, values_N)
+        rows_N = np.repeat(self._rows_T, counts_T)
+        if self._on_bad_id == "error":
+            raise DataError(self._sentence(batch, values_N, rows_N, describe_sample))
+        wide_N = values_N.astype(np.int64)
+        return self._narrowed(
+            batch, np.clip(wide_N, 0, rows_N - 1) if self._on_bad_id == "clip" else np.mod(wide_N, rows_N)
+        )
+
+    def _all_good(self, values_N: NDArray[np.signedinteger], counts_T: NDArray[np.int64]) -> bool:
+        filled_T = np.flatnonzero(counts_T)
+        if len(filled_T) == 0:
+            return True
+        # Read as unsigned, a negative id is a huge one, so the largest id of a table tells on both.
+        unsigned_N = values_N.view(np.uint32 if values_N.dtype == np.int32 else np.uint64)
+        largest_T = np.maximum.reduceat(unsigned_N, (counts_T.cumsum() - counts_T)[filled_T])
+        return bool((largest_T < self._rows_T[filled_T].astype(np.uint64)).all())
+
+    def _narrowed(self, batch: Batch, values_N: NDArray[np.signedinteger]) -> Batch:
+        if values_N.dtype == self._dtype and values_N is batch.values_N.numpy():
+            return batch
+        return replace(batch, values_N=torch.from_numpy(values_N.astype(self._dtype, copy=False)))
+
+    def _sentence(
+        self,
+        batch: Batch,
+        values_N: NDArray[np.signedinteger],
+        rows_N: NDArray[np.int64],
+        describe_sample: Callable[[int], str],
+    ) -> str:
+        bad_N = (values_N < 0) | (values_N >= rows_N)
+        place = int(bad_N.argmax())
+        bag = int(np.searchsorted(batch.lengths_TB.numpy().ravel().cumsum(dtype=np.int64), place, side="right"))
+        table, sample = self._tables[bag // batch.padded_size], bag % batch.padded_size
+        others = int(bad_N.sum()) - 1
+        return (
+            f"table '{table.name}' has {table.num_embeddings} rows (ids 0 to {table.num_embeddings - 1}), but "
+            f"{describe_sample(sample)} has id {values_N[place]}"
+            + (f", and {others} more ids of this batch are out of range" if others else "")
+            + ". Mend the data or the table's rows, or set data.on_bad_id to 'clip' or 'hash'."
+        )

@@ -1,0 +1,102 @@
+"""One rank's batches of one epoch, read ahead in the background.
+
+    with Loader(source, "train", epoch=0, batch_size=1024, rank=0, world_size=2) as loader:
+        for batch in loader: ...
+
+Global batch i is the samples [i * W * B, (i + 1) * W * B) of the epoch and rank r takes the r-th slice of it. Of an
+uneven last one with n samples each rank takes ceil(n / W), padded where there are fewer left. Example, n = 5, W = 2:
+rank 0 has samples 0 1 2, rank 1 has 3 4 and one that is empty.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+from dlrm_autoshard.data.batch import Batch, DataSource, Split
+from dlrm_autoshard.data.id_check import IdCheck, OnBadId
+
+
+class Loader:
+    """Iterable once or many times; a sample's place depends on nothing but its position in the epoch.
+
+    batch_size: samples a rank. first_sample: position in the epoch to start from (to resume). prefetch_batches: how
+    many to read ahead in a thread; 0 reads in the caller's. global_samples: the epoch's length, if not the source's.
+    """
+
+    def __init__(
+        self,
+        source: DataSource,
+        split: Split,
+        epoch: int,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        first_sample: int = 0,
+        prefetch_batches: int = 2,
+        global_samples: int | None = None,
+        on_bad_id: OnBadId = "error",
+    ) -> None:
+        self._source, self._split, self._epoch = source, split, epoch
+        self._rank, self._world_size = rank, world_size
+        self._global_batch = batch_size * world_size
+        self._last_sample = source.num_samples(split) if global_samples is None else global_samples
+        self._starts = range(first_sample, self._last_sample, self._global_batch)
+        self._prefetch_batches = prefetch_batches
+        self._check = IdCheck(source.tables, on_bad_id)
+        # Weak, so that an iterator that its user drops half-way ends at once.
+        self._running: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
+
+    def __len__(self) -> int:
+        """Global batches, the uneven last one included."""
+        return len(self._starts)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._prefetch_batches == 0:
+            return map(self._read, self._starts)
+        batches = self._read_ahead()
+        self._running.add(batches)
+        return batches
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops reading ahead; waits for at most the one batch being read. Iterators left half-way end here."""
+        for batches in list(self._running):
+            batches.close()
+
+    def _read_ahead(self) -> Generator[Batch, None, None]:
+        starts = iter(self._starts)
+        pending: deque[Future[Batch]] = deque()
+        reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
+        try:
+            for start in starts:
+                pending.append(reader.submit(self._read, start))
+                if len(pending) > self._prefetch_batches:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()  # raises here what was raised there
+        finally:
+            reader.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, start: int) -> Batch:
+        num_samples = min(self._global_batch, self._last_sample - start)
+        if self._source.reuse_batches is not None:
+            start %= self._source.reuse_batches * self._global_batch
+        share = -(-num_samples // self._world_size)
+        first = start + min(num_samples, self._rank * share)
+        last = start + min(num_samples, (self._rank + 1) * share)
+        batch = self._source.read(self._split, self._epoch, first, last)
+        batch = self._check(
+            batch, lambda sample: f"sample {first + sample} (from 0) of split '{self._split}' in epoch {self._epoch}"
+        )
+        return batch.padded_to(share, num_samples)

@@ -1,0 +1,23 @@
+"""From the config's `data:` and `tables:` sections to a source of samples.
+
+    source = open_source(config.data, config.tables)
+    source.tables, source.num_dense, source.num_samples("train")
+
+Each source says which tables it has and how many rows; `tables:` gives dims, pooling and number format.
+"""
+
+from __future__ import annotations
+
+from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.data.batch import DataError, DataSource
+from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
+from dlrm_autoshard.data.settings import DataConfig, SyntheticData
+from dlrm_autoshard.data.synthetic import SyntheticSource
+
+
+def open_source(data: DataConfig, tables: TablesConfig) -> DataSource:
+    """The source that `data.source` names. DataError says which file, table or key is wrong."""
+    if isinstance(data, SyntheticData):
+        rows = [TableRows(table.name, table.num_embeddings, table.embedding_dim) for table in data.tables]
+        return SyntheticSource(data, resolve_tables(rows, tables))
+    raise DataError(f"data.source '{data.source}' is unknown.")

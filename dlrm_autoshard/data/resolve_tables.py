@@ -1,0 +1,52 @@
+"""Tables as the trainer sees them: rows from the data source, everything else from the `tables:` section.
+
+resolve_tables([TableRows("user", 943)], TablesConfig(embedding_dim=32))
+# (TableConfig("user", num_embeddings=943, embedding_dim=32, pooling="sum", dtype="fp32"),)
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.data.batch import DataError
+from dlrm_autoshard.tables import TableConfig
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """What a source knows of a table before the `tables:` section is applied."""
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int | None = None
+
+
+def resolve_tables(rows: Sequence[TableRows], tables: TablesConfig) -> tuple[TableConfig, ...]:
+    """Dims by `tables.embedding_dims`, else by the source, else `tables.embedding_dim`."""
+    names = [table.name for table in rows]
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise DataError(f"data has more than one table named '{duplicates[0]}'. Give each its own name.")
+    for name in tables.embedding_dims:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+            raise DataError(
+                f"tables.embedding_dims names a table '{name}', which the data does not have."
+                + (f" Did you mean '{near[0]}'?" if near else "")
+            )
+    try:
+        return tuple(
+            TableConfig(
+                name=table.name,
+                num_embeddings=table.num_embeddings,
+                embedding_dim=tables.embedding_dims.get(table.name, table.embedding_dim or tables.embedding_dim),
+                pooling=tables.pooling,
+                dtype=tables.dtype,
+            )
+            for table in rows
+        )
+    except ValueError as error:
+        raise DataError(f"data: {error}.") from error

@@ -1,0 +1,195 @@
+"""The loader: every sample exactly once whatever the ranks, resumable anywhere, ids checked, and it always stops."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.data.batch import Batch, DataError, DataSource, Split
+from dlrm_autoshard.data.loader import Loader
+from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.data.settings import SyntheticData, SyntheticTable
+from dlrm_autoshard.tables import TableConfig
+
+
+def synthetic(**keys: object) -> DataSource:
+    tables = [SyntheticTable(name=f"t{i}", num_embeddings=50, mean_pooling=pooling) for i, pooling in enumerate([1, 3])]
+    data = {"source": "synthetic", "tables": tables, "num_dense": 2, "train_samples": 100, **keys}
+    return open_source(SyntheticData.model_validate(data), TablesConfig())
+
+
+class Scripted:
+    """A source of one table with one id a sample: the sample's position, or what `ids` says instead."""
+
+    num_dense = 1
+    reuse_batches: int | None = None
+
+    def __init__(self, rows: int = 1000, ids: dict[int, int] | None = None, num_samples: int = 100) -> None:
+        self.tables: tuple[TableConfig, ...] = (TableConfig("other", 10, 4), TableConfig("user", rows, 4))
+        self.ids = ids or {}
+        self.total = num_samples
+        self.dtype = torch.int64
+        self.reads: list[tuple[int, int]] = []
+
+    def num_samples(self, split: Split) -> int:
+        return self.total
+
+    def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
+        self.reads.append((first, last))
+        size = last - first
+        return Batch(
+            dense_BF=torch.zeros(size, 1),
+            lengths_TB=torch.stack([torch.zeros(size, dtype=torch.int32), torch.ones(size, dtype=torch.int32)]),
+            values_N=torch.tensor([self.ids.get(i, i) for i in range(first, last)], dtype=self.dtype),
+            labels_B=torch.zeros(size),
+            size=size,
+            global_size=size,
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_samples=st.integers(0, 60),
+    batch_size=st.integers(1, 9),
+    world_size=st.integers(1, 5),
+    first_sample=st.integers(0, 60),
+)
+def test_all_ranks_together_see_each_sample_once_in_order(
+    num_samples: int, batch_size: int, world_size: int, first_sample: int
+) -> None:
+    source = Scripted(num_samples=num_samples)
+    ranks = [list(Loader(source, "train", 0, batch_size, rank, world_size, first_sample)) for rank in range(world_size)]
+    seen = []
+    for step in zip(*ranks, strict=True):
+        assert len({batch.padded_size for batch in step}) == 1, "all ranks need the same shapes"
+        assert {batch.global_size for batch in step} == {sum(batch.size for batch in step)}
+        assert all(batch.lengths_TB[:, batch.size :].sum() == 0 for batch in step)
+        assert all(batch.values_N.numel() == batch.lengths_TB.sum() for batch in step)
+        seen += [value for batch in step for value in batch.values_N.tolist()]
+    assert seen == list(range(first_sample, num_samples))
+    assert len(Loader(source, "train", 0, batch_size, 0, world_size, first_sample)) == len(ranks[0])
+
+
+def test_the_number_of_ranks_does_not_change_the_global_batch() -> None:
+    source = synthetic()
+    alone = list(Loader(source, "train", 3, 24, 0, 1))
+    shared = [list(Loader(source, "train", 3, 8, rank, 3)) for rank in range(3)]
+    for whole, parts in zip(alone, zip(*shared, strict=True), strict=True):
+        real_labels = torch.cat([part.labels_B[: part.size] for part in parts])
+        assert torch.equal(real_labels, whole.labels_B)
+        by_table = zip(*(part.values_N.split(part.lengths_TB.sum(1).tolist()) for part in parts), strict=True)
+        assert torch.equal(torch.cat([torch.cat(values) for values in by_table]), whole.values_N)
+
+
+def test_resuming_in_mid_epoch_goes_on_where_it_stopped() -> None:
+    source = synthetic()
+    whole = list(Loader(source, "train", 1, 10, 1, 2))
+    rest = list(Loader(source, "train", 1, 10, 1, 2, first_sample=40))
+    assert len(rest) == len(whole) - 2
+    for resumed, original in zip(rest, whole[2:], strict=True):
+        assert torch.equal(resumed.values_N, original.values_N)
+        assert torch.equal(resumed.labels_B, original.labels_B)
+
+
+def test_an_epoch_can_be_cut_short() -> None:
+    batches = list(Loader(synthetic(), "train", 0, 10, 0, 1, global_samples=25))
+    assert [batch.size for batch in batches] == [10, 10, 5]
+
+
+def test_reading_ahead_changes_nothing_and_is_bounded() -> None:
+    source = Scripted()
+    plain = [batch.values_N.tolist() for batch in Loader(source, "train", 0, 7, 0, 1, prefetch_batches=0)]
+    ahead = [batch.values_N.tolist() for batch in Loader(source, "train", 0, 7, 0, 1, prefetch_batches=4)]
+    assert plain == ahead
+    source.reads.clear()
+    iterator = iter(Loader(source, "train", 0, 7, 0, 1, prefetch_batches=2))
+    next(iterator)
+    time.sleep(0.1)
+    assert len(source.reads) == 3, "one in hand and two ahead"
+
+
+def test_reuse_goes_over_the_first_batches_in_turn() -> None:
+    batches = list(Loader(synthetic(reuse_batches=2, train_samples=60), "train", 0, 10, 0, 1))
+    assert [batches[0].values_N.tolist(), batches[1].values_N.tolist()] * 3 == [b.values_N.tolist() for b in batches]
+    assert batches[0].values_N.tolist() != batches[1].values_N.tolist()
+
+
+def data_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("data")]
+
+
+def test_closing_in_mid_epoch_ends_the_thread() -> None:
+    with Loader(synthetic(train_samples=10**6), "train", 0, 10, 0, 1) as loader:
+        batches = iter(loader)
+        next(batches)
+        assert data_threads()
+    assert list(batches) == []
+    assert not data_threads()
+
+
+def test_leaving_the_loop_ends_the_thread() -> None:
+    for _ in Loader(synthetic(train_samples=10**6), "train", 0, 10, 0, 1):
+        break
+    assert not data_threads()
+
+
+def test_an_error_in_the_thread_reaches_the_loop_after_the_good_batches() -> None:
+    source = Scripted(rows=100, ids={25: 100})
+    sizes = []
+    with pytest.raises(DataError, match="'user'"):
+        for batch in Loader(source, "train", 0, 10, 0, 1):
+            sizes.append(batch.size)
+    assert sizes == [10, 10]
+    assert not data_threads()
+
+
+@pytest.mark.parametrize("bad", [100, -1, 2**40, -(2**40)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_id_out_of_range_is_an_error_that_says_where(bad: int, rank: int) -> None:
+    source = Scripted(rows=100, ids={rank * 5 + 12: bad})
+    with pytest.raises(DataError) as caught:
+        list(Loader(source, "train", 2, 5, rank, 2))
+    message = str(caught.value)
+    for part in ["table 'user' has 100 rows", f"sample {rank * 5 + 12} ", "'train'", "epoch 2", f"id {bad}", "on_bad"]:
+        assert part in message
+
+
+@pytest.mark.parametrize(("on_bad_id", "mended"), [("clip", [0, 99, 99, 3]), ("hash", [99, 0, 2**40 % 100, 3])])
+def test_bad_ids_are_mended_where_asked(on_bad_id: str, mended: list[int]) -> None:
+    source = Scripted(rows=100, ids={0: -1, 1: 100, 2: 2**40})
+    batch = next(iter(Loader(source, "train", 0, 4, 0, 1, on_bad_id=on_bad_id)))  # type: ignore[arg-type]
+    assert batch.values_N.tolist() == mended
+
+
+def test_ids_travel_as_int32_unless_a_table_is_too_long_for_it() -> None:
+    source = Scripted(rows=100)
+    assert next(iter(Loader(source, "train", 0, 4, 0, 1))).values_N.dtype == torch.int32
+    source.tables = (source.tables[0], replace(source.tables[1], num_embeddings=2**31))
+    assert next(iter(Loader(source, "train", 0, 4, 0, 1))).values_N.dtype == torch.int64
+
+
+def test_checking_ids_is_a_small_part_of_loading() -> None:
+    from dlrm_autoshard.data.id_check import IdCheck
+
+    tables = [SyntheticTable(name=f"t{i}", num_embeddings=10_000, mean_pooling=10) for i in range(26)]
+    source = open_source(SyntheticData(source="synthetic", tables=tables), TablesConfig())
+    check = IdCheck(source.tables, "error")
+
+    def shortest(work: object, repeats: int) -> float:
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            work()  # type: ignore[operator]
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    batch = source.read("train", 0, 0, 1024)
+    reading = shortest(lambda: source.read("train", 0, 0, 1024), 5)
+    assert shortest(lambda: check(batch, str), 20) < 0.06 * reading  # 2% when nobody else uses the machine
