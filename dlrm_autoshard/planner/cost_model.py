@@ -1,0 +1,235 @@
+"""Predicts what a fused shard's computation takes, from its tables alone.
+
+    model = CostModel(seed=0)
+    report = model.fit(samples, updates=300)          # ShardSamples from the micro-benchmark or training
+    model.shard_ms(samples)                           # [N, 2] forward and backward in ms
+
+DreamShard's shape (a shared table network, a sum over the device's tables, a head for each stage) on a physical base:
+
+    table cost  = work . prices             work: ids, bytes, distinct rows, ... ; prices >= 0, solved in closed form
+                  x exp(network(table))     what the prices miss about one table
+    device cost = (launch + sum of table costs) x exp(network(summary of the device))     what fusion changes
+
+With no data it is a roofline estimate; with ten samples the prices are right; with hundreds the networks take the
+rest. Costs are learned in log space, because what matters is relative error.
+
+Axes: N shards, R different tables among them, K summary columns, S = 2 stages (forward, backward).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dlrm_autoshard.planner.features import NUM_NETWORK, WORK, network_features, work
+from dlrm_autoshard.planner.least_squares import fit_nonnegative
+from dlrm_autoshard.planner.replay import ShardSample
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+EMBED = 16
+NUM_SUMMARY = 4 + EMBED
+"""A table's summary, which adds up over a device: 1, dim, forward ms, backward ms, and a learned embedding."""
+
+BELIEVED_NS = {
+    # forward, backward; nanoseconds an operation (microseconds a table) of one CPU core
+    "tables": (5.0, 10.0),
+    "bags": (10.0, 10.0),
+    "pooled_values": (0.15, 0.15),
+    "ids": (4.0, 12.0),
+    "read_bytes": (0.02, 0.05),
+    "distinct_rows": (5.0, 15.0),
+    "distinct_bytes": (0.1, 0.2),
+    "sorting": (0.0, 1.0),
+    "l2_miss_ids": (5.0, 5.0),
+    "l3_miss_ids": (10.0, 10.0),
+    "l2_miss_bytes": (0.02, 0.02),
+    "far_rows": (10.0, 10.0),
+}
+LAUNCH_MS = (0.02, 0.05)
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """Mean absolute relative error per stage on the samples given, before and after; `samples` of them."""
+
+    samples: int
+    updates: int
+    error_before: tuple[float, float]
+    error_after: tuple[float, float]
+    seconds: float
+
+
+class CostModel(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.table_net = mlp([NUM_NETWORK, 64, 32, EMBED + 2], generator)
+        self.device_net = mlp([3 + EMBED, 32, 2], generator)
+        for net in (self.table_net, self.device_net):
+            last = net[-1]
+            assert isinstance(last, nn.Linear)
+            last.weight.data.mul_(0.01)  # start as the physical base alone
+        believed = torch.tensor([BELIEVED_NS[name] for name in WORK])
+        self.prices_PS: Tensor
+        self.launch_S: Tensor
+        self.register_buffer("prices_PS", believed)
+        self.register_buffer("launch_S", torch.tensor(LAUNCH_MS))
+
+    def summarise(self, features_RF: Tensor, work_RP: Tensor) -> Tensor:
+        """[R, K] of tables; a device's summary is the sum over its tables."""
+        out = self.table_net(features_RF)
+        cost_RS = (work_RP @ self.prices_PS) * (1.5 * torch.tanh(out[:, :2] / 1.5)).exp()
+        dims_R1 = work_RP[:, 2:3] / work_RP[:, 1:2]
+        return torch.cat([torch.ones_like(dims_R1), dims_R1, cost_RS, out[:, 2:]], dim=1)
+
+    def device_ms(self, summary_NK: Tensor) -> Tensor:
+        """[N, 2] ms of devices; an empty one takes exactly 0."""
+        raw_NS = summary_NK[:, 2:4] + self.launch_S
+        return raw_NS * self.fusion(summary_NK) * (summary_NK[:, :1] > 0.5)
+
+    def fusion(self, summary_NK: Tensor) -> Tensor:
+        """[N, 2] factors, within 0.55 and 1.8: what computing these tables together changes."""
+        count_N1 = summary_NK[:, :1].clamp(min=1)
+        logs = torch.cat([count_N1.log2() / 4, (summary_NK[:, 2:4] + self.launch_S).log2() / 6], dim=1)
+        out = self.device_net(torch.cat([logs, summary_NK[:, 4:] / count_N1], dim=1))
+        return (0.6 * torch.tanh(out)).exp()
+
+    @torch.no_grad()
+    def summaries(self, tables: Sequence[TableConfig], stats: Sequence[TableStats], batch_size: int) -> np.ndarray:
+        features = torch.as_tensor(network_features(tables, stats, batch_size), dtype=torch.float32)
+        done = torch.as_tensor(work(tables, stats, batch_size), dtype=torch.float32)
+        return self.summarise(features, done).numpy()
+
+    @torch.no_grad()
+    def shard_ms(self, samples: Sequence[ShardSample]) -> np.ndarray:
+        """[N, 2] predicted forward and backward computation."""
+        shards = ShardSet(samples)
+        return self.device_ms(shards.sum_over_tables(self.summarise(shards.features_RF, shards.work_RP))).numpy()
+
+    def errors(self, samples: Sequence[ShardSample]) -> tuple[float, float]:
+        """Mean absolute relative error of forward and backward."""
+        target = np.array([(s.fwd_compute_ms, s.bwd_compute_ms) for s in samples])
+        error = np.abs(self.shard_ms(samples) / np.maximum(target, 1e-6) - 1).mean(axis=0)
+        return float(error[0]), float(error[1])
+
+    def fit(
+        self,
+        samples: Sequence[ShardSample],
+        weights: Sequence[float] | None = None,
+        *,
+        updates: int = 300,
+        batch: int = 64,
+        learning_rate: float = 2e-3,
+        seed: int = 0,
+        budget_seconds: float | None = None,
+    ) -> FitReport:
+        """Solves the prices, then trains both networks; the learning rate falls linearly to 0."""
+        started = time.perf_counter()
+        kept = [s for s in samples if s.tables and s.fwd_compute_ms > 0 and s.bwd_compute_ms > 0]
+        weight_of = dict(zip(map(id, samples), weights, strict=True)) if weights is not None else {}
+        weight_N = np.array([weight_of.get(id(s), 1.0) for s in kept])
+        if not kept:
+            return FitReport(0, 0, (0.0, 0.0), (0.0, 0.0), 0.0)
+        before = self.errors(kept)
+        shards = ShardSet(kept)
+        self._solve_prices(shards, weight_N)
+        done = self._train(shards, weight_N, updates, batch, learning_rate, seed, started, budget_seconds)
+        return FitReport(len(kept), done, before, self.errors(kept), time.perf_counter() - started)
+
+    @torch.no_grad()
+    def _solve_prices(self, shards: ShardSet, weight_N: np.ndarray) -> None:
+        """The best prices with the networks as they are."""
+        out = self.table_net(shards.features_RF)
+        factor_RS = (1.5 * torch.tanh(out[:, :2] / 1.5)).exp()
+        fusion_NS = self.fusion(shards.sum_over_tables(self.summarise(shards.features_RF, shards.work_RP)))
+        for stage in range(2):
+            work_NP = shards.sum_over_tables(shards.work_RP * factor_RS[:, stage : stage + 1])
+            columns = torch.cat([work_NP, torch.ones(len(work_NP), 1)], dim=1) * fusion_NS[:, stage : stage + 1]
+            believed = torch.cat([self.prices_PS[:, stage], self.launch_S[stage : stage + 1]]).double().numpy()
+            fitted = fit_nonnegative(
+                columns.double().numpy(), shards.target_NS[:, stage].double().numpy(), weight_N, believed
+            )
+            self.prices_PS[:, stage] = torch.as_tensor(fitted[:-1])
+            self.launch_S[stage] = max(float(fitted[-1]), 1e-4)
+
+    def _train(
+        self,
+        shards: ShardSet,
+        weight_N: np.ndarray,
+        updates: int,
+        batch: int,
+        learning_rate: float,
+        seed: int,
+        started: float,
+        budget_seconds: float | None,
+    ) -> int:
+        generator = np.random.default_rng(seed)
+        optimizer = torch.optim.Adam(self.parameters(), lr=learning_rate, fused=True)
+        log_target_NS = shards.target_NS.log()
+        chance_N = weight_N / weight_N.sum()
+        for update in range(updates):
+            if budget_seconds is not None and time.perf_counter() - started > budget_seconds:
+                return update
+            chosen = torch.as_tensor(generator.choice(len(chance_N), size=min(batch, 4 * len(chance_N)), p=chance_N))
+            summary_RK = self.summarise(shards.features_RF, shards.work_RP)
+            predicted_NS = self.device_ms(shards.sum_over_tables(summary_RK, chosen))
+            loss = nn.functional.smooth_l1_loss(predicted_NS.log(), log_target_NS[chosen], beta=0.02)
+            optimizer.param_groups[0]["lr"] = learning_rate * (1 - update / updates)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return updates
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: tensor.tolist() for name, tensor in self.state_dict().items()}
+
+    def load_json(self, record: Mapping[str, Any]) -> None:
+        self.load_state_dict({name: torch.tensor(values) for name, values in record.items()})
+
+
+class ShardSet:
+    """Shards as index lists into the different tables that occur among them."""
+
+    def __init__(self, samples: Sequence[ShardSample]) -> None:
+        number: dict[tuple[TableConfig, TableStats, int], int] = {}
+        members = [
+            [
+                number.setdefault((table, stats, sample.batch_size), len(number))
+                for table, stats in zip(sample.tables, sample.stats, strict=True)
+            ]
+            for sample in samples
+        ]
+        tables, stats, batch_sizes = zip(*number, strict=True)
+        batch_R = np.array(batch_sizes, dtype=np.float64)
+        self.features_RF = torch.as_tensor(network_features(tables, stats, batch_R), dtype=torch.float32)
+        self.work_RP = torch.as_tensor(work(tables, stats, batch_R), dtype=torch.float32)
+        self.padding = len(number)
+        width = max(len(row) for row in members)
+        self.members_NM = torch.tensor([row + [self.padding] * (width - len(row)) for row in members])
+        self.target_NS = torch.tensor(
+            [(s.fwd_compute_ms, s.bwd_compute_ms) for s in samples], dtype=torch.float32
+        ).clamp(min=1e-6)
+
+    def sum_over_tables(self, values_RK: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """[N, K]: each (chosen) shard's sum over its tables."""
+        rows = self.members_NM if chosen is None else self.members_NM[chosen]
+        padded = torch.cat([values_RK, values_RK.new_zeros(1, values_RK.shape[1])])
+        return nn.functional.embedding_bag(rows, padded, mode="sum")
+
+
+def mlp(sizes: Sequence[int], generator: torch.Generator) -> nn.Sequential:
+    """Linear layers with ReLU between them, initialised from `generator` (He for the hidden ones)."""
+    layers: list[nn.Module] = []
+    for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
+        linear = nn.Linear(fan_in, fan_out)
+        nn.init.normal_(linear.weight, std=(2.0 / fan_in) ** 0.5, generator=generator)
+        nn.init.zeros_(linear.bias)
+        layers += [linear] if i == len(sizes) - 2 else [linear, nn.ReLU()]
+    return nn.Sequential(*layers)

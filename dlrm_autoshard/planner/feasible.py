@@ -1,0 +1,137 @@
+"""Any legal placement, or the reason why there is none.
+
+    rank_U = feasible(task)      # PlanError: "table 'ad_id' needs 6.2 GiB; ..." where nothing fits
+
+Bin packing is NP-hard, so this goes from cheap to thorough: largest unit first to the rank with most room, then to the
+tightest rank that takes it, each with a repair step (make room by sending one smaller unit elsewhere); then a
+depth-first search with a bound on its steps. Only a search that came to its end proves that nothing fits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dlrm_autoshard.plan import PlanError, gib
+from dlrm_autoshard.planner.task import PlacementTask, Room, Units
+
+SEARCH_STEPS = 20_000
+
+
+def feasible(task: PlacementTask) -> np.ndarray:
+    """One rank a unit; PlanError where none is legal (or none was found; the message says which)."""
+    units = task.units
+    _check_each_fits(task)
+    order = sorted(
+        range(len(units)),
+        key=lambda u: (units.allowed_UW[u].sum(), -len(units.rivals[u]), -int(units.bytes_U[u]), u),
+    )
+    for tightest in (False, True):
+        room = Room(units)
+        stuck = None
+        for unit in order:
+            legal = np.flatnonzero(room.legal_W(unit))
+            if len(legal):
+                free = room.free_W[legal]
+                room.place(unit, int(legal[free.argmin() if tightest else free.argmax()]))
+            elif not make_room(room, unit):
+                stuck = unit
+                break
+        if stuck is None:
+            return room.rank_U
+    found, exhausted = _depth_first(units, order)
+    if found is not None:
+        return found
+    raise _nothing_fits(task, room, stuck if stuck is not None else order[-1], exhausted)
+
+
+def make_room(room: Room, unit: int) -> bool:
+    """Places `unit` by sending one other unit from its new rank elsewhere; False where no single move does it."""
+    units = room.units
+    allowed = np.flatnonzero(units.allowed_UW[unit])
+    for rank in allowed[np.argsort(-room.free_W[allowed], kind="stable")]:
+        guests = np.flatnonzero(room.rank_U == rank)
+        for guest in guests[np.argsort(units.bytes_U[guests], kind="stable")]:
+            if room.free_W[rank] + units.bytes_U[guest] < units.bytes_U[unit]:
+                continue
+            room.remove(int(guest))
+            if room.legal_W(unit)[rank]:
+                room.place(unit, int(rank))
+                elsewhere = np.flatnonzero(room.legal_W(int(guest)))
+                if len(elsewhere):
+                    room.place(int(guest), int(elsewhere[room.free_W[elsewhere].argmax()]))
+                    return True
+                room.remove(unit)
+            room.place(int(guest), int(rank))
+    return False
+
+
+def _depth_first(units: Units, order: list[int]) -> tuple[np.ndarray | None, bool]:
+    """(placement or None, whether the search came to its end). Ranks that look alike are tried once."""
+    room = Room(units)
+    choices: list[list[int]] = []
+    for _ in range(SEARCH_STEPS):
+        if len(choices) == len(order):
+            return room.rank_U, True
+        unit = order[len(choices)]
+        legal = np.flatnonzero(room.legal_W(unit))
+        free = room.free_W[legal]
+        empty = ~np.isin(legal, room.rank_U)
+        fresh: dict[int, int] = {}
+        for rank, room_left, is_empty in zip(legal, free, empty, strict=True):
+            # Two empty ranks of equal size lead to the same plans, unless a pin or rival tells them apart.
+            key = int(room_left) if is_empty and bool(units.allowed_UW[:, rank].all()) else -1 - int(rank)
+            fresh.setdefault(key, int(rank))
+        choices.append(sorted(fresh.values(), key=lambda rank: int(room.free_W[rank])))
+        while choices and not choices[-1]:
+            choices.pop()
+            if choices:
+                room.remove(order[len(choices) - 1])
+        if not choices:
+            return None, True
+        room.place(order[len(choices) - 1], choices[-1].pop(0))
+    return None, False
+
+
+def _check_each_fits(task: PlacementTask) -> None:
+    units = task.units
+    for unit in np.argsort(-units.bytes_U, kind="stable"):
+        allowed = units.allowed_UW[unit]
+        roomiest = int(np.where(allowed, units.capacity_W, -1).argmax())
+        short = int(units.bytes_U[unit] - units.capacity_W[roomiest])
+        if short > 0:
+            names = [task.tables[t].name for t in units.members[unit]]
+            what = f"table '{names[0]}' needs" if len(names) == 1 else f"tables {', '.join(names)} together need"
+            raise PlanError(
+                f"{what} {gib(int(units.bytes_U[unit]))}; the most any rank it may use has is "
+                f"{gib(int(units.capacity_W[roomiest]))}, on rank {roomiest} ({gib(short)} short). "
+                "Raise autoshard.memory_gib, shrink the table, or use fp16 weights."
+            )
+    usable = list(task.topology.usable_ranks)
+    if task.topology.memory_bytes is None:
+        return
+    need, have = int(units.bytes_U.sum()), int(units.capacity_W[usable].sum())
+    if need > have:
+        largest = task.tables[int(np.argmax([task.table_bytes[name] for name in task.names]))]
+        roomiest = int(max(usable, key=lambda rank: int(units.capacity_W[rank])))
+        raise PlanError(
+            f"{len(task.tables)} tables need {gib(need)} but {len(usable)} ranks have {gib(have)} in all "
+            f"({gib(need - have)} short; the largest table is '{largest.name}' with "
+            f"{gib(task.table_bytes[largest.name])}, the rank with most room is {roomiest} with "
+            f"{gib(int(units.capacity_W[roomiest]))}). Add ranks, raise autoshard.memory_gib, or shrink tables."
+        )
+
+
+def _nothing_fits(task: PlacementTask, room: Room, unit: int, exhausted: bool) -> PlanError:
+    units = task.units
+    allowed = units.allowed_UW[unit]
+    roomiest = int(np.where(allowed, room.free_W, -1).argmax())
+    names = ", ".join(f"'{task.tables[t].name}'" for t in units.members[unit])
+    short = int(units.bytes_U[unit] - room.free_W[roomiest])
+    why = (
+        f"{names} needs {gib(int(units.bytes_U[unit]))}; once the others are placed the most free is "
+        f"{gib(int(room.free_W[roomiest]))} on rank {roomiest} ({gib(short)} short)"
+        if short > 0
+        else f"{names} has no rank left that its pins and 'apart' groups allow (rank {roomiest} has most room)"
+    )
+    proof = "No placement fits" if exhausted else f"No placement that fits was found in {SEARCH_STEPS:,} search steps"
+    return PlanError(f"{proof}: table {why}. Add ranks, raise autoshard.memory_gib, or ease a constraint.")

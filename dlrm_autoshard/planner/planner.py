@@ -1,0 +1,344 @@
+"""The planner: costs learned from measurements, algorithms by name, and `auto`, which takes the best of them all.
+
+    planner = Planner(seed=0)
+    planner.learn(samples)                                          # ShardSamples and CommsSamples, if there are any
+    result = planner.plan(tables, stats, topology, batch_size=4096)
+    planner.observe(profile); planner.refine(); planner.propose(result.plan, tables, stats, topology, batch_size=4096)
+
+Seeded: the same calls give the same plan (unless `budget_seconds` cuts them short). No torch.distributed here: where
+ranks can measure plans, the caller hands in `measure`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, step_cost_ms
+from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology
+from dlrm_autoshard.planner.comms_law import CommsLaw
+from dlrm_autoshard.planner.cost_model import CostModel, FitReport
+from dlrm_autoshard.planner.greedy import HEURISTICS, KEYS, heuristic
+from dlrm_autoshard.planner.rank_speed import RankSpeed
+from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample, comms_of, shards_of
+from dlrm_autoshard.planner.result import Candidate, PlanResult, RefineReport
+from dlrm_autoshard.planner.search import improve, search
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.task_costs import TaskCosts
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
+ALGORITHMS = ("auto", "search", *HEURISTICS)
+KICKS = 20
+
+
+class Planner:
+    def __init__(
+        self, algorithm: str = "auto", *, seed: int = 0, published: bool = False, cost_model: CostModel | None = None
+    ) -> None:
+        if algorithm not in ALGORITHMS:
+            raise PlanError(f"there is no algorithm '{algorithm}'; there are {', '.join(ALGORITHMS)}.")
+        self.algorithm = algorithm
+        self.seed = seed
+        self.published = published
+        self.cost_model = cost_model or CostModel(seed)
+        self.law = CommsLaw()
+        self.speed = RankSpeed()
+        self.replay = ReplayBuffer()
+        self.costs_from = "an analytic prior (bytes and lookups); nothing was measured"
+
+    # -- costs: learned, observed, refined ---------------------------------------------------------------------------
+
+    def learn(
+        self,
+        samples: Sequence[ShardSample | CommsSample],
+        *,
+        updates: int = 300,
+        learning_rate: float = 2e-3,
+        budget_seconds: float | None = None,
+    ) -> FitReport:
+        """Keeps start-up samples and fits the cost model to all that are kept."""
+        for sample in samples:
+            if isinstance(sample, CommsSample):
+                self.replay.add_comms(sample)
+            else:
+                self.replay.add_shard(sample)
+        return self._fit(updates, learning_rate, budget_seconds)
+
+    def observe(self, profile: StepProfile) -> None:
+        """Keeps a profile of real steps (or of the probe on these ranks) to be learned from by `refine`."""
+        if profile.source == "predicted":
+            raise PlanError("a prediction is no observation: observe measured, probed or simulated profiles.")
+        self.replay.add_profile(profile)
+
+    def refine(
+        self, updates: int = 300, *, learning_rate: float = 5e-4, budget_seconds: float | None = None
+    ) -> RefineReport:
+        """Learns each rank's speed, then fine-tunes the cost model, on start-up samples and observed profiles."""
+        started = time.perf_counter()
+        if not self.replay.profiles:
+            raise PlanError("there is nothing to refine from: observe a profile first.")
+        newest = self.replay.profiles[-1]
+        before = self.stage_errors(newest)
+        self._learn_speed()
+        report = self._fit(updates, learning_rate, budget_seconds)
+        return RefineReport(
+            error_before=before,
+            error_after=self.stage_errors(newest),
+            profiles=len(self.replay.profiles),
+            shards=report.samples,
+            updates=report.updates,
+            seconds=time.perf_counter() - started,
+        )
+
+    def stage_errors(self, profile: StepProfile) -> dict[str, float]:
+        """Mean over ranks of |predicted / observed - 1|, by stage; ranks where a stage took no time are left out."""
+        predicted = self.predict(profile.plan, profile.tables, profile.stats, profile.batch_size)
+        errors = {}
+        for stage in PLANNED_STAGES:
+            pairs = [(p.stage(stage), o.stage(stage)) for p, o in zip(predicted, profile.ranks, strict=True)]
+            relative = [abs(p / o - 1) for p, o in pairs if o > 0]
+            errors[stage] = float(np.mean(relative)) if relative else 0.0
+        return errors
+
+    def predict(
+        self,
+        plan: ShardingPlan,
+        tables: Sequence[TableConfig],
+        stats: Sequence[TableStats],
+        batch_size: int,
+        topology: Topology | None = None,
+    ) -> tuple[RankCost, ...]:
+        topology = replace(topology or Topology(plan.world_size), memory_bytes=None)
+        task = PlacementTask.build(tables, stats, topology, batch_size=batch_size)
+        return self._costs_of(task).rank_costs(task.ranks_from(plan))
+
+    # -- plans -------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        tables: Sequence[TableConfig],
+        stats: Sequence[TableStats],
+        topology: Topology,
+        *,
+        batch_size: int,
+        table_bytes: Mapping[str, int] | None = None,
+        constraints: Constraints = Constraints(),
+        measure: Measure | None = None,
+        measure_plans: int = 3,
+        budget_seconds: float | None = None,
+        current: ShardingPlan | None = None,
+    ) -> PlanResult:
+        """A legal plan by this planner's algorithm; PlanError where none exists.
+
+        measure: called with plans, returns their profiles; `auto` measures its finalists with it. current: a plan
+        that competes with the others (where it is legal).
+        """
+        started = time.perf_counter()
+        deadline = None if budget_seconds is None else started + budget_seconds
+        task = PlacementTask.build(
+            tables, stats, topology, batch_size=batch_size, table_bytes=table_bytes, constraints=constraints
+        )
+        candidates = self._candidates(task, current, deadline)
+        if measure is not None and measure_plans > 0 and self.algorithm == "auto":
+            candidates = self._measure_finalists(task, candidates, measure, measure_plans, deadline)
+        chosen = _best(candidates if self.algorithm == "auto" else [c for c in candidates if c.name == self.algorithm])
+        task.check(chosen.plan)
+        return PlanResult(
+            plan=chosen.plan,
+            algorithm=self.algorithm,
+            chosen=chosen,
+            predicted=self._costs_of(task).rank_costs(task.ranks_from(chosen.plan)),
+            candidates=tuple(sorted(candidates, key=_evidence)),
+            costs_from=self.costs_from,
+            seconds=time.perf_counter() - started,
+            seed=self.seed,
+        )
+
+    def propose(
+        self,
+        current: ShardingPlan,
+        tables: Sequence[TableConfig],
+        stats: Sequence[TableStats],
+        topology: Topology,
+        *,
+        batch_size: int,
+        table_bytes: Mapping[str, int] | None = None,
+        constraints: Constraints = Constraints(),
+        budget_seconds: float | None = None,
+        most: int = 5,
+    ) -> list[tuple[ShardingPlan, float]]:
+        """Different plans with their predicted step cost in ms, best first, the current plan improved among them."""
+        deadline = None if budget_seconds is None else time.perf_counter() + budget_seconds
+        task = PlacementTask.build(
+            tables, stats, topology, batch_size=batch_size, table_bytes=table_bytes, constraints=constraints
+        )
+        candidates = self._candidates(task, current, deadline, algorithm="auto")
+        different: dict[ShardingPlan | str, Candidate] = {}
+        for candidate in sorted(candidates, key=lambda c: c.predicted_ms):
+            different.setdefault(candidate.plan.fingerprint, candidate)
+        return [(candidate.plan, candidate.predicted_ms) for candidate in list(different.values())[:most]]
+
+    def _candidates(
+        self, task: PlacementTask, current: ShardingPlan | None, deadline: float | None, algorithm: str | None = None
+    ) -> list[Candidate]:
+        """Every heuristic, and what this planner's algorithm makes."""
+        algorithm = algorithm or self.algorithm
+        costs = self._costs_of(task)
+        placements = {name: heuristic(task, name, np.random.default_rng(self.seed)) for name in HEURISTICS}
+        if algorithm in ("auto", "search"):
+            placements["search"] = search(task, costs, kicks=KICKS, seed=self.seed, deadline=deadline)
+        if algorithm == "auto":
+            if current is not None and _legal(task, current):
+                placements["current"] = task.ranks_from(current.ordered(task.names))
+            for name, rank_U in sorted(placements.items(), key=lambda item: costs.step_ms(item[1])):
+                if name != "search" and not _late(deadline):
+                    placements[f"{name}+search"] = improve(task, costs, rank_U, seed=self.seed, deadline=deadline)
+        return [Candidate(name, task.plan_from(rank_U), costs.step_ms(rank_U)) for name, rank_U in placements.items()]
+
+    def _measure_finalists(
+        self,
+        task: PlacementTask,
+        candidates: list[Candidate],
+        measure: Measure,
+        measure_plans: int,
+        deadline: float | None,
+    ) -> list[Candidate]:
+        """Measures the best few and the best heuristic, learns from that, and measures what then looks best."""
+        ranked = sorted(candidates, key=lambda c: c.predicted_ms)
+        best_heuristic = next(c for c in ranked if c.name in KEYS)
+        finalists: dict[str, Candidate] = {}
+        for candidate in [ranked[0], best_heuristic, *ranked]:
+            if len(finalists) < max(1, measure_plans - 1):
+                finalists.setdefault(candidate.plan.fingerprint, candidate)
+        measured = _measured(list(finalists.values()), measure)
+        for _, profile in measured:
+            self.observe(profile)
+        known = {c.plan.fingerprint: step_cost_ms(profile.ranks) for c, profile in measured}
+        source = measured[0][1].source
+        if measure_plans > len(finalists) and not _late(deadline):
+            self.refine(100)
+            costs = self._costs_of(task)
+            start = task.ranks_from(min(measured, key=lambda pair: step_cost_ms(pair[1].ranks))[0].plan)
+            better = [
+                improve(task, costs, start, kicks=KICKS, seed=self.seed, deadline=deadline),
+                search(task, costs, kicks=KICKS, seed=self.seed, deadline=deadline),
+            ]
+            rank_U = min(better, key=costs.step_ms)
+            again = Candidate("refined+search", task.plan_from(rank_U), costs.step_ms(rank_U))
+            if again.plan.fingerprint not in known:
+                [(_, profile)] = _measured([again], measure)
+                self.observe(profile)
+                known[again.plan.fingerprint] = step_cost_ms(profile.ranks)
+            candidates = [*candidates, again]
+        return [
+            replace(c, measured_ms=known[c.plan.fingerprint], measured_source=source)
+            if c.plan.fingerprint in known
+            else c
+            for c in candidates
+        ]
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that was learned and observed, as plain lists and numbers (JSON)."""
+        return {
+            "schema": 1,
+            "cost_model": self.cost_model.to_json(),
+            "comms": self.law.prices_S4.tolist(),
+            "speed": self.speed.to_json(),
+            "replay": self.replay.to_json(),
+            "costs_from": self.costs_from,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state.get("schema") != 1:
+            raise PlanError(f"the planner's state has schema {state.get('schema')}; this version reads schema 1.")
+        self.cost_model.load_json(state["cost_model"])
+        self.law.prices_S4 = np.array(state["comms"])
+        self.speed.load_json(state["speed"])
+        self.replay = ReplayBuffer.from_json(state["replay"])
+        self.costs_from = state["costs_from"]
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _costs_of(self, task: PlacementTask) -> TaskCosts:
+        return TaskCosts.of(task, self.cost_model, self.law, self.speed)
+
+    def _fit(self, updates: int, learning_rate: float, budget_seconds: float | None) -> FitReport:
+        """Start-up samples and observed profiles, half of the weight each where there are both."""
+        samples, weights = list(self.replay.shards), [1.0] * len(self.replay.shards)
+        comms, comms_weights = list(self.replay.comms), [1.0] * len(self.replay.comms)
+        observed: list[tuple[ShardSample, float]] = []
+        for profile, weight in self.replay.weighted_profiles():
+            factor_W2 = self.speed.factors_W2(profile.plan.world_size, None)
+            for shard in shards_of(profile):
+                forward, backward = factor_W2[shard.rank or 0]
+                usual = replace(
+                    shard, fwd_compute_ms=shard.fwd_compute_ms / forward, bwd_compute_ms=shard.bwd_compute_ms / backward
+                )
+                observed.append((usual, weight))
+            comms.append(comms_of(profile))
+            comms_weights.append(weight)
+        mass = sum(weight for _, weight in observed)
+        scale = max(1.0, len(samples) / mass) if mass else 1.0
+        samples += [shard for shard, _ in observed]
+        weights += [weight * scale for _, weight in observed]
+        if comms:
+            self.law.fit(comms, comms_weights)
+        report = self.cost_model.fit(
+            samples,
+            weights,
+            updates=updates,
+            learning_rate=learning_rate,
+            seed=self.seed,
+            budget_seconds=budget_seconds,
+        )
+        if report.samples:
+            sources = sorted({profile.source for profile in self.replay.profiles})
+            self.costs_from = f"a cost model fitted to {len(self.replay.shards)} start-up shards" + (
+                f" and {len(self.replay.profiles)} {' and '.join(sources)} profiles" if sources else ""
+            )
+        return report
+
+    def _learn_speed(self) -> None:
+        ratios: dict[int, list[tuple[float, float, float]]] = {}
+        for profile, weight in self.replay.weighted_profiles():
+            shards = shards_of(profile)
+            predicted = self.cost_model.shard_ms(shards)
+            for shard, (forward, backward) in zip(shards, predicted, strict=True):
+                if shard.fwd_compute_ms > 0 and shard.bwd_compute_ms > 0:
+                    ratios.setdefault(shard.rank or 0, []).append(
+                        (shard.fwd_compute_ms / forward, shard.bwd_compute_ms / backward, weight**3)
+                    )
+        self.speed.learn(ratios)
+
+
+def _measured(candidates: list[Candidate], measure: Measure) -> list[tuple[Candidate, StepProfile]]:
+    return list(zip(candidates, measure([candidate.plan for candidate in candidates]), strict=True))
+
+
+def _evidence(candidate: Candidate) -> tuple[bool, float]:
+    """Sorts measured plans before predicted ones: a prediction never beats a measurement."""
+    measured = candidate.measured_ms
+    return (measured is None, candidate.predicted_ms if measured is None else measured)
+
+
+def _best(candidates: list[Candidate]) -> Candidate:
+    return min(candidates, key=_evidence)
+
+
+def _legal(task: PlacementTask, plan: ShardingPlan) -> bool:
+    try:
+        task.check(plan)
+    except PlanError:
+        return False
+    return True
+
+
+def _late(deadline: float | None) -> bool:
+    return deadline is not None and time.perf_counter() > deadline

@@ -1,0 +1,157 @@
+"""Measured costs to learn from: shards timed at start-up, and whole steps from training.
+
+    buffer = ReplayBuffer()
+    buffer.add_shard(ShardSample(tables, stats, 4096, fwd_compute_ms=1.2, bwd_compute_ms=2.9))
+    buffer.add_profile(profile)             # a StepProfile of real steps; newer ones count more
+
+Start-up samples are kept for good (they are clean and cover many table sets); of training's own profiles the newest
+64 are kept, and each older one counts 0.8 of its successor, because data and machines drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dlrm_autoshard.costs import StepProfile
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+DECAY = 0.8
+
+
+@dataclass(frozen=True)
+class ShardSample:
+    """What one fused shard's computation took. batch_size: samples looked up per table (the global batch).
+
+    noise: relative spread of the repeated measurement. rank: whose it was, where that matters.
+    """
+
+    tables: tuple[TableConfig, ...]
+    stats: tuple[TableStats, ...]
+    batch_size: int
+    fwd_compute_ms: float
+    bwd_compute_ms: float
+    noise: float = 0.0
+    rank: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tables": [table.to_json() for table in self.tables],
+            "stats": [stat.to_json() for stat in self.stats],
+            "batch_size": self.batch_size,
+            "fwd_compute_ms": self.fwd_compute_ms,
+            "bwd_compute_ms": self.bwd_compute_ms,
+            "noise": self.noise,
+            "rank": self.rank,
+        }
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> ShardSample:
+        tables = tuple(TableConfig(**table) for table in record["tables"])
+        stats = tuple(TableStats.from_json(stat) for stat in record["stats"])
+        return ShardSample(**{**record, "tables": tables, "stats": stats})
+
+
+@dataclass(frozen=True)
+class CommsSample:
+    """What one exchange took on each rank, waiting excluded. dims: sum of embedding dims that each rank owns."""
+
+    dims: tuple[int, ...]
+    batch_size: int
+    fwd_comms_ms: tuple[float, ...]
+    bwd_comms_ms: tuple[float, ...]
+    noise: float = 0.0
+
+    @property
+    def world_size(self) -> int:
+        return len(self.dims)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> CommsSample:
+        lists = {key: tuple(record[key]) for key in ("dims", "fwd_comms_ms", "bwd_comms_ms")}
+        return CommsSample(**{**record, **lists})
+
+
+def shards_of(profile: StepProfile) -> list[ShardSample]:
+    """One sample a rank that owns tables."""
+    table_of = {table.name: (table, stats) for table, stats in zip(profile.tables, profile.stats, strict=True)}
+    samples = []
+    for rank, names in enumerate(_tables_by_rank(profile)):
+        if names:
+            tables, stats = zip(*(table_of[name] for name in names), strict=True)
+            cost = profile.ranks[rank]
+            samples.append(
+                ShardSample(
+                    tables, stats, profile.batch_size, cost.fwd_compute_ms, cost.bwd_compute_ms, profile.noise, rank
+                )
+            )
+    return samples
+
+
+def comms_of(profile: StepProfile) -> CommsSample:
+    dim_of = {table.name: table.embedding_dim for table in profile.tables}
+    return CommsSample(
+        dims=tuple(sum(dim_of[name] for name in names) for names in _tables_by_rank(profile)),
+        batch_size=profile.batch_size,
+        fwd_comms_ms=tuple(cost.fwd_comms_ms for cost in profile.ranks),
+        bwd_comms_ms=tuple(cost.bwd_comms_ms for cost in profile.ranks),
+        noise=profile.noise,
+    )
+
+
+class ReplayBuffer:
+    """What has been measured, bounded, oldest first."""
+
+    def __init__(self, max_shards: int = 20_000, max_profiles: int = 64) -> None:
+        self.max_shards = max_shards
+        self.max_profiles = max_profiles
+        self.shards: list[ShardSample] = []
+        self.comms: list[CommsSample] = []
+        self.profiles: list[StepProfile] = []
+
+    def __len__(self) -> int:
+        return len(self.shards) + sum(profile.plan.world_size for profile in self.profiles)
+
+    def add_shard(self, sample: ShardSample) -> None:
+        self.shards.append(sample)
+        del self.shards[: -self.max_shards]
+
+    def add_comms(self, sample: CommsSample) -> None:
+        self.comms.append(sample)
+        del self.comms[: -self.max_shards]
+
+    def add_profile(self, profile: StepProfile) -> None:
+        self.profiles.append(profile)
+        del self.profiles[: -self.max_profiles]
+
+    def weighted_profiles(self) -> Iterator[tuple[StepProfile, float]]:
+        """Profiles with their weights: 1 for the newest, 0.8 for the one before, ..."""
+        newest = len(self.profiles) - 1
+        for i, profile in enumerate(self.profiles):
+            yield profile, DECAY ** (newest - i)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "shards": [sample.to_json() for sample in self.shards],
+            "comms": [sample.to_json() for sample in self.comms],
+            "profiles": [profile.to_json() for profile in self.profiles],
+        }
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> ReplayBuffer:
+        buffer = ReplayBuffer()
+        buffer.shards = [ShardSample.from_json(sample) for sample in record["shards"]]
+        buffer.comms = [CommsSample.from_json(sample) for sample in record["comms"]]
+        buffer.profiles = [StepProfile.from_json(profile) for profile in record["profiles"]]
+        return buffer
+
+
+def _tables_by_rank(profile: StepProfile) -> list[list[str]]:
+    by_rank: list[list[str]] = [[] for _ in range(profile.plan.world_size)]
+    for table in profile.tables:
+        by_rank[profile.plan.rank_of[table.name]].append(table.name)
+    return by_rank

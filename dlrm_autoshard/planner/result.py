@@ -1,0 +1,97 @@
+"""What a planner hands back: the plan, what it is predicted to cost, and everything it was chosen from.
+
+result.plan.tables_on(0)
+result.best("lookup_greedy").predicted_ms, result.chosen.predicted_ms
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dlrm_autoshard.costs import RankCost, step_cost_ms
+from dlrm_autoshard.plan import ShardingPlan
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan that was considered. `name`: the algorithm that made it, '+search' where local search improved it.
+
+    measured_ms: its step cost as measured, where it was; measured_source: 'probe', 'measured' or 'simulated'.
+    """
+
+    name: str
+    plan: ShardingPlan
+    predicted_ms: float
+    measured_ms: float | None = None
+    measured_source: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "plan": self.plan.fingerprint,
+            "predicted_ms": self.predicted_ms,
+            "measured_ms": self.measured_ms,
+            "measured_source": self.measured_source,
+        }
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """`predicted[r]` is rank r's cost under `plan`; `costs_from` says what the predictions rest on."""
+
+    plan: ShardingPlan
+    algorithm: str
+    chosen: Candidate
+    predicted: tuple[RankCost, ...]
+    candidates: tuple[Candidate, ...]
+    costs_from: str
+    seconds: float
+    seed: int
+
+    @property
+    def predicted_ms(self) -> float:
+        return step_cost_ms(self.predicted)
+
+    def best(self, name: str) -> Candidate:
+        """The candidate called `name` with the least predicted cost; KeyError where there is none."""
+        named = [candidate for candidate in self.candidates if candidate.name == name]
+        if not named:
+            raise KeyError(f"no candidate is called '{name}'; there are {[c.name for c in self.candidates]}")
+        return min(named, key=lambda candidate: candidate.predicted_ms)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": 1,
+            "plan": self.plan.to_json(),
+            "algorithm": self.algorithm,
+            "chosen": self.chosen.to_json(),
+            "predicted_ms": self.predicted_ms,
+            "predicted": [cost.to_json() for cost in self.predicted],
+            "candidates": [candidate.to_json() for candidate in self.candidates],
+            "costs_from": self.costs_from,
+            "seconds": self.seconds,
+            "seed": self.seed,
+        }
+
+
+@dataclass(frozen=True)
+class RefineReport:
+    """Relative error of each planned stage (step cost's bottleneck-free mean over ranks) on the newest profile."""
+
+    error_before: dict[str, float]
+    error_after: dict[str, float]
+    profiles: int
+    shards: int
+    updates: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "error_before": self.error_before,
+            "error_after": self.error_after,
+            "profiles": self.profiles,
+            "shards": self.shards,
+            "updates": self.updates,
+            "seconds": self.seconds,
+        }

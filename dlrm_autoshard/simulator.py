@@ -1,0 +1,85 @@
+"""A cluster that exists only as arithmetic: the same StepProfile that real ranks give, labelled 'simulated'.
+
+    cluster = SimulatedCluster(seed=0)
+    profile = cluster.profile(tables, stats, plan, batch_size=4096)
+    profile.source                                       # 'simulated'
+
+For tests and for timing planners, not for predicting hardware. It has what makes placement hard: tables that share a
+rank compete for its cache (so a shard's cost is not the sum of its tables'), hot rows are cheap (reuse), the backward
+pass sorts its ids, exchanges have latency and bandwidth, ranks may be slower than others, measurements have noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dlrm_autoshard.costs import RankCost, StepProfile
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.features import work
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+
+class SimulatedCluster:
+    """`slowdown[rank]`: times longer that a rank computes. `noise`: relative standard deviation of a measurement."""
+
+    def __init__(self, seed: int = 0, noise: float = 0.0, slowdown: dict[int, float] | None = None) -> None:
+        hidden = np.random.default_rng([seed, 1])
+        self.noise_generator = np.random.default_rng([seed, 2])
+        self.noise = noise
+        self.slowdown = slowdown or {}
+        self.launch_ms = hidden.uniform(0.02, 0.06)
+        self.id_ns = hidden.uniform(3, 6)
+        self.hit_ns_per_byte = hidden.uniform(0.02, 0.03)
+        self.miss_ns_per_byte = hidden.uniform(0.15, 0.25)
+        self.cache_mib = hidden.uniform(8, 24)
+        self.sort_ns = hidden.uniform(1.0, 2.0)
+        self.update_ns_per_byte = hidden.uniform(0.2, 0.35)
+        self.latency_ms = hidden.uniform(0.1, 0.3)
+        self.mb_per_ms = hidden.uniform(1.5, 3.0)
+
+    def profile(
+        self, tables: Sequence[TableConfig], stats: Sequence[TableStats], plan: ShardingPlan, batch_size: int
+    ) -> StepProfile:
+        plan.check_tables(table.name for table in tables)
+        rank_T = np.array([plan.rank_of[table.name] for table in tables])
+        done_TP = work(tables, stats, batch_size)
+        dims_T = np.array([float(table.embedding_dim) for table in tables])
+        ranks = []
+        for rank in range(plan.world_size):
+            mine = rank_T == rank
+            forward, backward = self._compute(done_TP[mine])
+            exchange = self._exchange(dims_T[mine].sum(), dims_T.sum(), batch_size, plan.world_size)
+            slower = self.slowdown.get(rank, 1.0)
+            costs = np.array([forward * slower, exchange, 1.05 * exchange, backward * slower])
+            costs *= np.exp(self.noise * self.noise_generator.standard_normal(4))
+            ranks.append(RankCost(*(float(ms) for ms in costs)))
+        return StepProfile(
+            plan, tuple(tables), tuple(stats), batch_size, tuple(ranks), source="simulated", noise=self.noise
+        )
+
+    def _compute(self, done_TP: np.ndarray) -> tuple[float, float]:
+        """Fused forward and backward of the tables on one rank, in ms."""
+        if len(done_TP) == 0:
+            return 0.0, 0.0
+        pooled, ids, read, distinct, working_set = (done_TP[:, i] for i in (2, 3, 4, 5, 6))
+        # All tables of the rank share the cache: what fits is read at the hit price.
+        cached = self.cache_mib / (self.cache_mib + working_set.sum() * 1e6 / 2**20)
+        price = self.hit_ns_per_byte * cached + self.miss_ns_per_byte * (1 - cached)
+        first_touch = self.miss_ns_per_byte * working_set
+        lookups = self.id_ns * ids + price * (read - working_set).clip(0) + first_touch + 0.1 * pooled
+        forward = self.launch_ms + 0.004 * len(done_TP) + lookups.sum()
+        # Equal ids of all tables are grouped by one sort, then every distinct row is updated.
+        all_ids = ids.sum()
+        sorting = self.sort_ns * all_ids * np.log2(all_ids * 1e6 + 1) / 4
+        updates = self.update_ns_per_byte * working_set.sum() + 20 * distinct.sum()
+        backward = 2 * self.launch_ms + 0.008 * len(done_TP) + sorting + updates + 0.6 * lookups.sum()
+        return float(forward), float(backward)
+
+    def _exchange(self, own_dims: float, all_dims: float, batch_size: int, world_size: int) -> float:
+        if world_size == 1:
+            return 0.0
+        mb_per_dim = 4e-6 * batch_size / world_size
+        sent, received = own_dims * (world_size - 1) * mb_per_dim, (all_dims - own_dims) * mb_per_dim
+        return float(self.latency_ms * np.log2(2 * world_size) + (sent + 0.4 * received) / self.mb_per_ms)
