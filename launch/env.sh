@@ -1,0 +1,106 @@
+# Sourced by quickstart.sh, test.sh and the starters, from the repository's root: finds Python, makes .venv, installs once.
+#
+#   DLRM_PYTHON       the Python to use (3.10 to 3.12); otherwise the first that works
+#   DLRM_VENV         where the environment lives (.venv)
+#   DLRM_TORCH_INDEX  package index to look for torch in, beside pip's own settings; "none": pip's own settings only
+
+VENV=${DLRM_VENV:-.venv}
+
+say() { printf '%s\n' "$*"; }
+die() { printf '\n%s\n' "$*" >&2; exit 1; }
+
+# use_env EXTRAS [cpu|cuda]: an active environment with this package and its extras (`dev` or nothing). Quick when
+# nothing has changed. Without a variant: what the environment has; else cuda where there is an NVIDIA GPU.
+use_env() {
+    local extras=$1 variant=${2:-}
+    [ "$(uname -s)" = Linux ] || die "This needs Linux: fbgemm, the embedding kernel, has no packages for $(uname -s)."
+    [ -n "$variant" ] || variant=$(cat "$VENV/.variant" 2>/dev/null) || variant=$(visible_variant)
+    [ "$(cat "$VENV/.variant" 2>/dev/null)" = "$variant" ] && python_works "$VENV/bin/python" || make_env "$variant"
+    PYTHON=$VENV/bin/python
+    install_once "$variant" "$variant${extras:+,$extras}"
+    # shellcheck disable=SC1091
+    . "$VENV/bin/activate"
+}
+
+visible_variant() {
+    if nvidia-smi -L >/dev/null 2>&1; then echo cuda; else echo cpu; fi
+}
+
+make_env() {
+    if [ -e "$VENV" ] && [ ! -f "$VENV/.variant" ]; then
+        die "$VENV is there, but this script did not make it. Move it away, or set DLRM_VENV to another folder."
+    fi
+    find_python
+    need_disk "$1"
+    say "Making $VENV with $("$PYTHON" --version)."
+    rm -rf "$VENV"
+    mkdir -p "$VENV"
+    say "$1" >"$VENV/.variant"
+    "$PYTHON" -m venv "$VENV" || die "Python could not make an environment in $VENV; its own words are above."
+}
+
+# A Python counts if it starts, is of the right version and can make environments: shims and stripped builds may not.
+python_works() {
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate version without_venv=""
+    for candidate in ${DLRM_PYTHON:-python3.12 python3.11 python3.10 python3 python}; do
+        python_works "$candidate" || continue
+        PYTHON=$candidate
+        "$candidate" -c 'import venv, ensurepip' >/dev/null 2>&1 && return
+        without_venv=$candidate
+    done
+    if [ -n "$without_venv" ]; then
+        version=$("$without_venv" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+        die "Python $version is here, but without its venv module. Debian, Ubuntu: sudo apt install python$version-venv"
+    fi
+    [ -z "${DLRM_PYTHON:-}" ] || die "DLRM_PYTHON is '$DLRM_PYTHON', which is no working Python 3.10, 3.11 or 3.12."
+    die "No Python 3.10, 3.11 or 3.12 found. Install one (Debian, Ubuntu: sudo apt install python3 python3-venv)," \
+        "or set DLRM_PYTHON to one."
+}
+
+# The stamp holds all that the installation follows from; while it is the same, nothing is done.
+install_once() {
+    local variant=$1 extras=$2 stamp=$VENV/.installed-$2 key
+    key="$(sha256sum setup.py | cut -d ' ' -f 1) $PWD"
+    [ "$(cat "$stamp" 2>/dev/null)" != "$key" ] || return 0
+    need_disk "$variant"
+    say "Installing torch, fbgemm and this package into $VENV (once; some minutes)."
+    # shellcheck disable=SC2046
+    pip_install -e ".[$extras]" $(torch_index "$variant")
+    say "$key" >"$stamp"
+}
+
+pip_install() {
+    local log=$VENV/pip.log
+    rm -f "$log"
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check --log "$log" "$@" && return
+    if grep -qi 'no space left' "$log"; then
+        die "The disk is full. Free some space and run this again."
+    elif grep -qE 'NewConnectionError|NameResolutionError|ConnectTimeout|Network is unreachable' "$log"; then
+        die "pip could not reach a package index. Check the network (http_proxy, or pip's index-url) and run this again."
+    fi
+    die "pip could not install the packages; its own words are above, all of them in $log."
+}
+
+# On Linux PyPI's torch brings several GB of CUDA libraries. PyTorch's own index has the CPU build, which pip prefers
+# where it sees both; where that index does not answer, pip's own settings decide.
+torch_index() {
+    local index=${DLRM_TORCH_INDEX:-}
+    [ "$index" != none ] || return 0
+    if [ -z "$index" ] && [ "$1" = cpu ]; then
+        index=https://download.pytorch.org/whl/cpu
+        "$PYTHON" -c "import urllib.request; urllib.request.urlopen('$index/torch/', timeout=5)" >/dev/null 2>&1 || return 0
+    fi
+    [ -z "$index" ] || printf -- '--extra-index-url %s' "$index"
+}
+
+need_disk() {
+    local need_gib=3 free_gib
+    [ "$1" = cpu ] || need_gib=12
+    free_gib=$(df -Pk "$(dirname "$VENV")" | awk 'NR == 2 { print int($4 / 1048576) }')
+    [ "$free_gib" -ge "$need_gib" ] || die "The environment needs about $need_gib GiB of disk, but $(dirname "$VENV")" \
+        "has $free_gib GiB free. Set DLRM_VENV to a folder on a larger disk."
+}

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Runs ruff, mypy and the tests in the quickstart's environment. Arguments go to pytest:
+#   bash launch/test.sh
+#   bash launch/test.sh tests/test_plan.py -k moves
+#   bash launch/test.sh -m slow
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. launch/env.sh
+use_env dev
+export OMP_NUM_THREADS=1
+
+status=0
+say "ruff:" && ruff check . && ruff format --check --quiet . || status=1
+say "mypy:" && mypy dlrm_autoshard launch tests || status=1
+say "pytest:" && pytest "$@" || status=1
+exit $status
