@@ -1,0 +1,103 @@
+"""The run directory's files of records: one JSON object a line, written so that a crash loses at most the last line.
+
+    append_jsonl(run / "metrics.jsonl", {"schema": 1, "step": 50, "epoch": 0, "split": "train", "logloss": 0.61})
+    read_jsonl(run / "metrics.jsonl")           # [{"schema": 1, ...}]
+    drop_after(run / "metrics.jsonl", epoch=2)  # a run that resumes at epoch 3 forgets what it did beyond epoch 2
+
+A line counts once its newline is on disk. What follows the last newline is a torn line: reading ignores it and the
+next append writes over it. Each file has one writer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+"""Of every record in a run directory. It grows when a key changes its meaning or goes; new keys don't change it."""
+
+
+class ReportError(ValueError):
+    """A run directory or record that cannot be reported on: the message says which file, what is wrong, what to try."""
+
+
+def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
+    """Adds one line and waits until it is on disk. NaN and infinities become null: JSON has no word for them."""
+    line = json.dumps({"schema": SCHEMA, **_finite(record)}, allow_nan=False, separators=(",", ":")) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as file:
+        file.truncate(_whole_lines_end(file.seek(0, os.SEEK_END), path))
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """All whole lines; [] where there is no such file. ReportError names the line that is damaged or too new."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ReportError(f"'{path}' cannot be read: {error.strerror}.") from error
+    *lines, _torn = text.split(b"\n")
+    return [_parse(line, f"'{path}', line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def drop_after(path: Path, epoch: int) -> None:
+    """Removes records of epochs after `epoch` (-1: all that have an epoch), all at once or, in a crash, not at all."""
+    records = read_jsonl(path)
+    kept = [record for record in records if int(record.get("epoch", -1)) <= epoch]
+    if len(kept) == len(records):
+        return
+    draft = path.with_name(path.name + ".tmp")
+    with open(draft, "wb") as file:
+        file.writelines(json.dumps(record, separators=(",", ":")).encode() + b"\n" for record in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ReportError(
+            f"{where} is damaged: it is not JSON ({error}). Remove that line to read the rest."
+        ) from error
+    if not isinstance(record, dict) or not isinstance(record.get("schema"), int):
+        raise ReportError(f"{where} is not a record: it has no 'schema' number.")
+    if record["schema"] > SCHEMA:
+        raise ReportError(
+            f"{where} has schema {record['schema']}; this version of dlrm_autoshard reads up to {SCHEMA}. "
+            "The run was made by a newer version: update dlrm_autoshard to read it."
+        )
+    return record
+
+
+def _whole_lines_end(size: int, path: Path) -> int:
+    """Where the last newline ends: the file's size unless a crash tore its last line."""
+    with open(path, "rb") as file:
+        end = size
+        while end > 0:
+            start = max(0, end - 65536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
