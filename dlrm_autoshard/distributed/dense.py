@@ -1,0 +1,97 @@
+"""The data-parallel dense part as one flat vector: one all-reduce, one optimizer update, whatever the number of layers.
+
+Parameters become views of `flat`, gradients views of `gradient`. The last element of `gradient` carries the step's
+loss, so that the all-reduce that every step has anyway tells all ranks the global loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dlrm_autoshard.config import DenseOptimizerConfig
+from dlrm_autoshard.distributed.exchange import Pending
+
+
+class DataParallelDense:
+    """Owns the dense parameters' memory, their gradients and their optimizer. `module` must be equal on all ranks."""
+
+    def __init__(
+        self, module: nn.Module, config: DenseOptimizerConfig, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self.module = module.to(device)
+        self._group = group
+        parameters = list(module.parameters())
+        size = sum(parameter.numel() for parameter in parameters)
+        self.flat = nn.Parameter(torch.cat([parameter.detach().reshape(-1) for parameter in parameters]))
+        self.gradient = torch.zeros(size + 1, device=device)
+        self._views: dict[str, tuple[int, torch.Size]] = {}
+        start = 0
+        for name, parameter in module.named_parameters():
+            self._views[name] = (start, parameter.shape)
+            end = start + parameter.numel()
+            parameter.data = self.flat.data[start:end].view(parameter.shape)
+            parameter.grad = self.gradient[start:end].view(parameter.shape)
+            start = end
+        self.flat.grad = self.gradient[:-1]
+        self.optimizer = make_optimizer(self.flat, config)
+
+    def zero_gradient(self) -> None:
+        self.gradient.zero_()
+
+    def start_all_reduce(self, local_loss: Tensor) -> Pending:
+        """Sums gradients and loss over ranks (each rank's loss is its share of the global mean)."""
+        self.gradient[-1] = local_loss
+        if dist.get_world_size(self._group) == 1:
+            return Pending(None, self.gradient)
+        return Pending(dist.all_reduce(self.gradient, group=self._group, async_op=True), self.gradient)
+
+    @property
+    def global_loss(self) -> Tensor:
+        """Loss of the last all-reduced step: the mean over the global batch."""
+        return self.gradient[-1]
+
+    def step(self, lr_scale: float) -> None:
+        group = self.optimizer.param_groups[0]
+        group["lr"] = group["initial_lr"] * lr_scale
+        self.optimizer.step()
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Live views of everything a checkpoint needs, by names that depend on the model alone."""
+        for name in self._views:
+            yield f"dense.{name}", self._view(self.flat.data, name)
+        for state, value in self.optimizer.state[self.flat].items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                for name in self._views:
+                    yield f"dense_optimizer.{name}.{state}", self._view(value, name)
+
+    @property
+    def optimizer_steps(self) -> int:
+        return int(self.optimizer.state[self.flat].get("step", 0))
+
+    def set_optimizer_steps(self, steps: int) -> None:
+        if "step" in self.optimizer.state[self.flat]:
+            self.optimizer.state[self.flat]["step"] = torch.tensor(float(steps))
+
+    def _view(self, flat: Tensor, name: str) -> Tensor:
+        start, shape = self._views[name]
+        return flat[start : start + shape.numel()].view(shape)
+
+
+def make_optimizer(flat: nn.Parameter, config: DenseOptimizerConfig) -> torch.optim.Optimizer:
+    """SGD, Adagrad or Adam over the flat vector, with its state allocated at once, so that a checkpoint of step 0 and
+    one of step 1000 have the same keys."""
+    optimizer: torch.optim.Optimizer
+    if config.name == "sgd":
+        optimizer = torch.optim.SGD([flat], lr=config.lr, weight_decay=config.weight_decay)
+    elif config.name == "adagrad":
+        optimizer = torch.optim.Adagrad([flat], lr=config.lr, eps=config.eps, weight_decay=config.weight_decay)
+    else:
+        optimizer = torch.optim.Adam([flat], lr=config.lr, eps=config.eps, weight_decay=config.weight_decay)
+        zeros = torch.zeros_like(flat.data)
+        optimizer.state[flat] = {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+    optimizer.param_groups[0]["initial_lr"] = config.lr
+    return optimizer

@@ -1,0 +1,189 @@
+"""One training step, in the order in which things happen.
+
+With `overlap`, whatever travels is started early and waited for late: the bottom MLP runs while vectors travel, its
+backward while gradients travel, the dense all-reduce behind the fused table update, the next batch's ids behind all
+of it. Results are bit-equal without: what travels does not depend on what is computed meanwhile.
+Sampled steps wait at once after each start (`_settle`), so that each stage's time is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.dense import DataParallelDense
+from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.exchange import IdDistribution, LocalIds, Pending
+from dlrm_autoshard.distributed.timing import StageClock
+from dlrm_autoshard.model import DLRM
+
+T = TypeVar("T")
+
+
+class NotFinite(Exception):
+    """A loss that is NaN or infinite, found before anything was updated."""
+
+
+class TrainStep:
+    """Runs steps over an epoch's batches, keeping the next batch's ids on their way."""
+
+    def __init__(
+        self,
+        model: DLRM,
+        dense: DataParallelDense,
+        embeddings: ShardedEmbeddings,
+        clock: StageClock,
+        *,
+        overlap: bool,
+        autocast: bool,
+        all_finite: Callable[[Tensor], bool] | None = None,
+    ) -> None:
+        """all_finite: asked with each local loss, before any update; all ranks must agree. None: not asked."""
+        self.model, self.dense, self.embeddings, self.clock = model, dense, embeddings, clock
+        self._overlap, self._autocast, self._all_finite = overlap, autocast, all_finite
+        self._device = embeddings.device
+
+    def begin_epoch(self, batches: Iterator[Batch]) -> bool:
+        """Fetches the first batch and its ids. False where there is none."""
+        self._batches = batches
+        self._next = self._fetch()
+        self._ids: LocalIds | None = None
+        if self._next is None:
+            return False
+        self._ids = self.embeddings.distribute(self._next).finish()
+        return True
+
+    def redistribute(self) -> None:
+        """Sends the waiting batch's ids again: after tables have moved, they have other owners."""
+        if self._next is not None:
+            self._ids = self.embeddings.distribute(self._next).finish()
+
+    @property
+    def exhausted(self) -> bool:
+        return self._next is None
+
+    def run(self, lr_scale: float, table_lr: float, *, sampled: bool = False) -> Batch:
+        """One step on the batch whose ids are here; afterwards the next one's are. Returns the batch trained on."""
+        clock, dense, embeddings = self.clock, self.dense, self.embeddings
+        batch, ids = self._next, self._ids
+        assert batch is not None and ids is not None
+        clock.begin(sampled=sampled)
+        embeddings.set_learning_rate(table_lr)
+        dense.zero_gradient()
+        clock.stop("other")
+
+        local = embeddings.lookup(ids)
+        clock.stop("fwd_compute")
+        clock.meet("fwd_comms")
+        vectors = self._settle(embeddings.send_pooled(local))
+        clock.stop("fwd_comms")
+        following = self._fetch()
+        clock.stop("data_wait")
+        following_ids = self._send_lengths(following)
+        clock.stop("input_dist")
+
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
+            bottom = self.model.bottom(batch.dense_BF)
+        clock.stop("dense_fwd")
+        arrived = vectors.wait()
+        clock.stop("fwd_comms")
+        pooled = embeddings.in_output_order(arrived).detach().requires_grad_()
+        bottom_leaf = bottom.detach().requires_grad_()
+        clock.stop("fwd_comms")
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
+            logits = self.model.top(bottom_leaf, pooled)
+        loss = share_of_loss(logits, batch)
+        clock.stop("dense_fwd")
+        if self._all_finite is not None and not self._all_finite(loss):
+            self._advance(following, following_ids)
+            raise NotFinite
+        clock.stop("other")
+
+        loss.backward()
+        clock.stop("dense_bwd")
+        assert pooled.grad is not None and bottom_leaf.grad is not None
+        clock.meet("bwd_comms")
+        gradients = self._settle(embeddings.send_gradients(pooled.grad))
+        clock.stop("bwd_comms")
+        bottom.backward(bottom_leaf.grad)
+        clock.stop("dense_bwd")
+        if following_ids is not None and self._overlap and not clock.sampled:
+            following_ids.send_values()
+        clock.stop("input_dist")
+        reduced = None
+        if self._overlap and not clock.sampled:
+            reduced = dense.start_all_reduce(loss.detach())
+        arrived = gradients.wait()
+        clock.stop("bwd_comms")
+        embeddings.update(local, arrived)
+        clock.stop("bwd_compute")
+        if reduced is None:
+            clock.meet("grad_allreduce")
+            reduced = dense.start_all_reduce(loss.detach())
+        reduced.wait()
+        clock.stop("grad_allreduce")
+        dense.step(lr_scale)
+        clock.stop("dense_optim")
+        self._advance(following, following_ids)
+        clock.end()
+        return batch
+
+    def _settle(self, pending: Pending) -> Pending:
+        if self.clock.sampled or not self._overlap:
+            pending.wait()
+        return pending
+
+    def _fetch(self) -> Batch | None:
+        batch = next(self._batches, None)
+        return batch if batch is None or self._device.type == "cpu" else to_device(batch, self._device)
+
+    def _send_lengths(self, batch: Batch | None) -> IdDistribution | None:
+        if batch is None or self.clock.sampled or not self._overlap:
+            return None
+        return self.embeddings.distribute(batch)
+
+    def _advance(self, following: Batch | None, ids: IdDistribution | None) -> None:
+        """Brings the following batch's ids home."""
+        if following is not None and ids is None:
+            self.clock.meet("input_dist")
+            ids = self.embeddings.distribute(following)
+        self._next, self._ids = following, None if ids is None else ids.finish()
+        self.clock.stop("input_dist")
+
+
+def share_of_loss(logits_B: Tensor, batch: Batch) -> Tensor:
+    """This rank's share of the global mean loss: summed over ranks it is the mean over the global batch."""
+    real = slice(0, batch.size)
+    return (
+        torch.nn.functional.binary_cross_entropy_with_logits(
+            logits_B[real].float(), batch.labels_B[real], reduction="sum"
+        )
+        / batch.global_size
+    )
+
+
+@torch.no_grad()
+def predict(model: DLRM, embeddings: ShardedEmbeddings, batch: Batch, *, autocast: bool) -> Tensor:
+    """Probabilities [size] of the batch's real samples. A collective: every rank calls it for every batch."""
+    if embeddings.device.type != "cpu":
+        batch = to_device(batch, embeddings.device)
+    local = embeddings.lookup(embeddings.distribute(batch).finish(), training=False)
+    pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait())
+    with torch.autocast(embeddings.device.type, torch.bfloat16, enabled=autocast):
+        logits = model.top(model.bottom(batch.dense_BF), pooled)
+    return torch.sigmoid(logits[: batch.size].float())
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return Batch(
+        batch.dense_BF.to(device, non_blocking=True),
+        batch.lengths_TB.to(device, non_blocking=True),
+        batch.values_N.to(device, non_blocking=True),
+        batch.labels_B.to(device, non_blocking=True),
+        batch.size,
+        batch.global_size,
+    )

@@ -1,0 +1,28 @@
+"""How good the predictions are, exactly, over all ranks: auc, logloss, ne, calibration, accuracy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torchmetrics.functional.classification import binary_accuracy, binary_auroc
+
+
+def binary_metrics(predictions: Tensor, labels: Tensor) -> dict[str, float]:
+    """predictions: probabilities [N]; labels: 0 or 1 [N], of all ranks.
+
+    ne: logloss over the entropy of the mean label (He et al. 2014, section 3); calibration: mean prediction over mean
+    label. Where only one class occurs, what is not defined is left out.
+    """
+    if len(labels) == 0:
+        return {}
+    predictions, labels = predictions.double(), labels.double()
+    logloss = float(torch.nn.functional.binary_cross_entropy(predictions, labels))
+    result = {"logloss": logloss, "accuracy": float(binary_accuracy(predictions, labels.long()))}
+    base = labels.mean()
+    if 0 < base < 1:
+        entropy = float(torch.nn.functional.binary_cross_entropy(base.expand_as(labels), labels))
+        result["auc"] = float(binary_auroc(predictions, labels.long()))
+        result["ne"] = logloss / entropy
+    if base > 0:
+        result["calibration"] = float(predictions.mean() / base)
+    return result

@@ -1,0 +1,95 @@
+"""The dense part of DLRM: bottom MLP, projections to a common dim, interaction, top MLP. No distribution in here.
+
+    model = DLRM(num_dense=13, tables=embeddings.output_tables, config=config.model, seed=0)
+    logits_B = model.top(model.bottom(dense_BF), pooled_BD)
+
+The two halves are separate because the bottom MLP needs no vectors: it runs while they travel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dlrm_autoshard.config import ModelConfig
+from dlrm_autoshard.interaction import CatInteraction, DotInteraction, LowRankCross
+from dlrm_autoshard.tables import TableConfig
+
+
+class DLRM(nn.Module):
+    """tables: in the order of the pooled columns, tables of one dim side by side (see `output_order`)."""
+
+    def __init__(self, num_dense: int, tables: Sequence[TableConfig], config: ModelConfig, seed: int = 0) -> None:
+        super().__init__()
+        dim = config.dense_arch_layer_sizes[-1]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.bottom_mlp = mlp([max(num_dense, 1), *config.dense_arch_layer_sizes], last_activation=True)
+            self.projection = Projection(tables, dim)
+            self.interaction = make_interaction(len(tables), dim, config)
+            self.over_mlp = mlp([self.interaction.out_features, *config.over_arch_layer_sizes], last_activation=False)
+
+    def bottom(self, dense_BF: Tensor) -> Tensor:
+        """[B, D] from the dense features; without any, from a constant."""
+        if dense_BF.shape[1] == 0:
+            dense_BF = dense_BF.new_ones(dense_BF.shape[0], 1)
+        result: Tensor = self.bottom_mlp(dense_BF)
+        return result
+
+    def top(self, bottom_BD: Tensor, pooled_BD: Tensor) -> Tensor:
+        """Logits [B] from the dense vector and the concatenated pooled vectors."""
+        result: Tensor = self.over_mlp(self.interaction(bottom_BD, self.projection(pooled_BD)))
+        return result.squeeze(1)
+
+
+def make_interaction(num_tables: int, dim: int, config: ModelConfig) -> DotInteraction | CatInteraction | LowRankCross:
+    if config.interaction == "dot":
+        return DotInteraction(num_tables, dim)
+    if config.interaction == "cat":
+        return CatInteraction(num_tables, dim)
+    return LowRankCross(num_tables, dim, config.dcn_num_layers, config.dcn_low_rank_dim)
+
+
+class Projection(nn.Module):
+    """Pooled vectors of several dims to one: [B, sum of dims] -> [B, T, dim]; a matrix for each table of another dim."""
+
+    def __init__(self, tables: Sequence[TableConfig], dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.groups: list[tuple[int, int]] = []  # (dim, how many tables have it), in column order
+        self.weights = nn.ParameterDict()
+        for own, group in itertools.groupby(tables, key=lambda table: table.embedding_dim):
+            count = len(list(group))
+            if str(own) in self.weights or any(own == other for other, _ in self.groups):
+                raise ValueError("tables of one dim must lie side by side")
+            self.groups.append((own, count))
+            if own != dim:
+                bound = math.sqrt(6.0 / (own + dim))
+                self.weights[str(own)] = nn.Parameter(torch.empty(count, own, dim).uniform_(-bound, bound))
+
+    def forward(self, pooled_BD: Tensor) -> Tensor:
+        if len(self.groups) == 1 and not self.weights:
+            return pooled_BD.view(pooled_BD.shape[0], -1, self.dim)
+        projected, start = [], 0
+        for own, count in self.groups:
+            group = pooled_BD[:, start : start + own * count].reshape(-1, count, own)
+            if own != self.dim:
+                group = torch.bmm(group.transpose(0, 1), self.weights[str(own)].to(group.dtype)).transpose(0, 1)
+            projected.append(group)
+            start += own * count
+        return torch.cat(projected, 1)
+
+
+def mlp(sizes: Sequence[int], *, last_activation: bool) -> nn.Sequential:
+    """Linear and ReLU in turn; weights normal with variance 2 / (in + out), biases 1 / out, as DLRM starts them."""
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in itertools.pairwise(sizes):
+        linear = nn.Linear(fan_in, fan_out)
+        nn.init.normal_(linear.weight, std=math.sqrt(2.0 / (fan_in + fan_out)))
+        nn.init.normal_(linear.bias, std=math.sqrt(1.0 / fan_out))
+        layers += [linear, nn.ReLU()]
+    return nn.Sequential(*layers[: len(layers) - (0 if last_activation else 1)])
