@@ -76,7 +76,7 @@ install_once() {
 pip_install() {
     local log=$VENV/pip.log
     rm -f "$log"
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check --log "$log" "$@" && return
+    "$PYTHON" -m pip install -qq --disable-pip-version-check --log "$log" "$@" && return
     if grep -qi 'no space left' "$log"; then
         die "The disk is full. Free some space and run this again."
     elif grep -qE 'NewConnectionError|NameResolutionError|ConnectTimeout|Network is unreachable' "$log"; then

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=2 launch/train.py --config configs/movielens.yaml --resume
     python launch/train.py --config configs/debug_cpu.yaml             # one process, no torchrun
 
-What people can mend (config, data, plan, packages) ends with a sentence and exit status 2; anything else is a traceback.
+What people can mend (config, data, plan, packages) ends in a sentence and exit status 2, all else in a traceback.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def complain(message: str) -> None:
 
 
 def _first_on_this_machine(message: str) -> bool:
-    """torchrun gives each rank an error file in a folder that the machine's ranks share; there they agree who speaks."""
+    """torchrun gives each rank an error file, in a folder that the machine's ranks share: there they agree who speaks."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None:
         return True
