@@ -1,0 +1,94 @@
+"""Ids that repeat as a table's statistics say: what a micro-benchmark looks up in place of the data.
+
+    lengths_B, ids_N = draw_ids(table, stats, batch_size=2048, draw=0)      # 2048 bags, pooling as in the data
+    measure_table_stats(lengths_B[None], ids_N)                             # ~ stats
+
+Equal arguments give equal ids. Draws 0, 1, 2, ... stand for successive batches: the same hot rows and other cold ones.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Protocol
+
+import numpy as np
+
+from dlrm_autoshard.tables import NUM_REUSE_BINS, TableConfig, TableStats
+
+_LOWEST_USES = np.array([1] + [2 ** (k - 1) + 1 for k in range(1, NUM_REUSE_BINS)], dtype=np.float64)
+_HIGHEST_USES = np.array([2.0**k for k in range(NUM_REUSE_BINS)])  # the last bin has no end: 2^16 is our guess
+
+
+class IdSource(Protocol):
+    """Bag lengths [B] and ids [N] of one table in the draw-th batch: `draw_ids`, or the data's own."""
+
+    def __call__(
+        self, table: TableConfig, stats: TableStats, batch_size: int, draw: int
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+def draw_ids(table: TableConfig, stats: TableStats, batch_size: int, draw: int) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng((zlib.crc32(table.name.encode()), table.num_embeddings, draw))
+    lengths_B = _bag_lengths(stats.mean_pooling, batch_size, generator)
+    num_ids = int(lengths_B.sum())
+    if num_ids == 0:
+        return lengths_B, np.zeros(0, dtype=np.int64)
+    # Reuse belongs to the batch that was looked at: a larger batch is several of those, a smaller one a part of one.
+    looked_at = max(1, round(stats.mean_pooling * stats.batch_size))
+    parts = [
+        _one_batch(table.num_embeddings, stats, looked_at, draw * 7919 + part, generator)
+        for part in range(math.ceil(num_ids / looked_at))
+    ]
+    return lengths_B, np.concatenate(parts)[:num_ids]
+
+
+def _bag_lengths(mean_pooling: float, batch_size: int, generator: np.random.Generator) -> np.ndarray:
+    """Bags of floor or ceil of the mean, in random order: the total is right to one id."""
+    total = round(mean_pooling * batch_size)
+    lengths_B = np.full(batch_size, total // batch_size, dtype=np.int64)
+    lengths_B[generator.permutation(batch_size)[: total % batch_size]] += 1
+    return lengths_B
+
+
+def _one_batch(num_rows: int, stats: TableStats, num_ids: int, part: int, generator: np.random.Generator) -> np.ndarray:
+    uses_U = _uses_of_each_id(stats, num_ids, num_rows)
+    rank_U = np.arange(len(uses_U))
+    # Ids used once are other ones in every batch; what repeats within a batch is taken to repeat between batches.
+    cold = uses_U == 1
+    rank_U[cold] += part * int(cold.sum())
+    ids_N = np.repeat(_scattered(rank_U, num_rows), uses_U)
+    generator.shuffle(ids_N)
+    return ids_N
+
+
+def _uses_of_each_id(stats: TableStats, num_ids: int, num_rows: int) -> np.ndarray:
+    """Use counts of the distinct ids, hottest first; they sum to `num_ids`, and their histogram is the table's."""
+    num_unique = int(np.clip(round(num_ids / max(stats.mean_reuse, 1.0)), 1, min(num_ids, num_rows)))
+    shares = np.asarray(stats.reuse_histogram)
+    if shares.sum() == 0:
+        shares = np.eye(NUM_REUSE_BINS)[0]
+    edges = np.round(np.cumsum(shares / shares.sum()) * num_unique).astype(np.int64)
+    size_of_bin = np.diff(edges, prepend=0)
+    bin_U = np.repeat(np.arange(NUM_REUSE_BINS), size_of_bin)
+    quantile_U = (np.arange(num_unique) - (edges - size_of_bin)[bin_U] + 0.5) / size_of_bin[bin_U]
+    lowest_U, span_U = _LOWEST_USES[bin_U], (_HIGHEST_USES - _LOWEST_USES)[bin_U]
+    # Within a bin uses lie at lowest + span * quantile^p, whose mean is 1 / (p + 1): p follows from the total.
+    fill = np.clip((num_ids - lowest_U.sum()) / max(span_U.sum(), 1.0), 0.02, 0.98)
+    uses_U = np.floor(lowest_U + span_U * quantile_U ** (1 / fill - 1)).astype(np.int64)
+    uses_U = -np.sort(-uses_U)
+    if uses_U.sum() > num_ids:
+        uses_U = 1 + ((uses_U - 1) * ((num_ids - num_unique) / (uses_U - 1).sum())).astype(np.int64)
+    # What rounding left over goes to the hottest hundredth, where it changes the least.
+    left, top = num_ids - int(uses_U.sum()), max(1, num_unique // 100)
+    uses_U[:top] += left // top
+    uses_U[0] += left % top
+    return uses_U
+
+
+def _scattered(rank_U: np.ndarray, num_rows: int) -> np.ndarray:
+    """Row of the i-th hottest id: a fixed one-to-one scatter over the table, since real hot ids are not neighbours."""
+    step = max(1, int(num_rows * 0.6180339887))
+    while math.gcd(step, num_rows) != 1:
+        step += 1
+    return (rank_U % num_rows) * step % num_rows

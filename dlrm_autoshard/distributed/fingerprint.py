@@ -1,0 +1,56 @@
+"""The hardware and libraries that a measured cost belongs to.
+
+    hardware_fingerprint()        # {"device": "cpu", "processor": "AMD EPYC", "cores": 2, ..., "fbgemm": "1.8.0"}
+
+Costs measured under another fingerprint are another machine's costs: a start for a cost model, never a fact.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def hardware_fingerprint(device: torch.device = torch.device("cpu")) -> dict[str, Any]:
+    """What a measured time depends on beside the shard itself; two jobs with equal ones can share measurements."""
+    if device.type == "cuda":
+        processor = torch.cuda.get_device_name(device)
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        processor = _processor()
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "device": device.type,
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory / 2**30),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__.split("+")[0],
+        "fbgemm": _fbgemm_version(),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        fields = dict(
+            (key.strip(), value.strip())
+            for key, _, value in (line.partition(":") for line in info.read_text().split("\n\n")[0].splitlines())
+        )
+        name = fields.get("model name", platform.machine())
+        return f"{name} family {fields.get('cpu family', '?')} model {fields.get('model', '?')}"
+    return platform.processor() or platform.machine()
+
+
+def _fbgemm_version() -> str:
+    for name in ("fbgemm-gpu-cpu", "fbgemm-gpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "none"

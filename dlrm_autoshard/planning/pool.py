@@ -1,0 +1,137 @@
+"""Pools of tables to plan for: read from a file, or synthetic ones with the statistics of a published data set.
+
+    pool = synthetic_pool(856, seed=0, batch_size=65536)
+    pool.tables[3], pool.stats[3]
+    pool.save(Path("tables.json"))
+
+The synthetic pool follows `dlrm_datasets` (856 tables): the same spread of rows and pooling and, over the whole pool,
+about the same mean reuse and share of look-ups per reuse bin (`dlrm-autoshard tables --synthetic 856` prints both).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dlrm_autoshard.tables import NUM_REUSE_BINS, TableConfig, TableStats
+
+POOL_SCHEMA = 1
+
+PUBLISHED_REUSE_SHARES = (
+    0.069, 0.044, 0.068, 0.101, 0.121, 0.104, 0.073, 0.058, 0.052,
+    0.050, 0.049, 0.048, 0.048, 0.043, 0.031, 0.023, 0.019,
+)  # fmt: skip
+"""Share of the look-ups of `fbgemm_t856_bs65536` that go to ids in each reuse bin; its mean reuse is 6.9."""
+
+
+@dataclass(frozen=True)
+class TablePool:
+    """Tables and their statistics, parallel."""
+
+    tables: tuple[TableConfig, ...]
+    stats: tuple[TableStats, ...]
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    def chosen(self, indices: Iterable[int]) -> TablePool:
+        picked = list(indices)
+        return TablePool(tuple(self.tables[i] for i in picked), tuple(self.stats[i] for i in picked))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": POOL_SCHEMA,
+            "tables": [
+                {**table.to_json(), "stats": stat.to_json()}
+                for table, stat in zip(self.tables, self.stats, strict=True)
+            ],
+        }
+
+    @staticmethod
+    def from_json(record: Any) -> TablePool:
+        if not isinstance(record, dict) or record.get("schema") != POOL_SCHEMA or "tables" not in record:
+            raise ValueError(
+                f"this is not a list of tables of schema {POOL_SCHEMA}; make one with `dlrm-autoshard tables`."
+            )
+        rows = [dict(row) for row in record["tables"]]
+        stats = tuple(TableStats.from_json(row.pop("stats")) for row in rows)
+        return TablePool(tuple(TableConfig(**row) for row in rows), stats)
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> TablePool:
+        try:
+            return TablePool.from_json(json.loads(path.read_text()))
+        except OSError as error:
+            raise ValueError(f"table file '{path}' cannot be read: {error.strerror}.") from error
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"table file '{path}' is not a tables.json: {error}.") from error
+
+
+def synthetic_pool(
+    num_tables: int,
+    seed: int,
+    batch_size: int,
+    rows: tuple[float, float] = (1e3, 1e7),
+    dims: tuple[int, int] = (16, 128),
+    pooling: tuple[float, float] = (1.0, 60.0),
+) -> TablePool:
+    """Tables with log-spaced rows, dims in multiples of 4, skewed pooling and Zipf reuse of mixed skew.
+
+    Statistics are the expected ones at `batch_size`; the same seed gives the same tables at every batch size.
+    """
+    generator = np.random.default_rng(seed)
+    tables, stats = [], []
+    for index in range(num_tables):
+        num_rows = int(10 ** generator.uniform(*np.log10(rows)))
+        dim = 4 * int(generator.integers(dims[0] // 4, dims[1] // 4 + 1))
+        mean_pooling = float(np.exp(generator.uniform(*np.log(pooling))))
+        # Chosen so that the whole pool's reuse comes near the published one.
+        skew, head = float(generator.uniform(0.7, 1.2)), float(10 ** generator.uniform(0, 4))
+        tables.append(TableConfig(f"t_{index}", num_rows, dim))
+        stats.append(zipf_stats(num_rows, mean_pooling, skew, head, batch_size))
+    return TablePool(tuple(tables), tuple(stats))
+
+
+def zipf_stats(num_rows: int, mean_pooling: float, skew: float, head: float, batch_size: int) -> TableStats:
+    """Expected statistics of a batch whose ids have p(i-th hottest row) ~ (i + head)^-skew (Zipf-Mandelbrot).
+
+    A row's uses in the batch are Poisson; rows are taken in groups of about equal heat, so this is quick for 1e7 rows.
+    """
+    edges = np.unique(np.floor(np.geomspace(1, num_rows + 1, 600)).astype(np.int64))
+    size = np.diff(edges).astype(np.float64)
+    heat = ((edges[:-1] + edges[1:] - 1) / 2 + head) ** -skew
+    num_ids = mean_pooling * batch_size
+    expected_uses = num_ids * heat / (size @ heat)
+    # P(uses <= 2^k) for the bins' upper ends; P(uses = 0) in front, and 1 behind for the endless last bin.
+    upper = torch.tensor([0.0, *(2.0**k for k in range(NUM_REUSE_BINS - 1))], dtype=torch.float64)
+    at_most = torch.special.gammaincc(upper[None, :] + 1, torch.from_numpy(expected_uses)[:, None]).numpy()
+    rows_per_bin = size @ np.diff(np.concatenate([at_most, np.ones((len(size), 1))], axis=1), axis=1)
+    num_unique = max(rows_per_bin.sum(), 1e-9)
+    return TableStats(
+        mean_pooling=mean_pooling,
+        reuse_histogram=tuple(float(share) for share in rows_per_bin / num_unique),
+        mean_reuse=float(max(1.0, num_ids / num_unique)),
+        batch_size=batch_size,
+    )
+
+
+def reuse_shares(stats: Sequence[TableStats]) -> tuple[list[float], float]:
+    """Share of the look-ups per reuse bin (each bin's ids taken at its geometric mean), and the pool's mean reuse."""
+    ids = np.array([s.mean_pooling * s.batch_size for s in stats])
+    unique = ids / np.array([s.mean_reuse for s in stats])
+    middle = 2.0 ** (np.arange(NUM_REUSE_BINS) - 0.4)
+    middle[0] = 1.0
+    lookups = np.array([s.reuse_histogram for s in stats]) * middle
+    lookups *= (ids / np.maximum(lookups.sum(1), 1e-12))[:, None]
+    shares = lookups.sum(0) / lookups.sum()
+    return [float(share) for share in shares], float(ids.sum() / unique.sum())
