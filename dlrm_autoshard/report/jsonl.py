@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,17 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def drop_after(path: Path, epoch: int) -> None:
     """Removes records of epochs after `epoch` (-1: all that have an epoch), all at once or, in a crash, not at all."""
+    _keep(path, lambda record: int(record.get("epoch", -1)) <= epoch)
+
+
+def drop_after_step(path: Path, step: int) -> None:
+    """Removes records that reach beyond `step`: what a run did after the checkpoint it resumes from."""
+    _keep(path, lambda record: int(record.get("end_step", record.get("step", -1))) <= step)
+
+
+def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     records = read_jsonl(path)
-    kept = [record for record in records if int(record.get("epoch", -1)) <= epoch]
+    kept = [record for record in records if wanted(record)]
     if len(kept) == len(records):
         return
     draft = path.with_name(path.name + ".tmp")

@@ -1,0 +1,137 @@
+"""Everything that a run wrote down, read back from its directory.
+
+    record = RunRecord.load(Path("runs/movielens"))
+    record.last.straggler                      # of the last complete epoch
+    record.metrics_of("val")                   # [{"step": ..., "auc": ...}, ...]
+
+Terminal, HTML, JSON and CSV reports are functions of this record and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dlrm_autoshard.report.jsonl import SCHEMA, ReportError, read_jsonl
+from dlrm_autoshard.report.record import EpochProfile, RankEpoch, epochs_file
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """epochs: complete ones, in order; empty only where profiling was off. ranks: every rank's own records of them."""
+
+    name: str
+    config: Mapping[str, Any]
+    epochs: tuple[EpochProfile, ...]
+    ranks: tuple[RankEpoch, ...] = ()
+    metrics: tuple[Mapping[str, Any], ...] = ()
+    decisions: tuple[Mapping[str, Any], ...] = field(default=())
+
+    @staticmethod
+    def load(run_dir: Path) -> RunRecord:
+        if not run_dir.is_dir():
+            raise ReportError(f"'{run_dir}' is not a directory. Name a run's directory, such as runs/movielens.")
+        config = _config(run_dir / "config.yaml")
+        metrics = read_jsonl(run_dir / "metrics.jsonl")
+        lines = read_jsonl(epochs_file(run_dir))
+        if not lines and not (metrics and config.get("profile", {}).get("enabled") is False):
+            raise ReportError(_why_nothing(run_dir, config, metrics))
+        epochs = tuple(_named(EpochProfile.from_json, line, epochs_file(run_dir)) for line in lines)
+        complete = {epoch.epoch for epoch in epochs}
+        ranks = [
+            _named(RankEpoch.from_json, line, path)
+            for path in sorted((run_dir / "costs").glob("rank_*.jsonl"))
+            for line in read_jsonl(path)
+        ]
+        return RunRecord(
+            name=run_dir.resolve().name,
+            config=config,
+            epochs=epochs,
+            ranks=tuple(rank for rank in ranks if rank.epoch in complete),
+            metrics=tuple(metrics),
+            decisions=tuple(read_jsonl(run_dir / "decisions.jsonl")),
+        )
+
+    @property
+    def last(self) -> EpochProfile:
+        return self.epochs[-1]
+
+    def label(self, profile: EpochProfile) -> str:
+        """The epoch's number; with its steps where an epoch was profiled in several parts."""
+        if sum(other.epoch == profile.epoch for other in self.epochs) == 1:
+            return str(profile.epoch)
+        return f"{profile.epoch} ({profile.first_step}-{profile.end_step - 1})"
+
+    def metrics_of(self, split: str) -> list[Mapping[str, Any]]:
+        return [line for line in self.metrics if line.get("split") == split]
+
+    def final_metrics(self) -> tuple[str, Mapping[str, Any]] | None:
+        """The last evaluation: on test data where there was one, else on validation data."""
+        for split in ("test", "val"):
+            lines = self.metrics_of(split)
+            if lines:
+                return split, lines[-1]
+        return None
+
+    @property
+    def stopped_early(self) -> str | None:
+        """A sentence where the run ended, or still is, inside an epoch or short of the epochs it was to have."""
+        done = max((profile.epoch for profile in self.epochs), default=-1) + 1
+        wanted = self.config.get("train", {}).get("epochs", done)
+        steps = [int(line["step"]) for line in self.metrics if line.get("epoch", -1) >= done and "step" in line]
+        if not self.epochs or (done >= wanted and not steps):
+            return None
+        where = f"; it was last seen in epoch {done} at step {max(steps)}" if steps else ""
+        return f"{done} of {wanted} epochs are complete{where}. The report covers the complete ones."
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "name": self.name,
+            "config": dict(self.config),
+            "epochs": [profile.to_json() for profile in self.epochs],
+            "metrics": [dict(line) for line in self.metrics],
+            "decisions": [dict(line) for line in self.decisions],
+        }
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """As it was written, unchecked: a report outlives the config's schema."""
+    try:
+        config = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ReportError(f"'{path}' cannot be read: {error}") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _named(parse: Any, line: Mapping[str, Any], path: Path) -> Any:
+    try:
+        return parse(line)
+    except ReportError as error:
+        raise ReportError(f"'{path}', epoch {line.get('epoch')}: {error}") from error
+
+
+def _why_nothing(run_dir: Path, config: Mapping[str, Any], metrics: list[dict[str, Any]]) -> str:
+    there = sorted(path.name + ("/" if path.is_dir() else "") for path in run_dir.iterdir())
+    if not there:
+        return f"'{run_dir}' is empty: nothing to report. Name the directory of a run (<run.dir>/<run.name>)."
+    if not config and not metrics:
+        return (
+            f"'{run_dir}' holds no run: it has no config.yaml, metrics.jsonl or costs/epochs.jsonl, "
+            f"but {_some(there)}. Name the directory of a run (<run.dir>/<run.name>)."
+        )
+    reached = f", and metrics up to step {metrics[-1].get('step')}" if metrics else ""
+    return (
+        f"'{run_dir}' has no complete epoch yet: the run was stopped in its first epoch, or is still in it. "
+        f"There is {_some(there)}{reached}. Continue it with --resume; a report needs one complete epoch."
+    )
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,220 @@
+"""A run's costs as tables that fit 80 columns and are read in a minute.
+
+    print_report(Console(), RunRecord.load(Path("runs/movielens")))
+    print_comparison(Console(), one, other)
+
+Order: what matters in sentences, the last epoch by stage, by rank and by prediction, then the run over its epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, step_cost_ms
+from dlrm_autoshard.plan import gib
+from dlrm_autoshard.report.diagnosis import stage_summary, table_costs_ms, waited_for
+from dlrm_autoshard.report.record import EpochProfile
+from dlrm_autoshard.report.run_record import RunRecord
+from dlrm_autoshard.report.summary import compute_imbalance, summary, total_wait_ms
+
+MOST_ROWS = 8
+"""Ranks and tables shown; the rest is counted. All of them are in --json, --csv and the HTML report."""
+
+
+def print_report(console: Console, record: RunRecord) -> None:
+    console.print(Text(f"Run {record.name}", style="bold"))
+    for sentence in summary(record):
+        console.print(_bullet(sentence))
+    if record.epochs and record.last.samples:
+        last = record.last
+        console.print(_stages(last), _ranks(last), _tables(last))
+        if last.predicted is not None:
+            console.print(_predictions(last))
+    if record.epochs:
+        console.print(_epochs(record))
+    if record.decisions:
+        console.print(_decisions(record))
+
+
+def print_comparison(console: Console, one: RunRecord, other: RunRecord) -> None:
+    """Last epochs side by side, then each run in its own sentences."""
+    table = _table(
+        "Side by side: last epoch of each", "", (one.name, "right"), (other.name, "right"), ("change", "right")
+    )
+    for name, figure in _FIGURES.items():
+        values = [figure(record) for record in (one, other)]
+        a, b = values
+        change = "" if a is None or b is None or a == 0 else f"{(b - a) / a:+.1%}"
+        table.add_row(name, *("-" if value is None else _number(value) for value in values), change)
+    console.print(table)
+    for record in (one, other):
+        console.print(Text(f"Run {record.name}", style="bold"))
+        for sentence in summary(record):
+            console.print(_bullet(sentence))
+
+
+def _stages(profile: EpochProfile) -> Table:
+    table = _table(
+        f"Where the step goes, epoch {profile.epoch} (ms)",
+        "stage", ("mean", "right"), ("slowest", "right"), ("on rank", "right"), ("max/mean", "right"),
+        ("share", "right"),
+    )  # fmt: skip
+    found = stage_summary(profile)
+    worst = profile.straggler.stage if profile.straggler else None
+    for stage in STAGES:
+        row = found[stage]
+        table.add_row(
+            stage, f"{row['mean_ms']:.2f}", f"{row['max_ms']:.2f}", str(int(row["slowest_rank"])),
+            f"{row['imbalance']:.2f}", f"{row['max_ms'] / profile.slowest_sum_ms:.0%}",
+            style="bold" if stage == worst else "",
+        )  # fmt: skip
+    table.add_section()
+    for name, row in waited_for(profile).items():
+        whom = f"for {int(row['rank'])}" if profile.world_size > 1 and row["max_ms"] > 0.01 else ""
+        table.add_row(name, f"{row['mean_ms']:.2f}", f"{row['max_ms']:.2f}", whom, "", "", style="dim")
+    return table
+
+
+def _ranks(profile: EpochProfile) -> Table:
+    table = _table(
+        f"Ranks, epoch {profile.epoch}, slowest first (ms)",
+        ("rank", "right"), ("tables", "right"), ("in tables", "right"), ("memory", "right"), ("lookup", "right"),
+        ("update", "right"), ("comms", "right"), ("waits", "right"), ("CPU", "right"),
+    )  # fmt: skip
+    busy = [sum(times[rank] for times in profile.stage_ms.values()) for rank in range(profile.world_size)]
+    waits = total_wait_ms(profile)
+    order = sorted(range(profile.world_size), key=lambda rank: -busy[rank])
+    for rank in order[:MOST_ROWS]:
+        share = profile.cpu_share[rank]
+        comms = profile.stage_ms["fwd_comms"][rank] + profile.stage_ms["bwd_comms"][rank]
+        table.add_row(
+            str(rank), str(sum(t.rank == rank for t in profile.tables)), gib(profile.table_bytes[rank]),
+            gib(profile.peak_memory_bytes[rank]), f"{profile.stage_ms['fwd_compute'][rank]:.2f}",
+            f"{profile.stage_ms['bwd_compute'][rank]:.2f}", f"{comms:.2f}", f"{waits[rank]:.2f}",
+            "-" if share is None else f"{share:.0%}",
+            style="bold" if profile.straggler and rank == profile.straggler.rank else "",
+        )  # fmt: skip
+    if len(order) > MOST_ROWS:
+        table.caption = f"and {len(order) - MOST_ROWS} faster ranks"
+    return table
+
+
+def _tables(profile: EpochProfile) -> Table:
+    table = _table(
+        "Costliest tables (ms a step, estimated from lookups and dims)",
+        "table", ("rank", "right"), ("cost", "right"), ("rows", "right"), ("dim", "right"), ("ids/sample", "right"),
+        ("reuse", "right"),
+    )  # fmt: skip
+    costs = table_costs_ms(profile)
+    order = sorted(profile.tables, key=lambda use: -costs[use.name])
+    for use in order[:MOST_ROWS]:
+        table.add_row(
+            use.name, str(use.rank), f"{costs[use.name]:.2f}", f"{use.num_embeddings:,}", str(use.embedding_dim),
+            f"{use.mean_pooling:.3g}", f"{use.mean_reuse:.3g}",
+        )  # fmt: skip
+    rest = order[MOST_ROWS:]
+    if rest:
+        table.caption = f"and {len(rest)} cheaper tables, {sum(costs[use.name] for use in rest):.2f} ms together"
+    return table
+
+
+def _predictions(profile: EpochProfile) -> Table:
+    """Of every stage the slowest rank as predicted and as measured: their sums are what a step was to cost and did."""
+    predicted, measured = profile.predicted or (), profile.measured
+    table = _table(
+        f"Predicted, epoch {profile.epoch} (ms)",
+        "stage", ("predicted", "right"), ("measured", "right"), ("error", "right"),
+    )  # fmt: skip
+    rows = [(s, max(c.stage(s) for c in predicted), max(c.stage(s) for c in measured)) for s in PLANNED_STAGES]
+    for name, guess, fact in [*rows, ("all four", step_cost_ms(predicted), step_cost_ms(measured))]:
+        error = f"{(guess - fact) / fact:+.1%}" if fact > 0 else "-"
+        table.add_row(name, f"{guess:.2f}", f"{fact:.2f}", error, style="bold" if name == "all four" else "")
+    return table
+
+
+def _epochs(record: RunRecord) -> Table:
+    table = _table(
+        "Epochs",
+        ("epoch", "right"), ("step ms", "right"), ("even ms", "right"), ("max/mean", "right"), ("held up by", "left"),
+        ("pred.", "right"), ("auc", "right"), ("logloss", "right"),
+    )  # fmt: skip
+    evaluated = {line.get("epoch"): line for split in ("test", "val") for line in record.metrics_of(split)}
+    shown = record.epochs if len(record.epochs) <= 20 else record.epochs[-20:]
+    for profile in shown:
+        straggler, error, metrics = profile.straggler, profile.prediction_error, evaluated.get(profile.epoch, {})
+        blame = "-" if straggler is None else f"{straggler.rank}, {straggler.cause}"
+        quality = [f"{metrics[name]:.4f}" if metrics.get(name) is not None else "-" for name in ("auc", "logloss")]
+        table.add_row(
+            record.label(profile), f"{profile.step_ms:.2f}", f"{profile.balanced_ms:.2f}",
+            f"{compute_imbalance(profile):.2f}", blame, "-" if error is None else f"{error:+.1%}", *quality,
+        )  # fmt: skip
+    skipped = len(record.epochs) - len(shown)
+    table.caption = (
+        "even ms: the step at perfect balance. max/mean: of embedding compute. pred.: its error, predicted - measured."
+        + (f" {skipped} earlier epochs are not shown." if skipped else "")
+    )
+    return table
+
+
+def _decisions(record: RunRecord) -> Table:
+    table = _table("What the loop decided", ("step", "right"), "decision")
+    shown = record.decisions[-12:]
+    for decision in shown:
+        style = "" if decision.get("action") == "kept" else "bold"
+        table.add_row(str(decision.get("step", "-")), str(decision.get("text") or decision.get("action")), style=style)
+    if len(shown) < len(record.decisions):
+        table.caption = f"{len(record.decisions) - len(shown)} earlier decisions are not shown"
+    return table
+
+
+def _of_last(figure: Callable[[EpochProfile], float]) -> Callable[[RunRecord], float | None]:
+    return lambda record: figure(record.last) if record.epochs else None
+
+
+def _metric(name: str) -> Callable[[RunRecord], float | None]:
+    return lambda record: (record.final_metrics() or ("", {}))[1].get(name)
+
+
+def _slowest(stage: str) -> Callable[[RunRecord], float | None]:
+    return _of_last(lambda profile: max(profile.stage_ms[stage]))
+
+
+_FIGURES: dict[str, Callable[[RunRecord], float | None]] = {
+    "ranks": _of_last(lambda profile: profile.world_size),
+    "epochs": lambda record: len(record.epochs),
+    "examples/s": _of_last(lambda profile: profile.throughput),
+    "step ms": _of_last(lambda profile: profile.step_ms),
+    "step at perfect balance, ms": _of_last(lambda profile: profile.balanced_ms),
+    "max/mean of embedding compute": _of_last(compute_imbalance),
+    **{f"{stage}, slowest rank, ms": _slowest(stage) for stage in STAGES},
+    "waits, mean over ranks, ms": _of_last(lambda profile: sum(total_wait_ms(profile)) / profile.world_size),
+    "largest rank's tables, MiB": _of_last(lambda profile: max(profile.table_bytes) / 2**20),
+    "moves": lambda record: sum(decision.get("action") == "moved" for decision in record.decisions),
+    "auc": _metric("auc"),
+    "logloss": _metric("logloss"),
+}
+
+
+def _table(title: str, *columns: str | tuple[str, str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, caption_justify="left")
+    for column in columns:
+        name, justify = column if isinstance(column, tuple) else (column, "left")
+        table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
+    return table
+
+
+def _bullet(sentence: str) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row("-", Text(sentence))
+    return grid
+
+
+def _number(value: float) -> str:
+    if float(value).is_integer():
+        return f"{value:,.0f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
