@@ -31,7 +31,6 @@ make_env() {
         die "$VENV is there, but this script did not make it. Move it away, or set DLRM_VENV to another folder."
     fi
     find_python
-    need_disk "$1"
     say "Making $VENV with $("$PYTHON" --version)."
     rm -rf "$VENV"
     mkdir -p "$VENV"
@@ -63,13 +62,14 @@ find_python() {
 
 # The stamp holds all that the installation follows from; while it is the same, nothing is done.
 install_once() {
-    local variant=$1 extras=$2 stamp=$VENV/.installed-$2 key
+    local variant=$1 extras=$2 stamp=$VENV/.installed-$2 key index
     key="$(sha256sum setup.py | cut -d ' ' -f 1) $PWD"
     [ "$(cat "$stamp" 2>/dev/null)" != "$key" ] || return 0
-    need_disk "$variant"
+    index=$(torch_index "$variant")
+    need_disk "$variant" "$index"
     say "Installing torch, fbgemm and this package into $VENV (once; some minutes)."
-    # shellcheck disable=SC2046
-    pip_install -e ".[$extras]" $(torch_index "$variant")
+    # shellcheck disable=SC2086
+    pip_install -e ".[$extras]" $index
     say "$key" >"$stamp"
 }
 
@@ -79,7 +79,7 @@ pip_install() {
     "$PYTHON" -m pip install -qq --disable-pip-version-check --log "$log" "$@" && return
     if grep -qi 'no space left' "$log"; then
         die "The disk is full. Free some space and run this again."
-    elif grep -qE 'NewConnectionError|NameResolutionError|ConnectTimeout|Network is unreachable' "$log"; then
+    elif grep -qE 'setuptools.*from versions: none|NewConnectionError|NameResolutionError|ConnectTimeout' "$log"; then
         die "pip could not reach a package index. Check the network (http_proxy, or pip's index-url) and run this again."
     fi
     die "pip could not install the packages; its own words are above, all of them in $log."
@@ -97,10 +97,11 @@ torch_index() {
     [ -z "$index" ] || printf -- '--extra-index-url %s' "$index"
 }
 
+# 2 GiB with torch's CPU build, 6 with the CUDA libraries that PyPI's brings, 12 with fbgemm's for CUDA beside them.
 need_disk() {
-    local need_gib=3 free_gib
-    [ "$1" = cpu ] || need_gib=12
-    free_gib=$(df -Pk "$(dirname "$VENV")" | awk 'NR == 2 { print int($4 / 1048576) }')
-    [ "$free_gib" -ge "$need_gib" ] || die "The environment needs about $need_gib GiB of disk, but $(dirname "$VENV")" \
-        "has $free_gib GiB free. Set DLRM_VENV to a folder on a larger disk."
+    local need_gib=6 free_gib
+    if [ "$1" = cuda ]; then need_gib=12; elif [ -n "$2" ]; then need_gib=2; fi
+    free_gib=$(df -Pk "$VENV" | awk 'NR == 2 { print int($4 / 1048576) }')
+    [ "$free_gib" -ge "$need_gib" ] || die "The environment needs about $need_gib GiB of disk, but $VENV has" \
+        "$free_gib GiB free. Set DLRM_VENV to a folder on a larger disk."
 }

@@ -42,7 +42,7 @@ def complain(message: str) -> None:
 
 
 def _first_on_this_machine(message: str) -> bool:
-    """torchrun gives each rank an error file, in a folder that the machine's ranks share: there they agree who speaks."""
+    """torchrun gives each rank an error file in one folder a machine: there its ranks agree who speaks."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None:
         return True
