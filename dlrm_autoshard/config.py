@@ -102,7 +102,7 @@ class CheckpointConfig(Section):
 
 class ProfileConfig(Section):
     enabled: bool = True
-    every_steps: PositiveInt = 50  # a sampled step has barriers; the others have none
+    every_steps: PositiveInt = 20  # a sampled step has barriers; the others have none
     warmup_steps: NonNegativeInt = 5  # of each epoch, never sampled
     trace_steps: list[NonNegativeInt] = []  # steps of which to write a torch.profiler trace
 

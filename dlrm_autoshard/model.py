@@ -55,7 +55,7 @@ def make_interaction(num_tables: int, dim: int, config: ModelConfig) -> DotInter
 
 
 class Projection(nn.Module):
-    """Pooled vectors of several dims to one: [B, sum of dims] -> [B, T, dim]; a matrix for each table of another dim."""
+    """Pooled vectors of several dims to one: [B, sum of dims] -> [B, T, dim]; one matrix a table where dims differ."""
 
     def __init__(self, tables: Sequence[TableConfig], dim: int) -> None:
         super().__init__()

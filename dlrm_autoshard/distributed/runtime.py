@@ -35,6 +35,7 @@ class Runtime:
     rank: int
     world_size: int
     local_rank: int
+    local_world_size: int
     device: torch.device
     group: dist.ProcessGroup
     id_group: dist.ProcessGroup
@@ -45,24 +46,26 @@ class Runtime:
     def start(config: RunConfig) -> Iterator[Runtime]:
         """Joins the process group (torchrun's environment; alone without it) and leaves it cleanly at the end."""
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         device = choose_device(config.device, local_rank)
         torch.set_num_threads(config.threads_per_rank)
         if device.type == "cpu":
             keep_freed_memory()
             if config.pin_cores:
-                pin_cores(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), config.threads_per_rank)
+                pin_cores(local_rank, local_world_size, config.threads_per_rank)
         else:
             torch.cuda.set_device(device)
         timeout = timedelta(seconds=config.collective_timeout_seconds)
-        backend = "nccl" if device.type == "cuda" and not _ranks_share_a_gpu() else "gloo"
-        store = None if "RANK" in os.environ else dist.HashStore()  # type: ignore[attr-defined]
+        # nccl refuses two ranks on one GPU; gloo takes them.
+        backend = "nccl" if device.type == "cuda" and local_world_size <= torch.cuda.device_count() else "gloo"
+        store = None if "RANK" in os.environ else dist.HashStore()
         dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
         control = dist.new_group(backend="gloo", timeout=timeout)
         world = dist.group.WORLD
         assert world is not None
         try:
-            yield Runtime(rank, world_size, local_rank, device, world, dist.new_group(timeout=timeout), control)
+            id_group = dist.new_group(timeout=timeout)
+            yield Runtime(rank, world_size, local_rank, local_world_size, device, world, id_group, control)
             dist.barrier(group=control)
         finally:
             # Objects that hold process groups must go before the groups do, or gloo's threads abort the exit.
@@ -96,11 +99,6 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def _ranks_share_a_gpu() -> bool:
-    """nccl refuses two ranks on one GPU; gloo takes them."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count()
 
 
 def pin_cores(local_rank: int, local_world_size: int, threads: int) -> None:

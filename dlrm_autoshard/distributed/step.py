@@ -25,7 +25,11 @@ T = TypeVar("T")
 
 
 class NotFinite(Exception):
-    """A loss that is NaN or infinite, found before anything was updated."""
+    """A loss that is NaN or infinite, found before anything was updated by this batch."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__("the loss is not finite")
+        self.batch = batch
 
 
 class TrainStep:
@@ -47,29 +51,37 @@ class TrainStep:
         self._overlap, self._autocast, self._all_finite = overlap, autocast, all_finite
         self._device = embeddings.device
 
+        self._next: Batch | None = None
+        self.ids: LocalIds | None = None
+        """Of the batch that the next `run` trains on."""
+
     def begin_epoch(self, batches: Iterator[Batch]) -> bool:
         """Fetches the first batch and its ids. False where there is none."""
         self._batches = batches
         self._next = self._fetch()
-        self._ids: LocalIds | None = None
         if self._next is None:
             return False
-        self._ids = self.embeddings.distribute(self._next).finish()
+        self.ids = self.embeddings.distribute(self._next).finish()
         return True
 
     def redistribute(self) -> None:
         """Sends the waiting batch's ids again: after tables have moved, they have other owners."""
         if self._next is not None:
-            self._ids = self.embeddings.distribute(self._next).finish()
+            self.ids = self.embeddings.distribute(self._next).finish()
 
     @property
     def exhausted(self) -> bool:
         return self._next is None
 
+    @property
+    def last_loss_finite(self) -> bool:
+        """Of this rank's share of the last step's loss."""
+        return bool(torch.isfinite(self._loss))
+
     def run(self, lr_scale: float, table_lr: float, *, sampled: bool = False) -> Batch:
         """One step on the batch whose ids are here; afterwards the next one's are. Returns the batch trained on."""
         clock, dense, embeddings = self.clock, self.dense, self.embeddings
-        batch, ids = self._next, self._ids
+        batch, ids = self._next, self.ids
         assert batch is not None and ids is not None
         clock.begin(sampled=sampled)
         embeddings.set_learning_rate(table_lr)
@@ -97,10 +109,11 @@ class TrainStep:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
             logits = self.model.top(bottom_leaf, pooled)
         loss = share_of_loss(logits, batch)
+        self._loss = loss.detach()
         clock.stop("dense_fwd")
         if self._all_finite is not None and not self._all_finite(loss):
             self._advance(following, following_ids)
-            raise NotFinite
+            raise NotFinite(batch)
         clock.stop("other")
 
         loss.backward()
@@ -151,7 +164,7 @@ class TrainStep:
         if following is not None and ids is None:
             self.clock.meet("input_dist")
             ids = self.embeddings.distribute(following)
-        self._next, self._ids = following, None if ids is None else ids.finish()
+        self._next, self.ids = following, None if ids is None else ids.finish()
         self.clock.stop("input_dist")
 
 

@@ -1,0 +1,372 @@
+"""Training: everything put together, and the epoch loop. The one place where planner and ranks meet.
+
+    torchrun --nproc_per_node=2 launch/train.py --config configs/debug_cpu.yaml
+
+Reading order: `train` -> `Trainer.run` -> `_train_epoch` -> distributed/step.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_autoshard.checkpoint import Checkpoints
+from dlrm_autoshard.config import Config
+from dlrm_autoshard.costs import StepProfile
+from dlrm_autoshard.data.batch import Split
+from dlrm_autoshard.data.loader import Loader
+from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.distributed.dense import DataParallelDense
+from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.step import NotFinite, TrainStep, predict
+from dlrm_autoshard.distributed.storage import state_shapes
+from dlrm_autoshard.distributed.timing import StageClock
+from dlrm_autoshard.distributed.tracing import traced
+from dlrm_autoshard.metrics import binary_metrics
+from dlrm_autoshard.model import DLRM
+from dlrm_autoshard.placement import Placement, from_rank_0, place
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.progress import Display, describe
+from dlrm_autoshard.recorder import Recorder
+from dlrm_autoshard.report.jsonl import append_jsonl, drop_after_step
+from dlrm_autoshard.report.record import EpochProfile, epochs_file, rank_file
+from dlrm_autoshard.run_directory import RunDirectoryError, last_run, new_run
+from dlrm_autoshard.schedule import lr_scale
+
+
+class TrainError(ValueError):
+    """Training that cannot go on: the message says at which step, on which rank, and what to try."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """metrics: of the last evaluation, rank 0 only. throughput: examples/s over all ranks, of the last epoch."""
+
+    run_dir: Path
+    steps: int
+    metrics: Mapping[str, float]
+    throughput: float
+
+
+def train(config: Config, resume: str | None = None) -> TrainResult:
+    """Runs a job on this rank, from its config to its last evaluation.
+
+    resume: None starts a new run; "" continues the newest run of the config's name; else the run directory to continue.
+    A restart by torchrun continues by itself.
+    """
+    with Runtime.start(config.run) as runtime:
+        run_dir = from_rank_0(runtime, lambda: find_run_dir(config, runtime.world_size, resume))
+        return Trainer(config, runtime, run_dir).run()
+
+
+@dataclass
+class Position:
+    """How far training has come: the next step is step `step` and starts at `sample` of `epoch`."""
+
+    epoch: int = 0
+    sample: int = 0
+    step: int = 0
+
+
+class Trainer:
+    """One rank's part of a job. Built in the order in which things depend on one another."""
+
+    def __init__(self, config: Config, runtime: Runtime, run_dir: Path) -> None:
+        self.config, self.runtime, self.run_dir = config, runtime, run_dir
+        self.source = open_source(config.data, config.tables)
+        self.global_batch = config.train.batch_size * runtime.world_size
+        self.position = Position()
+        self.checkpoints = Checkpoints(
+            run_dir / "checkpoints", runtime, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
+        )
+        checkpoint = self.checkpoints.latest()
+        self.placement: Placement = place(config, runtime, self.source, current=plan_of(checkpoint))
+        self.stats = self.placement.stats
+        self.embeddings = ShardedEmbeddings(
+            self.source.tables,
+            self.placement.plan,
+            config.tables,
+            rank=runtime.rank,
+            group=runtime.group,
+            id_group=runtime.id_group,
+            device=runtime.device,
+            exchange_dtype=config.train.exchange_dtype,
+            seed=config.run.seed,
+        )
+        model = DLRM(self.source.num_dense, self.embeddings.output_tables, config.model, config.run.seed)
+        self.dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
+        self.clock = StageClock(runtime.device, runtime.control)
+        self.autocast = config.train.dense_dtype == "bf16"
+        self.step = TrainStep(
+            model,
+            self.dense,
+            self.embeddings,
+            self.clock,
+            overlap=config.train.overlap,
+            autocast=self.autocast,
+            all_finite=self._all_finite if config.train.on_nan == "skip" else None,
+        )
+        if checkpoint is not None:
+            self._resume(checkpoint)
+        self.recorder = Recorder(run_dir, runtime, self.embeddings, self.clock)
+        self.last_good = checkpoint
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> TrainResult:
+        config, position = self.config, self.position
+        metrics: Mapping[str, float] = {}
+        throughput = 0.0
+        steps_per_epoch = -(-self.source.num_samples("train") // self.global_batch)
+        self.total_steps = steps_per_epoch * config.train.epochs
+        if config.train.max_steps is not None:
+            self.total_steps = min(self.total_steps, config.train.max_steps)
+        with Display(self.runtime.rank == 0, self.total_steps, position.step) as self.display:
+            self._announce()
+            if config.checkpoint.enabled and self.last_good is None:
+                self._save()  # so that there is always a good one to name and to go back to
+            while position.epoch < config.train.epochs and position.step < self.total_steps:
+                record = self._train_epoch()
+                throughput = record.throughput if record is not None else 0.0
+                if position.step < self.total_steps:
+                    metrics = self._evaluate("val") or self._evaluate("test")
+            metrics = self._evaluate("test") or metrics
+            self.checkpoints.finish()
+        return TrainResult(self.run_dir, position.step, metrics, throughput)
+
+    def _train_epoch(self) -> EpochProfile | None:
+        """From the current position to the epoch's end. Returns the epoch's record on rank 0."""
+        config, position = self.config, self.position
+        record = None
+        with self._loader("train", position.epoch, position.sample) as loader:
+            self.step.begin_epoch(iter(loader))
+            self.recorder.open(position.step)
+            first = position.step
+            while not self.step.exhausted and position.step < self.total_steps:
+                self._train_step(sampled=self._is_sampled(position.step - first))
+                if config.checkpoint.every_steps and position.step % config.checkpoint.every_steps == 0:
+                    self._pause(self._save)
+                interval = config.autoshard.reshard.every_steps
+                if interval and position.step % interval == 0 and not self.step.exhausted:
+                    record = self._close_interval()
+        epoch_over = self.step.exhausted
+        record = self._close_interval() or record
+        if epoch_over:
+            position.epoch, position.sample = position.epoch + 1, 0
+        last = position.step >= self.total_steps or position.epoch == config.train.epochs
+        if config.checkpoint.enabled and (last or position.epoch % config.checkpoint.every_epochs == 0):
+            self._save()
+        return record
+
+    def _train_step(self, *, sampled: bool) -> None:
+        config, position = self.config, self.position
+        scale = lr_scale(position.step, config.schedule)
+        tracing = position.step in config.profile.trace_steps
+        trace = self.run_dir / "traces" / f"step_{position.step:08d}_rank_{self.runtime.rank:05d}.json"
+        ids = self.step.ids
+        try:
+            with traced(trace, self.clock) if tracing else nullcontext():
+                batch = self.step.run(scale, config.tables.optimizer.lr * scale, sampled=sampled or tracing)
+        except NotFinite as skipped:
+            batch = skipped.batch
+            self._log_metrics("train", {"skipped_not_finite": 1.0})
+        position.sample += batch.global_size
+        position.step += 1
+        self.recorder.count(batch.size)
+        if sampled and ids is not None:
+            self.recorder.observer.observe(ids, self.runtime.world_size, batch.global_size)
+        self._after_step(config.train.log_every_steps)
+
+    def _after_step(self, log_every: int) -> None:
+        logging = self.position.step % log_every == 0
+        if not logging and self.runtime.device.type != "cpu":
+            return self.display.step()  # looking at the loss would make the GPU's queue run dry
+        loss = float(self.dense.global_loss)
+        if loss != loss or abs(loss) == float("inf"):
+            if self.config.train.on_nan == "stop":
+                self._stop_not_finite(loss)
+        elif logging:
+            self._log_metrics("train", {"logloss": loss})
+        self.display.step(loss)
+
+    def _is_sampled(self, step_in_epoch: int) -> bool:
+        profile = self.config.profile
+        due = step_in_epoch - profile.warmup_steps
+        # The last batch of an epoch may be a smaller one, whose times say nothing about the others.
+        whole = self.position.sample + self.global_batch <= self.source.num_samples("train")
+        return profile.enabled and due >= 0 and due % profile.every_steps == 0 and whole
+
+    def _close_interval(self) -> EpochProfile | None:
+        """Writes what was measured, then lets the loop decide on moves."""
+        planner = self.placement.planner
+        predicted = None
+        if planner is not None:
+            predicted = planner.predict(self.embeddings.plan, self.source.tables, self.stats, self.global_batch)
+        closed = self.recorder.close(self.position.epoch, self.position.step, self.global_batch, self.stats, predicted)
+        record, profile = closed if closed is not None else (None, None)
+        if record is not None:
+            self.stats = profile.stats if profile is not None else self.stats
+            measured = {"throughput": record.throughput, "step_ms": record.step_ms}
+            self._log_metrics("train", measured)
+            self.display.line(
+                f"epoch {self.position.epoch}  step {self.position.step}  "
+                f"{record.throughput:,.0f} examples/s  loss {float(self.dense.global_loss):.4f}"
+            )
+        self._after_interval(record, profile)
+        self.recorder.open(self.position.step)
+        return record
+
+    def _after_interval(self, record: EpochProfile | None, profile: StepProfile | None) -> None:
+        """The seam of the loop: called on every rank between intervals; record and profile are rank 0's."""
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, split: Split) -> Mapping[str, float]:
+        """Metrics over all ranks' samples, on rank 0; {} elsewhere and where the split is empty."""
+        if self.source.num_samples(split) == 0:
+            return {}
+        predictions, labels = [], []
+        with self._loader(split, 0, 0) as loader:
+            for batch in loader:
+                predictions.append(predict(self.step.model, self.embeddings, batch, autocast=self.autocast).cpu())
+                labels.append(batch.labels_B[: batch.size])
+        gathered = self.runtime.gather((torch.cat(predictions), torch.cat(labels)))
+        if gathered is None:
+            return {}
+        metrics = binary_metrics(torch.cat([p for p, _ in gathered]), torch.cat([y for _, y in gathered]))
+        done = self.position.epoch - (self.position.sample == 0 and self.position.epoch > 0)
+        self._log_metrics(split, metrics, epoch=done)
+        self.display.line(f"epoch {done}  {split}  {describe(metrics)}")
+        return metrics
+
+    def _loader(self, split: Split, epoch: int, first_sample: int) -> Loader:
+        train = self.config.train
+        return Loader(
+            self.source,
+            split,
+            epoch,
+            train.batch_size if split == "train" else train.eval_batch_size or train.batch_size,
+            self.runtime.rank,
+            self.runtime.world_size,
+            first_sample=first_sample,
+            prefetch_batches=self.config.data.prefetch_batches,
+            on_bad_id=self.config.data.on_bad_id,
+        )
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Everything this rank saves and loads, by names that no placement changes."""
+        own = {
+            f"tables.{name}.{key}": value
+            for name in self.embeddings.plan.tables_on(self.runtime.rank)
+            for key, value in self.embeddings.storage.tensors(name).items()
+        }
+        return own | dict(self.dense.named_tensors())
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {name: tuple(value.shape) for name, value in self.dense.named_tensors()}
+        for table in self.source.tables:
+            shapes[f"tables.{table.name}.weight"] = (table.num_embeddings, table.embedding_dim)
+            for state, shape in state_shapes(table, self.config.tables.optimizer.name).items():
+                shapes[f"tables.{table.name}.{state}"] = shape
+        return shapes
+
+    def _save(self) -> None:
+        position = self.position
+        state = {
+            "step": position.step,
+            "epoch": position.epoch,
+            "sample": position.sample,
+            "plan": self.embeddings.plan.to_json(),
+            "table_updates": self.embeddings.updates,
+            "optimizer_steps": self.dense.optimizer_steps,
+        }
+        extra: dict[str, Any] = {"rng": torch.get_rng_state(), "stats": self.stats}
+        if self.placement.planner is not None:
+            extra["planner"] = self.placement.planner.state_dict()
+        self.last_good = self.checkpoints.save(self._tensors(), state, extra)
+
+    def _resume(self, checkpoint: Path) -> None:
+        state, extra = self.checkpoints.load(checkpoint, self._tensors(), self._shapes())
+        self.position = Position(state["epoch"], state["sample"], state["step"])
+        self.embeddings.set_updates(state["table_updates"])
+        self.dense.set_optimizer_steps(state["optimizer_steps"])
+        torch.set_rng_state(extra["rng"])
+        self.stats = extra["stats"]
+        if self.placement.planner is not None and "planner" in extra:
+            self.placement.planner.load_state_dict(extra["planner"])
+        drop_after_step(rank_file(self.run_dir, self.runtime.rank), state["step"])
+        if self.runtime.rank == 0:
+            for path in (epochs_file(self.run_dir), self.run_dir / "metrics.jsonl", self.run_dir / "decisions.jsonl"):
+                drop_after_step(path, state["step"])
+
+    # -- small things ------------------------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        result = self.placement.result
+        if self.runtime.rank != 0:
+            return
+        self.embeddings.plan.save(self.run_dir / "plan" / f"step_{self.position.step:08d}.json")
+        resumed = f", resumed at step {self.position.step}" if self.position.step else ""
+        self.display.line(
+            f"{len(self.source.tables)} tables on {self.runtime.world_size} rank(s), "
+            f"{self.total_steps} steps of {self.global_batch} examples{resumed}; run directory {self.run_dir}"
+        )
+        if result is not None:
+            append_jsonl(self.run_dir / "plan" / "evidence.jsonl", result.to_json())
+
+    def _log_metrics(self, split: str, metrics: Mapping[str, float], epoch: int | None = None) -> None:
+        if self.runtime.rank == 0:
+            epoch = self.position.epoch if epoch is None else epoch
+            line = {"step": self.position.step, "epoch": epoch, "split": split, **metrics}
+            append_jsonl(self.run_dir / "metrics.jsonl", line)
+
+    def _pause(self, action: Any) -> None:
+        started = time.perf_counter()
+        action()
+        self.recorder.exclude(time.perf_counter() - started)
+
+    def _all_finite(self, loss: Tensor) -> bool:
+        bad = (~torch.isfinite(loss.detach())).float().view(1)
+        dist.all_reduce(bad, group=self.runtime.group)
+        return float(bad) == 0.0
+
+    def _stop_not_finite(self, loss: float) -> None:
+        bad = [r for r, fine in enumerate(self.runtime.all_gather(self.step.last_loss_finite)) if not fine]
+        where = f"rank {bad[0]}" if bad else "no single rank (the sum overflowed)"
+        raise TrainError(
+            f"the loss is {loss} at step {self.position.step - 1}, from {where}. Last good checkpoint: "
+            f"{self.last_good or 'none'}. Lower the learning rates, warm up longer, or set train.on_nan: skip."
+        )
+
+
+def plan_of(checkpoint: Path | None) -> ShardingPlan | None:
+    """The plan under which a checkpoint was written."""
+    if checkpoint is None:
+        return None
+    return ShardingPlan.from_json(json.loads((checkpoint / "state.json").read_text())["plan"])
+
+
+def find_run_dir(config: Config, world_size: int, resume: str | None) -> Path:
+    """A new run's directory, or that of the run to continue."""
+    if resume:
+        if not (Path(resume) / "checkpoints").is_dir():
+            raise RunDirectoryError(f"'{resume}' is no run directory: it has no checkpoints. Leave --resume out.")
+        return Path(resume)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    found = last_run(config) if resume == "" or restarted else None
+    if resume == "" and found is None:
+        raise RunDirectoryError(f"there is no run '{config.run.name}' in '{config.run.dir}' to resume.")
+    return found or new_run(config, world_size)
