@@ -17,6 +17,7 @@ import torch
 
 from dlrm_autoshard.config import AutoshardConfig, Config
 from dlrm_autoshard.data.batch import DataSource
+from dlrm_autoshard.distributed.probe import RankProbe
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.plan import Constraints, ShardingPlan, Topology, check_plan, round_robin
 from dlrm_autoshard.planner.planner import Planner
@@ -54,11 +55,16 @@ def place(config: Config, runtime: Runtime, source: DataSource, current: Shardin
     )
     table_bytes = memory_bytes(source.tables, stats, config.tables.optimizer.name, global_batch)
     names = [table.name for table in source.tables]
+    settled = current is not None and current.world_size == runtime.world_size
+    planning = config.autoshard.enabled and not settled
     planner = make_planner(config) if config.autoshard.enabled and runtime.rank == 0 else None
+    probe = None
+    if planning and config.autoshard.measure_plans > 0 and runtime.world_size > 1:
+        probe = RankProbe(runtime, source.tables, stats, global_batch)
 
     def decide() -> tuple[ShardingPlan, PlanResult | None]:
         result = None
-        if current is not None and current.world_size == runtime.world_size:
+        if settled and current is not None:
             plan = current
         elif planner is not None:
             result = planner.plan(
@@ -68,6 +74,8 @@ def place(config: Config, runtime: Runtime, source: DataSource, current: Shardin
                 batch_size=global_batch,
                 table_bytes=table_bytes,
                 constraints=constraints,
+                measure=None if probe is None else probe.measure,
+                measure_plans=config.autoshard.measure_plans,
                 budget_seconds=config.autoshard.budget_seconds,
             )
             plan = result.plan
@@ -78,7 +86,7 @@ def place(config: Config, runtime: Runtime, source: DataSource, current: Shardin
         check_plan(plan, table_bytes, topology, constraints)
         return plan.ordered(names), result
 
-    plan, result = from_rank_0(runtime, decide)
+    plan, result = from_rank_0(runtime, decide, probe)
     return Placement(plan, stats, topology, constraints, table_bytes, planner, result)
 
 
@@ -86,14 +94,23 @@ def make_planner(config: Config) -> Planner:
     return Planner(config.autoshard.algorithm, seed=config.run.seed, published=config.autoshard.published)
 
 
-def from_rank_0(runtime: Runtime, decide: Callable[[], T]) -> T:
-    """What `decide` returns on rank 0, on every rank; an error for people that it raises there, everywhere."""
-    outcome: tuple[T | None, ValueError | None] | None = None
-    if runtime.rank == 0:
+def from_rank_0(runtime: Runtime, decide: Callable[[], T], probe: RankProbe | None = None) -> T:
+    """What `decide` returns on rank 0, on every rank; an error for people that it raises there, everywhere.
+
+    probe: what `decide` measures with; the other ranks serve it meanwhile.
+    """
+
+    def attempt() -> tuple[T | None, ValueError | None]:
         try:
-            outcome = (decide(), None)
+            return decide(), None
         except ValueError as error:
-            outcome = (None, error)
+            return None, error
+
+    outcome = None
+    if probe is not None:
+        outcome = probe.on_rank_zero(attempt)
+    elif runtime.rank == 0:
+        outcome = attempt()
     value, failure = runtime.broadcast(outcome)
     if failure is not None:
         raise failure

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
@@ -45,6 +45,10 @@ class Display:
 
     def line(self, text: str) -> None:
         self.console.print(text, markup=False)
+
+    def show(self, renderable: RenderableType) -> None:
+        """A table, at the terminal's width."""
+        self.console.print(renderable, soft_wrap=False)
 
 
 def describe(metrics: Mapping[str, float]) -> str:

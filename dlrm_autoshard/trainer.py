@@ -37,6 +37,7 @@ from dlrm_autoshard.metrics import binary_metrics
 from dlrm_autoshard.model import DLRM
 from dlrm_autoshard.placement import Placement, from_rank_0, place
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planning.plan_table import candidate_table, rank_table
 from dlrm_autoshard.progress import Display, describe
 from dlrm_autoshard.recorder import Recorder
 from dlrm_autoshard.report.jsonl import append_jsonl, drop_after_step
@@ -315,17 +316,22 @@ class Trainer:
     # -- small things ------------------------------------------------------------------------------------------------
 
     def _announce(self) -> None:
-        result = self.placement.result
+        """What is about to run, where, and under which plan; on rank 0."""
         if self.runtime.rank != 0:
             return
-        self.embeddings.plan.save(self.run_dir / "plan" / f"step_{self.position.step:08d}.json")
+        placement, result = self.placement, self.placement.result
+        placement.plan.save(self.run_dir / "plan" / f"step_{self.position.step:08d}.json")
         resumed = f", resumed at step {self.position.step}" if self.position.step else ""
         self.display.line(
             f"{len(self.source.tables)} tables on {self.runtime.world_size} rank(s), "
             f"{self.total_steps} steps of {self.global_batch} examples{resumed}; run directory {self.run_dir}"
         )
+        predicted = None if result is None else result.predicted
+        self.display.show(rank_table(placement.plan, self.source.tables, self.stats, placement.table_bytes, predicted))
         if result is not None:
-            append_jsonl(self.run_dir / "plan" / "evidence.jsonl", result.to_json())
+            append_jsonl(self.run_dir / "plan" / "evidence.jsonl", {"step": self.position.step, **result.to_json()})
+            self.display.show(candidate_table(result))
+            self.display.line(f"planned in {result.seconds:.1f} s by '{result.algorithm}'")
 
     def _log_metrics(self, split: str, metrics: Mapping[str, float], epoch: int | None = None) -> None:
         if self.runtime.rank == 0:
