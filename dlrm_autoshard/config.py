@@ -7,9 +7,8 @@ Reader's map: `Config` at the bottom lists the sections in the order of a YAML f
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +16,7 @@ import pydantic
 import yaml
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from dlrm_autoshard.config_errors import sentences
 from dlrm_autoshard.data.settings import DataConfig, Section
 from dlrm_autoshard.tables import Pooling, TableDtype, TableOptimizer
 
@@ -56,8 +56,9 @@ class TablesConfig(Section):
 
 
 class ModelConfig(Section):
-    dense_arch_layer_sizes: list[PositiveInt] = [64, 16]  # bottom MLP; the last is the common dim for dot and dcn
-    over_arch_layer_sizes: list[PositiveInt] = [64, 1]  # top MLP; the last is 1
+    # Bottom MLP; the last is the common dim for dot and dcn.
+    dense_arch_layer_sizes: list[PositiveInt] = Field(default=[64, 16], min_length=1)
+    over_arch_layer_sizes: list[PositiveInt] = Field(default=[64, 1], min_length=1)  # top MLP; the last is 1
     interaction: Literal["dot", "cat", "dcn"] = "dot"
     dcn_num_layers: PositiveInt = 3
     dcn_low_rank_dim: PositiveInt = 512
@@ -152,6 +153,14 @@ class Config(Section):
     profile: ProfileConfig = ProfileConfig()
     autoshard: AutoshardConfig = AutoshardConfig()
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _empty_sections(cls, record: Any) -> Any:
+        """'train:' with nothing under it (YAML's null) is a section without changes."""
+        if isinstance(record, dict):
+            return {key: value for key, value in record.items() if value is not None}
+        return record
+
     @pydantic.model_validator(mode="after")
     def _sections_agree(self) -> Config:
         if self.model.over_arch_layer_sizes[-1] != 1:
@@ -168,7 +177,16 @@ class Config(Section):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-3 as a string; this one reads it as the number that people mean."""
+    """YAML 1.1 reads 1e-3 as a string and lets the last of two equal keys win; this one means what people mean."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key '{key}' is there twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -183,7 +201,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     except OSError as error:
         raise ConfigError(f"config file '{path}' cannot be read: {error.strerror}.") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"config file '{path}' is not YAML: {error}") from error
+        raise ConfigError(f"config file '{path}' is not YAML: {_one_line(error)}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file '{path}' is not text: byte {error.start} is no UTF-8.") from error
     if not isinstance(record, dict):
         raise ConfigError(f"config file '{path}' has no sections; it needs at least 'data:'.")
     for override in overrides:
@@ -198,7 +218,7 @@ def parse_config(record: dict[str, Any]) -> Config:
     try:
         return Config.model_validate(record)
     except pydantic.ValidationError as error:
-        raise ConfigError("\n".join(_sentence(detail) for detail in error.errors())) from error
+        raise ConfigError("\n".join(sentences(Config, error))) from error
 
 
 def _apply(record: dict[str, Any], override: str) -> None:
@@ -207,46 +227,18 @@ def _apply(record: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override '{override}' is not of the form section.key=value.")
     *sections, last = key.split(".")
     for section in sections:
-        record = record.setdefault(section, {})
+        if record.get(section) is None:
+            record[section] = {}
+        record = record[section]
         if not isinstance(record, dict):
             raise ConfigError(f"override '{override}': '{section}' is a value, not a section.")
-    record[last] = yaml.load(text, _Loader)
+    try:
+        record[last] = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override '{override}': '{text}' is not YAML: {_one_line(error)}.") from error
 
 
-def _sentence(detail: Any) -> str:
-    # A discriminated union puts its tag ("synthetic") into the location; people never wrote it.
-    tags = {"synthetic", "movielens", "criteo", "dlrm_datasets"}
-    location = [str(part) for i, part in enumerate(detail["loc"]) if not (i == 1 and part in tags)]
-    key = ".".join(location)
-    if detail["type"] == "extra_forbidden":
-        near = nearest_key(location)
-        return f"unknown key '{key}'." + (f" Did you mean '{near}'?" if near else "")
-    if detail["type"] == "missing":
-        return f"'{key}' is missing."
-    message = detail["msg"].removeprefix("Value error, ")
-    if not key:
-        return f"{message}."
-    return f"'{key}' is {detail['input']!r}: {message[0].lower()}{message[1:]}."
-
-
-def nearest_key(location: Sequence[str]) -> str | None:
-    """The known key most like the unknown one: in its own section first, then anywhere."""
-    *sections, last = location
-    own = {key: key.rsplit(".", 1)[-1] for key in _all_keys() if key.rsplit(".", 1)[0] == ".".join(sections)}
-    anywhere = {key: key.rsplit(".", 1)[-1] for key in _all_keys()}
-    for keys in (own, anywhere):
-        close = difflib.get_close_matches(last, keys.values(), n=1, cutoff=0.6)
-        if close:
-            return next(key for key, name in keys.items() if name == close[0])
-    return None
-
-
-def _all_keys() -> Iterator[str]:
-    def walk(model: type[pydantic.BaseModel], prefix: str) -> Iterator[str]:
-        for name, info in model.model_fields.items():
-            yield prefix + name
-            for option in getattr(info.annotation, "__args__", (info.annotation,)):
-                if isinstance(option, type) and issubclass(option, pydantic.BaseModel):
-                    yield from walk(option, f"{prefix}{name}.")
-
-    return walk(Config, "")
+def _one_line(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return where + str(getattr(error, "problem", None) or error).strip()

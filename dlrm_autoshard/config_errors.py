@@ -1,0 +1,139 @@
+"""What is wrong with a config, in sentences: the key as people write it, the value that they gave, what is allowed.
+
+sentences(Config, error)
+# ["unknown key 'train.batchsize'. Did you mean 'train.batch_size'?",
+#  "'train.epochs' is 'ten'; it must be a whole number."]
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+import pydantic
+
+# pydantic's error type -> what must hold. Types that are not here keep pydantic's own words.
+_ALLOWED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text (in quotes, if it looks like a number)",
+    "list_type": "a list, such as [a, b]",
+    "dict_type": "a section of 'key: value' lines",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "{ge:g} or more",
+    "too_short": "a list of at least {min_length}",
+}
+
+
+def sentences(model: type[pydantic.BaseModel], error: pydantic.ValidationError) -> list[str]:
+    """One for each key that is wrong, in the order of the file."""
+    found: dict[str, str] = {}
+    for detail in error.errors():
+        sources = _sources(model)
+        tag = next((part for part in detail["loc"][1:2] if detail["loc"][0] == "data" and part in sources), None)
+        known = list(_all_keys(model, source=sources.get(tag)))
+        key = _key(detail["loc"], tag)
+        # Of a union's members (a number, or a list of them) all complain; one that the value nearly fits says more.
+        if key not in found or detail["type"] not in ("list_type", "dict_type"):
+            found[key] = _sentence(key, detail, known, list(sources))
+    return list(found.values())
+
+
+def nearest_key(keys: Sequence[str], key: str) -> str | None:
+    """The known key most like an unknown one: in its own section first, then anywhere, least nested first."""
+    section, _, last = key.rpartition(".")
+    keys = sorted(keys, key=lambda known: known.count("."))
+    own = [known for known in keys if known.rpartition(".")[0] == section]
+    for candidates in (own, keys):
+        names = {known.rpartition(".")[2]: known for known in reversed(candidates)}
+        close = difflib.get_close_matches(last, names, n=1, cutoff=0.6)
+        if close:
+            return names[close[0]]
+    return None
+
+
+def _sentence(key: str, detail: Mapping[str, Any], known: Sequence[str], sources: Sequence[str]) -> str:
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"unknown key '{key}'.{_did_you_mean(nearest_key(known, key)) or _keys_there(known, key)}"
+    if kind == "missing":
+        return f"'{key}' is missing."
+    if kind == "union_tag_not_found":
+        return f"'{key}.source' is missing; it must be {_one_of(sources)}."
+    if kind == "union_tag_invalid":
+        allowed = [tag.strip(" '") for tag in context["expected_tags"].split(",")]
+        return (
+            f"'{key}.source' is '{context['tag']}'; it must be {_one_of(allowed)}.{_nearest(context['tag'], allowed)}"
+        )
+    if kind == "literal_error":
+        allowed = [part.strip(" '") for part in context["expected"].replace(" or ", ", ").split(",")]
+        return f"'{key}' is {_show(value)}; it must be {_one_of(allowed)}.{_nearest(value, allowed)}"
+    if kind == "model_type":
+        return f"'{key}' is {_show(value)}; it is a section.{_keys_there(known, key + '.')}"
+    if kind == "value_error":  # written by the config's own checks, as a whole sentence
+        return detail["msg"].removeprefix("Value error, ").rstrip(".") + "."
+    if kind in _ALLOWED:
+        return f"'{key}' is {_show(value)}; it must be {_ALLOWED[kind].format(**context)}."
+    return f"'{key}' is {_show(value)}: {detail['msg'][0].lower()}{detail['msg'][1:]}."
+
+
+def _key(location: Sequence[str | int], tag: str | int | None) -> str:
+    """The location without what people never wrote: union members' types and the source's tag."""
+    parts = [str(part) for i, part in enumerate(location) if not (i == 1 and part == tag)]
+    return ".".join(part for part in parts if "[" not in part and part != "constrained-float")
+
+
+def _keys_there(known: Sequence[str], key: str) -> str:
+    section = key.rpartition(".")[0]
+    there = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section]
+    what = f"Section '{section}' has" if section else "The sections are"
+    return f" {what} {', '.join(there)}." if there else ""
+
+
+def _all_keys(
+    model: type[pydantic.BaseModel], prefix: str = "", source: type[pydantic.BaseModel] | None = None
+) -> Iterator[str]:
+    """Dotted names of all keys; of the `data:` section only those of `source`, where it is known."""
+    for name, info in model.model_fields.items():
+        yield prefix + name
+        options = _models(info.annotation)
+        for option in [source] if source is not None and source in options else options:
+            yield from _all_keys(option, f"{prefix}{name}.")
+
+
+def _models(annotation: Any) -> list[type[pydantic.BaseModel]]:
+    """The sections that a key may hold, also inside of unions and lists."""
+    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in _models(part)]
+
+
+def _sources(model: type[pydantic.BaseModel]) -> dict[Any, type[pydantic.BaseModel]]:
+    """The classes that the `data:` section may have, by their tag."""
+    options = _models(model.model_fields["data"].annotation)
+    return {get_args(option.model_fields["source"].annotation)[0]: option for option in options}
+
+
+def _show(value: object) -> str:
+    text = "empty" if value is None else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _one_of(allowed: Sequence[str]) -> str:
+    return f"one of {', '.join(allowed)}" if len(allowed) > 1 else allowed[0]
+
+
+def _nearest(value: object, allowed: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.6)
+    return _did_you_mean(close[0] if close else None)
+
+
+def _did_you_mean(name: str | None) -> str:
+    return f" Did you mean '{name}'?" if name else ""
