@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.data.batch import DataError, DataSource
+from dlrm_autoshard.data.movielens import MovielensSource
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
-from dlrm_autoshard.data.settings import DataConfig, SyntheticData
+from dlrm_autoshard.data.settings import DataConfig, MovielensData, SyntheticData
 from dlrm_autoshard.data.synthetic import SyntheticSource
 
 
@@ -20,4 +21,6 @@ def open_source(data: DataConfig, tables: TablesConfig) -> DataSource:
     if isinstance(data, SyntheticData):
         rows = [TableRows(table.name, table.num_embeddings, table.embedding_dim) for table in data.tables]
         return SyntheticSource(data, resolve_tables(rows, tables))
+    if isinstance(data, MovielensData):
+        return MovielensSource(data, tables)
     raise DataError(f"data.source '{data.source}' is unknown.")
