@@ -94,6 +94,7 @@ class ShardedEmbeddings:
         """Pooled vectors of the local tables for the global batch: [W * B, D_local], with a fused update as its
         gradient function when training."""
         if self.storage.lookup is None:
+            self.updates += training  # a rank without tables counts too: it may be given some
             return torch.zeros(self.world_size * ids.batch_size, 0, device=self.device)
         pooled: Tensor = self.storage.lookup(ids.values_N, ids.offsets)
         if training:

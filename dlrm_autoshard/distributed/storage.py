@@ -53,6 +53,10 @@ class Storage(Protocol):
 
     def tensors(self, name: str) -> dict[str, Tensor]: ...
 
+    def release_part(self, name: str, tensor: str, start: int, stop: int) -> None:
+        """Bytes [start, stop) of a departing table have been sent: their memory is free for what arrives."""
+        ...
+
 
 def state_shapes(table: TableConfig, optimizer: TableOptimizer) -> dict[str, tuple[int, ...]]:
     """Optimizer state of a table by name: what a checkpoint or a move must carry beside the weight."""
@@ -91,9 +95,10 @@ class Reservation:
         start = self.offsets[name]
         return self.flat[start : start + torch.Size(shape).numel()].view(shape)
 
-    def release(self, name: str) -> None:
-        """Gives the table's pages back to the system; reading them afterwards gives zeros."""
-        self._memory.madvise(mmap.MADV_DONTNEED, self.offsets[name] * self._item, self._extent(name) * self._item)
+    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
+        """Gives pages (all of the table's, or its bytes [start, stop)) back to the system; they then read as zeros."""
+        stop = self._extent(name) * self._item if stop is None else stop
+        self._memory.madvise(mmap.MADV_DONTNEED, self.offsets[name] * self._item + start, stop - start)
 
     def _extent(self, name: str) -> int:
         return -(-torch.Size(self._shapes[name]).numel() // _ALIGN) * _ALIGN
@@ -124,6 +129,9 @@ class HostStorage:
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Live views {weight, momentum1, ...} of any table of the model, held or about to be."""
         return {"weight": self._weight.view(name), **{s: r.view(name) for s, r in self._states.items()}}
+
+    def release_part(self, name: str, tensor: str, start: int, stop: int) -> None:
+        (self._weight if tensor == "weight" else self._states[tensor]).release(name, start, stop)
 
     def hold(self, names: Sequence[str]) -> None:
         for name in set(self._held) - set(names):
@@ -188,6 +196,9 @@ class DeviceStorage:
                 **{s: torch.zeros(shape) for s, shape in state_shapes(table, self._optimizer.name).items()},
             }
         return self._staged[name]
+
+    def release_part(self, name: str, tensor: str, start: int, stop: int) -> None:
+        """Nothing: fbgemm holds its tables in one piece, which goes when the lookup is rebuilt."""
 
     def hold(self, names: Sequence[str]) -> None:
         """Through the host, one layout at a time: needs no room on the device for two."""
