@@ -1,0 +1,202 @@
+"""The micro-benchmark: ids follow the statistics, shards have plausible costs, ranks agree, failures reach all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile
+from dlrm_autoshard.distributed.drawn_ids import draw_ids
+from dlrm_autoshard.distributed.probe import IsolatedProbe, ProbeError, RankProbe
+from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.shard_probe import ShardProbe, ShardTime
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.comms_law import CommsLaw
+from dlrm_autoshard.planning.pool import TablePool, synthetic_pool, zipf_stats
+from dlrm_autoshard.tables import TableConfig, TableStats, measure_table_stats
+from tests.ranks import run_ranks
+
+BATCH = 512
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.integers(1, 200_000),
+    pooling=st.floats(0.01, 40),
+    skew=st.floats(0.5, 1.5),
+    head=st.floats(0, 100),
+    batch_size=st.sampled_from([64, 500, 2048]),
+)
+def test_drawn_ids_have_the_statistics_that_were_asked_for(
+    rows: int, pooling: float, skew: float, head: float, batch_size: int
+) -> None:
+    table, wanted = TableConfig("t", rows, 8), zipf_stats(rows, pooling, skew, head, batch_size)
+    lengths_B, ids_N = draw_ids(table, wanted, batch_size, draw=0)
+    assert len(ids_N) == lengths_B.sum() == round(pooling * batch_size)
+    assert ids_N.min(initial=0) >= 0 and ids_N.max(initial=0) < rows
+    if len(ids_N) >= 200:
+        [drawn] = measure_table_stats(lengths_B[None], ids_N)
+        assert drawn.mean_reuse == pytest.approx(wanted.mean_reuse, rel=0.05)
+        off = np.abs(np.array(drawn.reuse_histogram) - wanted.reuse_histogram).sum()
+        assert off < 0.1 + 20 * drawn.mean_reuse / len(ids_N)
+
+
+def test_ids_of_real_data_are_drawn_with_their_histogram() -> None:
+    generator = np.random.default_rng(0)
+    ids = (10_000 ** generator.random(20_000)).astype(np.int64) - 1
+    lengths = np.full(2_000, 10)
+    [wanted] = measure_table_stats(lengths[None], ids)
+    [drawn] = measure_table_stats(*_stacked(draw_ids(TableConfig("t", 10_000, 8), wanted, 2_000, draw=0)))
+    assert drawn.reuse_histogram == pytest.approx(wanted.reuse_histogram, abs=0.02)
+
+
+def test_draws_repeat_exactly_and_successive_ones_share_their_hot_rows_only() -> None:
+    table, stats = TableConfig("t", 1_000_000, 8), zipf_stats(1_000_000, 20, 1.1, 1.0, 1024)
+    first, again = draw_ids(table, stats, 1024, 0)[1], draw_ids(table, stats, 1024, 0)[1]
+    assert np.array_equal(first, again)
+    ids, counts = np.unique(first, return_counts=True)
+    other = draw_ids(table, stats, 1024, 1)[1]
+    assert np.isin(ids[counts > 1], other).all()
+    assert np.isin(ids[counts == 1], other).mean() < 0.2
+
+
+def test_an_empty_shard_takes_no_time_and_more_tables_take_more() -> None:
+    pool, probe = _pool(12), ShardProbe(buffer_gib=0.05)
+    assert probe.measure([], [], BATCH) == ShardTime()
+    small = probe.measure(pool.tables[:2], pool.stats[:2], BATCH)
+    large = probe.measure(pool.tables, pool.stats, BATCH)
+    assert 0 < small.fwd_compute_ms < large.fwd_compute_ms
+    assert 0 < small.bwd_compute_ms < large.bwd_compute_ms
+
+
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad", "sgd"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_every_optimizer_and_dtype_is_measured(optimizer: Any, dtype: Any) -> None:
+    tables = [TableConfig(f"t{i}", 1_000, 8, dtype=dtype, pooling="mean") for i in range(3)]
+    time = ShardProbe(optimizer, buffer_gib=0.01, repeats=1).measure(tables, [TableStats(3.0)] * 3, 64)
+    assert time.fwd_compute_ms > 0 and time.bwd_compute_ms > 0
+
+
+def test_tables_beyond_the_buffer_are_measured_with_the_rows_that_fit() -> None:
+    huge = TableConfig("huge", 2**33, 128)
+    time = ShardProbe(buffer_gib=0.01, repeats=1).measure([huge], [TableStats(2.0)], 64)
+    assert time.bwd_compute_ms > 0
+
+
+def test_given_ids_must_have_the_batch_size() -> None:
+    def too_few(table: TableConfig, stats: TableStats, batch_size: int, draw: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.ones(3, dtype=np.int64), np.zeros(3, dtype=np.int64)
+
+    with pytest.raises(ValueError, match="'t_0' have 3 bags; 512 are needed"):
+        pool = _pool(1)
+        ShardProbe(ids=too_few, buffer_gib=0.01).measure(pool.tables, pool.stats, BATCH)
+
+
+def test_isolated_mode_measures_a_shard_once_and_charges_empty_ranks_only_for_exchanges() -> None:
+    pool = _pool(6)
+    isolated = IsolatedProbe(pool.tables, pool.stats, BATCH, ShardProbe(buffer_gib=0.05, repeats=3), CommsLaw())
+    names = [table.name for table in pool.tables]
+    plan = ShardingPlan({name: i % 2 for i, name in enumerate(names)}, world_size=3)
+    mirrored = ShardingPlan({name: 1 - i % 2 for i, name in enumerate(names)}, world_size=3)
+    first, second = isolated.measure([plan, mirrored])
+    assert len(isolated.shard_times) == 3  # two shards and the empty one, whatever rank they are on
+    assert first.ranks[0] == second.ranks[1] and first.source == "probe"
+    assert first.ranks[2].fwd_compute_ms == first.ranks[2].bwd_compute_ms == 0
+    assert first.ranks[2].fwd_comms_ms > 0
+
+
+def test_ranks_measure_plans_together_and_other_ranks_are_free_afterwards() -> None:
+    results = run_ranks(_measure_on_ranks, 3, timeout=60)
+    profiles, times = results[0]
+    assert results[1:] == [None, None]
+    for profile in profiles:
+        assert [rank.stage(stage) >= 0 for rank in profile.ranks for stage in PLANNED_STAGES]
+        assert profile.ranks[0].fwd_comms_ms > 0 and profile.source == "probe"
+    assert profiles[0].ranks[2].fwd_compute_ms == 0 and profiles[0].ranks[1].fwd_compute_ms > 0
+    assert len(times) == 4 and times[3].fwd_compute_ms > times[0].fwd_compute_ms
+
+
+def test_a_rank_that_cannot_measure_fails_rank_zero_and_hangs_nobody() -> None:
+    messages = run_ranks(_fail_on_rank_one, 2, timeout=60)
+    assert messages[0] == "rank 1 could not measure its shard: out of memory, says the test"
+    assert messages[1] is None
+
+
+@pytest.mark.slow
+def test_windows_of_one_buffer_cost_what_real_tables_cost() -> None:
+    from dlrm_autoshard.config import TableOptimizerConfig
+    from dlrm_autoshard.distributed.storage import HostStorage
+
+    class OnRealTables(ShardProbe):
+        def _module(self, tables: Any, rows: Any) -> Any:
+            storage = HostStorage(tables, TableOptimizerConfig(lr=1e-6))
+            storage.hold([table.name for table in tables])
+            self.kept = storage
+            return storage.lookup
+
+    pool = synthetic_pool(8, seed=5, batch_size=2048, rows=(1e4, 1e6))
+    ratios = []
+    for _ in range(5):
+        windows = ShardProbe().measure(pool.tables, pool.stats, 2048)
+        real = OnRealTables(warmup=4).measure(pool.tables, pool.stats, 2048)
+        ratios.append((windows.fwd_compute_ms + windows.bwd_compute_ms) / (real.fwd_compute_ms + real.bwd_compute_ms))
+    assert np.median(ratios) == pytest.approx(1.0, abs=0.15), ratios
+
+
+def _measure_on_ranks(rank: int, world_size: int) -> tuple[list[StepProfile], list[ShardTime]] | None:
+    pool = _pool(6)
+    names = [table.name for table in pool.tables]
+    plans = [
+        ShardingPlan({name: i % 2 for i, name in enumerate(names)}, world_size),
+        ShardingPlan({name: i % 3 for i, name in enumerate(names)}, world_size),
+    ]
+    probe = RankProbe(_runtime(), pool.tables, pool.stats, 3 * 128, ShardProbe(buffer_gib=0.01, repeats=2))
+    return probe.on_rank_zero(
+        lambda: (probe.measure(plans), probe.measure_shards([[0], [1, 2], [3], [0, 1, 2, 3, 4, 5]]))
+    )
+
+
+def _fail_on_rank_one(rank: int, world_size: int) -> str | None:
+    class Failing(ShardProbe):
+        def measure(self, tables: Any, stats: Any, batch_size: int) -> ShardTime:
+            if rank == 1:
+                raise RuntimeError("out of memory, says the test")
+            return super().measure(tables, stats, batch_size)
+
+    pool = _pool(2)
+    plan = ShardingPlan({"t_0": 0, "t_1": 1}, world_size)
+    probe = RankProbe(_runtime(), pool.tables, pool.stats, 128, Failing(buffer_gib=0.01, repeats=1))
+    try:
+        probe.on_rank_zero(lambda: probe.measure([plan]))
+    except ProbeError as error:
+        return str(error)
+    return None
+
+
+def _runtime() -> Runtime:
+    world = dist.group.WORLD
+    assert world is not None
+    return Runtime(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=dist.get_rank(),
+        local_world_size=dist.get_world_size(),
+        device=torch.device("cpu"),
+        group=world,
+        id_group=dist.new_group(),
+        control=dist.new_group(backend="gloo"),
+    )
+
+
+def _pool(num_tables: int) -> TablePool:
+    return synthetic_pool(num_tables, seed=3, batch_size=BATCH, rows=(1e2, 1e5), pooling=(1.0, 10.0))
+
+
+def _stacked(drawn: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    return drawn[0][None], drawn[1]
