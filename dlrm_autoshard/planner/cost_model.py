@@ -29,13 +29,20 @@ import torch
 from torch import Tensor, nn
 
 from dlrm_autoshard.planner.features import NUM_NETWORK, WORK, network_features, work
+from dlrm_autoshard.planner.frozen import FrozenNet
 from dlrm_autoshard.planner.least_squares import fit_nonnegative
 from dlrm_autoshard.planner.replay import ShardSample
 from dlrm_autoshard.tables import TableConfig, TableStats
 
-EMBED = 16
-NUM_SUMMARY = 4 + EMBED
-"""A table's summary, which adds up over a device: 1, dim, forward ms, backward ms, and a learned embedding."""
+EMBED = 6
+LOADS = ("ids", "read_bytes", "distinct_bytes")
+NUM_LOGS = 3 + len(LOADS)
+NUM_SUMMARY = 1 + NUM_LOGS + EMBED
+"""A table's summary, which adds up over a device: 1, dim, forward ms, backward ms, loads, and a learned embedding.
+
+The loads compete for caches, so what fusion changes depends on their sums; the embedding is small on purpose: what a
+search looks for is where the model errs in its favour, and a large one errs somewhere.
+"""
 
 BELIEVED_NS = {
     # forward, backward; nanoseconds an operation (microseconds a table) of one CPU core
@@ -52,6 +59,10 @@ BELIEVED_NS = {
     "l2_miss_bytes": (0.02, 0.02),
     "far_rows": (10.0, 10.0),
 }
+LOAD_COLUMNS = [WORK.index(name) for name in LOADS]
+MOST_DENSE = 20_000_000
+FUSION_BOUND = 0.6
+"""Computing tables together changes the sum of their costs by e^0.6 at most."""
 LAUNCH_MS = (0.02, 0.05)
 
 
@@ -71,7 +82,7 @@ class CostModel(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.table_net = mlp([NUM_NETWORK, 64, 32, EMBED + 2], generator)
-        self.device_net = mlp([3 + EMBED, 32, 2], generator)
+        self.device_net = mlp([NUM_LOGS + EMBED, 32, 2], generator)
         for net in (self.table_net, self.device_net):
             last = net[-1]
             assert isinstance(last, nn.Linear)
@@ -87,19 +98,20 @@ class CostModel(nn.Module):
         out = self.table_net(features_RF)
         cost_RS = (work_RP @ self.prices_PS) * (1.5 * torch.tanh(out[:, :2] / 1.5)).exp()
         dims_R1 = work_RP[:, 2:3] / work_RP[:, 1:2]
-        return torch.cat([torch.ones_like(dims_R1), dims_R1, cost_RS, out[:, 2:]], dim=1)
+        loads = work_RP[:, LOAD_COLUMNS]
+        return torch.cat([torch.ones_like(dims_R1), dims_R1, cost_RS, loads, out[:, 2:]], dim=1)
 
     def device_ms(self, summary_NK: Tensor) -> Tensor:
         """[N, 2] ms of devices; an empty one takes exactly 0."""
-        raw_NS = summary_NK[:, 2:4] + self.launch_S
-        return raw_NS * self.fusion(summary_NK) * (summary_NK[:, :1] > 0.5)
+        raw_NS = summary_NK[..., 2:4] + self.launch_S
+        return raw_NS * self.fusion(summary_NK) * (summary_NK[..., :1] > 0.5)
 
     def fusion(self, summary_NK: Tensor) -> Tensor:
         """[N, 2] factors, within 0.55 and 1.8: what computing these tables together changes."""
-        count_N1 = summary_NK[:, :1].clamp(min=1)
-        logs = torch.cat([count_N1.log2() / 4, (summary_NK[:, 2:4] + self.launch_S).log2() / 6], dim=1)
-        out = self.device_net(torch.cat([logs, summary_NK[:, 4:] / count_N1], dim=1))
-        return (0.6 * torch.tanh(out)).exp()
+        count_N1 = summary_NK[..., :1].clamp(min=1)
+        logs = torch.cat([count_N1, summary_NK[..., 2 : 1 + NUM_LOGS].clamp(min=1e-3)], dim=-1).log2() * (1 / 6)
+        out = self.device_net(torch.cat([logs, summary_NK[..., 1 + NUM_LOGS :] / count_N1], dim=-1))
+        return (FUSION_BOUND * torch.tanh(out)).exp()
 
     @torch.no_grad()
     def summaries(self, tables: Sequence[TableConfig], stats: Sequence[TableStats], batch_size: int) -> np.ndarray:
@@ -194,6 +206,27 @@ class CostModel(nn.Module):
         self.load_state_dict({name: torch.tensor(values) for name, values in record.items()})
 
 
+class FrozenDevices:
+    """`CostModel.device_ms` in numpy, for search and rollouts."""
+
+    def __init__(self, model: CostModel) -> None:
+        self.net = FrozenNet(model.device_net)
+        self.launch_S = model.launch_S.numpy().copy()
+
+    def __call__(self, summary_NK: np.ndarray) -> np.ndarray:
+        count_N1 = np.maximum(summary_NK[..., :1], 1)
+        raw_NS = summary_NK[..., 2:4] + self.launch_S
+        inputs = np.empty((*summary_NK.shape[:-1], NUM_LOGS + EMBED), dtype=np.float32)
+        inputs[..., :1] = count_N1
+        np.maximum(summary_NK[..., 2 : 1 + NUM_LOGS], 1e-3, out=inputs[..., 1:NUM_LOGS])
+        np.log2(inputs[..., :NUM_LOGS], out=inputs[..., :NUM_LOGS])
+        inputs[..., :NUM_LOGS] *= 1 / 6
+        np.divide(summary_NK[..., 1 + NUM_LOGS :], count_N1, out=inputs[..., NUM_LOGS:])
+        factor_NS = np.exp(FUSION_BOUND * np.tanh(self.net(inputs)))
+        ms: np.ndarray = raw_NS * factor_NS * (summary_NK[..., :1] > 0.5)
+        return ms
+
+
 class ShardSet:
     """Shards as index lists into the different tables that occur among them."""
 
@@ -210,15 +243,24 @@ class ShardSet:
         batch_R = np.array(batch_sizes, dtype=np.float64)
         self.features_RF = torch.as_tensor(network_features(tables, stats, batch_R), dtype=torch.float32)
         self.work_RP = torch.as_tensor(work(tables, stats, batch_R), dtype=torch.float32)
-        self.padding = len(number)
-        width = max(len(row) for row in members)
-        self.members_NM = torch.tensor([row + [self.padding] * (width - len(row)) for row in members])
         self.target_NS = torch.tensor(
             [(s.fwd_compute_ms, s.bwd_compute_ms) for s in samples], dtype=torch.float32
         ).clamp(min=1e-6)
+        self.padding = len(number)
+        # A small set is one dense matrix, which is quickest; a large one stays index lists.
+        self.dense_NR: Tensor | None = None
+        if len(samples) * len(number) <= MOST_DENSE:
+            self.dense_NR = torch.zeros(len(samples), len(number))
+            for row, indices in zip(self.dense_NR, members, strict=True):
+                row[indices] = 1.0
+            return
+        width = max(len(row) for row in members)
+        self.members_NM = torch.tensor([row + [self.padding] * (width - len(row)) for row in members])
 
     def sum_over_tables(self, values_RK: Tensor, chosen: Tensor | None = None) -> Tensor:
         """[N, K]: each (chosen) shard's sum over its tables."""
+        if self.dense_NR is not None:
+            return (self.dense_NR if chosen is None else self.dense_NR[chosen]) @ values_RK
         rows = self.members_NM if chosen is None else self.members_NM[chosen]
         padded = torch.cat([values_RK, values_RK.new_zeros(1, values_RK.shape[1])])
         return nn.functional.embedding_bag(rows, padded, mode="sum")

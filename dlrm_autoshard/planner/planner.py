@@ -267,7 +267,7 @@ class Planner:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _costs_of(self, task: PlacementTask) -> TaskCosts:
-        return TaskCosts.of(task, self.cost_model, self.law, self.speed)
+        return TaskCosts(task, self.cost_model, self.law, self.speed)
 
     def _fit(self, updates: int, learning_rate: float, budget_seconds: float | None) -> FitReport:
         """Start-up samples and observed profiles, half of the weight each where there are both."""

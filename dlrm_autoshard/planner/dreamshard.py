@@ -1,0 +1,105 @@
+"""DreamShard: a cost network learned from measured placements, a policy learned on the MDP that it estimates.
+
+    trainer = DreamShard(policy, settings, seed=0)
+    trainer.train(tasks, costs_of, measure)          # the paper's loop; without `measure` the costs stay as they are
+    rank_U = trainer.place(mdp)                      # likeliest devices and samples; the least predicted cost wins
+
+Reads down in the paper's order (algorithm 1): collect, cost network, policy. The published budget is the default.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dlrm_autoshard.planner.features import network_features
+from dlrm_autoshard.planner.masked import gumbel_noise
+from dlrm_autoshard.planner.mdp import EstimatedMDP, Rollout
+from dlrm_autoshard.planner.policy import DevicePolicy
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.task_costs import TaskCosts
+
+
+@dataclass(frozen=True)
+class DreamShardSettings:
+    """The published budget."""
+
+    iterations: int = 10
+    placements: int = 10  # measured per iteration
+    cost_updates: int = 300  # per iteration, batch 64
+    policy_updates: int = 10  # per iteration
+    episodes: int = 10  # per policy update
+    learning_rate: float = 5e-4  # falls linearly to 0 over the iterations
+    entropy_weight: float = 1e-3
+    samples: int = 16  # placements sampled at inference beside the likeliest
+
+
+class DreamShard:
+    def __init__(self, policy: DevicePolicy, settings: DreamShardSettings, seed: int = 0) -> None:
+        self.policy = policy
+        self.settings = settings
+        self.generator = np.random.default_rng(seed)
+        self.optimizer = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate, fused=True)
+
+    def train(
+        self,
+        tasks: Sequence[PlacementTask],
+        costs_of: Callable[[PlacementTask], TaskCosts],
+        measure: Callable[[PlacementTask, np.ndarray], None] | None = None,
+        fit_costs: Callable[[], None] | None = None,
+        deadline: float | None = None,
+    ) -> int:
+        """Returns the policy updates made. `measure` keeps a measured placement, `fit_costs` learns from those kept."""
+        updates = 0
+        for iteration in range(self.settings.iterations):
+            if measure is not None and fit_costs is not None:
+                for task in self._choose(tasks, self.settings.placements):
+                    measure(task, self.sampled(mdp_of(task, costs_of(task)), 1).rank_EU[0])
+                fit_costs()
+            left = 1 - iteration / self.settings.iterations
+            self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate * left
+            mdps: dict[int, EstimatedMDP] = {}
+            for task in self._choose(tasks, self.settings.policy_updates):
+                if deadline is not None and time.perf_counter() > deadline:
+                    return updates
+                mdp = mdps.setdefault(id(task), mdp_of(task, costs_of(task)))
+                self.reinforce(self.sampled(mdp, self.settings.episodes))
+                updates += 1
+        return updates
+
+    def reinforce(self, rollout: Rollout) -> None:
+        """One REINFORCE update; the advantage is the reward standardised over the episodes."""
+        reward_E = torch.from_numpy(
+            -rollout.cost_E * (1 + rollout.overflow_E)
+        )  # an overflowing placement counts double
+        advantage_E = (reward_E - reward_E.mean()) / (reward_E.std() + 1e-9)
+        log_prob_E, entropy = rollout.log_prob(self.policy)
+        loss = -(advantage_E * log_prob_E).mean() - self.settings.entropy_weight * entropy
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def sampled(self, mdp: EstimatedMDP, episodes: int) -> Rollout:
+        shape = (episodes, len(mdp.order), mdp.task.world_size)
+        return mdp.rollout(self.policy, gumbel_noise(shape, self.generator))
+
+    def place(self, mdp: EstimatedMDP) -> list[np.ndarray]:
+        """Legal placements, least predicted cost first: the likeliest and samples. Empty where all overflowed."""
+        found: list[tuple[float, np.ndarray]] = []
+        for rollout in [mdp.rollout(self.policy), self.sampled(mdp, self.settings.samples)]:
+            for rank_U, cost, overflow in zip(rollout.rank_EU, rollout.cost_E, rollout.overflow_E, strict=True):
+                if not overflow:
+                    found.append((float(cost), rank_U))
+        return [rank_U for _, rank_U in sorted(found, key=lambda pair: pair[0])]
+
+    def _choose(self, tasks: Sequence[PlacementTask], count: int) -> list[PlacementTask]:
+        picks = self.generator.integers(len(tasks), size=count)
+        return [tasks[int(i)] for i in picks]
+
+
+def mdp_of(task: PlacementTask, costs: TaskCosts) -> EstimatedMDP:
+    return EstimatedMDP(task, costs, network_features(task.tables, task.stats, task.batch_size))

@@ -1,0 +1,155 @@
+"""The estimated MDP: units are placed one by one, and the cost model plays the hardware.
+
+    mdp = EstimatedMDP(task, costs)
+    rollout = mdp.rollout(policy, noise_EUD)        # E episodes at once; noise None: the likeliest device each time
+    rollout.rank_EU, rollout.cost_E                 # placements and their predicted step cost
+    rollout.log_prob(policy)                        # [E] differentiable, entropies beside it
+
+Units go in descending order of predicted cost alone. A step shows the policy, for every device, what it costs now and
+what it would cost with this unit, and the policy's own embeddings of the unit and of the device's units. The reward is
+0 until the end, then minus the predicted overall cost.
+
+Where no device has room, the unit goes (with probability 1, so without gradient) to the device with most room and the
+episode counts as overflowing; such placements are never handed out.
+
+The loop runs in numpy, the loss in torch; both see the same features, and the Gumbel noise with which the loop picks
+makes its picks samples of the very distribution that the loss scores.
+
+Axes: E episodes, U units, D devices, K summary columns, F features, H policy embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dlrm_autoshard.planner.masked import MaskedCategorical
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.task_costs import TaskCosts
+
+NUM_FEATURES = 14
+"""Per device: 4 stages now, 4 with the unit, 4 of how far that is above the slowest now, room left, work left."""
+
+
+class Policy(Protocol):
+    """A table network and a logit a device; `frozen` is the same logit in numpy."""
+
+    def embed(self, features_TF: Tensor) -> Tensor:
+        """[T, H]; a unit is the sum over its tables, a device the sum over its units."""
+        ...
+
+    def logits(self, inputs_EDF: Tensor) -> Tensor:
+        """[E, D] from features, the device's embedding and the unit's, side by side."""
+        ...
+
+    def frozen(self) -> Callable[[np.ndarray], np.ndarray]: ...
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Steps in the order of placing: features [U, E, D, F], legal [U, E, D], actions [U, E]."""
+
+    mdp: EstimatedMDP
+    features: np.ndarray
+    legal: np.ndarray
+    actions: np.ndarray
+    cost_E: np.ndarray
+    overflow_E: np.ndarray
+
+    @property
+    def rank_EU(self) -> np.ndarray:
+        ranks = np.empty_like(self.actions.T)
+        ranks[:, self.mdp.order] = self.actions.T
+        return ranks
+
+    def choices(self, policy: Policy) -> MaskedCategorical:
+        """The distributions [U, E, D] that the actions were sampled from, differentiable."""
+        unit_UH = self.mdp.embed_units(policy)
+        placed_UED1 = nn.functional.one_hot(torch.from_numpy(self.actions), self.legal.shape[-1]).unsqueeze(-1)
+        added = placed_UED1 * unit_UH[:, None, None, :]
+        before = added.cumsum(dim=0) - added  # what was on each device before the step
+        unit = unit_UH[:, None, None, :].expand_as(before)
+        inputs = torch.cat([torch.from_numpy(self.features), before, unit], dim=-1)
+        return MaskedCategorical(policy.logits(inputs), torch.from_numpy(self.legal))
+
+    def log_prob(self, policy: Policy) -> tuple[Tensor, Tensor]:
+        """([E] log-probability of each episode, mean entropy of a step)."""
+        choices = self.choices(policy)
+        return choices.log_prob(torch.from_numpy(self.actions)).sum(dim=0), choices.entropy().mean()
+
+
+class EstimatedMDP:
+    """One task under one cost model. `features_TF`: what the policy's table network sees."""
+
+    def __init__(self, task: PlacementTask, costs: TaskCosts, features_TF: np.ndarray) -> None:
+        self.task = task
+        self.costs = costs
+        units = task.units
+        alone = costs.alone_ms()
+        self.order = np.argsort(-alone, kind="stable")
+        # Costs are shown as fractions of an even share, so that tasks of any size look alike.
+        self.share = np.float32(max(float(alone.sum()) / len(task.topology.usable_ranks), 1e-6))
+        self.summary = costs.summary_UK[self.order]
+        left = alone[self.order][::-1].cumsum()[::-1]
+        self.work_left = np.append(left[1:], 0.0) / max(left[0], 1e-9)
+        self.bytes = units.bytes_U[self.order]
+        self.allowed = units.allowed_UW[self.order]
+        place_of = np.argsort(self.order)
+        self.rivals = [[int(place_of[r]) for r in units.rivals[u] if place_of[r] < i] for i, u in enumerate(self.order)]
+        self.unit_of_T = torch.from_numpy(place_of[units.unit_of_T])
+        self.features_TF = torch.as_tensor(features_TF, dtype=torch.float32)
+
+    def embed_units(self, policy: Policy) -> Tensor:
+        """[U, H] in the order of placing."""
+        embedded = policy.embed(self.features_TF)
+        return embedded.new_zeros(len(self.order), embedded.shape[1]).index_add(0, self.unit_of_T, embedded)
+
+    @torch.no_grad()
+    def rollout(self, policy: Policy, noise_EUD: np.ndarray | None = None) -> Rollout:
+        """Episodes side by side: one for each row of Gumbel noise, or without noise the one that is likeliest."""
+        steps, devices = len(self.order), self.task.world_size
+        episodes = 1 if noise_EUD is None else len(noise_EUD)
+        unit_UH = self.embed_units(policy).numpy()
+        logits_of, factor = policy.frozen(), self.costs.factor_W2
+        rows = np.arange(episodes)
+        sums = np.zeros((episodes, devices, self.summary.shape[1]), dtype=np.float32)
+        stages = self.costs.stages(sums, factor) / self.share
+        free = np.tile(self.task.units.capacity_W, (episodes, 1))
+        overflow = np.zeros(episodes, dtype=bool)
+        inputs = np.zeros((episodes, devices, NUM_FEATURES + 2 * unit_UH.shape[1]), dtype=np.float32)
+        held = inputs[..., NUM_FEATURES : NUM_FEATURES + unit_UH.shape[1]]
+        features = np.empty((steps, episodes, devices, NUM_FEATURES), dtype=np.float32)
+        legals = np.empty((steps, episodes, devices), dtype=bool)
+        actions = np.empty((steps, episodes), dtype=np.int64)
+        for step in range(steps):
+            with_unit = self.costs.stages(sums + self.summary[step], factor) / self.share
+            left = free - self.bytes[step]
+            inputs[..., :4] = stages
+            inputs[..., 4:8] = with_unit
+            inputs[..., 8:12] = with_unit - stages.max(axis=1, keepdims=True)
+            inputs[..., 12] = left / self.task.units.capacity_W
+            inputs[..., 13] = self.work_left[step]
+            inputs[..., NUM_FEATURES + unit_UH.shape[1] :] = unit_UH[step]
+            legal = (left >= 0) & self.allowed[step]
+            for rival in self.rivals[step]:
+                legal[rows, actions[rival]] = False
+            stuck = ~legal.any(axis=1)
+            if stuck.any():
+                overflow |= stuck
+                roomiest = np.where(self.allowed[step], left, np.iinfo(np.int64).min).argmax(axis=1)
+                legal[rows[stuck], roomiest[stuck]] = True
+            logits = np.where(legal, logits_of(inputs), -np.inf)
+            # Logits + Gumbel noise: the argmax is a sample of MaskedCategorical(logits, legal).
+            action = (logits if noise_EUD is None else logits + noise_EUD[:, step]).argmax(axis=1)
+            sums[rows, action] += self.summary[step]
+            held[rows, action] += unit_UH[step]
+            stages[rows, action] = with_unit[rows, action]
+            free[rows, action] -= self.bytes[step]
+            features[step], legals[step], actions[step] = inputs[..., :NUM_FEATURES], legal, action
+        cost_E = stages.max(axis=1).sum(axis=1) * self.share
+        return Rollout(self, features, legals, actions, cost_E, overflow)
