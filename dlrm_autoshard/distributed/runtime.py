@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.config import RunConfig
+from dlrm_autoshard.distributed.meeting_place import meet
 
 T = TypeVar("T")
 
@@ -58,7 +59,7 @@ class Runtime:
         timeout = timedelta(seconds=config.collective_timeout_seconds)
         # nccl refuses two ranks on one GPU; gloo takes them.
         backend = "nccl" if device.type == "cuda" and local_world_size <= torch.cuda.device_count() else "gloo"
-        store = None if "RANK" in os.environ else dist.HashStore()
+        store = meet(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore()
         dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
         control = dist.new_group(backend="gloo", timeout=timeout)
         world = dist.group.WORLD

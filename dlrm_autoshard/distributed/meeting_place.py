@@ -1,0 +1,54 @@
+"""Where the ranks of one start of a job meet: a store that holds nothing of an earlier start.
+
+torchrun keeps its store when it restarts the ranks, with the addresses of ranks that are gone still in it; a new rank
+that reads one of them before its owner has written the new one cannot connect. So the ranks first agree on a name that
+only this start knows. Restart counts would not do: each machine's torchrun counts its own.
+
+    rank 1: "rank 1 here, my number is 7f3a"         hello/1 = 7f3a
+    rank 0: answers every number it sees             name/7f3a = c09e      (a stale number's answer is read by nobody)
+    rank 1: "got c09e"                               here/c09e/1
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+
+class MeetingFailed(ValueError):
+    """Ranks of this job that did not arrive in time."""
+
+
+def meet(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """The store for `init_process_group`, under torchrun's environment. Every rank calls it once per start."""
+    shared, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    store = PrefixStore("dlrm_autoshard", shared)
+    number = secrets.token_hex(8)
+    if rank == 0:
+        name = number
+        _gather(store, name, world_size, timeout)
+    else:
+        store.set(f"hello/{rank}", number)
+        name = store.get(f"name/{number}").decode()  # waits for it
+        store.set(f"here/{name}/{rank}", "")
+    return PrefixStore(name, shared)
+
+
+def _gather(store: Store, name: str, world_size: int, timeout: timedelta) -> None:
+    missing = list(range(1, world_size))
+    deadline = time.monotonic() + timeout.total_seconds()
+    while missing:
+        for rank in missing:
+            if store.check([f"hello/{rank}"]):
+                store.set(f"name/{store.get(f'hello/{rank}').decode()}", name)
+        missing = [rank for rank in missing if not store.check([f"here/{name}/{rank}"])]
+        if time.monotonic() > deadline:
+            raise MeetingFailed(
+                f"rank(s) {', '.join(map(str, missing))} of {world_size} did not arrive within "
+                f"{timeout.total_seconds():g} s. See what they say, or raise run.collective_timeout_seconds."
+            )
+        time.sleep(0.01)
