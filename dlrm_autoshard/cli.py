@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 COMMAND_MODULES: tuple[str, ...] = (
     "dlrm_autoshard.doctor_command",
+    "dlrm_autoshard.data.criteo_command",
     "dlrm_autoshard.benchmarks.bench_command",
     "dlrm_autoshard.report.report_command",
 )

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.data.batch import DataError, DataSource
+from dlrm_autoshard.data.criteo import CriteoSource
 from dlrm_autoshard.data.movielens import MovielensSource
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
-from dlrm_autoshard.data.settings import DataConfig, MovielensData, SyntheticData
+from dlrm_autoshard.data.settings import CriteoData, DataConfig, MovielensData, SyntheticData
 from dlrm_autoshard.data.synthetic import SyntheticSource
 
 
@@ -23,4 +24,6 @@ def open_source(data: DataConfig, tables: TablesConfig) -> DataSource:
         return SyntheticSource(data, resolve_tables(rows, tables))
     if isinstance(data, MovielensData):
         return MovielensSource(data, tables)
+    if isinstance(data, CriteoData):
+        return CriteoSource(data, tables)
     raise DataError(f"data.source '{data.source}' is unknown.")

@@ -60,9 +60,10 @@ class CriteoData(DataSection):
     source: Literal["criteo"]
     dir: str
     train_days: list[NonNegativeInt] | None = None  # default: all but the last day
-    test_days: list[NonNegativeInt] | None = None  # default: the last day
+    test_days: list[NonNegativeInt] | None = None  # default: the last day; its first half is val, its second test
     multi_hot: bool = False  # read day_*_sparse_multi_hot.npz
-    row_scale: PositiveFloat = 1.0  # shrink tables; ids are taken modulo the smaller size
+    num_embeddings: list[PositiveInt] | None = None  # rows of the 26 tables, ids modulo them; default: as in the data
+    row_scale: PositiveFloat = 1.0  # shrink tables of over 1,000 rows; ids are taken modulo the smaller size
 
 
 class DlrmDatasetsData(DataSection):

@@ -1,0 +1,97 @@
+"""Npy files that are larger than memory: written row by row, and mapped rather than read, also out of an npz.
+
+with NpyWriter(Path("day_0_dense.npy"), columns=13, dtype=np.float32) as writer:
+    writer.append(rows)                       # as often as needed; the header is put right at the end
+map_npy(Path("day_0_dense.npy"))[5:9]
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy_format
+from numpy.typing import DTypeLike, NDArray
+
+from dlrm_autoshard.data.batch import DataError
+
+_HEADER_BYTES = 128
+_LOCAL_HEADER_BYTES = 30  # of a zip's member, before its name and extra field, whose lengths are its last 4 bytes
+
+
+class NpyWriter:
+    def __init__(self, path: Path, columns: int, dtype: DTypeLike) -> None:
+        self._columns, self._dtype, self._rows = columns, np.dtype(dtype), 0
+        self._file = path.open("wb")
+        self._file.write(self._header())
+
+    def append(self, rows: NDArray[Any]) -> None:
+        self._file.write(np.ascontiguousarray(rows, self._dtype).data)
+        self._rows += len(rows)
+
+    def _header(self) -> bytes:
+        about = {"descr": self._dtype.str, "fortran_order": False, "shape": (self._rows, self._columns)}
+        text = repr(about).encode().ljust(_HEADER_BYTES - 11) + b"\n"
+        return npy_format.magic(1, 0) + len(text).to_bytes(2, "little") + text
+
+    def __enter__(self) -> NpyWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._file.seek(0)
+            self._file.write(self._header())
+        self._file.close()
+
+
+def map_npy(path: Path) -> NDArray[Any]:
+    """The file's array, read from disk where it is used. DataError if it is no npy file or shorter than it says."""
+    if not path.is_file():
+        raise DataError(f"'{path}' does not exist.")
+    return _map_at(path, str(path), 0, path.stat().st_size)
+
+
+def map_npz(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an npz that is not compressed (`np.savez`, not `np.savez_compressed`)."""
+    if not path.is_file():
+        raise DataError(f"'{path}' does not exist.")
+    arrays = {}
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            for member in archive.infolist():
+                if member.compress_type != zipfile.ZIP_STORED:
+                    raise DataError(f"'{path}' is compressed, so it cannot be mapped. Save it anew with numpy.savez.")
+                file.seek(member.header_offset + _LOCAL_HEADER_BYTES - 4)
+                name_bytes, extra_bytes = np.frombuffer(file.read(4), "<u2")
+                offset = member.header_offset + _LOCAL_HEADER_BYTES + int(name_bytes) + int(extra_bytes)
+                name = member.filename.removesuffix(".npy")
+                arrays[name] = _map_at(path, f"{path}[{name}]", offset, offset + member.file_size)
+    except zipfile.BadZipFile as error:
+        raise DataError(f"'{path}' ({path.stat().st_size} bytes) is no npz file, or truncated: {error}.") from error
+    return arrays
+
+
+def _map_at(path: Path, shown: str, offset: int, end: int) -> NDArray[Any]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        try:
+            version = npy_format.read_magic(file)
+            read_header = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}[version]
+            shape, fortran_order, dtype = read_header(file)
+        except (ValueError, KeyError, EOFError) as error:
+            raise DataError(f"'{shown}' is no npy file: its header, at byte {offset}, cannot be read.") from error
+        start = file.tell()
+    wanted = int(np.prod(shape)) * dtype.itemsize
+    if dtype.hasobject or end - start < wanted:
+        raise DataError(
+            f"'{shown}' is truncated: an array of {shape} {dtype} needs {wanted} bytes from byte {start}, but only "
+            f"{max(0, end - start)} are there. Make it again."
+        )
+    if wanted == 0:
+        return np.empty(shape, dtype)
+    return np.memmap(path, dtype, "r", start, shape, "F" if fortran_order else "C")

@@ -1,0 +1,203 @@
+"""Reading Criteo's npy layout: days and splits, multi-hot, table sizes, and files that cannot be used."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlrm_autoshard.cli import main
+from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.data.batch import Batch, DataError, DataSource
+from dlrm_autoshard.data.criteo_preprocess import Contiguous, preprocess
+from dlrm_autoshard.data.criteo_sample import MULTI_HOT_SIZES, SAMPLE_ROWS, write_sample_layout, write_sample_text
+from dlrm_autoshard.data.loader import Loader
+from dlrm_autoshard.data.npy_files import map_npz
+from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.data.settings import CriteoData
+
+DAYS = [70, 50, 31]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("criteo") / "npy"
+    write_sample_layout(folder, DAYS)
+    return folder
+
+
+def source_in(folder: Path, **keys: object) -> DataSource:
+    return open_source(
+        CriteoData.model_validate({"source": "criteo", "dir": str(folder), **keys}), TablesConfig(embedding_dim=8)
+    )
+
+
+def by_table(batch: Batch) -> list[list[int]]:
+    return [ids.tolist() for ids in batch.values_N.split(batch.lengths_TB.sum(1).tolist())]
+
+
+def column(folder: Path, part: str, days: list[int]) -> np.ndarray:
+    return np.concatenate([np.load(folder / f"day_{day}_{part}.npy") for day in days])
+
+
+def test_the_last_day_is_held_out_and_halved(folder: Path) -> None:
+    source = source_in(folder)
+    assert [source.num_samples(split) for split in ("train", "val", "test")] == [120, 16, 15]
+    train = source.read("train", 0, 0, 120)
+    assert by_table(train) == column(folder, "sparse", [0, 1]).T.tolist()
+    assert torch.equal(train.dense_BF, torch.from_numpy(column(folder, "dense", [0, 1])))
+    assert train.labels_B.tolist() == column(folder, "labels", [0, 1])[:, 0].tolist()
+    assert by_table(source.read("test", 3, 0, 15)) == column(folder, "sparse", [2])[16:].T.tolist()
+
+
+def test_days_can_be_chosen(folder: Path) -> None:
+    source = source_in(folder, train_days=[1], test_days=[0])
+    assert [source.num_samples(split) for split in ("train", "val", "test")] == [50, 35, 35]
+    with pytest.raises(DataError, match=r"test_days has day 7, but .* has only days \[0, 1, 2\]"):
+        source_in(folder, test_days=[7])
+
+
+def test_a_single_day_is_split_as_a_week(tmp_path: Path) -> None:
+    write_sample_layout(tmp_path / "npy", [70])
+    source = source_in(tmp_path / "npy")
+    assert [source.num_samples(split) for split in ("train", "val", "test")] == [60, 5, 5]
+    whole = np.load(tmp_path / "npy" / "day_0_labels.npy")[:, 0].tolist()
+    parts = [source.read(split, 0, 0, source.num_samples(split)).labels_B for split in ("train", "val", "test")]
+    assert torch.cat(parts).tolist() == whole
+
+
+@settings(max_examples=30, deadline=None)
+@given(edges=st.lists(st.integers(0, 120), max_size=6), multi_hot=st.booleans())
+def test_samples_do_not_depend_on_the_pieces_they_are_read_in(folder: Path, edges: list[int], multi_hot: bool) -> None:
+    source = source_in(folder, multi_hot=multi_hot)
+    cuts = [0, *sorted(edges), 120]
+    pieces = [source.read("train", 0, first, last) for first, last in itertools.pairwise(cuts)]
+    whole = source.read("train", 0, 0, 120)
+    joined = [[i for piece in pieces for i in by_table(piece)[table]] for table in range(26)]
+    assert joined == by_table(whole)
+    assert torch.equal(torch.cat([piece.dense_BF for piece in pieces]), whole.dense_BF)
+
+
+def test_multi_hot_ids_come_from_the_npz(folder: Path) -> None:
+    source = source_in(folder, multi_hot=True)
+    batch = source.read("train", 0, 65, 75)  # over the end of day 0
+    assert batch.lengths_TB.tolist() == [[size] * 10 for size in MULTI_HOT_SIZES]
+    days = [np.load(folder / f"day_{day}_sparse_multi_hot.npz") for day in (0, 1)]
+    for table, ids in enumerate(by_table(batch)):
+        wanted = np.concatenate([days[0][str(table)][65:], days[1][str(table)][:5]])
+        assert ids == wanted.ravel().tolist()
+    assert [batch.size for batch in Loader(source, "test", 0, 4, 1, 2)] == [4, 3]
+
+
+def test_rows_come_from_the_config_then_the_record_then_the_data(folder: Path, tmp_path: Path) -> None:
+    assert [table.num_embeddings for table in source_in(folder).tables] == list(SAMPLE_ROWS)
+    assert [table.name for table in source_in(folder).tables][:2] == ["t_cat_0", "t_cat_1"]
+
+    capped = source_in(folder, num_embeddings=[7] * 26)
+    wanted = column(folder, "sparse", [0, 1]) % 7
+    assert by_table(capped.read("train", 0, 0, 120)) == wanted.T.tolist()
+
+    for path in folder.glob("*.npy"):
+        (tmp_path / path.name).symlink_to(path)
+    largest = column(folder, "sparse", [0, 1, 2]).max(axis=0)
+    assert [table.num_embeddings for table in source_in(tmp_path).tables] == (largest + 1).tolist()
+
+    with pytest.raises(DataError, match="num_embeddings has 3 numbers"):
+        source_in(folder, num_embeddings=[7] * 3)
+
+
+def test_row_scale_shrinks_large_tables_and_wraps_their_ids(folder: Path) -> None:
+    source = source_in(folder, row_scale=0.05)
+    rows = [table.num_embeddings for table in source.tables]
+    assert rows == [size if size <= 1000 else max(1000, int(size * 0.05)) for size in SAMPLE_ROWS]
+    for batch in Loader(source, "train", 0, 50, 0, 1):  # which checks all ids
+        assert batch.values_N.dtype == torch.int32
+
+
+def test_an_id_beyond_its_table_is_an_error_unless_wrapped(folder: Path, tmp_path: Path) -> None:
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    sparse = np.load(tmp_path / "day_1_sparse.npy")
+    sparse[3, 2] = 100_000
+    np.save(tmp_path / "day_1_sparse.npy", sparse)
+    with pytest.raises(DataError, match=r"'t_cat_2' has 100000 rows .* sample 73 .* id 100000"):
+        list(Loader(source_in(tmp_path), "train", 0, 16, 0, 1))
+    list(Loader(source_in(tmp_path, row_scale=0.5), "train", 0, 16, 0, 1))
+
+
+def break_file(path: Path, how: str) -> None:
+    if how == "missing":
+        path.unlink()
+    elif how == "truncated":
+        path.write_bytes(path.read_bytes()[:-10])
+    elif how == "header only":
+        path.write_bytes(path.read_bytes()[:40])
+    elif how == "foreign":
+        path.write_bytes(b"PAR1" + bytes(500))
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "shape":
+        np.save(path, np.load(path)[:, :-1] if "sparse" in path.name or "dense" in path.name else np.zeros((3, 1)))
+
+
+@pytest.mark.parametrize(
+    ("part", "how"),
+    [
+        (part, how)
+        for part in ("dense.npy", "sparse.npy", "labels.npy", "sparse_multi_hot.npz")
+        for how in ("missing", "truncated", "header only", "foreign", "empty", "shape")
+        # Without its labels a day does not count as present; numpy does not save an npz as an array.
+        if (part, how) not in {("labels.npy", "missing"), ("sparse_multi_hot.npz", "shape")}
+    ],
+)
+def test_files_that_cannot_be_used_are_named(folder: Path, tmp_path: Path, part: str, how: str) -> None:
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    break_file(tmp_path / f"day_1_{part}", how)
+    with pytest.raises(DataError) as caught:
+        source_in(tmp_path, multi_hot=part.endswith("npz"))
+    assert "day_1_" in str(caught.value)
+    wanted = {"missing": "does not exist", "truncated": "truncated", "shape": "it should be"}.get(how, "")
+    assert wanted in str(caught.value)
+
+
+def test_a_compressed_or_incomplete_npz_is_named(folder: Path, tmp_path: Path) -> None:
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    arrays = dict(np.load(tmp_path / "day_0_sparse_multi_hot.npz"))
+    np.savez_compressed(tmp_path / "day_0_sparse_multi_hot.npz", allow_pickle=True, **arrays)
+    with pytest.raises(DataError, match="is compressed"):
+        source_in(tmp_path, multi_hot=True)
+    del arrays["4"]
+    np.savez(tmp_path / "day_0_sparse_multi_hot.npz", allow_pickle=True, **arrays)
+    with pytest.raises(DataError, match="lacks 4"):
+        source_in(tmp_path, multi_hot=True)
+
+
+def test_mapped_arrays_are_the_arrays(folder: Path) -> None:
+    path = folder / "day_0_sparse_multi_hot.npz"
+    mapped, loaded = map_npz(path), np.load(path)
+    assert sorted(mapped) == sorted(loaded.files)
+    assert all(isinstance(array, np.memmap) for array in mapped.values())
+    assert all(np.array_equal(mapped[name], loaded[name]) for name in loaded.files)
+
+
+def test_from_text_to_batches(tmp_path: Path) -> None:
+    write_sample_text(tmp_path / "train.txt", 700)
+    preprocess([tmp_path / "train.txt"], tmp_path / "npy", Contiguous(2))
+    source = source_in(tmp_path / "npy")
+    seen = [sum(batch.size for batch in Loader(source, split, 0, 64, 0, 1)) for split in ("train", "val", "test")]
+    assert seen == [600, 50, 50]
+
+
+def test_an_empty_folder_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DataError, match=r"has no day_\*_labels.npy.*criteo-sample"):
+        source_in(tmp_path / "nothing")
+    assert main(["data", "criteo-sample", "--out", str(tmp_path / "made"), "--rows", "40"]) == 0
+    assert "made-up" in capsys.readouterr().out
+    assert source_in(tmp_path / "made").num_samples("train") == 40
