@@ -46,6 +46,8 @@ class ShardProbe:
     buffer_gib: memory for throwaway weights; a table that is larger is measured with as many rows as fit.
     warmup, repeats, seconds_per_shard: at least `repeats` timed steps, up to four times as many while there is time.
     draws: batches that take turns, so that no shard is timed on ids still in the processor's cache.
+    undisturbed: steps during which another process took this core are timed again (CPU only; for isolated mode,
+        which asks what the shard itself takes). On running ranks such steps count: ranks may have to share cores.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class ShardProbe:
         repeats: int = 5,
         seconds_per_shard: float = 0.25,
         draws: int = 2,
+        undisturbed: bool = False,
     ) -> None:
         self.optimizer: TableOptimizer = optimizer
         self.device = device
         self.warmup, self.repeats, self.seconds_per_shard, self.draws = warmup, repeats, seconds_per_shard, draws
+        self.undisturbed = undisturbed and device.type == "cpu"
         self._ids = ids
         self._buffer_bytes = int(buffer_gib * 2**30)
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -81,12 +85,7 @@ class ShardProbe:
         module = self._module(tables, rows)
         batches = [self._batch(tables, stats, rows, batch_size, draw) for draw in range(self.draws)]
         gradient = torch.full((batch_size, sum(table.embedding_dim for table in tables)), 1e-3, device=self.device)
-        times: list[tuple[float, float]] = []
-        deadline = time.perf_counter() + self.seconds_per_shard
-        least, most = self.warmup + self.repeats, self.warmup + 4 * self.repeats
-        while len(times) < least or (len(times) < most and time.perf_counter() < deadline):
-            times.append(self._step(module, batches[len(times) % self.draws], gradient))
-        forward, backward = zip(*times[self.warmup :], strict=True)
+        forward, backward = self._timed_steps(module, batches, gradient)
         return ShardTime(
             fwd_compute_ms=float(np.median(forward)),
             bwd_compute_ms=float(np.median(backward)),
@@ -94,13 +93,30 @@ class ShardProbe:
             repeats=len(forward),
         )
 
-    def _step(self, module: Any, batch: tuple[Tensor, Tensor], gradient: Tensor) -> tuple[float, float]:
-        """One lookup and one backward + update, in ms."""
-        start = self._now()
-        pooled = module(*batch)
-        middle = self._now()
-        pooled.backward(gradient)
-        return 1e3 * (middle - start), 1e3 * (self._now() - middle)
+    def _timed_steps(
+        self, module: Any, batches: Sequence[tuple[Tensor, Tensor]], gradient: Tensor
+    ) -> tuple[list[float], list[float]]:
+        """ms of lookups, and of backward + update, step by step."""
+        forward: list[float] = []
+        backward: list[float] = []
+        started, step, disturbed = time.perf_counter(), 0, 0
+        while len(forward) < self.repeats or (
+            len(forward) < 4 * self.repeats and time.perf_counter() < started + self.seconds_per_shard
+        ):
+            start, start_cpu = self._now(), time.thread_time()
+            pooled = module(*batches[step % self.draws])
+            middle = self._now()
+            pooled.backward(gradient)
+            end, cpu = self._now(), time.thread_time() - start_cpu
+            step += 1
+            if step <= self.warmup:
+                continue
+            if self.undisturbed and cpu < 0.97 * (end - start) - 2e-5 and disturbed < 10 * self.repeats:
+                disturbed += 1
+                continue
+            forward.append(1e3 * (middle - start))
+            backward.append(1e3 * (end - middle))
+        return forward, backward
 
     def _batch(
         self,
