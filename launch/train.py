@@ -10,12 +10,16 @@ What people can mend (config, data, plan, packages) ends in a sentence and exit 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dlrm_autoshard.config import Config, ConfigError, load_config
 from dlrm_autoshard.doctor import EnvironmentProblem, require_pair
 
 
@@ -35,45 +39,39 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def complain(message: str) -> None:
-    """One sentence from each machine for what all its ranks found, with the rank that says it."""
-    rank = os.environ.get("RANK", "0")
-    if _first_on_this_machine(message):
-        print(f"[rank {rank}] {message}", file=sys.stderr, flush=True)
-
-
-def _first_on_this_machine(message: str) -> bool:
-    """torchrun gives each rank an error file in one folder a machine: there its ranks agree who speaks."""
+    """Says it once a machine, with the rank that says it, and leaves it to torchrun's closing summary too."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None:
-        return True
-    said = Path(error_file).parent.parent / f"said_{hashlib.sha256(message.encode()).hexdigest()[:16]}"
-    try:
+        print(message, file=sys.stderr, flush=True)
+        return
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    Path(error_file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    # All error files of this machine, restarts included, share this folder: there its ranks agree who speaks.
+    said = Path(error_file).parents[2] / f"said_{hashlib.sha256(message.encode()).hexdigest()[:16]}"
+    with contextlib.suppress(FileExistsError):
         said.open("x").close()
-    except FileExistsError:
-        return False
-    except OSError:
-        return True
-    return True
+        print(f"[rank {os.environ['RANK']}] {message}", file=sys.stderr, flush=True)
 
 
 def main() -> int:
     arguments = parse()
     try:
         require_pair()
-    except EnvironmentProblem as error:
+        config = load_config(arguments.config, arguments.overrides)
+    except (EnvironmentProblem, ConfigError) as error:
         complain(str(error))
         return 2
+    # Only now what takes seconds to import. `record`: an uncaught exception's text reaches torchrun's summary.
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    return record(run)(arguments)  # an uncaught exception's text reaches torchrun's summary
+    return record(run)(config, arguments.resume) or 0
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from dlrm_autoshard.config import load_config
+def run(config: Config, resume: str | None) -> int:
     from dlrm_autoshard.trainer import train
 
     try:
-        train(load_config(arguments.config, arguments.overrides), resume=arguments.resume)
+        train(config, resume=resume)
     except ValueError as error:
         if not type(error).__module__.startswith(
             "dlrm_autoshard."
@@ -84,7 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
     except RuntimeError as error:
         if "Connection closed by peer" not in str(error) and "Connection reset by peer" not in str(error):
             raise
-        complain("another rank went away in the middle of an exchange; what it says is the cause.")
+        time.sleep(
+            3
+        )  # torchrun has seen why and ends this rank meanwhile; if not, the other rank is on another machine
+        complain("a rank on another machine went away in the middle of an exchange; what it says there is the cause.")
         return 3
     return 0
 

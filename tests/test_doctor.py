@@ -1,0 +1,141 @@
+"""The doctor finds wrong packages from metadata, before any import, and has the line that mends each problem."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_autoshard.doctor import (
+    FBGEMM,
+    TORCH,
+    EnvironmentProblem,
+    check_cores,
+    check_memory,
+    check_pair,
+    check_python,
+    require_pair,
+)
+
+REPOSITORY = Path(__file__).parents[1]
+PIP = f"{sys.executable} -m pip"
+
+
+def pretend(folder: Path, **versions: str) -> dict[str, str]:
+    """An environment for a subprocess in which these packages seem to be installed: real metadata, found first."""
+    for package, version in versions.items():
+        info = folder / f"{package}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"}
+
+
+@given(st.integers(0, 20), st.integers(0, 20), st.sampled_from(["fbgemm-gpu", "fbgemm-gpu-cpu"]))
+def test_fbgemm_1_x_belongs_to_torch_2_x_plus_5_and_to_no_other(fbgemm: int, torch: int, variant: str) -> None:
+    check = check_pair({"torch": f"2.{torch}.0+cpu", variant: f"1.{fbgemm}.0"}.get)
+    assert (check.status != "fail") == (torch == fbgemm + 5)
+    assert (check.mend is None) == (check.status == "ok")
+
+
+def test_the_tested_pair_is_well_and_is_what_setup_installs() -> None:
+    assert check_pair({"torch": TORCH, "fbgemm-gpu-cpu": FBGEMM}.get).status == "ok"
+    setup = (REPOSITORY / "setup.py").read_text()
+    assert f'"torch=={TORCH}", "fbgemm-gpu-cpu=={FBGEMM}"' in setup
+    assert f'"torch=={TORCH}", "fbgemm-gpu=={FBGEMM}"' in setup
+
+
+def test_the_mending_line_changes_only_the_half_that_is_off() -> None:
+    old_fbgemm = check_pair({"torch": TORCH, "fbgemm-gpu-cpu": "1.6.0"}.get)
+    assert old_fbgemm.finding == f"fbgemm-gpu-cpu 1.6.0 needs torch 2.11, but torch is {TORCH}."
+    assert old_fbgemm.mend == f"{PIP} install fbgemm-gpu-cpu=={FBGEMM}"
+    old_torch = check_pair({"torch": "2.11.0", "fbgemm-gpu": FBGEMM}.get)
+    assert old_torch.mend == f"{PIP} install torch=={TORCH}"
+    both_old = check_pair({"torch": "2.10.0", "fbgemm-gpu": "1.6.0"}.get)
+    assert both_old.mend == f"{PIP} install torch=={TORCH} fbgemm-gpu=={FBGEMM}"
+
+
+def test_torch_for_cpu_comes_from_the_index_without_cuda() -> None:
+    check = check_pair({"torch": "2.11.0", "fbgemm-gpu-cpu": FBGEMM}.get)
+    assert check.mend == f"{PIP} install torch=={TORCH} --extra-index-url https://download.pytorch.org/whl/cpu"
+
+
+def test_two_fbgemms_at_once_are_an_error_whatever_their_versions() -> None:
+    check = check_pair({"torch": TORCH, "fbgemm-gpu": FBGEMM, "fbgemm-gpu-cpu": FBGEMM}.get)
+    assert check.status == "fail" and "overwrite" in check.finding
+    assert (check.mend or "").startswith(f"{PIP} uninstall -y fbgemm-gpu fbgemm-gpu-cpu && {PIP} install fbgemm-gpu")
+
+
+@pytest.mark.parametrize(
+    ("versions", "finding"),
+    [
+        ({"torch": TORCH}, "fbgemm is not installed."),
+        ({"fbgemm-gpu-cpu": FBGEMM}, "torch is not installed."),
+        ({}, "torch is not installed."),
+        ({"torch": TORCH, "fbgemm-gpu-cpu": "0+unknown"}, "is not of a known series, but torch is"),
+    ],
+)
+def test_what_is_missing_or_unknown_is_named(versions: dict[str, str], finding: str) -> None:
+    check = check_pair(versions.get)
+    assert check.status == "fail" and finding in check.finding and f"{PIP} install" in (check.mend or "")
+
+
+def test_require_pair_raises_a_sentence_with_the_line() -> None:
+    with pytest.raises(EnvironmentProblem, match=r"needs torch 2\.11.*\n.*pip install fbgemm-gpu-cpu==1\.8\.0"):
+        require_pair({"torch": TORCH, "fbgemm-gpu-cpu": "1.6.0"}.get)
+    require_pair({"torch": TORCH, "fbgemm-gpu-cpu": FBGEMM}.get)
+
+
+@pytest.mark.parametrize(("version", "status"), [((3, 9), "fail"), ((3, 10), "ok"), ((3, 12), "ok"), ((3, 13), "fail")])
+def test_pythons_outside_of_the_pins_fail(version: tuple[int, int], status: str) -> None:
+    assert check_python(version).status == status
+
+
+def test_fewer_cores_than_ranks_or_little_memory_are_warnings_with_figures() -> None:
+    assert check_cores(ranks=2, cores=2).status == "ok"
+    assert check_cores(ranks=4, cores=2).status == "warn"
+    assert check_cores(ranks=4, cores=2).mend == "--nproc_per_node=2"
+    assert check_memory(ranks=2, available_bytes=8 * 2**30).status == "ok"
+    assert "0.5 GiB for each of 2 ranks" in check_memory(ranks=2, available_bytes=2**30).finding
+
+
+def test_a_healthy_environment_passes_and_trains_a_row() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dlrm_autoshard.cli", "doctor", "--json"], capture_output=True, text=True, timeout=120
+    )
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert done.returncode == 0, checks
+    assert checks["embedding kernel"]["finding"].startswith("one SGD step on ")
+    assert "two ranks exchanged tensors" in checks["backend"]["finding"]
+
+
+def test_a_wrong_pair_is_reported_before_fbgemm_is_imported(tmp_path: Path) -> None:
+    environment = pretend(tmp_path, **{"fbgemm_gpu_cpu": "1.6.0"})
+    command = [sys.executable, "-X", "importtime", "-m", "dlrm_autoshard.cli", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 1
+    assert f"mend:    {PIP} install fbgemm-gpu-cpu==1.8.0" in done.stdout
+    assert "fbgemm_gpu" not in done.stderr and "| torch\n" not in done.stderr
+
+
+def test_a_library_that_kills_its_process_becomes_a_sentence(tmp_path: Path) -> None:
+    environment = pretend(tmp_path)
+    package = tmp_path / "fbgemm_gpu"
+    package.mkdir()
+    (package / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
+    command = [sys.executable, "-m", "dlrm_autoshard.cli", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 1
+    assert "died by SIGILL" in done.stdout and "--force-reinstall" in done.stdout
+
+
+def test_training_with_a_wrong_pair_ends_in_the_doctors_line_not_in_a_traceback(tmp_path: Path) -> None:
+    environment = pretend(tmp_path, **{"fbgemm_gpu_cpu": "1.6.0"})
+    command = [sys.executable, str(REPOSITORY / "launch" / "train.py"), "--config", "whatever.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 2
+    assert "needs torch 2.11" in done.stderr and f"{PIP} install fbgemm-gpu-cpu==1.8.0" in done.stderr
+    assert "Traceback" not in done.stderr
