@@ -30,7 +30,8 @@ class DreamShardSettings:
 
     iterations: int = 10
     placements: int = 10  # measured per iteration
-    cost_updates: int = 300  # per iteration, batch 64
+    cost_updates: int = 300  # per iteration
+    cost_batch: int = 64
     policy_updates: int = 10  # per iteration
     episodes: int = 10  # per policy update
     learning_rate: float = 5e-4  # falls linearly to 0 over the iterations
