@@ -8,7 +8,7 @@ setup(
     description="A torch.distributed DLRM trainer that places, measures and moves its embedding tables",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["dlrm_autoshard", "dlrm_autoshard.*"]),
-    package_data={"dlrm_autoshard": ["**/*.npz", "**/*.json", "**/*.html", "**/*.css", "**/*.md"]},
+    package_data={"dlrm_autoshard": ["**/*.npz", "**/*.json", "**/*.html", "**/*.css", "**/*.js", "**/*.md"]},
     install_requires=[
         "numpy",
         "pyyaml",

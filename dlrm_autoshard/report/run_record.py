@@ -79,14 +79,19 @@ class RunRecord:
 
     @property
     def stopped_early(self) -> str | None:
-        """A sentence where the run ended, or still is, inside an epoch or short of the epochs it was to have."""
-        done = max((profile.epoch for profile in self.epochs), default=-1) + 1
-        wanted = self.config.get("train", {}).get("epochs", done)
-        steps = [int(line["step"]) for line in self.metrics if line.get("epoch", -1) >= done and "step" in line]
-        if not self.epochs or (done >= wanted and not steps):
+        """A sentence where the run ended, or still is, short of the epochs it was to have."""
+        if not self.epochs:
             return None
-        where = f"; it was last seen in epoch {done} at step {max(steps)}" if steps else ""
-        return f"{done} of {wanted} epochs are complete{where}. The report covers the complete ones."
+        train = self.config.get("train", {})
+        done, last_step = self.last.epoch + 1, self.last.end_step
+        seen = max((int(line["step"]) for line in self.metrics if line.get("step") is not None), default=last_step)
+        if (done >= train.get("epochs", done) and seen <= last_step) or last_step >= (train.get("max_steps") or 2**62):
+            return None
+        beyond = f"; it was last seen at step {seen:,}" if seen > last_step else ""
+        return (
+            f"The run has not ended well, or goes on: {done} of {train.get('epochs', done)} epochs are profiled, "
+            f"to step {last_step:,}{beyond}. This report covers those."
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {

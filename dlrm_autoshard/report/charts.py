@@ -1,0 +1,59 @@
+"""The HTML report's charts as Vega-Lite specs: declarative, without data, as wide as the place they are drawn in.
+
+    charts(record)          # [Chart(id="step-time", data="epochs", spec={...}), ...]
+
+Their data are columns of page_data.py. What they show: run_charts.py, epoch_charts.py; how they look: chart_style.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+
+from dlrm_autoshard.report import epoch_charts, run_charts
+from dlrm_autoshard.report.chart_style import SEGMENTS, Layers
+from dlrm_autoshard.report.run_record import RunRecord
+
+
+@dataclass(frozen=True)
+class Chart:
+    """id: of the element it is drawn in. data: the page's rows that it reads."""
+
+    id: str
+    data: str
+    spec: dict[str, Any]
+
+
+def charts(record: RunRecord) -> Iterator[Chart]:
+    """Those for which the record has something to show, in the order of the page."""
+    if record.epochs:
+        ranks = max(profile.world_size for profile in record.epochs)
+        rows = ranks * (28 if ranks <= 16 else 15)
+        yield _chart("step-time", "epochs", run_charts.step_time(), height=230)
+        yield _chart("imbalance", "epochs", run_charts.imbalance(), height=200)
+        yield _chart("stages", "stages", epoch_charts.stages(), height=24 * len(SEGMENTS))
+        yield _chart("ranks", "ranks", epoch_charts.ranks(), height=rows)
+        yield _chart("placement", "placement", epoch_charts.placement(), height=rows)
+        yield _chart("memory", "ranks", epoch_charts.memory(), height=rows)
+        if any(profile.predicted for profile in record.epochs):
+            yield _chart("predictions", "predictions", epoch_charts.predictions(), height=300)
+            yield _chart("errors", "epochs", run_charts.errors(), height=300)
+    gains = ("predicted_gain", "measured_gain")
+    if any(decision.get(gain) is not None for decision in record.decisions for gain in gains):
+        yield _chart("decisions", "decisions", run_charts.decisions(), height=220)
+    for metric in ("logloss", "auc"):
+        known = {line.get("split") for line in record.metrics if line.get(metric) is not None}
+        if known:
+            splits = [split for split in run_charts.SPLITS if split in known]
+            yield _chart(metric, "metrics", run_charts.metric(metric, splits), height=220)
+
+
+def _chart(name: str, data: str, layers: Layers, height: int) -> Chart:
+    sized = layers.properties(data=alt.NamedData(name=data), width="container", height=height)
+    spec: dict[str, Any] = sized.add_params(alt.param(name="at", value=0)).to_dict()
+    spec["autosize"] = {"type": "fit-x", "contains": "padding"}
+    del spec["config"]  # the page gives all charts the same
+    return Chart(name, data, spec)

@@ -1,0 +1,105 @@
+"""A run as one self-contained HTML file: opens from disk, fetches nothing, fits a phone and grey paper.
+
+    write_html(Path("runs/movielens"), RunRecord.load(Path("runs/movielens")))      # runs/movielens/report.html
+    render_html(record)                                                             # the same text, a pure function
+
+Text and headings come from page_sections.py, figures from page_data.py, charts from charts.py; page.js draws them with
+the Vega libraries, which vl-convert bundles into the page once. The page forbids itself the network with a
+Content-Security-Policy.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from dlrm_autoshard.report.chart_style import CONFIG
+from dlrm_autoshard.report.charts import charts
+from dlrm_autoshard.report.page_data import page_data
+from dlrm_autoshard.report.page_sections import page_sections
+from dlrm_autoshard.report.run_record import RunRecord
+from dlrm_autoshard.report.summary import where_it_ran
+
+
+def write_html(run_dir: Path, record: RunRecord) -> Path:
+    path = run_dir / "report.html"
+    draft = path.with_name("report.html.tmp")
+    draft.write_text(render_html(record), encoding="utf-8")
+    draft.replace(path)
+    return path
+
+
+def render_html(record: RunRecord) -> str:
+    drawn = {chart.id: chart for chart in charts(record)}
+    content = {
+        "data": page_data(record),
+        "charts": [{"id": c.id, "data": c.data, "spec": c.spec} for c in drawn.values()],
+        "config": CONFIG,
+    }
+    sections = list(page_sections(record, set(drawn)))
+    name = escape(record.name)
+    links = "".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in sections)
+    body = "".join(
+        f'<section aria-labelledby="{key}"><h2 id="{key}">{title}</h2>{text}</section>' for key, title, text in sections
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:;
+ script-src 'unsafe-inline' 'unsafe-eval'">
+<link rel="icon" href="data:,">
+<title>{name} - step costs by rank</title>
+<style>{_asset("page.css")}</style>
+</head>
+<body>
+<a class="skip" href="#summary">Skip to the summary</a>
+{_HATCH}
+<header>
+<h1>{name}</h1>
+<p class="lede">{escape(where_it_ran(record)) if record.epochs else "Metrics of a run without profiles."}</p>
+<nav aria-label="Sections"><ul>{links}</ul></nav>
+</header>
+<main>
+{body}
+</main>
+<footer>Times are medians over sampled steps, in milliseconds; ranks, epochs and steps count from 0. Written by
+dlrm_autoshard from the run's own records (costs/, metrics.jsonl, decisions.jsonl), where every figure is to be found.
+<noscript>The charts need JavaScript; the text above does not.</noscript></footer>
+<script type="application/json" id="page">{_inline_json(content)}</script>
+<script>{_bundle()}</script>
+<script>{_asset("page.js")}</script>
+</body>
+</html>
+"""
+
+
+def _inline_json(content: Mapping[str, Any]) -> str:
+    """JSON that cannot end its script element: a table may be named '</script>'."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _asset(name: str) -> str:
+    return (files("dlrm_autoshard.report") / name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _bundle() -> str:
+    import vl_convert
+
+    bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub wants what is optional
+    return bundle.replace("</script", "<\\/script")
+
+
+_HATCH = (
+    '<svg width="0" height="0" style="position:absolute" aria-hidden="true"><defs>'
+    '<pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><rect width="5" height="5" fill="#fff"/>'
+    '<rect width="1.4" height="5" fill="#8a8a8a"/></pattern></defs></svg>'
+)

@@ -1,0 +1,77 @@
+// The report's page: columns to rows, one native control for the epoch, tables of the chosen epoch's figures.
+"use strict";
+
+const page = JSON.parse(document.getElementById("page").textContent);
+const rows = (columns) => {
+  const names = Object.keys(columns);
+  return (columns[names[0]] || []).map((_, i) => Object.fromEntries(names.map((name) => [name, columns[name][i]])));
+};
+const tableRows = (tables) =>
+  tables.at.flatMap((use, at) =>
+    tables.name.map((name, i) => ({
+      at, name, rank: use.rank[i], cost: use.cost[i], rows: tables.rows[i], dim: tables.dim[i],
+      mib: tables.mib[i], pooling: use.pooling[i], reuse: use.reuse[i],
+    })));
+
+const data = Object.fromEntries(
+  Object.entries(page.data).filter(([name]) => name !== "tables").map(([name, columns]) => [name, rows(columns)]));
+data.placement = tableRows(page.data.tables);
+const views = [];
+const control = document.getElementById("epoch");
+const chosen = () => (control ? Number(control.value) : 0);
+
+async function draw(chart) {
+  const place = document.getElementById(`chart-${chart.id}`);
+  const params = chart.spec.params.map((param) => (param.name === "at" ? { ...param, value: chosen() } : param));
+  const spec = { ...chart.spec, params, datasets: { [chart.data]: data[chart.data] } };
+  const options = { actions: false, renderer: "svg", config: page.config, tooltip: { disableDefaultStyle: false } };
+  const { view } = await vegaEmbed(place, spec, options);
+  const svg = place.querySelector("svg");
+  // One picture with one label; the figures are in the text and the table beside it.
+  svg.setAttribute("role", "img");
+  svg.setAttribute("aria-label", place.dataset.label);
+  for (const part of svg.querySelectorAll("[aria-label], [aria-roledescription]")) {
+    for (const name of ["aria-label", "aria-roledescription", "role"]) part.removeAttribute(name);
+  }
+  views.push(view);
+}
+
+function fill(table, columns, lines) {
+  const body = table.tBodies[0];
+  body.replaceChildren(...lines.map((line) => {
+    const row = document.createElement("tr");
+    columns.forEach((column, i) => {
+      const cell = document.createElement(i === 0 ? "th" : "td");
+      if (i === 0) cell.scope = "row";
+      const value = line[column];
+      cell.textContent = value === null || value === undefined ? "–"
+        : typeof value === "number" ? value.toLocaleString("en", { maximumSignificantDigits: 4 }) : value;
+      row.append(cell);
+    });
+    return row;
+  }));
+}
+
+async function show() {
+  const at = chosen();
+  const label = data.epochs[at].label;
+  document.getElementById("epoch-text").textContent = data.epochs[at].text;
+  for (const place of document.querySelectorAll(".epoch-name")) place.textContent = label;
+  for (const table of document.querySelectorAll("table[data-rows]")) {
+    const columns = table.dataset.columns.split(",");
+    const lines = data[table.dataset.rows].filter((row) => "every" in table.dataset || row.at === at);
+    if (table.dataset.rows === "placement") lines.sort((a, b) => b.cost - a.cost);
+    fill(table, columns, lines);
+  }
+  await Promise.all(views.map((view) => view.signal("at", at).runAsync()));
+}
+
+async function start() {
+  for (const chart of page.charts) await draw(chart);
+  if (control) {
+    control.addEventListener("change", show);
+    await show();
+  }
+  document.documentElement.dataset.drawn = String(views.length); // says to tests that all charts are there
+}
+start();

@@ -1,0 +1,150 @@
+"""A run's figures as the HTML page carries them: columns of rounded numbers, each written once.
+
+    page_data(record)["ranks"]     # {"at": [0, 0, 1, 1], "rank": [0, 1, 0, 1], "fwd_compute": [5.01, 9.98, ...], ...}
+
+`at` is the position of an epoch's profile in the record: what the page's epoch control selects. The page turns
+columns into the rows that charts take (page.js). 64 ranks, 20 epochs and 1,000 tables come to about 0.5 MB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, imbalance
+from dlrm_autoshard.report.diagnosis import table_costs_ms
+from dlrm_autoshard.report.run_record import RunRecord
+from dlrm_autoshard.report.summary import compute_imbalance, step_time, total_wait_ms, who_is_slow
+
+Columns = dict[str, list[Any]]
+MOST_POINTS = 400
+"""Of one metric's line; more is more than a screen shows."""
+
+
+def page_data(record: RunRecord) -> dict[str, Any]:
+    return {
+        "epochs": _columns(_epoch_rows(record)),
+        "ranks": _columns(_rank_rows(record)),
+        "stages": _columns(_stage_rows(record)),
+        "predictions": _columns(_prediction_rows(record)),
+        "tables": _table_columns(record),
+        "metrics": _columns(_metric_rows(record)),
+        "decisions": _columns(_decision_rows(record)),
+    }
+
+
+def _epoch_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
+    for at, profile in enumerate(record.epochs):
+        errors = profile.prediction_error
+        yield {
+            "at": at,
+            "label": record.label(profile),
+            "step": profile.end_step,
+            "step_ms": profile.step_ms,
+            "balanced_ms": profile.balanced_ms,
+            "embedding compute": compute_imbalance(profile),
+            "communication": imbalance(
+                [f + b for f, b in zip(profile.stage_ms["fwd_comms"], profile.stage_ms["bwd_comms"], strict=True)]
+            ),
+            "memory": imbalance(profile.peak_memory_bytes),
+            "error": None if errors is None else 100 * errors,
+            "text": " ".join([step_time(profile), *who_is_slow(profile)]),
+        }
+
+
+def _rank_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
+    for at, profile in enumerate(record.epochs):
+        waits = total_wait_ms(profile)
+        for rank in range(profile.world_size):
+            share = profile.cpu_share[rank]
+            yield {
+                "at": at,
+                "rank": rank,
+                **{stage: profile.stage_ms[stage][rank] for stage in STAGES},
+                "wait": waits[rank],
+                "step_ms": profile.step_ms_by_rank[rank],
+                "cpu": None if share is None else 100 * share,
+                "tables_mib": profile.table_bytes[rank] / 2**20,
+                "rest_mib": max(0, profile.peak_memory_bytes[rank] - profile.table_bytes[rank]) / 2**20,
+            }
+
+
+def _stage_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
+    """Of every stage the spread over ranks; "wait" is all waits of a rank together."""
+    for at, profile in enumerate(record.epochs):
+        for stage, times in [*profile.stage_ms.items(), ("wait", total_wait_ms(profile))]:
+            slowest = times.index(max(times))
+            mean = sum(times) / len(times)
+            yield {"at": at, "stage": stage, "min": min(times), "mean": mean, "max": times[slowest], "slowest": slowest}
+
+
+def _prediction_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
+    for at, profile in enumerate(record.epochs):
+        for rank, (guess, fact) in enumerate(zip(profile.predicted or (), profile.measured, strict=False)):
+            for stage in PLANNED_STAGES:
+                yield {"at": at, "rank": rank, "stage": stage, "guess": guess.stage(stage), "fact": fact.stage(stage)}
+
+
+def _table_columns(record: RunRecord) -> dict[str, Any]:
+    """Names and shapes once; owner, estimated cost and observed use of each table for each profile."""
+    if not record.epochs:
+        return {"name": [], "rows": [], "dim": [], "mib": [], "at": []}
+    tables = record.last.tables
+    by_epoch = []
+    for profile in record.epochs:
+        costs, uses = table_costs_ms(profile), {use.name: use for use in profile.tables}
+        known = [uses.get(table.name, table) for table in tables]
+        by_epoch.append(
+            {
+                "rank": [use.rank for use in known],
+                "cost": [_short(costs.get(use.name, 0.0), 3) for use in known],
+                "pooling": [_short(use.mean_pooling, 3) for use in known],
+                "reuse": [_short(use.mean_reuse, 3) for use in known],
+            }
+        )
+    return {
+        "name": [table.name for table in tables],
+        "rows": [table.num_embeddings for table in tables],
+        "dim": [table.embedding_dim for table in tables],
+        "mib": [_short(table.bytes / 2**20) for table in tables],
+        "at": by_epoch,
+    }
+
+
+def _metric_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
+    for split in ("train", "val", "test"):
+        for name in ("logloss", "auc"):
+            lines = [line for line in record.metrics_of(split) if line.get(name) is not None and "step" in line]
+            for line in _thinned(lines):
+                yield {"step": line["step"], "split": split, "metric": name, "value": line[name]}
+
+
+def _decision_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
+    for decision in record.decisions:
+        gains = {kind: decision.get(f"{kind}_gain") for kind in ("predicted", "measured")}
+        yield {
+            "step": decision.get("step"),
+            "action": str(decision.get("action")).replace("_", " "),
+            **{kind: None if gain is None else 100 * gain for kind, gain in gains.items()},
+        }
+
+
+def _thinned(lines: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Evenly spaced, first and last kept."""
+    if len(lines) <= MOST_POINTS:
+        return lines
+    return [lines[round(i * (len(lines) - 1) / (MOST_POINTS - 1))] for i in range(MOST_POINTS)]
+
+
+def _columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
+    columns: Columns = {}
+    for row in rows:
+        for key, value in row.items():
+            columns.setdefault(key, []).append(_short(value) if isinstance(value, float) else value)
+    return columns
+
+
+def _short(value: float, digits: int = 4) -> float:
+    """No finer than such figures are known."""
+    rounded = float(f"{value:.{digits}g}")
+    return int(rounded) if rounded.is_integer() else rounded

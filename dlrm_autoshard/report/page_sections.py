@@ -1,0 +1,203 @@
+"""The HTML report's text: headings, key figures, a sentence beside every chart and the tables behind them.
+
+    for anchor, heading, body in page_sections(record, {"step-time", "ranks", ...}): ...
+
+Aggregates come first; every rank and every table are in tables that open on demand, which page.js fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from dlrm_autoshard.costs import STAGES
+from dlrm_autoshard.plan import gib
+from dlrm_autoshard.report.chart_style import LETTERS, SEGMENTS
+from dlrm_autoshard.report.run_record import RunRecord
+from dlrm_autoshard.report.summary import compute_imbalance, loop_in_one_line, summary
+
+NOTHING = "\N{EN DASH}"
+STAGE_MEANINGS = {
+    "data_wait": "waiting for the next batch", "input_dist": "ids to their owners", "fwd_compute": "lookup",
+    "fwd_comms": "vectors back", "dense_fwd": "MLPs", "dense_bwd": "their gradients",
+    "bwd_comms": "gradients to owners", "bwd_compute": "update of tables", "grad_allreduce": "dense gradients",
+    "dense_optim": "dense optimizer", "other": "what is left", "wait": "waiting for slower ranks",
+}  # fmt: skip
+
+
+def page_sections(record: RunRecord, drawn: set[str]) -> Iterable[tuple[str, str, str]]:
+    """(id, heading, body) in the order of the page: aggregates first, detail after."""
+    bullets = "".join(f"<li>{escape(sentence)}</li>" for sentence in summary(record)[1 if record.epochs else 0 :])
+    yield "summary", "In short", f'{_key_figures(record)}<ul class="summary">{bullets}</ul>'
+    if record.epochs:
+        yield "over-time", "Over the run", _over_time()
+        yield "one-epoch", "One epoch, rank by rank", _one_epoch(record)
+        if "predictions" in drawn:
+            yield "prediction", "Predicted and measured", _prediction(record)
+    if record.decisions:
+        yield "loop", "What the loop decided", _loop(record, drawn)
+    if drawn & {"logloss", "auc"}:
+        yield "quality", "Loss and AUC", _quality(record, drawn)
+
+
+def _key_figures(record: RunRecord) -> str:
+    shown: list[tuple[str, str, str]] = []
+    if record.epochs and record.last.samples:
+        last = record.last
+        shown = [
+            ("Step, last epoch", f"{last.step_ms:.3g} ms", f"noise {last.noise:.1%}"),
+            ("At perfect balance", f"{last.balanced_ms:.3g} ms", f"{last.balanced_ms / last.step_ms - 1:+.1%}"),
+            ("Examples a second", f"{last.throughput:,.0f}", "all ranks"),
+            ("Embedding compute", f"{compute_imbalance(last):.2f}", "slowest / mean"),
+            ("Largest rank's tables", gib(max(last.table_bytes)), f"of {gib(sum(last.table_bytes))}"),
+        ]
+    found = record.final_metrics()
+    if found and found[1].get("auc") is not None:
+        shown.append(("AUC", f"{found[1]['auc']:.4f}", {"val": "validation"}.get(found[0], found[0])))
+    cells = "".join(f"<div><dt>{t}</dt><dd>{escape(v)} <small>{escape(n)}</small></dd></div>" for t, v, n in shown)
+    return f'<dl class="figures">{cells}</dl>' if cells else ""
+
+
+def _over_time() -> str:
+    columns = ["label", "step", "step_ms", "balanced_ms", "embedding compute", "communication", "memory", "error"]
+    return _figure(
+        "step-time", "Step time",
+        "Solid: the measured step. Dashed: the same step if every stage's time were spread evenly over the ranks. "
+        "The band between them is what better placement could still save. The ring is the epoch chosen below.",
+    ) + _figure(
+        "imbalance", "Imbalance",
+        "Slowest rank over the mean (memory: largest over the mean); 1.0 is perfect balance.",
+    ) + _details("All epochs", "Every epoch: step and balanced step in ms, imbalance, prediction error in %", columns,
+                 ["epoch", "last step", "step, ms", "balanced, ms", "compute", "communication", "memory", "error, %"],
+                 "epochs-all")  # fmt: skip
+
+
+def _one_epoch(record: RunRecord) -> str:
+    last = len(record.epochs) - 1
+    tall = max(profile.world_size for profile in record.epochs) > 16  # may be broken over pages
+    options = "".join(
+        f'<option value="{at}"{" selected" if at == last else ""}>{escape(record.label(profile))}</option>'
+        for at, profile in enumerate(record.epochs)
+    )
+    legend = "".join(
+        f'<li><svg aria-hidden="true" viewBox="0 0 20 16"><rect width="20" height="16" fill="{colour}" stroke="#888" '
+        f'stroke-width=".6"/><text x="10" y="12" text-anchor="middle" font-size="11" fill="{ink}">'
+        f"{LETTERS[stage]}</text></svg><span>{stage}: {STAGE_MEANINGS[stage]}</span></li>"
+        for stage, (colour, ink) in SEGMENTS.items()
+    )
+    ranks = ["rank", *STAGES, "wait", "step_ms", "cpu"]
+    tables = ["name", "rank", "cost", "rows", "dim", "mib", "pooling", "reuse"]
+    return (
+        f'<div class="control"><label for="epoch">Epoch</label><select id="epoch">{options}</select></div>'
+        '<p id="epoch-text" aria-live="polite"></p>'
+        + _figure("stages", "By stage",
+                  "Every stage's time, from the fastest rank to the slowest; the stroke is the mean, the dot the "
+                  "slowest rank. Ranks meet after each stage, so the step takes the sum of the dots.")
+        + _figure("ranks", "By rank",
+                  "Each bar is one rank's step. The hatched end is time that it waited for slower ranks.",
+                  f'<ul class="legend" aria-label="Stages">{legend}</ul>', tall=tall)
+        + _details("Figures of every rank",
+                   "ms a step by rank and stage; cpu: part of the time in which it had its core, in %",
+                   ranks, [*ranks[:-2], "step", "cpu, %"], "ranks")
+        + _figure("placement", "Which tables where",
+                  "Each box is a table, as long as its part of its owner's embedding time, estimated from lookups and "
+                  "dims (no table is timed alone). Costliest first.", tall=tall)
+        + _details("Every table", "Tables by estimated cost; reuse: uses of an id in a batch, on average", tables,
+                   ["table", "rank", "ms, estimated", "rows", "dim", "MiB", "ids a sample", "reuse"], "placement")
+        + _figure("memory", "Memory",
+                  "Peak memory of each rank: dark, its tables and their optimizer state.", tall=tall)
+    )  # fmt: skip
+
+
+def _prediction(record: RunRecord) -> str:
+    last = next(profile for profile in reversed(record.epochs) if profile.predicted)
+    error = last.prediction_error or 0.0
+    return (
+        f"<p>For epoch {escape(record.label(last))} the cost model expected the four stages that placement decides to "
+        f"take {abs(error):.1%} {'more' if error > 0 else 'less'} than they did.</p><div class=\"pair\">"
+        + _figure("predictions", 'Epoch <span class="epoch-name"></span>',
+                  "Each mark is one stage on one rank, in the epoch chosen above. On the dashed line prediction and "
+                  "measurement agree; above it the stage was faster than expected.")
+        + _figure("errors", "Over the run",
+                  "Error of the predicted step cost; below zero the plan cost more than expected.")
+        + "</div>"
+    )  # fmt: skip
+
+
+def _loop(record: RunRecord, drawn: set[str]) -> str:
+    figure = (
+        _figure("decisions", "Gain, predicted and measured",
+                "Open marks: predicted gain of the best candidate. Filled marks: what was measured after a move.")
+        if "decisions" in drawn else ""
+    )  # fmt: skip
+    rows = "".join(f"<tr>{_decision_cells(decision)}</tr>" for decision in record.decisions)
+    heads = "".join(f'<th scope="col"{c}>{t}</th>' for t, c in (
+        ("step", ""), ("decision", ' class="text"'), ("predicted", ""), ("measured", ""), ("moved", ""),
+        ("seconds", ""), ("paid back after, steps", ""),
+    ))  # fmt: skip
+    return (
+        f"<p>{escape(loop_in_one_line(record))}</p>{figure}"
+        '<div class="scroll" tabindex="0" role="region" aria-label="Decisions"><table>'
+        "<caption>Every decision; gains are parts of the step time</caption>"
+        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _decision_cells(decision: Mapping[str, Any]) -> str:
+    said = escape(str(decision.get("text") or decision.get("action")))
+    figures = [
+        _percent(decision.get("predicted_gain")),
+        _percent(decision.get("measured_gain")),
+        gib(decision["bytes_moved"]) if decision.get("bytes_moved") else NOTHING,
+        _cell(decision.get("move_seconds") or None),
+        _cell(decision.get("paid_back_after_steps")),
+    ]
+    cells = "".join(f"<td>{figure}</td>" for figure in figures)
+    return f'<th scope="row">{_cell(decision.get("step"))}</th><td class="text">{said}</td>{cells}'
+
+
+def _quality(record: RunRecord, drawn: set[str]) -> str:
+    figures = []
+    for metric, title in (("logloss", "Log loss"), ("auc", "AUC")):
+        if metric in drawn:
+            ends = [
+                f"{split} {lines[-1][metric]:.4f}"
+                for split in ("train", "val", "test")
+                if (lines := [line for line in record.metrics_of(split) if line.get(metric) is not None])
+            ]
+            figures.append(_figure(metric, title, f"Last: {', '.join(ends)}."))
+    return f'<div class="pair">{"".join(figures)}</div>'
+
+
+def _figure(chart: str, title: str, text: str, after: str = "", tall: bool = False) -> str:
+    label = escape(f"Chart: {text}", quote=True)
+    return (
+        f'<figure{" class=tall" if tall else ""} aria-labelledby="title-{chart}"><h3 id="title-{chart}">{title}</h3>'
+        f"<figcaption>{text}</figcaption>{after}"
+        f'<div class="chart" id="chart-{chart}" data-label="{label}"></div></figure>'
+    )
+
+
+def _details(title: str, caption: str, columns: Sequence[str], heads: Sequence[str], rows: str) -> str:
+    """A table that page.js fills: with the chosen epoch's rows, or all of them where rows ends in '-all'."""
+    kind, _, every = rows.partition("-")
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
+    return (
+        f"<details><summary>{title}</summary>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title, quote=True)}">'
+        f'<table data-rows="{kind}" data-columns="{escape(",".join(columns))}"{" data-every" if every else ""}>'
+        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody></tbody></table></div></details>"
+    )
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return NOTHING
+    return (
+        f"{value:,.3g}" if isinstance(value, float) else escape(f"{value:,}" if isinstance(value, int) else str(value))
+    )
+
+
+def _percent(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:+.1%}"
