@@ -17,7 +17,16 @@ use_env "" "$variant"
 # Says what is wrong, and the line that mends it, before anything is trained.
 dlrm-autoshard doctor --ranks 2 >"$VENV/doctor.log" 2>&1 || { cat "$VENV/doctor.log"; exit 1; }
 
-dlrm-autoshard data movielens --out data/movielens-100k
+dlrm-autoshard data movielens --dir data/movielens-100k
 export OMP_NUM_THREADS=1
-torchrun --nproc_per_node=2 launch/train.py --config configs/movielens.yaml "$@"
+started=$SECONDS
+torchrun --standalone --nproc_per_node=2 launch/train.py --config configs/movielens.yaml "$@"
+
+say ""
 python launch/summary.py runs/latest
+say "  training    $((SECONDS - started)) s"
+say ""
+say "Next (after: . $VENV/bin/activate)"
+say "  dlrm-autoshard report runs/latest          where each step's time went, rank by rank"
+say "  torchrun --nproc_per_node=2 launch/train.py --config configs/synthetic_skewed.yaml"
+say "  bash launch/test.sh                        the tests"
