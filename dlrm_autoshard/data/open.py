@@ -9,8 +9,9 @@ Each source says which tables it has and how many rows; `tables:` gives dims, po
 from __future__ import annotations
 
 from dlrm_autoshard.config import TablesConfig
-from dlrm_autoshard.data.batch import DataError, DataSource
+from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.data.criteo import CriteoSource
+from dlrm_autoshard.data.dlrm_datasets import DlrmDatasetsSource
 from dlrm_autoshard.data.movielens import MovielensSource
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
 from dlrm_autoshard.data.settings import CriteoData, DataConfig, MovielensData, SyntheticData
@@ -26,4 +27,4 @@ def open_source(data: DataConfig, tables: TablesConfig) -> DataSource:
         return MovielensSource(data, tables)
     if isinstance(data, CriteoData):
         return CriteoSource(data, tables)
-    raise DataError(f"data.source '{data.source}' is unknown.")
+    return DlrmDatasetsSource(data, tables)

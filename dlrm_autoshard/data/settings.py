@@ -70,6 +70,8 @@ class DlrmDatasetsData(DataSection):
     source: Literal["dlrm_datasets"]
     files: list[str]
     tables: list[NonNegativeInt] | None = None  # default: all tables of the file
+    num_embeddings: list[PositiveInt] | None = None  # rows of the chosen tables; default: largest id + 1, rounded up
+    num_dense: NonNegativeInt = 13  # the traces have none: so many are made up
     seed: int = 0  # of the hidden model that makes labels
 
 
