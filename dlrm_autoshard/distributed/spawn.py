@@ -19,6 +19,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -95,7 +96,7 @@ def _collect(ends: list[Connection], processes: list[Any], folder: Path, timeout
             raise RankError(hung[0], f"gave no result within {timeout:g} s and was killed{others}{stacks}")
         for rank in [rank for rank, end in waiting.items() if end in ready]:
             try:
-                succeeded, value = waiting.pop(rank).recv()
+                succeeded, value = pickle.loads(waiting.pop(rank).recv_bytes())
             except EOFError:
                 processes[rank].join(_GRACE_SECONDS)
                 raise RankError(rank, f"died without a result: exit code {processes[rank].exitcode}") from None
@@ -143,9 +144,10 @@ def _rank_main(
             result = function(rank, world_size, *args)
             gc.collect()  # a DDP module that outlives its group aborts the process
             dist.barrier()
-            sender.send((True, result))
+            # As plain bytes: `send` would pass tensors as handles into the memory of a process that is about to end.
+            sender.send_bytes(pickle.dumps((True, result)))
         except BaseException:
-            sender.send((False, traceback.format_exc()))
+            sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
         faulthandler.cancel_dump_traceback_later()
     sender.close()
     if dist.is_initialized():
