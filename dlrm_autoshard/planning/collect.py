@@ -25,7 +25,7 @@ from dlrm_autoshard.planning.pool import TablePool, synthetic_pool
 
 BATCH_SIZES, BATCH_SHARES = (512, 1024, 2048, 4096, 8192), (0.1, 0.1, 0.5, 0.2, 0.1)
 REPEAT_EVERY = 10
-NOISY = 0.08  # spread above which a shard is measured again, up to three times
+NOISY = 0.1  # spread above which a shard is measured once more
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def collect(out: Path, num_shards: int, seconds: float, core: int) -> int:
     deadline = time.monotonic() + seconds
     done = {(row["shard"], row["repetition"]) for row in read_rows(out)}
     missing = [item for item in schedule(num_shards) if item not in done]
-    probe = ShardProbe(undisturbed=True)
+    probe = ShardProbe(undisturbed=True, seconds_per_shard=0.15)
     pool_at = {size: pools(size) for size in BATCH_SIZES}
     fingerprint = hardware_fingerprint()
     with out.open("a") as file:
@@ -83,7 +83,7 @@ def collect(out: Path, num_shards: int, seconds: float, core: int) -> int:
             chosen = shard(index)
             pool = pool_at[chosen.batch_size][chosen.pool].chosen(chosen.tables)
             attempts = [probe.measure(pool.tables, pool.stats, chosen.batch_size)]
-            while attempts[-1].noise > NOISY and len(attempts) < 4:
+            if attempts[-1].noise > NOISY:
                 attempts.append(probe.measure(pool.tables, pool.stats, chosen.batch_size))
             measured = min(attempts, key=lambda attempt: attempt.noise)
             row = {
