@@ -104,8 +104,8 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         "short.pt": (good[: len(good) // 2], "truncated"),
         "empty.pt": (b"", "truncated"),
         "foreign.pt": (b"PAR1" + bytes(3000), "is no file of torch.save"),
-        "short.pt.gz": (packed[: len(packed) // 2], "truncated gzip file"),
-        "foreign.pt.gz": (good, "gzip file"),
+        "cut.pt.gz": (packed[: len(packed) // 2], "truncated gzip file"),
+        "other.pt.gz": (good, "gzip file"),
     }
     for name, (content, message) in cases.items():
         if content is not None:
@@ -114,10 +114,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
             source_of(tmp_path / name)
         assert name in str(caught.value) and message in str(caught.value)
     assert not list(tmp_path.glob("*.partial"))
-    assert (
-        not (tmp_path / "foreign.pt.gz").with_suffix("").exists()
-        or (tmp_path / "foreign.pt").read_bytes()[:4] == b"PAR1"
-    )
+    assert not (tmp_path / "cut.pt").exists() and not (tmp_path / "other.pt").exists()
 
 
 def test_contents_that_disagree_are_named(tmp_path: Path) -> None:
