@@ -121,12 +121,21 @@ def imbalance(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class StageTime:
-    """One stage on one rank over the sampled steps of an epoch."""
+    """One stage on one rank over the sampled steps of an epoch.
+
+    mean_ms: over the typical steps, the middle half by the whole step's time: medians of stages need not add up to a
+    step, these means do.
+    """
 
     median_ms: float
     p95_ms: float
     iqr_ms: float
     samples: int
+    mean_ms: float | None = None
+
+    @property
+    def typical_ms(self) -> float:
+        return self.median_ms if self.mean_ms is None else self.mean_ms
 
     def to_json(self) -> dict[str, float]:
         return asdict(self)

@@ -94,12 +94,14 @@ def find_straggler(profile: EpochProfile, most_tables: int = 3) -> Straggler | N
 
 
 def _is_starved(profile: EpochProfile, rank: int) -> bool:
-    """Its core was shared, and by CPU time its work is not what sets it apart from the others.
+    """It had less of its core than the others of theirs, and by CPU time its work is not what sets it apart.
 
-    A rank can be both starved and overloaded: the larger of the two reasons is given.
+    A rank can be both starved and overloaded: the larger of the two reasons is given. Where all ranks are starved
+    alike (more processes than cores), what sets one apart is its load.
     """
     share = profile.cpu_share[rank]
-    if share is None or share >= STARVED_BELOW:
+    others = [other for r, other in enumerate(profile.cpu_share) if r != rank and other is not None]
+    if share is None or share >= STARVED_BELOW * (sum(others) / len(others) if others else 1.0):
         return False
     wall = [sum(profile.stage_ms[stage][r] for stage in COMPUTE_STAGES) for r in range(profile.world_size)]
     cpu = [time * (own if own is not None else 1.0) for time, own in zip(wall, profile.cpu_share, strict=True)]

@@ -69,8 +69,9 @@ def render_html(record: RunRecord) -> str:
 <main>
 {body}
 </main>
-<footer>Times are medians over sampled steps, in milliseconds; ranks, epochs and steps count from 0. Written by
-dlrm_autoshard from the run's own records (costs/, metrics.jsonl, decisions.jsonl), where every figure is to be found.
+<footer>Times are milliseconds of a typical sampled step (the middle half of them, averaged); ranks, epochs and steps
+count from 0. Written by dlrm_autoshard from the run's own records (costs/, metrics.jsonl, decisions.jsonl), where every
+figure is to be found.
 <noscript>The charts need JavaScript; the text above does not.</noscript></footer>
 <script type="application/json" id="page">{_inline_json(content)}</script>
 <script>{_bundle()}</script>

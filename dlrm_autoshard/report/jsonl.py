@@ -54,8 +54,14 @@ def drop_after(path: Path, epoch: int) -> None:
 
 
 def drop_after_step(path: Path, step: int) -> None:
-    """Removes records that reach beyond `step`: what a run did after the checkpoint it resumes from."""
-    _keep(path, lambda record: int(record.get("end_step", record.get("step", -1))) <= step)
+    """Removes records that reach beyond `step`: what a run did after the checkpoint it resumes from. Evaluations at
+    `step` itself go too: they come after the checkpoint, and are made again."""
+
+    def is_before(record: dict[str, Any]) -> bool:
+        reached = int(record.get("end_step", record.get("step", -1)))
+        return reached < step or (reached == step and record.get("split") not in ("val", "test"))
+
+    _keep(path, is_before)
 
 
 def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:

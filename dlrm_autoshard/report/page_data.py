@@ -40,6 +40,7 @@ def _epoch_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
             "at": at,
             "label": record.label(profile),
             "step": profile.end_step,
+            "mean_step_ms": profile.mean_step_ms,
             "step_ms": profile.step_ms,
             "balanced_ms": profile.balanced_ms,
             "embedding compute": compute_imbalance(profile),

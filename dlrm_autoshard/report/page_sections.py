@@ -46,8 +46,9 @@ def _key_figures(record: RunRecord) -> str:
     if record.epochs and record.last.samples:
         last = record.last
         shown = [
-            ("Step, last epoch", f"{last.step_ms:.3g} ms", f"noise {last.noise:.1%}"),
-            ("At perfect balance", f"{last.balanced_ms:.3g} ms", f"{last.balanced_ms / last.step_ms - 1:+.1%}"),
+            ("Step, last epoch", f"{last.mean_step_ms:.3g} ms", "mean of all steps"),
+            ("Sampled step", f"{last.step_ms:.3g} ms", f"noise {last.noise:.1%}"),
+            ("It, perfectly balanced", f"{last.balanced_ms:.3g} ms", f"{last.balanced_ms / last.step_ms - 1:+.1%}"),
             ("Examples a second", f"{last.throughput:,.0f}", "all ranks"),
             ("Embedding compute", f"{compute_imbalance(last):.2f}", "slowest / mean"),
             ("Largest rank's tables", gib(max(last.table_bytes)), f"of {gib(sum(last.table_bytes))}"),
@@ -60,17 +61,28 @@ def _key_figures(record: RunRecord) -> str:
 
 
 def _over_time() -> str:
-    columns = ["label", "step", "step_ms", "balanced_ms", "embedding compute", "communication", "memory", "error"]
+    columns = [
+        "label",
+        "step",
+        "mean_step_ms",
+        "step_ms",
+        "balanced_ms",
+        "embedding compute",
+        "communication",
+        "memory",
+        "error",
+    ]
     return _figure(
         "step-time", "Step time",
-        "Solid: the measured step. Dashed: the same step if every stage's time were spread evenly over the ranks. "
+        "Solid: the sampled step, in which nothing overlaps. Dashed: the same step if every stage's time were spread "
+        "evenly over the ranks. "
         "The band between them is what better placement could still save. The ring is the epoch chosen below.",
     ) + _figure(
         "imbalance", "Imbalance",
         "Slowest rank over the mean (memory: largest over the mean); 1.0 is perfect balance.",
     ) + _details("All epochs", "Every epoch: step and balanced step in ms, imbalance, prediction error in %", columns,
-                 ["epoch", "last step", "step, ms", "balanced, ms", "compute", "communication", "memory", "error, %"],
-                 "epochs-all")  # fmt: skip
+                 ["epoch", "end step", "mean step", "sampled", "balanced", "compute", "communication", "memory",
+                  "error, %"], "epochs-all")  # fmt: skip
 
 
 def _one_epoch(record: RunRecord) -> str:

@@ -39,9 +39,10 @@ class RankEpoch:
     """One rank's epoch: steps [first_step, end_step), timed on sampled steps.
 
     stages: time in each of costs.STAGES and costs.WAITS; one that is not there took no time.
-    step_ms: median of the sampled steps, from the first stage to the last. throughput: examples/s of this rank's
-    share of the batch over the whole epoch, sampled or not. cpu_share: CPU time / wall time of the stages that
-    compute; well below 1 means that something else had the rank's core; None where it is not measured (CUDA).
+    step_ms: of a typical sampled step, from the first stage to the last: the sum of its stages and waits.
+    throughput: examples/s of this rank's share of the batch over the whole epoch, sampled or not. cpu_share: CPU time
+    / wall time of the stages that compute; well below 1 means that something else had the rank's core; None where it
+    is not measured (CUDA).
     table_bytes: weights and optimizer state of the tables owned. peak_memory_bytes: of the process or the device.
     """
 
@@ -65,8 +66,8 @@ class RankEpoch:
             raise ReportError(f"rank {self.rank} timed stages that do not exist: {', '.join(sorted(unknown))}.")
 
     def ms(self, stage: str) -> float:
-        """Median of a stage or of a wait; 0 where it was not timed."""
-        return self.stages[stage].median_ms if stage in self.stages else 0.0
+        """A stage or a wait in a typical step; 0 where it was not timed."""
+        return self.stages[stage].typical_ms if stage in self.stages else 0.0
 
     @property
     def wait_ms(self) -> float:
@@ -74,8 +75,8 @@ class RankEpoch:
 
     @property
     def cost(self) -> RankCost:
-        """The stages that placement decides, as the planner knows them."""
-        return RankCost(**{f"{name}_ms": self.ms(name) for name in PLANNED_STAGES})
+        """The stages that placement decides, as the planner knows them: medians, which no odd step moves."""
+        return RankCost(**{f"{n}_ms": self.stages[n].median_ms if n in self.stages else 0.0 for n in PLANNED_STAGES})
 
     def to_json(self) -> dict[str, Any]:
         record = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "stages"}
@@ -113,7 +114,7 @@ class TableUse:
 
 @dataclass(frozen=True)
 class EpochProfile:
-    """All ranks' epoch, column by column: `stage_ms["fwd_compute"][r]` is rank r's median.
+    """All ranks' epoch, column by column: `stage_ms["fwd_compute"][r]` is rank r's in a typical step.
 
     stage_ms has every one of costs.STAGES and wait_ms every one of costs.WAITS. noise: relative spread of the
     sampled steps' planned stages, on the noisiest rank. predicted: what the planner had expected of this plan, if it
@@ -189,6 +190,12 @@ class EpochProfile:
         return max(self.step_ms_by_rank)
 
     @property
+    def mean_step_ms(self) -> float:
+        """Over all steps, sampled or not, from the throughput. Sampled steps take longer: they meet before every
+        collective, and nothing overlaps."""
+        return 1e3 * self.batch_size / self.throughput if self.throughput > 0 else 0.0
+
+    @property
     def throughput(self) -> float:
         return sum(self.throughput_by_rank)
 
@@ -242,6 +249,7 @@ class EpochProfile:
             "predicted": None if self.predicted is None else [cost.to_json() for cost in self.predicted],
             # What follows from the facts, for readers without this package.
             "step_ms": self.step_ms,
+            "mean_step_ms": self.mean_step_ms,
             "slowest_sum_ms": self.slowest_sum_ms,
             "balanced_ms": self.balanced_ms,
             "accounted": self.accounted,

@@ -59,8 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def write_csv(records: Sequence[RunRecord], file: TextIO) -> None:
     rows = csv.writer(file, lineterminator="\n")
-    rows.writerow(["run", "epoch", "rank", "host", "stage", "median_ms", "p95_ms", "iqr_ms", "samples"])
+    rows.writerow(["run", "epoch", "rank", "host", "stage", "ms", "median_ms", "p95_ms", "iqr_ms", "samples"])
     for record in records:
         for rank in record.ranks:
             for stage, time in rank.stages.items():
-                rows.writerow([record.name, rank.epoch, rank.rank, rank.host, stage, *time.to_json().values()])
+                place = [record.name, rank.epoch, rank.rank, rank.host, stage]
+                rows.writerow([*place, rank.ms(stage), time.median_ms, time.p95_ms, time.iqr_ms, time.samples])

@@ -17,7 +17,10 @@ ACTIONS = ["moved", "kept", "rolled back", "refused"]
 
 def step_time() -> Layers:
     """Measured and balanced step, with what lies between them; a ring around the chosen epoch."""
-    x, tips = step_axis(), [tip("label:N", "epoch"), tip("step_ms:Q", "step, ms"), tip("balanced_ms:Q", "balanced, ms")]
+    x, tips = (
+        step_axis(),
+        [tip("label:N", "epoch"), tip("step_ms:Q", "sampled step, ms"), tip("balanced_ms:Q", "balanced, ms")],
+    )
     y = alt.Y("step_ms:Q", title="ms a step", axis=alt.Axis(tickCount=5), scale=alt.Scale(zero=True))
     balanced = mark().mark_line(color=ORANGE, strokeDash=[5, 3])
     measured = mark().mark_line(color=BLUE, point=alt.OverlayMarkDef(filled=True, size=45, color=BLUE))

@@ -10,6 +10,7 @@ from collections import Counter
 
 from dlrm_autoshard.costs import STAGES, imbalance
 from dlrm_autoshard.plan import gib
+from dlrm_autoshard.report.diagnosis import STARVED_BELOW
 from dlrm_autoshard.report.record import EpochProfile
 from dlrm_autoshard.report.run_record import RunRecord
 
@@ -18,9 +19,10 @@ def summary(record: RunRecord) -> list[str]:
     sentences = []
     if record.epochs:
         sentences += [where_it_ran(record), step_time(record.last), *who_is_slow(record.last), *who_was_slow(record)]
+        sentences += all_starved(record.last)
         if record.last.prediction_error is not None:
             sentences.append(prediction(record.last))
-        if abs(record.last.accounted - 1) > 0.03:
+        if record.last.samples and abs(record.last.accounted - 1) > 0.03:
             sentences.append(
                 f"Stages and waits add up to {record.last.accounted:.0%} of the step: read the stages with care."
             )
@@ -46,14 +48,15 @@ def where_it_ran(record: RunRecord) -> str:
 
 
 def step_time(profile: EpochProfile) -> str:
-    """Gain is against the measured step; below a tenth of a percent it is none."""
+    """Gain is against the sampled step; below a tenth of a percent it is none."""
+    took = f"In epoch {profile.epoch} a step took {profile.mean_step_ms:.3g} ms ({profile.throughput:,.0f} examples/s)."
     if profile.samples == 0:
-        return f"Epoch {profile.epoch} has no sampled step: lower profile.every_steps to see where its time goes."
+        return f"{took} No step was sampled: lower profile.every_steps to see where the time goes."
     gain = 1 - profile.balanced_ms / profile.step_ms
     verdict = f"would take {profile.balanced_ms:.3g} ms ({gain:.1%} less)" if gain >= 0.001 else "would gain nothing"
     return (
-        f"In epoch {profile.epoch} a step took {profile.step_ms:.3g} ms ({profile.throughput:,.0f} examples/s, "
-        f"{_count(profile.samples, 'sampled step')}); with perfect balance it {verdict}."
+        f"{took} Stage by stage, with nothing overlapped, it took {profile.step_ms:.3g} ms "
+        f"({_count(profile.samples, 'sampled step')}); with perfect balance it {verdict}."
     )
 
 
@@ -83,6 +86,16 @@ def who_was_slow(record: RunRecord) -> list[str]:
     ]
     shown = said if len(said) <= 5 else [*said[:4], f"{len(said) - 4} more times"]
     return [f"Earlier the others were held up by {_listed(shown)}."] if said else []
+
+
+def all_starved(profile: EpochProfile) -> list[str]:
+    shares = [share for share in profile.cpu_share if share is not None]
+    if not shares or max(shares) >= STARVED_BELOW:
+        return []
+    return [
+        f"Every rank had its core for less than {max(shares):.0%} of the time: more processes than cores, so all "
+        "times here are longer than they need be, and noisy."
+    ]
 
 
 def prediction(profile: EpochProfile) -> str:

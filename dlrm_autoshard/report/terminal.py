@@ -22,6 +22,7 @@ from dlrm_autoshard.report.record import EpochProfile
 from dlrm_autoshard.report.run_record import RunRecord
 from dlrm_autoshard.report.summary import compute_imbalance, summary, total_wait_ms
 
+_CAUSES = {"load": "load", "starved of CPU": "CPU", "slow data": "data"}
 MOST_ROWS = 8
 """Ranks and tables shown; the rest is counted. All of them are in --json, --csv and the HTML report."""
 
@@ -140,22 +141,24 @@ def _predictions(profile: EpochProfile) -> Table:
 def _epochs(record: RunRecord) -> Table:
     table = _table(
         "Epochs",
-        ("epoch", "right"), ("step ms", "right"), ("even ms", "right"), ("max/mean", "right"), ("held up by", "left"),
-        ("pred.", "right"), ("auc", "right"), ("logloss", "right"),
+        ("epoch", "right"), ("step", "right"), ("sampled", "right"), ("even", "right"), ("uneven", "right"),
+        ("slowest", "left"), ("pred.", "right"), ("auc", "right"), ("loss", "right"),
     )  # fmt: skip
     evaluated = {line.get("epoch"): line for split in ("test", "val") for line in record.metrics_of(split)}
     shown = record.epochs if len(record.epochs) <= 20 else record.epochs[-20:]
     for profile in shown:
         straggler, error, metrics = profile.straggler, profile.prediction_error, evaluated.get(profile.epoch, {})
-        blame = "-" if straggler is None else f"{straggler.rank}, {straggler.cause}"
+        blame = "-" if straggler is None else f"{straggler.rank}: {_CAUSES[straggler.cause]}"
         quality = [f"{metrics[name]:.4f}" if metrics.get(name) is not None else "-" for name in ("auc", "logloss")]
         table.add_row(
-            record.label(profile), f"{profile.step_ms:.2f}", f"{profile.balanced_ms:.2f}",
+            record.label(profile),
+            *(f"{ms:.2f}" for ms in (profile.mean_step_ms, profile.step_ms, profile.balanced_ms)),
             f"{compute_imbalance(profile):.2f}", blame, "-" if error is None else f"{error:+.1%}", *quality,
         )  # fmt: skip
     skipped = len(record.epochs) - len(shown)
     table.caption = (
-        "even ms: the step at perfect balance. max/mean: of embedding compute. pred.: its error, predicted - measured."
+        "step: mean of all, ms. sampled: with nothing overlapped. even: that, at perfect balance. uneven: max / mean "
+        "of embedding compute. slowest: the rank that held the others up. pred.: error of the predicted cost."
         + (f" {skipped} earlier epochs are not shown." if skipped else "")
     )
     return table
@@ -188,8 +191,9 @@ _FIGURES: dict[str, Callable[[RunRecord], float | None]] = {
     "ranks": _of_last(lambda profile: profile.world_size),
     "epochs": lambda record: len(record.epochs),
     "examples/s": _of_last(lambda profile: profile.throughput),
-    "step ms": _of_last(lambda profile: profile.step_ms),
-    "step at perfect balance, ms": _of_last(lambda profile: profile.balanced_ms),
+    "step ms": _of_last(lambda profile: profile.mean_step_ms),
+    "sampled step ms": _of_last(lambda profile: profile.step_ms),
+    "sampled step at perfect balance, ms": _of_last(lambda profile: profile.balanced_ms),
     "max/mean of embedding compute": _of_last(compute_imbalance),
     **{f"{stage}, slowest rank, ms": _slowest(stage) for stage in STAGES},
     "waits, mean over ranks, ms": _of_last(lambda profile: sum(total_wait_ms(profile)) / profile.world_size),
