@@ -1,0 +1,165 @@
+"""The two workloads on which training speed is compared, and the job of our trainer on them.
+
+    job = OurJob(W_EMB, plan, rank, world_size)
+    seconds = job.run(10)                      # ten steps over a few batches that lie in memory, reused in turn
+
+W-small has large MLPs and few lookups, so that the dense part decides; W-emb has four times the lookups and small
+MLPs. Both: 26 tables of dim 64, rows log-spaced from 1e3 to 1e6, ids by a power law with exponent 1.05, bag lengths
+uniform on [P/2, 3P/2], row-wise Adagrad on the tables, SGD on the dense part, 2,048 samples a step over all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from dlrm_autoshard.config import DenseOptimizerConfig, ModelConfig, TableOptimizerConfig, TablesConfig
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.data.settings import SyntheticData, SyntheticTable
+from dlrm_autoshard.data.synthetic import SyntheticSource
+from dlrm_autoshard.distributed.dense import DataParallelDense
+from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.step import TrainStep
+from dlrm_autoshard.distributed.timing import StageClock
+from dlrm_autoshard.model import DLRM
+from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.tables import TableConfig, TableStats, measure_table_stats
+
+TABLE_LR, DENSE_LR = 0.02, 0.02
+
+
+@dataclass(frozen=True)
+class Workload:
+    """pooling: mean ids a sample, by table. batch_size: over all ranks. num_batches: distinct ones."""
+
+    name: str
+    rows: tuple[int, ...]
+    pooling: tuple[float, ...]
+    bottom: tuple[int, ...]
+    top: tuple[int, ...]
+    num_batches: int
+    dim: int = 64
+    alpha: float = 1.05
+    batch_size: int = 2048
+    num_dense: int = 13
+    seed: int = 20240
+
+    @cached_property
+    def tables(self) -> tuple[TableConfig, ...]:
+        return tuple(TableConfig(f"t_cat_{i}", rows, self.dim) for i, rows in enumerate(self.rows))
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(dense_arch_layer_sizes=list(self.bottom), over_arch_layer_sizes=list(self.top))
+
+    @property
+    def table_bytes(self) -> int:
+        """Of weights and optimizer state."""
+        return sum(table.weight_bytes + table.optimizer_bytes("rowwise_adagrad") for table in self.tables)
+
+    def batches(self, rank: int = 0, world_size: int = 1) -> list[Batch]:
+        """One rank's slices of the global batches. Labels are 1 with probability 0.25, whatever the features."""
+        size = self.batch_size // world_size
+        labels = torch.empty(self.num_batches, self.batch_size)
+        labels.bernoulli_(0.25, generator=torch.Generator().manual_seed(self.seed))
+        batches = []
+        for number in range(self.num_batches):
+            first = number * self.batch_size + rank * size
+            batch = self._source.read("train", 0, first, first + size)
+            own = labels[number, rank * size : (rank + 1) * size].clone()
+            batches.append(replace(batch, labels_B=own, global_size=self.batch_size))
+        return batches
+
+    def stats(self) -> tuple[TableStats, ...]:
+        first = self._source.read("train", 0, 0, self.batch_size)
+        return tuple(measure_table_stats(first.lengths_TB.numpy(), first.values_N.numpy()))
+
+    def plan(self, world_size: int) -> ShardingPlan:
+        """Our planner's, from the tables' statistics alone: nothing is measured for it here."""
+        return Planner("auto").plan(self.tables, self.stats(), Topology(world_size), batch_size=self.batch_size).plan
+
+    @cached_property
+    def _source(self) -> SyntheticSource:
+        tables = [
+            SyntheticTable(name=t.name, num_embeddings=t.num_embeddings, mean_pooling=pooling, alpha=self.alpha)
+            for t, pooling in zip(self.tables, self.pooling, strict=True)
+        ]
+        data = SyntheticData(
+            source="synthetic",
+            tables=tables,
+            num_dense=self.num_dense,
+            train_samples=self.num_batches * self.batch_size,
+            seed=self.seed,
+        )
+        return SyntheticSource(data, self.tables)
+
+
+_ROWS = (
+    9120, 6918, 331131, 3981, 36308, 5248, 575440, 436516, 3020, 109648, 12023, 15849, 758578,
+    1738, 1000000, 190546, 83176, 144544, 1318, 63096, 251189, 27542, 47863, 1000, 2291, 20893,
+)  # fmt: skip
+W_SMALL = Workload(
+    "W-small",
+    _ROWS,
+    (5, 14, 30, 3, 2, 2, 4, 1, 35, 12, 17, 3, 11, 2, 40, 8, 26, 4, 1, 2, 22, 1, 19, 7, 9, 6),
+    bottom=(512, 256, 64),
+    top=(512, 256, 1),
+    num_batches=20,
+)
+W_EMB = Workload(
+    "W-emb",
+    _ROWS,
+    (20, 57, 119, 11, 8, 7, 15, 5, 138, 49, 66, 13, 42, 10, 160, 32, 103, 17, 4, 6, 89, 5, 77, 27, 37, 23),
+    bottom=(64,),
+    top=(64, 1),
+    num_batches=10,
+)
+
+
+class OurJob:
+    """One rank's trainer on a workload, from its step downwards: loader, display and records are left out."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        plan: ShardingPlan,
+        rank: int,
+        batches: list[Batch],
+        *,
+        overlap: bool = True,
+        exchange_dtype: str = "fp32",
+        dense_dtype: str = "fp32",
+    ) -> None:
+        world = dist.group.WORLD
+        assert world is not None
+        device = torch.device("cpu")
+        self.embeddings = ShardedEmbeddings(
+            workload.tables,
+            plan,
+            TablesConfig(optimizer=TableOptimizerConfig(name="rowwise_adagrad", lr=TABLE_LR)),
+            rank=rank,
+            group=world,
+            id_group=dist.new_group(),
+            device=device,
+            exchange_dtype=exchange_dtype,
+        )
+        self.model = DLRM(workload.num_dense, self.embeddings.output_tables, workload.model, seed=workload.seed)
+        self.dense = DataParallelDense(self.model, DenseOptimizerConfig(name="sgd", lr=DENSE_LR), world, device)
+        self.clock = StageClock(device, dist.new_group(backend="gloo"))
+        self.step = TrainStep(
+            self.model, self.dense, self.embeddings, self.clock, overlap=overlap, autocast=dense_dtype == "bf16"
+        )
+        self.step.begin_epoch(itertools.cycle(batches))
+
+    def run(self, steps: int, *, sample_every: int = 0) -> float:
+        """Seconds that so many steps took."""
+        started = time.perf_counter()
+        for number in range(steps):
+            self.step.run(1.0, TABLE_LR, sampled=bool(sample_every) and number % sample_every == 0)
+        return time.perf_counter() - started
