@@ -1,0 +1,282 @@
+"""The loop's decisions, on a simulated cluster: every cost here is simulated, no rank runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlrm_autoshard.config import AutoshardConfig, RefineConfig, ReshardConfig
+from dlrm_autoshard.controller import Decision, Interval, LoopController, Problem
+from dlrm_autoshard.costs import RankCost, step_cost_ms
+from dlrm_autoshard.plan import Constraints, ShardingPlan, Topology
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.simulator import SimulatedCluster
+from dlrm_autoshard.tables import TableConfig, TableStats, memory_bytes
+
+BATCH, STEPS, DENSE_MS = 2048, 500, 4.0
+
+
+class Training:
+    """Intervals of a simulated job, with the loop in it."""
+
+    def __init__(self, seed: int = 0, world_size: int = 2, noise: float = 0.01, num_tables: int = 24) -> None:
+        draw = np.random.default_rng(seed)
+        self.tables = [
+            TableConfig(f"t{i}", int(10 ** draw.uniform(3, 6)), 4 * int(draw.integers(4, 32)))
+            for i in range(num_tables)
+        ]
+        self.stats = [TableStats(float(np.exp(draw.uniform(0, 4))), batch_size=BATCH) for _ in self.tables]
+        self.cluster = SimulatedCluster(seed, noise=noise)
+        self.noise = np.random.default_rng([seed, 9])
+        self.topology = Topology(world_size)
+        self.records: list[dict[str, Any]] = []
+        self.planner = Planner(seed=seed)
+        self.step, self.total = 0, 100_000
+        self.plan = self.start_plan()
+        self.controller = self.make_controller()
+
+    def make_controller(self, planner: Planner | None = None, **reshard: Any) -> LoopController:
+        config = AutoshardConfig(
+            enabled=True, reshard=ReshardConfig(**reshard), refine=RefineConfig(updates=60, learning_rate=1e-3)
+        )
+        bytes_of = {table.name: table.weight_bytes for table in self.tables}
+        table_bytes = memory_bytes(self.tables, self.stats, "sgd", BATCH)
+        problem = Problem(self.topology, Constraints(), table_bytes, bytes_of)
+        return LoopController(config, planner or self.planner, problem, lambda r: self.records.append(dict(r)))
+
+    def start_plan(self) -> ShardingPlan:
+        """As a job starts: finalists measured on the ranks."""
+        return self.planner.plan(
+            self.tables,
+            self.stats,
+            self.topology,
+            batch_size=BATCH,
+            measure=lambda plans: [self.measure(p) for p in plans],
+        ).plan
+
+    def measure(self, plan: ShardingPlan) -> Any:
+        return self.cluster.profile(self.tables, self.stats, plan, BATCH)
+
+    def true_ms(self, plan: ShardingPlan) -> float:
+        exact = SimulatedCluster.__new__(SimulatedCluster)
+        exact.__dict__.update(self.cluster.__dict__, noise=0.0)
+        return DENSE_MS + step_cost_ms(exact.profile(self.tables, self.stats, plan, BATCH).ranks)
+
+    def interval(self) -> Decision:
+        profile = self.measure(self.plan)
+        step_ms = self.true_ms(self.plan) * float(np.exp(self.cluster.noise * self.noise.standard_normal()))
+        self.step += STEPS
+        decision = self.controller.after_interval(
+            Interval(self.step // STEPS, self.step, profile, 1000 * BATCH / step_ms, self.total - self.step), self.plan
+        )
+        if decision.new_plan is not None:
+            moves = self.plan.moves_to(decision.new_plan)
+            self.plan = decision.new_plan
+            moved = sum(self.controller.problem.bytes_of[move.table] for move in moves)
+            decision = self.controller.moved(moved, 0.1 + moved / 1e9)
+        return decision
+
+    def run(self, intervals: int) -> list[str]:
+        return [self.interval().action for _ in range(intervals)]
+
+    def best_known_ms(self) -> float:
+        """The best plan that an exact cost model's search finds (the simulator itself as the model)."""
+        best = min((self.true_ms(p), p.fingerprint, p) for p in self._many_plans())[2]
+        improved = True
+        while improved:
+            improved = False
+            for table in self.tables:
+                for rank in range(self.topology.world_size):
+                    other = ShardingPlan({**best.rank_of, table.name: rank}, best.world_size)
+                    if self.true_ms(other) < self.true_ms(best) - 1e-9:
+                        best, improved = other, True
+        return self.true_ms(best)
+
+    def _many_plans(self) -> Sequence[ShardingPlan]:
+        return [p for p, _ in self.planner.propose(self.plan, self.tables, self.stats, self.topology, batch_size=BATCH)]
+
+    def worst_heuristic(self) -> ShardingPlan:
+        names = ("size_greedy", "dim_greedy", "lookup_greedy", "size_lookup_greedy", "random")
+        plans = [Planner(name).plan(self.tables, self.stats, self.topology, batch_size=BATCH).plan for name in names]
+        return max(plans, key=self.true_ms)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_from_a_bad_start_it_comes_within_5_percent_in_two_moves(seed: int, world_size: int) -> None:
+    job = Training(seed, world_size)
+    job.plan = job.worst_heuristic()
+    actions = job.run(4)
+    assert job.true_ms(job.plan) <= 1.05 * job.best_known_ms(), actions
+    assert actions.count("moved") <= 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_where_nothing_changes_nothing_moves(seed: int) -> None:
+    job = Training(seed)
+    assert job.run(10) == ["kept"] * 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_a_drift_it_gets_what_a_clairvoyant_would(seed: int) -> None:
+    job = Training(seed)
+    job.run(3)
+    order = np.random.default_rng(seed).permutation(len(job.tables))
+    static = job.plan
+    job.stats = [job.stats[i] for i in order]
+    job.run(3)
+    clairvoyant = Training(seed)
+    clairvoyant.stats = job.stats
+    clairvoyant.plan = clairvoyant.start_plan()
+    assert clairvoyant.true_ms(clairvoyant.plan) / job.true_ms(job.plan) >= 0.93
+    assert job.true_ms(job.plan) <= job.true_ms(static)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_straggler_is_relieved_and_gets_its_tables_back(seed: int) -> None:
+    job = Training(seed)
+    job.run(3)
+    static, healthy = job.plan, job.true_ms(job.plan)
+    job.cluster.slowdown = {1: 2.0}
+    job.run(4)
+    starved = job.true_ms(static)
+    unavoidable = job.best_known_ms()
+    assert (starved - job.true_ms(job.plan)) >= 0.6 * (starved - unavoidable)
+    job.cluster.slowdown = {}
+    job.run(4)
+    assert job.true_ms(job.plan) <= 1.05 * healthy
+
+
+def test_noise_makes_no_table_wander() -> None:
+    for seed in range(3):
+        job = Training(seed, noise=0.04)
+        assert job.run(15).count("moved") <= 1
+
+
+class Liar(Planner):
+    """Believes that one plan, which puts everything on rank 0, costs next to nothing; until it has seen it."""
+
+    lie: ShardingPlan
+
+    def propose(self, current: ShardingPlan, *args: Any, **options: Any) -> list[tuple[ShardingPlan, float]]:
+        return [(self.lie, 0.0)]
+
+    def predict(self, plan: ShardingPlan, *args: Any, **options: Any) -> tuple[RankCost, ...]:
+        costs = super().predict(plan, *args, **options)
+        seen = any(profile.plan == self.lie for profile in self.replay.profiles)
+        return tuple(RankCost() for _ in costs) if plan == self.lie and not seen else costs
+
+
+def liar(job: Training) -> Liar:
+    planner = Liar(seed=0)
+    planner.load_state_dict(job.planner.state_dict())
+    planner.lie = ShardingPlan({table.name: 0 for table in job.tables}, 2)
+    return planner
+
+
+def test_a_move_that_made_it_worse_is_taken_back_once_and_not_tried_again() -> None:
+    job = Training(1)
+    job.run(2)
+    good = job.plan
+    job.plan = ShardingPlan({t.name: int(i % 5 == 0) for i, t in enumerate(job.tables)}, 2)  # room to look for
+    start = job.plan
+    job.controller = job.make_controller(liar(job))
+    job.records.clear()
+    actions = job.run(6)
+    assert actions[:2] == ["moved", "rolled_back"]
+    assert set(actions[2:]) == {"kept"} and job.plan == start != good
+    moved, back = job.records[:2]
+    assert moved["action"] == "moved" and moved["measured_gain"] < 0 < moved["predicted_gain"]
+    assert moved["paid_back_after_steps"] is None
+    assert back["action"] == "rolled_back" and back["text"].startswith("moved back ")
+    assert ", measured +" in back["text"]
+
+
+def test_rollback_can_be_switched_off() -> None:
+    job = Training(1)
+    job.plan = ShardingPlan({t.name: int(i % 5 == 0) for i, t in enumerate(job.tables)}, 2)
+    job.controller = job.make_controller(liar(job), rollback=False)
+    assert "rolled_back" not in job.run(3)
+
+
+def test_a_move_into_a_slow_spell_is_not_blamed_for_it() -> None:
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    assert job.interval().action == "moved"
+    job.cluster.slowdown = {0: 3.0, 1: 3.0}
+    assert job.interval().action != "rolled_back"
+    moved = next(record for record in job.records if record["action"] == "moved")
+    assert "so would the old plan" in moved["text"]
+
+
+def test_records_tell_the_whole_story_in_order() -> None:
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    job.run(4)
+    job.controller.finish()
+    assert [record["epoch"] for record in job.records] == [1, 2, 3, 4]
+    moved = next(record for record in job.records if record["action"] == "moved")
+    assert moved["text"].startswith("moved ") and "predicted -" in moved["text"] and ", measured -" in moved["text"]
+    assert moved["measured_gain"] == pytest.approx(moved["predicted_gain"], abs=0.1)
+    assert moved["bytes_moved"] > 0 and moved["paid_back_after_steps"] > 0
+    assert moved["throughput_after"] > moved["throughput_before"]
+    for record in job.records:
+        assert record["error_after"] <= max(record["error_before"], 0.03) + 0.02
+        json.dumps(record)
+
+
+def test_a_move_at_the_end_is_recorded_without_its_gain() -> None:
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    assert job.interval().action == "moved" and not job.records
+    job.controller.finish()
+    assert job.records[-1]["action"] == "moved" and job.records[-1]["measured_gain"] is None
+
+
+def test_too_few_steps_left_to_pay_for_a_move() -> None:
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    job.total = STEPS + 3
+    decision = job.interval()
+    assert decision.action == "kept" and "in the 3 steps left" in decision.text
+    job.total = 2 * STEPS
+    assert job.interval().text == "kept: no steps are left"
+
+
+def test_a_refusal_is_recorded_and_not_asked_for_again_at_once() -> None:
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    profile = job.measure(job.plan)
+    interval = Interval(1, 500, profile, 1000 * BATCH / job.true_ms(job.plan), 10_000)
+    first = job.controller.after_interval(interval, job.plan)
+    assert first.new_plan is not None
+    refused = job.controller.refused("rank 1 needs 6 GiB more, but has 2")
+    assert refused.action == "refused" and refused.new_plan is None
+    assert job.records[-1]["text"] == "refused: rank 1 needs 6 GiB more, but has 2"
+
+
+def test_the_byte_limit_is_kept() -> None:
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    job.controller = job.make_controller(max_move_gib_per_step=1e-6)
+    decision = job.interval()
+    assert decision.action == "kept" and "may move at a time" in decision.text
+
+
+def test_state_survives_a_checkpoint() -> None:
+    one, other = Training(2), Training(2)
+    one.plan = other.plan = one.worst_heuristic()
+    assert one.interval().action == "moved"
+    state = json.loads(json.dumps({"loop": one.controller.state_dict(), "planner": one.planner.state_dict()}))
+    other.planner.load_state_dict(state["planner"])
+    other.controller.load_state_dict(state["loop"])
+    other.plan = one.plan
+    other.step = one.step
+    other.cluster.noise = one.cluster.noise = 0.0
+    assert replace(one.interval(), decide_seconds=0.0) == replace(other.interval(), decide_seconds=0.0)
+    assert one.records[0] == other.records[0] and one.records[0]["measured_gain"] is not None
