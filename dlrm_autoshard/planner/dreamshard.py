@@ -50,7 +50,7 @@ class DreamShard:
         self,
         tasks: Sequence[PlacementTask],
         costs_of: Callable[[PlacementTask], TaskCosts],
-        measure: Callable[[PlacementTask, np.ndarray], None] | None = None,
+        measure: Callable[[PlacementTask, Rollout], None] | None = None,
         fit_costs: Callable[[], None] | None = None,
         deadline: float | None = None,
     ) -> int:
@@ -59,7 +59,7 @@ class DreamShard:
         for iteration in range(self.settings.iterations):
             if measure is not None and fit_costs is not None:
                 for task in self._choose(tasks, self.settings.placements):
-                    measure(task, self.sampled(mdp_of(task, costs_of(task)), 1).rank_EU[0])
+                    measure(task, self.sampled(mdp_of(task, costs_of(task)), 1))
                 fit_costs()
             left = 1 - iteration / self.settings.iterations
             self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate * left
@@ -90,11 +90,16 @@ class DreamShard:
 
     def place(self, mdp: EstimatedMDP) -> list[np.ndarray]:
         """Legal placements, least predicted cost first: the likeliest and samples. Empty where all overflowed."""
-        found: list[tuple[float, np.ndarray]] = []
-        for rollout in [mdp.rollout(self.policy), self.sampled(mdp, self.settings.samples)]:
-            for rank_U, cost, overflow in zip(rollout.rank_EU, rollout.cost_E, rollout.overflow_E, strict=True):
-                if not overflow:
-                    found.append((float(cost), rank_U))
+        rollouts = [mdp.rollout(self.policy, for_loss=False)]
+        if self.settings.samples:
+            shape = (self.settings.samples, len(mdp.order), mdp.task.world_size)
+            rollouts.append(mdp.rollout(self.policy, gumbel_noise(shape, self.generator), for_loss=False))
+        found = [
+            (float(cost), rank_U)
+            for rollout in rollouts
+            for rank_U, cost, overflow in zip(rollout.rank_EU, rollout.cost_E, rollout.overflow_E, strict=True)
+            if not overflow
+        ]
         return [rank_U for _, rank_U in sorted(found, key=lambda pair: pair[0])]
 
     def _choose(self, tasks: Sequence[PlacementTask], count: int) -> list[PlacementTask]:

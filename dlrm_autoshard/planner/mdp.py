@@ -36,12 +36,14 @@ NUM_FEATURES = 14
 """Per device: 4 stages now, 4 with the unit, 4 of how far that is above the slowest now, room left, work left."""
 
 
-class Policy(Protocol):
-    """A table network and a logit a device; `frozen` is the same logit in numpy."""
-
+class Embeds(Protocol):
     def embed(self, features_TF: Tensor) -> Tensor:
         """[T, H]; a unit is the sum over its tables, a device the sum over its units."""
         ...
+
+
+class Policy(Embeds, Protocol):
+    """A table network and a logit a device; `frozen` is the same logit in numpy."""
 
     def logits(self, inputs_EDF: Tensor) -> Tensor:
         """[E, D] from features, the device's embedding and the unit's, side by side."""
@@ -100,18 +102,34 @@ class EstimatedMDP:
         self.bytes = units.bytes_U[self.order]
         self.allowed = units.allowed_UW[self.order]
         place_of = np.argsort(self.order)
-        self.rivals = [[int(place_of[r]) for r in units.rivals[u] if place_of[r] < i] for i, u in enumerate(self.order)]
+        self.rivals = [[r for r in units.rivals[u] if place_of[r] < step] for step, u in enumerate(self.order)]
         self.unit_of_T = torch.from_numpy(place_of[units.unit_of_T])
         self.features_TF = torch.as_tensor(features_TF, dtype=torch.float32)
 
-    def embed_units(self, policy: Policy) -> Tensor:
+    def embed_units(self, policy: Embeds) -> Tensor:
         """[U, H] in the order of placing."""
         embedded = policy.embed(self.features_TF)
         return embedded.new_zeros(len(self.order), embedded.shape[1]).index_add(0, self.unit_of_T, embedded)
 
+    def legal(self, step: int, free_ED: np.ndarray, chosen_EU: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """([E, D] devices that may take this step's unit, [E] whether none had room and the roomiest stands in)."""
+        left = free_ED - self.bytes[step]
+        legal: np.ndarray = (left >= 0) & self.allowed[step]
+        rows = np.arange(len(free_ED))
+        for rival in self.rivals[step]:
+            legal[rows, chosen_EU[:, rival]] = False
+        stuck = np.logical_not(legal.any(axis=1))
+        if stuck.any():
+            roomiest = np.where(self.allowed[step], left, np.iinfo(np.int64).min).argmax(axis=1)
+            legal[rows[stuck], roomiest[stuck]] = True
+        return legal, stuck
+
     @torch.no_grad()
-    def rollout(self, policy: Policy, noise_EUD: np.ndarray | None = None) -> Rollout:
-        """Episodes side by side: one for each row of Gumbel noise, or without noise the one that is likeliest."""
+    def rollout(self, policy: Policy, noise_EUD: np.ndarray | None = None, for_loss: bool = True) -> Rollout:
+        """Episodes side by side: one for each row of Gumbel noise, or without noise the one that is likeliest.
+
+        for_loss: keep every step's features; without, `choices` and `log_prob` cannot be asked.
+        """
         steps, devices = len(self.order), self.task.world_size
         episodes = 1 if noise_EUD is None else len(noise_EUD)
         unit_UH = self.embed_units(policy).numpy()
@@ -123,9 +141,11 @@ class EstimatedMDP:
         overflow = np.zeros(episodes, dtype=bool)
         inputs = np.zeros((episodes, devices, NUM_FEATURES + 2 * unit_UH.shape[1]), dtype=np.float32)
         held = inputs[..., NUM_FEATURES : NUM_FEATURES + unit_UH.shape[1]]
-        features = np.empty((steps, episodes, devices, NUM_FEATURES), dtype=np.float32)
-        legals = np.empty((steps, episodes, devices), dtype=bool)
+        kept = steps if for_loss else 0
+        features = np.empty((kept, episodes, devices, NUM_FEATURES), dtype=np.float32)
+        legals = np.empty((kept, episodes, devices), dtype=bool)
         actions = np.empty((steps, episodes), dtype=np.int64)
+        chosen = np.empty((episodes, steps), dtype=np.int64)  # by unit number
         for step in range(steps):
             with_unit = self.costs.stages(sums + self.summary[step], factor) / self.share
             left = free - self.bytes[step]
@@ -135,14 +155,8 @@ class EstimatedMDP:
             inputs[..., 12] = left / self.task.units.capacity_W
             inputs[..., 13] = self.work_left[step]
             inputs[..., NUM_FEATURES + unit_UH.shape[1] :] = unit_UH[step]
-            legal = (left >= 0) & self.allowed[step]
-            for rival in self.rivals[step]:
-                legal[rows, actions[rival]] = False
-            stuck = ~legal.any(axis=1)
-            if stuck.any():
-                overflow |= stuck
-                roomiest = np.where(self.allowed[step], left, np.iinfo(np.int64).min).argmax(axis=1)
-                legal[rows[stuck], roomiest[stuck]] = True
+            legal, stuck = self.legal(step, free, chosen)
+            overflow |= stuck
             logits = np.where(legal, logits_of(inputs), -np.inf)
             # Logits + Gumbel noise: the argmax is a sample of MaskedCategorical(logits, legal).
             action = (logits if noise_EUD is None else logits + noise_EUD[:, step]).argmax(axis=1)
@@ -150,6 +164,9 @@ class EstimatedMDP:
             held[rows, action] += unit_UH[step]
             stages[rows, action] = with_unit[rows, action]
             free[rows, action] -= self.bytes[step]
-            features[step], legals[step], actions[step] = inputs[..., :NUM_FEATURES], legal, action
+            chosen[:, self.order[step]] = action
+            actions[step] = action
+            if for_loss:
+                features[step], legals[step] = inputs[..., :NUM_FEATURES], legal
         cost_E = stages.max(axis=1).sum(axis=1) * self.share
         return Rollout(self, features, legals, actions, cost_E, overflow)

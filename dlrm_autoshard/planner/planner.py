@@ -11,40 +11,66 @@ ranks can measure plans, the caller hands in `measure`.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, step_cost_ms
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology
 from dlrm_autoshard.planner.comms_law import CommsLaw
 from dlrm_autoshard.planner.cost_model import CostModel, FitReport
+from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings, mdp_of
 from dlrm_autoshard.planner.greedy import HEURISTICS, KEYS, heuristic
+from dlrm_autoshard.planner.mdp import EstimatedMDP, Rollout
+from dlrm_autoshard.planner.policy import DevicePolicy
+from dlrm_autoshard.planner.published import PublishedDreamShard
 from dlrm_autoshard.planner.rank_speed import RankSpeed
 from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample, comms_of, shards_of
 from dlrm_autoshard.planner.result import Candidate, PlanResult, RefineReport
-from dlrm_autoshard.planner.search import improve, search
+from dlrm_autoshard.planner.search import greedy_on_cost, improve, search
+from dlrm_autoshard.planner.sequence import SequencePolicy, SequenceTrainer
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from dlrm_autoshard.tables import TableConfig, TableStats
 
 Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
-ALGORITHMS = ("auto", "search", *HEURISTICS)
+MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
+LEARNED = ("dreamshard", "autoshard", "rnn")
+ALGORITHMS = ("auto", *LEARNED, "search", *HEURISTICS)
 KICKS = 20
+SMALL, MEDIUM = 2_000, 30_000
+"""Units x ranks. Small: policies are trained on the task itself. Medium: sampled. Larger: one pass, one search."""
 
 
 class Planner:
+    """algorithm: one of ALGORITHMS. published: DreamShard to the letter, weak points included (only `dreamshard`)."""
+
     def __init__(
-        self, algorithm: str = "auto", *, seed: int = 0, published: bool = False, cost_model: CostModel | None = None
+        self,
+        algorithm: str = "auto",
+        *,
+        seed: int = 0,
+        published: bool = False,
+        cost_model: CostModel | None = None,
+        settings: DreamShardSettings | None = None,
     ) -> None:
         if algorithm not in ALGORITHMS:
             raise PlanError(f"there is no algorithm '{algorithm}'; there are {', '.join(ALGORITHMS)}.")
         self.algorithm = algorithm
         self.seed = seed
-        self.published = published
+        self.settings = settings or DreamShardSettings()
+        self.published = PublishedDreamShard(seed, self.settings) if published else None
+        self.policy = DevicePolicy(seed)
+        self.sequences = {
+            "autoshard": SequencePolicy(seed, enriched=True),
+            "rnn": SequencePolicy(seed, enriched=False),
+        }
         self.cost_model = cost_model or CostModel(seed)
         self.law = CommsLaw()
         self.speed = RankSpeed()
@@ -68,6 +94,45 @@ class Planner:
             else:
                 self.replay.add_shard(sample)
         return self._fit(updates, learning_rate, budget_seconds)
+
+    def fit(
+        self,
+        tasks: Sequence[PlacementTask],
+        measure: MeasureTask,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> FitReport:
+        """DreamShard's training on many tasks: measured placements, the cost model, the policy, over and over.
+
+        Generalizes to other tables and numbers of them. The placements measured are the policy's samples and, every
+        other time, what `search` makes of them: the cost model must be right where searches end up.
+        """
+        if self.published is not None:
+            self.published.train(tasks, measure)
+            return FitReport(0, 0, (0.0, 0.0), (0.0, 0.0), 0.0)
+        started = time.perf_counter()
+        measured: list[StepProfile] = []
+        reports: list[FitReport] = []
+
+        def measure_one(task: PlacementTask, rollout: Rollout) -> None:
+            rank_U = task.ranks_from(self._legal_plan(task, rollout))
+            if len(measured) % 2:
+                rank_U = improve(task, self._costs_of(task), rank_U, seed=self.seed)
+            [profile] = measure(task, [task.plan_from(rank_U)])
+            measured.append(profile)
+            self.replay.comms.append(comms_of(profile))
+            self.replay.shards.extend(shards_of(profile))
+            if progress is not None:
+                progress(len(measured), self.settings.iterations * self.settings.placements)
+
+        def fit_costs() -> None:
+            reports.append(self._fit(self.settings.cost_updates, 2e-3, None))
+
+        trainer = DreamShard(self.policy, self.settings, self.seed)
+        trainer.train(tasks, self._costs_of, measure_one, fit_costs)
+        for policy in self.sequences.values():
+            SequenceTrainer(policy, seed=self.seed).train(tasks, self._mdp_of)
+        return replace(reports[-1], error_before=reports[0].error_before, seconds=time.perf_counter() - started)
 
     def observe(self, profile: StepProfile) -> None:
         """Keeps a profile of real steps (or of the probe on these ranks) to be learned from by `refine`."""
@@ -189,16 +254,53 @@ class Planner:
         """Every heuristic, and what this planner's algorithm makes."""
         algorithm = algorithm or self.algorithm
         costs = self._costs_of(task)
+        size = len(task.units) * task.world_size
         placements = {name: heuristic(task, name, np.random.default_rng(self.seed)) for name in HEURISTICS}
         if algorithm in ("auto", "search"):
-            placements["search"] = search(task, costs, kicks=KICKS, seed=self.seed, deadline=deadline)
+            kicks = KICKS if size <= MEDIUM else 0
+            placements["search"] = search(task, costs, kicks=kicks, seed=self.seed, deadline=deadline)
+        if algorithm in LEARNED or (algorithm == "auto" and size <= MEDIUM):
+            name = "dreamshard" if algorithm == "auto" else algorithm
+            placements |= self._learned(name, task, deadline)
         if algorithm == "auto":
             if current is not None and _legal(task, current):
                 placements["current"] = task.ranks_from(current.ordered(task.names))
-            for name, rank_U in sorted(placements.items(), key=lambda item: costs.step_ms(item[1])):
+            ranked = sorted(placements.items(), key=lambda item: costs.step_ms(item[1]))
+            for name, rank_U in ranked if size <= MEDIUM else []:
                 if name != "search" and not _late(deadline):
                     placements[f"{name}+search"] = improve(task, costs, rank_U, seed=self.seed, deadline=deadline)
         return [Candidate(name, task.plan_from(rank_U), costs.step_ms(rank_U)) for name, rank_U in placements.items()]
+
+    def _learned(self, name: str, task: PlacementTask, deadline: float | None) -> dict[str, np.ndarray]:
+        """The policy's placement, and its next best sample. The planner's own policy stays as `fit` left it."""
+        if name == "dreamshard" and self.published is not None:
+            if not self.published.trained_iterations:
+                raise PlanError(
+                    "the published DreamShard learns from measured placements only: call Planner.fit(tasks, measure), "
+                    "or load a planner that was fitted (`dlrm-autoshard fit --published`)."
+                )
+            return {name: self.published.place(task)}
+        size = len(task.units) * task.world_size
+        mdp = self._mdp_of(task)
+        if name == "dreamshard":
+            settings = self.settings if size <= MEDIUM else replace(self.settings, samples=0)
+            trainer = DreamShard(copy.deepcopy(self.policy), settings, self.seed)
+            if size <= SMALL:
+                trainer.train([task], self._costs_of, deadline=deadline)
+            found = trainer.place(mdp)
+        else:
+            sequence = SequenceTrainer(copy.deepcopy(self.sequences[name]), seed=self.seed)
+            if size <= SMALL:
+                sequence.train([task], self._mdp_of, deadline)
+            found = sequence.place(mdp)
+        if not found:  # every episode overflowed: the cost model's greedy knows how to make room
+            found = [greedy_on_cost(task, mdp.costs)]
+        return {name: found[0], **({f"{name} sample": found[1]} if len(found) > 1 else {})}
+
+    def _legal_plan(self, task: PlacementTask, rollout: Rollout) -> ShardingPlan:
+        if rollout.overflow_E[0]:
+            return task.plan_from(greedy_on_cost(task, self._costs_of(task)))
+        return task.plan_from(rollout.rank_EU[0])
 
     def _measure_finalists(
         self,
@@ -253,6 +355,9 @@ class Planner:
             "speed": self.speed.to_json(),
             "replay": self.replay.to_json(),
             "costs_from": self.costs_from,
+            "policy": _weights(self.policy),
+            "sequences": {name: _weights(policy) for name, policy in self.sequences.items()},
+            "published": None if self.published is None else self.published.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -263,11 +368,20 @@ class Planner:
         self.speed.load_json(state["speed"])
         self.replay = ReplayBuffer.from_json(state["replay"])
         self.costs_from = state["costs_from"]
+        _load_weights(self.policy, state["policy"])
+        for name, policy in self.sequences.items():
+            _load_weights(policy, state["sequences"][name])
+        if state["published"] is not None:
+            self.published = PublishedDreamShard(self.seed, self.settings)
+            self.published.load_state_dict(state["published"])
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _costs_of(self, task: PlacementTask) -> TaskCosts:
         return TaskCosts(task, self.cost_model, self.law, self.speed)
+
+    def _mdp_of(self, task: PlacementTask) -> EstimatedMDP:
+        return mdp_of(task, self._costs_of(task))
 
     def _fit(self, updates: int, learning_rate: float, budget_seconds: float | None) -> FitReport:
         """Start-up samples and observed profiles, half of the weight each where there are both."""
@@ -316,6 +430,14 @@ class Planner:
                         (shard.fwd_compute_ms / forward, shard.bwd_compute_ms / backward, weight**3)
                     )
         self.speed.learn(ratios)
+
+
+def _weights(net: nn.Module) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in net.state_dict().items()}
+
+
+def _load_weights(net: nn.Module, weights: Mapping[str, Any]) -> None:
+    net.load_state_dict({name: torch.tensor(values) for name, values in weights.items()})
 
 
 def _measured(candidates: list[Candidate], measure: Measure) -> list[tuple[Candidate, StepProfile]]:

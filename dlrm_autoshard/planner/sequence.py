@@ -1,0 +1,183 @@
+"""The two sequence policies that DreamShard is compared with: AutoShard's (Zha et al., KDD 2022) and a plain RNN.
+
+    policy = SequencePolicy(seed=0, enriched=True)      # AutoShard; enriched=False: the RNN baseline
+    trained = SequenceTrainer(policy, settings, seed=0)
+    trained.train(tasks, mdp_of)
+    trained.place(mdp)                                  # legal placements, best predicted first
+
+An LSTM reads the units in the order of placing; a step's output is matched with a representation of each device. In
+AutoShard that representation is the sum of the device's table vectors, its predicted cost (of computation: AutoShard
+knows no communication) and its size, and the match is a network on [state, device, state x device]; the reward is
+balance, the least device's cost over the largest's, taken from the cost model that the micro-benchmark trained. The
+RNN baseline sees of a device only how many tables it has, and its reward is minus the predicted cost.
+
+Kept from AutoShard: networks and sizes, actor with a baseline, entropy weight, gradient clip. Not kept: its IMPALA
+machinery and 100,000 steps (episodes are simulated in a batch, so on-policy updates do), and memory by penalty (the
+mask of all our algorithms).
+
+Axes: U units, E episodes, D devices, H hidden.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dlrm_autoshard.planner.cost_model import mlp
+from dlrm_autoshard.planner.features import NUM_NETWORK
+from dlrm_autoshard.planner.masked import MaskedCategorical, gumbel_noise
+from dlrm_autoshard.planner.mdp import EstimatedMDP
+from dlrm_autoshard.planner.task import PlacementTask
+
+EMBED, HIDDEN = 32, 64
+
+
+@dataclass(frozen=True)
+class SequenceSettings:
+    updates: int = 100
+    episodes: int = 10
+    learning_rate: float = 1e-3  # falls linearly to 0
+    entropy_weight: float = 1e-3
+    baseline_weight: float = 0.5
+    gradient_clip: float = 40.0
+    samples: int = 16
+
+
+class SequencePolicy(nn.Module):
+    def __init__(self, seed: int = 0, enriched: bool = True) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.enriched = enriched
+        self.table_net = mlp([NUM_NETWORK, 128, EMBED], generator)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)  # nn.LSTM takes no generator
+            self.lstm = nn.LSTM(EMBED + 1, HIDDEN, num_layers=2)
+        self.device_net = mlp([(EMBED if enriched else 0) + 2, HIDDEN], generator)
+        self.match_net = mlp([3 * HIDDEN, HIDDEN, 1], generator)
+        self.baseline = mlp([HIDDEN, 1], generator)
+
+    def embed(self, features_TF: Tensor) -> Tensor:
+        embedded: Tensor = self.table_net(features_TF)
+        return embedded * 0.1
+
+    def states(self, unit_UE: Tensor) -> Tensor:
+        """[U, H]: what the LSTM knows at each step: the units up to this one, and how far it is."""
+        progress = torch.arange(len(unit_UE)).unsqueeze(1) / len(unit_UE)
+        states, _ = self.lstm(torch.cat([unit_UE, progress], dim=1))
+        return states
+
+    def logits(self, state: Tensor, held: Tensor, known: Tensor) -> Tensor:
+        """[..., D] from the state [..., H], device sums [..., D, EMBED] and two known numbers a device [..., D, 2]."""
+        device = self.device_net(torch.cat([held, known], dim=-1) if self.enriched else known)
+        state = state.unsqueeze(-2).expand_as(device)
+        logits: Tensor = self.match_net(torch.cat([state, device, state * device], dim=-1)).squeeze(-1)
+        return logits
+
+
+class SequenceTrainer:
+    def __init__(self, policy: SequencePolicy, settings: SequenceSettings = SequenceSettings(), seed: int = 0) -> None:
+        self.policy = policy
+        self.settings = settings
+        self.generator = np.random.default_rng(seed)
+        self.optimizer = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate, fused=True)
+
+    def train(
+        self,
+        tasks: Sequence[PlacementTask],
+        mdp_of: Callable[[PlacementTask], EstimatedMDP],
+        deadline: float | None = None,
+    ) -> int:
+        mdps: dict[int, EstimatedMDP] = {}
+        for update in range(self.settings.updates):
+            if deadline is not None and time.perf_counter() > deadline:
+                return update
+            number = int(self.generator.integers(len(tasks)))
+            if number not in mdps:
+                mdps[number] = mdp_of(tasks[number])
+            self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate * (1 - update / self.settings.updates)
+            self._update(self.episodes(mdps[number], self.settings.episodes))
+        return self.settings.updates
+
+    def place(self, mdp: EstimatedMDP) -> list[np.ndarray]:
+        found: list[tuple[float, np.ndarray]] = []
+        with torch.no_grad():
+            for played in (self.episodes(mdp, 0), self.episodes(mdp, self.settings.samples)):
+                for rank_U, overflow in zip(played.rank_EU, played.overflow_E, strict=True):
+                    if not overflow:
+                        found.append((mdp.costs.step_ms(rank_U), rank_U))
+        return [rank_U for _, rank_U in sorted(found, key=lambda pair: pair[0])]
+
+    def episodes(self, mdp: EstimatedMDP, count: int) -> Played:
+        """`count` sampled episodes side by side, gradients kept; 0: the likeliest one."""
+        policy, units, devices = self.policy, mdp.task.units, mdp.task.world_size
+        rows, width = np.arange(max(count, 1)), max(count, 1)
+        noise = gumbel_noise((len(mdp.order), width, devices), self.generator) if count else None
+        unit_UE = mdp.embed_units(policy)
+        states_UH = policy.states(unit_UE)
+        held = torch.zeros(width, devices, EMBED)
+        sums = np.zeros((width, devices, mdp.summary.shape[1]), dtype=np.float32)
+        counts = np.zeros((width, devices), dtype=np.float32)
+        free = np.tile(units.capacity_W, (width, 1))
+        overflow = np.zeros(width, dtype=bool)
+        ranks = np.empty((width, len(mdp.order)), dtype=np.int64)
+        log_probs, entropies = [], []
+        compute = np.zeros((width, devices), dtype=np.float32)
+        for step, unit in enumerate(mdp.order):
+            used = 1 - free / units.capacity_W
+            known = np.stack([compute, used] if policy.enriched else [counts / len(mdp.order), used], axis=-1)
+            legal, stuck = mdp.legal(step, free, ranks)
+            overflow |= stuck
+            state = states_UH[step].expand(width, -1)
+            logits = policy.logits(state, held, torch.from_numpy(known.astype(np.float32)))
+            choice = MaskedCategorical(logits, torch.from_numpy(legal))
+            action = choice.sample(None if noise is None else torch.from_numpy(noise[step]))
+            log_probs.append(choice.log_prob(action))
+            entropies.append(choice.entropy())
+            taken = action.numpy()
+            held = held + nn.functional.one_hot(action, devices).unsqueeze(-1) * unit_UE[step]
+            sums[rows, taken] += mdp.summary[step]
+            counts[rows, taken] += 1
+            compute = mdp.costs.stages(sums, mdp.costs.factor_W2)[..., ::3].sum(axis=-1) / mdp.share
+            free[rows, taken] -= mdp.bytes[step]
+            ranks[:, unit] = taken
+        if policy.enriched:
+            reward_E = compute.min(axis=1) / np.maximum(compute.max(axis=1), 1e-9)
+        else:
+            stages = mdp.costs.stages(sums, mdp.costs.factor_W2)
+            reward_E = -stages.max(axis=1).sum(axis=1) / mdp.share
+        reward_E = np.where(overflow, reward_E - 1, reward_E)
+        return Played(
+            ranks,
+            overflow,
+            torch.from_numpy(reward_E).float(),
+            torch.stack(log_probs),
+            torch.stack(entropies),
+            states_UH,
+        )
+
+    def _update(self, played: Played) -> None:
+        """Policy gradient with a learned baseline for each step (the reward comes at the end, gamma is 1)."""
+        error_UE = played.reward_E - self.policy.baseline(played.states_UH)
+        advantage_UE = error_UE.detach() / (played.reward_E.std() + 1e-2)
+        loss = -(advantage_UE * played.log_prob_UE).sum(dim=0).mean()
+        loss = loss - self.settings.entropy_weight * played.entropy_UE.mean()
+        loss = loss + self.settings.baseline_weight * error_UE.square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.gradient_clip)
+        self.optimizer.step()
+
+
+@dataclass(frozen=True)
+class Played:
+    rank_EU: np.ndarray
+    overflow_E: np.ndarray
+    reward_E: Tensor
+    log_prob_UE: Tensor
+    entropy_UE: Tensor
+    states_UH: Tensor
