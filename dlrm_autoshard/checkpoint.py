@@ -11,14 +11,17 @@ beside its final name and renamed when every rank is done: a folder with the fin
 
 from __future__ import annotations
 
+import contextlib
 import json
+import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
@@ -38,6 +41,8 @@ class Checkpoints:
     def __init__(self, folder: Path, runtime: Runtime, *, keep: int = 2, asynchronous: bool = False) -> None:
         self.folder, self._runtime, self._keep, self._asynchronous = folder, runtime, keep, asynchronous
         self._writing: tuple[Future[Any], Path] | None = None
+        # Of its own: a checkpoint that is written while training goes on must not mix its messages with training's.
+        self._group = dist.new_group(backend="gloo")
 
     def save(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any], extra: Any = None) -> Path:
         """state: small JSON, `step` among it. extra: anything torch.save takes, from rank 0. Returns the final path."""
@@ -45,18 +50,19 @@ class Checkpoints:
         final = self.folder / f"step_{state['step']:08d}"
         draft = final.with_name(final.name + ".tmp")
         if self._runtime.rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)
+            for left in (*self.folder.glob("*.tmp"), *self.folder.glob("*.old")):  # by a kill
+                shutil.rmtree(left)
             draft.mkdir(parents=True)
             (draft / _STATE).write_text(json.dumps({"schema": SCHEMA, **state}, indent=1))
             torch.save(extra, draft / _EXTRA)
         self._runtime.barrier()
         writer = dcp.FileSystemWriter(str(draft), sync_files=True)
-        group = self._runtime.control
         if self._asynchronous:
-            future = dcp.async_save(dict(tensors), storage_writer=writer, process_group=group)
+            future = dcp.async_save(dict(tensors), storage_writer=writer, process_group=self._group)
             self._writing = (future, final)  # type: ignore[assignment]
         else:
-            dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+            with _said_for_people(f"checkpoint '{final}' cannot be written"):
+                dcp.save(dict(tensors), storage_writer=writer, process_group=self._group)
             self._publish(final)
         return final
 
@@ -64,15 +70,16 @@ class Checkpoints:
         """Waits for a checkpoint that is being written and publishes it."""
         if self._writing is not None:
             future, final = self._writing
-            future.result()
             self._writing = None
+            with _said_for_people(f"checkpoint '{final}' cannot be written"):
+                future.result()
             self._publish(final)
 
-    def latest(self) -> Path | None:
-        """The newest whole checkpoint, the same on every rank."""
+    def latest(self, before: int | None = None) -> Path | None:
+        """The newest whole checkpoint (of a step below `before`), the same on every rank."""
         found = None
         if self._runtime.rank == 0:
-            whole = self._whole()
+            whole = [path for path in self._whole() if before is None or int(path.name.removeprefix("step_")) < before]
             found = whole[-1] if whole else None
         return self._runtime.broadcast(found)
 
@@ -89,14 +96,18 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"checkpoint '{path}' cannot be read: {error}") from error
         check_shapes(path, {name: tuple(value.size) for name, value in saved.items()}, shapes)  # type: ignore[union-attr]
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(str(path)), process_group=self._runtime.control)
-        return state, torch.load(path / _EXTRA, weights_only=False, map_location="cpu")
+        with _said_for_people(f"checkpoint '{path}' cannot be read"):
+            dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(str(path)), process_group=self._group)
+            extra = torch.load(path / _EXTRA, weights_only=False, map_location="cpu")
+        return state, extra
 
     def _publish(self, final: Path) -> None:
         self._runtime.barrier()
         if self._runtime.rank == 0:
-            shutil.rmtree(final, ignore_errors=True)
+            if final.exists():
+                final.rename(final.with_name(final.name + ".old"))
             final.with_name(final.name + ".tmp").rename(final)
+            shutil.rmtree(final.with_name(final.name + ".old"), ignore_errors=True)
             for old in self._whole()[: -self._keep]:
                 # Out of sight first, so that a kill in mid-deletion leaves no folder that looks whole.
                 shutil.rmtree(old.rename(old.with_name(old.name + ".old")))
@@ -104,6 +115,19 @@ class Checkpoints:
 
     def _whole(self) -> list[Path]:
         return sorted(path for path in self.folder.glob("step_*") if path.suffix == "")
+
+
+@contextlib.contextmanager
+def _said_for_people(what: str) -> Iterator[None]:
+    """torch.distributed.checkpoint's errors hold every rank's traceback; people need the last line of each."""
+    try:
+        yield
+    except dcp.api.CheckpointException as error:
+        reasons = {f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}
+        ranks = ", ".join(str(rank) for rank in sorted(error.failures))
+        raise CheckpointError(f"{what} on rank(s) {ranks}: {'; '.join(sorted(reasons))}") from error
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{what}: {error}") from error
 
 
 def check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:

@@ -66,7 +66,7 @@ class Recorder:
 
     def open(self, step: int) -> None:
         self._clock.reset()
-        self._first_step = step
+        self.first_step = step
         self._samples = 0
         self._paused = 0.0
         self._started = time.perf_counter()
@@ -95,7 +95,7 @@ class Recorder:
         own = [t for t in tables if plan.rank_of[t.name] == runtime.rank]
         mine = RankEpoch(
             epoch=epoch,
-            first_step=self._first_step,
+            first_step=self.first_step,
             end_step=end_step,
             rank=runtime.rank,
             host=platform.node(),
@@ -119,7 +119,8 @@ class Recorder:
         append_jsonl(epochs_file(self._run_dir), record.to_json())
         if self._clock.samples == 0:
             return record, None
-        return record, StepProfile(plan, tables, stats, batch_size, record.measured, "measured", record.noise)
+        costs = tuple(rank.cost for rank, _ in gathered)
+        return record, StepProfile(plan, tables, stats, batch_size, costs, "measured", record.noise)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dlrm_autoshard.checkpoint import Checkpoints
 from dlrm_autoshard.config import Config
+from dlrm_autoshard.controller import Interval
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.data.batch import Split
 from dlrm_autoshard.data.loader import Loader
@@ -33,6 +34,7 @@ from dlrm_autoshard.distributed.step import NotFinite, TrainStep, predict
 from dlrm_autoshard.distributed.storage import state_shapes
 from dlrm_autoshard.distributed.timing import StageClock
 from dlrm_autoshard.distributed.tracing import traced
+from dlrm_autoshard.loop import Loop
 from dlrm_autoshard.metrics import binary_metrics
 from dlrm_autoshard.model import DLRM
 from dlrm_autoshard.placement import Placement, from_rank_0, place
@@ -41,9 +43,11 @@ from dlrm_autoshard.planning.plan_table import candidate_table, rank_table
 from dlrm_autoshard.progress import Display, describe
 from dlrm_autoshard.recorder import Recorder
 from dlrm_autoshard.report.jsonl import append_jsonl, drop_after_step
-from dlrm_autoshard.report.record import EpochProfile, epochs_file, rank_file
+from dlrm_autoshard.report.record import EpochProfile
 from dlrm_autoshard.run_directory import RunDirectoryError, last_run, new_run
 from dlrm_autoshard.schedule import lr_scale
+
+_MOST_SKIPPED = 10  # losses in a row that are not finite; after so many it is the weights, and skipping can't help
 
 
 class TrainError(ValueError):
@@ -118,10 +122,16 @@ class Trainer:
             autocast=self.autocast,
             all_finite=self._all_finite if config.train.on_nan == "skip" else None,
         )
+        self.loop = None
+        if Loop.is_wanted(config, runtime.world_size):
+            self.loop = Loop(config, runtime, self.embeddings, self.placement, run_dir)
         if checkpoint is not None:
             self._resume(checkpoint)
+        else:
+            self._forget_after(-1)  # where a job without checkpoints was started again
         self.recorder = Recorder(run_dir, runtime, self.embeddings, self.clock)
-        self.last_good = checkpoint
+        self.resumed_from = checkpoint
+        self._skipped = 0  # steps in a row whose loss was not finite
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -129,44 +139,58 @@ class Trainer:
         config, position = self.config, self.position
         metrics: Mapping[str, float] = {}
         throughput = 0.0
-        steps_per_epoch = -(-self.source.num_samples("train") // self.global_batch)
-        self.total_steps = steps_per_epoch * config.train.epochs
-        if config.train.max_steps is not None:
-            self.total_steps = min(self.total_steps, config.train.max_steps)
+        between: Split = "val" if self.source.num_samples("val") else "test"
+        self.total_steps = self._count_steps()
         with Display(self.runtime.rank == 0, self.total_steps, position.step) as self.display:
             self._announce()
-            if config.checkpoint.enabled and self.last_good is None:
+            if config.checkpoint.enabled and self.resumed_from is None:
                 self._save()  # so that there is always a good one to name and to go back to
+            if position.step and position.sample == 0 and position.step < self.total_steps:
+                metrics = self._evaluate(between)  # its checkpoint comes first, so a kill may have come between
             while position.epoch < config.train.epochs and position.step < self.total_steps:
                 record = self._train_epoch()
                 throughput = record.throughput if record is not None else 0.0
                 if position.step < self.total_steps:
-                    metrics = self._evaluate("val") or self._evaluate("test")
+                    metrics = self._evaluate(between)
             metrics = self._evaluate("test") or metrics
             self.checkpoints.finish()
+            if self.loop is not None:
+                self.loop.finish()
         return TrainResult(self.run_dir, position.step, metrics, throughput)
+
+    def _count_steps(self) -> int:
+        """Steps in all: those done (perhaps on another number of ranks) and those to come."""
+        samples, position, train = self.source.num_samples("train"), self.position, self.config.train
+        total = position.step
+        if position.epoch < train.epochs:
+            this_epoch = -(-(samples - position.sample) // self.global_batch)
+            total += this_epoch + (train.epochs - position.epoch - 1) * -(-samples // self.global_batch)
+        return total if train.max_steps is None else min(total, train.max_steps)
 
     def _train_epoch(self) -> EpochProfile | None:
         """From the current position to the epoch's end. Returns the epoch's record on rank 0."""
         config, position = self.config, self.position
-        record = None
+        record, save = None, False
         with self._loader("train", position.epoch, position.sample) as loader:
             self.step.begin_epoch(iter(loader))
             self.recorder.open(position.step)
             first = position.step
             while not self.step.exhausted and position.step < self.total_steps:
                 self._train_step(sampled=self._is_sampled(position.step - first))
-                if config.checkpoint.every_steps and position.step % config.checkpoint.every_steps == 0:
+                every = config.checkpoint.every_steps
+                save = every is not None and position.step % every == 0
+                if save and not self.step.exhausted and position.step < self.total_steps:
                     self._pause(self._save)
                 interval = config.autoshard.reshard.every_steps
                 if interval and position.step % interval == 0 and not self.step.exhausted:
                     record = self._close_interval()
         epoch_over = self.step.exhausted
-        record = self._close_interval() or record
+        if position.step > self.recorder.first_step:
+            record = self._close_interval()
         if epoch_over:
             position.epoch, position.sample = position.epoch + 1, 0
         last = position.step >= self.total_steps or position.epoch == config.train.epochs
-        if config.checkpoint.enabled and (last or position.epoch % config.checkpoint.every_epochs == 0):
+        if config.checkpoint.enabled and (last or save or position.epoch % config.checkpoint.every_epochs == 0):
             self._save()
         return record
 
@@ -179,24 +203,31 @@ class Trainer:
         try:
             with traced(trace, self.clock) if tracing else nullcontext():
                 batch = self.step.run(scale, config.tables.optimizer.lr * scale, sampled=sampled or tracing)
+            self._skipped = 0
         except NotFinite as skipped:
             batch = skipped.batch
-            self._log_metrics("train", {"skipped_not_finite": 1.0})
+            self._skipped += 1
+        if tracing:
+            self.clock.forget_last()  # the profiler's own time is in it
         position.sample += batch.global_size
         position.step += 1
         self.recorder.count(batch.size)
-        if sampled and ids is not None:
+        if sampled and ids is not None and not self._skipped:
             self.recorder.observer.observe(ids, self.runtime.world_size, batch.global_size)
         self._after_step(config.train.log_every_steps)
 
     def _after_step(self, log_every: int) -> None:
+        if self._skipped:
+            self._log_metrics("train", {"skipped_not_finite": 1.0})
+            if self._skipped >= _MOST_SKIPPED:
+                self._stop_not_finite(f"has not been finite for {self._skipped} steps, up to")
+            return self.display.step()
         logging = self.position.step % log_every == 0
         if not logging and self.runtime.device.type != "cpu":
             return self.display.step()  # looking at the loss would make the GPU's queue run dry
         loss = float(self.dense.global_loss)
         if loss != loss or abs(loss) == float("inf"):
-            if self.config.train.on_nan == "stop":
-                self._stop_not_finite(loss)
+            self._stop_not_finite(f"is {loss} at")
         elif logging:
             self._log_metrics("train", {"logloss": loss})
         self.display.step(loss)
@@ -229,7 +260,20 @@ class Trainer:
         return record
 
     def _after_interval(self, record: EpochProfile | None, profile: StepProfile | None) -> None:
-        """The seam of the loop: called on every rank between intervals; record and profile are rank 0's."""
+        """Lets the loop decide on moves, on every rank between intervals; record and profile are rank 0's."""
+        every, position = self.config.autoshard.reshard, self.position
+        due = every.every_steps is not None or (position.epoch + 1) % every.every_epochs == 0
+        if self.loop is None or not due:
+            return
+        interval = None
+        if record is not None and profile is not None and record.throughput > 0:
+            left = self.total_steps - position.step
+            interval = Interval(position.epoch, position.step, profile, record.throughput, left)
+        decision = self.loop.after_interval(interval)
+        if decision is not None:
+            self.display.line(f"step {position.step}  {decision.text}")
+            if decision.new_plan is not None:
+                self.step.redistribute()
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -238,7 +282,8 @@ class Trainer:
         if self.source.num_samples(split) == 0:
             return {}
         predictions, labels = [], []
-        with self._loader(split, 0, 0) as loader:
+        done = self.position.epoch - (self.position.sample == 0 and self.position.epoch > 0)
+        with self._loader(split, done, 0) as loader:
             for batch in loader:
                 predictions.append(predict(self.step.model, self.embeddings, batch, autocast=self.autocast).cpu())
                 labels.append(batch.labels_B[: batch.size])
@@ -246,7 +291,6 @@ class Trainer:
         if gathered is None:
             return {}
         metrics = binary_metrics(torch.cat([p for p, _ in gathered]), torch.cat([y for _, y in gathered]))
-        done = self.position.epoch - (self.position.sample == 0 and self.position.epoch > 0)
         self._log_metrics(split, metrics, epoch=done)
         self.display.line(f"epoch {done}  {split}  {describe(metrics)}")
         return metrics
@@ -285,6 +329,7 @@ class Trainer:
         return shapes
 
     def _save(self) -> None:
+        self._check_weights()
         position = self.position
         state = {
             "step": position.step,
@@ -297,21 +342,40 @@ class Trainer:
         extra: dict[str, Any] = {"rng": torch.get_rng_state(), "stats": self.stats}
         if self.placement.planner is not None:
             extra["planner"] = self.placement.planner.state_dict()
-        self.last_good = self.checkpoints.save(self._tensors(), state, extra)
+        if self.loop is not None:
+            extra["loop"] = self.loop.state_dict()
+        self.checkpoints.save(self._tensors(), state, extra)
 
     def _resume(self, checkpoint: Path) -> None:
         state, extra = self.checkpoints.load(checkpoint, self._tensors(), self._shapes())
         self.position = Position(state["epoch"], state["sample"], state["step"])
+        self._forget_after(state["step"])
         self.embeddings.set_updates(state["table_updates"])
         self.dense.set_optimizer_steps(state["optimizer_steps"])
         torch.set_rng_state(extra["rng"])
         self.stats = extra["stats"]
         if self.placement.planner is not None and "planner" in extra:
             self.placement.planner.load_state_dict(extra["planner"])
-        drop_after_step(rank_file(self.run_dir, self.runtime.rank), state["step"])
+        if self.loop is not None and extra.get("loop") and state["plan"]["world_size"] == self.runtime.world_size:
+            self.loop.load_state_dict(extra["loop"])
+
+    def _forget_after(self, step: int) -> None:
+        """Drops the records of steps that will be done again; all ranks' at once, for there may be fewer ranks now."""
         if self.runtime.rank == 0:
-            for path in (epochs_file(self.run_dir), self.run_dir / "metrics.jsonl", self.run_dir / "decisions.jsonl"):
-                drop_after_step(path, state["step"])
+            for name in ("costs/*.jsonl", "metrics.jsonl", "decisions.jsonl"):
+                for path in self.run_dir.glob(name):
+                    drop_after_step(path, step)
+        self.runtime.barrier()
+
+    def _check_weights(self) -> None:
+        """A checkpoint that is not finite would be worth nothing, and push out one that is."""
+        bad = next((name for name, value in self._tensors().items() if not all_finite(value)), None)
+        for rank, name in enumerate(self.runtime.all_gather(bad)):
+            if name is not None:
+                raise TrainError(
+                    f"'{name}' holds NaN or infinity after step {self.position.step - 1}, on rank {rank}. "
+                    f"{self._last_good(self.position.step)}"
+                )
 
     # -- small things ------------------------------------------------------------------------------------------------
 
@@ -349,13 +413,24 @@ class Trainer:
         dist.all_reduce(bad, group=self.runtime.group)
         return float(bad) == 0.0
 
-    def _stop_not_finite(self, loss: float) -> None:
+    def _stop_not_finite(self, what: str) -> None:
         bad = [r for r, fine in enumerate(self.runtime.all_gather(self.step.last_loss_finite)) if not fine]
         where = f"rank {bad[0]}" if bad else "no single rank (the sum overflowed)"
-        raise TrainError(
-            f"the loss is {loss} at step {self.position.step - 1}, from {where}. Last good checkpoint: "
-            f"{self.last_good or 'none'}. Lower the learning rates, warm up longer, or set train.on_nan: skip."
+        failed = self.position.step - 1
+        # A checkpoint made just before the failed step has the very weights that failed.
+        raise TrainError(f"the loss {what} step {failed}, from {where}. {self._last_good(failed)}")
+
+    def _last_good(self, before: int) -> str:
+        self.checkpoints.finish()
+        return (
+            f"Last good checkpoint: {self.checkpoints.latest(before) or 'none'}. "
+            "Lower the learning rates, warm up longer, or look at the data; train.on_nan: skip leaves such batches out."
         )
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Without a copy of the tensor's size."""
+    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor.detach()))
 
 
 def plan_of(checkpoint: Path | None) -> ShardingPlan | None:

@@ -6,6 +6,7 @@
     ...all-to-all...       ; clock.stop("fwd_comms")
     clock.end()
     times = clock.summary()                            # {"fwd_compute": StageTime(...), ...}
+    clock.step_ms                                      # the sum of their mean_ms
 
 Each `stop` charges the time since the previous mark, so the stages add up to the step. A collective's own duration
 includes waiting for the slowest rank; meeting before it, in sampled steps only, keeps the two apart. Steps that are
@@ -34,8 +35,7 @@ class StageClock:
         self.sampled = False
         self._device, self._control = device, control
         self._alone = dist.get_world_size(control) == 1
-        self._times: dict[str, list[float]] = defaultdict(list)
-        self._steps: list[float] = []
+        self._steps: list[dict[str, float]] = []
         self._cpu_shares: list[float] = []
         self._current: dict[str, float] = {}
         self.spans: list[tuple[str, float, float]] = []
@@ -73,23 +73,39 @@ class StageClock:
         if not self.sampled:
             return
         self.stop("other")
-        self._steps.append(self._last - self._started)
-        for stage, seconds in self._current.items():
-            self._times[stage].append(seconds)
-        if self._wall > 0:
-            self._cpu_shares.append(self._cpu / self._wall)
+        self._steps.append(dict(self._current))
+        self._cpu_shares.append(self._cpu / self._wall if self._wall > 0 else 1.0)
         self.sampled = False
+
+    def forget_last(self) -> None:
+        """The last step was no usual one: a profiler, say, looked on."""
+        del self._steps[-1:], self._cpu_shares[-1:]
 
     @property
     def samples(self) -> int:
         return len(self._steps)
 
     def summary(self) -> dict[str, StageTime]:
-        return {stage: stage_time(seconds) for stage, seconds in self._times.items()}
+        """Of each stage that occurred; a step without it counts as one that spent no time there."""
+        stages = {stage: None for step in self._steps for stage in step}
+        return {
+            stage: stage_time(
+                [step.get(stage, 0.0) for step in self._steps], [step.get(stage, 0.0) for step in self._typical]
+            )
+            for stage in stages
+        }
 
     @property
     def step_ms(self) -> float:
-        return 1e3 * statistics.median(self._steps) if self._steps else 0.0
+        """Mean of the typical steps."""
+        return 1e3 * statistics.fmean(sum(step.values()) for step in self._typical) if self._steps else 0.0
+
+    @property
+    def _typical(self) -> list[dict[str, float]]:
+        """The middle half of the steps by their whole time."""
+        ordered = sorted(self._steps, key=lambda step: sum(step.values()))
+        cut = len(ordered) // 4
+        return ordered[cut : len(ordered) - cut]
 
     @property
     def cpu_share(self) -> float | None:
@@ -99,7 +115,6 @@ class StageClock:
         return statistics.median(self._cpu_shares)
 
     def reset(self) -> None:
-        self._times.clear()
         self._steps.clear()
         self._cpu_shares.clear()
 
@@ -109,9 +124,15 @@ class StageClock:
         return time.perf_counter()
 
 
-def stage_time(seconds: Sequence[float]) -> StageTime:
-    """Median, p95 and interquartile range of repeated measurements, in ms."""
+def stage_time(seconds: Sequence[float], typical: Sequence[float] = ()) -> StageTime:
+    """Median, p95 and interquartile range of repeated measurements, and the mean of the typical ones, in ms."""
     ordered = sorted(1e3 * value for value in seconds)
     quartiles = statistics.quantiles(ordered, n=4) if len(ordered) > 1 else [ordered[0]] * 3
     p95 = ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))]
-    return StageTime(statistics.median(ordered), p95, quartiles[2] - quartiles[0], len(ordered))
+    return StageTime(
+        statistics.median(ordered),
+        p95,
+        quartiles[2] - quartiles[0],
+        len(ordered),
+        1e3 * statistics.fmean(typical) if typical else None,
+    )

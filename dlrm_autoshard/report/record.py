@@ -40,10 +40,10 @@ class RankEpoch:
 
     stages: time in each of costs.STAGES and costs.WAITS; one that is not there took no time.
     step_ms: of a typical sampled step, from the first stage to the last: the sum of its stages and waits.
-    throughput: examples/s of this rank's share of the batch over the whole epoch, sampled or not. cpu_share: CPU time
-    / wall time of the stages that compute; well below 1 means that something else had the rank's core; None where it
-    is not measured (CUDA).
-    table_bytes: weights and optimizer state of the tables owned. peak_memory_bytes: of the process or the device.
+    throughput: examples/s of this rank's share of the batch over the whole epoch, sampled or not.
+    cpu_share: CPU time / wall time of the stages that compute; well below 1 means that something else had the rank's
+    core; None where it is not measured (CUDA). table_bytes: weights and optimizer state of the tables owned.
+    peak_memory_bytes: of the process or the device.
     """
 
     epoch: int

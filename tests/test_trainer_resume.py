@@ -1,0 +1,139 @@
+"""Interrupted and uninterrupted training are the same training; checkpoints load on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.checkpoint import CheckpointError
+from dlrm_autoshard.config import Config
+from tests.ranks import run_ranks
+from tests.trainers import config, losses, make_runtime, plan_file, records, tensors, trainer
+
+# 250 samples: epochs of 16 steps on 2 ranks, the last one uneven.
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"dense_optimizer": {"name": "sgd", "lr": 0.2}},
+    "adam, rowwise, schedule": {
+        "dense_optimizer": {"name": "adam", "lr": 0.01, "weight_decay": 0.01},
+        "tables": {"optimizer": {"name": "rowwise_adagrad", "lr": 0.05}},
+        "schedule": {"warmup_steps": 9, "decay_start_step": 20, "decay_steps": 15},
+    },
+    "adagrad, asynchronous": {
+        "dense_optimizer": {"name": "adagrad", "lr": 0.05},
+        "tables": {"optimizer": {"name": "adagrad", "lr": 0.05}},
+        "checkpoint": {"asynchronous": True},
+    },
+}
+
+
+def settings(optimizer: str, **changes: Any) -> Config:
+    sections = {
+        "data": {"test_samples": 60},
+        "checkpoint": {"enabled": True, "every_steps": 5},
+        "train": {"epochs": 3},
+    }
+    for section, values in [*OPTIMIZERS[optimizer].items(), *changes.items()]:
+        sections[section] = {**sections.get(section, {}), **values}
+    return config(**sections)
+
+
+def interrupt(rank: int, world_size: int, folder: Path, optimizer: str) -> None:
+    """One run in one go, and one in four pieces: stopped at mid-epoch, at an epoch's end, and by an exception in the
+    step after a checkpoint."""
+    runtime = make_runtime(rank, world_size)
+    with trainer(settings(optimizer), runtime, folder / "whole") as made:
+        made.run()
+    for stop in (7, 16, 32):
+        with trainer(settings(optimizer, train={"max_steps": stop}), runtime, folder / "pieces") as made:
+            made.run()
+    with trainer(settings(optimizer), runtime, folder / "pieces") as made:
+        assert made.position.step == 32
+        usual = made._train_step
+
+        def killed(*, sampled: bool) -> None:
+            if made.position.step == 38:  # the last checkpoint is of step 35
+                raise KeyboardInterrupt
+            usual(sampled=sampled)
+
+        made._train_step = killed  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            made.run()
+        made.checkpoints.finish()
+    with trainer(settings(optimizer), runtime, folder / "pieces") as made:
+        assert (made.position.step, made.position.epoch, made.position.sample) == (35, 2, 48)
+        made.run()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_interruption_changes_no_bit(optimizer: str, tmp_path: Path) -> None:
+    run_ranks(interrupt, 2, tmp_path, optimizer, timeout=90)
+    whole, pieces = losses(tmp_path / "whole"), losses(tmp_path / "pieces")
+    assert [step for step, _ in whole] == list(range(1, 49))
+    assert pieces == whole  # every step once, in order, and bit-equal
+    evaluations = [
+        [(r["step"], r["epoch"], r["auc"], r["logloss"]) for r in records(tmp_path / run) if r["split"] == "test"]
+        for run in ("whole", "pieces")
+    ]
+    assert [(step, epoch) for step, epoch, *_ in evaluations[0]] == [(16, 0), (32, 1), (48, 2)]
+    assert evaluations[1] == evaluations[0]
+    for name in ("costs/epochs.jsonl", "costs/rank_00000.jsonl", "costs/rank_00001.jsonl"):
+        intervals = [(r["first_step"], r["end_step"]) for r in records(tmp_path / "pieces", name)]
+        # What ran after the checkpoint of step 35 until the exception is forgotten, with its interval.
+        assert intervals == [(0, 7), (7, 16), (16, 32), (35, 48)], name
+    kept = sorted(path.name for path in (tmp_path / "pieces/checkpoints").iterdir())
+    assert kept == ["step_00000045", "step_00000048"]
+
+
+def train_and_give(rank: int, world_size: int, run_dir: Path, made_with: Config) -> dict[str, Tensor]:
+    with trainer(made_with, make_runtime(rank, world_size), run_dir) as made:
+        made.run()
+        return tensors(made)
+
+
+def load_and_give(rank: int, world_size: int, run_dir: Path, made_with: Config) -> tuple[dict[str, Tensor], list[int]]:
+    """What is in memory after loading; then goes on, to the end."""
+    with trainer(made_with, make_runtime(rank, world_size), run_dir) as made:
+        loaded = tensors(made)
+        start = made.position.step
+        made.run()
+        return loaded, [start, made.position.step, made.position.epoch, made.embeddings.updates]
+
+
+@pytest.mark.parametrize("before,after,placement", [(2, 1, "0000"), (2, 3, "2002"), (3, 2, "1011")])
+def test_loads_exactly_on_another_number_of_ranks(before: int, after: int, placement: str, tmp_path: Path) -> None:
+    optimizer = "adam, rowwise, schedule"
+    saved = run_ranks(train_and_give, before, tmp_path / "run", settings(optimizer, train={"max_steps": 7}))
+    every = {key: value for rank in saved for key, value in rank.items()}
+    moved = settings(optimizer, autoshard={"placement": plan_file(tmp_path, placement, after)})
+    results = run_ranks(load_and_give, after, tmp_path / "run", moved)
+    seen = {key for loaded, _ in results for key in loaded}
+    assert seen == set(every)
+    for loaded, _ in results:
+        for key, value in loaded.items():
+            assert torch.equal(value, every[key]), key
+    # What is left of epoch 0, then two epochs, with the new global batch; no sample twice.
+    left = 250 - 7 * 8 * before
+    steps = 7 + -(-left // (8 * after)) + 2 * -(-250 // (8 * after))
+    assert all(figures == [7, steps, 3, steps] for _, figures in results)
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, steps + 1))
+
+
+def load_other_model(rank: int, world_size: int, run_dir: Path, other: dict[str, Any]) -> str:
+    runtime = make_runtime(rank, world_size)
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError) as caught, trainer(settings("sgd", **other), runtime, run_dir):
+        pass
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_model_says_which_keys_differ(tmp_path: Path) -> None:
+    run_ranks(train_and_give, 2, tmp_path, settings("sgd", train={"max_steps": 5}))
+    message = run_ranks(load_other_model, 2, tmp_path, {"model": {"over_arch_layer_sizes": [6, 1]}})[1]
+    assert "dense.over_mlp.0.weight is [10, 18], the model has [6, 18]" in message and "Nothing was loaded" in message
+    message = run_ranks(load_other_model, 2, tmp_path, {"tables": {"optimizer": {"name": "rowwise_adagrad"}}})[0]
+    assert "tables.item.momentum1 is not in it" in message
