@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=3,
         metavar="N",
         help="categories seen fewer than N times share a row (default: %(default)s); "
-        "memory grows by some 12 bytes a distinct category",
+        "memory grows by some 30 bytes a distinct category",
     )
     encoding.add_argument(
         "--modulo", type=_positive, metavar="ROWS", help="row = category modulo ROWS instead, in every table"

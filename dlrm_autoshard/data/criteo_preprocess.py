@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 from dlrm_autoshard.data.batch import DataError
 from dlrm_autoshard.data.criteo_text import NUM_CATEGORIES, NUM_INTEGERS, TextBlock, read_blocks
 from dlrm_autoshard.data.new_folder import new_folder
-from dlrm_autoshard.data.npy_files import NpyWriter, map_npy
+from dlrm_autoshard.data.npy_files import NpyWriter, rows_of
 from dlrm_autoshard.data.vocabulary import FrequencyCounter
 
 TABLES_FILE = "tables.json"
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done and how much there is (in bytes or rows)."""
 
-_ROWS_AT_A_TIME = 1 << 17
+_ROWS_AT_A_TIME = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,11 @@ def _make_contiguous(
 ) -> list[int]:
     vocabularies = [counter.vocabulary(encoding.min_frequency) for counter in counters]
     done = 0
-    for day, num_rows in enumerate(rows_per_day):
+    for day in range(len(rows_per_day)):
         path = folder / f"day_{day}_sparse.npy"
-        raw = map_npy(path)
         with NpyWriter(path.with_suffix(".new"), NUM_CATEGORIES, np.int32) as sparse:
-            for start in range(0, num_rows, _ROWS_AT_A_TIME):
-                raw_TB = np.ascontiguousarray(raw[start : start + _ROWS_AT_A_TIME].T).view(np.uint32)
+            for raw_BT in rows_of(path, NUM_CATEGORIES, np.uint32, _ROWS_AT_A_TIME):
+                raw_TB = np.ascontiguousarray(raw_BT.T)
                 encoded = [vocabulary.encode(raw_B) for vocabulary, raw_B in zip(vocabularies, raw_TB, strict=True)]
                 sparse.append(np.stack(encoded, axis=1))
                 done += len(encoded[0])

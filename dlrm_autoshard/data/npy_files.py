@@ -8,6 +8,7 @@ map_npy(Path("day_0_dense.npy"))[5:9]
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -47,6 +48,14 @@ class NpyWriter:
             self._file.seek(0)
             self._file.write(self._header())
         self._file.close()
+
+
+def rows_of(path: Path, columns: int, dtype: DTypeLike, rows_at_a_time: int) -> Iterator[NDArray[Any]]:
+    """What an NpyWriter wrote, some rows at a time, read and not mapped: mapped pages count as the process's memory."""
+    with path.open("rb") as file:
+        file.seek(_HEADER_BYTES)
+        while len(values := np.fromfile(file, dtype, rows_at_a_time * columns)):
+            yield values.reshape(-1, columns)
 
 
 def map_npy(path: Path) -> NDArray[Any]:

@@ -16,27 +16,48 @@ from numpy.typing import NDArray
 
 MISSING, RARE, FIRST_KEPT = 0, 1, 2
 
+_SPREAD = np.uint32(0x9E3779B1)  # 2^32 / golden ratio: spreads successive ids over the slots
 _PENDING_AT_LEAST = 1 << 18
 
 
-@dataclass(frozen=True)
 class Vocabulary:
-    raw_ids: NDArray[np.uint32]  # sorted
-    rows: NDArray[np.int32]
+    """Each raw id's row, found by hashing: a table of slots, where an id lies in its own or in the next free one.
 
-    @property
-    def num_rows(self) -> int:
-        return FIRST_KEPT + len(self.raw_ids)
+    (Whole arrays take each step together; searching a sorted list of ids took several times as long.)
+    """
+
+    def __init__(self, raw_ids: NDArray[np.uint32], rows: NDArray[np.int32]) -> None:
+        """`raw_ids` are distinct and not 0, which marks a free slot."""
+        self.num_rows = FIRST_KEPT + len(raw_ids)
+        bits = max(1, 2 * len(raw_ids) - 1).bit_length()  # at most half of the slots are taken
+        self._shift, self._last_slot = np.uint32(32 - bits), np.uint32(2**bits - 1)
+        self._raw_ids, self._rows = np.zeros(2**bits, np.uint32), np.full(2**bits, RARE, np.int32)
+        slots = self._first_slots(raw_ids)
+        while len(raw_ids):
+            free = self._raw_ids[slots] == 0
+            self._raw_ids[slots[free]] = raw_ids[free]  # of several for one slot, one stays
+            placed = self._raw_ids[slots] == raw_ids
+            self._rows[slots[placed]] = rows[placed]
+            raw_ids, rows, slots = raw_ids[~placed], rows[~placed], self._next(slots[~placed])
 
     def encode(self, raw_N: NDArray[np.uint32]) -> NDArray[np.int32]:
-        if len(self.raw_ids) == 0:
-            return np.where(raw_N == 0, MISSING, RARE).astype(np.int32)
-        sorted_N, order_N = _sorted_with_order(raw_N)  # a search for sorted ids stays in the cache
-        places_N = np.minimum(np.searchsorted(self.raw_ids, sorted_N), len(self.raw_ids) - 1)
-        rows_N = np.empty(len(raw_N), np.int32)
-        rows_N[order_N] = np.where(self.raw_ids[places_N] == sorted_N, self.rows[places_N], np.int32(RARE))
+        slots_N = self._first_slots(raw_N)
+        found_N = self._raw_ids[slots_N]
+        rows_N = self._rows[slots_N]  # of a free slot: RARE
+        others = np.flatnonzero((found_N != raw_N) & (found_N != 0))
+        while len(others):
+            slots_N[others] = slots = self._next(slots_N[others])
+            rows_N[others] = self._rows[slots]
+            found = self._raw_ids[slots]
+            others = others[(found != raw_N[others]) & (found != 0)]
         rows_N[raw_N == 0] = MISSING
         return rows_N
+
+    def _first_slots(self, raw_N: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        return (raw_N * _SPREAD) >> self._shift
+
+    def _next(self, slots: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        return (slots + np.uint32(1)) & self._last_slot
 
 
 @dataclass
