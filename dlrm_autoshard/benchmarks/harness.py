@@ -50,6 +50,7 @@ NAMES = (
     "kills",
     "soak",
     "gpu-all",
+    "criteo-preprocessing",
 )
 _PACKAGES = ("dlrm_autoshard", "torch", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec", "numpy")
 
