@@ -1,0 +1,344 @@
+"""Records of a run: what they say about stragglers, that they survive crashes, and how they are read back."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dlrm_autoshard.cli import main
+from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, WAITS, RankCost, StageTime
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.report.diagnosis import table_costs_ms
+from dlrm_autoshard.report.jsonl import SCHEMA, ReportError, append_jsonl, drop_after, read_jsonl
+from dlrm_autoshard.report.record import EpochProfile, RankEpoch, epochs_file, rank_file
+from dlrm_autoshard.report.run_record import RunRecord
+from dlrm_autoshard.report.summary import loop_in_one_line, summary, who_was_slow
+from dlrm_autoshard.tables import TableConfig, TableStats
+from tests.report_records import make_profile, make_ranks, make_tables, write_run
+
+# -- who is slow, and why ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heavy", [0, 1, 3])
+def test_the_rank_with_twice_the_lookups_is_named_with_its_stage_and_tables(heavy: int) -> None:
+    profile = make_profile(work=[2.0 if rank == heavy else 1.0 for rank in range(4)], num_tables=20)
+    straggler = profile.straggler
+    assert straggler is not None
+    assert (straggler.rank, straggler.cause) == (heavy, "load")
+    assert straggler.stage in ("fwd_compute", "bwd_compute")
+    owned = {table.name: table.mean_pooling * table.embedding_dim for table in profile.tables if table.rank == heavy}
+    assert [name for name, _ in straggler.tables] == sorted(owned, key=lambda name: -owned[name])[:3]
+    assert f"rank {heavy}" in straggler.sentence and "too much work" in straggler.sentence
+
+
+def test_the_fast_ranks_time_is_waiting_and_not_communication() -> None:
+    profile = make_profile(work=(1.0, 2.0))
+    assert profile.wait_ms["fwd_comms_wait"][0] > 4.0 > 0.5 > profile.wait_ms["fwd_comms_wait"][1]
+    assert max(profile.stage_ms["fwd_comms"]) / min(profile.stage_ms["fwd_comms"]) < 1.05
+    assert profile.to_json()["waited_for"]["fwd_comms_wait"]["rank"] == 1
+    assert profile.accounted == pytest.approx(1.0)
+
+
+def test_a_rank_whose_core_is_shared_is_starved_and_its_tables_are_not_blamed() -> None:
+    straggler = make_profile(work=(1, 1, 1), cpu_share=(0.99, 0.5, 0.98)).straggler
+    assert straggler is not None
+    assert (straggler.rank, straggler.cause, straggler.tables) == (1, "starved of CPU", ())
+    assert "50% of the time" in straggler.sentence
+
+
+def test_a_rank_with_too_much_work_and_a_slightly_shared_core_is_overloaded() -> None:
+    straggler = make_profile(work=(1, 2.5), cpu_share=(0.99, 0.85)).straggler
+    assert straggler is not None and (straggler.rank, straggler.cause) == (1, "load")
+
+
+def test_where_all_ranks_are_starved_alike_the_one_with_more_work_is_overloaded() -> None:
+    profile = make_profile(work=(1, 2), cpu_share=(0.5, 0.48))
+    assert profile.straggler is not None and (profile.straggler.rank, profile.straggler.cause) == (1, "load")
+    record = RunRecord("x", {}, (profile,))
+    assert any("Every rank had its core for less than" in sentence for sentence in summary(record))
+
+
+def test_even_ranks_have_no_straggler_and_one_rank_has_none() -> None:
+    assert make_profile(work=(1, 1, 1)).straggler is None
+    assert make_profile(work=(1,)).straggler is None
+
+
+def test_a_rank_that_waits_for_data_is_told_from_a_loaded_one() -> None:
+    profile = make_profile(work=(1, 1))
+    late = {**profile.stage_ms, "data_wait": (0.1, 9.0)}
+    straggler = EpochProfile(**{**vars(profile), "stage_ms": late}).straggler
+    assert straggler is not None and (straggler.rank, straggler.cause, straggler.stage) == (1, "slow data", "data_wait")
+
+
+def test_perfect_balance_saves_what_the_slowest_ranks_take_beyond_the_mean() -> None:
+    profile = make_profile(work=(1.0, 2.0))
+    excess = sum(max(times) - sum(times) / 2 for times in profile.stage_ms.values())
+    assert profile.step_ms - profile.balanced_ms == pytest.approx(excess)
+    assert excess == pytest.approx(0.5 * (5.0 + 7.0), rel=0.1)
+
+
+def test_table_costs_add_up_to_what_was_measured() -> None:
+    profile = make_profile(work=(1.0, 1.5, 2.0), num_tables=30)
+    costs = table_costs_ms(profile)
+    for rank in range(3):
+        owned = sum(costs[table.name] for table in profile.tables if table.rank == rank)
+        assert owned == pytest.approx(profile.measured[rank].total_ms)
+
+
+def test_prediction_error_is_of_the_step_and_of_each_stage() -> None:
+    tables, stats = make_tables(4)
+    plan = ShardingPlan({table.name: i % 2 for i, table in enumerate(tables)}, 2)
+    ranks = make_ranks(plan, tables, (1.0, 2.0))
+    exact = EpochProfile.gather(ranks, plan, tables, stats, 2048, [rank.cost for rank in ranks])
+    half = [RankCost(*(0.5 * rank.cost.stage(stage) for stage in PLANNED_STAGES)) for rank in ranks]
+    low = EpochProfile.gather(ranks, plan, tables, stats, 2048, half)
+    assert exact.prediction_error == pytest.approx(0.0)
+    assert low.prediction_error == pytest.approx(-0.5)
+    assert low.to_json()["prediction_error_by_stage"]["bwd_compute"] == pytest.approx(0.5)
+    assert EpochProfile.gather(ranks, plan, tables, stats, 2048).prediction_error is None
+
+
+# -- records and files -------------------------------------------------------------------------------------------------
+
+times = st.floats(0, 1e4, allow_nan=False)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> EpochProfile:
+    world = draw(st.integers(1, 5))
+    names = draw(st.lists(st.text(min_size=1, max_size=8), max_size=6, unique=True))
+    tables = [TableConfig(name, draw(st.integers(1, 10**9)), 4 * draw(st.integers(1, 64))) for name in names]
+    stats = [TableStats(draw(st.floats(0, 500)), mean_reuse=draw(st.floats(1, 1e4))) for _ in names]
+    plan = ShardingPlan({name: draw(st.integers(0, world - 1)) for name in names}, world)
+    some = st.lists(st.sampled_from((*STAGES, *WAITS)), unique=True)
+    ranks = [
+        RankEpoch(
+            3, 10, 20, rank, draw(st.text(max_size=5)), "cpu", plan.tables_on(rank), draw(st.integers(0, 2**40)),
+            {name: StageTime(draw(times), draw(times), draw(times), draw(st.integers(1, 99))) for name in draw(some)},
+            draw(times), draw(times), draw(st.none() | st.floats(0, 1)), draw(st.integers(0, 2**40)),
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    for rank in ranks:
+        assert RankEpoch.from_json(json.loads(json.dumps(rank.to_json()))) == rank
+    predicted: Sequence[RankCost] | None = None
+    if draw(st.booleans()):
+        predicted = [RankCost(draw(times), draw(times), draw(times), draw(times)) for _ in range(world)]
+    return EpochProfile.gather(draw(st.permutations(ranks)), plan, tables, stats, 1024, predicted)
+
+
+@given(profiles())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_profile_comes_back_from_its_json_as_it_was(profile: EpochProfile) -> None:
+    line = json.dumps(profile.to_json(), allow_nan=False)
+    assert EpochProfile.from_json(json.loads(line)) == profile
+
+
+def test_a_rank_missing_from_the_gathered_records_is_an_error() -> None:
+    tables, stats = make_tables(3)
+    plan = ShardingPlan({table.name: 0 for table in tables}, 2)
+    with pytest.raises(ReportError, match=r"records of ranks \[0\] for a plan of 2 ranks"):
+        EpochProfile.gather(make_ranks(plan, tables, (1, 1))[:1], plan, tables, stats, 2048)
+
+
+def test_a_torn_last_line_is_ignored_and_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "costs" / "epochs.jsonl"
+    for epoch in range(3):
+        append_jsonl(path, {"epoch": epoch})
+    whole = path.read_bytes()
+    for cut in range(1, 20):  # a crash may end the file anywhere
+        path.write_bytes(whole[:-cut])
+        assert [line["epoch"] for line in read_jsonl(path)] == [0, 1]
+        append_jsonl(path, {"epoch": 2})
+        assert path.read_bytes() == whole
+
+
+def test_records_beyond_the_resumed_epoch_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for epoch in (0, 0, 1, 2):
+        append_jsonl(path, {"epoch": epoch})
+    drop_after(path, 1)
+    append_jsonl(path, {"epoch": 2, "again": True})
+    assert [(line["epoch"], "again" in line) for line in read_jsonl(path)] == [
+        (0, False), (0, False), (1, False), (2, True)
+    ]  # fmt: skip
+    drop_after(tmp_path / "nothing.jsonl", 1)
+    assert not (tmp_path / "nothing.jsonl").exists()
+
+
+def test_not_a_number_is_written_as_null(tmp_path: Path) -> None:
+    append_jsonl(tmp_path / "m.jsonl", {"auc": float("nan"), "stages": {"a": [float("inf"), 1.0]}})
+    assert read_jsonl(tmp_path / "m.jsonl") == [{"schema": SCHEMA, "auc": None, "stages": {"a": [None, 1.0]}}]
+
+
+# -- reading a run back ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_read_back_whole(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run", ranks=4, epochs=3, tables=12))
+    assert [profile.epoch for profile in record.epochs] == [0, 1, 2]
+    assert len(record.ranks) == 12 and len(record.decisions) == 3 and record.stopped_early is None
+    assert record.epochs[0].straggler is not None and record.epochs[0].straggler.rank == 3
+
+
+def test_an_empty_directory_and_none_at_all_are_clear_errors(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"is empty: nothing to report"):
+        RunRecord.load(tmp_path)
+    with pytest.raises(ReportError, match=r"is not a directory"):
+        RunRecord.load(tmp_path / "nowhere")
+    (tmp_path / "photo.jpg").touch()
+    with pytest.raises(ReportError, match=r"holds no run: .*but photo\.jpg"):
+        RunRecord.load(tmp_path)
+
+
+def test_a_run_killed_in_its_first_epoch_says_what_is_there(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", epochs=1)
+    epochs_file(run).unlink()
+    with pytest.raises(ReportError, match=r"no complete epoch yet.*There is config\.yaml, costs/.*up to step 100"):
+        RunRecord.load(run)
+
+
+def test_a_run_killed_in_a_later_epoch_is_reported_up_to_the_last_complete_one(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", epochs=3)
+    lines = epochs_file(run).read_bytes().splitlines(keepends=True)
+    epochs_file(run).write_bytes(lines[0] + lines[1] + lines[2][:100])
+    record = RunRecord.load(run)
+    assert len(record.epochs) == 2 and {rank.epoch for rank in record.ranks} == {0, 1}
+    assert "2 of 3 epochs are profiled, to step 200; it was last seen at step 300" in (record.stopped_early or "")
+
+
+@pytest.mark.parametrize("file", ["costs/epochs.jsonl", "metrics.jsonl", "costs/rank_00001.jsonl", "decisions.jsonl"])
+def test_a_future_schema_is_a_clear_error(tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    append_jsonl(run / file, {"schema": SCHEMA + 6, "epoch": 9})
+    assert main(["report", str(run)]) == 2
+    said = capsys.readouterr().err
+    assert f"has schema {SCHEMA + 6}" in said and "update dlrm_autoshard" in said and Path(file).name in said
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    damaged = epochs_file(run).read_bytes().replace(b'"stage_ms":{', b'"stage_ms":{{', 1)
+    epochs_file(run).write_bytes(damaged)
+    with pytest.raises(ReportError, match=r"epochs\.jsonl', line 1 is damaged"):
+        RunRecord.load(run)
+    epochs_file(run).write_text('{"schema":1,"epoch":0}\n')
+    with pytest.raises(ReportError, match=r"epochs\.jsonl', epoch 0: this is not an epoch's profile: .* is missing"):
+        RunRecord.load(run)
+
+
+def test_a_run_without_profiling_still_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("profile: {enabled: false}\n")
+    append_jsonl(tmp_path / "metrics.jsonl", {"step": 9, "epoch": 0, "split": "test", "auc": 0.71234})
+    assert main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "Profiling was off" in said and "auc 0.7123" in said
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize(("ranks", "epochs", "tables"), [(1, 1, 3), (2, 3, 12), (64, 20, 1000)])
+def test_the_terminal_report_fits_80_columns_and_about_two_screens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int, epochs: int, tables: int
+) -> None:
+    run = write_run(tmp_path / "a_run_with_a_rather_long_name", ranks, epochs, tables)
+    assert main(["report", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) < 125
+    assert any("Where the step goes" in line for line in lines)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_the_terminal_report_names_the_straggler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", ranks=2, epochs=1)
+    straggler = RunRecord.load(run).last.straggler
+    assert straggler is not None
+    assert main(["report", str(run)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Rank 1 holds the others up by {straggler.excess_ms:.3g} ms" in said and straggler.tables[0][0] in said
+
+
+@pytest.mark.usefixtures("narrow")
+def test_two_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = write_run(tmp_path / "two", ranks=2, epochs=1), write_run(tmp_path / "four", ranks=4, epochs=3)
+    assert main(["report", str(one), str(other)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert next(line for line in lines if line.split()[:1] == ["ranks"]).split()[1:3] == ["2", "4"]
+    assert main(["report", str(one), str(other), str(one)]) == 2
+
+
+def test_json_holds_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run")
+    assert main(["report", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == SCHEMA and len(found["epochs"]) == 3 and found["epochs"][0]["straggler"]["rank"] == 1
+    assert found["summary"] == summary(RunRecord.load(run))
+
+
+def test_csv_has_a_row_for_every_epoch_rank_and_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", ranks=2, epochs=3)
+    assert main(["report", str(run), "--csv"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2 * 3 * (len(STAGES) + len(WAITS))
+    first = dict(zip(head.split(","), rows[0].split(","), strict=True))
+    rank = RankEpoch.from_json(read_jsonl(rank_file(run, 0))[0])
+    assert float(first["p95_ms"]) == rank.stages[first["stage"]].p95_ms
+
+
+def test_stragglers_of_earlier_epochs_and_what_the_loop_did_are_told(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run", ranks=4, epochs=6, starved_epoch=2))
+    assert who_was_slow(record) == [
+        "Earlier the others were held up by rank 3 (load) in epochs 0 to 1 and rank 0 (starved of CPU) in epoch 2."
+    ]
+    assert loop_in_one_line(record).startswith("The loop moved tables twice and kept the plan 4 times; 82 MiB in all")
+
+
+def test_no_epoch_is_lost_when_intervals_are_shorter_than_epochs(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", epochs=2)
+    lines = [json.loads(line) for line in epochs_file(run).read_text().splitlines()]
+    epochs_file(run).unlink()
+    for line in lines:
+        append_jsonl(epochs_file(run), {**line, "epoch": 0})
+    record = RunRecord.load(run)
+    assert [record.label(profile) for profile in record.epochs] == ["0 (0-99)", "0 (100-199)"]
+
+
+def test_scalars_are_what_the_records_say(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from dlrm_autoshard.report.tensorboard import ScalarWriter
+
+    profile = make_profile(work=(1, 2))
+    scalars = ScalarWriter(tmp_path)
+    scalars.metrics({"schema": 1, "step": 50, "epoch": 0, "split": "val", "auc": 0.75, "ne": None})
+    scalars.profile(profile)
+    scalars.close()
+    read = EventAccumulator(str(tmp_path)).Reload()
+    assert read.Scalars("val/auc")[0].value == 0.75 and read.Scalars("val/auc")[0].step == 50
+    slowest = read.Scalars("stage/fwd_compute/slowest")[0]
+    assert (slowest.step, slowest.value) == (profile.end_step, pytest.approx(max(profile.stage_ms["fwd_compute"])))
+    assert not any(name.split("/")[1] == "ne" for name in read.Tags()["scalars"])
+
+
+def test_without_tensorboard_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dlrm_autoshard.report import tensorboard
+
+    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
+    scalars = tensorboard.ScalarWriter(tmp_path / "events")
+    scalars.metrics({"step": 1, "epoch": 0, "split": "train", "logloss": 0.5})
+    scalars.profile(make_profile())
+    scalars.close()
+    assert os.listdir(tmp_path) == []
