@@ -14,6 +14,12 @@ from collections.abc import Sequence
 COMMAND_MODULES: tuple[str, ...] = (
     "dlrm_autoshard.doctor_command",
     "dlrm_autoshard.data.criteo_command",
+    "dlrm_autoshard.planning.tables_command",
+    "dlrm_autoshard.planning.tasks_command",
+    "dlrm_autoshard.planning.fit_command",
+    "dlrm_autoshard.planning.evaluate_command",
+    "dlrm_autoshard.planning.plan_command",
+    "dlrm_autoshard.planning.explain_command",
     "dlrm_autoshard.benchmarks.bench_command",
     "dlrm_autoshard.report.report_command",
 )

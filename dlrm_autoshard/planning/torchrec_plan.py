@@ -1,0 +1,74 @@
+"""A plan as TorchRec's DistributedModelParallel takes it.
+
+    record = torchrec_plan(plan, tables, module="sparse_arch.embedding_bag_collection")
+    sharding_plan = to_sharding_plan(record)             # with torchrec installed: DistributedModelParallel(plan=...)
+
+The record is plain JSON, {module: {table: {sharding_type, compute_kernel, ranks, sharding_spec}}}, so that making one
+needs no torchrec; `to_sharding_plan` turns it into torchrec's own classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.tables import TableConfig
+
+DEFAULT_MODULE = "embedding_bag_collection"
+
+
+def torchrec_plan(
+    plan: ShardingPlan, tables: Sequence[TableConfig], module: str = DEFAULT_MODULE, device: str = "cpu"
+) -> dict[str, Any]:
+    """Table-wise sharding of every table, fused kernel; `device` is 'cpu' or 'cuda'."""
+    plan.check_tables(table.name for table in tables)
+    return {
+        module: {
+            table.name: {
+                "sharding_type": "table_wise",
+                "compute_kernel": "fused",
+                "ranks": [plan.rank_of[table.name]],
+                "sharding_spec": {
+                    "shards": [
+                        {
+                            "shard_offsets": [0, 0],
+                            "shard_sizes": [table.num_embeddings, table.embedding_dim],
+                            "placement": _placement(plan.rank_of[table.name], device),
+                        }
+                    ]
+                },
+            }
+            for table in tables
+        }
+    }
+
+
+def to_sharding_plan(record: Mapping[str, Any]) -> Any:
+    """torchrec.distributed.types.ShardingPlan; ImportError where torchrec is not installed."""
+    from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+    from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
+    from torchrec.distributed.types import ShardingPlan as TorchrecPlan
+
+    return TorchrecPlan(
+        plan={
+            module: EmbeddingModuleShardingPlan(
+                {
+                    table: ParameterSharding(
+                        sharding_type=sharding["sharding_type"],
+                        compute_kernel=sharding["compute_kernel"],
+                        ranks=list(sharding["ranks"]),
+                        sharding_spec=EnumerableShardingSpec(
+                            [ShardMetadata(**shard) for shard in sharding["sharding_spec"]["shards"]]
+                        ),
+                    )
+                    for table, sharding in shardings.items()
+                }
+            )
+            for module, shardings in record.items()
+        }
+    )
+
+
+def _placement(rank: int, device: str) -> str:
+    return f"rank:{rank}/cpu" if device == "cpu" else f"rank:{rank}/cuda:{rank}"
