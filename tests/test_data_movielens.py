@@ -14,8 +14,7 @@ from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.data import movielens_fetch
 from dlrm_autoshard.data.batch import DataError
 from dlrm_autoshard.data.loader import Loader
-from dlrm_autoshard.data.movielens import FILES
-from dlrm_autoshard.data.movielens_fetch import fetch_movielens
+from dlrm_autoshard.data.movielens_fetch import FILES, fetch_movielens
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.data.settings import MovielensData
 

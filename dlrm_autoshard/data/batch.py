@@ -13,13 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlrm_autoshard.data.errors import DataError as DataError  # for those who import it from here
 from dlrm_autoshard.tables import TableConfig
 
 Split = Literal["train", "val", "test"]
-
-
-class DataError(ValueError):
-    """Input that cannot be used: the message names the file or table, the place in it, and what to try."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_autoshard.data.batch import DataError
 from dlrm_autoshard.data.criteo_text import NUM_CATEGORIES, NUM_INTEGERS, TextBlock, read_blocks
+from dlrm_autoshard.data.errors import DataError
 from dlrm_autoshard.data.new_folder import new_folder
 from dlrm_autoshard.data.npy_files import NpyWriter, rows_of
 from dlrm_autoshard.data.vocabulary import FrequencyCounter

@@ -19,8 +19,8 @@ from typing import IO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_autoshard.data.batch import DataError
 from dlrm_autoshard.data.digit_words import EDGE, read_decimal, read_hexadecimal
+from dlrm_autoshard.data.errors import DataError
 
 NUM_INTEGERS, NUM_CATEGORIES = 13, 26
 NUM_COLUMNS = 1 + NUM_INTEGERS + NUM_CATEGORIES

@@ -31,7 +31,6 @@ _COLUMNS = {
     "user": ["user_id", "age", "gender", "occupation", "zip_code"],
     "item": ["item_id", "movie_title", "release_year", "class"],
 }
-FILES = tuple(f"ml-100k.{kind}" for kind in _COLUMNS)
 
 _SECONDS_A_DAY, _SECONDS_A_WEEK = 86_400.0, 604_800.0
 

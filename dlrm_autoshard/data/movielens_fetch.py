@@ -14,9 +14,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from dlrm_autoshard.data.batch import DataError
-from dlrm_autoshard.data.movielens import FILES
+from dlrm_autoshard.data.errors import DataError
 
+FILES = ("ml-100k.inter", "ml-100k.user", "ml-100k.item")
 WHEEL = "recbole==1.2.1"
 RETRIES = 2
 _FOLDER = "recbole/dataset_example/ml-100k"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dlrm_autoshard.data.batch import DataError
+from dlrm_autoshard.data.errors import DataError
 
 
 @contextmanager

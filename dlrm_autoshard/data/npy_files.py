@@ -17,7 +17,7 @@ import numpy as np
 from numpy.lib import format as npy_format
 from numpy.typing import DTypeLike, NDArray
 
-from dlrm_autoshard.data.batch import DataError
+from dlrm_autoshard.data.errors import DataError
 
 _HEADER_BYTES = 128
 _LOCAL_HEADER_BYTES = 30  # of a zip's member, before its name and extra field, whose lengths are its last 4 bytes

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dlrm_autoshard.config import TablesConfig
-from dlrm_autoshard.data.batch import DataError
+from dlrm_autoshard.data.errors import DataError
 from dlrm_autoshard.tables import TableConfig
 
 
