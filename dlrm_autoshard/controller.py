@@ -14,7 +14,6 @@ later, when its gain has been measured.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -109,7 +108,7 @@ class _Past:
     moves_at: list[int] = field(default_factory=list)
     left_at: dict[str, int] = field(default_factory=dict)  # plan fingerprint -> when it stopped being the live one
     rolled_back: list[str] = field(default_factory=list)
-    throughputs: list[tuple[str, float]] = field(default_factory=list)  # (plan fingerprint, examples/s), newest last
+    differences: list[float] = field(default_factory=list)  # of throughput between intervals in which nothing changed
 
 
 class LoopController:
@@ -123,6 +122,7 @@ class LoopController:
         self.config, self.planner, self.problem, self._write = config, planner, problem, write
         self.move_cost = MoveCost()
         self._past = _Past()
+        self._last: Interval | None = None
         self._deciding: tuple[Decision, ShardingPlan] | None = None  # made, and not yet carried out; with the old plan
         self._unproven: tuple[Decision, ShardingPlan] | None = None  # carried out, gain not yet measured
         self._settled: StepProfile | None = None  # what was measured when last a whole look found nothing better
@@ -133,7 +133,7 @@ class LoopController:
     def after_interval(self, interval: Interval, plan: ShardingPlan) -> Decision:
         """`plan` is the live one, under which the interval ran."""
         started = time.perf_counter()
-        noise = self._noise(interval, plan)
+        noise = self._noise(interval)
         self.planner.observe(interval.profile)
         before = self.error(interval.profile)
         if before > GOOD_ERROR and self.config.refine.updates > 0:
@@ -273,7 +273,8 @@ class LoopController:
                 predicted_gain=offer.predicted_gain,
                 new_plan=candidate,
             )
-        self._settled, self._best_then = profile, verdict.text
+        # A model that was just mended may see more the next time.
+        self._settled, self._best_then = (profile if (base.error_before or 0.0) <= GOOD_ERROR else None), verdict.text
         return replace(base, text=f"kept: {verdict.text}", predicted_gain=offer.predicted_gain)
 
     def _nothing_to_look_for(self, interval: Interval) -> str | None:
@@ -327,14 +328,14 @@ class LoopController:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def _noise(self, interval: Interval, plan: ShardingPlan) -> float:
-        """Relative difference to be expected between two intervals of one plan: the median of those seen."""
-        name, seen = plan.fingerprint, self._past.throughputs
-        seen.append((name, interval.throughput))
-        del seen[:-12]
-        pairs = itertools.pairwise(seen)
-        differences = sorted(abs(b / a - 1) for (one, a), (other, b) in pairs if one == other)
-        return max(0.005, differences[len(differences) // 2]) if len(differences) > 1 else NOISE_BELIEVED
+    def _noise(self, interval: Interval) -> float:
+        """Relative difference to be expected between intervals in which nothing changes: the median of those seen."""
+        differences, last = self._past.differences, self._last
+        if last is not None and not _differ(last.profile, interval.profile):
+            differences.append(abs(interval.throughput / last.throughput - 1))
+            del differences[:-12]
+        self._last = interval
+        return max(0.005, sorted(differences)[len(differences) // 2]) if len(differences) > 1 else NOISE_BELIEVED
 
     def _taken(self) -> tuple[Decision, ShardingPlan]:
         assert self._deciding is not None, "there is no decision to carry out"
@@ -352,9 +353,7 @@ class LoopController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        past = dict(state["past"])
-        past["throughputs"] = [(str(name), float(value)) for name, value in past["throughputs"]]
-        self._past, self.move_cost = _Past(**past), MoveCost(**state["move_cost"])
+        self._past, self.move_cost = _Past(**state["past"]), MoveCost(**state["move_cost"])
         if state["unproven"] is not None:
             record = dict(state["unproven"])
             old_plan = ShardingPlan.from_json(record.pop("old_plan"))

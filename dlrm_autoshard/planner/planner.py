@@ -44,6 +44,7 @@ MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile
 LEARNED = ("dreamshard", "autoshard", "rnn")
 ALGORITHMS = ("auto", *LEARNED, "search", *HEURISTICS)
 KICKS = 20
+FEW_SHARDS = 100
 SMALL, MEDIUM = 2_000, 30_000
 """Units x ranks. Small: policies are trained on the task itself. Medium: sampled. Larger: one pass, one search."""
 
@@ -130,8 +131,8 @@ class Planner:
 
         trainer = DreamShard(self.policy, self.settings, self.seed)
         trainer.train(tasks, self._costs_of, measure_one, fit_costs)
-        for policy in self.sequences.values():
-            SequenceTrainer(policy, seed=self.seed).train(tasks, self._mdp_of)
+        if self.algorithm in self.sequences:
+            SequenceTrainer(self.sequences[self.algorithm], seed=self.seed).train(tasks, self._mdp_of)
         return replace(reports[-1], error_before=reports[0].error_before, seconds=time.perf_counter() - started)
 
     def observe(self, profile: StepProfile) -> None:
@@ -149,7 +150,6 @@ class Planner:
             raise PlanError("there is nothing to refine from: observe a profile first.")
         newest = self.replay.profiles[-1]
         before = self.stage_errors(newest)
-        self._learn_speed()
         report = self._fit(updates, learning_rate, budget_seconds)
         return RefineReport(
             error_before=before,
@@ -388,20 +388,24 @@ class Planner:
         samples, weights = list(self.replay.shards), [1.0] * len(self.replay.shards)
         comms, comms_weights = list(self.replay.comms), [1.0] * len(self.replay.comms)
         observed: list[tuple[ShardSample, float]] = []
-        for profile, weight in self.replay.weighted_profiles():
-            factor_W2 = self.speed.factors_W2(profile.plan.world_size, None)
+        observed_comms: list[tuple[CommsSample, float]] = []
+        for (profile, weight), factors in zip(self.replay.weighted_profiles(), self._learn_speed(), strict=True):
             for shard in shards_of(profile):
-                forward, backward = factor_W2[shard.rank or 0]
+                forward, backward = factors.get(shard.rank or 0, (1.0, 1.0))
                 usual = replace(
                     shard, fwd_compute_ms=shard.fwd_compute_ms / forward, bwd_compute_ms=shard.bwd_compute_ms / backward
                 )
                 observed.append((usual, weight))
-            comms.append(comms_of(profile))
-            comms_weights.append(weight)
-        mass = sum(weight for _, weight in observed)
-        scale = max(1.0, len(samples) / mass) if mass else 1.0
+            observed_comms.append((comms_of(profile), weight))
+        if observed and len(samples) < FEW_SHARDS:
+            anchors = self._anchors(self.replay.profiles[-1])
+            samples, weights = samples + anchors, weights + [1.0] * len(anchors)
+        scale = _mass_for(len(samples), observed)
         samples += [shard for shard, _ in observed]
         weights += [weight * scale for _, weight in observed]
+        scale = _mass_for(len(comms), observed_comms)
+        comms += [sample for sample, _ in observed_comms]
+        comms_weights += [weight * scale for _, weight in observed_comms]
         if comms:
             self.law.fit(comms, comms_weights)
         report = self.cost_model.fit(
@@ -419,17 +423,46 @@ class Planner:
             )
         return report
 
-    def _learn_speed(self) -> None:
-        ratios: dict[int, list[tuple[float, float, float]]] = {}
+    def _anchors(self, profile: StepProfile) -> list[ShardSample]:
+        """Random shards of the profile's tables at the costs now believed.
+
+        A planner that started from shipped weights has few samples of its own: fine-tuned on one plan alone it would
+        forget what other table sets cost, and the next search would go where it forgot.
+        """
+        generator = np.random.default_rng(self.seed)
+        pairs = list(zip(profile.tables, profile.stats, strict=True))
+        shards = []
+        for _ in range(FEW_SHARDS):
+            count = int(np.exp(generator.uniform(0, np.log(len(pairs) + 0.999))))
+            tables, stats = zip(*(pairs[i] for i in generator.choice(len(pairs), count, replace=False)), strict=True)
+            shards.append(ShardSample(tables, stats, profile.batch_size, 1.0, 1.0))
+        believed = self.cost_model.shard_ms(shards)
+        return [
+            replace(shard, fwd_compute_ms=float(forward), bwd_compute_ms=float(backward))
+            for shard, (forward, backward) in zip(shards, believed, strict=True)
+        ]
+
+    def _learn_speed(self) -> list[dict[int, tuple[float, float]]]:
+        """Every rank's speed now, and its factors at the time of each observed profile."""
+        ratios, weights = [], []
         for profile, weight in self.replay.weighted_profiles():
             shards = shards_of(profile)
-            predicted = self.cost_model.shard_ms(shards)
-            for shard, (forward, backward) in zip(shards, predicted, strict=True):
-                if shard.fwd_compute_ms > 0 and shard.bwd_compute_ms > 0:
-                    ratios.setdefault(shard.rank or 0, []).append(
-                        (shard.fwd_compute_ms / forward, shard.bwd_compute_ms / backward, weight**3)
-                    )
-        self.speed.learn(ratios)
+            predicted = self.cost_model.shard_ms(shards) if shards else np.zeros((0, 2))
+            ratios.append(
+                {
+                    shard.rank or 0: (shard.fwd_compute_ms / forward, shard.bwd_compute_ms / backward)
+                    for shard, (forward, backward) in zip(shards, predicted, strict=True)
+                    if shard.fwd_compute_ms > 0 and shard.bwd_compute_ms > 0
+                }
+            )
+            weights.append(weight**3)
+        return self.speed.learn(ratios, weights)
+
+
+def _mass_for(kept: int, observed: Sequence[tuple[object, float]]) -> float:
+    """The factor on observed weights that makes them count as much as what is kept from start-up."""
+    mass = sum(weight for _, weight in observed)
+    return max(1.0, kept / mass) if mass else 1.0
 
 
 def _weights(net: nn.Module) -> dict[str, Any]:
