@@ -1,0 +1,237 @@
+"""Jobs started as people start them, by torchrun and scripts: errors are sentences, a killed rank comes back."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+TRAIN = str(REPOSITORY / "launch" / "train.py")
+CONFIG = """
+data:
+  source: synthetic
+  train_samples: 20000
+  test_samples: 1000
+  tables:
+    - {name: a, num_embeddings: 500}
+    - {name: b, num_embeddings: 50, mean_pooling: 3.0}
+    - {name: c, num_embeddings: 9}
+train: {batch_size: 64, epochs: 2}
+profile: {enabled: false}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG + f"run: {{name: job, dir: {tmp_path / 'runs'}}}\n")
+    return path
+
+
+def torchrun(ranks: int, *arguments: str, restarts: int = 0) -> list[str]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [*start, f"--max_restarts={restarts}", TRAIN, *arguments]
+
+
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY, env=settings)
+
+
+def start(command: list[str], **environment: str) -> "subprocess.Popen[str]":
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=REPOSITORY, env=settings, **pipes)
+
+
+def metrics(run_dir: Path, split: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["split"] == split]
+
+
+# Training -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_torchrun_one_process_trains_alone(config: Path, tmp_path: Path) -> None:
+    done = run([sys.executable, TRAIN, "--config", str(config), "train.max_steps=20"])
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "runs" / "job", "test")[-1]["step"] == 20
+
+
+def test_overrides_may_stand_anywhere_also_after_resume(config: Path, tmp_path: Path) -> None:
+    assert run([sys.executable, TRAIN, "train.max_steps=10", "--config", str(config)]).returncode == 0
+    resumed = run([sys.executable, TRAIN, "--config", str(config), "--resume", "train.max_steps=20"])
+    assert resumed.returncode == 0, resumed.stderr
+    assert [line["step"] for line in metrics(tmp_path / "runs" / "job", "test")][-1] == 20
+    assert not (tmp_path / "runs" / "job-2").exists()
+
+
+def test_a_killed_rank_comes_back_and_training_ends_as_if_nothing_had_happened(config: Path, tmp_path: Path) -> None:
+    settings = ["--config", str(config), "checkpoint.every_steps=50"]
+    assert run(torchrun(2, *settings, "run.name=calm")).returncode == 0
+    job = start(torchrun(2, *settings, "run.name=hit", restarts=1))
+    with killed_at_the_end(job):
+        checkpoints = tmp_path / "runs" / "hit" / "checkpoints"
+        until(lambda: any(path.name >= "step_00000100" for path in checkpoints.glob("step_*")))
+        ranks = [p for p in psutil.Process(job.pid).children(recursive=True) if TRAIN in p.cmdline()]
+        assert len(ranks) == 2
+        ranks[1].kill()
+        output = job.communicate(timeout=90)[0]
+    assert job.returncode == 0, output
+    assert f"exitcode: -{int(signal.SIGKILL)}" in output and "resumed at step" in output
+    calm, hit = (metrics(tmp_path / "runs" / name, "test")[-1] for name in ("calm", "hit"))
+    assert calm == hit
+
+
+@contextlib.contextmanager
+def killed_at_the_end(job: "subprocess.Popen[str]") -> Iterator[None]:
+    """Whatever happens to the test, the job and its ranks are gone after it."""
+    try:
+        yield
+    finally:
+        if job.poll() is None:
+            for process in [*psutil.Process(job.pid).children(recursive=True), job]:
+                process.kill()
+
+
+def until(condition: Any, timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "what was waited for did not happen"
+        time.sleep(0.01)
+
+
+# What goes wrong ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("train.batchsize=3", "unknown key 'train.batchsize'. Did you mean 'train.batch_size'?"),
+        ("autoshard.placement=nowhere.json", "plan file 'nowhere.json' cannot be read: No such file or directory."),
+    ],
+)
+def test_what_all_ranks_find_is_said_once_with_a_rank_and_closes_torchruns_summary(
+    override: str, sentence: str, config: Path
+) -> None:
+    done = run(torchrun(2, "--config", str(config), override))
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if sentence in line and line.startswith("[rank ")]
+    assert len(said) == 1, done.stderr
+    assert sentence in done.stderr.rsplit("Root Cause", 1)[1]
+    assert f"{REPOSITORY}/dlrm_autoshard" not in done.stderr, "no traceback of ours"
+
+
+def test_without_torchrun_the_sentence_is_all(config: Path) -> None:
+    done = run([sys.executable, TRAIN, "--config", str(config), "run.device=gpu"])
+    assert done.returncode == 2
+    assert done.stderr == f"{config}: 'run.device' is 'gpu'; it must be one of auto, cpu, cuda. Did you mean 'cpu'?\n"
+
+
+def test_a_bug_keeps_its_traceback(config: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "sitecustomize.py"
+    broken.write_text(
+        "import dlrm_autoshard.config as c\ndef explode(self): raise ValueError('a bug')\nc.Config.to_yaml = explode\n"
+    )
+    done = run([sys.executable, TRAIN, "--config", str(config)], PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "ValueError: a bug" in done.stderr
+
+
+# Scripts ------------------------------------------------------------------------------------------------------------
+
+
+def use_env(repository: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run(["bash", "-c", f"set -euo pipefail; cd '{repository}'; . launch/env.sh; use_env '' cpu"], **environment)
+
+
+@pytest.mark.parametrize("script", [*sorted((REPOSITORY / "launch").glob("*.s*")), REPOSITORY / ".ci" / "run"], ids=str)
+def test_the_scripts_are_bash(script: Path) -> None:
+    assert run(["bash", "-n", str(script)]).returncode == 0
+
+
+def test_a_missing_python_a_foreign_folder_and_a_missing_network_are_sentences(tmp_path: Path) -> None:
+    no_python = use_env(REPOSITORY, DLRM_PYTHON="/no/python", DLRM_VENV=str(tmp_path / "a"))
+    assert no_python.returncode == 1
+    assert no_python.stderr.strip() == "DLRM_PYTHON is '/no/python', which is no working Python 3.10, 3.11 or 3.12."
+
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "precious").touch()
+    foreign = use_env(REPOSITORY, DLRM_VENV=str(tmp_path / "b"))
+    assert foreign.returncode == 1 and "this script did not make it" in foreign.stderr
+    assert (tmp_path / "b" / "precious").exists()
+
+    nowhere = "http://nowhere.invalid/simple"
+    offline = use_env(
+        REPOSITORY,
+        DLRM_PYTHON=sys.executable,
+        DLRM_VENV=str(tmp_path / "c"),
+        DLRM_TORCH_INDEX=nowhere,
+        PIP_INDEX_URL=nowhere,
+        PIP_EXTRA_INDEX_URL="",
+        PIP_FIND_LINKS="",
+        PIP_CONFIG_FILE="/dev/null",
+        PIP_NO_CACHE_DIR="1",
+    )
+    assert offline.returncode == 1 and "pip could not reach a package index." in offline.stderr
+
+
+def test_the_environment_is_made_once(tmp_path: Path) -> None:
+    """pip is called when setup.py has changed, and only then. pip is a stand-in here that writes down its calls."""
+    copy = tmp_path / "copy"
+    (copy / "launch").mkdir(parents=True)
+    shutil.copy(REPOSITORY / "setup.py", copy)
+    shutil.copy(REPOSITORY / "launch" / "env.sh", copy / "launch")
+    python = copy / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f'#!/bin/sh\nif [ "$2" = pip ]; then echo "$@" >>"{tmp_path}/calls"; else "{sys.executable}" "$@"; fi\n'
+    )
+    python.chmod(0o755)
+    (copy / ".venv" / ".variant").write_text("cpu\n")
+    (python.parent / "activate").touch()
+
+    def calls() -> int:
+        assert use_env(copy, DLRM_TORCH_INDEX="none").returncode == 0
+        return len((tmp_path / "calls").read_text().splitlines())
+
+    assert [calls(), calls()] == [1, 1]
+    with (copy / "setup.py").open("a") as setup:
+        setup.write("# changed\n")
+    assert [calls(), calls()] == [2, 2]
+
+
+def test_the_single_node_starter_trains(config: Path, tmp_path: Path) -> None:
+    done = run(["bash", "launch/single_node.sh", "2", str(config), "train.max_steps=5"], PATH=path_with_this_python())
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "runs" / "job", "test")[-1]["step"] == 5
+
+
+def test_two_machines_find_each_other(config: Path, tmp_path: Path) -> None:
+    """Two torchrun agents on this machine, one rank each, through the multi-node starter."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        head = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = {"NNODES": "2", "RANKS_PER_NODE": "1", "HEAD": head, "MAX_RESTARTS": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    command = ["bash", "launch/multi_node.sh", str(config), "train.max_steps=5", "run.pin_cores=false"]
+    nodes = [start(command, PATH=path_with_this_python(), **environment) for _ in range(2)]
+    with killed_at_the_end(nodes[0]), killed_at_the_end(nodes[1]):
+        outputs = [node.communicate(timeout=90)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert "on 2 rank(s)" in "".join(outputs)
+    assert metrics(tmp_path / "runs" / "job", "test")[-1]["step"] == 5
+
+
+def path_with_this_python() -> str:
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
