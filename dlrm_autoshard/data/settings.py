@@ -39,7 +39,7 @@ class Drift(Section):
 
 class SyntheticData(DataSection):
     source: Literal["synthetic"]
-    tables: list[SyntheticTable]
+    tables: list[SyntheticTable] = Field(min_length=1)
     num_dense: NonNegativeInt = 13
     train_samples: PositiveInt = 65536
     val_samples: NonNegativeInt = 0
