@@ -104,6 +104,8 @@ def test_integers_written_as_floats_are_integers(tmp_path: Path) -> None:
         (good_line().encode() + good_line(2).encode(), "line 2 column 1 is '2', which is no label"),
         (good_line().replace("\t5", "\tfive", 1).encode(), "line 1 column 2 is 'five'"),
         (good_line().replace("\t5", "\t1.5", 1).encode(), "line 1 column 2 is '1.5'"),
+        (good_line().replace("\t5", "\tnan", 1).encode(), "line 1 column 2 is 'nan'"),
+        (good_line().replace("\t5", "\tinf", 1).encode(), "line 1 column 2 is 'inf'"),
         (good_line().replace("\t5", "\t-", 1).encode(), "line 1 column 2 is '-'"),
         (good_line().replace("\t5", "\t99999999999", 1).encode(), "no integer of 32 bits"),
         (good_line().replace("\t5", "\t ", 1).encode(), "line 1 column 2 is ' '"),

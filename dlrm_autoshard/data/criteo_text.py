@@ -10,6 +10,7 @@ is a missing one and reads as 0. One scan for separators finds all fields of a b
 from __future__ import annotations
 
 import gzip
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -139,8 +140,8 @@ def _integer(path: Path, field: bytes, line: int, column: int) -> int:
     try:
         number = float(field)
     except ValueError:
-        number = 0.5
-    if number != int(number) or abs(number) >= 2**31:
+        number = math.nan
+    if not number.is_integer() or abs(number) >= 2**31:  # neither nan nor inf is an integer
         raise DataError(_sentence_about_field(path, line, column, field, "integer of 32 bits"))
     return int(number)
 
