@@ -1,0 +1,197 @@
+"""The cost model: learns a known function, treats a device as a set, costs nothing where there is nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dlrm_autoshard import Planner, RankCost, ShardingPlan, SimulatedCluster, Topology
+from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile, step_cost_ms
+from dlrm_autoshard.planner.comms_law import CommsLaw, exchange_work
+from dlrm_autoshard.planner.cost_model import CostModel, FrozenDevices
+from dlrm_autoshard.planner.least_squares import fit_nonnegative
+from dlrm_autoshard.planner.rank_speed import RankSpeed
+from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample
+from dlrm_autoshard.planner.task_costs import TaskCosts
+from tests.planning_problems import BATCH, random_samples, some_tables, some_task
+
+
+@pytest.fixture(scope="module")
+def fitted() -> Planner:
+    planner = Planner("search", seed=0)
+    planner.learn(random_samples(SimulatedCluster(seed=0), profiles=80), updates=600)
+    return planner
+
+
+def shards(samples: list) -> list[ShardSample]:
+    return [sample for sample in samples if isinstance(sample, ShardSample)]
+
+
+def test_the_cost_model_learns_a_known_function_of_unseen_tables(fitted: Planner) -> None:
+    unseen = shards(random_samples(SimulatedCluster(seed=0), profiles=30, seed=1))
+    forward, backward = fitted.cost_model.errors(unseen)
+    assert forward < 0.05 and backward < 0.05
+
+
+def test_learning_reports_the_error_before_and_after() -> None:
+    planner = Planner("search", seed=0)
+    report = planner.learn(random_samples(SimulatedCluster(seed=0), profiles=20), updates=100)
+    assert report.samples > 40 and report.updates == 100
+    assert max(report.error_after) < min(report.error_before)
+    assert "fitted" in planner.costs_from
+
+
+def test_a_devices_cost_does_not_depend_on_the_order_of_its_tables(fitted: Planner) -> None:
+    tables, stats = some_tables(9, seed=3)
+    order = np.random.default_rng(0).permutation(9)
+    one = ShardSample(tuple(tables), tuple(stats), BATCH, 1, 1)
+    other = ShardSample(tuple(tables[i] for i in order), tuple(stats[i] for i in order), BATCH, 1, 1)
+    one_ms, other_ms = fitted.cost_model.shard_ms([one, other])
+    np.testing.assert_allclose(one_ms, other_ms, rtol=1e-4)
+
+
+def test_exchanging_two_devices_exchanges_their_costs(fitted: Planner) -> None:
+    tables, stats = some_tables(8, seed=4)
+    plan = ShardingPlan({table.name: i % 3 for i, table in enumerate(tables)}, 3)
+    swapped = ShardingPlan({name: [1, 0, 2][rank] for name, rank in plan.rank_of.items()}, 3)
+    costs, other = (fitted.predict(p, tables, stats, BATCH) for p in (plan, swapped))
+    for ours, theirs in zip(costs, (other[1], other[0], other[2]), strict=True):
+        assert ours.to_json() == pytest.approx(theirs.to_json(), rel=1e-4)
+
+
+def test_an_empty_device_computes_nothing_but_joins_the_exchange(fitted: Planner) -> None:
+    tables, stats = some_tables(4, seed=5)
+    empty = fitted.predict(ShardingPlan({t.name: 0 for t in tables}, 2), tables, stats, BATCH)[1]
+    assert empty.fwd_compute_ms == empty.bwd_compute_ms == 0.0
+    assert empty.fwd_comms_ms > 0 and empty.bwd_comms_ms > 0
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    tables, stats = some_tables(4)
+    [cost] = Planner("search").predict(ShardingPlan({t.name: 0 for t in tables}, 1), tables, stats, BATCH)
+    assert cost.fwd_comms_ms == cost.bwd_comms_ms == 0.0 and cost.fwd_compute_ms > 0
+
+
+def test_more_work_costs_more_before_anything_was_measured() -> None:
+    tables, stats = some_tables(20, seed=6)
+    model = CostModel()
+    few, many = (ShardSample(tuple(tables[:n]), tuple(stats[:n]), BATCH, 1, 1) for n in (10, 20))
+    larger_batch = ShardSample(tuple(tables[:10]), tuple(stats[:10]), 4 * BATCH, 1, 1)
+    few_ms, many_ms, batch_ms = model.shard_ms([few, many, larger_batch])
+    assert (many_ms > few_ms).all() and (batch_ms > 2 * few_ms).all()
+
+
+def test_numpy_inference_is_the_torch_model(fitted: Planner) -> None:
+    summaries = fitted.cost_model.summaries(*some_tables(30, seed=7), BATCH)
+    sums = np.stack([summaries[:n].sum(axis=0) for n in range(30)])
+    with torch.no_grad():
+        expected = fitted.cost_model.device_ms(torch.from_numpy(sums)).numpy()
+    np.testing.assert_allclose(FrozenDevices(fitted.cost_model)(sums), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_step_prediction_is_the_sum_over_stages_of_the_slowest_rank(fitted: Planner) -> None:
+    task = some_task(10, 3, seed=8)
+    costs = TaskCosts(task, fitted.cost_model, fitted.law, fitted.speed)
+    rank_U = np.arange(10) % 3
+    predicted = fitted.predict(task.plan_from(rank_U), task.tables, task.stats, BATCH)
+    by_hand = sum(max(rank.stage(stage) for rank in predicted) for stage in PLANNED_STAGES)
+    assert costs.step_ms(rank_U) == pytest.approx(by_hand, rel=1e-5) == pytest.approx(step_cost_ms(predicted), rel=1e-5)
+
+
+def test_the_exchange_law_recovers_latency_and_bandwidth() -> None:
+    prices = np.array([0.3, 0.1, 0.6, 0.2])
+    samples = []
+    generator = np.random.default_rng(0)
+    for _ in range(60):
+        dims = generator.integers(0, 2000, size=int(generator.integers(2, 9)))
+        ms = exchange_work(dims.astype(float), dims.sum(), 4096, len(dims)) @ prices
+        samples.append(CommsSample(tuple(int(d) for d in dims), 4096, tuple(ms), tuple(1.5 * ms)))
+    law = CommsLaw()
+    law.fit(samples, [1.0] * len(samples))
+    np.testing.assert_allclose(law.prices_S4[0], prices, rtol=0.05)
+    np.testing.assert_allclose(law.prices_S4[1], 1.5 * prices, rtol=0.05)
+
+
+def test_least_squares_without_samples_keeps_what_is_believed_and_never_goes_negative() -> None:
+    believed = np.array([1.0, 2.0])
+    unseen = np.array([[1.0, 0.0]] * 50)  # the second column never occurs
+    fitted = fit_nonnegative(unseen, np.full(50, 3.0), np.ones(50), believed)
+    assert fitted[0] == pytest.approx(3.0, rel=0.01) and fitted[1] == 2.0
+    falling = fit_nonnegative(np.array([[1.0, 5.0], [5.0, 1.0]]), np.array([1.0, 9.0]), np.ones(2), believed)
+    assert (falling >= 0).all()
+
+
+def observed(planner: Planner, cluster: SimulatedCluster, ranks_of: dict[str, int], tables, stats) -> StepProfile:  # type: ignore[no-untyped-def]
+    profile = cluster.profile(tables, stats, ShardingPlan(ranks_of, 2), BATCH)
+    planner.observe(profile)
+    return profile
+
+
+def test_refining_lowers_the_error_on_the_next_profiles(fitted: Planner) -> None:
+    planner = Planner("auto", seed=0)
+    planner.load_state_dict({**fitted.state_dict(), "replay": ReplayBuffer().to_json()})
+    cluster = SimulatedCluster(seed=9, noise=0.01)  # another machine than the one that was learned
+    tables, stats = some_tables(24, seed=9)
+    errors = []
+    generator = np.random.default_rng(0)
+    for _ in range(4):
+        profile = cluster.profile(
+            tables, stats, ShardingPlan({t.name: int(generator.integers(2)) for t in tables}, 2), BATCH
+        )
+        errors.append(max(planner.stage_errors(profile).values()))
+        planner.observe(profile)
+        report = planner.refine(200)
+        assert max(report.error_after.values()) <= max(report.error_before.values()) + 0.01
+    assert errors[-1] < errors[0] and errors[-1] < 0.05
+
+
+def test_a_slow_rank_is_learned_given_less_and_forgiven_when_it_recovers(fitted: Planner) -> None:
+    planner = Planner("auto", seed=0)
+    planner.load_state_dict(fitted.state_dict())
+    tables, stats = some_tables(16, seed=10)
+    even = {t.name: i % 2 for i, t in enumerate(tables)}
+    topology = Topology(2)
+    for _ in range(2):
+        observed(planner, SimulatedCluster(seed=0, slowdown={1: 2.0}), even, tables, stats)
+        planner.refine(50)
+    slow, fast = planner.speed.factors[1][0], planner.speed.factors[0][0]
+    assert 1.7 < slow / fast < 2.3
+    plan, _ = planner.propose(ShardingPlan(even, 2), tables, stats, topology, batch_size=BATCH)[0]
+    by_rank = SimulatedCluster(seed=0).profile(tables, stats, plan, BATCH).ranks
+    assert by_rank[1].bwd_compute_ms < 0.75 * by_rank[0].bwd_compute_ms
+    for _ in range(4):
+        observed(planner, SimulatedCluster(seed=0), even, tables, stats)
+        planner.refine(50)
+    assert planner.speed.factors[1][0] / planner.speed.factors[0][0] < 1.25
+
+
+def test_a_few_per_cent_between_ranks_are_not_taken_for_a_slow_rank() -> None:
+    speed = RankSpeed()
+    speed.learn({0: [(1.0, 1.0, 1.0)], 1: [(1.03, 1.03, 1.0)], 2: [(0.98, 0.98, 1.0)]})
+    assert all(abs(forward - 1) < 0.01 for forward, _ in speed.factors.values())
+
+
+def test_the_replay_buffer_is_bounded_and_counts_recent_profiles_more() -> None:
+    buffer = ReplayBuffer(max_shards=3, max_profiles=2)
+    tables, stats = some_tables(2)
+    for i in range(5):
+        buffer.add_shard(ShardSample(tuple(tables), tuple(stats), BATCH, float(i), 1.0))
+        plan = ShardingPlan({t.name: 0 for t in tables}, 1)
+        buffer.add_profile(
+            StepProfile(plan, tuple(tables), tuple(stats), BATCH, (RankCost(float(i)),), source="simulated")
+        )
+    assert [shard.fwd_compute_ms for shard in buffer.shards] == [2.0, 3.0, 4.0]
+    assert [profile.ranks[0].fwd_compute_ms for profile, _ in buffer.weighted_profiles()] == [3.0, 4.0]
+    weights = [weight for _, weight in buffer.weighted_profiles()]
+    assert weights[0] < weights[1] == 1.0
+    again = ReplayBuffer.from_json(buffer.to_json())
+    assert again.shards == buffer.shards and again.profiles == buffer.profiles
+
+
+def test_a_prediction_is_refused_as_an_observation(fitted: Planner) -> None:
+    tables, stats = some_tables(2)
+    plan = ShardingPlan({t.name: 0 for t in tables}, 1)
+    predicted = StepProfile(plan, tuple(tables), tuple(stats), BATCH, (RankCost(1.0),), source="predicted")
+    with pytest.raises(ValueError, match="no observation"):
+        Planner("search").observe(predicted)
