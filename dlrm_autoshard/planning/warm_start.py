@@ -4,7 +4,7 @@
     start_warm(planner, hardware_fingerprint())              # says in `planner.costs_from` whose machine it was
 
 `cpu.npz` holds the measurements (made by `python -m dlrm_autoshard.planning.collect`), `cpu.json` the machine they were
-made on, the command, and the planner state fitted to them, so that starting warm takes no fitting. On hardware with
+made on, the command, and the cost model fitted to them, so that starting warm takes no fitting. On hardware with
 another fingerprint these are another machine's costs: proportions that are better than none, and they are called so.
 """
 
@@ -96,7 +96,8 @@ def start_warm(planner: Planner, fingerprint: Mapping[str, Any] | None, path: Pa
     if not described.exists():
         return False
     record = json.loads(described.read_text())
-    planner.load_state_dict(record["planner"])
+    planner.cost_model.load_json(record["cost_model"])
+    planner.law.prices_S4 = np.array(record["comms"])
     own = fingerprint is not None and dict(fingerprint) == record["fingerprint"]
     machine = record["fingerprint"]
     planner.costs_from = f"{record['shards']:,} shipped measurements on " + (

@@ -1,0 +1,328 @@
+"""The planning subcommands end to end, on small pools; cost log, warm start and start-up; plans in TorchRec's form."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dlrm_autoshard.cli import main
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.replay import CommsSample, ShardSample
+from dlrm_autoshard.planning.cost_log import CostLog
+from dlrm_autoshard.planning.evaluate_command import Outcome, summarise
+from dlrm_autoshard.planning.pool import PUBLISHED_REUSE_SHARES, TablePool, reuse_shares, synthetic_pool
+from dlrm_autoshard.planning.startup import calibration_shards, start_costs
+from dlrm_autoshard.planning.tasks import TaskSet, draw_tasks
+from dlrm_autoshard.planning.torchrec_plan import to_sharding_plan, torchrec_plan
+from dlrm_autoshard.planning.warm_start import WARM_START, read_samples, start_warm, write_samples
+from dlrm_autoshard.simulator import SimulatedCluster
+from dlrm_autoshard.tables import NUM_REUSE_BINS
+
+MACHINE = {"device": "cpu", "processor": "a test", "fbgemm": "1.8.0"}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    """The subcommand's JSON."""
+    assert main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def tables_file(tmp_path: Path) -> Path:
+    synthetic_pool(24, seed=0, batch_size=256).save(tmp_path / "tables.json")
+    return tmp_path / "tables.json"
+
+
+@pytest.fixture
+def tasks_file(tmp_path: Path) -> Path:
+    draw_tasks(synthetic_pool(24, seed=0, batch_size=256), 6, 3, seed=0, batch_size=256).save(tmp_path / "tasks.json")
+    return tmp_path / "tasks.json"
+
+
+def test_tables_then_tasks_then_fit_then_evaluate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tables, tasks, fitted = tmp_path / "tables.json", tmp_path / "tasks.json", tmp_path / "fitted"
+    run(capsys, "tables", "--synthetic", 24, "--batch-size", 256, "--out", tables)
+    drawn = run(capsys, "tasks", "--tables", tables, "--tables-per-task", 6, "--count", 3, "--out", tasks)
+    assert drawn["train_tasks"] == drawn["test_tasks"] == 3 and drawn["batch_size"] == 256
+    simulated = ["--tasks", tasks, "--devices", 2, "--memory-gib", 30, "--costs", "simulated"]
+    report = run(capsys, "fit", *simulated, "--iterations", 2, "--placements", 3, "--out", fitted)
+    assert report["shards"] >= 6 and max(report["error_after"]) < max(report["error_before"])
+    chosen = ["--algorithm", fitted, "--algorithm", "lookup_greedy"]
+    judged = run(capsys, "evaluate", *simulated, *chosen, "--limit", 2, "--out", tmp_path / "judged.json")
+    by_name = {row["algorithm"]: row for row in judged["algorithms"]}
+    assert set(by_name) == {str(fitted), "lookup_greedy", "random"} and judged["costs"] == "simulated"
+    assert by_name["random"]["speedup_over_random"] == 1 and by_name["lookup_greedy"]["speedup_over_random"] > 1
+    assert json.loads((tmp_path / "judged.json").read_text()) == judged
+
+
+def test_evaluate_measures_with_fbgemm_by_default(tasks_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    judged = run(
+        capsys, "evaluate", "--tasks", tasks_file, "--devices", 2, "--algorithm", "size_lookup_greedy", "--limit", 1
+    )
+    assert judged["costs"] == "measured"
+    assert all(row["mean_ms"] > 0 and row["infeasible"] == 0 for row in judged["algorithms"])
+
+
+def test_tasks_that_cannot_be_placed_are_counted_against_everybody_and_compared_for_nobody() -> None:
+    nan = float("nan")
+    rows = summarise({"a": Outcome([10.0, nan, 2.0], [0.1, 0.1]), "random": Outcome([20.0, 5.0, 4.0], [0.0] * 3)})
+    by_name = {row["algorithm"]: row for row in rows}
+    assert by_name["a"]["infeasible"] == 1 and by_name["random"]["infeasible"] == 0
+    assert by_name["a"]["mean_ms"] == 6.0 and by_name["random"]["mean_ms"] == 12.0  # tasks 0 and 2 for both
+    assert by_name["a"]["speedup_over_random"] == 2.0 and by_name["a"]["compared_tasks"] == 2
+    nobody = summarise({"random": Outcome([nan], [])})
+    assert nobody[0]["mean_ms"] is None and nobody[0]["infeasible"] == 1
+
+
+def test_plan_obeys_pins_and_groups_and_starts_a_job(
+    tables_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    record = run(
+        capsys, "plan", "--tables", tables_file, "--devices", 3, "--memory-gib", 40, "--out", out,
+        "--pin", "t_0=2", "--together", "t_1,t_2", "--apart", "t_3,t_4,t_5", "--algorithm", "search",
+    )  # fmt: skip
+    plan = ShardingPlan.load(out)
+    assert plan.to_json() == record["plan"] and len(plan.rank_of) == 24
+    assert plan.rank_of["t_0"] == 2 and plan.rank_of["t_1"] == plan.rank_of["t_2"]
+    assert len({plan.rank_of[name] for name in ("t_3", "t_4", "t_5")}) == 3
+    assert {candidate["name"] for candidate in record["candidates"]} >= {"search", "lookup_greedy", "random"}
+
+
+def test_plan_measures_its_finalists_on_request(tables_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = run(
+        capsys, "plan", "--tables", tables_file, "--devices", 2, "--measure", "--batch-size", 64,
+        "--budget-seconds", 3,
+    )  # fmt: skip
+    assert record["chosen"]["measured_source"] == "probe" and record["chosen"]["measured_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "0"], "--devices is 0"),
+        (["--devices", "2", "--memory-gib", "0.01"], "GiB"),
+        (["--devices", "2", "--pin", "t_0"], "not of the form TABLE=RANK"),
+        (["--devices", "2", "--algorithm", "nowhere"], "holds no fitted planner"),
+    ],
+)
+def test_plans_that_cannot_be_made_say_why(
+    arguments: list[str], message: str, tables_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--tables", str(tables_file), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_explain_names_the_slow_rank_and_its_heaviest_table(
+    tables_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = TablePool.load(tables_file)
+    work = {t.name: t.embedding_dim * s.mean_pooling for t, s in zip(pool.tables, pool.stats, strict=True)}
+    heavy = max(work, key=lambda name: work[name])
+    lopsided = ShardingPlan({name: 0 if name == heavy or work[name] > 300 else 1 for name in work}, 2)
+    lopsided.save(tmp_path / "plan.json")
+    record = run(capsys, "explain", tmp_path / "plan.json", "--tables", tables_file)
+    text = " ".join(record["explanation"])
+    assert "rank 0 takes" in text and f"'{heavy}'" in text and "would move" in text
+    assert len(record["predicted"]) == 2
+
+
+@pytest.mark.parametrize("command", ["tables", "tasks", "plan", "explain", "evaluate"])
+def test_tables_for_people_fit_into_80_columns(
+    command: str, tables_file: Path, tasks_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["plan", "--tables", str(tables_file), "--devices", "2", "--algorithm", "search", "--out",
+          str(tmp_path / "plan.json")])  # fmt: skip
+    capsys.readouterr()
+    choices: dict[str, list[object]] = {
+        "tables": ["--synthetic", "5"],
+        "tasks": ["--tables", tables_file, "--tables-per-task", "3", "--count", "2", "--out", tmp_path / "t.json"],
+        "plan": ["--tables", tables_file, "--devices", "2", "--algorithm", "search"],
+        "explain": [tmp_path / "plan.json", "--tables", tables_file, "--memory-gib", "40"],
+        "evaluate": ["--tasks", tasks_file, "--devices", "2", "--algorithm", "search", "--costs", "simulated"],
+    }
+    assert main([command, *map(str, choices[command])]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and max(len(line) for line in lines if "written" not in line and "/" not in line) <= 80
+
+
+def test_tables_reads_dlrm_datasets_files_and_keeps_real_pooling(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = torch.tensor([[1, 0, 1, 1], [3, 3, 2, 3]] * 1).repeat(1, 8)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.reshape(-1).cumsum(0)])
+    indices = torch.arange(int(offsets[-1])) % 7
+    torch.save((indices, offsets, lengths), tmp_path / "trace.pt")
+    record = run(capsys, "tables", tmp_path / "trace.pt", "--dim", 32, "--out", tmp_path / "tables.json")
+    pooling = [table["stats"]["mean_pooling"] for table in record["tables"]]
+    assert pooling == pytest.approx([0.75, 2.75], abs=0.1)
+    assert all(len(table["stats"]["reuse_histogram"]) == NUM_REUSE_BINS for table in record["tables"])
+    assert [table["embedding_dim"] for table in record["tables"]] == [32, 32]
+
+
+def test_a_synthetic_pool_resembles_the_published_one() -> None:
+    pool = synthetic_pool(428, seed=0, batch_size=65536)
+    shares, mean_reuse = reuse_shares(pool.stats)
+    assert mean_reuse == pytest.approx(6.9, rel=0.25)
+    assert np.abs(np.array(shares) - PUBLISHED_REUSE_SHARES).sum() / 2 < 0.25  # total variation
+
+
+def test_training_and_test_tasks_share_no_table(tmp_path: Path) -> None:
+    tasks = draw_tasks(synthetic_pool(41, seed=0, batch_size=64), 10, 8, seed=3, batch_size=64)
+    train, test = ({i for task in half for i in task} for half in (tasks.train_indices, tasks.test_indices))
+    assert not train & test
+    assert draw_tasks(tasks.pool, 10, 8, seed=3, batch_size=64) == tasks
+    tasks.save(tmp_path / "tasks.json")
+    assert TaskSet.load(tmp_path / "tasks.json") == tasks
+    with pytest.raises(ValueError, match="at most 20 a task"):
+        draw_tasks(tasks.pool, 21, 1, seed=0, batch_size=64)
+
+
+def test_torchrec_form_of_a_plan() -> None:
+    pool = synthetic_pool(3, seed=0, batch_size=64)
+    plan = ShardingPlan({"t_0": 1, "t_1": 0, "t_2": 1}, 2)
+    record = torchrec_plan(plan, pool.tables, module="sparse.ebc")
+    assert record["sparse.ebc"]["t_0"]["ranks"] == [1]
+    [shard] = record["sparse.ebc"]["t_1"]["sharding_spec"]["shards"]
+    assert shard["shard_sizes"] == [pool.tables[1].num_embeddings, pool.tables[1].embedding_dim]
+    assert shard["placement"] == "rank:0/cpu"
+
+
+def test_torchrec_itself_shards_by_our_plan() -> None:
+    pytest.importorskip("torchrec", reason="torchrec is a peer, installed only for comparisons")
+    from tests.ranks import run_ranks
+
+    names, owned = zip(*run_ranks(_torchrec_rank, 2, timeout=90), strict=True)
+    assert names == ("DistributedModelParallel",) * 2
+    assert owned == (["t_1"], ["t_0", "t_2"])
+
+
+def _torchrec_rank(rank: int, world_size: int) -> tuple[str, list[str]]:
+    import torch.distributed as dist
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.types import ShardingEnv
+
+    pool = synthetic_pool(3, seed=0, batch_size=64, rows=(10, 100))
+    plan = ShardingPlan({"t_0": 1, "t_1": 0, "t_2": 1}, 2)
+    configs = [
+        EmbeddingBagConfig(
+            name=t.name, num_embeddings=t.num_embeddings, embedding_dim=t.embedding_dim, feature_names=[f"f_{t.name}"]
+        )
+        for t in pool.tables
+    ]
+    module = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+    world = dist.group.WORLD
+    assert world is not None
+    model = DistributedModelParallel(
+        module,
+        env=ShardingEnv.from_process_group(world),
+        device=torch.device("cpu"),
+        plan=to_sharding_plan(torchrec_plan(plan, pool.tables, module="")),
+        init_data_parallel=False,
+    )
+    owned = sorted(
+        name.split(".")[-2]
+        for name, tensor in model.state_dict().items()
+        if hasattr(tensor, "local_shards") and tensor.local_shards()
+    )
+    return type(model).__name__, owned
+
+
+# Costs that outlive a job --------------------------------------------------------------------------------------------
+
+
+def _samples(count: int, num_tables: int = 6) -> list[ShardSample]:
+    pool, cluster = synthetic_pool(num_tables, seed=1, batch_size=256), SimulatedCluster(0)
+    samples = []
+    for shard in calibration_shards(pool.tables, pool.stats, 2, seed=0)[:count]:
+        part = pool.chosen(shard)
+        plan = ShardingPlan({table.name: 0 for table in part.tables}, 1)
+        [cost] = cluster.profile(part.tables, part.stats, plan, 256).ranks
+        samples.append(ShardSample(part.tables, part.stats, 256, cost.fwd_compute_ms, cost.bwd_compute_ms, 0.01))
+    return samples
+
+
+def test_the_cost_log_gives_back_what_was_appended_and_skips_what_a_killed_job_left(tmp_path: Path) -> None:
+    samples = _samples(5)
+    exchange = CommsSample((64, 32), 256, (0.1, 0.2), (0.3, 0.4))
+    CostLog(tmp_path, MACHINE).append(samples[:3])
+    with CostLog(tmp_path, MACHINE).path.open("a") as file:
+        file.write('{"kind": "shard", "tab')  # killed in mid-line
+    CostLog(tmp_path, MACHINE).append([*samples[3:], exchange])
+    assert CostLog(tmp_path, MACHINE).read() == [*samples, exchange]
+
+
+def test_another_machine_has_another_cost_log(tmp_path: Path) -> None:
+    CostLog(tmp_path, MACHINE).append(_samples(2))
+    assert CostLog(tmp_path, {**MACHINE, "processor": "another"}).read() == []
+
+
+def test_shipped_measurements_survive_their_file_format(tmp_path: Path) -> None:
+    shards, comms = _samples(6), [CommsSample((64, 32), 256, (0.1, 0.2), (0.3, 0.4))]
+    write_samples(tmp_path / "some.npz", shards, comms)
+    *read, exchange = read_samples(tmp_path / "some.npz")
+    assert exchange == comms[0] and len(read) == 6
+    for before, after in zip(shards, read, strict=True):
+        assert isinstance(after, ShardSample)
+        assert after.tables == before.tables and after.batch_size == before.batch_size
+        assert after.bwd_compute_ms == pytest.approx(before.bwd_compute_ms, rel=1e-5)
+
+
+def test_the_shipped_costs_say_whose_they_are() -> None:
+    planner = Planner("search")
+    assert start_warm(planner, {"processor": "unheard of"})
+    assert "other hardware" in planner.costs_from and "proportions" in planner.costs_from
+    own = json.loads(WARM_START.with_suffix(".json").read_text())["fingerprint"]
+    assert start_warm(planner, own)
+    assert "hardware like this one" in planner.costs_from
+    pool = synthetic_pool(10, seed=9, batch_size=2048)
+    plan = ShardingPlan({table.name: 0 for table in pool.tables}, 1)
+    [cost] = planner.predict(plan, pool.tables, pool.stats, 2048)
+    assert 1 < cost.total_ms < 200  # ms, of ten tables on one core
+
+
+def test_a_second_job_measures_nothing_and_starts_within_a_second(tmp_path: Path) -> None:
+    pool, cluster, asked = synthetic_pool(12, seed=1, batch_size=256), SimulatedCluster(0), []
+
+    def measure(shards: Any) -> list[Any]:
+        asked.extend(shards)
+        times = []
+        for shard in shards:
+            part = pool.chosen(shard)
+            plan = ShardingPlan({table.name: 0 for table in part.tables}, 1)
+            [cost] = cluster.profile(part.tables, part.stats, plan, 256).ranks
+            times.append(type("Time", (), {**{f"{k}_ms": v for k, v in cost.to_json().items()}, "noise": 0.01})())
+        return times
+
+    def start() -> tuple[Any, float]:
+        begun = time.perf_counter()
+        started = start_costs(
+            Planner("auto"), pool.tables, pool.stats, 256,
+            world_size=2, fingerprint=MACHINE, measure_shards=measure, cache_dir=tmp_path,
+        )  # fmt: skip
+        return started, time.perf_counter() - begun
+
+    first, _ = start()
+    assert first.measured == len(asked) > 20 and first.known == 0
+    second, seconds = start()
+    assert second.measured == 0 and second.known == first.measured and len(asked) == first.measured
+    assert seconds < 3  # the target, 1 s, is a benchmark's affair on a quiet machine
+
+
+def test_calibration_looks_at_heavy_tables_alone_and_at_sets_like_a_ranks_share() -> None:
+    pool = synthetic_pool(20, seed=1, batch_size=256)
+    shards = calibration_shards(pool.tables, pool.stats, 4, seed=0)
+    heaviest = max(range(20), key=lambda i: pool.tables[i].embedding_dim * pool.stats[i].mean_pooling)
+    assert [heaviest] in shards and len(shards) == len({tuple(shard) for shard in shards})
+    assert any(4 <= len(shard) <= 6 for shard in shards)
+    assert all(shards) and calibration_shards(pool.tables, pool.stats, 4, seed=0) == shards
