@@ -75,14 +75,14 @@ install_once() {
 
 pip_install() {
     local log=$VENV/pip.log
-    rm -f "$log"
-    "$PYTHON" -m pip install -qq --disable-pip-version-check --log "$log" "$@" && return
+    "$PYTHON" -m pip install --disable-pip-version-check "$@" >"$log" 2>&1 && return
     if grep -qi 'no space left' "$log"; then
         die "The disk is full. Free some space and run this again."
     elif grep -qE 'setuptools.*from versions: none|NewConnectionError|NameResolutionError|ConnectTimeout' "$log"; then
         die "pip could not reach a package index. Check the network (http_proxy, or pip's index-url) and run this again."
     fi
-    die "pip could not install the packages; its own words are above, all of them in $log."
+    grep -iE '^ *error' "$log" | tail -n 5 >&2 || true
+    die "pip could not install the packages; all that it said is in $log."
 }
 
 # On Linux PyPI's torch brings several GB of CUDA libraries. PyTorch's own index has the CPU build, which pip prefers
