@@ -1,0 +1,81 @@
+"""Everything that one GPU can show, in one command: `dlrm-autoshard bench gpu-all --json`.
+
+Runs from the repository's root, on a machine with CUDA and fbgemm-gpu (without them it says so and does nothing). Each
+section of gpu_sections.py runs in a process of its own under a time limit, so that one failure costs one section. What
+they find goes to `runs/gpu-all/<section>.json` as it is found, and into this command's record at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dlrm_autoshard.benchmarks.harness import BenchError
+
+TITLE = "training, moves, fused shards, planning and roofline on a real GPU"
+ROUGH_TIME = "8 min (needs a GPU)"
+
+LIMITS = {
+    "doctor": 30,
+    "training": 90,
+    "shared_gpu": 60,
+    "uvm": 40,
+    "shards": 170,
+    "planning": 60,
+    "roofline": 45,
+    "synchronisation": 30,
+}
+"""Seconds for each section, in the order in which they run; 8 minutes and a half at most."""
+TARGETS = {
+    "training.largest_loss_difference": "<= 0.001",
+    "training.resumed_loss_difference": "<= 0.001",
+    "shared_gpu.placement_loss_difference": "<= 0.0001",
+    "shared_gpu.moved_tensors_differing": "<= 0",
+    "uvm.largest_loss_difference": "<= 0.001",
+    "shards.measured": ">= 2000",
+    "synchronisation.calls_in_plain_steps": "<= 0",
+}
+
+
+def run(quick: bool) -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BenchError("gpu-all needs a GPU, and torch sees none. Run it on a machine with CUDA and fbgemm-gpu.")
+    out = Path("runs/gpu-all")
+    out.mkdir(parents=True, exist_ok=True)
+    figures: dict[str, Any] = {}
+    notes = []
+    for section, limit in LIMITS.items():
+        found, failure = run_section(section, out, limit / 4 if quick else limit)
+        figures |= {f"{section}.{key}": value for key, value in found.items() if isinstance(value, int | float)}
+        notes += [f"{section}.{key}: {value}" for key, value in found.items() if isinstance(value, str)]
+        if failure:
+            notes.append(f"{section} failed: {failure}")
+    notes.append("exchange in `planning` follows a latency + bandwidth law; computation is measured")
+    measured = {name: target for name, target in TARGETS.items() if name in figures}
+    return {"figures": figures, "targets": measured, "spread": {}, "notes": notes}
+
+
+def run_section(section: str, out: Path, limit: float) -> tuple[dict[str, Any], str | None]:
+    """What the section wrote, and what went wrong if anything did."""
+    target = out / f"{section}.json"
+    target.unlink(missing_ok=True)
+    started = time.monotonic()
+    command = [sys.executable, "-m", "dlrm_autoshard.benchmarks.gpu_sections", section, str(target), str(limit)]
+    failure = None
+    try:
+        # Sections budget themselves; this is for one that hangs.
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit + 15)
+        if done.returncode:
+            failure = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            (out / f"{section}.log").write_text(done.stdout + done.stderr)
+    except subprocess.TimeoutExpired:
+        failure = f"took more than {limit + 15:.0f} s"
+    found = json.loads(target.read_text()) if target.exists() else {}
+    found["seconds"] = round(time.monotonic() - started, 1)
+    return found, failure
