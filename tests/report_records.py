@@ -6,13 +6,16 @@ directory out as the trainer does.
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from dlrm_autoshard.costs import STAGES, WAITS, RankCost, StageTime
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.report.jsonl import append_jsonl
+from dlrm_autoshard.report.jsonl import SCHEMA
 from dlrm_autoshard.report.record import EpochProfile, RankEpoch, epochs_file, rank_file
 from dlrm_autoshard.tables import TableConfig, TableStats
 
@@ -102,6 +105,11 @@ def write_run(
     """A run whose last rank starts with twice the work, which two decisions take away from it."""
     configs, stats = make_tables(tables)
     draw = random.Random(7)
+    lines: dict[Path, list[str]] = defaultdict(list)
+
+    def add(path: Path, record: Mapping[str, Any]) -> None:
+        lines[path].append(json.dumps({"schema": SCHEMA, **record}) + "\n")
+
     rank_of = {t.name: draw.randrange(ranks) for t in configs}
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(
@@ -117,24 +125,24 @@ def write_run(
         plan = ShardingPlan(rank_of, ranks)
         records = make_ranks(plan, configs, work, shares, epoch)
         for record in records:
-            append_jsonl(rank_file(run_dir, record.rank), record.to_json())
+            add(rank_file(run_dir, record.rank), record.to_json())
         predicted = [RankCost(5.2 * w, 1.2, 1.1, 6.6 * w) for w in work] if epoch else None
         profile = EpochProfile.gather(records, plan, configs, stats, 1024 * ranks, predicted)
-        append_jsonl(epochs_file(run_dir), profile.to_json())
+        add(epochs_file(run_dir), profile.to_json())
         plan.save(run_dir / "plan" / f"epoch_{epoch:05d}.json")
         for step in range(epoch * 100 + 25, epoch * 100 + 101, 25):
             loss = 0.7 / (1 + step / 400)
-            append_jsonl(
+            add(
                 run_dir / "metrics.jsonl",
                 {"step": step, "epoch": epoch, "split": "train", "logloss": loss, "throughput": 30_000.0},
             )
-        append_jsonl(
+        add(
             run_dir / "metrics.jsonl",
             {"step": (epoch + 1) * 100, "epoch": epoch, "split": "val", "auc": 0.8 - 0.2 / (epoch + 1), "logloss": loss,
              "ne": 0.9, "calibration": 1.01},
         )  # fmt: skip
         moved = worst > 1.1
-        append_jsonl(
+        add(
             run_dir / "decisions.jsonl",
             {
                 "epoch": epoch, "step": (epoch + 1) * 100, "action": "moved" if moved else "kept",
@@ -149,4 +157,7 @@ def write_run(
         if moved:
             for name in draw.sample(list(rank_of), max(1, int(tables * drift))):
                 rank_of[name] = draw.randrange(ranks)
+    (run_dir / "costs").mkdir()
+    for path, written in lines.items():
+        path.write_text("".join(written))
     return run_dir

@@ -24,7 +24,8 @@ async function draw(chart) {
   const place = document.getElementById(`chart-${chart.id}`);
   const params = chart.spec.params.map((param) => (param.name === "at" ? { ...param, value: chosen() } : param));
   const spec = { ...chart.spec, params, datasets: { [chart.data]: data[chart.data] } };
-  const options = { actions: false, renderer: "svg", config: page.config, tooltip: { disableDefaultStyle: false } };
+  // Level 1 is errors: Vega warns of axes without data, but an epoch without a prediction is no mistake.
+  const options = { actions: false, renderer: "svg", config: page.config, logLevel: 1 };
   const { view } = await vegaEmbed(place, spec, options);
   const svg = place.querySelector("svg");
   // One picture with one label; the figures are in the text and the table beside it.
@@ -57,6 +58,8 @@ async function show() {
   const label = data.epochs[at].label;
   document.getElementById("epoch-text").textContent = data.epochs[at].text;
   for (const place of document.querySelectorAll(".epoch-name")) place.textContent = label;
+  const none = document.getElementById("no-prediction");
+  if (none) none.hidden = data.predictions.some((row) => row.at === at);
   for (const table of document.querySelectorAll("table[data-rows]")) {
     const columns = table.dataset.columns.split(",");
     const lines = data[table.dataset.rows].filter((row) => "every" in table.dataset || row.at === at);

@@ -130,7 +130,8 @@ def _prediction(record: RunRecord) -> str:
         f"take {abs(error):.1%} {'more' if error > 0 else 'less'} than they did.</p><div class=\"pair\">"
         + _figure("predictions", 'Epoch <span class="epoch-name"></span>',
                   "Each mark is one stage on one rank, in the epoch chosen above. On the dashed line prediction and "
-                  "measurement agree; above it the stage was faster than expected.")
+                  "measurement agree; above it the stage was faster than expected.",
+                  '<p id="no-prediction" hidden>For this epoch there was no prediction.</p>')
         + _figure("errors", "Over the run",
                   "Error of the predicted step cost; below zero the plan cost more than expected.")
         + "</div>"

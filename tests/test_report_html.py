@@ -1,0 +1,173 @@
+"""report.html: self-contained, small, and drawn in a real browser without an error or a request.
+
+Screenshots are kept in the directory that $CI_ARTIFACTS names, where it is set, else in pytest's own.
+"""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from dlrm_autoshard.cli import main
+from dlrm_autoshard.report.charts import charts
+from dlrm_autoshard.report.html import render_html, write_html
+from dlrm_autoshard.report.jsonl import append_jsonl
+from dlrm_autoshard.report.page_data import page_data
+from dlrm_autoshard.report.record import epochs_file
+from dlrm_autoshard.report.run_record import RunRecord
+from tests.chromium import needs_chromium, open_page, print_to_pdf, take_screenshot
+from tests.report_records import write_run
+
+CHARTS = ("step-time", "imbalance", "stages", "ranks", "placement", "memory", "predictions", "errors", "decisions",
+          "logloss", "auc")  # fmt: skip
+
+
+def marks_of(dom: str, chart: str) -> int:
+    """Marks that were drawn in the SVG of one chart: bars, points, lines, texts; axes and legends don't count."""
+    place = dom.split(f'id="chart-{chart}"')[1].split("</figure>")[0]
+    groups = re.findall(r'<g class="mark-\w+ role-mark[^"]*"[^>]*>(.*?)</g>', place, re.S)
+    return sum(len(re.findall(r"<(?:path|text|line|rect)\b", group)) for group in groups)
+
+
+def when_drawn(page: str, script: str) -> str:
+    """The page with a script that runs once its charts are there."""
+    before, after = page.rsplit("</body>", 1)
+    return f"""{before}<script>const until = setInterval(() => {{
+        if (!document.documentElement.dataset.drawn) return;
+        clearInterval(until);
+        {script}
+      }}, 50);</script></body>{after}"""
+
+
+def kept(tmp_path: Path, name: str) -> Path:
+    place = Path(os.environ.get("CI_ARTIFACTS") or tmp_path)
+    place.mkdir(parents=True, exist_ok=True)
+    return place / name
+
+
+def test_the_page_is_a_pure_function_of_the_record_and_asks_for_nothing(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run"))
+    page = render_html(record)
+    assert page == render_html(record)
+    own = page.split("<script>")[0]  # what comes after is the library, whose text names addresses it never asks for
+    assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", own)
+    assert "default-src 'none'" in own
+
+
+def test_names_of_runs_and_tables_cannot_break_the_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "<b>&run", epochs=1, tables=3)
+    lines = epochs_file(run).read_text()
+    epochs_file(run).write_text(lines.replace("cat_0", "</script><script>alert(1)</script>"))
+    page = render_html(RunRecord.load(run))
+    assert "<title>&lt;b&gt;&amp;run" in page and "<script>alert(1)" not in page
+
+
+def test_sixty_four_ranks_twenty_epochs_and_a_thousand_tables_stay_below_two_megabytes(tmp_path: Path) -> None:
+    path = write_html(tmp_path, RunRecord.load(write_run(tmp_path / "run", ranks=64, epochs=20, tables=1000)))
+    assert path.stat().st_size <= 2 * 2**20
+
+
+def test_long_metrics_are_thinned_with_their_ends_kept(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", epochs=1)
+    lines = [{"step": step, "epoch": 0, "split": "train", "logloss": 0.5} for step in range(200, 1400)]
+    record = RunRecord(**{**vars(RunRecord.load(run)), "metrics": tuple(lines)})
+    steps = page_data(record)["metrics"]["step"]
+    assert len(steps) == 400 and (steps[0], steps[-1]) == (200, 1399)
+
+
+def test_only_charts_with_something_to_show_are_drawn(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", epochs=1)  # its only epoch has no prediction
+    (run / "decisions.jsonl").unlink()
+    assert {chart.id for chart in charts(RunRecord.load(run))} == set(CHARTS) - {"predictions", "errors", "decisions"}
+
+
+@needs_chromium
+@pytest.mark.parametrize(("ranks", "epochs", "tables"), [(4, 6, 30), (64, 20, 1000)])
+def test_all_charts_are_drawn_without_an_error_or_a_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int, epochs: int, tables: int
+) -> None:
+    run = write_run(tmp_path / "run", ranks, epochs, tables, starved_epoch=2)
+    assert main(["report", str(run), "--html"]) == 0
+    path = Path(capsys.readouterr().out.strip())
+    page = open_page(path, tmp_path)
+    assert page.console == [] and page.requests == []
+    assert f'data-drawn="{len(CHARTS)}"' in page.dom
+    drawn = {chart: marks_of(page.dom, chart) for chart in CHARTS}
+    assert min(drawn.values()) > 0, drawn
+    assert drawn["ranks"] >= 12 * ranks and drawn["placement"] >= tables
+    assert page.dom.count('role="img"') == len(CHARTS)  # each chart is one labelled picture to a screen reader
+    picture = kept(tmp_path, f"report_{ranks}_ranks.png")
+    take_screenshot(path, picture, tmp_path)
+    assert picture.stat().st_size > 50_000
+
+
+@needs_chromium
+def test_the_epoch_control_changes_text_charts_and_tables(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run", ranks=4, epochs=3, tables=30))
+    choose_first = """
+        const control = document.getElementById("epoch");
+        control.value = "0";
+        control.dispatchEvent(new Event("change"));"""
+    shown, pages = {}, {}
+    for name, text in (("last", render_html(record)), ("first", when_drawn(render_html(record), choose_first))):
+        path = tmp_path / f"{name}.html"
+        path.write_text(text)
+        page = open_page(path, tmp_path)
+        assert page.console == []
+        pages[name] = page.dom
+        text_of_epoch = page.dom.split('id="epoch-text"')[1].split("</p>")[0]
+        bars = page.dom.split('id="chart-ranks"')[1].split("</figure>")[0]
+        rows = page.dom.split('data-rows="ranks"')[1].split("</table>")[0]
+        assert rows.count("<tr>") == 1 + 4
+        shown[name] = (text_of_epoch, bars, rows)
+    assert "In epoch 0" in shown["first"][0] and "Rank 3 holds the others up" in shown["first"][0]
+    assert "In epoch 2" in shown["last"][0]
+    assert 'id="no-prediction" hidden' in pages["last"] and 'id="no-prediction">' in pages["first"]
+    assert all(one != other for one, other in zip(*shown.values(), strict=True))
+
+
+@needs_chromium
+def test_a_phone_shows_the_whole_width(tmp_path: Path) -> None:
+    """A frame of 320 px stands for the phone: Chromium's own window is not made that narrow."""
+    page = render_html(RunRecord.load(write_run(tmp_path / "run", ranks=4, epochs=6, tables=30)))
+    measure = """
+        const wide = [...document.querySelectorAll(".chart svg")].map((svg) => svg.getBoundingClientRect().right);
+        parent.postMessage([document.documentElement.scrollWidth, Math.max(...wide)], "*");"""
+    (tmp_path / "inner.html").write_text(when_drawn(page, measure))
+    (tmp_path / "outer.html").write_text(
+        '<!doctype html><iframe src="inner.html" style="border:0;width:320px;height:6000px"></iframe><script>'
+        'addEventListener("message", (said) => { document.body.dataset.widths = said.data.join(" "); });</script>'
+    )
+    dom = open_page(tmp_path / "outer.html", tmp_path).dom
+    found = re.search(r'data-widths="([\d.]+) ([\d.]+)"', dom)
+    assert found is not None
+    assert float(found[1]) <= 320 and float(found[2]) <= 320
+
+
+@needs_chromium
+def test_it_prints(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", ranks=4, epochs=6, tables=30)
+    pdf = kept(tmp_path, "report.pdf")
+    print_to_pdf(write_html(run, RunRecord.load(run)), pdf, tmp_path)
+    pages = len(re.findall(rb"/Type\s*/Page\b", pdf.read_bytes()))
+    assert 3 <= pages <= 8
+
+
+@needs_chromium
+def test_a_run_without_profiles_decisions_or_predictions_is_drawn(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("profile: {enabled: false}\n")
+    for step in (10, 20):
+        append_jsonl(tmp_path / "metrics.jsonl", {"step": step, "epoch": 0, "split": "train", "logloss": 1 / step})
+    page = open_page(write_html(tmp_path, RunRecord.load(tmp_path)), tmp_path)
+    assert page.console == [] and marks_of(page.dom, "logloss") > 0
+
+
+@needs_chromium
+def test_the_browser_test_would_see_a_request_and_an_error(tmp_path: Path) -> None:
+    """The other tests lean on this: a page that does ask for something and does fail is caught."""
+    bad = tmp_path / "bad.html"
+    bad.write_text('<img src="http://127.0.0.1:9/x.png"><script>undefinedFunction()</script>')
+    page = open_page(bad, tmp_path)
+    assert page.requests == ["http://127.0.0.1:9/x.png"]
+    assert any("undefinedFunction is not defined" in line for line in page.console)
