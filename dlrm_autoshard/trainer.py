@@ -34,6 +34,7 @@ from dlrm_autoshard.distributed.step import NotFinite, TrainStep, predict
 from dlrm_autoshard.distributed.storage import state_shapes
 from dlrm_autoshard.distributed.timing import StageClock
 from dlrm_autoshard.distributed.tracing import traced
+from dlrm_autoshard.journal import Journal
 from dlrm_autoshard.loop import Loop
 from dlrm_autoshard.metrics import binary_metrics
 from dlrm_autoshard.model import DLRM
@@ -130,6 +131,7 @@ class Trainer:
         else:
             self._forget_after(-1)  # where a job without checkpoints was started again
         self.recorder = Recorder(run_dir, runtime, self.embeddings, self.clock)
+        self.journal = Journal(run_dir, active=runtime.rank == 0)
         self.resumed_from = checkpoint
         self._skipped = 0  # steps in a row whose loss was not finite
 
@@ -156,6 +158,9 @@ class Trainer:
             self.checkpoints.finish()
             if self.loop is not None:
                 self.loop.finish()
+            report = self.journal.finish()
+            if report is not None:
+                self.display.line(report)
         return TrainResult(self.run_dir, position.step, metrics, throughput)
 
     def _count_steps(self) -> int:
@@ -249,6 +254,7 @@ class Trainer:
         record, profile = closed if closed is not None else (None, None)
         if record is not None:
             self.stats = profile.stats if profile is not None else self.stats
+            self.journal.profile(record)
             measured = {"throughput": record.throughput, "step_ms": record.step_ms}
             self._log_metrics("train", measured)
             self.display.line(
@@ -398,10 +404,7 @@ class Trainer:
             self.display.line(f"planned in {result.seconds:.1f} s by '{result.algorithm}'")
 
     def _log_metrics(self, split: str, metrics: Mapping[str, float], epoch: int | None = None) -> None:
-        if self.runtime.rank == 0:
-            epoch = self.position.epoch if epoch is None else epoch
-            line = {"step": self.position.step, "epoch": epoch, "split": split, **metrics}
-            append_jsonl(self.run_dir / "metrics.jsonl", line)
+        self.journal.metrics(self.position.step, self.position.epoch if epoch is None else epoch, split, metrics)
 
     def _pause(self, action: Any) -> None:
         started = time.perf_counter()
