@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def settings(optimizer: str, **changes: Any) -> Config:
-    sections = {
+    sections: dict[str, Any] = {
         "data": {"test_samples": 60},
         "checkpoint": {"enabled": True, "every_steps": 5},
         "train": {"epochs": 3},
