@@ -42,10 +42,14 @@ Action = Literal["kept", "moved", "rolled_back", "refused"]
 NOISE_BELIEVED = 0.02
 """Relative difference between two intervals of one plan, until some have been seen."""
 CHANGED = 0.04
-"""Relative difference of measured costs from which something has changed."""
+"""Relative difference of measured costs from which something has changed, where they are not noisier than that."""
 GOOD_ERROR = 0.03
 """Of the cost model: with less there is nothing to refine."""
-PROPOSE_SECONDS = 1.0
+LOOKS = 3
+"""Searches in a row that found nothing, before the loop waits for something to change."""
+LOOK_SHARE, LOOK_SECONDS = 0.1, (0.1, 2.0)
+"""A look (refining and searching) may take this part of what there is to gain, within these bounds; below, none is
+taken."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,7 @@ class _Past:
     left_at: dict[str, int] = field(default_factory=dict)  # plan fingerprint -> when it stopped being the live one
     rolled_back: list[str] = field(default_factory=list)
     differences: list[float] = field(default_factory=list)  # of throughput between intervals in which nothing changed
+    looks: int = 0  # in a row that found nothing
 
 
 class LoopController:
@@ -135,10 +140,10 @@ class LoopController:
         started = time.perf_counter()
         noise = self._noise(interval)
         self.planner.observe(interval.profile)
-        before = self.error(interval.profile)
-        if before > GOOD_ERROR and self.config.refine.updates > 0:
-            self.planner.refine(self.config.refine.updates, learning_rate=self.config.refine.learning_rate)
-        after = self.error(interval.profile)
+        before = after = self.error(interval.profile)
+        no_look = self._reason_not_to_look(interval)
+        if before > GOOD_ERROR and (no_look is None or self._unproven is not None):
+            after = self._refine(interval)
         base = Decision(
             interval.epoch, interval.step, "kept", "", error_before=before, error_after=after,
             throughput_before=interval.throughput,
@@ -147,8 +152,10 @@ class LoopController:
         if mistake is not None:
             why, old_plan = mistake
             decision = replace(base, action="rolled_back", text=f"it was {why}", new_plan=old_plan)
+        elif no_look is not None:
+            decision = replace(base, text=f"kept: {no_look}")
         else:
-            decision = self._decide(base, interval, plan, noise)
+            decision = self._decide(base, interval, plan, max(noise, after / 2))
         decision = replace(decision, decide_seconds=time.perf_counter() - started)
         self._past.intervals += 1
         if decision.new_plan is None:
@@ -237,9 +244,6 @@ class LoopController:
     # -- the next move -----------------------------------------------------------------------------------------------
 
     def _decide(self, base: Decision, interval: Interval, plan: ShardingPlan, noise: float) -> Decision:
-        quick = self._nothing_to_look_for(interval)
-        if quick is not None:
-            return replace(base, text=f"kept: {quick}", predicted_gain=None)
         profile = interval.profile
         try:
             proposals = self.planner.propose(
@@ -250,7 +254,7 @@ class LoopController:
                 batch_size=profile.batch_size,
                 table_bytes=self.problem.table_bytes,
                 constraints=self.problem.constraints,
-                budget_seconds=PROPOSE_SECONDS,
+                budget_seconds=self._look_seconds(interval) / 2,
             )
         except PlanError as error:  # no reason to stop training under a plan that works
             return replace(base, text=f"kept: {error}")
@@ -265,29 +269,38 @@ class LoopController:
             return replace(base, text="kept: no other plan is legal")
         verdict, offer, candidate = best
         if verdict.go:
-            self._settled = None
-            return replace(
-                base,
-                action="moved",
-                text=f"move {verdict.text}",
-                predicted_gain=offer.predicted_gain,
-                new_plan=candidate,
-            )
-        # A model that was just mended may see more the next time.
-        self._settled, self._best_then = (profile if (base.error_before or 0.0) <= GOOD_ERROR else None), verdict.text
+            self._settled, self._past.looks = None, 0
+            move = f"move {verdict.text}"
+            return replace(base, action="moved", text=move, predicted_gain=offer.predicted_gain, new_plan=candidate)
+        self._settled, self._best_then = profile, verdict.text
+        self._past.looks += 1
         return replace(base, text=f"kept: {verdict.text}", predicted_gain=offer.predicted_gain)
 
-    def _nothing_to_look_for(self, interval: Interval) -> str | None:
-        """A reason not even to search, so that a loop with nothing to do costs next to nothing."""
+    def _reason_not_to_look(self, interval: Interval) -> str | None:
+        """So that a loop with nothing to do costs next to nothing. None: there may be something to find."""
         if interval.remaining_steps <= 0:
             return "no steps are left"
-        ranks, min_gain = interval.profile.ranks, self.config.reshard.min_gain
-        room = (step_cost_ms(ranks) - balanced_cost_ms(ranks)) / interval.step_ms
-        if 1.5 * room < min_gain:  # half as much again: even costs are not quite the least ones
+        room, min_gain = _room(interval), self.config.reshard.min_gain
+        if room < min_gain:
             return f"even perfect balance would save {percent(room)}, below min_gain {percent(min_gain)}"
-        if self._settled is not None and not _differ(self._settled, interval.profile):
+        if self._settled is not None and _differ(self._settled, interval.profile):
+            self._settled, self._past.looks = None, 0
+        if self._past.looks >= LOOKS:
             return f"nothing has changed ({self._best_then})"
+        if self._look_seconds(interval) < LOOK_SECONDS[0]:
+            return f"at most {_seconds_to_gain(interval):.2g} s to gain in the {interval.remaining_steps} steps left"
         return None
+
+    def _look_seconds(self, interval: Interval) -> float:
+        return min(LOOK_SHARE * _seconds_to_gain(interval), LOOK_SECONDS[1])
+
+    def _refine(self, interval: Interval) -> float:
+        """Learns from all that was observed; returns the error that is left."""
+        settings = self.config.refine
+        if settings.updates > 0:
+            budget = max(self._look_seconds(interval) / 2, LOOK_SECONDS[0])
+            self.planner.refine(settings.updates, learning_rate=settings.learning_rate, budget_seconds=budget)
+        return self.error(interval.profile)
 
     def _offer(self, interval: Interval, plan: ShardingPlan, candidate: ShardingPlan) -> Offer:
         moves = plan.moves_to(candidate)
@@ -312,7 +325,8 @@ class LoopController:
         if current <= 0:
             return 0.0
         saved = (1 - cost(candidate) / current) * step_cost_ms(profile.ranks)
-        return saved / interval.step_ms
+        # The best of many predictions is one that errs to the good: none is believed beyond perfect balance.
+        return min(saved / interval.step_ms, _room(interval))
 
     def _terms(self, candidate: ShardingPlan, noise: float) -> Terms:
         past, name, settings = self._past, candidate.fingerprint, self.config.reshard
@@ -361,6 +375,16 @@ class LoopController:
             self._unproven = (Decision(**record), old_plan)
 
 
+def _room(interval: Interval) -> float:
+    """Part of the step time that perfect balance would save."""
+    ranks = interval.profile.ranks
+    return (step_cost_ms(ranks) - balanced_cost_ms(ranks)) / interval.step_ms
+
+
+def _seconds_to_gain(interval: Interval) -> float:
+    return _room(interval) * interval.step_ms / 1000 * interval.remaining_steps
+
+
 def _differ(one: StepProfile, other: StepProfile) -> bool:
     """Whether the ranks' compute costs have changed: data have drifted, or a rank has become slower or faster."""
     if one.plan != other.plan:
@@ -369,4 +393,4 @@ def _differ(one: StepProfile, other: StepProfile) -> bool:
     changes = [
         abs(a.stage(s) - b.stage(s)) for a, b in zip(one.ranks, other.ranks, strict=True) for s in PLANNED_STAGES
     ]
-    return sum(changes) > CHANGED * total
+    return sum(changes) > max(CHANGED, one.noise, other.noise) * total

@@ -1,0 +1,174 @@
+"""What the loop's benchmarks share: an embedding-heavy job, run on two pinned ranks, one setting after another.
+
+runs = run_jobs([Job("static", config), Job("loop", other)], folder)
+runs["loop"].throughput(first=2)             # examples/s over epochs 2, 3, ...
+runs["loop"].decisions                       # lines of decisions.jsonl
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_autoshard.benchmarks.harness import on_pinned_ranks
+from dlrm_autoshard.benchmarks.workloads import W_EMB
+from dlrm_autoshard.config import Config, parse_config
+from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.distributed.runtime import Runtime, keep_freed_memory
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.report.jsonl import read_jsonl
+from dlrm_autoshard.report.record import EpochProfile, epochs_file
+from dlrm_autoshard.trainer import Trainer
+
+WORLD_SIZE = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """busy_epochs: in which a busy process shares the last rank's core."""
+
+    name: str
+    config: Config
+    busy_epochs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class JobRun:
+    """What a job wrote down. seconds: by epoch, of training alone."""
+
+    epochs: tuple[EpochProfile, ...]
+    decisions: tuple[Mapping[str, Any], ...]
+    final_plan: ShardingPlan
+    profile_errors: tuple[float, ...] = field(default=())
+
+    def throughput(self, first: int, last: int | None = None) -> float:
+        """examples/s over the steps of epochs first to last."""
+        chosen = [e for e in self.epochs if e.epoch >= first and (last is None or e.epoch <= last)]
+        examples = [(e.end_step - e.first_step) * e.batch_size for e in chosen]
+        return sum(examples) / sum(n / e.throughput for n, e in zip(examples, chosen, strict=True))
+
+    @property
+    def seconds(self) -> float:
+        return sum((e.end_step - e.first_step) * e.batch_size / e.throughput for e in self.epochs)
+
+    @property
+    def loop_seconds(self) -> float:
+        """For which training stood still: looking and moving."""
+        return sum(d["decide_seconds"] + d["move_seconds"] for d in self.decisions)
+
+    @property
+    def moves(self) -> int:
+        return sum(d["action"] in ("moved", "rolled_back") for d in self.decisions)
+
+    @property
+    def texts(self) -> list[str]:
+        return [f"step {d['step']}: {d['text']}" for d in self.decisions if d["action"] != "kept"]
+
+
+def settings(
+    folder: Path,
+    *,
+    epochs: int,
+    steps_per_epoch: int,
+    batch_size: int = 512,
+    pooling: Sequence[float] = W_EMB.pooling,
+    drift: Sequence[Mapping[str, Any]] = (),
+    **autoshard: Any,
+) -> Config:
+    """W-emb's tables at `batch_size` a rank, profiled every fourth step."""
+    tables = [
+        {"name": t.name, "num_embeddings": t.num_embeddings, "mean_pooling": float(p), "alpha": W_EMB.alpha}
+        for t, p in zip(W_EMB.tables, pooling, strict=True)
+    ]
+    return parse_config(
+        {
+            "run": {"dir": str(folder), "device": "cpu", "pin_cores": False},
+            "data": {
+                "source": "synthetic",
+                "tables": tables,
+                "train_samples": WORLD_SIZE * batch_size * steps_per_epoch,
+                "test_samples": 0,
+                "reuse_batches": 8,
+                "drift": list(drift),
+            },
+            "tables": {"embedding_dim": W_EMB.dim},
+            "model": {"dense_arch_layer_sizes": list(W_EMB.bottom), "over_arch_layer_sizes": list(W_EMB.top)},
+            "train": {"batch_size": batch_size, "epochs": epochs},
+            "checkpoint": {"enabled": False},
+            "profile": {"every_steps": 4, "warmup_steps": 2},
+            "autoshard": autoshard,
+        }
+    )
+
+
+def pooling_at(config: Config, epoch: int) -> list[float]:
+    """Each table's mean pooling in an epoch, from 4,096 samples."""
+    seen = open_source(config.data, config.tables).read("train", epoch, 0, 4096)
+    return [float(mean) for mean in seen.lengths_TB.double().mean(1)]
+
+
+def fixed_plan(plan: ShardingPlan, folder: Path) -> dict[str, Any]:
+    """`autoshard` settings of a job that keeps this plan."""
+    path = folder / f"plan_{plan.fingerprint}.json"
+    plan.save(path)
+    return {"enabled": False, "placement": str(path)}
+
+
+def run_jobs(jobs: Sequence[Job], folder: Path, timeout: float = 900.0) -> dict[str, JobRun]:
+    """One after another in the same two processes."""
+    on_pinned_ranks(_train_all, WORLD_SIZE, list(jobs), str(folder), timeout=timeout)
+    return {job.name: _read(folder / job.name) for job in jobs}
+
+
+def _read(run_dir: Path) -> JobRun:
+    epochs = tuple(EpochProfile.from_json(line) for line in read_jsonl(epochs_file(run_dir)))
+    decisions = tuple(read_jsonl(run_dir / "decisions.jsonl"))
+    errors = tuple(d["error_before"] for d in decisions if d.get("error_before") is not None)
+    return JobRun(epochs, decisions, epochs[-1].plan, errors)
+
+
+def _train_all(rank: int, world_size: int, jobs: list[Job], folder: str) -> None:
+    keep_freed_memory()
+    minutes = timedelta(minutes=5)
+    world = dist.group.WORLD
+    assert world is not None
+    groups = dist.new_group(timeout=minutes), dist.new_group(timeout=minutes)
+    runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), world, *groups)
+    for job in jobs:
+        run_dir = Path(folder, job.name)
+        if rank == 0:
+            run_dir.mkdir(parents=True)
+        runtime.barrier()
+        job_trainer = _Trainer(job, runtime, run_dir)
+        job_trainer.run()
+        del job_trainer
+        gc.collect()
+
+
+class _Trainer(Trainer):
+    """With a busy neighbour on the last rank's core in the epochs that the job names."""
+
+    def __init__(self, job: Job, runtime: Runtime, run_dir: Path) -> None:
+        super().__init__(job.config, runtime, run_dir)
+        self._job = job
+
+    def _train_epoch(self) -> EpochProfile | None:
+        here = self.runtime.rank == self.runtime.world_size - 1
+        if not here or self.position.epoch not in self._job.busy_epochs:
+            return super()._train_epoch()
+        # It inherits this rank's one core, of which the system gives each of the two a half.
+        busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            return super()._train_epoch()
+        finally:
+            busy.kill()
+            busy.wait()

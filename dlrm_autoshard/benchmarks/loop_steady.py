@@ -1,0 +1,42 @@
+"""Nothing changes: the loop must leave everything alone, and cost next to nothing."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from dlrm_autoshard.benchmarks.loop_job import Job, fixed_plan, run_jobs, settings
+
+TITLE = "nothing changes: moves in 10 epochs (none wanted), and the loop's part of the training time"
+ROUGH_TIME = "3 min"
+
+
+def run(quick: bool) -> dict[str, Any]:
+    epochs, steps = (4, 30) if quick else (10, 90)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        loop = settings(folder, epochs=epochs, steps_per_epoch=steps, enabled=True)
+        runs = run_jobs([Job("loop", loop)], folder)
+        job = runs["loop"]
+        static = settings(folder, epochs=2, steps_per_epoch=steps, **fixed_plan(job.final_plan, folder))
+        beside = run_jobs([Job("static", static)], folder)["static"]
+    errors = job.profile_errors
+    return {
+        "figures": {
+            "moves": job.moves,
+            "overhead": job.loop_seconds / job.seconds,
+            "loop_seconds": job.loop_seconds,
+            "training_seconds": job.seconds,
+            "in_loop": job.throughput(1),
+            "static": beside.throughput(0),
+            "next_epoch_error_first": errors[0],
+            "next_epoch_error_after_3": errors[min(3, len(errors) - 1)],
+        },
+        "targets": {"moves": "== 0", "overhead": "<= 0.01", "next_epoch_error_after_3": "<= 0.05"},
+        "notes": [
+            "next_epoch_error: sum of |predicted - measured| over sum of measured, all ranks' four stages, before the "
+            "model has seen the epoch.",
+            *(f"step {d['step']}: {d['text']} (error {d['error_before']:.1%})" for d in job.decisions),
+        ],
+    }
