@@ -91,5 +91,5 @@ def mlp(sizes: Sequence[int], *, last_activation: bool) -> nn.Sequential:
         linear = nn.Linear(fan_in, fan_out)
         nn.init.normal_(linear.weight, std=math.sqrt(2.0 / (fan_in + fan_out)))
         nn.init.normal_(linear.bias, std=math.sqrt(1.0 / fan_out))
-        layers += [linear, nn.ReLU()]
+        layers += [linear, nn.ReLU(inplace=True)]
     return nn.Sequential(*layers[: len(layers) - (0 if last_activation else 1)])

@@ -14,6 +14,7 @@ import itertools
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,7 @@ class Workload:
     batch_size: int = 2048
     num_dense: int = 13
     seed: int = 20240
+    interaction: Literal["dot", "cat"] = "dot"
 
     @cached_property
     def tables(self) -> tuple[TableConfig, ...]:
@@ -56,7 +58,11 @@ class Workload:
 
     @property
     def model(self) -> ModelConfig:
-        return ModelConfig(dense_arch_layer_sizes=list(self.bottom), over_arch_layer_sizes=list(self.top))
+        return ModelConfig(
+            dense_arch_layer_sizes=list(self.bottom),
+            over_arch_layer_sizes=list(self.top),
+            interaction=self.interaction,
+        )
 
     @property
     def table_bytes(self) -> int:
@@ -135,7 +141,9 @@ class OurJob:
         overlap: bool = True,
         exchange_dtype: str = "fp32",
         dense_dtype: str = "fp32",
+        shared_memory: bool = True,
     ) -> None:
+        self.batches = batches
         world = dist.group.WORLD
         assert world is not None
         device = torch.device("cpu")
@@ -148,9 +156,12 @@ class OurJob:
             id_group=dist.new_group(),
             device=device,
             exchange_dtype=exchange_dtype,
+            shared_memory=shared_memory,
         )
         self.model = DLRM(workload.num_dense, self.embeddings.output_tables, workload.model, seed=workload.seed)
-        self.dense = DataParallelDense(self.model, DenseOptimizerConfig(name="sgd", lr=DENSE_LR), world, device)
+        self.dense = DataParallelDense(
+            self.model, DenseOptimizerConfig(name="sgd", lr=DENSE_LR), world, device, shared_memory=shared_memory
+        )
         self.clock = StageClock(device, dist.new_group(backend="gloo"))
         self.step = TrainStep(
             self.model, self.dense, self.embeddings, self.clock, overlap=overlap, autocast=dense_dtype == "bf16"

@@ -14,16 +14,25 @@ from torch import Tensor, nn
 
 from dlrm_autoshard.config import DenseOptimizerConfig
 from dlrm_autoshard.distributed.exchange import Pending
+from dlrm_autoshard.distributed.shared_memory import connect
 
 
 class DataParallelDense:
     """Owns the dense parameters' memory, their gradients and their optimizer. `module` must be equal on all ranks."""
 
     def __init__(
-        self, module: nn.Module, config: DenseOptimizerConfig, group: dist.ProcessGroup, device: torch.device
+        self,
+        module: nn.Module,
+        config: DenseOptimizerConfig,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        shared_memory: bool = True,
     ) -> None:
+        """shared_memory: reduce through it where the ranks are all on one host."""
         self.module = module.to(device)
         self._group = group
+        self._link = connect(group) if shared_memory and device.type == "cpu" else None
         parameters = list(module.parameters())
         size = sum(parameter.numel() for parameter in parameters)
         self.flat = nn.Parameter(torch.cat([parameter.detach().reshape(-1) for parameter in parameters]))
@@ -47,7 +56,9 @@ class DataParallelDense:
         self.gradient[-1] = local_loss
         if dist.get_world_size(self._group) == 1:
             return Pending(None, self.gradient)
-        return Pending(dist.all_reduce(self.gradient, group=self._group, async_op=True), self.gradient)
+        if self._link is not None:
+            return Pending(self._link.all_reduce(self.gradient), self.gradient)
+        return Pending(dist.all_reduce(self.gradient, group=self._group, async_op=True).wait, self.gradient)
 
     @property
     def global_loss(self) -> Tensor:

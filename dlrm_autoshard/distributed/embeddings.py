@@ -21,6 +21,7 @@ from torch import Tensor
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.exchange import Exchange, IdDistribution, LocalIds, Pending
+from dlrm_autoshard.distributed.shared_memory import connect
 from dlrm_autoshard.distributed.storage import DeviceStorage, HostStorage, Storage
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
@@ -49,10 +50,13 @@ class ShardedEmbeddings:
         device: torch.device,
         exchange_dtype: str = "fp32",
         seed: int = 0,
+        shared_memory: bool = True,
     ) -> None:
+        """shared_memory: exchange through it where the ranks are all on one host."""
         self.tables = tuple(tables)
         self.config, self.rank, self.device = config, rank, device
         self._groups, self._exchange_dtype = (group, id_group), _DTYPES[exchange_dtype]
+        self._link = connect(group) if shared_memory and device.type == "cpu" else None
         self.updates = 0  # training lookups so far: fbgemm's `iter`, which must survive a rebuild
         self.learning_rate = config.optimizer.lr
         self.storage: Storage = (
@@ -73,13 +77,18 @@ class ShardedEmbeddings:
     def world_size(self) -> int:
         return self.plan.world_size
 
+    @property
+    def local_dim(self) -> int:
+        """Sum of the dims of the tables this rank owns."""
+        return self._exchange.local_dim
+
     def adopt(self, plan: ShardingPlan) -> None:
         """Makes `plan` the live one. The bytes of arriving tables must lie in `storage.tensors(name)` already."""
         self.plan = plan.ordered([table.name for table in self.tables])
         order = output_order(self.tables)
         group, id_group = self._groups
         self._exchange = Exchange(
-            self.tables, order, self.plan, self.rank, group, id_group, self.device, self._exchange_dtype
+            self.tables, order, self.plan, self.rank, group, id_group, self.device, self._exchange_dtype, self._link
         )
         owned = set(self.plan.tables_on(self.rank))
         self.storage.hold([self.tables[i].name for i in order if self.tables[i].name in owned])

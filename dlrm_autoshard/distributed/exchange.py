@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.shared_memory import SharedMemory
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 
@@ -33,15 +34,15 @@ class LocalIds:
 
 
 class Pending:
-    """A collective on its way. `wait()` gives what arrived."""
+    """A collective on its way. `wait()` gives what arrived, as often as it is asked."""
 
-    def __init__(self, work: dist.Work | None, result: Tensor, *kept_alive: Tensor) -> None:
-        self._work, self._result, self._kept_alive = work, result, kept_alive
+    def __init__(self, finish: Callable[[], object] | None, result: Tensor, *kept_alive: Tensor) -> None:
+        self._finish, self._result, self._kept_alive = finish, result, kept_alive
 
     def wait(self) -> Tensor:
-        if self._work is not None:
-            self._work.wait()
-            self._work, self._kept_alive = None, ()
+        if self._finish is not None:
+            self._finish()
+            self._finish, self._kept_alive = None, ()
         return self._result
 
 
@@ -62,12 +63,12 @@ class IdDistribution:
             per_table = self._lengths.sum(1).tolist()
             self._value_splits = [sum(per_table[a:b]) for a, b in e.table_ranges]
             received = self._lengths.new_empty(e.world_size, e.num_local * self._batch_size)
-            self._lengths_pending = all_to_all(
+            self._lengths_pending = e.all_to_all(
+                "lengths",
                 received.view(-1),
                 self._lengths.reshape(-1),
                 [e.num_local * self._batch_size] * e.world_size,
                 [(b - a) * self._batch_size for a, b in e.table_ranges],
-                e.id_group,
             )
             self._values_pending: Pending | None = None
 
@@ -78,7 +79,7 @@ class IdDistribution:
         self._received_lengths = self._lengths_pending.wait().view(e.world_size, -1)
         splits = self._received_lengths.sum(1).tolist()
         received = self._values.new_empty(sum(splits))
-        self._values_pending = all_to_all(received, self._values, splits, self._value_splits, e.id_group)
+        self._values_pending = e.all_to_all("values", received, self._values, splits, self._value_splits)
 
     def finish(self) -> LocalIds:
         e = self._exchange
@@ -113,6 +114,7 @@ class Exchange:
     id_group: dist.ProcessGroup
     device: torch.device
     dtype: torch.dtype = torch.float32
+    link: SharedMemory | None = None
     _layouts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -164,12 +166,12 @@ class Exchange:
         batch_size = local.shape[0] // self.world_size
         sent = local.to(self.dtype).view(-1)
         received = sent.new_empty(batch_size * self.total_dim)
-        return all_to_all(
+        return self.all_to_all(
+            "pooled",
             received,
             sent,
             [batch_size * dim for dim in self.dims],
             [batch_size * self.local_dim] * self.world_size,
-            self.group,
         )
 
     def in_output_order(self, arrived: Tensor) -> Tensor:
@@ -188,14 +190,23 @@ class Exchange:
         _, inverse = self._layout(batch_size)
         sent = gradient_BD.to(self.dtype).view(-1, self._chunk).index_select(0, inverse).view(-1)
         received = sent.new_empty(self.world_size * batch_size * self.local_dim)
-        pending = all_to_all(
+        return self.all_to_all(
+            "gradients",
             received,
             sent,
             [batch_size * self.local_dim] * self.world_size,
             [batch_size * dim for dim in self.dims],
-            self.group,
         )
-        return pending
+
+    def all_to_all(
+        self, channel: str, received: Tensor, sent: Tensor, receive_splits: list[int], send_splits: list[int]
+    ) -> Pending:
+        """Through shared memory where all ranks are on one host, else through the process group."""
+        if self.link is not None:
+            return Pending(self.link.all_to_all(channel, received, sent, receive_splits, send_splits), received)
+        group = self.id_group if channel in ("lengths", "values") else self.group
+        work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=group, async_op=True)
+        return Pending(work.wait, received, sent)
 
     def _layout(self, batch_size: int) -> tuple[Tensor, Tensor]:
         """Chunk index of the output order, and its inverse; two batch sizes occur in a run, so both are kept."""
@@ -209,10 +220,3 @@ class Exchange:
                 self._layouts.clear()
             self._layouts[batch_size] = (index, inverse)
         return self._layouts[batch_size]
-
-
-def all_to_all(
-    received: Tensor, sent: Tensor, receive_splits: list[int], send_splits: list[int], group: dist.ProcessGroup
-) -> Pending:
-    work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=group, async_op=True)
-    return Pending(work, received, sent)

@@ -1,0 +1,179 @@
+"""TorchRec on the same workloads: the peer that people would pick instead.
+
+    job = TorchrecJob(W_EMB, rank, batches)
+    seconds = job.run(10)
+
+Its own DLRM, planner (table-wise, fused kernel) and row-wise Adagrad, SGD on the dense part. TorchRec is no dependency
+of ours: put it (1.8 for torch 2.13) into a directory of its own and name that in DLRM_AUTOSHARD_TORCHREC:
+
+    pip install --no-deps --target DIR "torchrec==1.8.*" tensordict iopath pyre-extensions portalocker orjson \
+        cloudpickle pyvers typing_inspect
+    DLRM_AUTOSHARD_TORCHREC=DIR dlrm-autoshard bench train-wemb
+
+What it runs best with on CPU was tried: plain forward and backward (its TrainPipelineSparseDist moves batches by CUDA
+streams and brings nothing on CPU), int32 ids, DDP with gradients as views of the buckets and a static graph.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_autoshard.benchmarks.workloads import DENSE_LR, TABLE_LR, Workload
+from dlrm_autoshard.data.batch import Batch
+
+DIRECTORY = "DLRM_AUTOSHARD_TORCHREC"
+
+
+def find_torchrec() -> str | None:
+    """None where TorchRec can be imported (after this call), else the reason why not."""
+    extra = os.environ.get(DIRECTORY)
+    if extra and extra not in sys.path:
+        sys.path.append(extra)
+    if importlib.util.find_spec("torchrec") is None:
+        return f"torchrec is not installed; {DIRECTORY} may name a directory that has it (see peer_torchrec.py)"
+    return None
+
+
+class TorchrecJob:
+    """One rank's trainer on a workload. Collective: every rank makes one, with its own slices of the batches."""
+
+    def __init__(self, workload: Workload, batches: list[Batch]) -> None:
+        reason = find_torchrec()
+        if reason is not None:
+            raise ModuleNotFoundError(reason)
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+        from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+        from torchrec.distributed.planner.types import ParameterConstraints
+        from torchrec.distributed.types import ShardingType
+        from torchrec.models.dlrm import DLRM, DLRMTrain
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        world = dist.group.WORLD
+        assert world is not None
+        self.workload = workload
+        tables = [
+            EmbeddingBagConfig(
+                name=t.name,
+                embedding_dim=t.embedding_dim,
+                num_embeddings=t.num_embeddings,
+                feature_names=[t.name],
+            )
+            for t in workload.tables
+        ]
+        meta = torch.device("meta")
+        model = DLRMTrain(
+            DLRM(
+                embedding_bag_collection=EmbeddingBagCollection(tables=tables, device=meta),
+                dense_in_features=workload.num_dense,
+                dense_arch_layer_sizes=list(workload.bottom),
+                over_arch_layer_sizes=list(workload.top),
+                dense_device=torch.device("cpu"),
+            )
+        )
+        sharder = EmbeddingBagCollectionSharder(
+            fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": TABLE_LR, "eps": 1e-8}
+        )
+        planner = EmbeddingShardingPlanner(
+            topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"),
+            batch_size=workload.batch_size // dist.get_world_size(),
+            constraints={
+                table.name: ParameterConstraints(
+                    sharding_types=[ShardingType.TABLE_WISE.value],
+                    compute_kernels=["fused"],
+                    pooling_factors=[float(pooling)],
+                )
+                for table, pooling in zip(workload.tables, workload.pooling, strict=True)
+            },
+        )
+        plan = planner.collective_plan(model, [sharder], world)
+        self.model = DistributedModelParallel(
+            model,
+            device=torch.device("cpu"),
+            plan=plan,
+            sharders=[sharder],
+            data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True),
+        )
+        dense = [p for name, p in self.model.named_parameters() if "embedding_bags" not in name]
+        self.optimizer = torch.optim.SGD(dense, lr=DENSE_LR)
+        keys = [table.name for table in workload.tables]
+        self._batches = itertools.cycle(
+            [
+                _Batch(b.dense_BF, KeyedJaggedTensor(keys, b.values_N, lengths=b.lengths_TB.flatten()), b.labels_B)
+                for b in batches
+            ]
+        )
+        self.rank_of = {
+            table: parameter.ranks[0] for module in plan.plan.values() for table, parameter in module.items()
+        }
+
+    def run(self, steps: int) -> float:
+        """Seconds that so many steps took."""
+        started = time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        return time.perf_counter() - started
+
+    def step(self) -> torch.Tensor:
+        batch = next(self._batches)
+        self.optimizer.zero_grad()
+        # A jagged tensor remembers its offsets; a real loader's batches are new each time, and so are ours.
+        loss, _ = self.model(_Batch(batch.dense_features, _fresh(batch.sparse_features), batch.labels))
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def load(self, dense: dict[str, torch.Tensor], tables: dict[str, torch.Tensor]) -> None:
+        """Our model's initial weights. dense: by our names; tables: those of this rank at least."""
+        workload, own = self.workload, dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, parameter in own.items():
+                if "embedding_bags" in name:
+                    table = name.split("embedding_bags.")[1].split(".")[0]
+                    local = parameter.local_tensor() if hasattr(parameter, "local_tensor") else parameter
+                    local.copy_(tables[table])
+                    continue
+                kind = "bottom_mlp" if "dense_arch" in name else "over_mlp"
+                layers = sorted({int(key.split(".")[1]) for key in dense if key.startswith(kind)})
+                theirs = [
+                    n
+                    for n in own
+                    if ("dense_arch" in n) == (kind == "bottom_mlp")
+                    and "embedding_bags" not in n
+                    and n.endswith(name.rsplit(".", 1)[1])
+                ]
+                value = dense[f"{kind}.{layers[theirs.index(name)]}.{name.rsplit('.', 1)[1]}"]
+                if kind == "over_mlp" and theirs.index(name) == 0 and value.dim() == 2:
+                    value = value[:, _their_columns(workload)]
+                parameter.copy_(value)
+
+
+class _Batch:
+    """What DLRMTrain takes."""
+
+    def __init__(self, dense_features: torch.Tensor, sparse_features: Any, labels: torch.Tensor) -> None:
+        self.dense_features, self.sparse_features, self.labels = dense_features, sparse_features, labels
+
+
+def _fresh(features: Any) -> Any:
+    return type(features)(features.keys(), features.values(), lengths=features.lengths())
+
+
+def _their_columns(workload: Workload) -> torch.Tensor:
+    """Our pairs lie row by row below the diagonal, theirs row by row above it."""
+    count = len(workload.tables) + 1
+    ours = torch.zeros(count, count, dtype=torch.int64)
+    row, column = torch.tril_indices(count, count, offset=-1)
+    ours[row, column] = torch.arange(len(row))
+    above, right = torch.triu_indices(count, count, offset=1)
+    return torch.cat([torch.arange(workload.dim), workload.dim + ours[right, above]])

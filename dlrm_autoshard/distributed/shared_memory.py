@@ -1,0 +1,222 @@
+"""Collectives between ranks of one host through memory that they all map: what TCP over loopback takes 3 ms to carry,
+a copy carries in a few tenths.
+
+    link = connect(group)                        # None where the ranks are not all on one host: use the group itself
+    pending = link.all_to_all("pooled", received, sent, receive_splits, send_splits)
+    pending()                                    # fills `received`
+
+Each rank owns one sparse memory file with a region per channel, and shares its descriptor with the others over Unix
+sockets. Writing goes to the own region, followed by a READY message to each reader; a reader copies and answers DONE;
+before a region is written again, everybody's DONE must have come. A channel carries one message at a time. Messages
+for other channels that arrive in between are kept, so channels are waited for in any order. Nothing has a name in the
+file system, so nothing is left behind by a crash, and a rank that dies closes its sockets, which ends the wait of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import socket
+import struct
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHANNELS = ("lengths", "values", "pooled", "gradients", "reduce", "reduced")
+_REGION_BYTES = 1 << 34  # of address space; memory is taken only where something was written
+_READY, _DONE = 0, 1
+_MESSAGE = struct.Struct("<BBqq")  # channel, READY or DONE, first byte, number of bytes
+
+
+class RankGone(RuntimeError):
+    """A rank of this host ended, or did not answer in time."""
+
+
+class SharedMemory:
+    """The mapped memory of all ranks, this one's included, and a socket to each of the others."""
+
+    def __init__(self, rank: int, memories: list[Tensor], sockets: dict[int, socket.socket]) -> None:
+        self.rank, self.world_size = rank, len(memories)
+        self._memories, self._sockets = memories, sockets
+        self._inbox: dict[tuple[int, int, int], deque[tuple[int, int]]] = defaultdict(deque)
+        self._readers: dict[int, list[int]] = {}  # channel -> ranks whose DONE is owed
+
+    def all_to_all(
+        self, channel: str, received: Tensor, sent: Tensor, receive_splits: list[int], send_splits: list[int]
+    ) -> Callable[[], Tensor]:
+        """Both one-dimensional, splits in elements, by rank. `sent` may be reused at once."""
+        starts = [0, *accumulate(send_splits)]
+        region = self.write(channel, sent.numel(), sent.dtype)
+        for rank in self._others:
+            if send_splits[rank]:
+                part = slice(starts[rank], starts[rank + 1])
+                region[part].copy_(sent[part])
+                self.tell(channel, rank, region[part])
+        arrivals = [0, *accumulate(receive_splits)]
+        own = slice(starts[self.rank], starts[self.rank + 1])
+        received[arrivals[self.rank] : arrivals[self.rank + 1]].copy_(sent[own])
+
+        def finish() -> Tensor:
+            for rank in self._others:
+                if receive_splits[rank]:
+                    received[arrivals[rank] : arrivals[rank + 1]].copy_(self.read(channel, rank, received.dtype))
+                    self.done(channel, rank)
+            return received
+
+        return finish
+
+    def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
+        """Sums in place, in rank order: every rank adds up its own slice, then takes the others' sums."""
+        region = self.write("reduce", values.numel(), values.dtype)
+        region.copy_(values)
+        bounds = [values.numel() * rank // self.world_size for rank in range(self.world_size + 1)]
+        slices = [slice(a, b) for a, b in pairwise(bounds)]
+        own = slices[self.rank]
+        for rank in self._others:
+            self.tell("reduce", rank, region[slices[rank]])
+
+        def finish() -> Tensor:
+            total = self.write("reduced", own.stop - own.start, values.dtype)
+            for rank in range(self.world_size):
+                term = region[own] if rank == self.rank else self.read("reduce", rank, values.dtype)
+                if rank == 0:
+                    total.copy_(term)
+                else:
+                    total += term
+            values[own].copy_(total)
+            for rank in self._others:
+                self.done("reduce", rank)
+                self.tell("reduced", rank, total)
+            for rank in self._others:
+                values[slices[rank]].copy_(self.read("reduced", rank, values.dtype))
+                self.done("reduced", rank)
+            return values
+
+        return finish
+
+    # -- one message -------------------------------------------------------------------------------------------------
+
+    def write(self, channel: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """This rank's region to write to, once everybody has read what was there."""
+        number = CHANNELS.index(channel)
+        for rank in self._readers.pop(number, ()):
+            self._await(rank, number, _DONE)
+        start, size = number * _REGION_BYTES, numel * dtype.itemsize
+        if size > _REGION_BYTES:
+            raise ValueError(f"{size / 2**30:.1f} GiB is more than one exchange can hold; lower train.batch_size.")
+        return self._memories[self.rank][start : start + size].view(dtype)
+
+    def tell(self, channel: str, rank: int, part: Tensor) -> None:
+        """`part` of what `write` gave is for `rank` to read."""
+        number = CHANNELS.index(channel)
+        first = part.data_ptr() - self._memories[self.rank].data_ptr()
+        self._readers.setdefault(number, []).append(rank)
+        self._send(rank, _MESSAGE.pack(number, _READY, first, part.nbytes))
+
+    def read(self, channel: str, rank: int, dtype: torch.dtype) -> Tensor:
+        """What `rank` has for this one: a view of its memory, until `done`."""
+        first, size = self._await(rank, CHANNELS.index(channel), _READY)
+        return self._memories[rank][first : first + size].view(dtype)
+
+    def done(self, channel: str, rank: int) -> None:
+        self._send(rank, _MESSAGE.pack(CHANNELS.index(channel), _DONE, 0, 0))
+
+    @property
+    def _others(self) -> list[int]:
+        """Each rank starts with the next one, so that not all read from the same."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def _await(self, rank: int, channel: int, event: int) -> tuple[int, int]:
+        waiting = self._inbox[rank, channel, event]
+        while not waiting:
+            try:
+                message = self._sockets[rank].recv(_MESSAGE.size, socket.MSG_WAITALL)
+            except BlockingIOError as error:
+                raise RankGone(
+                    f"rank {rank} did not answer in time: it hangs, or is far slower than this one."
+                ) from error
+            except ConnectionError:
+                message = b""
+            if len(message) < _MESSAGE.size:
+                raise RankGone(f"rank {rank} has ended: its connection closed. Its own output says why.")
+            number, kind, first, size = _MESSAGE.unpack(message)
+            self._inbox[rank, number, kind].append((first, size))
+        return waiting.popleft()
+
+    def _send(self, rank: int, message: bytes) -> None:
+        # A rank that has left needs no message: it may have finished. If it owes one, the wait for that will tell.
+        with contextlib.suppress(ConnectionError):
+            self._sockets[rank].sendall(message)
+
+
+def connect(group: dist.ProcessGroup, timeout_seconds: float = 300.0) -> SharedMemory | None:
+    """Collective over `group`. None on every rank where any of them cannot share memory with the others."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if world_size == 1:
+        return None
+    name = f"\0dlrm-autoshard-{secrets.token_hex(8)}"  # a leading zero byte: no file
+    listener = None
+    with contextlib.suppress(OSError, AttributeError):
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(name)
+        listener.listen(world_size)
+    places: list[tuple[str, str] | None] = [None] * world_size
+    dist.all_gather_object(places, (_place() if listener else f"none {rank}", name), group=group)
+    if listener is None or len({place for place, _ in filter(None, places)}) > 1:
+        return None
+    link = None
+    with listener, contextlib.suppress(OSError):
+        listener.settimeout(timeout_seconds)
+        link = _meet(rank, [name for _, name in filter(None, places)], listener, timeout_seconds)
+    made: list[bool] = [False] * world_size
+    dist.all_gather_object(made, link is not None, group=group)
+    return link if all(made) else None
+
+
+def _meet(rank: int, names: list[str], listener: socket.socket, timeout_seconds: float) -> SharedMemory:
+    """Higher ranks call lower ones; both sides hand over their memory's descriptor."""
+    memory = os.memfd_create("dlrm-autoshard")
+    os.ftruncate(memory, len(CHANNELS) * _REGION_BYTES)
+    hello = struct.Struct("<q")
+    sockets: dict[int, socket.socket] = {}
+    descriptors = {rank: memory}
+    for other in range(rank):
+        sockets[other] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sockets[other].connect(names[other])
+        socket.send_fds(sockets[other], [hello.pack(rank)], [memory])
+    for _ in range(rank + 1, len(names)):
+        caller, _ = listener.accept()
+        caller.setblocking(True)
+        message, received, *_ = socket.recv_fds(caller, hello.size, 1)
+        (other,) = hello.unpack(message)
+        sockets[other], descriptors[other] = caller, received[0]
+        socket.send_fds(caller, [hello.pack(rank)], [memory])
+    for other in range(rank):
+        _, received, *_ = socket.recv_fds(sockets[other], hello.size, 1)
+        descriptors[other] = received[0]
+    for connection in sockets.values():
+        seconds = struct.pack("@ll", int(timeout_seconds), 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+    memories = [_mapped(descriptors[other]) for other in range(len(names))]
+    return SharedMemory(rank, memories, sockets)
+
+
+def _mapped(descriptor: int) -> Tensor:
+    mapped = mmap.mmap(descriptor, len(CHANNELS) * _REGION_BYTES)
+    os.close(descriptor)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _place() -> str:
+    """Equal for processes that can reach each other's memory: one kernel, one network namespace."""
+    if sys.platform != "linux":
+        return f"{sys.platform} {os.getpid()}"
+    return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
