@@ -68,7 +68,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
 
     task = cell.task(index)
     topology = Topology(cell.num_devices)
-    probe = ShardProbe(undisturbed=True)
+    probe = ShardProbe(undisturbed=True, seconds_per_shard=0.1)
     law = _warm("auto").law
     plans: dict[str, ShardingPlan] = {}
     seconds: dict[str, float] = {}

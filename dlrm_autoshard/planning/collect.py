@@ -34,6 +34,7 @@ from dlrm_autoshard.planning.warm_start import WARM_START, write_samples
 BATCH_SIZES, BATCH_SHARES = (512, 1024, 2048, 4096, 8192), (0.1, 0.1, 0.5, 0.2, 0.1)
 REPEAT_EVERY = 10
 NOISY = 0.1  # spread above which a shard is measured once more
+DISTURBED = 0.15  # spread above which a shard tells more of the machine's other load than of itself: left out
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def samples_in(path: Path) -> tuple[list[ShardSample], list[CommsSample], list[f
             pool.tables, pool.stats, chosen.batch_size, row["fwd_compute"], row["bwd_compute"], row["noise"]
         )
         first = shards.setdefault(row["shard"], sample)
-        if first is not sample:
+        if first is not sample and max(first.noise, sample.noise) <= DISTURBED:
             again.append(
                 (first.fwd_compute_ms + first.bwd_compute_ms) / (sample.fwd_compute_ms + sample.bwd_compute_ms) - 1
             )
@@ -191,6 +192,8 @@ def samples_in(path: Path) -> tuple[list[ShardSample], list[CommsSample], list[f
 def pack(path: Path, updates: int) -> dict[str, Any]:
     """Fits to four fifths, reports the error on the rest, fits to all, and writes the shipped files."""
     shards, comms, again = samples_in(path)
+    measured_shards = len(shards)
+    shards = [sample for sample in shards if sample.noise <= DISTURBED]
     order = np.random.default_rng(0).permutation(len(shards))
     held_out = [shards[i] for i in order[: len(shards) // 5]]
     trial = Planner("auto", seed=0)
@@ -207,11 +210,13 @@ def pack(path: Path, updates: int) -> dict[str, Any]:
         "command": "python -m dlrm_autoshard.planning.collect --out shards.jsonl --shards N, --exchanges, then --pack",
         "fingerprint": next(row["fingerprint"] for row in read_rows(path) if "fingerprint" in row),
         "shards": len(shards),
+        "shards_left_out": f"{measured_shards - len(shards)} whose spread was above {DISTURBED}",
         "exchanges": len(comms),
         "held_out_shards": len(held_out),
         "held_out_error": {"forward": float(errors[0]), "backward": float(errors[1]), "both": float(total.mean())},
         "held_out_error_median": float(np.median(total)),
         "measured_again_differs_by": float(np.mean(np.abs(again))) if again else None,
+        "measured_again_differs_by_median": float(np.median(np.abs(again))) if again else None,
         "cost_model": planner.cost_model.to_json(),
         "comms": planner.law.prices_S4.tolist(),
     }
