@@ -108,7 +108,7 @@ def write_run(
     lines: dict[Path, list[str]] = defaultdict(list)
 
     def add(path: Path, record: Mapping[str, Any]) -> None:
-        lines[path].append(json.dumps({"schema": SCHEMA, **record}) + "\n")
+        lines[path].append(json.dumps({"schema": SCHEMA, **record}, separators=(",", ":")) + "\n")
 
     rank_of = {t.name: draw.randrange(ranks) for t in configs}
     run_dir.mkdir(parents=True, exist_ok=True)

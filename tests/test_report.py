@@ -58,6 +58,8 @@ def test_a_rank_with_too_much_work_and_a_slightly_shared_core_is_overloaded() ->
 def test_where_all_ranks_are_starved_alike_the_one_with_more_work_is_overloaded() -> None:
     profile = make_profile(work=(1, 2), cpu_share=(0.5, 0.48))
     assert profile.straggler is not None and (profile.straggler.rank, profile.straggler.cause) == (1, "load")
+    late = make_profile(work=(2, 1), cpu_share=(0.6, 0.2)).straggler  # less work, but later: it had less of its core
+    assert late is not None and (late.rank, late.cause) == (1, "starved of CPU")
     record = RunRecord("x", {}, (profile,))
     assert any("Every rank had its core for less than" in sentence for sentence in summary(record))
 

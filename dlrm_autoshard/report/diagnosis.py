@@ -94,19 +94,19 @@ def find_straggler(profile: EpochProfile, most_tables: int = 3) -> Straggler | N
 
 
 def _is_starved(profile: EpochProfile, rank: int) -> bool:
-    """It had less of its core than the others of theirs, and by CPU time its work is not what sets it apart.
+    """It did not have its core to itself, and by CPU time its work is not what sets it apart from the others.
 
-    A rank can be both starved and overloaded: the larger of the two reasons is given. Where all ranks are starved
-    alike (more processes than cores), what sets one apart is its load.
+    A rank can be both starved and overloaded: the larger of the two reasons is given. CPU times are compared after
+    division by the mean share, so that where all ranks are starved alike a rank is set apart by its load.
     """
     share = profile.cpu_share[rank]
-    others = [other for r, other in enumerate(profile.cpu_share) if r != rank and other is not None]
-    if share is None or share >= STARVED_BELOW * (sum(others) / len(others) if others else 1.0):
+    if share is None or share >= STARVED_BELOW:
         return False
+    shares = [1.0 if own is None else own for own in profile.cpu_share]
     wall = [sum(profile.stage_ms[stage][r] for stage in COMPUTE_STAGES) for r in range(profile.world_size)]
-    cpu = [time * (own if own is not None else 1.0) for time, own in zip(wall, profile.cpu_share, strict=True)]
+    cpu = [time * own for time, own in zip(wall, shares, strict=True)]
     wall_excess, cpu_excess = (times[rank] - sum(times) / len(times) for times in (wall, cpu))
-    return cpu_excess < wall_excess / 2
+    return wall_excess <= 0 or cpu_excess / (sum(shares) / len(shares)) < wall_excess / 2
 
 
 def table_work(table: TableUse, stage: str) -> float:

@@ -50,7 +50,8 @@ def print_comparison(console: Console, one: RunRecord, other: RunRecord) -> None
     for name, figure in _FIGURES.items():
         values = [figure(record) for record in (one, other)]
         a, b = values
-        change = "" if a is None or b is None or a == 0 else f"{(b - a) / a:+.1%}"
+        is_count = name in ("ranks", "epochs", "moves")
+        change = "" if a is None or b is None or a == 0 or is_count else f"{(b - a) / a:+.1%}"
         table.add_row(name, *("-" if value is None else _number(value) for value in values), change)
     console.print(table)
     for record in (one, other):
