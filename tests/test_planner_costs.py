@@ -9,7 +9,8 @@ import torch
 from dlrm_autoshard import Planner, RankCost, ShardingPlan, SimulatedCluster, Topology
 from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile, step_cost_ms
 from dlrm_autoshard.planner.comms_law import CommsLaw, exchange_work
-from dlrm_autoshard.planner.cost_model import CostModel, FrozenDevices
+from dlrm_autoshard.planner.cost_model import CostModel, FrozenDevices, ShardSet
+from dlrm_autoshard.planner.fit_costs import HUBER, CostTraining
 from dlrm_autoshard.planner.least_squares import fit_nonnegative
 from dlrm_autoshard.planner.rank_speed import RankSpeed
 from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample
@@ -90,6 +91,25 @@ def test_numpy_inference_is_the_torch_model(fitted: Planner) -> None:
     np.testing.assert_allclose(FrozenDevices(fitted.cost_model)(sums), expected, rtol=1e-4, atol=1e-6)
 
 
+def test_gradients_written_by_hand_are_those_of_autograd() -> None:
+    model = CostModel(seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    samples = ShardSet(shards(random_samples(SimulatedCluster(seed=0), profiles=8)))
+    chosen = torch.arange(0, len(samples.target_NS), 2)
+    training = CostTraining(model, samples)
+    loss = training.gradients(chosen.numpy())
+    summaries = samples.sum_over_tables(model.summarise(samples.features_RF, samples.work_RP))[chosen]
+    expected = torch.nn.functional.smooth_l1_loss(
+        model.device_ms(summaries).log(), samples.target_NS[chosen].log(), beta=HUBER
+    )
+    expected.backward()
+    gradients = torch.cat([p.grad.ravel() for p in training.parameters if p.grad is not None])
+    assert loss == pytest.approx(expected.item(), rel=1e-4)
+    np.testing.assert_allclose(training.flat_gradient, gradients.numpy(), rtol=1e-3, atol=1e-5)
+
+
 def test_step_prediction_is_the_sum_over_stages_of_the_slowest_rank(fitted: Planner) -> None:
     task = some_task(10, 3, seed=8)
     costs = TaskCosts(task, fitted.cost_model, fitted.law, fitted.speed)
@@ -168,7 +188,7 @@ def test_a_slow_rank_is_learned_given_less_and_forgiven_when_it_recovers(fitted:
 
 def test_a_few_per_cent_between_ranks_are_not_taken_for_a_slow_rank() -> None:
     speed = RankSpeed()
-    speed.learn({0: [(1.0, 1.0, 1.0)], 1: [(1.03, 1.03, 1.0)], 2: [(0.98, 0.98, 1.0)]})
+    speed.learn([{0: (1.0, 1.0), 1: (1.03, 1.03), 2: (0.98, 0.98)}], [1.0])
     assert all(abs(forward - 1) < 0.01 for forward, _ in speed.factors.values())
 
 

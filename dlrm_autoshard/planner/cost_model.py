@@ -60,7 +60,8 @@ BELIEVED_NS = {
     "far_rows": (10.0, 10.0),
 }
 LOAD_COLUMNS = [WORK.index(name) for name in LOADS]
-MOST_DENSE = 20_000_000
+TABLE_BOUND = 1.5
+"""A table's network changes what the prices say by e^1.5 at most."""
 FUSION_BOUND = 0.6
 """Computing tables together changes the sum of their costs by e^0.6 at most."""
 LAUNCH_MS = (0.02, 0.05)
@@ -96,7 +97,7 @@ class CostModel(nn.Module):
     def summarise(self, features_RF: Tensor, work_RP: Tensor) -> Tensor:
         """[R, K] of tables; a device's summary is the sum over its tables."""
         out = self.table_net(features_RF)
-        cost_RS = (work_RP @ self.prices_PS) * (1.5 * torch.tanh(out[:, :2] / 1.5)).exp()
+        cost_RS = (work_RP @ self.prices_PS) * (TABLE_BOUND * torch.tanh(out[:, :2] / TABLE_BOUND)).exp()
         dims_R1 = work_RP[:, 2:3] / work_RP[:, 1:2]
         loads = work_RP[:, LOAD_COLUMNS]
         return torch.cat([torch.ones_like(dims_R1), dims_R1, cost_RS, loads, out[:, 2:]], dim=1)
@@ -159,7 +160,7 @@ class CostModel(nn.Module):
     def _solve_prices(self, shards: ShardSet, weight_N: np.ndarray) -> None:
         """The best prices with the networks as they are."""
         out = self.table_net(shards.features_RF)
-        factor_RS = (1.5 * torch.tanh(out[:, :2] / 1.5)).exp()
+        factor_RS = (TABLE_BOUND * torch.tanh(out[:, :2] / TABLE_BOUND)).exp()
         fusion_NS = self.fusion(shards.sum_over_tables(self.summarise(shards.features_RF, shards.work_RP)))
         for stage in range(2):
             work_NP = shards.sum_over_tables(shards.work_RP * factor_RS[:, stage : stage + 1])
@@ -182,22 +183,20 @@ class CostModel(nn.Module):
         started: float,
         budget_seconds: float | None,
     ) -> int:
-        generator = np.random.default_rng(seed)
-        optimizer = torch.optim.Adam(self.parameters(), lr=learning_rate, fused=True)
-        log_target_NS = shards.target_NS.log()
+        from dlrm_autoshard.planner.fit_costs import CostTraining  # it needs this module's constants
+
         chance_N = weight_N / weight_N.sum()
-        for update in range(updates):
+        batches = np.random.default_rng(seed).choice(
+            len(chance_N), size=(updates, min(batch, 4 * len(chance_N))), p=chance_N
+        )
+        training = CostTraining(self, shards)
+        for update, chosen in enumerate(batches):
             if budget_seconds is not None and time.perf_counter() - started > budget_seconds:
-                return update
-            chosen = torch.as_tensor(generator.choice(len(chance_N), size=min(batch, 4 * len(chance_N)), p=chance_N))
-            summary_RK = self.summarise(shards.features_RF, shards.work_RP)
-            predicted_NS = self.device_ms(shards.sum_over_tables(summary_RK, chosen))
-            loss = nn.functional.smooth_l1_loss(predicted_NS.log(), log_target_NS[chosen], beta=0.02)
-            optimizer.param_groups[0]["lr"] = learning_rate * (1 - update / updates)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        return updates
+                break
+            training.gradients(chosen)
+            training.step(learning_rate * (1 - update / updates))
+        training.finish()
+        return training.updates
 
     def to_json(self) -> dict[str, Any]:
         return {name: tensor.tolist() for name, tensor in self.state_dict().items()}
@@ -247,23 +246,13 @@ class ShardSet:
             [(s.fwd_compute_ms, s.bwd_compute_ms) for s in samples], dtype=torch.float32
         ).clamp(min=1e-6)
         self.padding = len(number)
-        # A small set is one dense matrix, which is quickest; a large one stays index lists.
-        self.dense_NR: Tensor | None = None
-        if len(samples) * len(number) <= MOST_DENSE:
-            self.dense_NR = torch.zeros(len(samples), len(number))
-            for row, indices in zip(self.dense_NR, members, strict=True):
-                row[indices] = 1.0
-            return
         width = max(len(row) for row in members)
         self.members_NM = torch.tensor([row + [self.padding] * (width - len(row)) for row in members])
 
-    def sum_over_tables(self, values_RK: Tensor, chosen: Tensor | None = None) -> Tensor:
-        """[N, K]: each (chosen) shard's sum over its tables."""
-        if self.dense_NR is not None:
-            return (self.dense_NR if chosen is None else self.dense_NR[chosen]) @ values_RK
-        rows = self.members_NM if chosen is None else self.members_NM[chosen]
+    def sum_over_tables(self, values_RK: Tensor) -> Tensor:
+        """[N, K]: each shard's sum over its tables."""
         padded = torch.cat([values_RK, values_RK.new_zeros(1, values_RK.shape[1])])
-        return nn.functional.embedding_bag(rows, padded, mode="sum")
+        return nn.functional.embedding_bag(self.members_NM, padded, mode="sum")
 
 
 def mlp(sizes: Sequence[int], generator: torch.Generator) -> nn.Sequential:

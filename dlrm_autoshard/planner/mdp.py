@@ -100,6 +100,7 @@ class EstimatedMDP:
         left = alone[self.order][::-1].cumsum()[::-1]
         self.work_left = np.append(left[1:], 0.0) / max(left[0], 1e-9)
         self.bytes = units.bytes_U[self.order]
+        self.capacity = np.maximum(units.capacity_W, 1)  # a rank without memory divides by 1, not by 0
         self.allowed = units.allowed_UW[self.order]
         place_of = np.argsort(self.order)
         self.rivals = [[r for r in units.rivals[u] if place_of[r] < step] for step, u in enumerate(self.order)]
@@ -152,7 +153,7 @@ class EstimatedMDP:
             inputs[..., :4] = stages
             inputs[..., 4:8] = with_unit
             inputs[..., 8:12] = with_unit - stages.max(axis=1, keepdims=True)
-            inputs[..., 12] = left / self.task.units.capacity_W
+            inputs[..., 12] = left / self.capacity
             inputs[..., 13] = self.work_left[step]
             inputs[..., NUM_FEATURES + unit_UH.shape[1] :] = unit_UH[step]
             legal, stuck = self.legal(step, free, chosen)

@@ -34,7 +34,7 @@ from dlrm_autoshard.planner.rank_speed import RankSpeed
 from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample, comms_of, shards_of
 from dlrm_autoshard.planner.result import Candidate, PlanResult, RefineReport
 from dlrm_autoshard.planner.search import greedy_on_cost, improve, search
-from dlrm_autoshard.planner.sequence import SequencePolicy, SequenceTrainer
+from dlrm_autoshard.planner.sequence import SequencePolicy, SequenceSettings, SequenceTrainer
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from dlrm_autoshard.tables import TableConfig, TableStats
@@ -132,7 +132,9 @@ class Planner:
         trainer = DreamShard(self.policy, self.settings, self.seed)
         trainer.train(tasks, self._costs_of, measure_one, fit_costs)
         if self.algorithm in self.sequences:
-            SequenceTrainer(self.sequences[self.algorithm], seed=self.seed).train(tasks, self._mdp_of)
+            SequenceTrainer(self.sequences[self.algorithm], self._sequence_settings, self.seed).train(
+                tasks, self._mdp_of
+            )
         return replace(reports[-1], error_before=reports[0].error_before, seconds=time.perf_counter() - started)
 
     def observe(self, profile: StepProfile) -> None:
@@ -289,7 +291,7 @@ class Planner:
                 trainer.train([task], self._costs_of, deadline=deadline)
             found = trainer.place(mdp)
         else:
-            sequence = SequenceTrainer(copy.deepcopy(self.sequences[name]), seed=self.seed)
+            sequence = SequenceTrainer(copy.deepcopy(self.sequences[name]), self._sequence_settings, self.seed)
             if size <= SMALL:
                 sequence.train([task], self._mdp_of, deadline)
             found = sequence.place(mdp)
@@ -379,6 +381,14 @@ class Planner:
 
     def _costs_of(self, task: PlacementTask) -> TaskCosts:
         return TaskCosts(task, self.cost_model, self.law, self.speed)
+
+    @property
+    def _sequence_settings(self) -> SequenceSettings:
+        """As many updates and episodes as DreamShard's policy gets."""
+        settings = self.settings
+        return SequenceSettings(
+            updates=settings.iterations * settings.policy_updates, episodes=settings.episodes, samples=settings.samples
+        )
 
     def _mdp_of(self, task: PlacementTask) -> EstimatedMDP:
         return mdp_of(task, self._costs_of(task))

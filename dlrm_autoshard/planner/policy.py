@@ -24,8 +24,9 @@ GREEDINESS = 25.0
 
 
 class DevicePolicy(nn.Module):
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, greediness: float = GREEDINESS) -> None:
         super().__init__()
+        self.greediness = greediness
         generator = torch.Generator().manual_seed(seed)
         self.table_net = mlp([NUM_NETWORK, 64, HIDDEN], generator)
         self.device_net = mlp([NUM_FEATURES + 2 * HIDDEN, 64, 1], generator)
@@ -40,7 +41,7 @@ class DevicePolicy(nn.Module):
     def logits(self, inputs_EDF: Tensor) -> Tensor:
         """[E, D] from [E, D, NUM_FEATURES + 2 HIDDEN]: the MDP's features, the device's units, the unit to place."""
         learned: Tensor = self.device_net(inputs_EDF).squeeze(-1)
-        return learned - GREEDINESS * inputs_EDF[..., 4:8].sum(dim=-1)
+        return learned - self.greediness * inputs_EDF[..., 4:8].sum(dim=-1)
 
     def frozen(self) -> FrozenLogits:
         return FrozenLogits(self)
@@ -51,7 +52,8 @@ class FrozenLogits:
 
     def __init__(self, policy: DevicePolicy) -> None:
         self.net = FrozenNet(policy.device_net)
+        self.greediness = policy.greediness
 
     def __call__(self, inputs_EDF: np.ndarray) -> np.ndarray:
-        logits: np.ndarray = self.net(inputs_EDF)[..., 0] - GREEDINESS * inputs_EDF[..., 4:8].sum(axis=-1)
+        logits: np.ndarray = self.net(inputs_EDF)[..., 0] - self.greediness * inputs_EDF[..., 4:8].sum(axis=-1)
         return logits

@@ -128,7 +128,7 @@ class SequenceTrainer:
         log_probs, entropies = [], []
         compute = np.zeros((width, devices), dtype=np.float32)
         for step, unit in enumerate(mdp.order):
-            used = 1 - free / units.capacity_W
+            used = 1 - free / mdp.capacity
             known = np.stack([compute, used] if policy.enriched else [counts / len(mdp.order), used], axis=-1)
             legal, stuck = mdp.legal(step, free, ranks)
             overflow |= stuck
