@@ -1,0 +1,174 @@
+"""A small job whose tables move to a random plan every few steps, and that can kill one of its ranks when told to.
+
+    torchrun --nproc_per_node=2 --max-restarts=2 -m dlrm_autoshard.benchmarks.moving_job --dir D --seed 3 \
+        --kill during --at-step 12 --kill-rank 1
+
+Moves and data depend on seed and step alone, so every run of a seed must end with the same bits, killed or not, moved
+or not. Each rank writes the digests of what it holds at the end to D/final_RANK.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from dlrm_autoshard.config import Config, parse_config
+from dlrm_autoshard.controller import Decision, Interval
+from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.reshard import reshard
+from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.placement import from_rank_0
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.trainer import Trainer, find_run_dir
+
+MOVE_EVERY, CHECKPOINT_EVERY = 4, 5
+MOMENTS = ("before", "during", "after", "training")
+"""before, in the middle of and after a move; and a step that has nothing to do with one."""
+
+
+def settings(folder: Path, seed: int, steps: int, optimizer: str = "rowwise_adagrad") -> Config:
+    tables = [
+        {
+            "name": f"t{i}",
+            "num_embeddings": 2000 * (i + 1),
+            "embedding_dim": 8 * (1 + i % 3),
+            "mean_pooling": 1.0 + i % 4,
+        }
+        for i in range(8)
+    ]
+    return parse_config(
+        {
+            "run": {"dir": str(folder), "name": "run", "device": "cpu", "seed": seed, "collective_timeout_seconds": 60},
+            "data": {
+                "source": "synthetic",
+                "tables": tables,
+                "train_samples": 128 * 40,
+                "test_samples": 0,
+                "seed": seed,
+            },
+            "tables": {"optimizer": {"name": optimizer, "lr": 0.1}},
+            "train": {"batch_size": 64, "epochs": 1 + steps // 40, "max_steps": steps, "log_every_steps": 1},
+            "checkpoint": {"every_steps": CHECKPOINT_EVERY},
+            "profile": {"enabled": False},
+            "autoshard": {"reshard": {"every_steps": MOVE_EVERY}},
+        }
+    )
+
+
+class RandomMoves:
+    """In the loop's place: a plan drawn from (seed, step). kill: called with each moment a rank can be killed at."""
+
+    def __init__(self, seed: int, embeddings: ShardedEmbeddings, runtime: Runtime, kill: Killer | None = None) -> None:
+        self._seed, self._embeddings, self._runtime, self._kill = seed, embeddings, runtime, kill
+        self.step = 0
+        self.moved = 0
+
+    def after_interval(self, interval: Interval | None) -> Decision:
+        plan = self.plan_at(self.step)
+        if self._kill:
+            self._kill.at("before", self.step)
+        stats = reshard(self._embeddings, plan, group=self._runtime.control, chunk_bytes=1 << 16)
+        self.moved += stats.bytes
+        if self._kill:
+            self._kill.at("after", self.step)
+        return Decision(0, self.step, "moved", f"moved {len(stats.moves)} tables", new_plan=plan)
+
+    def plan_at(self, step: int) -> ShardingPlan:
+        draw = np.random.default_rng([self._seed, step])
+        names, ranks = [table.name for table in self._embeddings.tables], self._embeddings.world_size
+        if draw.random() < 0.25:  # everything on one rank, the others empty
+            return ShardingPlan(dict.fromkeys(names, int(draw.integers(ranks))), ranks)
+        return ShardingPlan({name: int(draw.integers(ranks)) for name in names}, ranks)
+
+    def finish(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class Killer:
+    """kill -9 of this very process, once in the job's life: the mark it leaves outlives it."""
+
+    def __init__(self, mark: Path, moment: str, step: int) -> None:
+        self._mark, self._moment, self._step = mark, moment, step
+        self._moving_at, self._chunks = -1, 0
+        send, receive = dist.isend, dist.irecv
+
+        def counted(transfer: Any) -> Any:
+            def wrapped(*args: Any, **options: Any) -> Any:
+                self._chunks += 1
+                if self._chunks == 4:  # some chunks have gone, some not
+                    self.at("during", self._moving_at)
+                return transfer(*args, **options)
+
+            return wrapped
+
+        dist.isend, dist.irecv = counted(send), counted(receive)
+
+    def at(self, moment: str, step: int) -> None:
+        if moment == "before":
+            self._moving_at, self._chunks = step, 0
+        if moment == self._moment and step >= self._step and not self._mark.exists():
+            self._mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class MovingTrainer(Trainer):
+    def __init__(self, config: Config, runtime: Runtime, run_dir: Path, *, moves: bool, killer: Killer | None = None):
+        super().__init__(config, runtime, run_dir)
+        self._killer = killer
+        self.moves = RandomMoves(config.run.seed, self.embeddings, runtime, killer) if moves else None
+        self.loop = self.moves  # type: ignore[assignment]
+
+    def _train_step(self, *, sampled: bool) -> None:
+        super()._train_step(sampled=sampled)
+        if self.moves is not None:
+            self.moves.step = self.position.step
+        if self._killer is not None:
+            self._killer.at("training", self.position.step)
+
+    def digests(self) -> dict[str, str]:
+        """Of everything this rank holds."""
+        return {
+            name: hashlib.sha256(value.detach().contiguous().numpy().tobytes()).hexdigest()
+            for name, value in self._tensors().items()
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--kill", choices=MOMENTS)
+    parser.add_argument("--at-step", type=int, default=0)
+    parser.add_argument("--kill-rank", type=int, default=0)
+    arguments = parser.parse_args()
+    config = settings(arguments.dir, arguments.seed, arguments.steps)
+    with Runtime.start(config.run) as runtime:
+        killer = None
+        if arguments.kill and runtime.rank == arguments.kill_rank:
+            killer = Killer(arguments.dir / "killed", arguments.kill, arguments.at_step)
+        run_dir = from_rank_0(runtime, lambda: find_run_dir(config, runtime.world_size, None))
+        trainer = MovingTrainer(config, runtime, run_dir, moves=True, killer=killer)
+        trainer.run()
+        final = {"loss": float(trainer.dense.global_loss), "digests": trainer.digests()}
+        (arguments.dir / f"final_{runtime.rank}.json").write_text(json.dumps(final))
+        del trainer
+
+
+if __name__ == "__main__":
+    main()
