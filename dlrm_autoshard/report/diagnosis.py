@@ -96,8 +96,8 @@ def find_straggler(profile: EpochProfile, most_tables: int = 3) -> Straggler | N
 def _is_starved(profile: EpochProfile, rank: int) -> bool:
     """It did not have its core to itself, and by CPU time its work is not what sets it apart from the others.
 
-    A rank can be both starved and overloaded: the larger of the two reasons is given. CPU times are compared after
-    division by the mean share, so that where all ranks are starved alike a rank is set apart by its load.
+    A rank can be both starved and overloaded: the larger of the two reasons is given. CPU times are compared at the
+    mean share, so that where all ranks are starved alike a rank is set apart by its load.
     """
     share = profile.cpu_share[rank]
     if share is None or share >= STARVED_BELOW:
@@ -106,7 +106,7 @@ def _is_starved(profile: EpochProfile, rank: int) -> bool:
     wall = [sum(profile.stage_ms[stage][r] for stage in COMPUTE_STAGES) for r in range(profile.world_size)]
     cpu = [time * own for time, own in zip(wall, shares, strict=True)]
     wall_excess, cpu_excess = (times[rank] - sum(times) / len(times) for times in (wall, cpu))
-    return wall_excess <= 0 or cpu_excess / (sum(shares) / len(shares)) < wall_excess / 2
+    return wall_excess <= 0 or cpu_excess < wall_excess / 2 * sum(shares) / len(shares)
 
 
 def table_work(table: TableUse, stage: str) -> float:

@@ -1,0 +1,93 @@
+"""Reports on records that real trainers wrote: a rank with more lookups, a rank whose core something else uses."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrm_autoshard.cli import main
+from dlrm_autoshard.report.diagnosis import waited_for
+from dlrm_autoshard.report.record import epochs_file
+from dlrm_autoshard.report.run_record import RunRecord
+from tests.ranks import run_ranks
+from tests.trainers import config, make_runtime, trainer
+
+BUSY = """
+import os, sys, time
+os.sched_setaffinity(0, {int(sys.argv[2])})
+def epochs(): return open(sys.argv[1]).read().count("\\n") if os.path.exists(sys.argv[1]) else 0
+while epochs() < 2: time.sleep(0.005)
+while epochs() < 4:
+    for _ in range(10**5): pass
+"""
+"""A program that computes on one core while the run is in its epochs 2 and 3."""
+
+
+def train(rank: int, world_size: int, folder: Path, pooling: list[float]) -> None:
+    tables = [
+        {"name": f"table_{i}", "num_embeddings": 20_000, "embedding_dim": 64, "mean_pooling": mean}
+        for i, mean in enumerate(pooling)
+    ]
+    samples = 512 * world_size * 20
+    settings = config(
+        folder.parent,
+        data={"tables": tables, "train_samples": samples, "reuse_batches": 4},
+        train={"batch_size": 512, "epochs": 4},
+        profile={"every_steps": 2, "warmup_steps": 2},
+    )
+    if rank == 0:
+        folder.mkdir()
+        (folder / "config.yaml").write_text(settings.to_yaml())
+    with trainer(settings, make_runtime(rank, world_size), folder) as running:
+        running.run()
+
+
+def two_cores() -> list[int]:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("needs a core for each of two ranks")
+    return cores[:2]
+
+
+def test_a_real_rank_with_more_lookups_is_the_one_that_others_wait_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tables go round robin: rank 1 gets the odd ones, with six times the lookups."""
+    run_ranks(train, 2, tmp_path / "run", [10, 60, 10, 60], timeout=120, cores=two_cores())
+    record = RunRecord.load(tmp_path / "run")
+    assert len(record.epochs) == 4 and record.stopped_early is None
+    for profile in record.epochs:
+        assert profile.samples >= 8
+        assert profile.accounted == pytest.approx(1.0, abs=0.03)
+    compute = [sum(p.measured[rank].bwd_compute_ms + p.measured[rank].fwd_compute_ms for p in record.epochs)
+               for rank in (0, 1)]  # fmt: skip
+    assert compute[1] > 2 * compute[0]
+    # Machines that tests run on are shared: an epoch may be disturbed, most are not.
+    waits = [waited_for(profile)["grad_allreduce_wait"]["rank"] for profile in record.epochs]
+    assert waits.count(1) >= 3
+    stragglers = [profile.straggler for profile in record.epochs]
+    assert sum(s is not None and s.rank == 1 and s.stage in ("fwd_compute", "bwd_compute") for s in stragglers) >= 3
+    blamed = next(s for s in stragglers if s is not None and s.cause == "load")
+    assert {name for name, _ in blamed.tables} == {"table_1", "table_3"}
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "table_1" in capsys.readouterr().out
+    assert (tmp_path / "run" / "report.html").stat().st_size > 800_000
+
+
+@pytest.mark.slow  # it needs a machine that does nothing else
+def test_a_real_rank_whose_core_is_shared_from_epoch_2_on_is_starved(tmp_path: Path) -> None:
+    cores = two_cores()
+    busy = [sys.executable, "-c", BUSY, str(epochs_file(tmp_path / "run")), str(cores[1])]
+    with subprocess.Popen(busy) as company:
+        try:
+            run_ranks(train, 2, tmp_path / "run", [40, 40, 40, 40], timeout=200, cores=cores)
+        finally:
+            company.kill()
+    record = RunRecord.load(tmp_path / "run")
+    alone, shared = record.epochs[1], record.epochs[3]
+    assert alone.cpu_share[1] is not None and alone.cpu_share[1] > 0.9
+    assert shared.cpu_share[1] is not None and shared.cpu_share[1] < 0.75
+    assert shared.straggler is not None
+    assert (shared.straggler.rank, shared.straggler.cause) == (1, "starved of CPU")
