@@ -134,28 +134,19 @@ class TorchrecJob:
         return loss.detach()
 
     def load(self, dense: dict[str, torch.Tensor], tables: dict[str, torch.Tensor]) -> None:
-        """Our model's initial weights. dense: by our names; tables: those of this rank at least."""
-        workload, own = self.workload, dict(self.model.named_parameters())
+        """Our model's initial weights. dense: by our names, in our order; tables: by name."""
+        ours = {
+            kind: [value for name, value in dense.items() if name.startswith(kind)]
+            for kind in ("bottom_mlp", "over_mlp")
+        }
+        ours["over_mlp"][0] = ours["over_mlp"][0][:, _their_columns(self.workload)]
+        remaining = {kind: iter(values) for kind, values in ours.items()}
         with torch.no_grad():
-            for name, parameter in own.items():
-                if "embedding_bags" in name:
-                    table = name.split("embedding_bags.")[1].split(".")[0]
-                    local = parameter.local_tensor() if hasattr(parameter, "local_tensor") else parameter
-                    local.copy_(tables[table])
-                    continue
-                kind = "bottom_mlp" if "dense_arch" in name else "over_mlp"
-                layers = sorted({int(key.split(".")[1]) for key in dense if key.startswith(kind)})
-                theirs = [
-                    n
-                    for n in own
-                    if ("dense_arch" in n) == (kind == "bottom_mlp")
-                    and "embedding_bags" not in n
-                    and n.endswith(name.rsplit(".", 1)[1])
-                ]
-                value = dense[f"{kind}.{layers[theirs.index(name)]}.{name.rsplit('.', 1)[1]}"]
-                if kind == "over_mlp" and theirs.index(name) == 0 and value.dim() == 2:
-                    value = value[:, _their_columns(workload)]
-                parameter.copy_(value)
+            for name, parameter in self.model.named_parameters():
+                if "embedding_bags." not in name:
+                    parameter.copy_(next(remaining["bottom_mlp" if "dense_arch" in name else "over_mlp"]))
+                elif parameter.numel():  # empty where another rank owns the table
+                    parameter.copy_(tables[name.split("embedding_bags.")[1].split(".")[0]])
 
 
 class _Batch:

@@ -1,0 +1,179 @@
+"""What train-wemb and train-wsmall share: ours against TorchRec's and against our own limit, at one and two ranks.
+
+Each rank holds both trainers and they run in turn, a few steps each, over the same batches in memory, pinned to a core,
+one thread. The limit of a step is what no trainer with these kernels can go below: on the slowest rank, the fused
+lookup forward and backward of its shard for the global batch plus the dense part on its slice of it, each timed alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_autoshard.benchmarks.harness import Ratio, median_with_interval, on_pinned_ranks, paired_ratio
+from dlrm_autoshard.benchmarks.peer_torchrec import TorchrecJob, find_torchrec
+from dlrm_autoshard.benchmarks.workloads import OurJob, Workload
+from dlrm_autoshard.distributed.runtime import keep_freed_memory
+from dlrm_autoshard.distributed.step import share_of_loss
+from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
+
+STEPS = 5  # of one trainer, before it is the other's turn
+
+
+def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[str, Any]:
+    """The whole benchmark: figures and spread, as the harness takes them."""
+    rounds = 4 if quick else 12
+    missing = find_torchrec()
+    figures: dict[str, Any] = {}
+    spread: dict[str, list[float]] = {}
+    notes = [] if missing is None else [f"no comparison: {missing}"]
+    seconds_by_ranks = {}
+    for ranks in (1, 2):
+        plan = workload.plan(ranks)
+        measured = on_pinned_ranks(_measure, ranks, workload, plan, rounds, missing is None, quick)
+        ours = _slowest(measured, "ours")
+        seconds_by_ranks[ranks] = ours
+        put = _Figures(figures, spread, f"{ranks} rank" + "s" * (ranks > 1))
+        put("samples/s", median_with_interval([workload.batch_size / s for s in ours]))
+        if missing is None:
+            theirs = _slowest(measured, "theirs")
+            put("torchrec samples/s", median_with_interval([workload.batch_size / s for s in theirs]))
+            put("over torchrec", paired_ratio(theirs, ours))
+        limit = max(m["limit"] for m in measured)
+        put("share of limit", median_with_interval([limit / s for s in ours]))
+        figures[f"{put.prefix}: limit ms"] = round(1e3 * limit, 1)
+        figures[f"{put.prefix}: slowest rank's lookup, backward, dense ms"] = [
+            round(1e3 * x, 1) for x in max(measured, key=lambda m: m["limit"])["parts"]
+        ]
+        figures[f"{put.prefix}: bookkeeping ms"] = round(1e3 * max(m["bookkeeping"] for m in measured), 2)
+        figures[f"{put.prefix}: peak memory over tables, in batches"] = round(max(m["buffers"] for m in measured), 1)
+        if soak := measured[0]["soak"]:
+            growth = max(m["growth"] for m in measured)
+            figures[f"{put.prefix}: growth over {soak} steps, MiB"] = round(growth / 2**20, 1)
+    scaling = statistics.median(seconds_by_ranks[1]) / statistics.median(seconds_by_ranks[2])
+    figures["2 ranks over 1"] = round(scaling, 3)
+    targets = targets if missing is None else {k: v for k, v in targets.items() if "torchrec" not in k}
+    return {"figures": figures, "targets": targets, "spread": spread, "notes": notes}
+
+
+class _Figures:
+    def __init__(self, figures: dict[str, Any], spread: dict[str, list[float]], prefix: str) -> None:
+        self._figures, self._spread, self.prefix = figures, spread, prefix
+
+    def __call__(self, name: str, ratio: Ratio) -> None:
+        digits = 0 if ratio.median > 100 else 3
+        self._figures[f"{self.prefix}: {name}"] = round(ratio.median, digits)
+        self._spread[f"{self.prefix}: {name}"] = [round(ratio.low, digits), round(ratio.high, digits)]
+
+
+def _slowest(measured: list[dict[str, Any]], whose: str) -> list[float]:
+    """Seconds a step, by round: a round is over when the last rank is through."""
+    return [max(seconds) for seconds in zip(*(m[whose] for m in measured), strict=True)]
+
+
+def _measure(
+    rank: int, world_size: int, workload: Workload, plan: ShardingPlan, rounds: int, against: bool, quick: bool
+) -> dict[str, Any]:
+    keep_freed_memory()
+    result: dict[str, Any] = {"bookkeeping": bookkeeping_seconds(len(workload.tables))}  # also loads every library
+    batches = workload.batches(rank, world_size)
+    before = peak_memory()
+    ours = OurJob(workload, plan, rank, batches)
+    ours.run(len(batches))
+    own = [t for t in workload.tables if plan.rank_of[t.name] == rank]
+    state = sum(t.weight_bytes + t.optimizer_bytes("rowwise_adagrad") for t in own)
+    result["buffers"] = (peak_memory() - before - state) / batch_bytes(ours)
+    warm = peak_memory()
+    result["soak"] = 0 if world_size == 1 else 50 if quick else 1000
+    ours.run(result["soak"])
+    result["growth"] = peak_memory() - warm
+    jobs: dict[str, Callable[[int], float]] = {"ours": ours.run}
+    if against:
+        theirs = TorchrecJob(workload, batches)
+        theirs.run(3)
+        jobs["theirs"] = theirs.run
+    result |= {name: [] for name in jobs}
+    for _ in range(rounds):
+        for name, run in jobs.items():
+            dist.barrier()
+            result[name].append(run(STEPS) / STEPS)
+    # The limit: one rank after the other, so that each has the machine to itself.
+    for turn in range(world_size):
+        dist.barrier()
+        if turn == rank:
+            result["parts"] = limit_parts(ours, rounds=5 * rounds)
+            result["limit"] = sum(result["parts"])
+    dist.barrier()
+    return result
+
+
+def limit_parts(job: OurJob, rounds: int) -> tuple[float, float, float]:
+    """Median seconds of the fused lookup, of its backward with update, and of the dense part forward and backward,
+    on the batch that waits. No collective; the tables and MLPs are trained by it, which changes no speed."""
+    batch, ids = job.batches[0], job.step.ids
+    assert ids is not None
+    times: tuple[list[float], ...] = ([], [], [])
+    gradient = None
+    pooled = torch.randn(batch.padded_size, sum(t.embedding_dim for t in job.embeddings.tables)) * 0.01
+    for _ in range(rounds):
+        marks = [time.perf_counter()]
+        local = job.embeddings.lookup(ids)
+        marks.append(time.perf_counter())
+        gradient = torch.full_like(local, 1e-6) if gradient is None else gradient
+        started = time.perf_counter()
+        job.embeddings.update(local, gradient)
+        marks.append(marks[-1] + time.perf_counter() - started)
+        started = time.perf_counter()
+        job.dense.zero_gradient()
+        leaf = pooled.detach().requires_grad_()
+        loss = share_of_loss(job.model.top(job.model.bottom(batch.dense_BF), leaf), batch)
+        loss.backward()
+        job.dense.step(0.0)
+        marks.append(marks[-1] + time.perf_counter() - started)
+        for column, (a, b) in zip(times, itertools.pairwise(marks), strict=True):
+            column.append(b - a)
+    return statistics.median(times[0]), statistics.median(times[1]), statistics.median(times[2])
+
+
+def bookkeeping_seconds(tables: int, steps: int = 200) -> float:
+    """Median of a whole step in which no kernel has anything to do: two samples, tables of dim 4, at most one id each.
+    What is left is Python and the calling of kernels. Collective where there are several ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    workload = idle_workload(tables, world_size)
+    job = OurJob(workload, round_robin([t.name for t in workload.tables], Topology(world_size)), rank,
+                 workload.batches(rank, world_size))  # fmt: skip
+    job.run(20)
+    return statistics.median(job.run(1) for _ in range(steps))
+
+
+def idle_workload(tables: int, world_size: int) -> Workload:
+    return Workload(
+        "idle",
+        rows=(8,) * tables,
+        pooling=(1,) * tables,
+        bottom=(4,),
+        top=(1,),
+        num_batches=2,
+        dim=4,
+        batch_size=2 * world_size,
+        interaction="cat",
+    )
+
+
+def batch_bytes(job: OurJob) -> int:
+    """What one batch takes on this rank: its tables' ids, and their pooled vectors, for the global batch."""
+    ids = job.step.ids
+    assert ids is not None
+    bags = ids.batch_size * job.embeddings.world_size
+    return ids.values_N.nbytes + 4 * bags * job.embeddings.local_dim
+
+
+def peak_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
