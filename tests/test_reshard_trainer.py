@@ -1,0 +1,103 @@
+"""The loop in the trainer: decisions are recorded, moves change no bit, a checkpoint after one loads anywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrm_autoshard.benchmarks.moving_job import MovingTrainer, settings
+from dlrm_autoshard.config import Config
+from dlrm_autoshard.controller import Decision
+from dlrm_autoshard.plan import ShardingPlan
+from tests.ranks import run_ranks
+from tests.trainers import TABLES, config, losses, make_runtime, plan_file, records, tensors, trainer
+
+Digests = dict[str, str]
+
+
+def train_with_moves(rank: int, world_size: int, job: Config, run_dir: Path) -> Digests:
+    runtime = make_runtime(rank, world_size)
+    if rank == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    runtime.barrier()
+    made = MovingTrainer(job, runtime, run_dir, moves=True)
+    made.run()
+    return made.digests()
+
+
+def load_and_go_on(rank: int, world_size: int, job: Config, run_dir: Path) -> tuple[Digests, int]:
+    made = MovingTrainer(job, make_runtime(rank, world_size), run_dir, moves=False)
+    digests = made.digests()
+    return digests, made.run().steps
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_checkpoint_made_after_a_move_loads_on_other_ranks_under_a_new_plan(tmp_path: Path, ranks: int) -> None:
+    job = settings(tmp_path, seed=1, steps=8)  # the last move comes at step 8, the checkpoint after it
+    saved: Digests = {}
+    for rank_digests in run_ranks(train_with_moves, 2, job, tmp_path / "run"):
+        saved |= rank_digests
+    on = settings(tmp_path, seed=1, steps=11).model_dump()
+    on["autoshard"] |= {"enabled": True, "measure_plans": 0, "reshard": {"enabled": False}}
+    results = run_ranks(load_and_go_on, ranks, Config.model_validate(on), tmp_path / "run")
+    loaded = {name: digest for digests, _ in results for name, digest in digests.items()}
+    assert loaded == saved
+    assert {steps for _, steps in results} == {11}
+
+
+def run_loop(rank: int, world_size: int, loop: Config, static: Config, folder: Path) -> tuple[list[bool], Any]:
+    runtime = make_runtime(rank, world_size)
+    with trainer(static, runtime, folder / "static") as still:
+        still.run()
+        expected = tensors(still)
+    with trainer(loop, runtime, folder / "loop") as moving:
+        if moving.loop is not None:
+            force_moves(moving)
+        moving.run()
+        found = tensors(moving)
+    shared = sorted(expected.keys() & found.keys())
+    return [bool((expected[name] == found[name]).all()) for name in shared], moving.embeddings.plan.to_json()
+
+
+PLANS = ("0000", "1100", "0111")
+
+
+def force_moves(made: Any) -> None:
+    """Rank 0's rule always goes for the next of PLANS: what is tested is everything around it."""
+    controller = made.loop._controller
+    if controller is None:
+        return
+    names = [table["name"] for table in TABLES]
+    plans = [ShardingPlan({n: int(r) for n, r in zip(names, ranks, strict=True)}, 2) for ranks in PLANS]
+
+    def decide(base: Decision, interval: Any, plan: ShardingPlan, noise: float) -> Decision:
+        new_plan = plans[len(controller._past.moves_at) % len(plans)]
+        return Decision(base.epoch, base.step, "moved", "move", 0.1, throughput_before=1.0, new_plan=new_plan)
+
+    controller._decide = decide
+    controller._reason_not_to_look = lambda interval: None
+    controller._refine = lambda interval: 0.0
+
+
+def test_the_loop_moves_tables_in_training_and_changes_no_bit(tmp_path: Path) -> None:
+    shape = {"epochs": 3}
+    static = config(tmp_path, train=shape, autoshard={"placement": plan_file(tmp_path, "0101", 2)})
+    loop = config(
+        tmp_path,
+        train=shape,
+        autoshard={"enabled": True, "measure_plans": 0, "reshard": {"checksums": True, "rollback": False}},
+    )
+    results = run_ranks(run_loop, 2, loop, static, tmp_path)
+    assert all(all(same) and same for same, _ in results)
+    assert losses(tmp_path / "loop") == losses(tmp_path / "static")
+    decisions = records(tmp_path / "loop", "decisions.jsonl")
+    assert [d["action"] for d in decisions] == ["moved"] * 3
+    assert [d["epoch"] for d in decisions] == [0, 1, 2]
+    assert all(d["bytes_moved"] > 0 and d["move_seconds"] > 0 and d["text"].startswith("moved ") for d in decisions[:1])
+    assert decisions[0]["measured_gain"] is not None and decisions[-1]["measured_gain"] is None
+    assert len(list((tmp_path / "loop" / "plan").glob("step_*.json"))) >= 3
+    last = ShardingPlan.from_json(json.loads(sorted((tmp_path / "loop" / "plan").glob("step_*.json"))[-1].read_text()))
+    assert last.to_json() == results[0][1] == results[1][1]
