@@ -146,12 +146,13 @@ def _loop(record: RunRecord, drawn: set[str]) -> str:
     rows = "".join(f"<tr>{_decision_cells(decision)}</tr>" for decision in record.decisions)
     heads = "".join(f'<th scope="col"{c}>{t}</th>' for t, c in (
         ("step", ""), ("decision", ' class="text"'), ("predicted", ""), ("measured", ""), ("moved", ""),
-        ("seconds", ""), ("paid back after, steps", ""),
+        ("seconds", ""), ("paid back after, steps", ""), ("model error before", ""), ("model error after", ""),
     ))  # fmt: skip
     return (
         f"<p>{escape(loop_in_one_line(record))}</p>{figure}"
         '<div class="scroll" tabindex="0" role="region" aria-label="Decisions"><table>'
-        "<caption>Every decision; gains are parts of the step time</caption>"
+        "<caption>Every decision; gains are parts of the step time, errors those of the cost model on the epoch "
+        "just measured, before and after learning from it</caption>"
         f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
@@ -159,11 +160,11 @@ def _loop(record: RunRecord, drawn: set[str]) -> str:
 def _decision_cells(decision: Mapping[str, Any]) -> str:
     said = escape(str(decision.get("text") or decision.get("action")))
     figures = [
-        _percent(decision.get("predicted_gain")),
-        _percent(decision.get("measured_gain")),
+        *(_part(decision.get(f"{kind}_gain"), "+.1%") for kind in ("predicted", "measured")),
         gib(decision["bytes_moved"]) if decision.get("bytes_moved") else NOTHING,
         _cell(decision.get("move_seconds") or None),
         _cell(decision.get("paid_back_after_steps")),
+        *(_part(decision.get(f"error_{when}")) for when in ("before", "after")),
     ]
     cells = "".join(f"<td>{figure}</td>" for figure in figures)
     return f'<th scope="row">{_cell(decision.get("step"))}</th><td class="text">{said}</td>{cells}'
@@ -211,5 +212,5 @@ def _cell(value: Any) -> str:
     )
 
 
-def _percent(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:+.1%}"
+def _part(value: float | None, form: str = ".1%") -> str:
+    return NOTHING if value is None else format(value, form)

@@ -153,7 +153,7 @@ def _epochs(record: RunRecord) -> Table:
         quality = [f"{metrics[name]:.4f}" if metrics.get(name) is not None else "-" for name in ("auc", "logloss")]
         table.add_row(
             record.label(profile),
-            *(f"{ms:.2f}" for ms in (profile.mean_step_ms, profile.step_ms, profile.balanced_ms)),
+            *(f"{ms:.3g}" for ms in (profile.mean_step_ms, profile.step_ms, profile.balanced_ms)),
             f"{compute_imbalance(profile):.2f}", blame, "-" if error is None else f"{error:+.1%}", *quality,
         )  # fmt: skip
     skipped = len(record.epochs) - len(shown)
