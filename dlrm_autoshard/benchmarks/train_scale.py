@@ -1,0 +1,39 @@
+"""How the cost of a step grows with tables and ranks where the rows are tiny: what is left is Python, kernels' fixed
+costs and messages. Ranks beyond the cores share them, so that W ranks on C cores take at least W / C times as long.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+TITLE = "growth with tables (26 to 1,000) and ranks (1 to 8) where tables are tiny: ms a step"
+ROUGH_TIME = "2 min"
+
+
+def run(quick: bool) -> dict[str, Any]:
+    import os
+
+    from dlrm_autoshard.benchmarks.harness import on_pinned_ranks
+
+    figures: dict[str, Any] = {}
+    cores = len(os.sched_getaffinity(0))
+    for tables in (26, 1000) if quick else (26, 100, 300, 1000):
+        for ranks in (1, 2, 8) if quick else (1, 2, 4, 8):
+            seconds = max(on_pinned_ranks(_step_seconds, ranks, tables, 20 if quick else 60))
+            figures[f"{tables} tables, {ranks} rank{'s' * (ranks > 1)}: ms a step"] = round(1e3 * seconds, 2)
+    notes = [
+        f"{cores} cores: 8 ranks take turns on them",
+        "bookkeeping: a whole step of two samples and tiny tables on one rank, so an upper bound",
+    ]
+    figures["bookkeeping at 26 tables, ms"] = figures["26 tables, 1 rank: ms a step"]
+    figures["bookkeeping at 1,000 tables, ms"] = figures["1000 tables, 1 rank: ms a step"]
+    targets = {"bookkeeping at 26 tables, ms": "<= 0.5", "bookkeeping at 1,000 tables, ms": "<= 2.0"}
+    return {"figures": figures, "targets": targets, "notes": notes}
+
+
+def _step_seconds(rank: int, world_size: int, tables: int, steps: int) -> float:
+    from dlrm_autoshard.benchmarks.train_speed import bookkeeping_seconds
+    from dlrm_autoshard.distributed.runtime import keep_freed_memory
+
+    keep_freed_memory()
+    return bookkeeping_seconds(tables, steps)
