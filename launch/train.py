@@ -80,7 +80,7 @@ def run(config: Config, resume: str | None) -> int:
         complain(str(error))
         return 2
     except RuntimeError as error:
-        if "Connection closed by peer" not in str(error) and "Connection reset by peer" not in str(error):
+        if not any(words in str(error).lower() for words in ("connection closed", "connection reset by peer")):
             raise
         time.sleep(
             3
