@@ -7,6 +7,7 @@ runs["loop"].decisions                       # lines of decisions.jsonl
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -148,9 +149,10 @@ def _train_all(rank: int, world_size: int, jobs: list[Job], folder: str) -> None
         if rank == 0:
             run_dir.mkdir(parents=True)
         runtime.barrier()
-        job_trainer = _Trainer(job, runtime, run_dir)
-        job_trainer.run()
-        del job_trainer
+        with open(run_dir / f"said_{rank}.txt", "w") as said, contextlib.redirect_stdout(said):
+            job_trainer = _Trainer(job, runtime, run_dir)
+            job_trainer.run()
+            del job_trainer
         gc.collect()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import tempfile
 from datetime import timedelta
@@ -56,7 +57,8 @@ def _soak(rank: int, world_size: int, folder: str, steps: int) -> dict[str, Any]
         )
         trainer = _Soaked(config, runtime, run_dir, moves=kind == "moved")
         trainer.rss = result["rss"] if kind == "moved" else []
-        trainer.run()
+        with open(run_dir / f"said_{rank}.txt", "w") as said, contextlib.redirect_stdout(said):
+            trainer.run()
         result[kind] = trainer.digests()
         if trainer.moves is not None:
             result["moved_bytes"] = trainer.moves.moved
