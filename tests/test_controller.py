@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dlrm_autoshard import controller
 from dlrm_autoshard.config import AutoshardConfig, RefineConfig, ReshardConfig
 from dlrm_autoshard.controller import Decision, Interval, LoopController, Problem
 from dlrm_autoshard.costs import RankCost, step_cost_ms
@@ -19,6 +20,11 @@ from dlrm_autoshard.simulator import SimulatedCluster
 from dlrm_autoshard.tables import TableConfig, TableStats, memory_bytes
 
 BATCH, STEPS, DENSE_MS = 2048, 500, 4.0
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "LOOK_SECONDS", (0.001, 0.8))
 
 
 class Training:
