@@ -17,11 +17,14 @@ import torch
 
 from dlrm_autoshard.config import AutoshardConfig, Config
 from dlrm_autoshard.data.batch import DataSource
+from dlrm_autoshard.distributed.fingerprint import hardware_fingerprint
 from dlrm_autoshard.distributed.probe import RankProbe
 from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.shard_probe import ShardProbe
 from dlrm_autoshard.plan import Constraints, ShardingPlan, Topology, check_plan, round_robin
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import PlanResult
+from dlrm_autoshard.planning.startup import start_costs
 from dlrm_autoshard.tables import TableStats, measure_table_stats, memory_bytes
 
 T = TypeVar("T")
@@ -60,13 +63,32 @@ def place(config: Config, runtime: Runtime, source: DataSource, current: Shardin
     planner = make_planner(config) if config.autoshard.enabled and runtime.rank == 0 else None
     probe = None
     if planning and config.autoshard.measure_plans > 0 and runtime.world_size > 1:
-        probe = RankProbe(runtime, source.tables, stats, global_batch)
+        shards = ShardProbe(
+            config.tables.optimizer.name, runtime.device, buffer_gib=0.25, repeats=3, seconds_per_shard=0.1
+        )
+        exchange_dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+        probe = RankProbe(
+            runtime, source.tables, stats, global_batch, shards, exchange_dtype[config.train.exchange_dtype]
+        )
 
     def decide() -> tuple[ShardingPlan, PlanResult | None]:
         result = None
         if settled and current is not None:
             plan = current
         elif planner is not None:
+            cache_dir = config.autoshard.cache_dir
+            started = start_costs(
+                planner,
+                source.tables,
+                stats,
+                global_batch,
+                world_size=runtime.world_size,
+                fingerprint=hardware_fingerprint(runtime.device),
+                measure_shards=None if probe is None else probe.measure_shards,
+                cache_dir=None if cache_dir is None else Path(cache_dir),
+                budget_seconds=config.autoshard.budget_seconds,
+                seed=config.run.seed,
+            )
             result = planner.plan(
                 source.tables,
                 stats,
@@ -76,7 +98,7 @@ def place(config: Config, runtime: Runtime, source: DataSource, current: Shardin
                 constraints=constraints,
                 measure=None if probe is None else probe.measure,
                 measure_plans=config.autoshard.measure_plans,
-                budget_seconds=config.autoshard.budget_seconds,
+                budget_seconds=max(0.0, config.autoshard.budget_seconds - started.seconds),
             )
             plan = result.plan
         elif config.autoshard.placement == "round_robin":
