@@ -134,7 +134,7 @@ def test_explain_names_the_slow_rank_and_its_heaviest_table(
     assert len(record["predicted"]) == 2
 
 
-@pytest.mark.parametrize("command", ["tables", "tasks", "plan", "explain", "evaluate"])
+@pytest.mark.parametrize("command", ["tables", "plan", "explain", "evaluate"])
 def test_tables_for_people_fit_into_80_columns(
     command: str, tables_file: Path, tasks_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -145,7 +145,6 @@ def test_tables_for_people_fit_into_80_columns(
     capsys.readouterr()
     choices: dict[str, list[object]] = {
         "tables": ["--synthetic", "5"],
-        "tasks": ["--tables", tables_file, "--tables-per-task", "3", "--count", "2", "--out", tmp_path / "t.json"],
         "plan": ["--tables", tables_file, "--devices", "2", "--algorithm", "search"],
         "explain": [tmp_path / "plan.json", "--tables", tables_file, "--memory-gib", "40"],
         "evaluate": ["--tasks", tasks_file, "--devices", "2", "--algorithm", "search", "--costs", "simulated"],

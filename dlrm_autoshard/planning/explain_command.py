@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     pool = TablePool.load(arguments.tables)
     plan = ShardingPlan.load(arguments.plan).ordered([table.name for table in pool.tables])
     batch_size = arguments.batch_size or pool.stats[0].batch_size
-    planner = planner_of("auto", 0, arguments.fitted)
+    planner = planner_of("search", 0, arguments.fitted)
     costs = planner.predict(plan, pool.tables, pool.stats, batch_size)
     table_bytes = memory_bytes(pool.tables, pool.stats, "rowwise_adagrad", batch_size)
     memory = None if arguments.memory_gib is None else (int(arguments.memory_gib * 2**30),) * plan.world_size
