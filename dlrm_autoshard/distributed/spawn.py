@@ -31,6 +31,7 @@ from typing import Any
 
 _PRELOAD = ["torch", "torch.distributed", "dlrm_autoshard.distributed.spawn"]
 _GRACE_SECONDS = 5.0  # between a rank's result and its exit
+_START_SECONDS = 60.0  # to import torch on a busy machine; the caller's limit counts from then
 
 
 class RankError(RuntimeError):
@@ -84,6 +85,11 @@ def run_ranks(
 
 def _collect(ends: list[Connection], processes: list[Any], folder: Path, timeout: float) -> list[Any]:
     """Waits for every rank's result; the first bad end raises."""
+    for rank, end in enumerate(ends):
+        if not end.poll(_START_SECONDS):
+            raise RankError(rank, f"did not start within {_START_SECONDS:g} s")
+        with contextlib.suppress(EOFError):  # died already: found again, and named, below
+            end.recv_bytes()
     deadline = time.monotonic() + timeout
     waiting = dict(enumerate(ends))
     results: list[Any] = [None] * len(ends)
@@ -125,6 +131,7 @@ def _rank_main(
     if core is not None:
         os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
+    sender.send_bytes(b"started")
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
