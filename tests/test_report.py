@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -269,6 +270,21 @@ def test_the_terminal_report_names_the_straggler(tmp_path: Path, capsys: pytest.
     assert main(["report", str(run)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"Rank 1 holds the others up by {straggler.excess_ms:.3g} ms" in said and straggler.tables[0][0] in said
+
+
+@pytest.mark.usefixtures("narrow")
+def test_an_epoch_without_a_sampled_step_is_reported_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", epochs=1, tables=3)
+    ranks = [RankEpoch.from_json(read_jsonl(rank_file(run, rank))[0]) for rank in (0, 1)]
+    short = [replace(rank, epoch=1, stages={}, step_ms=0.0) for rank in ranks]
+    tables, stats = make_tables(3)
+    plan = RunRecord.load(run).last.plan
+    append_jsonl(epochs_file(run), EpochProfile.gather(short, plan, tables, stats, 2048).to_json())
+    assert main(["report", str(run)]) == 0
+    assert "No step was sampled: lower profile.every_steps" in " ".join(capsys.readouterr().out.split())
+    assert main(["report", str(run), "--html"]) == 0
 
 
 @pytest.mark.usefixtures("narrow")

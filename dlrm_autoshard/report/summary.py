@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from dlrm_autoshard.costs import STAGES, imbalance
+from dlrm_autoshard.costs import imbalance
 from dlrm_autoshard.plan import gib
 from dlrm_autoshard.report.diagnosis import STARVED_BELOW
 from dlrm_autoshard.report.record import EpochProfile
@@ -139,12 +139,6 @@ def model_quality(record: RunRecord) -> str | None:
     parts = [f"{name} {metrics[name]:.4f}" for name in ("auc", "logloss", "ne") if metrics.get(name) is not None]
     data = {"test": "test", "val": "validation"}[split]
     return f"On {data} data: {', '.join(parts)}." if parts else None
-
-
-def planned_imbalance(profile: EpochProfile) -> float:
-    """How far the slowest rank of every stage stands above the mean, over all stages: 1.0 is perfect balance."""
-    mean = sum(sum(profile.stage_ms[stage]) for stage in STAGES) / profile.world_size
-    return profile.slowest_sum_ms / mean if mean > 0 else 1.0
 
 
 def compute_imbalance(profile: EpochProfile) -> float:
