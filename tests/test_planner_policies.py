@@ -84,7 +84,7 @@ def test_the_policy_gradient_is_that_of_the_expected_cost_under_the_mask() -> No
     log_prob = rollout.log_prob(policy)[0][torch.from_numpy(first)]
     surrogate = (log_prob.exp().detach() * reward * log_prob).sum()  # E[reward x grad log p]
     [gradient] = torch.autograd.grad(surrogate, bias)
-    step = 3e-2
+    step = 4e-3
     for i in torch.topk(gradient.abs(), 5).indices.tolist():
         with torch.no_grad():
             bias[i] += step
