@@ -231,7 +231,9 @@ class LoopController:
                 paid_back_after_steps=round(decision.move_seconds / saved_seconds) if saved_seconds > 0 else None,
             ).to_json()
         )
-        if not (blamed and self.config.reshard.rollback):
+        lost_seconds = -saved_seconds * interval.remaining_steps
+        pays = lost_seconds > self.move_cost.seconds(decision.bytes_moved)
+        if not (blamed and pays and self.config.reshard.rollback):
             return None
         self._past.rolled_back.append(decision.new_plan.fingerprint)
         return outcome, old_plan
@@ -367,7 +369,8 @@ class LoopController:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._past, self.move_cost = _Past(**state["past"]), MoveCost(**state["move_cost"])
+        # What was found in earlier looks is not kept, so the loop looks again.
+        self._past, self.move_cost = replace(_Past(**state["past"]), looks=0), MoveCost(**state["move_cost"])
         if state["unproven"] is not None:
             record = dict(state["unproven"])
             old_plan = ShardingPlan.from_json(record.pop("old_plan"))
