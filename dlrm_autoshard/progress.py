@@ -24,7 +24,7 @@ class Display:
                 TimeRemainingColumn(),
                 TextColumn("{task.fields[note]}"),
                 console=self.console,
-                refresh_per_second=2,  # drawn by a thread on rank 0's own core: seldom, so that it takes none of the step
+                refresh_per_second=2,  # a thread on rank 0's own core draws it: seldom, for it takes from the step
             )
             self._task = self._bar.add_task("training", total=total_steps, completed=done, note="")
 
