@@ -1,7 +1,8 @@
 """Do the planner's plans cost less than the heuristics', measured, on tasks whose tables the planner never saw?
 
     dlrm-autoshard bench planner-quality [--quick]
-    python -m dlrm_autoshard.benchmarks.planner_quality --cell 50x4 --rows rows.jsonl --seconds 100     # in slices
+    python -m dlrm_autoshard.benchmarks.planner_quality --rows rows.jsonl --cell 50x4 --seconds 100     # in slices
+    python -m dlrm_autoshard.benchmarks.planner_quality --rows rows.jsonl --record planner-quality.json
 
 Isolated mode: every shard is timed with fbgemm on one core; exchanges follow a law fitted to real gloo exchanges. The
 cost model is the shipped one (fitted to other tables). `auto` measures its finalists, as in a job; then every plan of
@@ -22,13 +23,14 @@ from typing import Any
 
 import numpy as np
 
+from dlrm_autoshard.benchmarks.harness import finish
 from dlrm_autoshard.costs import balanced_cost_ms, step_cost_ms
 from dlrm_autoshard.distributed.fingerprint import hardware_fingerprint
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.greedy import KEYS
 from dlrm_autoshard.planner.planner import ALGORITHMS, Planner
 from dlrm_autoshard.planning.pool import TablePool, synthetic_pool
-from dlrm_autoshard.planning.warm_start import start_warm
+from dlrm_autoshard.planning.warm_start import WARM_START, start_warm
 
 TITLE = "measured cost of the planner's plans against every heuristic's, on unseen tables"
 ROUGH_TIME = "40 min (quick: 2 min)"
@@ -66,6 +68,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
     from dlrm_autoshard.distributed.probe import IsolatedProbe
     from dlrm_autoshard.distributed.shard_probe import ShardProbe
 
+    began = time.perf_counter()
     task = cell.task(index)
     topology = Topology(cell.num_devices)
     probe = ShardProbe(undisturbed=True, seconds_per_shard=0.1)
@@ -109,6 +112,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
             for algorithm, plan in plans.items()
         },
         "plan_seconds": seconds,
+        "seconds": time.perf_counter() - began,
     }
 
 
@@ -149,6 +153,17 @@ def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         means = {name: float(values.mean()) for name, values in cost.items()}
         notes.append(f"{cell}: best heuristic {best}; mean ms " + ", ".join(f"{n} {m:.2f}" for n, m in means.items()))
     notes.append("costs: shards measured with fbgemm on one core; exchanges by the law fitted to gloo exchanges")
+    shipped = json.loads(WARM_START.with_suffix(".json").read_text())
+    error, again = shipped["held_out_error"]["both"], shipped["measured_again_differs_by"]
+    figures["cost network: error on held-out shards"] = error
+    figures["cost network: a shard measured again differs by"] = again
+    figures["cost network: error / measured again"] = error / again
+    targets["cost network: error / measured again"] = "<= 1.5"
+    notes.append(
+        f"cost network: mean error {100 * error:.1f}% on {shipped['held_out_shards']} held-out shards (median "
+        f"{100 * shipped['held_out_error_median']:.1f}%); a shard measured again differs by {100 * again:.1f}% in the "
+        f"mean (median {100 * shipped['measured_again_differs_by_median']:.1f}%)"
+    )
     return {"figures": figures, "targets": targets, "spread": spread, "notes": notes}
 
 
@@ -170,12 +185,19 @@ def main() -> None:
     import torch
 
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--cell", default="20x4")
+    parser.add_argument("--cell", default="20x4", help="tables x devices")
     parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--record", type=Path, help="write the benchmark's record of all rows here; measures nothing")
     parser.add_argument("--tasks", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=100.0)
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
     arguments = parser.parse_args()
+    if arguments.record:
+        rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
+        record = finish("planner-quality", False, summarise(rows), sum(row.get("seconds", 0.0) for row in rows))
+        arguments.record.parent.mkdir(parents=True, exist_ok=True)
+        arguments.record.write_text(json.dumps(record, indent=1) + "\n")
+        return
     os.sched_setaffinity(0, {arguments.core})
     torch.set_num_threads(1)
     cell = Cell(*(int(part) for part in arguments.cell.split("x")))
