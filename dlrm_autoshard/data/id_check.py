@@ -61,8 +61,6 @@ class IdCheck:
         return bool((largest_T < self._rows_T[filled_T].astype(np.uint64)).all())
 
     def _narrowed(self, batch: Batch, values_N: NDArray[np.signedinteger]) -> Batch:
-        if values_N.dtype == self._dtype and values_N is batch.values_N.numpy():
-            return batch
         return replace(batch, values_N=torch.from_numpy(values_N.astype(self._dtype, copy=False)))
 
     def _sentence(
