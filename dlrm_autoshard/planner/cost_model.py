@@ -120,17 +120,21 @@ class CostModel(nn.Module):
         done = torch.as_tensor(work(tables, stats, batch_size), dtype=torch.float32)
         return self.summarise(features, done).numpy()
 
-    @torch.no_grad()
     def shard_ms(self, samples: Sequence[ShardSample]) -> np.ndarray:
         """[N, 2] predicted forward and backward computation."""
-        shards = ShardSet(samples)
+        return self._predict(ShardSet(samples))
+
+    @torch.no_grad()
+    def _predict(self, shards: ShardSet) -> np.ndarray:
         return self.device_ms(shards.sum_over_tables(self.summarise(shards.features_RF, shards.work_RP))).numpy()
 
     def errors(self, samples: Sequence[ShardSample]) -> tuple[float, float]:
         """Mean absolute relative error of forward and backward."""
-        target = np.array([(s.fwd_compute_ms, s.bwd_compute_ms) for s in samples])
-        error = np.abs(self.shard_ms(samples) / np.maximum(target, 1e-6) - 1).mean(axis=0)
-        return float(error[0]), float(error[1])
+        return self._errors(ShardSet(samples))
+
+    def _errors(self, shards: ShardSet) -> tuple[float, float]:
+        forward, backward = np.abs(self._predict(shards) / shards.target_NS.numpy() - 1).mean(axis=0)
+        return float(forward), float(backward)
 
     def fit(
         self,
@@ -150,11 +154,11 @@ class CostModel(nn.Module):
         weight_N = np.array([weight_of.get(id(s), 1.0) for s in kept])
         if not kept:
             return FitReport(0, 0, (0.0, 0.0), (0.0, 0.0), 0.0)
-        before = self.errors(kept)
         shards = ShardSet(kept)
+        before = self._errors(shards)
         self._solve_prices(shards, weight_N)
         done = self._train(shards, weight_N, updates, batch, learning_rate, seed, started, budget_seconds)
-        return FitReport(len(kept), done, before, self.errors(kept), time.perf_counter() - started)
+        return FitReport(len(kept), done, before, self._errors(shards), time.perf_counter() - started)
 
     @torch.no_grad()
     def _solve_prices(self, shards: ShardSet, weight_N: np.ndarray) -> None:

@@ -17,7 +17,7 @@ def fit_nonnegative(
     weight_N: np.ndarray,
     believed_P: np.ndarray,
     pull: float = 0.05,
-    sweeps: int = 300,
+    sweeps: int = 100,
 ) -> np.ndarray:
     """c >= 0 that minimises sum_n w_n (columns_n . c / target_n - 1)^2 plus the pull, by coordinate descent."""
     relative = columns_NP / np.maximum(target_N, 1e-6)[:, None]
@@ -28,13 +28,17 @@ def fit_nonnegative(
     strength = pull * np.maximum(average, 1e-12)
     coefficients = believed_P.copy()
     diagonal = np.diag(gram) + strength
+    # slope[p]: how much the fit would gain from a little more of p; kept up to date as coefficients change.
+    slope = wanted + strength * believed_P - (gram @ coefficients + strength * coefficients)
     for _ in range(sweeps):
         largest_change = 0.0
         for p in range(len(coefficients)):
-            gradient = wanted[p] + strength[p] * believed_P[p] - gram[p] @ coefficients + gram[p, p] * coefficients[p]
-            updated = max(gradient / diagonal[p], 0.0)
-            largest_change = max(largest_change, abs(updated - coefficients[p]) * float(np.sqrt(diagonal[p])))
-            coefficients[p] = updated
-        if largest_change < 1e-6:
+            change = max(slope[p] / diagonal[p], -coefficients[p])
+            if change != 0.0:
+                coefficients[p] += change
+                slope -= change * gram[p]
+                slope[p] -= change * strength[p]
+                largest_change = max(largest_change, abs(change) * diagonal[p] ** 0.5)
+        if largest_change < 1e-5:
             break
     return coefficients
