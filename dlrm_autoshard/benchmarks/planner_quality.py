@@ -57,6 +57,7 @@ class Cell:
 
 
 def run(quick: bool) -> dict[str, Any]:
+    _use_one_core(max(os.sched_getaffinity(0)))
     cells = [Cell(20, 4)] if quick else [Cell(*cell) for cell in CELLS]
     tasks = 3 if quick else 20
     rows = [measure_task(cell, index) for cell in cells for index in range(tasks)]
@@ -174,6 +175,13 @@ def _interval(ours: np.ndarray, theirs: np.ndarray) -> list[float]:
     return [float(low), float(high)]
 
 
+def _use_one_core(core: int) -> None:
+    import torch
+
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+
+
 def _warm(algorithm: str) -> Planner:
     planner = Planner(algorithm, seed=0)
     start_warm(planner, hardware_fingerprint())
@@ -182,8 +190,6 @@ def _warm(algorithm: str) -> Planner:
 
 def main() -> None:
     """One cell, in slices: appends a row for each task to `--rows` until `--seconds` are over."""
-    import torch
-
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--cell", default="20x4", help="tables x devices")
     parser.add_argument("--rows", type=Path, required=True)
@@ -198,8 +204,7 @@ def main() -> None:
         arguments.record.parent.mkdir(parents=True, exist_ok=True)
         arguments.record.write_text(json.dumps(record, indent=1) + "\n")
         return
-    os.sched_setaffinity(0, {arguments.core})
-    torch.set_num_threads(1)
+    _use_one_core(arguments.core)
     cell = Cell(*(int(part) for part in arguments.cell.split("x")))
     deadline = time.monotonic() + arguments.seconds
     rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()] if arguments.rows.exists() else []
