@@ -47,6 +47,7 @@ NAMES = (
     "train-wsmall",
     "train-wemb",
     "train-scale",
+    "train-options",
     "kills",
     "soak",
     "gpu-all",

@@ -38,7 +38,8 @@ def _measure(rank: int, world_size: int, workload: Any, plan: Any, rounds: int) 
     keep_freed_memory()
     job = OurJob(workload, plan, rank, workload.batches(rank, world_size))
     job.run(10)
-    plain, profiled = [], []
+    plain: list[float] = []
+    profiled: list[float] = []
     for _ in range(rounds):
         for sample_every, times in ((0, plain), (EVERY_STEPS, profiled)):
             dist.barrier()

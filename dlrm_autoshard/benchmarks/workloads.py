@@ -30,7 +30,7 @@ from dlrm_autoshard.distributed.timing import StageClock
 from dlrm_autoshard.model import DLRM
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.tables import TableConfig, TableStats, measure_table_stats
+from dlrm_autoshard.tables import TableConfig, TableDtype, TableStats, measure_table_stats
 
 TABLE_LR, DENSE_LR = 0.02, 0.02
 
@@ -51,10 +51,13 @@ class Workload:
     num_dense: int = 13
     seed: int = 20240
     interaction: Literal["dot", "cat"] = "dot"
+    table_dtype: TableDtype = "fp32"
 
     @cached_property
     def tables(self) -> tuple[TableConfig, ...]:
-        return tuple(TableConfig(f"t_cat_{i}", rows, self.dim) for i, rows in enumerate(self.rows))
+        return tuple(
+            TableConfig(f"t_cat_{i}", rows, self.dim, dtype=self.table_dtype) for i, rows in enumerate(self.rows)
+        )
 
     @property
     def model(self) -> ModelConfig:
