@@ -45,6 +45,8 @@ CHANGED = 0.04
 """Relative difference of measured costs from which something has changed, where they are not noisier than that."""
 GOOD_ERROR = 0.03
 """Of the cost model: with less there is nothing to refine."""
+LEAST_SAMPLES = 3
+"""Timed steps from which an interval says anything."""
 LOOKS = 3
 """Searches in a row that found nothing, before the loop waits for something to change."""
 LOOK_SHARE, LOOK_SECONDS = 0.1, (0.1, 2.0)
@@ -64,13 +66,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Interval:
-    """What was measured over an interval that ends after `step`; throughput over all ranks, in examples/s."""
+    """What was measured over an interval that ends after `step`; throughput over all ranks, in examples/s. samples:
+    steps whose stages were timed."""
 
     epoch: int
     step: int
     profile: StepProfile
     throughput: float
     remaining_steps: int
+    samples: int = LEAST_SAMPLES
 
     @property
     def step_ms(self) -> float:
@@ -138,6 +142,11 @@ class LoopController:
     def after_interval(self, interval: Interval, plan: ShardingPlan) -> Decision:
         """`plan` is the live one, under which the interval ran."""
         started = time.perf_counter()
+        if interval.samples < LEAST_SAMPLES:
+            few = f"kept: only {interval.samples} steps were timed, too few to judge by; lower profile.every_steps"
+            decision = Decision(interval.epoch, interval.step, "kept", few, throughput_before=interval.throughput)
+            self._write(decision.to_json())
+            return decision
         noise = self._noise(interval)
         self.planner.observe(interval.profile)
         before = after = self.error(interval.profile)

@@ -274,7 +274,7 @@ class Trainer:
         interval = None
         if record is not None and profile is not None and record.throughput > 0:
             left = self.total_steps - position.step
-            interval = Interval(position.epoch, position.step, profile, record.throughput, left)
+            interval = Interval(position.epoch, position.step, profile, record.throughput, left, record.samples)
         decision = self.loop.after_interval(interval)
         if decision is not None:
             self.display.line(f"step {position.step}  {decision.text}")

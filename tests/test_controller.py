@@ -252,6 +252,15 @@ def test_too_few_steps_left_to_pay_for_a_move() -> None:
     assert job.interval().text == "kept: no steps are left"
 
 
+def test_an_interval_of_too_few_timed_steps_says_nothing() -> None:
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    seen = len(job.planner.replay.profiles)
+    decision = job.controller.after_interval(Interval(1, 500, job.measure(job.plan), 1000.0, 10_000, 2), job.plan)
+    assert decision.action == "kept" and "only 2 steps were timed" in decision.text
+    assert len(job.planner.replay.profiles) == seen and job.records[-1]["text"] == decision.text
+
+
 def test_a_refusal_is_recorded_and_not_asked_for_again_at_once() -> None:
     job = Training(0)
     job.plan = job.worst_heuristic()
