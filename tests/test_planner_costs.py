@@ -105,9 +105,9 @@ def test_gradients_written_by_hand_are_those_of_autograd() -> None:
         model.device_ms(summaries).log(), samples.target_NS[chosen].log(), beta=HUBER
     )
     expected.backward()
-    gradients = torch.cat([p.grad.ravel() for p in training.parameters if p.grad is not None])
+    gradients = torch.cat([p.grad.ravel() for p in training.adam.parameters if p.grad is not None])
     assert loss == pytest.approx(expected.item(), rel=1e-4)
-    np.testing.assert_allclose(training.flat_gradient, gradients.numpy(), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(training.adam.flat_gradient, gradients.numpy(), rtol=1e-3, atol=1e-5)
 
 
 def test_step_prediction_is_the_sum_over_stages_of_the_slowest_rank(fitted: Planner) -> None:

@@ -13,7 +13,14 @@ from dlrm_autoshard.planner.greedy import HEURISTICS
 from dlrm_autoshard.planner.masked import MaskedCategorical, gumbel_noise
 from dlrm_autoshard.planner.mdp import EstimatedMDP
 from dlrm_autoshard.planner.policy import DevicePolicy
-from dlrm_autoshard.planner.published import PublishedDreamShard, scaled_by_task
+from dlrm_autoshard.planner.published import (
+    CostNetTraining,
+    Measured,
+    PublishedCostNet,
+    PublishedDreamShard,
+    _stacked,
+    scaled_by_task,
+)
 from dlrm_autoshard.planner.sequence import SequencePolicy, SequenceTrainer
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
@@ -185,6 +192,34 @@ def test_published_dreamshard_learns_and_places_legally() -> None:
     again = Planner("dreamshard", published=True)
     again.load_state_dict(planner.state_dict())
     assert again.plan(task.tables, task.stats, task.topology, batch_size=task.batch_size).plan == plan
+
+
+def test_published_gradients_written_by_hand_are_those_of_autograd() -> None:
+    tasks = [some_task(6, 3, 8), some_task(5, 2, 9)]
+    measure, generator = measurer(SimulatedCluster(seed=0)), np.random.default_rng(0)
+    buffer = []
+    for number in (0, 1, 0, 1, 0):
+        task = tasks[number]
+        rank_T = generator.integers(task.world_size - 1, size=len(task.tables))  # the last device stays empty
+        ranks = measure(task, [task.plan_from(rank_T)])[0].ranks
+        heads = np.array([(r.fwd_compute_ms, r.bwd_compute_ms, r.bwd_comms_ms) for r in ranks], dtype=np.float32)
+        buffer.append(Measured(number, rank_T, heads, float(heads.sum())))
+    placements = _stacked([scaled_by_task(task) for task in tasks], buffer)
+    net = PublishedCostNet(torch.Generator().manual_seed(0))
+    training, chosen = CostNetTraining(net), np.array([0, 1, 3, 4])
+    loss = training.gradients(placements, chosen)
+
+    present = torch.from_numpy(placements.present_PD[chosen]).unsqueeze(-1)
+    owned = torch.from_numpy(placements.owned_PDR[chosen])
+    devices = owned @ net.table_net(torch.from_numpy(placements.features_RF))
+    heads_error = (net.heads(devices) - torch.from_numpy(placements.heads_PD3[chosen])) * present
+    overall = net.overall(devices.masked_fill(~present, -1e9))
+    expected = heads_error.square().sum() / present.sum()
+    expected = expected + (overall - torch.from_numpy(placements.overall_P[chosen])).square().mean()
+    expected.backward()
+    gradients = torch.cat([p.grad.ravel() for p in training.adam.parameters if p.grad is not None]).numpy()
+    assert loss == pytest.approx(expected.item(), rel=1e-4)
+    np.testing.assert_allclose(training.adam.flat_gradient, gradients, rtol=1e-2, atol=1e-4 * np.abs(gradients).max())
 
 
 def test_published_cost_network_learns_its_heads() -> None:

@@ -198,9 +198,9 @@ class CostModel(nn.Module):
             if budget_seconds is not None and time.perf_counter() - started > budget_seconds:
                 break
             training.gradients(chosen)
-            training.step(learning_rate * (1 - update / updates))
-        training.finish()
-        return training.updates
+            training.adam.step(learning_rate * (1 - update / updates))
+        training.adam.finish()
+        return training.adam.updates
 
     def to_json(self) -> dict[str, Any]:
         return {name: tensor.tolist() for name, tensor in self.state_dict().items()}

@@ -2,9 +2,9 @@
 
     training = CostTraining(model, shards)
     for chosen in batches:                      # indices of shards
-        training.gradients(chosen)              # into training.flat_gradient
-        training.step(learning_rate)            # Adam
-    training.finish()                           # weights back into the model
+        training.gradients(chosen)              # into training.adam
+        training.adam.step(learning_rate)
+    training.adam.finish()                      # weights back into the model
 
 The networks are so small that automatic differentiation is nearly all overhead (1 ms an update, against 0.2): written
 out, a job's start and every refinement between epochs are done in a fraction of a second. A test holds the gradients
@@ -15,12 +15,10 @@ Axes: R different tables, N shards of a batch, S = 2 stages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
-from torch import nn
 
+from dlrm_autoshard.planner.by_hand import FlatAdam, Mlp
 from dlrm_autoshard.planner.cost_model import (
     FUSION_BOUND,
     LOAD_COLUMNS,
@@ -37,18 +35,11 @@ LOG2_SCALE = 1 / (6 * np.log(2))
 
 class CostTraining:
     def __init__(self, model: CostModel, shards: ShardSet) -> None:
-        nets = (model.table_net, model.device_net)
-        parameters = [parameter for net in nets for parameter in net.parameters()]
-        self.parameters = parameters
-        self.flat = np.concatenate([p.detach().numpy().ravel() for p in parameters])
-        self.flat_gradient = np.zeros_like(self.flat)
-        self.mean, self.square = np.zeros_like(self.flat), np.zeros_like(self.flat)
-        self.updates = 0
-        arrays = _views(self.flat, [tuple(p.shape) for p in parameters])
-        gradients = _views(self.flat_gradient, [tuple(p.shape) for p in parameters])
-        split = 2 * sum(isinstance(layer, nn.Linear) for layer in model.table_net)
-        self.table_net = _Mlp(arrays[:split], gradients[:split])
-        self.device_net = _Mlp(arrays[split:], gradients[split:])
+        self.adam = FlatAdam([*model.table_net.parameters(), *model.device_net.parameters()])
+        arrays, gradients = self.adam.arrays, self.adam.gradients
+        split = len(list(model.table_net.parameters()))
+        self.table_net = Mlp(arrays[:split], gradients[:split])
+        self.device_net = Mlp(arrays[split:], gradients[split:])
 
         self.features_RF = shards.features_RF.numpy()
         self.base_RS = (shards.work_RP @ model.prices_PS).numpy()
@@ -62,7 +53,7 @@ class CostTraining:
         self.log_loads_NL = np.log2(np.maximum(loads_NL[:, 1:], 1e-3)) / 6
 
     def gradients(self, chosen: np.ndarray) -> float:
-        """The batch's mean loss; its gradient goes to `flat_gradient`."""
+        """The batch's mean loss; its gradient goes to `adam`."""
         inside_NR = np.zeros((len(chosen), len(self.base_RS) + 1), dtype=np.float32)
         inside_NR[np.arange(len(chosen))[:, None], self.members_NM[chosen]] = 1.0
         inside_NR = inside_NR[:, :-1]  # the last column is padding
@@ -96,57 +87,3 @@ class CostTraining:
         self.table_net.backward(grad_RO)
         size = np.abs(error_NS)
         return float(np.where(size < HUBER, size**2 / (2 * HUBER), size - HUBER / 2).mean())
-
-    def step(self, learning_rate: float) -> None:
-        """Adam (Kingma and Ba 2015) with its usual constants."""
-        self.updates += 1
-        gradient = self.flat_gradient
-        self.mean += 0.1 * (gradient - self.mean)
-        self.square += 0.001 * (gradient * gradient - self.square)
-        rate = learning_rate * np.sqrt(1 - 0.999**self.updates) / (1 - 0.9**self.updates)
-        self.flat -= np.float32(rate) * self.mean / (np.sqrt(self.square) + 1e-8)
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        arrays = _views(self.flat, [tuple(p.shape) for p in self.parameters])
-        for parameter, array in zip(self.parameters, arrays, strict=True):
-            parameter.copy_(torch.from_numpy(array))
-
-
-class _Mlp:
-    """Linear layers with ReLU between them; weights [out, in] and biases in turn, as torch keeps them."""
-
-    def __init__(self, arrays: list[np.ndarray], gradients: list[np.ndarray]) -> None:
-        self.weights, self.biases = arrays[::2], arrays[1::2]
-        self.weight_gradients, self.bias_gradients = gradients[::2], gradients[1::2]
-        self.inputs: list[np.ndarray] = []
-
-    def forward(self, values: np.ndarray) -> np.ndarray:
-        self.inputs = []
-        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            self.inputs.append(values)
-            values = values @ weight.T
-            values += bias
-            if i < len(self.weights) - 1:
-                np.maximum(values, 0, out=values)
-        return values
-
-    def backward(self, grad: np.ndarray) -> np.ndarray:
-        """Gradient of the inputs; those of weights and biases are written in place."""
-        for i in reversed(range(len(self.weights))):
-            np.matmul(grad.T, self.inputs[i], out=self.weight_gradients[i])
-            grad.sum(axis=0, out=self.bias_gradients[i])
-            grad = grad @ self.weights[i]
-            if i:
-                grad *= self.inputs[i] > 0
-        return grad
-
-
-def _views(flat: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """Consecutive pieces of a flat array in these shapes, sharing its memory."""
-    views, start = [], 0
-    for shape in shapes:
-        size = int(np.prod(shape))
-        views.append(flat[start : start + size].reshape(shape))
-        start += size
-    return views

@@ -15,6 +15,7 @@ Axes: T tables, D devices, E episodes, P placements, R tables of all tasks side 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.by_hand import FlatAdam, Mlp
 from dlrm_autoshard.planner.cost_model import mlp
 from dlrm_autoshard.planner.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.features import NUM_PUBLISHED, published_features
@@ -105,20 +107,18 @@ class PublishedDreamShard:
         settings = self.settings
         features = [scaled_by_task(task) for task in tasks]
         buffer: list[Measured] = []
-        optimizers = [
-            torch.optim.Adam(net.parameters(), lr=settings.learning_rate, fused=True)
-            for net in (self.cost_net, self.policy)
-        ]
+        training = CostNetTraining(self.cost_net)
+        optimizer = torch.optim.Adam(self.policy.parameters(), lr=settings.learning_rate, fused=True)
+        self.trained_iterations = 0
         for iteration in range(settings.iterations):
-            for optimizer in optimizers:
-                optimizer.param_groups[0]["lr"] = settings.learning_rate * (1 - iteration / settings.iterations)
+            optimizer.param_groups[0]["lr"] = settings.learning_rate * (1 - iteration / settings.iterations)
             for number in self.generator.integers(len(tasks), size=settings.placements):
                 episode = self.rollout(tasks[number], features[number], episodes=1)
                 buffer.append(_measured(tasks[number], int(number), episode, measure))
-            self._update_cost_net(features, buffer, optimizers[0])
+            self._update_cost_net(features, buffer, training)
             for number in self.generator.integers(len(tasks), size=settings.policy_updates):
                 episodes = self.rollout(tasks[number], features[number], settings.episodes)
-                self._update_policy(features[number], episodes, tasks[number].world_size, optimizers[1])
+                self._update_policy(features[number], episodes, tasks[number].world_size, optimizer)
             self.trained_iterations += 1
 
     def place(self, task: PlacementTask) -> np.ndarray:
@@ -162,19 +162,14 @@ class PublishedDreamShard:
             actions[step] = action
         return Episodes(order, actions, costs, overall_net(sums.max(axis=1))[:, 0])
 
-    def _update_cost_net(self, features: list[Tensor], buffer: list[Measured], optimizer: torch.optim.Adam) -> None:
-        """`cost_updates` steps on batches of 64; the loss is the sum of the heads' and the overall cost's MSE."""
-        inputs, membership, present, heads, overall = _stacked(features, buffer)
+    def _update_cost_net(self, features: list[Tensor], buffer: list[Measured], training: CostNetTraining) -> None:
+        """`cost_updates` steps on batches of 64."""
+        placements = _stacked(features, buffer)
+        learning_rate = self.settings.learning_rate * (1 - self.trained_iterations / self.settings.iterations)
         for _ in range(self.settings.cost_updates):
-            batch = torch.from_numpy(self.generator.integers(len(buffer), size=self.settings.cost_batch))
-            devices = membership[batch] @ self.cost_net.table_net(inputs)
-            error = (self.cost_net.heads(devices) - heads[batch]) * present[batch].unsqueeze(-1)
-            heads_loss = error.square().sum() / present[batch].sum()
-            hidden_absent = devices.masked_fill(~present[batch].unsqueeze(-1), -1e9)
-            loss = heads_loss + (self.cost_net.overall(hidden_absent) - overall[batch]).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            training.gradients(placements, self.generator.integers(len(buffer), size=self.settings.cost_batch))
+            training.adam.step(learning_rate)
+        training.adam.finish()
 
     def _update_policy(
         self, features: Tensor, episodes: Episodes, num_devices: int, optimizer: torch.optim.Adam
@@ -235,20 +230,68 @@ def _measured(task: PlacementTask, number: int, episode: Episodes, measure: Meas
     return Measured(number, rank_U[task.units.unit_of_T], heads, max(rank.total_ms for rank in profile.ranks))
 
 
-def _stacked(features: list[Tensor], buffer: list[Measured]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """All tasks' tables [R, 21]; membership [P, D, R]; which devices exist [P, D]; heads [P, D, 3]; overall [P]."""
+@dataclass(frozen=True)
+class Placements:
+    """The buffer as arrays: all tasks' tables [R, 21]; [P, D, R] who owns what; [P, D] which devices exist; costs."""
+
+    features_RF: np.ndarray
+    owned_PDR: np.ndarray
+    present_PD: np.ndarray
+    heads_PD3: np.ndarray
+    overall_P: np.ndarray
+
+
+def _stacked(features: list[Tensor], buffer: list[Measured]) -> Placements:
     starts = np.cumsum([0] + [len(rows) for rows in features])
     devices = max(len(placement.heads_D3) for placement in buffer)
-    membership = torch.zeros(len(buffer), devices, int(starts[-1]))
-    present = torch.zeros(len(buffer), devices, dtype=torch.bool)
-    heads = torch.zeros(len(buffer), devices, HEADS)
+    owned = np.zeros((len(buffer), devices, int(starts[-1])), dtype=np.float32)
+    present = np.zeros((len(buffer), devices), dtype=bool)
+    heads = np.zeros((len(buffer), devices, HEADS), dtype=np.float32)
     for p, placement in enumerate(buffer):
         count = len(placement.heads_D3)
-        tables = np.arange(len(placement.rank_T)) + starts[placement.task]
-        membership[p, placement.rank_T, tables] = 1.0
-        for device in set(range(count)) - set(placement.rank_T.tolist()):
-            membership[p, device, starts[placement.task + 1] - 1] = 1.0
+        owned[p, placement.rank_T, np.arange(len(placement.rank_T)) + starts[placement.task]] = 1.0
+        empty = np.setdiff1d(np.arange(count), placement.rank_T)
+        owned[p, empty, starts[placement.task + 1] - 1] = 1.0  # the all-zero table
         present[p, :count] = True
-        heads[p, :count] = torch.from_numpy(placement.heads_D3)
-    overall = torch.tensor([placement.overall for placement in buffer], dtype=torch.float32)
-    return torch.cat(features), membership, present, heads, overall
+        heads[p, :count] = placement.heads_D3
+    overall = np.array([placement.overall for placement in buffer], dtype=np.float32)
+    return Placements(torch.cat(features).numpy(), owned, present, heads, overall)
+
+
+class CostNetTraining:
+    """The cost network's loss, gradients written out: the sum of the heads' and the overall cost's MSE."""
+
+    def __init__(self, net: PublishedCostNet) -> None:
+        groups = [[*part.parameters()] for part in (net.table_net, net.hidden, net.overall_net)]
+        self.adam = FlatAdam([net.last_H64, net.bias_H, *(p for group in groups for p in group)])
+        ends = np.cumsum([2, *(len(group) for group in groups)])
+        self.table_net, self.hidden, self.overall_net = (
+            Mlp(self.adam.arrays[a:b], self.adam.gradients[a:b]) for a, b in itertools.pairwise(ends)
+        )
+
+    def gradients(self, placements: Placements, chosen: np.ndarray) -> float:
+        """The mean loss of the `chosen` placements; its gradient goes to `adam`."""
+        last_H64, bias_H = self.adam.arrays[:2]
+        present = placements.present_PD[chosen]
+        batch, devices = present.shape
+        owned_NR = placements.owned_PDR[chosen].reshape(batch * devices, -1)
+        devices_N32 = owned_NR @ self.table_net.forward(placements.features_RF)
+        hidden = np.maximum(self.hidden.forward(devices_N32), 0).reshape(-1, HEADS, 64)
+        heads = (hidden * last_H64).sum(axis=-1) + bias_H
+        error_N3 = (heads - placements.heads_PD3[chosen].reshape(-1, HEADS)) * present.reshape(-1, 1)
+        existing = np.where(present[..., None], devices_N32.reshape(batch, devices, -1), -1e9)
+        largest = existing.argmax(axis=1)[:, None, :]
+        overall = self.overall_net.forward(np.take_along_axis(existing, largest, axis=1)[:, 0])
+        error_B = overall[:, 0] - placements.overall_P[chosen]
+
+        grad_N3 = error_N3 * np.float32(2 / present.sum())
+        self.adam.gradients[0][:] = np.einsum("nh,nhk->hk", grad_N3, hidden)
+        self.adam.gradients[1][:] = grad_N3.sum(axis=0)
+        grad_hidden = grad_N3[..., None] * last_H64 * (hidden > 0)
+        grad_devices = self.hidden.backward(grad_hidden.reshape(len(hidden), -1))
+        grad_largest = self.overall_net.backward(error_B[:, None] * np.float32(2 / batch))
+        through_max = np.zeros_like(existing, dtype=np.float32)
+        np.put_along_axis(through_max, largest, grad_largest[:, None, :], axis=1)
+        grad_devices += through_max.reshape(grad_devices.shape)
+        self.table_net.backward(owned_NR.T @ grad_devices)
+        return float((error_N3**2).sum() / present.sum() + (error_B**2).mean())
