@@ -101,9 +101,8 @@ class TrainStep:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
             bottom = self.model.bottom(batch.dense_BF)
         clock.stop("dense_fwd")
-        arrived = vectors.wait()
-        clock.stop("fwd_comms")
-        pooled = embeddings.in_output_order(arrived).detach().requires_grad_()
+        pooled = embeddings.in_output_order(vectors.wait()).detach().requires_grad_()
+        del vectors  # what is done with goes at once: the next buffers take its place
         bottom_leaf = bottom.detach().requires_grad_()
         clock.stop("fwd_comms")
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
@@ -121,6 +120,7 @@ class TrainStep:
         assert pooled.grad is not None and bottom_leaf.grad is not None
         clock.meet("bwd_comms")
         gradients = self._settle(embeddings.send_gradients(pooled.grad))
+        del pooled
         clock.stop("bwd_comms")
         bottom.backward(bottom_leaf.grad)
         clock.stop("dense_bwd")
