@@ -11,6 +11,7 @@ import pytest
 from dlrm_autoshard.benchmarks.moving_job import MovingTrainer, settings
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.controller import Decision
+from dlrm_autoshard.distributed import reshard
 from dlrm_autoshard.plan import ShardingPlan
 from tests.ranks import run_ranks
 from tests.trainers import TABLES, config, losses, make_runtime, plan_file, records, tensors, trainer
@@ -48,8 +49,13 @@ def test_a_checkpoint_made_after_a_move_loads_on_other_ranks_under_a_new_plan(tm
     assert {steps for _, steps in results} == {11}
 
 
-def run_loop(rank: int, world_size: int, loop: Config, static: Config, folder: Path) -> tuple[list[bool], Any]:
+def run_loop(
+    rank: int, world_size: int, loop: Config, static: Config, folder: Path, full: int | None = None
+) -> tuple[list[bool], Any]:
+    """full: a rank that has no memory to spare. Returns what is equal at the end, and the loop's last plan."""
     runtime = make_runtime(rank, world_size)
+    if rank == full:
+        reshard.free_memory = lambda: 0
     with trainer(static, runtime, folder / "static") as still:
         still.run()
         expected = tensors(still)
@@ -101,3 +107,16 @@ def test_the_loop_moves_tables_in_training_and_changes_no_bit(tmp_path: Path) ->
     assert len(list((tmp_path / "loop" / "plan").glob("step_*.json"))) >= 3
     last = ShardingPlan.from_json(json.loads(sorted((tmp_path / "loop" / "plan").glob("step_*.json"))[-1].read_text()))
     assert last.to_json() == results[0][1] == results[1][1]
+
+
+def test_a_rank_without_memory_refuses_and_training_goes_on_under_the_old_plan(tmp_path: Path) -> None:
+    shape = {"epochs": 2}
+    static = config(tmp_path, train=shape, autoshard={"placement": plan_file(tmp_path, "0101", 2)})
+    loop = config(tmp_path, train=shape, autoshard={"enabled": True, "measure_plans": 0})
+    results = run_ranks(run_loop, 2, loop, static, tmp_path, 1)
+    assert all(all(same) and same for same, _ in results)
+    decisions = records(tmp_path / "loop", "decisions.jsonl")
+    assert [d["action"] for d in decisions] == ["refused", "refused"]
+    assert all("more for its new tables" in d["text"] and d["bytes_moved"] == 0 for d in decisions)
+    first = ShardingPlan.from_json(json.loads(next((tmp_path / "loop" / "plan").glob("step_*0.json")).read_text()))
+    assert results[0][1] == results[1][1] == first.to_json()
