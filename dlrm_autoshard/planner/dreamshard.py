@@ -36,7 +36,7 @@ class DreamShardSettings:
     episodes: int = 10  # per policy update
     learning_rate: float = 5e-4  # falls linearly to 0 over the iterations
     entropy_weight: float = 1e-3
-    samples: int = 16  # placements sampled at inference beside the likeliest
+    samples: int = 64  # placements sampled at inference beside the likeliest
 
 
 class DreamShard:
@@ -58,17 +58,17 @@ class DreamShard:
         updates = 0
         for iteration in range(self.settings.iterations):
             if measure is not None and fit_costs is not None:
+                estimated = _Estimated(costs_of)
                 for task in self._choose(tasks, self.settings.placements):
-                    measure(task, self.sampled(mdp_of(task, costs_of(task)), 1))
+                    measure(task, self.sampled(estimated.mdp(task), 1))
                 fit_costs()
             left = 1 - iteration / self.settings.iterations
             self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate * left
-            mdps: dict[int, EstimatedMDP] = {}
+            estimated = _Estimated(costs_of)
             for task in self._choose(tasks, self.settings.policy_updates):
                 if deadline is not None and time.perf_counter() > deadline:
                     return updates
-                mdp = mdps.setdefault(id(task), mdp_of(task, costs_of(task)))
-                self.reinforce(self.sampled(mdp, self.settings.episodes))
+                self.reinforce(self.sampled(estimated.mdp(task), self.settings.episodes))
                 updates += 1
         return updates
 
@@ -105,6 +105,19 @@ class DreamShard:
     def _choose(self, tasks: Sequence[PlacementTask], count: int) -> list[PlacementTask]:
         picks = self.generator.integers(len(tasks), size=count)
         return [tasks[int(i)] for i in picks]
+
+
+class _Estimated:
+    """Each task's MDP under the costs of the moment, made once."""
+
+    def __init__(self, costs_of: Callable[[PlacementTask], TaskCosts]) -> None:
+        self.costs_of = costs_of
+        self.mdps: dict[int, EstimatedMDP] = {}
+
+    def mdp(self, task: PlacementTask) -> EstimatedMDP:
+        if id(task) not in self.mdps:
+            self.mdps[id(task)] = mdp_of(task, self.costs_of(task))
+        return self.mdps[id(task)]
 
 
 def mdp_of(task: PlacementTask, costs: TaskCosts) -> EstimatedMDP:

@@ -285,7 +285,8 @@ class Planner:
         size = len(task.units) * task.world_size
         mdp = self._mdp_of(task)
         if name == "dreamshard":
-            settings = self.settings if size <= MEDIUM else replace(self.settings, samples=0)
+            most = 0 if size > MEDIUM else 16 if size > SMALL else self.settings.samples
+            settings = replace(self.settings, samples=min(self.settings.samples, most))
             trainer = DreamShard(copy.deepcopy(self.policy), settings, self.seed)
             if size <= SMALL:
                 trainer.train([task], self._costs_of, deadline=deadline)
