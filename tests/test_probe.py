@@ -11,9 +11,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile
+from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
 from dlrm_autoshard.distributed.drawn_ids import draw_ids
-from dlrm_autoshard.distributed.probe import IsolatedProbe, ProbeError, RankProbe
+from dlrm_autoshard.distributed.probe import IsolatedProbe, ProbeError, RankProbe, median_profile
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.shard_probe import ShardProbe, ShardTime
 from dlrm_autoshard.plan import ShardingPlan
@@ -116,16 +116,27 @@ def test_ranks_measure_plans_together_and_other_ranks_are_free_afterwards() -> N
     profiles, times = results[0]
     assert results[1:] == [None, None]
     for profile in profiles:
-        assert [rank.stage(stage) >= 0 for rank in profile.ranks for stage in PLANNED_STAGES]
+        assert all(rank.stage(stage) >= 0 for rank in profile.ranks for stage in PLANNED_STAGES)
         assert profile.ranks[0].fwd_comms_ms > 0 and profile.source == "probe"
     assert profiles[0].ranks[2].fwd_compute_ms == 0 and profiles[0].ranks[1].fwd_compute_ms > 0
-    assert len(times) == 4 and times[3].fwd_compute_ms > times[0].fwd_compute_ms
+    assert len(times) == 4 and all(time.fwd_compute_ms > 0 and time.bwd_compute_ms > 0 for time in times)
 
 
 def test_a_rank_that_cannot_measure_fails_rank_zero_and_hangs_nobody() -> None:
     messages = run_ranks(_fail_on_rank_one, 2, timeout=60)
     assert messages[0] == "rank 1 could not measure its shard: out of memory, says the test"
     assert messages[1] is None
+
+
+def test_rounds_are_told_as_their_median() -> None:
+    plan = ShardingPlan({"t_0": 0}, 1)
+    pool = _pool(1)
+    profiles = [
+        StepProfile(plan, pool.tables, pool.stats, BATCH, (RankCost(*cost),), "probe", noise)
+        for cost, noise in (((1, 2, 3, 4), 0.1), ((9, 2, 1, 5), 0.3), ((2, 8, 2, 4), 0.2))
+    ]
+    assert median_profile(profiles).ranks == (RankCost(2, 2, 2, 4),)
+    assert median_profile(profiles).noise == 0.2
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     for algorithm in (*KEYS, "random", *LEARNED):
         planner = _warm(algorithm)
-        isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, law)
+        isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, law, rounds=2)
         started = time.perf_counter()
         result = planner.plan(
             task.tables,

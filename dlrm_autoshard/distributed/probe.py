@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.costs import RankCost, StepProfile
+from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
 from dlrm_autoshard.distributed.exchange import Exchange
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.shard_probe import ShardProbe, ShardTime
@@ -47,7 +48,10 @@ class ExchangeLaw(Protocol):
 
 
 class IsolatedProbe:
-    """Measures placements without the ranks they are for. Shards that were measured are remembered by their tables."""
+    """Measures placements without the ranks they are for. Shards that were measured are remembered by their tables.
+
+    rounds: times that each new shard is measured, in turns with the others; its median counts.
+    """
 
     def __init__(
         self,
@@ -56,19 +60,21 @@ class IsolatedProbe:
         batch_size: int,
         probe: ShardProbe,
         exchange: ExchangeLaw,
+        rounds: int = 1,
     ) -> None:
         self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size
-        self._probe, self._exchange = probe, exchange
+        self._probe, self._exchange, self._rounds = probe, exchange, rounds
         self.shard_times: dict[frozenset[str], list[ShardTime]] = {}
 
     def measure(self, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
-        for plan in plans:
-            for rank in range(plan.world_size):
-                if frozenset(plan.tables_on(rank)) not in self.shard_times:
-                    self.measure_shard(plan.tables_on(rank))
+        wanted = {frozenset(plan.tables_on(rank)) for plan in plans for rank in range(plan.world_size)}
+        missing = sorted(wanted - set(self.shard_times), key=sorted)
+        for _ in range(self._rounds):
+            for shard in missing:
+                self.measure_shard(shard)
         return [self.profile(plan) for plan in plans]
 
-    def measure_shard(self, names: Sequence[str]) -> ShardTime:
+    def measure_shard(self, names: Iterable[str]) -> ShardTime:
         """Measures a shard (again): repetitions are kept, and their median counts."""
         wanted = frozenset(names)
         chosen = [(t, s) for t, s in zip(self.tables, self.stats, strict=True) if t.name in wanted]
@@ -100,7 +106,8 @@ class RankProbe:
     """Measures placements and single shards on the running ranks; made on every rank with equal arguments.
 
     Rank 0 measures inside `on_rank_zero`, while the others serve it. batch_size: the global batch, a multiple of the
-    number of ranks.
+    number of ranks. rounds: times that each of several plans is measured, in turns with the others, so that a slow
+    spell of the machine falls on all of them; the median counts.
     """
 
     def __init__(
@@ -111,10 +118,12 @@ class RankProbe:
         batch_size: int,
         probe: ShardProbe | None = None,
         exchange_dtype: torch.dtype = torch.float32,
-        exchange_repeats: int = 9,
+        exchange_repeats: int = 5,
+        rounds: int = 3,
     ) -> None:
         self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size
-        self._runtime, self._dtype, self._exchange_repeats = runtime, exchange_dtype, exchange_repeats
+        self._runtime, self._dtype = runtime, exchange_dtype
+        self._exchange_repeats, self._rounds = exchange_repeats, rounds
         self._probe = probe or ShardProbe(device=runtime.device, buffer_gib=0.25, repeats=3)
 
     def on_rank_zero(self, function: Callable[[], T]) -> T | None:
@@ -135,7 +144,7 @@ class RankProbe:
         names = [table.name for table in self.tables]
         placements = [[plan.rank_of[name] for name in names] for plan in plans]
         self._ask(_PLANS, placements)
-        return [self._measure_plan(placement) for placement in placements]
+        return self._measure_plans(placements)
 
     def measure_shards(self, shards: Sequence[Sequence[int]]) -> list[ShardTime]:
         """Rank 0: times of sets of tables (by number), dealt out over the ranks, which measure at the same time."""
@@ -153,8 +162,7 @@ class RankProbe:
             # A ProbeError has reached rank 0 as well, which decides what to make of it; this rank goes on serving.
             with contextlib.suppress(ProbeError):
                 if request == _PLANS:
-                    for placement in rows:
-                        self._measure_plan(placement)
+                    self._measure_plans(rows)
                 else:
                     self._measure_shards(rows)
 
@@ -171,6 +179,10 @@ class RankProbe:
         if count:
             dist.broadcast(rows, src=0, group=self._runtime.control)
         return request, rows.tolist()
+
+    def _measure_plans(self, placements: list[list[int]]) -> list[StepProfile]:
+        rounds = [[self._measure_plan(placement) for placement in placements] for _ in range(self._rounds)]
+        return [median_profile(profiles) for profiles in zip(*rounds, strict=True)]
 
     def _measure_plan(self, placement: list[int]) -> StepProfile:
         runtime = self._runtime
@@ -244,3 +256,13 @@ class RankProbe:
         if self._runtime.device.type == "cuda":
             torch.cuda.synchronize(self._runtime.device)
         return time.perf_counter()
+
+
+def median_profile(profiles: Sequence[StepProfile]) -> StepProfile:
+    """Profiles of one plan as one: the median of every rank's every stage."""
+    figures = np.array([[[rank.stage(stage) for stage in PLANNED_STAGES] for rank in p.ranks] for p in profiles])
+    ranks = tuple(
+        RankCost(**{f"{stage}_ms": float(value) for stage, value in zip(PLANNED_STAGES, row, strict=True)})
+        for row in np.median(figures, axis=0)
+    )
+    return replace(profiles[0], ranks=ranks, noise=float(np.median([profile.noise for profile in profiles])))

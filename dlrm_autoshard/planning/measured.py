@@ -40,7 +40,7 @@ class Costs:
         if key not in self._isolated:
             self._isolated[key] = (
                 task,  # kept, so that its id stays its own
-                IsolatedProbe(task.tables, task.stats, task.batch_size, self._probe, self._law),
+                IsolatedProbe(task.tables, task.stats, task.batch_size, self._probe, self._law, rounds=2),
             )
         profiles: list[StepProfile] = self._isolated[key][1].measure(plans)
         return profiles
