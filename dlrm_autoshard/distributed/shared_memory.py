@@ -23,6 +23,7 @@ import struct
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -157,11 +158,13 @@ class SharedMemory:
             self._sockets[rank].sendall(message)
 
 
-def connect(group: dist.ProcessGroup, timeout_seconds: float = 300.0) -> SharedMemory | None:
-    """Collective over `group`. None on every rank where any of them cannot share memory with the others."""
+def connect(group: dist.ProcessGroup) -> SharedMemory | None:
+    """Collective over `group`, a gloo one, whose timeout becomes ours. None on every rank where any of them cannot
+    share memory with the others."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if world_size == 1:
         return None
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     name = f"\0dlrm-autoshard-{secrets.token_hex(8)}"  # a leading zero byte: no file
     listener = None
     with contextlib.suppress(OSError, AttributeError):
@@ -174,14 +177,14 @@ def connect(group: dist.ProcessGroup, timeout_seconds: float = 300.0) -> SharedM
         return None
     link = None
     with listener, contextlib.suppress(OSError):
-        listener.settimeout(timeout_seconds)
-        link = _meet(rank, [name for _, name in filter(None, places)], listener, timeout_seconds)
+        _limit_waits(listener, timeout)
+        link = _meet(rank, [name for _, name in filter(None, places)], listener, timeout)
     made: list[bool] = [False] * world_size
     dist.all_gather_object(made, link is not None, group=group)
     return link if all(made) else None
 
 
-def _meet(rank: int, names: list[str], listener: socket.socket, timeout_seconds: float) -> SharedMemory:
+def _meet(rank: int, names: list[str], listener: socket.socket, timeout: timedelta) -> SharedMemory:
     """Higher ranks call lower ones; both sides hand over their memory's descriptor."""
     memory = os.memfd_create("dlrm-autoshard")
     os.ftruncate(memory, len(CHANNELS) * _REGION_BYTES)
@@ -190,11 +193,12 @@ def _meet(rank: int, names: list[str], listener: socket.socket, timeout_seconds:
     descriptors = {rank: memory}
     for other in range(rank):
         sockets[other] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        _limit_waits(sockets[other], timeout)
         sockets[other].connect(names[other])
         socket.send_fds(sockets[other], [hello.pack(rank)], [memory])
     for _ in range(rank + 1, len(names)):
         caller, _ = listener.accept()
-        caller.setblocking(True)
+        _limit_waits(caller, timeout)
         message, received, *_ = socket.recv_fds(caller, hello.size, 1)
         (other,) = hello.unpack(message)
         sockets[other], descriptors[other] = caller, received[0]
@@ -202,11 +206,14 @@ def _meet(rank: int, names: list[str], listener: socket.socket, timeout_seconds:
     for other in range(rank):
         _, received, *_ = socket.recv_fds(sockets[other], hello.size, 1)
         descriptors[other] = received[0]
-    for connection in sockets.values():
-        seconds = struct.pack("@ll", int(timeout_seconds), 0)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
     memories = [_mapped(descriptors[other]) for other in range(len(names))]
     return SharedMemory(rank, memories, sockets)
+
+
+def _limit_waits(connection: socket.socket, timeout: timedelta) -> None:
+    """By the kernel: Python's own timeout would poll before each receive, one more system call."""
+    whole = int(timeout.total_seconds())
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", whole, timeout.microseconds))
 
 
 def _mapped(descriptor: int) -> Tensor:
