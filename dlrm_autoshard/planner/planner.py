@@ -45,6 +45,7 @@ LEARNED = ("dreamshard", "autoshard", "rnn")
 ALGORITHMS = ("auto", *LEARNED, "search", *HEURISTICS)
 KICKS = 20
 FEW_SHARDS = 100
+"""With fewer start-up shards than this, refining holds on to what was believed (`_anchors`)."""
 SMALL, MEDIUM = 2_000, 30_000
 """Units x ranks. Small: policies are trained on the task itself. Medium: sampled. Larger: one pass, one search."""
 

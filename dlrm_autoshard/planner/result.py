@@ -77,7 +77,7 @@ class PlanResult:
 
 @dataclass(frozen=True)
 class RefineReport:
-    """Relative error of each planned stage (step cost's bottleneck-free mean over ranks) on the newest profile."""
+    """Relative error of each planned stage, averaged over ranks, on the newest profile, before and after."""
 
     error_before: dict[str, float]
     error_after: dict[str, float]
