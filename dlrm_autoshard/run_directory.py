@@ -19,6 +19,19 @@ class RunDirectoryError(ValueError):
     """A run directory that cannot be made or found."""
 
 
+def find_run_dir(config: Config, world_size: int, resume: str | None) -> Path:
+    """A new run's directory, or that of the run to continue."""
+    if resume:
+        if not (Path(resume) / "checkpoints").is_dir():
+            raise RunDirectoryError(f"'{resume}' is no run directory: it has no checkpoints. Leave --resume out.")
+        return Path(resume)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    found = last_run(config) if resume == "" or restarted else None
+    if resume == "" and found is None:
+        raise RunDirectoryError(f"there is no run '{config.run.name}' in '{config.run.dir}' to resume.")
+    return found or new_run(config, world_size)
+
+
 def new_run(config: Config, world_size: int) -> Path:
     """Makes a fresh directory: <dir>/<name>, or <name>-2, <name>-3 ... where a run of that name has been."""
     base = Path(config.run.dir)

@@ -7,8 +7,6 @@ Reading order: `train` -> `Trainer.run` -> `_train_epoch` -> distributed/step.py
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -31,7 +29,6 @@ from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.step import NotFinite, TrainStep, predict
-from dlrm_autoshard.distributed.storage import state_shapes
 from dlrm_autoshard.distributed.timing import StageClock
 from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.journal import Journal
@@ -39,20 +36,16 @@ from dlrm_autoshard.loop import Loop
 from dlrm_autoshard.metrics import binary_metrics
 from dlrm_autoshard.model import DLRM
 from dlrm_autoshard.placement import Placement, from_rank_0, place
-from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planning.plan_table import candidate_table, rank_table
 from dlrm_autoshard.progress import Display, describe
 from dlrm_autoshard.recorder import Recorder
 from dlrm_autoshard.report.jsonl import append_jsonl, drop_after_step
 from dlrm_autoshard.report.record import EpochProfile
-from dlrm_autoshard.run_directory import RunDirectoryError, last_run, new_run
+from dlrm_autoshard.run_directory import find_run_dir
 from dlrm_autoshard.schedule import lr_scale
+from dlrm_autoshard.training_state import Position, TrainError, TrainingState, plan_of
 
 _MOST_SKIPPED = 10  # losses in a row that are not finite; after so many it is the weights, and skipping can't help
-
-
-class TrainError(ValueError):
-    """Training that cannot go on: the message says at which step, on which rank, and what to try."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +69,6 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
         return Trainer(config, runtime, run_dir).run()
 
 
-@dataclass
-class Position:
-    """How far training has come: the next step is step `step` and starts at `sample` of `epoch`."""
-
-    epoch: int = 0
-    sample: int = 0
-    step: int = 0
-
-
 class Trainer:
     """One rank's part of a job. Built in the order in which things depend on one another."""
 
@@ -98,7 +82,6 @@ class Trainer:
         )
         checkpoint = self.checkpoints.latest()
         self.placement: Placement = place(config, runtime, self.source, current=plan_of(checkpoint))
-        self.stats = self.placement.stats
         self.embeddings = ShardedEmbeddings(
             self.source.tables,
             self.placement.plan,
@@ -126,10 +109,18 @@ class Trainer:
         self.loop = None
         if Loop.is_wanted(config, runtime.world_size):
             self.loop = Loop(config, runtime, self.embeddings, self.placement, run_dir)
+        self.state = TrainingState(
+            runtime,
+            self.checkpoints,
+            self.embeddings,
+            self.dense,
+            self.placement.planner,
+            self.loop,
+            self.placement.stats,
+        )
         if checkpoint is not None:
-            self._resume(checkpoint)
-        else:
-            self._forget_after(-1)  # where a job without checkpoints was started again
+            self.position = self.state.resume(checkpoint)
+        forget_after(run_dir, runtime, self.position.step if checkpoint is not None else -1)
         self.recorder = Recorder(run_dir, runtime, self.embeddings, self.clock)
         self.journal = Journal(run_dir, active=runtime.rank == 0)
         self.resumed_from = checkpoint
@@ -146,7 +137,7 @@ class Trainer:
         with Display(self.runtime.rank == 0, self.total_steps, position.step) as self.display:
             self._announce()
             if config.checkpoint.enabled and self.resumed_from is None:
-                self._save()  # so that there is always a good one to name and to go back to
+                self.state.save(position)  # so that there is always a good one to name and to go back to
             if position.step and position.sample == 0 and position.step < self.total_steps:
                 metrics = self._evaluate(between)  # its checkpoint comes first, so a kill may have come between
             while position.epoch < config.train.epochs and position.step < self.total_steps:
@@ -185,7 +176,7 @@ class Trainer:
                 every = config.checkpoint.every_steps
                 save = every is not None and position.step % every == 0
                 if save and not self.step.exhausted and position.step < self.total_steps:
-                    self._pause(self._save)
+                    self._pause(lambda: self.state.save(position))
                 interval = config.autoshard.reshard.every_steps
                 if interval and position.step % interval == 0 and not self.step.exhausted:
                     record = self._close_interval()
@@ -196,7 +187,7 @@ class Trainer:
             position.epoch, position.sample = position.epoch + 1, 0
         last = position.step >= self.total_steps or position.epoch == config.train.epochs
         if config.checkpoint.enabled and (last or save or position.epoch % config.checkpoint.every_epochs == 0):
-            self._save()
+            self.state.save(position)
         return record
 
     def _train_step(self, *, sampled: bool) -> None:
@@ -246,14 +237,14 @@ class Trainer:
 
     def _close_interval(self) -> EpochProfile | None:
         """Writes what was measured, then lets the loop decide on moves."""
-        planner = self.placement.planner
+        planner, stats = self.placement.planner, self.state.stats
         predicted = None
         if planner is not None:
-            predicted = planner.predict(self.embeddings.plan, self.source.tables, self.stats, self.global_batch)
-        closed = self.recorder.close(self.position.epoch, self.position.step, self.global_batch, self.stats, predicted)
+            predicted = planner.predict(self.embeddings.plan, self.source.tables, stats, self.global_batch)
+        closed = self.recorder.close(self.position.epoch, self.position.step, self.global_batch, stats, predicted)
         record, profile = closed if closed is not None else (None, None)
         if record is not None:
-            self.stats = profile.stats if profile is not None else self.stats
+            self.state.stats = profile.stats if profile is not None else stats
             self.journal.profile(record)
             measured = {"throughput": record.throughput, "step_ms": record.step_ms}
             self._log_metrics("train", measured)
@@ -315,74 +306,6 @@ class Trainer:
             on_bad_id=self.config.data.on_bad_id,
         )
 
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Everything this rank saves and loads, by names that no placement changes."""
-        own = {
-            f"tables.{name}.{key}": value
-            for name in self.embeddings.plan.tables_on(self.runtime.rank)
-            for key, value in self.embeddings.storage.tensors(name).items()
-        }
-        return own | dict(self.dense.named_tensors())
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = {name: tuple(value.shape) for name, value in self.dense.named_tensors()}
-        for table in self.source.tables:
-            shapes[f"tables.{table.name}.weight"] = (table.num_embeddings, table.embedding_dim)
-            for state, shape in state_shapes(table, self.config.tables.optimizer.name).items():
-                shapes[f"tables.{table.name}.{state}"] = shape
-        return shapes
-
-    def _save(self) -> None:
-        self._check_weights()
-        position = self.position
-        state = {
-            "step": position.step,
-            "epoch": position.epoch,
-            "sample": position.sample,
-            "plan": self.embeddings.plan.to_json(),
-            "table_updates": self.embeddings.updates,
-            "optimizer_steps": self.dense.optimizer_steps,
-        }
-        extra: dict[str, Any] = {"rng": torch.get_rng_state(), "stats": self.stats}
-        if self.placement.planner is not None:
-            extra["planner"] = self.placement.planner.state_dict()
-        if self.loop is not None:
-            extra["loop"] = self.loop.state_dict()
-        self.checkpoints.save(self._tensors(), state, extra)
-
-    def _resume(self, checkpoint: Path) -> None:
-        state, extra = self.checkpoints.load(checkpoint, self._tensors(), self._shapes())
-        self.position = Position(state["epoch"], state["sample"], state["step"])
-        self._forget_after(state["step"])
-        self.embeddings.set_updates(state["table_updates"])
-        self.dense.set_optimizer_steps(state["optimizer_steps"])
-        torch.set_rng_state(extra["rng"])
-        self.stats = extra["stats"]
-        if self.placement.planner is not None and "planner" in extra:
-            self.placement.planner.load_state_dict(extra["planner"])
-        if self.loop is not None and extra.get("loop") and state["plan"]["world_size"] == self.runtime.world_size:
-            self.loop.load_state_dict(extra["loop"])
-
-    def _forget_after(self, step: int) -> None:
-        """Drops the records of steps that will be done again; all ranks' at once, for there may be fewer ranks now."""
-        if self.runtime.rank == 0:
-            for name in ("costs/*.jsonl", "metrics.jsonl", "decisions.jsonl"):
-                for path in self.run_dir.glob(name):
-                    drop_after_step(path, step)
-        self.runtime.barrier()
-
-    def _check_weights(self) -> None:
-        """A checkpoint that is not finite would be worth nothing, and push out one that is."""
-        bad = next((name for name, value in self._tensors().items() if not all_finite(value)), None)
-        for rank, name in enumerate(self.runtime.all_gather(bad)):
-            if name is not None:
-                raise TrainError(
-                    f"'{name}' holds NaN or infinity after step {self.position.step - 1}, on rank {rank}. "
-                    f"{self._last_good(self.position.step)}"
-                )
-
     # -- small things ------------------------------------------------------------------------------------------------
 
     def _announce(self) -> None:
@@ -397,7 +320,9 @@ class Trainer:
             f"{self.total_steps} steps of {self.global_batch} examples{resumed}; run directory {self.run_dir}"
         )
         predicted = None if result is None else result.predicted
-        self.display.show(rank_table(placement.plan, self.source.tables, self.stats, placement.table_bytes, predicted))
+        self.display.show(
+            rank_table(placement.plan, self.source.tables, self.state.stats, placement.table_bytes, predicted)
+        )
         if result is not None:
             append_jsonl(self.run_dir / "plan" / "evidence.jsonl", {"step": self.position.step, **result.to_json()})
             self.display.show(candidate_table(result))
@@ -421,36 +346,14 @@ class Trainer:
         where = f"rank {bad[0]}" if bad else "no single rank (the sum overflowed)"
         failed = self.position.step - 1
         # A checkpoint made just before the failed step has the very weights that failed.
-        raise TrainError(f"the loss {what} step {failed}, from {where}. {self._last_good(failed)}")
-
-    def _last_good(self, before: int) -> str:
-        self.checkpoints.finish()
-        return (
-            f"Last good checkpoint: {self.checkpoints.latest(before) or 'none'}. "
-            "Lower the learning rates, warm up longer, or look at the data; train.on_nan: skip leaves such batches out."
-        )
+        raise TrainError(f"the loss {what} step {failed}, from {where}. {self.state.last_good(failed)}")
 
 
-def all_finite(tensor: Tensor) -> bool:
-    """Without a copy of the tensor's size."""
-    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor.detach()))
-
-
-def plan_of(checkpoint: Path | None) -> ShardingPlan | None:
-    """The plan under which a checkpoint was written."""
-    if checkpoint is None:
-        return None
-    return ShardingPlan.from_json(json.loads((checkpoint / "state.json").read_text())["plan"])
-
-
-def find_run_dir(config: Config, world_size: int, resume: str | None) -> Path:
-    """A new run's directory, or that of the run to continue."""
-    if resume:
-        if not (Path(resume) / "checkpoints").is_dir():
-            raise RunDirectoryError(f"'{resume}' is no run directory: it has no checkpoints. Leave --resume out.")
-        return Path(resume)
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    found = last_run(config) if resume == "" or restarted else None
-    if resume == "" and found is None:
-        raise RunDirectoryError(f"there is no run '{config.run.name}' in '{config.run.dir}' to resume.")
-    return found or new_run(config, world_size)
+def forget_after(run_dir: Path, runtime: Runtime, step: int) -> None:
+    """Drops the records of steps that will be done again (-1: all; the job was started again without a checkpoint).
+    Rank 0 does so for all ranks, for there may be fewer now."""
+    if runtime.rank == 0:
+        for name in ("costs/*.jsonl", "metrics.jsonl", "decisions.jsonl"):
+            for path in run_dir.glob(name):
+                drop_after_step(path, step)
+    runtime.barrier()

@@ -28,7 +28,8 @@ from dlrm_autoshard.distributed.reshard import reshard
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.placement import from_rank_0
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.trainer import Trainer, find_run_dir
+from dlrm_autoshard.run_directory import find_run_dir
+from dlrm_autoshard.trainer import Trainer
 
 MOVE_EVERY, CHECKPOINT_EVERY = 4, 5
 MOMENTS = ("before", "during", "after", "training")
@@ -144,7 +145,7 @@ class MovingTrainer(Trainer):
         """Of everything this rank holds."""
         return {
             name: hashlib.sha256(value.detach().contiguous().numpy().tobytes()).hexdigest()
-            for name, value in self._tensors().items()
+            for name, value in self.state.tensors().items()
         }
 
 
