@@ -36,13 +36,14 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
 
 @pytest.fixture
 def tables_file(tmp_path: Path) -> Path:
-    synthetic_pool(24, seed=0, batch_size=256).save(tmp_path / "tables.json")
+    synthetic_pool(24, seed=0, batch_size=256, rows=(1e3, 1e5)).save(tmp_path / "tables.json")
     return tmp_path / "tables.json"
 
 
 @pytest.fixture
 def tasks_file(tmp_path: Path) -> Path:
-    draw_tasks(synthetic_pool(24, seed=0, batch_size=256), 6, 3, seed=0, batch_size=256).save(tmp_path / "tasks.json")
+    pool = synthetic_pool(24, seed=0, batch_size=256, rows=(1e3, 1e5))
+    draw_tasks(pool, 6, 3, seed=0, batch_size=256).save(tmp_path / "tasks.json")
     return tmp_path / "tasks.json"
 
 
@@ -108,7 +109,7 @@ def test_plan_measures_its_finalists_on_request(tables_file: Path, capsys: pytes
     ("arguments", "message"),
     [
         (["--devices", "0"], "--devices is 0"),
-        (["--devices", "2", "--memory-gib", "0.01"], "GiB"),
+        (["--devices", "2", "--memory-gib", "0.01"], "MiB short"),
         (["--devices", "2", "--pin", "t_0"], "not of the form TABLE=RANK"),
         (["--devices", "2", "--algorithm", "nowhere"], "holds no fitted planner"),
     ],

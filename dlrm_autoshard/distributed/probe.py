@@ -107,7 +107,7 @@ class RankProbe:
 
     Rank 0 measures inside `on_rank_zero`, while the others serve it. batch_size: the global batch, a multiple of the
     number of ranks. rounds: times that each of several plans is measured, in turns with the others, so that a slow
-    spell of the machine falls on all of them; the median counts.
+    spell of the machine falls on all of them; the median counts. seconds: no round but the first begins later.
     """
 
     def __init__(
@@ -120,10 +120,11 @@ class RankProbe:
         exchange_dtype: torch.dtype = torch.float32,
         exchange_repeats: int = 5,
         rounds: int = 3,
+        seconds: float = 3.0,
     ) -> None:
         self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size
         self._runtime, self._dtype = runtime, exchange_dtype
-        self._exchange_repeats, self._rounds = exchange_repeats, rounds
+        self._exchange_repeats, self._rounds, self._seconds = exchange_repeats, rounds, seconds
         self._probe = probe or ShardProbe(device=runtime.device, buffer_gib=0.25, repeats=3)
 
     def on_rank_zero(self, function: Callable[[], T]) -> T | None:
@@ -143,8 +144,12 @@ class RankProbe:
         """Rank 0: each plan's profile, measured by all ranks together."""
         names = [table.name for table in self.tables]
         placements = [[plan.rank_of[name] for name in names] for plan in plans]
-        self._ask(_PLANS, placements)
-        return self._measure_plans(placements)
+        deadline = time.perf_counter() + self._seconds
+        rounds: list[list[StepProfile]] = []
+        while not rounds or (len(rounds) < self._rounds and time.perf_counter() < deadline):
+            self._ask(_PLANS, placements)
+            rounds.append([self._measure_plan(placement) for placement in placements])
+        return [median_profile(profiles) for profiles in zip(*rounds, strict=True)]
 
     def measure_shards(self, shards: Sequence[Sequence[int]]) -> list[ShardTime]:
         """Rank 0: times of sets of tables (by number), dealt out over the ranks, which measure at the same time."""
@@ -162,7 +167,8 @@ class RankProbe:
             # A ProbeError has reached rank 0 as well, which decides what to make of it; this rank goes on serving.
             with contextlib.suppress(ProbeError):
                 if request == _PLANS:
-                    self._measure_plans(rows)
+                    for placement in rows:
+                        self._measure_plan(placement)
                 else:
                     self._measure_shards(rows)
 
@@ -179,10 +185,6 @@ class RankProbe:
         if count:
             dist.broadcast(rows, src=0, group=self._runtime.control)
         return request, rows.tolist()
-
-    def _measure_plans(self, placements: list[list[int]]) -> list[StepProfile]:
-        rounds = [[self._measure_plan(placement) for placement in placements] for _ in range(self._rounds)]
-        return [median_profile(profiles) for profiles in zip(*rounds, strict=True)]
 
     def _measure_plan(self, placement: list[int]) -> StepProfile:
         runtime = self._runtime
