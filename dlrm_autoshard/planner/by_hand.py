@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class FlatAdam:
@@ -36,6 +36,13 @@ class FlatAdam:
         steady = np.sqrt(1 - 0.999**self.updates)
         rate = np.float32(learning_rate * steady / (1 - 0.9**self.updates))
         self.flat -= rate * self.mean / (np.sqrt(self.square) + np.float32(1e-8 * steady))
+
+    def descend(self, loss: Tensor, learning_rate: float) -> None:
+        """One update by autograd's gradient. (A torch optimizer imports the compiler: a second at a job's start.)"""
+        gradients = torch.autograd.grad(loss, self.parameters)
+        np.concatenate([gradient.numpy().ravel() for gradient in gradients], out=self.flat_gradient)
+        self.step(learning_rate)
+        self.finish()
 
     @torch.no_grad()
     def finish(self) -> None:

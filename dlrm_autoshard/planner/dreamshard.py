@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dlrm_autoshard.planner.by_hand import FlatAdam
 from dlrm_autoshard.planner.features import network_features
 from dlrm_autoshard.planner.masked import gumbel_noise
 from dlrm_autoshard.planner.mdp import EstimatedMDP, Rollout
@@ -44,7 +45,8 @@ class DreamShard:
         self.policy = policy
         self.settings = settings
         self.generator = np.random.default_rng(seed)
-        self.optimizer = torch.optim.Adam(policy.parameters(), lr=settings.learning_rate, fused=True)
+        self.adam = FlatAdam([*policy.parameters()])
+        self.learning_rate = settings.learning_rate
 
     def train(
         self,
@@ -63,7 +65,7 @@ class DreamShard:
                     measure(task, self.sampled(estimated.mdp(task), 1))
                 fit_costs()
             left = 1 - iteration / self.settings.iterations
-            self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate * left
+            self.learning_rate = self.settings.learning_rate * left
             estimated = _Estimated(costs_of)
             for task in self._choose(tasks, self.settings.policy_updates):
                 if deadline is not None and time.perf_counter() > deadline:
@@ -80,9 +82,7 @@ class DreamShard:
         advantage_E = (reward_E - reward_E.mean()) / (reward_E.std() + 1e-9)
         log_prob_E, entropy = rollout.log_prob(self.policy)
         loss = -(advantage_E * log_prob_E).mean() - self.settings.entropy_weight * entropy
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
+        self.adam.descend(loss, self.learning_rate)
 
     def sampled(self, mdp: EstimatedMDP, episodes: int) -> Rollout:
         shape = (episodes, len(mdp.order), mdp.task.world_size)
