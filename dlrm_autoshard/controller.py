@@ -164,7 +164,8 @@ class LoopController:
         elif no_look is not None:
             decision = replace(base, text=f"kept: {no_look}")
         else:
-            decision = self._decide(base, interval, plan, max(noise, after / 2))
+            uncertain = max(noise, self.error(interval.profile, anchored=True) / 2)
+            decision = self._decide(base, interval, plan, uncertain)
         decision = replace(decision, decide_seconds=time.perf_counter() - started)
         self._past.intervals += 1
         if decision.new_plan is None:
@@ -207,14 +208,18 @@ class LoopController:
             self._write(self._unproven[0].to_json())
             self._unproven = None
 
-    def error(self, profile: StepProfile) -> float:
-        """Of the cost model on this profile: sum of |predicted - measured| over sum of measured, all ranks' stages."""
+    def error(self, profile: StepProfile, *, anchored: bool = False) -> float:
+        """Of the cost model on this profile: sum of |predicted - measured| over sum of measured, all ranks' stages.
+        anchored: with all predictions stretched alike to the measured sum, as gains are."""
         predicted = self.planner.predict(profile.plan, profile.tables, profile.stats, profile.batch_size)
-        stages = [
+        pairs = [
             (p.stage(s), m.stage(s)) for p, m in zip(predicted, profile.ranks, strict=True) for s in PLANNED_STAGES
         ]
-        measured = sum(m for _, m in stages)
-        return sum(abs(p - m) for p, m in stages) / measured if measured > 0 else 0.0
+        expected, measured = sum(p for p, _ in pairs), sum(m for _, m in pairs)
+        if expected <= 0 or measured <= 0:
+            return 0.0
+        stretch = measured / expected if anchored else 1.0
+        return sum(abs(stretch * p - m) for p, m in pairs) / measured
 
     # -- the last move -----------------------------------------------------------------------------------------------
 

@@ -30,8 +30,9 @@ class Offer:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a gain must exceed. noise: relative uncertainty of a measured step time. caution: what is asked for beyond
-    min_gain because of recent moves (see `caution_after`). max_bytes: that may move at a time."""
+    """What a gain must exceed, surely. noise: how far off it may be, by the spread of measurements and the model's
+    error. caution: what is asked for beyond min_gain because of recent moves (see `caution_after`). max_bytes: that
+    may move at a time."""
 
     min_gain: float
     noise: float = 0.0
@@ -80,9 +81,9 @@ def should_reshard(offer: Offer, terms: Terms, cost: MoveCost) -> Verdict:
         return no("no candidate is faster than the current plan")
     if gain < terms.min_gain:
         return no(f"{best}, below min_gain {percent(terms.min_gain)}")
-    if gain < terms.noise:
-        return no(f"{best}, within the measurement's noise of {percent(terms.noise)}")
-    if gain < needed:
+    if gain - terms.noise < terms.min_gain:
+        return no(f"{best}, give or take {percent(terms.noise)}: not surely above min_gain {percent(terms.min_gain)}")
+    if gain - terms.noise < needed:
         return no(f"{best}; after recent moves {percent(needed)} are asked for")
     if terms.max_bytes is not None and offer.bytes_to_move > terms.max_bytes:
         return no(f"{best}, but it moves {gib(offer.bytes_to_move)}; at most {gib(terms.max_bytes)} may move at a time")
