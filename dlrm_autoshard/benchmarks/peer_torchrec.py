@@ -10,9 +10,9 @@ of ours: put it (1.8 for torch 2.13) into a directory of its own and name that i
         cloudpickle pyvers typing_inspect
     DLRM_AUTOSHARD_TORCHREC=DIR dlrm-autoshard bench train-wemb
 
-It runs as it comes: plain forward and backward, int32 ids, DDP with a static graph, and fbgemm's bounds check of ids in
-every lookup, which our loader does beside the step instead. Its planner is told each table's mean pooling. Its pipelines
-(TrainPipelineSparseDist) overlap by CUDA streams and are not used.
+It runs as it comes: plain forward and backward, int32 ids, DDP with a static graph, and fbgemm's bounds check of ids
+in every lookup, which our loader does beside the step instead. Its planner is told each table's mean pooling. Its
+pipelines (TrainPipelineSparseDist) overlap by CUDA streams and are not used.
 """
 
 from __future__ import annotations
