@@ -33,13 +33,14 @@ def find_run_dir(config: Config, world_size: int, resume: str | None) -> Path:
 
 
 def new_run(config: Config, world_size: int) -> Path:
-    """Makes a fresh directory: <dir>/<name>, or <name>-2, <name>-3 ... where a run of that name has been."""
+    """Makes a fresh directory: <dir>/<name>, or <name>-2, <name>-3 ... where a run of that name has been. One that a
+    failed start left behind (a mistake in the config, say) is taken again."""
     base = Path(config.run.dir)
     for path in _candidates(base, config.run.name):
-        if not path.exists():
+        if not (path / "checkpoints").exists() and not (path / "metrics.jsonl").exists():
             break
     try:
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)
         (path / "config.yaml").write_text(config.to_yaml())
         (path / "environment.json").write_text(json.dumps(environment(world_size), indent=1) + "\n")
         link = base / "latest.new"
