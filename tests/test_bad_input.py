@@ -98,7 +98,7 @@ def test_each_mistake_gets_its_sentence(config: Path, tmp_path: Path) -> None:
     assert resumed[0] == 2 and "dense.over_mlp.0.weight is [64," in resumed[2] and "Nothing was loaded" in resumed[2]
     assert missing[0] == 2 and "there is no run 'nobody'" in missing[2]
     # A job that never started leaves no checkpoint, and no record behind.
-    made = {path.parent.parent.name for path in (tmp_path / "runs").glob("*/checkpoints/step_*")}
+    made = {path.resolve().parent.parent.name for path in (tmp_path / "runs").glob("*/checkpoints/step_*")}
     assert made == {good[1].split("run directory ")[1].split()[0].rsplit("/", 1)[1]}
 
 
