@@ -36,8 +36,10 @@ def train(rank: int, world_size: int, plan: ShardingPlan, optimizer: str, dtype:
     """Pooled output of each step, and the final weights of this rank's tables."""
     tables = [TableConfig(t.name, t.num_embeddings, t.embedding_dim, dtype=dtype) for t in TABLES]  # type: ignore[arg-type]
     config = TablesConfig(optimizer=TableOptimizerConfig(name=optimizer, lr=0.1))  # type: ignore[arg-type]
+    group = dist.group.WORLD
+    assert group is not None
     embeddings = ShardedEmbeddings(
-        tables, plan, config, rank=rank, group=dist.group.WORLD, id_group=dist.new_group(), device=torch.device("cpu")
+        tables, plan, config, rank=rank, group=group, id_group=dist.new_group(), device=torch.device("cpu")
     )
     result: dict[str, torch.Tensor] = {}
     for step in range(STEPS):
@@ -80,6 +82,7 @@ def reference(world_size: int) -> dict[str, torch.Tensor]:
         torch.cat(pooled).backward(gradient)
         with torch.no_grad():
             for bag in bags.values():
+                assert bag.weight.grad is not None
                 bag.weight -= 0.1 * bag.weight.grad
                 bag.weight.grad = None
     return result | {f"{name}.weight": bag.weight.detach() for name, bag in bags.items()}

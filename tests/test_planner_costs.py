@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -25,7 +27,7 @@ def fitted() -> Planner:
     return planner
 
 
-def shards(samples: list) -> list[ShardSample]:
+def shards(samples: list[Any]) -> list[ShardSample]:
     return [sample for sample in samples if isinstance(sample, ShardSample)]
 
 

@@ -32,11 +32,17 @@ def mdp(task: PlacementTask) -> EstimatedMDP:
     return mdp_of(task, TaskCosts(task, planner.cost_model, planner.law, planner.speed))
 
 
+def linear(policy: DevicePolicy, index: int) -> torch.nn.Linear:
+    layer = policy.device_net[index]
+    assert isinstance(layer, torch.nn.Linear)
+    return layer
+
+
 def stirred_policy(seed: int = 0, greediness: float = 25.0) -> DevicePolicy:
     """A policy whose last layer is not zero, so that everything it sees counts."""
     policy = DevicePolicy(seed, greediness)
     with torch.no_grad():
-        policy.device_net[-1].weight.normal_(std=0.1, generator=torch.Generator().manual_seed(seed))
+        linear(policy, -1).weight.normal_(std=0.1, generator=torch.Generator().manual_seed(seed))
     return policy
 
 
@@ -87,7 +93,7 @@ def test_the_policy_gradient_is_that_of_the_expected_cost_under_the_mask() -> No
         return rollout.log_prob(policy)[0][torch.from_numpy(first)].exp()
 
     assert probabilities().sum().item() == pytest.approx(1.0, abs=1e-4)
-    bias = policy.device_net[0].bias
+    bias = linear(policy, 0).bias
     log_prob = rollout.log_prob(policy)[0][torch.from_numpy(first)]
     surrogate = (log_prob.exp().detach() * reward * log_prob).sum()  # E[reward x grad log p]
     [gradient] = torch.autograd.grad(surrogate, bias)
@@ -121,7 +127,7 @@ def test_the_rollouts_cost_is_the_cost_of_its_placement() -> None:
 
 def test_the_policy_sees_the_table_that_it_places() -> None:
     policy = stirred_policy()
-    inputs = torch.zeros(1, 3, policy.device_net[0].in_features)
+    inputs = torch.zeros(1, 3, linear(policy, 0).in_features)
     other = inputs.clone()
     other[..., -16:] = 1.0  # another unit to place, all else equal
     assert not torch.allclose(policy.logits(inputs), policy.logits(other))
@@ -129,7 +135,7 @@ def test_the_policy_sees_the_table_that_it_places() -> None:
 
 def test_the_policy_treats_devices_alike() -> None:
     policy = stirred_policy()
-    inputs = torch.randn(2, 5, policy.device_net[0].in_features, generator=torch.Generator().manual_seed(0))
+    inputs = torch.randn(2, 5, linear(policy, 0).in_features, generator=torch.Generator().manual_seed(0))
     order = torch.tensor([3, 1, 4, 0, 2])
     torch.testing.assert_close(policy.logits(inputs[:, order]), policy.logits(inputs)[:, order])
     np.testing.assert_allclose(

@@ -82,7 +82,7 @@ def trainer(settings: Config, runtime: Runtime, run_dir: Path) -> Iterator[Train
 
 def tensors(made: Trainer) -> dict[str, Tensor]:
     """Copies of all that this rank would save."""
-    return {name: value.detach().clone() for name, value in made._tensors().items()}
+    return {name: value.detach().clone() for name, value in made.state.tensors().items()}
 
 
 def records(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
