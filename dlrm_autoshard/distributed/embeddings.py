@@ -125,7 +125,9 @@ class ShardedEmbeddings:
     def update(self, local: Tensor, gradient: Tensor) -> None:
         """Fused backward and optimizer step of the local tables. gradient: as `send_gradients` brought it."""
         if local.shape[1]:
-            local.backward(gradient.view(local.shape).to(local.dtype))
+            gradient = gradient.view(local.shape).to(local.dtype)
+            scale = self._exchange.gradient_scale(local.shape[0])
+            local.backward(gradient if scale == 1.0 else gradient / scale)
 
     def set_learning_rate(self, lr: float) -> None:
         self.learning_rate = lr

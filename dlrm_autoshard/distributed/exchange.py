@@ -183,10 +183,13 @@ class Exchange:
         return arrived.view(-1, self._chunk).index_select(0, index).view(batch_size, self.total_dim).float()
 
     def send_gradients(self, gradient_BD: Tensor) -> Pending:
-        """Gradients of the pooled output to the owners; arrives as [W * B, D_local]."""
+        """Gradients of the pooled output to the owners; arrives as [W * B, D_local], times `gradient_scale(W * B)`."""
         if self.world_size == 1:
             return Pending(None, gradient_BD)
         batch_size = gradient_BD.shape[0]
+        scale = self.gradient_scale(batch_size * self.world_size)
+        if scale != 1.0:
+            gradient_BD = gradient_BD * scale
         _, inverse = self._layout(batch_size)
         sent = gradient_BD.to(self.dtype).view(-1, self._chunk).index_select(0, inverse).view(-1)
         received = sent.new_empty(self.world_size * batch_size * self.local_dim)
@@ -197,6 +200,13 @@ class Exchange:
             [batch_size * self.local_dim] * self.world_size,
             [batch_size * dim for dim in self.dims],
         )
+
+    def gradient_scale(self, global_batch: int) -> float:
+        """Gradients are shares of a mean over the global batch, so in fp16 they would fall below its smallest steps:
+        they travel times a power of two near the batch, which is exact. Other formats have exponents to spare."""
+        if self.dtype != torch.float16 or self.world_size == 1:
+            return 1.0
+        return float(2 ** int(math.log2(global_batch)))
 
     def all_to_all(
         self, channel: str, received: Tensor, sent: Tensor, receive_splits: list[int], send_splits: list[int]
