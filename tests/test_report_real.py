@@ -87,7 +87,7 @@ def test_a_real_rank_whose_core_is_shared_from_epoch_2_on_is_starved(tmp_path: P
             company.kill()
     record = RunRecord.load(tmp_path / "run")
     alone, shared = record.epochs[1], record.epochs[3]
-    assert alone.cpu_share[1] is not None and alone.cpu_share[1] > 0.9
-    assert shared.cpu_share[1] is not None and shared.cpu_share[1] < 0.75
+    assert alone.cpu_share[1] is not None and shared.cpu_share[1] is not None
+    assert shared.cpu_share[1] < 0.85 * alone.cpu_share[1]  # beside itself: nobody promises a whole core when alone
     assert shared.straggler is not None
     assert (shared.straggler.rank, shared.straggler.cause) == (1, "starved of CPU")
