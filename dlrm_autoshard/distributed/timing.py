@@ -48,13 +48,13 @@ class StageClock:
             self._current = defaultdict(float)
             self._cpu, self._wall = 0.0, 0.0
             self._started = self._last = self._now()
-            self._last_cpu = time.thread_time()
+            self._last_cpu = time.process_time()
 
     def stop(self, stage: str) -> None:
         """Charges the time since the last mark to `stage`."""
         if not self.sampled:
             return
-        now, cpu = self._now(), time.thread_time()
+        now, cpu = self._now(), time.process_time()
         self._current[stage] += now - self._last
         self.spans.append((stage, self._last - self._started, now - self._started))
         if stage in COMPUTE_STAGES:
@@ -109,10 +109,11 @@ class StageClock:
 
     @property
     def cpu_share(self) -> float | None:
-        """CPU time over wall time of the stages that compute; None on a GPU."""
+        """CPU time of the process, its data thread included, over wall time of the stages that compute; at most 1.
+        Less means that something else had the rank's core. None on a GPU."""
         if self._device.type != "cpu" or not self._cpu_shares:
             return None
-        return statistics.median(self._cpu_shares)
+        return min(1.0, statistics.median(self._cpu_shares))
 
     def reset(self) -> None:
         self._steps.clear()
