@@ -26,12 +26,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.report.jsonl import SCHEMA
 
 _STATE, _EXTRA = "state.json", "extra.pt"
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be used: the message says which, and what differs."""
 
 
@@ -79,9 +80,13 @@ class Checkpoints:
         """The newest whole checkpoint (of a step below `before`), the same on every rank."""
         found = None
         if self._runtime.rank == 0:
-            whole = [path for path in self._whole() if before is None or int(path.name.removeprefix("step_")) < before]
-            found = whole[-1] if whole else None
+            found = self.newest(before)
         return self._runtime.broadcast(found)
+
+    def newest(self, before: int | None = None) -> Path | None:
+        """What `latest` finds, as this rank sees it: no collective."""
+        whole = [path for path in self._whole() if before is None or int(path.name.removeprefix("step_")) < before]
+        return whole[-1] if whole else None
 
     def load(
         self, path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+
+from dlrm_autoshard.errors import in_a_sentence
 
 COMMAND_MODULES: tuple[str, ...] = (
     "dlrm_autoshard.doctor_command",
@@ -32,10 +35,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         importlib.import_module(module).add_parser(subparsers)
     arguments = parser.parse_args(argv)
     try:
-        return int(arguments.run(arguments) or 0)
-    except (ValueError, OSError) as error:
-        # Errors for people (ConfigError, PlanError, DataError, ...) are ValueErrors with a full sentence.
-        print(f"dlrm-autoshard {arguments.command}: {error}", file=sys.stderr)
+        status = int(arguments.run(arguments) or 0)
+        sys.stdout.flush()  # here, where a reader who has gone can still be forgiven
+        return status
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print(f"dlrm-autoshard {arguments.command}: stopped.", file=sys.stderr)
+        return 130
+    except Exception as error:
+        text = in_a_sentence(error)
+        if text is None:
+            raise
+        print(f"dlrm-autoshard {arguments.command}: {text}", file=sys.stderr)
         return 2
 
 

@@ -18,6 +18,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from dlrm_autoshard.config_errors import sentences
 from dlrm_autoshard.data.settings import DataConfig, Section
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.tables import Pooling, TableDtype, TableOptimizer
 
 Algorithm = Literal[
@@ -26,7 +27,7 @@ Algorithm = Literal[
 ]  # fmt: skip
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A config that cannot be used: the message names the key and what is allowed."""
 
 

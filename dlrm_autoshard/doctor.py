@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dlrm_autoshard.errors import UserError
+
 TORCH, FBGEMM = "2.13.0", "1.8.0"  # the pair that this package is tested with
 CPU_WHEELS = "--extra-index-url https://download.pytorch.org/whl/cpu"  # elsewhere torch brings gigabytes of CUDA
 _PIP = f"{sys.executable} -m pip"
@@ -31,7 +33,7 @@ _SMOKE_SECONDS = 120
 VersionOf = Callable[[str], str | None]
 
 
-class EnvironmentProblem(ValueError):
+class EnvironmentProblem(UserError):
     """Packages that cannot work together: the message names them and the line that mends it."""
 
 

@@ -7,6 +7,8 @@ import dataclasses
 import json
 from typing import Any
 
+from dlrm_autoshard.errors import UserError
+
 _MARKS = {"ok": "ok", "warn": "warning", "fail": "FAIL"}
 
 
@@ -21,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.doctor import examine
 
     if arguments.ranks < 1:
-        raise ValueError(f"--ranks is {arguments.ranks}; it must be 1 or more.")
+        raise UserError(f"--ranks is {arguments.ranks}; it must be 1 or more.")
     checks = examine(arguments.ranks)
     if arguments.json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))

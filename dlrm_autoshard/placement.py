@@ -21,6 +21,7 @@ from dlrm_autoshard.distributed.fingerprint import hardware_fingerprint
 from dlrm_autoshard.distributed.probe import RankProbe
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.shard_probe import ShardProbe
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import Constraints, ShardingPlan, Topology, check_plan, round_robin
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import PlanResult
@@ -122,10 +123,10 @@ def from_rank_0(runtime: Runtime, decide: Callable[[], T], probe: RankProbe | No
     probe: what `decide` measures with; the other ranks serve it meanwhile.
     """
 
-    def attempt() -> tuple[T | None, ValueError | None]:
+    def attempt() -> tuple[T | None, UserError | None]:
         try:
             return decide(), None
-        except ValueError as error:
+        except UserError as error:
             return None, error
 
     outcome = None

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dlrm_autoshard.errors import UserError
+
 PLAN_SCHEMA = 1
 
 
-class PlanError(ValueError):
+class PlanError(UserError):
     """A plan that cannot be: its message says what, how much, and what to try."""
 
 

@@ -13,9 +13,10 @@ from importlib import metadata
 from pathlib import Path
 
 from dlrm_autoshard.config import Config
+from dlrm_autoshard.errors import UserError
 
 
-class RunDirectoryError(ValueError):
+class RunDirectoryError(UserError):
     """A run directory that cannot be made or found."""
 
 

@@ -16,6 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dlrm_autoshard.errors import UserError
+
 Pooling = Literal["sum", "mean"]
 TableDtype = Literal["fp32", "fp16"]
 TableOptimizer = Literal["rowwise_adagrad", "adagrad", "sgd", "adam"]
@@ -38,9 +40,9 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         if self.num_embeddings < 1:
-            raise ValueError(f"table '{self.name}' has {self.num_embeddings} rows; it needs at least 1")
+            raise UserError(f"table '{self.name}' has {self.num_embeddings} rows; it needs at least 1")
         if self.embedding_dim < 4 or self.embedding_dim % 4:
-            raise ValueError(
+            raise UserError(
                 f"table '{self.name}' has embedding_dim {self.embedding_dim}; fbgemm needs a multiple of 4 "
                 f"(try {max(4, -(-self.embedding_dim // 4) * 4)})"
             )
@@ -76,7 +78,7 @@ class TableStats:
 
     def __post_init__(self) -> None:
         if len(self.reuse_histogram) != NUM_REUSE_BINS:
-            raise ValueError(f"reuse_histogram has {len(self.reuse_histogram)} bins; it needs {NUM_REUSE_BINS}")
+            raise UserError(f"reuse_histogram has {len(self.reuse_histogram)} bins; it needs {NUM_REUSE_BINS}")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

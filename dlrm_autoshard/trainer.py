@@ -43,6 +43,7 @@ from dlrm_autoshard.report.jsonl import append_jsonl, drop_after_step
 from dlrm_autoshard.report.record import EpochProfile
 from dlrm_autoshard.run_directory import find_run_dir
 from dlrm_autoshard.schedule import lr_scale
+from dlrm_autoshard.stop import Stopped, StopSignals
 from dlrm_autoshard.training_state import Position, TrainError, TrainingState, plan_of
 
 _MOST_SKIPPED = 10  # losses in a row that are not finite; after so many it is the weights, and skipping can't help
@@ -62,18 +63,27 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
     """Runs a job on this rank, from its config to its last evaluation.
 
     resume: None starts a new run; "" continues the newest run of the config's name; else the run directory to continue.
-    A restart by torchrun continues by itself.
+    A restart by torchrun continues by itself. SIGINT and SIGTERM end it with a checkpoint, and raise `Stopped`.
     """
-    with Runtime.start(config.run) as runtime:
-        run_dir = from_rank_0(runtime, lambda: find_run_dir(config, runtime.world_size, resume))
-        return Trainer(config, runtime, run_dir).run()
+    with StopSignals() as signals:
+        try:
+            with Runtime.start(config.run) as runtime:
+                signals.agree_through(runtime.store)
+                run_dir = from_rank_0(runtime, lambda: find_run_dir(config, runtime.world_size, resume))
+                return Trainer(config, runtime, run_dir, signals).run()
+        except RuntimeError as error:
+            if signals.received is None:
+                raise
+            raise Stopped(signals.received) from error  # another rank was stopped first, in mid-exchange
 
 
 class Trainer:
     """One rank's part of a job. Built in the order in which things depend on one another."""
 
-    def __init__(self, config: Config, runtime: Runtime, run_dir: Path) -> None:
+    def __init__(self, config: Config, runtime: Runtime, run_dir: Path, signals: StopSignals | None = None) -> None:
+        """signals: those that end the job between two steps."""
         self.config, self.runtime, self.run_dir = config, runtime, run_dir
+        self.signals = signals or StopSignals()
         self.source = open_source(config.data, config.tables)
         self.global_batch = config.train.batch_size * runtime.world_size
         self.position = Position()
@@ -129,6 +139,14 @@ class Trainer:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> TrainResult:
+        try:
+            return self._run()
+        except Stopped as stopped:
+            newest = self.checkpoints.newest()
+            saved = f"--resume continues from {newest}." if newest else "There is no checkpoint of it."
+            raise Stopped(stopped.number, f"after step {self.position.step}. {saved}") from None
+
+    def _run(self) -> TrainResult:
         config, position = self.config, self.position
         metrics: Mapping[str, float] = {}
         throughput = 0.0
@@ -141,7 +159,9 @@ class Trainer:
             if position.step and position.sample == 0 and position.step < self.total_steps:
                 metrics = self._evaluate(between)  # its checkpoint comes first, so a kill may have come between
             while position.epoch < config.train.epochs and position.step < self.total_steps:
-                record = self._train_epoch()
+                with self.signals.postponed():
+                    record = self._train_epoch()
+                    self._end_if_asked()
                 throughput = record.throughput if record is not None else 0.0
                 if position.step < self.total_steps:
                     metrics = self._evaluate(between)
@@ -171,7 +191,7 @@ class Trainer:
             self.step.begin_epoch(iter(loader))
             self.recorder.open(position.step)
             first = position.step
-            while not self.step.exhausted and position.step < self.total_steps:
+            while not self.step.exhausted and position.step < self.total_steps and not self.signals.due(position.step):
                 self._train_step(sampled=self._is_sampled(position.step - first))
                 every = config.checkpoint.every_steps
                 save = every is not None and position.step % every == 0
@@ -181,14 +201,24 @@ class Trainer:
                 if interval and position.step % interval == 0 and not self.step.exhausted:
                     record = self._close_interval()
         epoch_over = self.step.exhausted
-        if position.step > self.recorder.first_step:
+        last = position.step >= self.total_steps
+        stopped = not epoch_over and not last
+        if position.step > self.recorder.first_step and not stopped:
             record = self._close_interval()
         if epoch_over:
             position.epoch, position.sample = position.epoch + 1, 0
-        last = position.step >= self.total_steps or position.epoch == config.train.epochs
-        if config.checkpoint.enabled and (last or save or position.epoch % config.checkpoint.every_epochs == 0):
+        last |= position.epoch == config.train.epochs
+        due = position.epoch % config.checkpoint.every_epochs == 0
+        if config.checkpoint.enabled and (last or stopped or save or due):
             self.state.save(position)
         return record
+
+    def _end_if_asked(self) -> None:
+        """After a signal that any rank was sent."""
+        received = [number for number in self.runtime.all_gather(self.signals.received) if number is not None]
+        if received:
+            self.checkpoints.finish()
+            raise Stopped(received[0])
 
     def _train_step(self, *, sampled: bool) -> None:
         config, position = self.config, self.position

@@ -20,13 +20,14 @@ from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.storage import state_shapes
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.loop import Loop
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.tables import TableStats
 
 
-class TrainError(ValueError):
+class TrainError(UserError):
     """Training that cannot go on: the message says at which step, on which rank, and what to try."""
 
 

@@ -19,8 +19,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlrm_autoshard.config import Config, ConfigError, load_config
-from dlrm_autoshard.doctor import EnvironmentProblem, require_pair
+from dlrm_autoshard.config import Config, load_config
+from dlrm_autoshard.doctor import require_pair
+from dlrm_autoshard.errors import UserError, in_a_sentence
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -58,7 +59,7 @@ def main() -> int:
     try:
         require_pair()
         config = load_config(arguments.config, arguments.overrides)
-    except (EnvironmentProblem, ConfigError) as error:
+    except UserError as error:
         complain(str(error))
         return 2
     # Only now what takes seconds to import. `record`: an uncaught exception's text reaches torchrun's summary.
@@ -68,27 +69,33 @@ def main() -> int:
 
 
 def run(config: Config, resume: str | None) -> int:
+    from dlrm_autoshard.stop import Stopped
     from dlrm_autoshard.trainer import train
 
     try:
         train(config, resume=resume)
-    except ValueError as error:
-        if not type(error).__module__.startswith(
-            "dlrm_autoshard."
-        ):  # not written for people: a bug, with its traceback
-            raise
-        complain(str(error))
-        return 2
+    except Stopped as stopped:
+        complain(str(stopped))
+        return 128 + stopped.number
     except RuntimeError as error:
         if not any(words in str(error).lower() for words in ("connection closed", "connection reset by peer")):
             raise
-        time.sleep(
-            3
-        )  # torchrun has seen why and ends this rank meanwhile; if not, the other rank is on another machine
+        # torchrun has seen why and ends this rank meanwhile; if not, the other rank is on another machine.
+        time.sleep(3)
         complain("a rank on another machine went away in the middle of an exchange; what it says there is the cause.")
         return 3
+    except Exception as error:
+        text = in_a_sentence(error)
+        if text is None:
+            raise
+        complain(text)
+        return 2
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # Ctrl-C while all that is needed is still being imported
+        complain("stopped.")
+        sys.exit(130)

@@ -1,5 +1,5 @@
-"""Imports run one way: tables -> plan -> costs -> {planner, simulator, reshard_rule, report}; distributed -> model;
-everything -> trainer -> cli. Read from the source, so that an import inside of a function counts as well."""
+"""Imports run one way: errors -> tables -> plan -> costs -> {planner, simulator, reshard_rule, report};
+distributed -> model; everything -> trainer -> cli. Read from the source, so that an import in a function counts."""
 
 import ast
 import subprocess
@@ -10,6 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "dlrm_autoshard"
 WITHOUT_RANKS = (
+    "errors",
     "tables",
     "plan",
     "costs",
@@ -70,7 +71,7 @@ def test_fbgemm_lives_in_distributed_alone() -> None:
 
 
 def test_the_ground_floor_does_not_look_up() -> None:
-    floors = ["tables", "plan", "costs"]
+    floors = ["errors", "tables", "plan", "costs"]
     for height, floor in enumerate(floors):
         below = {f"dlrm_autoshard.{name}" for name in floors[:height]}
         own = {name for name in reaches(PACKAGE / f"{floor}.py", "dlrm_autoshard")}

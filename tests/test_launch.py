@@ -77,6 +77,44 @@ def test_overrides_may_stand_anywhere_also_after_resume(config: Path, tmp_path: 
     assert not (tmp_path / "runs" / "job-2").exists()
 
 
+def ranks_of(job: "subprocess.Popen[str]") -> list[psutil.Process]:
+    return [p for p in psutil.Process(job.pid).children(recursive=True) if TRAIN in p.cmdline()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stopped_job_ends_with_a_checkpoint_of_its_last_step_and_resumes_as_if_never_stopped(
+    ranks: int, config: Path, tmp_path: Path
+) -> None:
+    """SIGTERM to torchrun, as schedulers send it; without torchrun, Ctrl-C."""
+    settings = ["--config", str(config), "checkpoint.every_steps=50"]
+    command = (lambda *more: torchrun(2, *more)) if ranks == 2 else (lambda *more: [sys.executable, TRAIN, *more])
+    assert run(command(*settings, "run.name=calm")).returncode == 0
+    job = start(command(*settings, "run.name=hit", "checkpoint.every_steps=100"))
+    with killed_at_the_end(job):
+        until(lambda: (tmp_path / "runs/hit/checkpoints/step_00000100").exists())
+        job.send_signal(signal.SIGTERM if ranks == 2 else signal.SIGINT)
+        output = job.communicate(timeout=60)[0]
+    assert job.returncode != 0
+    checkpoint = max((tmp_path / "runs/hit/checkpoints").glob("step_*"))
+    said = (
+        f"stopped by {'SIGTERM' if ranks == 2 else 'SIGINT'} after step {int(checkpoint.name[5:])}. --resume continues"
+    )
+    assert output.count(said) == 1 and int(checkpoint.name[5:]) > 100, output
+    assert "launch/train.py" not in output.replace(TRAIN, ""), "no traceback of ours"
+    assert run(command(*settings, "run.name=hit", "--resume")).returncode == 0
+    calm, hit = (metrics(tmp_path / "runs" / name, "test")[-1] for name in ("calm", "hit"))
+    assert calm == hit
+
+
+def test_a_job_stopped_before_training_says_so(config: Path, tmp_path: Path) -> None:
+    job = start([sys.executable, TRAIN, "--config", str(config)])
+    with killed_at_the_end(job):
+        until(lambda: psutil.Process(job.pid).cpu_times().user > 0.3)
+        job.send_signal(signal.SIGINT)
+        assert job.communicate(timeout=60)[0] in ("stopped.\n", "stopped by SIGINT before training began.\n")
+    assert job.returncode == 128 + signal.SIGINT and not (tmp_path / "runs").exists()
+
+
 def test_a_killed_rank_comes_back_and_training_ends_as_if_nothing_had_happened(config: Path, tmp_path: Path) -> None:
     settings = ["--config", str(config), "checkpoint.every_steps=50"]
     assert run(torchrun(2, *settings, "run.name=calm")).returncode == 0
@@ -84,7 +122,7 @@ def test_a_killed_rank_comes_back_and_training_ends_as_if_nothing_had_happened(c
     with killed_at_the_end(job):
         checkpoints = tmp_path / "runs" / "hit" / "checkpoints"
         until(lambda: any(path.name >= "step_00000100" for path in checkpoints.glob("step_*")))
-        ranks = [p for p in psutil.Process(job.pid).children(recursive=True) if TRAIN in p.cmdline()]
+        ranks = ranks_of(job)
         assert len(ranks) == 2
         ranks[1].kill()
         output = job.communicate(timeout=90)[0]

@@ -32,6 +32,8 @@ from typing import Any
 
 import numpy as np
 
+from dlrm_autoshard.errors import UserError
+
 SCHEMA = 1
 NAMES = (
     "planner-time",
@@ -56,7 +58,7 @@ NAMES = (
 _PACKAGES = ("dlrm_autoshard", "torch", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec", "numpy")
 
 
-class BenchError(ValueError):
+class BenchError(UserError):
     """A benchmark that cannot be run as asked: the message says why."""
 
 

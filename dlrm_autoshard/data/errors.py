@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dlrm_autoshard.errors import UserError
 
-class DataError(ValueError):
+
+class DataError(UserError):
     """Input that cannot be used: the message names the file or table, the place in it, and what to try."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.data.errors import DataError
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.tables import TableConfig
 
 
@@ -48,5 +49,5 @@ def resolve_tables(rows: Sequence[TableRows], tables: TablesConfig) -> tuple[Tab
             )
             for table in rows
         )
-    except ValueError as error:
+    except UserError as error:
         raise DataError(f"data: {error}.") from error

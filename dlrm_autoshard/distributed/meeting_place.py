@@ -18,8 +18,10 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from dlrm_autoshard.errors import UserError
 
-class MeetingFailed(ValueError):
+
+class MeetingFailed(UserError):
     """Ranks of this job that did not arrive in time."""
 
 

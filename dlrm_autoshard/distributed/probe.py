@@ -28,6 +28,7 @@ from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
 from dlrm_autoshard.distributed.exchange import Exchange
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.shard_probe import ShardProbe, ShardTime
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig, TableStats
 
@@ -37,7 +38,7 @@ Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
 _STOP, _PLANS, _SHARDS = 0, 1, 2  # what rank 0 asks of the others
 
 
-class ProbeError(ValueError):
+class ProbeError(UserError):
     """A placement that could not be measured: the message says on which rank and why."""
 
 

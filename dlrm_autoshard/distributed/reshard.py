@@ -36,6 +36,7 @@ from torch import Tensor
 
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.storage import state_shapes
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import Move, PlanError, ShardingPlan, gib
 
 IN_FLIGHT = 4
@@ -43,11 +44,11 @@ IN_FLIGHT = 4
 PAGE = 4096
 
 
-class ReshardRefused(ValueError):
+class ReshardRefused(UserError):
     """Some rank has no memory for its new tables. Nothing has moved; the old plan is as live as before."""
 
 
-class ReshardError(ValueError):
+class ReshardError(UserError):
     """A move that failed half-way: this process must end, and the job starts again from its last checkpoint."""
 
 

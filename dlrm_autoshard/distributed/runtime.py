@@ -20,18 +20,20 @@ import torch.distributed as dist
 
 from dlrm_autoshard.config import RunConfig
 from dlrm_autoshard.distributed.meeting_place import meet
+from dlrm_autoshard.errors import UserError
 
 T = TypeVar("T")
 
 
-class RuntimeFailure(ValueError):
+class RuntimeFailure(UserError):
     """The ranks cannot start as asked: the message says why and what to try."""
 
 
 @dataclass(frozen=True)
 class Runtime:
     """rank, world_size: as torchrun numbers them. group carries tensors of the step; id_group carries the next
-    batch's ids, so that the two never queue behind each other. control is gloo on every device: small objects."""
+    batch's ids, so that the two never queue behind each other. control is gloo on every device: small objects.
+    store: notes that every rank can read, of this start of the job only."""
 
     rank: int
     world_size: int
@@ -41,6 +43,7 @@ class Runtime:
     group: dist.ProcessGroup
     id_group: dist.ProcessGroup
     control: dist.ProcessGroup
+    store: dist.Store | None = None
 
     @staticmethod
     @contextlib.contextmanager
@@ -66,7 +69,7 @@ class Runtime:
         assert world is not None
         try:
             id_group = dist.new_group(timeout=timeout)
-            yield Runtime(rank, world_size, local_rank, local_world_size, device, world, id_group, control)
+            yield Runtime(rank, world_size, local_rank, local_world_size, device, world, id_group, control, store)
             dist.barrier(group=control)
         finally:
             # Objects that hold process groups must go before the groups do, or gloo's threads abort the exit.

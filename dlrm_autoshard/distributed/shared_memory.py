@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_autoshard.errors import UserError
+
 CHANNELS = ("lengths", "values", "pooled", "gradients", "reduce", "reduced")
 _REGION_BYTES = 1 << 34  # of address space; memory is taken only where something was written
 _READY, _DONE = 0, 1
@@ -112,7 +114,7 @@ class SharedMemory:
             self._await(rank, number, _DONE)
         start, size = number * _REGION_BYTES, numel * dtype.itemsize
         if size > _REGION_BYTES:
-            raise ValueError(f"{size / 2**30:.1f} GiB is more than one exchange can hold; lower train.batch_size.")
+            raise UserError(f"{size / 2**30:.1f} GiB is more than one exchange can hold; lower train.batch_size.")
         return self._memories[self.rank][start : start + size].view(dtype)
 
     def tell(self, channel: str, rank: int, part: Tensor) -> None:

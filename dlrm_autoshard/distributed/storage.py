@@ -24,6 +24,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 
 from dlrm_autoshard.config import TableOptimizerConfig
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.tables import TableConfig, TableDtype, TableOptimizer
 
 _OPTIMIZERS = {
@@ -42,7 +43,7 @@ _HUGE_PAGE = 1 << 21
 _MAP_NORESERVE = 0x4000  # not in Python 3.10's mmap; the same number on every Linux that fbgemm runs on
 
 
-class StorageError(ValueError):
+class StorageError(UserError):
     """Tables that cannot be held: the message says which and why."""
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dlrm_autoshard.errors import UserError
+
 if TYPE_CHECKING:
     from dlrm_autoshard.plan import Constraints, Topology
     from dlrm_autoshard.planner.planner import Planner
@@ -32,11 +34,11 @@ def topology_of(arguments: argparse.Namespace) -> Topology:
     from dlrm_autoshard.plan import Topology
 
     if arguments.devices < 1:
-        raise ValueError(f"--devices is {arguments.devices}; it must be 1 or more.")
+        raise UserError(f"--devices is {arguments.devices}; it must be 1 or more.")
     if arguments.memory_gib is None:
         return Topology(arguments.devices)
     if arguments.memory_gib <= 0:
-        raise ValueError(f"--memory-gib is {arguments.memory_gib:g}; it must be more than 0.")
+        raise UserError(f"--memory-gib is {arguments.memory_gib:g}; it must be more than 0.")
     return Topology(arguments.devices, (int(arguments.memory_gib * 2**30),) * arguments.devices)
 
 
@@ -48,7 +50,7 @@ def constraints_of(pins: Sequence[str], together: Sequence[str], apart: Sequence
     for pin in pins:
         table, equals, rank = pin.rpartition("=")
         if not equals or not rank.isdigit():
-            raise ValueError(f"--pin '{pin}' is not of the form TABLE=RANK, such as --pin user=0.")
+            raise UserError(f"--pin '{pin}' is not of the form TABLE=RANK, such as --pin user=0.")
         pinned[table] = int(rank)
     return Constraints(
         pinned, tuple(tuple(group.split(",")) for group in together), tuple(tuple(group.split(",")) for group in apart)
@@ -68,7 +70,7 @@ def planner_of(algorithm: str, seed: int, fitted: Path | None = None) -> Planner
     try:
         planner.load_state_dict(json.loads((fitted / STATE_FILE).read_text()))
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"'{fitted}' holds no fitted planner ({STATE_FILE}: {error.strerror}). Make one with `dlrm-autoshard fit`."
         ) from error
     return planner

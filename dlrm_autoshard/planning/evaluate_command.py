@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.planning.arguments import (
     add_devices,
     add_output,
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = list(dict.fromkeys(arguments.algorithm)) or list(ALGORITHMS)
     for name in names:
         if name not in ALGORITHMS and not Path(name).is_dir():
-            raise ValueError(
+            raise UserError(
                 f"'{name}' is neither an algorithm ({', '.join(ALGORITHMS)}) nor a directory that `fit` made."
             )
     tasks = TaskSet.load(arguments.tasks)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.tables import NUM_REUSE_BINS, TableConfig, TableStats
 
 POOL_SCHEMA = 1
@@ -56,7 +57,7 @@ class TablePool:
     @staticmethod
     def from_json(record: Any) -> TablePool:
         if not isinstance(record, dict) or record.get("schema") != POOL_SCHEMA or "tables" not in record:
-            raise ValueError(
+            raise UserError(
                 f"this is not a list of tables of schema {POOL_SCHEMA}; make one with `dlrm-autoshard tables`."
             )
         rows = [dict(row) for row in record["tables"]]
@@ -72,9 +73,9 @@ class TablePool:
         try:
             return TablePool.from_json(json.loads(path.read_text()))
         except OSError as error:
-            raise ValueError(f"table file '{path}' cannot be read: {error.strerror}.") from error
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"table file '{path}' is not a tables.json: {error}.") from error
+            raise UserError(f"table file '{path}' cannot be read: {error.strerror}.") from error
+        except (UserError, json.JSONDecodeError, KeyError, TypeError) as error:
+            raise UserError(f"table file '{path}' is not a tables.json: {error}.") from error
 
 
 def synthetic_pool(

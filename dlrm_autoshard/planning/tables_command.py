@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.planning.arguments import add_output, with_progress
 
 if TYPE_CHECKING:
@@ -28,14 +29,14 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if bool(arguments.files) == (arguments.synthetic is not None):
-        raise ValueError("give either files of dlrm_datasets or --synthetic N.")
+        raise UserError("give either files of dlrm_datasets or --synthetic N.")
     if arguments.batch_size < 1:
-        raise ValueError(f"--batch-size is {arguments.batch_size}; it must be 1 or more.")
+        raise UserError(f"--batch-size is {arguments.batch_size}; it must be 1 or more.")
     if arguments.synthetic is not None:
         from dlrm_autoshard.planning.pool import synthetic_pool
 
         if arguments.synthetic < 1:
-            raise ValueError(f"--synthetic is {arguments.synthetic}; it must be 1 or more.")
+            raise UserError(f"--synthetic is {arguments.synthetic}; it must be 1 or more.")
         pool = synthetic_pool(arguments.synthetic, arguments.seed, arguments.batch_size)
     else:
         pool = _measured_pool(arguments.files, arguments.dim, arguments.batch_size, quiet=arguments.json)

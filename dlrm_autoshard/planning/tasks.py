@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.planning.pool import TablePool
 
 TASKS_SCHEMA = 1
@@ -54,14 +55,14 @@ class TaskSet:
         try:
             record = json.loads(path.read_text())
             if record["schema"] != TASKS_SCHEMA:
-                raise ValueError(f"it has schema {record['schema']}; this version reads schema {TASKS_SCHEMA}")
+                raise UserError(f"it has schema {record['schema']}; this version reads schema {TASKS_SCHEMA}")
             pool = TablePool.from_json(record["pool"])
             train, test = (tuple(tuple(task) for task in record[name]) for name in ("train", "test"))
             return TaskSet(pool, train, test, int(record["batch_size"]))
         except OSError as error:
-            raise ValueError(f"task file '{path}' cannot be read: {error.strerror}.") from error
+            raise UserError(f"task file '{path}' cannot be read: {error.strerror}.") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"task file '{path}' is not one that `dlrm-autoshard tasks` wrote: {error}.") from error
+            raise UserError(f"task file '{path}' is not one that `dlrm-autoshard tasks` wrote: {error}.") from error
 
 
 def draw_tasks(pool: TablePool, tables_per_task: int, count: int, seed: int, batch_size: int) -> TaskSet:
@@ -70,7 +71,7 @@ def draw_tasks(pool: TablePool, tables_per_task: int, count: int, seed: int, bat
     shuffled = generator.permutation(len(pool))
     halves = np.array_split(shuffled, 2)
     if tables_per_task > len(halves[1]):
-        raise ValueError(
+        raise UserError(
             f"a task of {tables_per_task} tables needs a pool of at least {2 * tables_per_task}, since training and "
             f"test tables are kept apart; this one has {len(pool)}. Ask for at most {len(halves[1])} a task."
         )

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.planning.arguments import add_output
 
 
@@ -27,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     for name in ("tables_per_task", "count"):
         if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be 1 or more.")
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be 1 or more.")
     pool = TablePool.load(arguments.tables)
     batch_size = arguments.batch_size or pool.stats[0].batch_size
     tasks = draw_tasks(pool, arguments.tables_per_task, arguments.count, arguments.seed, batch_size)

@@ -17,11 +17,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dlrm_autoshard.errors import UserError
+
 SCHEMA = 1
 """Of every record in a run directory. It grows when a key changes its meaning or goes; new keys don't change it."""
 
 
-class ReportError(ValueError):
+class ReportError(UserError):
     """A run directory or record that cannot be reported on: the message says which file, what is wrong, what to try."""
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.report.run_record import RunRecord
 from dlrm_autoshard.report.summary import summary
 
@@ -32,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if len(arguments.runs) > 2:
-        raise ValueError(f"report takes one run or two, not {len(arguments.runs)}.")
+        raise UserError(f"report takes one run or two, not {len(arguments.runs)}.")
     records = [RunRecord.load(path) for path in arguments.runs]
     if arguments.html:
         from dlrm_autoshard.report.html import write_html

@@ -1,0 +1,26 @@
+"""What went wrong, told apart: people's to mend, in a sentence; or ours, with its traceback.
+
+    raise DataError("'day_0.npy' is cut short at byte 96. Copy it again.")       # every error for people is a UserError
+    in_a_sentence(error)      # that text; None for a bug
+
+Whoever talks to people (cli.py, launch/train.py) asks `in_a_sentence`, and nobody else decides.
+"""
+
+from __future__ import annotations
+
+import errno
+
+
+class UserError(ValueError):
+    """What people can mend: the message says in full sentences what, where, how much, and what to try."""
+
+
+def in_a_sentence(error: BaseException) -> str | None:
+    """What to say in the place of a traceback; None where only a traceback helps."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:  # a file that somebody named
+        return f"'{error.filename}': {error.strerror}."
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.strerror}: free some disk space, or write to another disk."
+    return None
