@@ -13,14 +13,8 @@ from dlrm_autoshard.planner.greedy import HEURISTICS
 from dlrm_autoshard.planner.masked import MaskedCategorical, gumbel_noise
 from dlrm_autoshard.planner.mdp import EstimatedMDP
 from dlrm_autoshard.planner.policy import DevicePolicy
-from dlrm_autoshard.planner.published import (
-    CostNetTraining,
-    Measured,
-    PublishedCostNet,
-    PublishedDreamShard,
-    _stacked,
-    scaled_by_task,
-)
+from dlrm_autoshard.planner.published import PublishedDreamShard, scaled_by_task
+from dlrm_autoshard.planner.published_costs import CostNetTraining, Measured, PublishedCostNet, stacked
 from dlrm_autoshard.planner.sequence import SequencePolicy, SequenceTrainer
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
@@ -148,7 +142,7 @@ def test_where_no_device_has_room_the_episode_overflows_and_is_not_handed_out() 
     trainer = DreamShard(DevicePolicy(0), DreamShardSettings(), seed=0)
     problem = mdp(task)
     assert problem.rollout(trainer.policy).overflow_E.all()
-    assert trainer.place(problem) == []
+    assert trainer.place(problem, samples=8) == []
     trainer.reinforce(trainer.sampled(problem, 4))
     assert all(torch.isfinite(parameter).all() for parameter in trainer.policy.parameters())
 
@@ -210,9 +204,9 @@ def test_published_gradients_written_by_hand_are_those_of_autograd() -> None:
         ranks = measure(task, [task.plan_from(rank_T)])[0].ranks
         heads = np.array([(r.fwd_compute_ms, r.bwd_compute_ms, r.bwd_comms_ms) for r in ranks], dtype=np.float32)
         buffer.append(Measured(number, rank_T, heads, float(heads.sum())))
-    placements = _stacked([scaled_by_task(task) for task in tasks], buffer)
+    placements = stacked([scaled_by_task(task) for task in tasks], buffer)
     net = PublishedCostNet(torch.Generator().manual_seed(0))
-    training, chosen = CostNetTraining(net), np.array([0, 1, 3, 4])
+    training, chosen = CostNetTraining(net), np.array([3, 0, 1, 3, 4])
     loss = training.gradients(placements, chosen)
 
     present = torch.from_numpy(placements.present_PD[chosen]).unsqueeze(-1)

@@ -25,17 +25,28 @@ class FlatAdam:
         self.flat = np.concatenate([p.detach().numpy().ravel() for p in parameters])
         self.flat_gradient = np.zeros_like(self.flat)
         self.mean, self.square = np.zeros_like(self.flat), np.zeros_like(self.flat)
+        self._change = np.empty_like(self.flat)
         self.updates = 0
         self.arrays = self._views(self.flat)
         self.gradients = self._views(self.flat_gradient)
 
     def step(self, learning_rate: float) -> None:
         self.updates += 1
-        self.mean += 0.1 * (self.flat_gradient - self.mean)
-        self.square += 0.001 * (self.flat_gradient * self.flat_gradient - self.square)
+        gradient, change = self.flat_gradient, self._change
+        self.mean *= 0.9
+        np.multiply(gradient, np.float32(0.1), out=change)
+        self.mean += change
+        self.square *= 0.999
+        np.multiply(gradient, gradient, out=change)
+        change *= np.float32(0.001)
+        self.square += change
         steady = np.sqrt(1 - 0.999**self.updates)
         rate = np.float32(learning_rate * steady / (1 - 0.9**self.updates))
-        self.flat -= rate * self.mean / (np.sqrt(self.square) + np.float32(1e-8 * steady))
+        np.sqrt(self.square, out=change)
+        change += np.float32(1e-8 * steady)
+        np.divide(self.mean, change, out=change)
+        change *= rate
+        self.flat -= change
 
     def descend(self, loss: Tensor, learning_rate: float) -> None:
         """One update by autograd's gradient. (A torch optimizer imports the compiler: a second at a job's start.)"""
@@ -76,11 +87,13 @@ class Mlp:
                 np.maximum(values, 0, out=values)
         return values
 
-    def backward(self, grad: np.ndarray) -> np.ndarray:
-        """Gradient of the inputs; those of weights and biases are written in place."""
+    def backward(self, grad: np.ndarray, to_inputs: bool = True) -> np.ndarray:
+        """Gradient of the inputs (unless nobody needs it); those of weights and biases are written in place."""
         for i in reversed(range(len(self.weights))):
             np.matmul(grad.T, self.inputs[i], out=self.weight_gradients[i])
             grad.sum(axis=0, out=self.bias_gradients[i])
+            if i == 0 and not to_inputs:
+                break
             grad = grad @ self.weights[i]
             if i:
                 grad *= self.inputs[i] > 0

@@ -2,7 +2,7 @@
 
     trainer = DreamShard(policy, settings, seed=0)
     trainer.train(tasks, costs_of, measure)          # the paper's loop; without `measure` the costs stay as they are
-    rank_U = trainer.place(mdp)                      # likeliest devices and samples; the least predicted cost wins
+    rank_U = trainer.place(mdp, samples=64)[0]       # likeliest devices and samples; the least predicted cost wins
 
 Reads down in the paper's order (algorithm 1): collect, cost network, policy. The published budget is the default.
 """
@@ -52,17 +52,18 @@ class DreamShard:
         self,
         tasks: Sequence[PlacementTask],
         costs_of: Callable[[PlacementTask], TaskCosts],
-        measure: Callable[[PlacementTask, Rollout], None] | None = None,
+        measure: Callable[[Rollout], None] | None = None,
         fit_costs: Callable[[], None] | None = None,
         deadline: float | None = None,
     ) -> int:
-        """Returns the policy updates made. `measure` keeps a measured placement, `fit_costs` learns from those kept."""
+        """Returns the policy updates made. `measure` keeps measured placements, `fit_costs` learns from those kept."""
         updates = 0
         for iteration in range(self.settings.iterations):
             if measure is not None and fit_costs is not None:
                 estimated = _Estimated(costs_of)
-                for task in self._choose(tasks, self.settings.placements):
-                    measure(task, self.sampled(estimated.mdp(task), 1))
+                picks = np.bincount(self.generator.integers(len(tasks), size=self.settings.placements))
+                for number in np.flatnonzero(picks).tolist():
+                    measure(self.sampled(estimated.mdp(tasks[number]), int(picks[number])))
                 fit_costs()
             left = 1 - iteration / self.settings.iterations
             self.learning_rate = self.settings.learning_rate * left
@@ -88,11 +89,11 @@ class DreamShard:
         shape = (episodes, len(mdp.order), mdp.task.world_size)
         return mdp.rollout(self.policy, gumbel_noise(shape, self.generator))
 
-    def place(self, mdp: EstimatedMDP) -> list[np.ndarray]:
+    def place(self, mdp: EstimatedMDP, samples: int) -> list[np.ndarray]:
         """Legal placements, least predicted cost first: the likeliest and samples. Empty where all overflowed."""
         rollouts = [mdp.rollout(self.policy, for_loss=False)]
-        if self.settings.samples:
-            shape = (self.settings.samples, len(mdp.order), mdp.task.world_size)
+        if samples:
+            shape = (samples, len(mdp.order), mdp.task.world_size)
             rollouts.append(mdp.rollout(self.policy, gumbel_noise(shape, self.generator), for_loss=False))
         found = [
             (float(cost), rank_U)

@@ -18,6 +18,8 @@ class Candidate:
     """One plan that was considered. `name`: the algorithm that made it, '+search' where local search improved it.
 
     measured_ms: its step cost as measured, where it was; measured_source: 'probe', 'measured' or 'simulated'.
+    expected_ms: the best estimate from predictions and measurements together, where plans were measured: a noisy
+    measurement counts less.
     """
 
     name: str
@@ -25,6 +27,12 @@ class Candidate:
     predicted_ms: float
     measured_ms: float | None = None
     measured_source: str | None = None
+    expected_ms: float | None = None
+
+    @property
+    def estimate_ms(self) -> float:
+        """The best that is known of its cost."""
+        return self.predicted_ms if self.expected_ms is None else self.expected_ms
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -33,6 +41,7 @@ class Candidate:
             "predicted_ms": self.predicted_ms,
             "measured_ms": self.measured_ms,
             "measured_source": self.measured_source,
+            "expected_ms": self.expected_ms,
         }
 
 

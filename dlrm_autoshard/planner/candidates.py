@@ -1,0 +1,150 @@
+"""Makes the plans that compete: every heuristic, the searches, the learned policies, and what search makes of each.
+
+    makers = CandidateMakers(DreamShardSettings(), seed=0)
+    for candidate in makers.candidates("auto", task, costs): ...
+
+Policies keep what `Planner.fit` taught them; on a small task a copy is trained on the task itself first.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from dlrm_autoshard.plan import PlanError, ShardingPlan
+from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings, mdp_of
+from dlrm_autoshard.planner.greedy import HEURISTICS, heuristic
+from dlrm_autoshard.planner.policy import DevicePolicy
+from dlrm_autoshard.planner.published import PublishedDreamShard
+from dlrm_autoshard.planner.result import Candidate
+from dlrm_autoshard.planner.search import greedy_on_cost, improve, search
+from dlrm_autoshard.planner.sequence import SequencePolicy, SequenceSettings, SequenceTrainer
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.task_costs import TaskCosts
+
+LEARNED = ("dreamshard", "autoshard", "rnn")
+ALGORITHMS = ("auto", *LEARNED, "search", *HEURISTICS)
+KICKS = 20
+SMALL, MEDIUM = 2_000, 30_000
+"""Units x ranks. Small: policies are trained on the task itself. Medium: sampled. Larger: one pass, one search."""
+
+
+class CandidateMakers:
+    """The networks of all learned algorithms, and what makes plans with and without them."""
+
+    def __init__(self, settings: DreamShardSettings, seed: int = 0, published: bool = False) -> None:
+        self.settings, self.seed = settings, seed
+        self.published = PublishedDreamShard(seed, settings) if published else None
+        self.policy = DevicePolicy(seed)
+        self.sequences = {
+            "autoshard": SequencePolicy(seed, enriched=True),
+            "rnn": SequencePolicy(seed, enriched=False),
+        }
+
+    def candidates(
+        self,
+        algorithm: str,
+        task: PlacementTask,
+        costs: TaskCosts,
+        current: ShardingPlan | None = None,
+        deadline: float | None = None,
+    ) -> list[Candidate]:
+        """Every heuristic, and what `algorithm` makes."""
+        size = len(task.units) * task.world_size
+        placements = {name: heuristic(task, name, np.random.default_rng(self.seed)) for name in HEURISTICS}
+        if algorithm in ("auto", "search"):
+            kicks = KICKS if size <= MEDIUM else 0
+            placements["search"] = search(task, costs, kicks=kicks, seed=self.seed, deadline=deadline)
+        if algorithm in LEARNED or (algorithm == "auto" and size <= MEDIUM):
+            placements |= self._learned("dreamshard" if algorithm == "auto" else algorithm, task, costs, deadline)
+        if algorithm == "auto":
+            if current is not None and _legal(task, current):
+                placements["current"] = task.ranks_from(current.ordered(task.names))
+            ranked = sorted(placements.items(), key=lambda item: costs.step_ms(item[1]))
+            for name, rank_U in ranked if size <= MEDIUM else []:
+                if name != "search" and not late(deadline):
+                    placements[f"{name}+search"] = improve(task, costs, rank_U, seed=self.seed, deadline=deadline)
+        return [Candidate(name, task.plan_from(rank_U), costs.step_ms(rank_U)) for name, rank_U in placements.items()]
+
+    def _learned(
+        self, name: str, task: PlacementTask, costs: TaskCosts, deadline: float | None
+    ) -> dict[str, np.ndarray]:
+        """The policy's placement, and its next best sample. The planner's own policy stays as `fit` left it."""
+        if name == "dreamshard" and self.published is not None:
+            if not self.published.trained_iterations:
+                raise PlanError(
+                    "the published DreamShard learns from measured placements only: call Planner.fit(tasks, measure), "
+                    "or load a planner that was fitted (`dlrm-autoshard fit --published`)."
+                )
+            return {name: self.published.place(task)}
+        size = len(task.units) * task.world_size
+        mdp = mdp_of(task, costs)
+        if name == "dreamshard":
+            most = 0 if size > MEDIUM else 16 if size > SMALL else self.settings.samples
+            trainer = DreamShard(copy.deepcopy(self.policy), self.settings, self.seed)
+            if size <= SMALL:
+                trainer.train([task], lambda _: costs, deadline=deadline)
+            found = trainer.place(mdp, samples=min(self.settings.samples, most))
+        else:
+            sequence = self.sequence_trainer(copy.deepcopy(self.sequences[name]))
+            if size <= SMALL:
+                sequence.train([task], lambda _: mdp, deadline)
+            found = sequence.place(mdp)
+        if not found:  # every episode overflowed: the cost model's greedy knows how to make room
+            found = [greedy_on_cost(task, costs)]
+        return {name: found[0], **({f"{name} sample": found[1]} if len(found) > 1 else {})}
+
+    def train_sequence(
+        self, name: str, tasks: Sequence[PlacementTask], costs_of: Callable[[PlacementTask], TaskCosts]
+    ) -> None:
+        self.sequence_trainer(self.sequences[name]).train(tasks, lambda task: mdp_of(task, costs_of(task)))
+
+    def sequence_trainer(self, policy: SequencePolicy) -> SequenceTrainer:
+        """As many updates and episodes as DreamShard's policy gets."""
+        settings = SequenceSettings(
+            updates=self.settings.iterations * self.settings.policy_updates,
+            episodes=self.settings.episodes,
+            samples=self.settings.samples,
+        )
+        return SequenceTrainer(policy, settings, self.seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "policy": _weights(self.policy),
+            "sequences": {name: _weights(policy) for name, policy in self.sequences.items()},
+            "published": None if self.published is None else self.published.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _load_weights(self.policy, state["policy"])
+        for name, policy in self.sequences.items():
+            _load_weights(policy, state["sequences"][name])
+        if state["published"] is not None:
+            self.published = PublishedDreamShard(self.seed, self.settings)
+            self.published.load_state_dict(state["published"])
+
+
+def late(deadline: float | None) -> bool:
+    return deadline is not None and time.perf_counter() > deadline
+
+
+def _legal(task: PlacementTask, plan: ShardingPlan) -> bool:
+    try:
+        task.check(plan)
+    except PlanError:
+        return False
+    return True
+
+
+def _weights(net: nn.Module) -> dict[str, Any]:
+    return {name: tensor.tolist() for name, tensor in net.state_dict().items()}
+
+
+def _load_weights(net: nn.Module, weights: Mapping[str, Any]) -> None:
+    net.load_state_dict({name: torch.tensor(values) for name, values in weights.items()})

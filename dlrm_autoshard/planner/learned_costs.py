@@ -1,0 +1,191 @@
+"""What a planner believes about costs, and how it learns: from start-up samples, and from profiles of real steps.
+
+    costs = LearnedCosts(seed=0)
+    costs.learn(samples)                     # ShardSamples and CommsSamples of the micro-benchmark
+    costs.observe(profile); costs.refine()   # between epochs: each rank's speed, then the cost model
+    costs.predict(plan, tables, stats, batch_size=4096)
+
+`Planner` is this and the algorithms.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
+from dlrm_autoshard.plan import PlanError, ShardingPlan, Topology
+from dlrm_autoshard.planner.comms_law import CommsLaw
+from dlrm_autoshard.planner.cost_model import CostModel, FitReport
+from dlrm_autoshard.planner.rank_speed import RankSpeed
+from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample, comms_of, shards_of
+from dlrm_autoshard.planner.result import RefineReport
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.task_costs import TaskCosts
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+FEW_SHARDS = 100
+"""With fewer start-up shards than this, refining holds on to what was believed (`_anchors`)."""
+
+
+class LearnedCosts:
+    """costs_from: what the predictions rest on, in words."""
+
+    def __init__(self, seed: int = 0, cost_model: CostModel | None = None) -> None:
+        self.seed = seed
+        self.cost_model = cost_model or CostModel(seed)
+        self.law = CommsLaw()
+        self.speed = RankSpeed()
+        self.replay = ReplayBuffer()
+        self.costs_from = "an analytic prior (bytes and lookups); nothing was measured"
+
+    def costs_of(self, task: PlacementTask) -> TaskCosts:
+        """The costs as they are believed now, seen from one task."""
+        return TaskCosts(task, self.cost_model, self.law, self.speed)
+
+    def learn(
+        self,
+        samples: Sequence[ShardSample | CommsSample],
+        *,
+        updates: int = 300,
+        learning_rate: float = 2e-3,
+        budget_seconds: float | None = None,
+    ) -> FitReport:
+        """Keeps start-up samples and fits the cost model to all that are kept."""
+        for sample in samples:
+            if isinstance(sample, CommsSample):
+                self.replay.add_comms(sample)
+            else:
+                self.replay.add_shard(sample)
+        return self.fit_costs(updates, learning_rate, budget_seconds)
+
+    def observe(self, profile: StepProfile) -> None:
+        """Keeps a profile of real steps (or of the probe on these ranks) to be learned from by `refine`."""
+        if profile.source == "predicted":
+            raise PlanError("a prediction is no observation: observe measured, probed or simulated profiles.")
+        self.replay.add_profile(profile)
+
+    def refine(
+        self, updates: int = 300, *, learning_rate: float = 5e-4, budget_seconds: float | None = None
+    ) -> RefineReport:
+        """Learns each rank's speed, then fine-tunes the cost model, on start-up samples and observed profiles."""
+        started = time.perf_counter()
+        if not self.replay.profiles:
+            raise PlanError("there is nothing to refine from: observe a profile first.")
+        newest = self.replay.profiles[-1]
+        before = self.stage_errors(newest)
+        report = self.fit_costs(updates, learning_rate, budget_seconds)
+        return RefineReport(
+            error_before=before,
+            error_after=self.stage_errors(newest),
+            profiles=len(self.replay.profiles),
+            shards=report.samples,
+            updates=report.updates,
+            seconds=time.perf_counter() - started,
+        )
+
+    def stage_errors(self, profile: StepProfile) -> dict[str, float]:
+        """Mean over ranks of |predicted / observed - 1|, by stage; ranks where a stage took no time are left out."""
+        predicted = self.predict(profile.plan, profile.tables, profile.stats, profile.batch_size)
+        errors = {}
+        for stage in PLANNED_STAGES:
+            pairs = [(p.stage(stage), o.stage(stage)) for p, o in zip(predicted, profile.ranks, strict=True)]
+            relative = [abs(p / o - 1) for p, o in pairs if o > 0]
+            errors[stage] = float(np.mean(relative)) if relative else 0.0
+        return errors
+
+    def predict(
+        self,
+        plan: ShardingPlan,
+        tables: Sequence[TableConfig],
+        stats: Sequence[TableStats],
+        batch_size: int,
+        topology: Topology | None = None,
+    ) -> tuple[RankCost, ...]:
+        topology = replace(topology or Topology(plan.world_size), memory_bytes=None)
+        task = PlacementTask.build(tables, stats, topology, batch_size=batch_size)
+        return self.costs_of(task).rank_costs(task.ranks_from(plan))
+
+    def fit_costs(self, updates: int, learning_rate: float, budget_seconds: float | None) -> FitReport:
+        """Start-up samples and observed profiles, half of the weight each where there are both."""
+        samples, weights = list(self.replay.shards), [1.0] * len(self.replay.shards)
+        comms, comms_weights = list(self.replay.comms), [1.0] * len(self.replay.comms)
+        observed: list[tuple[ShardSample, float]] = []
+        observed_comms: list[tuple[CommsSample, float]] = []
+        for (profile, weight), factors in zip(self.replay.weighted_profiles(), self.learn_speed(), strict=True):
+            for shard in shards_of(profile):
+                forward, backward = factors.get(shard.rank or 0, (1.0, 1.0))
+                usual = replace(
+                    shard, fwd_compute_ms=shard.fwd_compute_ms / forward, bwd_compute_ms=shard.bwd_compute_ms / backward
+                )
+                observed.append((usual, weight))
+            observed_comms.append((comms_of(profile), weight))
+        if observed and len(samples) < FEW_SHARDS:
+            anchors = self._anchors(self.replay.profiles[-1])
+            samples, weights = samples + anchors, weights + [1.0] * len(anchors)
+        scale = _mass_for(len(samples), observed)
+        samples += [shard for shard, _ in observed]
+        weights += [weight * scale for _, weight in observed]
+        scale = _mass_for(len(comms), observed_comms)
+        comms += [sample for sample, _ in observed_comms]
+        comms_weights += [weight * scale for _, weight in observed_comms]
+        if comms:
+            self.law.fit(comms, comms_weights)
+        report = self.cost_model.fit(
+            samples,
+            weights,
+            updates=updates,
+            learning_rate=learning_rate,
+            seed=self.seed,
+            budget_seconds=budget_seconds,
+        )
+        if report.samples:
+            sources = sorted({profile.source for profile in self.replay.profiles})
+            self.costs_from = f"a cost model fitted to {len(self.replay.shards)} start-up shards" + (
+                f" and {len(self.replay.profiles)} {' and '.join(sources)} profiles" if sources else ""
+            )
+        return report
+
+    def _anchors(self, profile: StepProfile) -> list[ShardSample]:
+        """Random shards of the profile's tables at the costs now believed.
+
+        A planner that started from shipped weights has few samples of its own: fine-tuned on one plan alone it would
+        forget what other table sets cost, and the next search would go where it forgot.
+        """
+        generator = np.random.default_rng(self.seed)
+        pairs = list(zip(profile.tables, profile.stats, strict=True))
+        shards = []
+        for _ in range(FEW_SHARDS):
+            count = int(np.exp(generator.uniform(0, np.log(len(pairs) + 0.999))))
+            tables, stats = zip(*(pairs[i] for i in generator.choice(len(pairs), count, replace=False)), strict=True)
+            shards.append(ShardSample(tables, stats, profile.batch_size, 1.0, 1.0))
+        believed = self.cost_model.shard_ms(shards)
+        return [
+            replace(shard, fwd_compute_ms=float(forward), bwd_compute_ms=float(backward))
+            for shard, (forward, backward) in zip(shards, believed, strict=True)
+        ]
+
+    def learn_speed(self) -> list[dict[int, tuple[float, float]]]:
+        """Every rank's speed now, and its factors at the time of each observed profile."""
+        ratios, weights = [], []
+        for profile, weight in self.replay.weighted_profiles():
+            shards = shards_of(profile)
+            predicted = self.cost_model.shard_ms(shards) if shards else np.zeros((0, 2))
+            ratios.append(
+                {
+                    shard.rank or 0: (shard.fwd_compute_ms / forward, shard.bwd_compute_ms / backward)
+                    for shard, (forward, backward) in zip(shards, predicted, strict=True)
+                    if shard.fwd_compute_ms > 0 and shard.bwd_compute_ms > 0
+                }
+            )
+            weights.append(weight**3)
+        return self.speed.learn(ratios, weights)
+
+
+def _mass_for(kept: int, observed: Sequence[tuple[object, float]]) -> float:
+    """The factor on observed weights that makes them count as much as what is kept from start-up."""
+    mass = sum(weight for _, weight in observed)
+    return max(1.0, kept / mass) if mass else 1.0
