@@ -18,13 +18,14 @@ Axes: P profiles, W ranks, 4 stages in the order of PLANNED_STAGES.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile
-from dlrm_autoshard.planner.replay import DECAY
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.replay import DECAY
 
 RECENT = 6
 """Profiles looked back on."""
@@ -65,6 +66,13 @@ class Anchor:
     def exchange_W2(self, world_size: int) -> np.ndarray:
         """[W, 2] of each rank's exchanges, forward and backward."""
         return np.exp(np.array([self.exchange.get(rank, (0.0, 0.0)) for rank in range(world_size)]))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"tables": self.tables, "exchange": {str(rank): pair for rank, pair in self.exchange.items()}}
+
+    def load_json(self, record: Mapping[str, Any]) -> None:
+        self.tables = {name: (float(f), float(b)) for name, (f, b) in record["tables"].items()}
+        self.exchange = {int(rank): (float(f), float(b)) for rank, (f, b) in record["exchange"].items()}
 
     def _add(self, plan: ShardingPlan, log_W4: np.ndarray) -> None:
         for table, rank in plan.rank_of.items():

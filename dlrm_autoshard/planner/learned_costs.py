@@ -2,7 +2,8 @@
 
     costs = LearnedCosts(seed=0)
     costs.learn(samples)                     # ShardSamples and CommsSamples of the micro-benchmark
-    costs.observe(profile); costs.refine()   # between epochs: each rank's speed, then the cost model
+    costs.observe(profile); costs.follow()   # after each epoch: what it says of the plan that runs
+    costs.refine()                           # where that pays: each rank's speed, then the cost model
     costs.predict(plan, tables, stats, batch_size=4096)
 
 `Planner` is this and the algorithms.
@@ -18,6 +19,7 @@ import numpy as np
 
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
 from dlrm_autoshard.plan import PlanError, ShardingPlan, Topology
+from dlrm_autoshard.planner.anchor import Anchor
 from dlrm_autoshard.planner.comms_law import CommsLaw
 from dlrm_autoshard.planner.cost_model import CostModel, FitReport
 from dlrm_autoshard.planner.rank_speed import RankSpeed
@@ -39,12 +41,13 @@ class LearnedCosts:
         self.cost_model = cost_model or CostModel(seed)
         self.law = CommsLaw()
         self.speed = RankSpeed()
+        self.anchor = Anchor()
         self.replay = ReplayBuffer()
         self.costs_from = "an analytic prior (bytes and lookups); nothing was measured"
 
     def costs_of(self, task: PlacementTask) -> TaskCosts:
         """The costs as they are believed now, seen from one task."""
-        return TaskCosts(task, self.cost_model, self.law, self.speed)
+        return TaskCosts(task, self.cost_model, self.law, self.speed, self.anchor)
 
     def learn(
         self,
@@ -78,6 +81,7 @@ class LearnedCosts:
         newest = self.replay.profiles[-1]
         before = self.stage_errors(newest)
         report = self.fit_costs(updates, learning_rate, budget_seconds)
+        self.follow()
         return RefineReport(
             error_before=before,
             error_after=self.stage_errors(newest),
@@ -86,6 +90,16 @@ class LearnedCosts:
             updates=report.updates,
             seconds=time.perf_counter() - started,
         )
+
+    def follow(self) -> None:
+        """Brings predictions of the plan that runs to what was measured of late: arithmetic, no fitting."""
+        self.learn_speed()
+
+        def predict(profile: StepProfile) -> np.ndarray:
+            ranks = self.predict(profile.plan, profile.tables, profile.stats, profile.batch_size)
+            return np.array([[rank.stage(stage) for stage in PLANNED_STAGES] for rank in ranks])
+
+        self.anchor.learn(self.replay.profiles, predict)
 
     def stage_errors(self, profile: StepProfile) -> dict[str, float]:
         """Mean over ranks of |predicted / observed - 1|, by stage; ranks where a stage took no time are left out."""

@@ -134,10 +134,10 @@ class EstimatedMDP:
         steps, devices = len(self.order), self.task.world_size
         episodes = 1 if noise_EUD is None else len(noise_EUD)
         unit_UH = self.embed_units(policy).numpy()
-        logits_of, factor = policy.frozen(), self.costs.factor_W2
+        logits_of = policy.frozen()
         rows = np.arange(episodes)
         sums = np.zeros((episodes, devices, self.summary.shape[1]), dtype=np.float32)
-        stages = self.costs.stages(sums, factor) / self.share
+        stages = self.costs.stages(sums) / self.share
         free = np.tile(self.task.units.capacity_W, (episodes, 1))
         overflow = np.zeros(episodes, dtype=bool)
         inputs = np.zeros((episodes, devices, NUM_FEATURES + 2 * unit_UH.shape[1]), dtype=np.float32)
@@ -148,7 +148,7 @@ class EstimatedMDP:
         actions = np.empty((steps, episodes), dtype=np.int64)
         chosen = np.empty((episodes, steps), dtype=np.int64)  # by unit number
         for step in range(steps):
-            with_unit = self.costs.stages(sums + self.summary[step], factor) / self.share
+            with_unit = self.costs.stages(sums + self.summary[step]) / self.share
             left = free - self.bytes[step]
             inputs[..., :4] = stages
             inputs[..., 4:8] = with_unit

@@ -170,6 +170,7 @@ class Planner(LearnedCosts):
             "cost_model": self.cost_model.to_json(),
             "comms": self.law.prices_S4.tolist(),
             "speed": self.speed.to_json(),
+            "anchor": self.anchor.to_json(),
             "replay": self.replay.to_json(),
             "costs_from": self.costs_from,
             **self.makers.state_dict(),
@@ -181,6 +182,8 @@ class Planner(LearnedCosts):
         self.cost_model.load_json(state["cost_model"])
         self.law.prices_S4 = np.array(state["comms"])
         self.speed.load_json(state["speed"])
+        if "anchor" in state:  # checkpoints of before there were any go on without
+            self.anchor.load_json(state["anchor"])
         self.replay = ReplayBuffer.from_json(state["replay"])
         self.costs_from = state["costs_from"]
         self.makers.load_state_dict(state)

@@ -142,13 +142,13 @@ class SequenceTrainer:
             held = held + nn.functional.one_hot(action, devices).unsqueeze(-1) * unit_UE[step]
             sums[rows, taken] += mdp.summary[step]
             counts[rows, taken] += 1
-            compute = mdp.costs.stages(sums, mdp.costs.factor_W2)[..., ::3].sum(axis=-1) / mdp.share
+            compute = mdp.costs.stages(sums)[..., ::3].sum(axis=-1) / mdp.share
             free[rows, taken] -= mdp.bytes[step]
             ranks[:, unit] = taken
         if policy.enriched:
             reward_E = compute.min(axis=1) / np.maximum(compute.max(axis=1), 1e-9)
         else:
-            stages = mdp.costs.stages(sums, mdp.costs.factor_W2)
+            stages = mdp.costs.stages(sums)
             reward_E = -stages.max(axis=1).sum(axis=1) / mdp.share
         reward_E = np.where(overflow, reward_E - 1, reward_E)
         return Played(

@@ -1,6 +1,6 @@
 """The cost model seen from one task: cheap predictions for any sets of its units on any of its ranks.
 
-    costs = TaskCosts(task, cost_model, comms_law, rank_speed)
+    costs = TaskCosts(task, cost_model, comms_law, rank_speed, anchor)
     costs.rank_ms(rank_U)                        # [W, 4] stages of every rank under a placement
     costs.step_ms(rank_U)                        # sum over stages of the slowest rank
     costs.stage_ms(sums_NK, ranks_N)             # the same for any device summaries: what search and rollouts call
@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost
+from dlrm_autoshard.planner.anchor import Anchor
 from dlrm_autoshard.planner.comms_law import CommsLaw
 from dlrm_autoshard.planner.cost_model import CostModel, FrozenDevices
 from dlrm_autoshard.planner.rank_speed import RankSpeed
@@ -25,8 +26,12 @@ CHUNK = 65_536
 
 
 class TaskCosts:
-    def __init__(self, task: PlacementTask, model: CostModel, law: CommsLaw, speed: RankSpeed) -> None:
+    def __init__(
+        self, task: PlacementTask, model: CostModel, law: CommsLaw, speed: RankSpeed, anchor: Anchor | None = None
+    ) -> None:
+        anchor = anchor or Anchor()
         summary_TK = model.summaries(task.tables, task.stats, task.batch_size)
+        summary_TK[:, 2:4] *= anchor.factors_T2(task.names)
         self.device_ms = FrozenDevices(model)
         self.world_size = task.world_size
         self.summary_UK = task.units.sum_over_tables(summary_TK)
@@ -34,21 +39,19 @@ class TaskCosts:
         # An exchange's cost is a straight line in the dims that a rank owns.
         total_dims = float(sum(table.embedding_dim for table in task.tables))
         line = law.ms(np.array([0.0, 1.0]), total_dims, task.batch_size, task.world_size).astype(np.float32)
-        self.comms_base_2, self.comms_per_dim_2 = line[0], line[1] - line[0]
+        exchange_W2 = anchor.exchange_W2(task.world_size).astype(np.float32)
+        self.comms_base_W2, self.comms_per_dim_W2 = line[0] * exchange_W2, (line[1] - line[0]) * exchange_W2
 
-    def stages(self, sums_NDK: np.ndarray, factor_ND2: np.ndarray) -> np.ndarray:
-        """[..., 4] of any devices; `factor_ND2` are the speeds of their ranks."""
+    def stages(self, sums_NDK: np.ndarray, ranks_D: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """[..., 4] of the devices of ranks `ranks_D`: of all of them, in order, where nothing is said."""
         stages = np.empty((*sums_NDK.shape[:-1], 4), dtype=np.float32)
-        stages[..., ::3] = self.device_ms(sums_NDK) * factor_ND2
-        stages[..., 1:3] = self.comms_base_2 + sums_NDK[..., 1:2] * self.comms_per_dim_2
+        stages[..., ::3] = self.device_ms(sums_NDK) * self.factor_W2[ranks_D]
+        stages[..., 1:3] = self.comms_base_W2[ranks_D] + sums_NDK[..., 1:2] * self.comms_per_dim_W2[ranks_D]
         return stages
 
     def stage_ms(self, sums_NK: np.ndarray, ranks_N: np.ndarray) -> np.ndarray:
         """[N, 4] stages of ranks `ranks_N` that own the units summed in `sums_NK`."""
-        chunks = [
-            self.stages(sums_NK[i : i + CHUNK], self.factor_W2[ranks_N[i : i + CHUNK]])
-            for i in range(0, len(sums_NK), CHUNK)
-        ]
+        chunks = [self.stages(sums_NK[i : i + CHUNK], ranks_N[i : i + CHUNK]) for i in range(0, len(sums_NK), CHUNK)]
         return np.concatenate(chunks).astype(np.float64) if chunks else np.zeros((0, 4))
 
     def sums(self, rank_U: np.ndarray) -> np.ndarray:
