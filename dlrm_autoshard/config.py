@@ -132,7 +132,7 @@ class AutoshardConfig(Section):
     memory_gib: Annotated[list[PositiveFloat] | PositiveFloat | None, Field(union_mode="left_to_right")] = None
     budget_seconds: PositiveFloat = 20.0
     cache_dir: str | None = None  # measured costs kept between jobs on the same hardware
-    measure_plans: NonNegativeInt = 3  # finalists that are measured on the running ranks
+    measure_plans: NonNegativeInt = 5  # finalists that are measured on the running ranks
     pinned: dict[str, NonNegativeInt] = {}
     together: list[list[str]] = []
     apart: list[list[str]] = []

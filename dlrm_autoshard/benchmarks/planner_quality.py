@@ -7,7 +7,7 @@
 Isolated mode: every shard is timed with fbgemm on one core; exchanges follow a law fitted to real gloo exchanges. The
 cost model is the shipped one (fitted to other tables). `auto` measures its finalists, as in a job; then every plan of
 a task, its finalists included, is measured anew, in turns and `ROUNDS` times, and only that counts: a plan that was
-lucky in the first measurement gains nothing by it.
+lucky in the first measurement gains nothing by it. Rows keep every round; `planner_quality_record` makes figures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,21 +23,22 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.benchmarks.harness import finish
-from dlrm_autoshard.costs import balanced_cost_ms, step_cost_ms
+from dlrm_autoshard.benchmarks.planner_quality_record import LEARNED, summarise
+from dlrm_autoshard.costs import PLANNED_STAGES, step_cost_ms
 from dlrm_autoshard.distributed.fingerprint import hardware_fingerprint
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.greedy import KEYS
-from dlrm_autoshard.planner.planner import ALGORITHMS, Planner
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planning.pool import TablePool, synthetic_pool
-from dlrm_autoshard.planning.warm_start import WARM_START, start_warm
+from dlrm_autoshard.planning.warm_start import start_warm
 
 TITLE = "measured cost of the planner's plans against every heuristic's, on unseen tables"
 ROUGH_TIME = "40 min (quick: 2 min)"
 
-CELLS = ((20, 4), (50, 4), (100, 8), (20, 2), (50, 2), (20, 8), (50, 8), (100, 4), (100, 2))
+CELLS = ((20, 2), (20, 4), (20, 8), (50, 2), (50, 4), (50, 8), (100, 2), (100, 4), (100, 8))
 BATCH_SIZE = 2048
-ROUNDS = 3
-LEARNED = tuple(name for name in ("auto", "dreamshard", "search") if name in ALGORITHMS)
+ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def run(quick: bool) -> dict[str, Any]:
     cells = [Cell(20, 4)] if quick else [Cell(*cell) for cell in CELLS]
     tasks = 3 if quick else 20
     rows = [measure_task(cell, index) for cell in cells for index in range(tasks)]
-    return summarise(rows, cells, tasks)
+    return summarise(rows, list(map(str, cells)), tasks)
 
 
 def measure_task(cell: Cell, index: int) -> dict[str, Any]:
@@ -72,13 +72,15 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
     began = time.perf_counter()
     task = cell.task(index)
     topology = Topology(cell.num_devices)
-    probe = ShardProbe(undisturbed=True, seconds_per_shard=0.1)
-    law = _warm("auto").law
+    # Many short looks in turns: a slow spell of the machine is longer than a shard's measurement.
+    probe = ShardProbe(undisturbed=True, warmup=2, repeats=2, seconds_per_shard=0.0)
+    predictor = _warm("auto")
     plans: dict[str, ShardingPlan] = {}
     seconds: dict[str, float] = {}
-    for algorithm in (*KEYS, "random", *LEARNED):
+    chosen = ""
+    for algorithm in (*KEYS, *LEARNED):
         planner = _warm(algorithm)
-        isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, law, rounds=2)
+        isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.law, rounds=3)
         started = time.perf_counter()
         result = planner.plan(
             task.tables,
@@ -88,95 +90,37 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
             measure=isolated.measure if algorithm == "auto" else None,
         )
         plans[algorithm], seconds[algorithm] = result.plan, time.perf_counter() - started
-    judge = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, law)
-    shards = {
-        frozenset(plan.tables_on(rank)): plan.tables_on(rank)
-        for plan in plans.values()
-        for rank in range(cell.num_devices)
-    }
-    costs: dict[str, list[float]] = {algorithm: [] for algorithm in plans}
-    for _ in range(ROUNDS):
+        chosen = result.chosen.name if algorithm == "auto" else chosen
+    alone = predictor.costs_of(PlacementTask.build(task.tables, task.stats, topology, batch_size=BATCH_SIZE)).alone_ms()
+    dearest = frozenset({task.tables[int(alone.argmax())].name})
+    shards = sorted(
+        {frozenset(plan.tables_on(r)) for plan in plans.values() for r in range(cell.num_devices)}, key=sorted
+    )
+    judge = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.law)
+    stages: dict[str, list[list[list[float]]]] = {algorithm: [] for algorithm in plans}
+    dearest_ms = []
+    for number in range(ROUNDS):
         judge.shard_times.clear()
-        for names in shards.values():
-            judge.measure_shard(names)
+        for position in np.random.default_rng(number).permutation(len(shards)):
+            judge.measure_shard(shards[position])
+        table = judge.measure_shard(dearest)
+        dearest_ms.append([table.fwd_compute_ms, table.bwd_compute_ms])
         for algorithm, plan in plans.items():
-            costs[algorithm].append(step_cost_ms(judge.profile(plan).ranks))
-    profiles = {algorithm: judge.profile(plan) for algorithm, plan in plans.items()}
-    predictor = _warm("auto")
+            ranks = judge.profile(plan).ranks
+            stages[algorithm].append([[round(rank.stage(stage), 4) for stage in PLANNED_STAGES] for rank in ranks])
     return {
         "cell": str(cell),
         "task": index,
-        "costs_ms": costs,
-        "balanced_ms": {algorithm: balanced_cost_ms(profile.ranks) for algorithm, profile in profiles.items()},
+        "stages_ms": stages,  # algorithm: rounds x ranks x PLANNED_STAGES
+        "dearest_table_ms": dearest_ms,  # rounds x (forward, backward)
         "predicted_ms": {
             algorithm: step_cost_ms(predictor.predict(plan, task.tables, task.stats, BATCH_SIZE))
             for algorithm, plan in plans.items()
         },
+        "auto_chose": chosen,
         "plan_seconds": seconds,
         "seconds": time.perf_counter() - began,
     }
-
-
-def summarise(rows: Sequence[dict[str, Any]], cells: Sequence[Cell], tasks: int) -> dict[str, Any]:
-    """Per cell: each algorithm's mean cost over the best heuristic's; what is removed of that one's excess.
-
-    A cell of `cells` that was not measured, or on fewer than `tasks` tasks, is a missed target.
-    """
-    figures: dict[str, Any] = {}
-    targets: dict[str, str] = {}
-    spread: dict[str, Any] = {}
-    notes = []
-    for cell in map(str, cells):
-        targets[f"{cell} tasks"] = f">= {tasks}"
-        targets[f"{cell} auto / best heuristic"] = "<= 0.999"
-        targets[f"{cell} dreamshard / best heuristic"] = "<= 0.999"
-        targets[f"{cell} auto: excess removed"] = ">= 0.667"
-    for cell in dict.fromkeys(row["cell"] for row in rows):
-        own = [row for row in rows if row["cell"] == cell]
-        cost = {name: np.array([np.median(row["costs_ms"][name]) for row in own]) for name in own[0]["costs_ms"]}
-        best = min(KEYS, key=lambda name: float(cost[name].mean()))
-        bound = np.array([row["balanced_ms"][best] for row in own])
-        excess = float((cost[best] - bound).mean())
-        figures[f"{cell} tasks"] = len(own)
-        figures[f"{cell} best heuristic over balance bound"] = float((cost[best] / bound).mean())
-        for name in LEARNED:
-            if name not in cost:
-                continue
-            figures[f"{cell} {name} / best heuristic"] = float(cost[name].mean() / cost[best].mean())
-            figures[f"{cell} {name}: excess removed"] = 1 - float((cost[name] - bound).mean()) / excess
-            spread[f"{cell} {name} / best heuristic"] = _interval(cost[name], cost[best])
-        figures[f"{cell} auto: tasks won or tied within 1%"] = float((cost["auto"] <= 1.01 * cost[best]).mean())
-        figures[f"{cell} best heuristic / random"] = float(cost[best].mean() / cost["random"].mean())
-        again = [
-            abs(a / b - 1) for row in own for values in row["costs_ms"].values() for a, b in [(values[0], values[1])]
-        ]
-        figures[f"{cell} a cost measured again differs by"] = float(np.mean(again))
-        predicted = [
-            abs(row["predicted_ms"][name] / np.median(row["costs_ms"][name]) - 1) for row in own for name in cost
-        ]
-        figures[f"{cell} step cost predicted within"] = float(np.mean(predicted))
-        means = {name: float(values.mean()) for name, values in cost.items()}
-        notes.append(f"{cell}: best heuristic {best}; mean ms " + ", ".join(f"{n} {m:.2f}" for n, m in means.items()))
-    notes.append("costs: shards measured with fbgemm on one core; exchanges by the law fitted to gloo exchanges")
-    shipped = json.loads(WARM_START.with_suffix(".json").read_text())
-    error, again = shipped["held_out_error"]["both"], shipped["measured_again_differs_by"]
-    figures["cost network: error on held-out shards"] = error
-    figures["cost network: a shard measured again differs by"] = again
-    figures["cost network: error / measured again"] = error / again
-    targets["cost network: error / measured again"] = "<= 1.5"
-    notes.append(
-        f"cost network: mean error {100 * error:.1f}% on {shipped['held_out_shards']} held-out shards (median "
-        f"{100 * shipped['held_out_error_median']:.1f}%); a shard measured again differs by {100 * again:.1f}% in the "
-        f"mean (median {100 * shipped['measured_again_differs_by_median']:.1f}%)"
-    )
-    return {"figures": figures, "targets": targets, "spread": spread, "notes": notes}
-
-
-def _interval(ours: np.ndarray, theirs: np.ndarray) -> list[float]:
-    """95% bootstrap interval, over tasks, of the ratio of mean costs."""
-    draws = np.random.default_rng(0).integers(0, len(ours), size=(2000, len(ours)))
-    low, high = np.quantile(ours[draws].mean(axis=1) / theirs[draws].mean(axis=1), [0.025, 0.975])
-    return [float(low), float(high)]
 
 
 def _use_one_core(core: int) -> None:
@@ -204,7 +148,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.record:
         rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
-        outcome = summarise(rows, [Cell(*cell) for cell in CELLS], arguments.tasks)
+        outcome = summarise(rows, [str(Cell(*cell)) for cell in CELLS], arguments.tasks)
         record = finish("planner-quality", False, outcome, sum(row["seconds"] for row in rows))
         arguments.record.parent.mkdir(parents=True, exist_ok=True)
         arguments.record.write_text(json.dumps(record, indent=1) + "\n")

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
+from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, step_cost_ms
 from dlrm_autoshard.distributed.exchange import Exchange
 from dlrm_autoshard.distributed.runtime import Runtime
-from dlrm_autoshard.distributed.shard_probe import ShardProbe, ShardTime
+from dlrm_autoshard.distributed.shard_probe import ShardProbe, ShardTime, relative_spread
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig, TableStats
@@ -99,7 +99,8 @@ class IsolatedProbe:
                     bwd_compute_ms=float(np.median([t.bwd_compute_ms for t in times])),
                 )
             )
-            noise = max(noise, float(np.median([t.noise for t in times])))
+            again = relative_spread([t.fwd_compute_ms + t.bwd_compute_ms for t in times])
+            noise = max(noise, again, float(np.median([t.noise for t in times])))
         return StepProfile(plan, self.tables, self.stats, self.batch_size, tuple(ranks), "probe", noise)
 
 
@@ -262,10 +263,14 @@ class RankProbe:
 
 
 def median_profile(profiles: Sequence[StepProfile]) -> StepProfile:
-    """Profiles of one plan as one: the median of every rank's every stage."""
+    """Profiles of one plan as one: the median of every rank's every stage.
+
+    Its noise is how far steps, or these profiles, differ from one another, whichever is more.
+    """
     figures = np.array([[[rank.stage(stage) for stage in PLANNED_STAGES] for rank in p.ranks] for p in profiles])
     ranks = tuple(
         RankCost(**{f"{stage}_ms": float(value) for stage, value in zip(PLANNED_STAGES, row, strict=True)})
         for row in np.median(figures, axis=0)
     )
-    return replace(profiles[0], ranks=ranks, noise=float(np.median([profile.noise for profile in profiles])))
+    again = relative_spread([step_cost_ms(profile.ranks) for profile in profiles])
+    return replace(profiles[0], ranks=ranks, noise=max(again, float(np.median([p.noise for p in profiles]))))

@@ -36,6 +36,9 @@ SHARD_ERROR = 0.03
 EXCHANGE_ERROR = 0.1
 """Spread of an exchange's relative error."""
 
+IQR_OF_NORMAL = 1.35
+"""A profile's noise is an interquartile range: so many standard deviations."""
+
 
 class Evidence:
     def __init__(self, task: PlacementTask, costs: TaskCosts) -> None:
@@ -64,7 +67,7 @@ class Evidence:
         measured_PW4 = np.array(
             [[[rank.stage(stage) for stage in PLANNED_STAGES] for rank in p.ranks] for p in self._profiles]
         )
-        noise_P = np.array([profile.noise for profile in self._profiles])
+        noise_P = np.array([profile.noise / IQR_OF_NORMAL for profile in self._profiles])
         estimate_PW4 = predicted_PW4.copy()
         corrected = copy.copy(believed)
         corrected.summary_UK = believed.summary_UK.copy()

@@ -11,6 +11,7 @@ measured wins: the best heuristic is among them, so the winner is never expected
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -40,19 +41,21 @@ def measure_finalists(
     evidence = Evidence(task, believed)
     profiles: dict[str, StepProfile] = {}
 
-    def look_at(plans: Sequence[ShardingPlan]) -> None:
+    def look_at(plans: Sequence[ShardingPlan]) -> float:
+        started = time.perf_counter()
         measured = measure(plans)
         for profile in measured:
             profiles[profile.plan.fingerprint] = profile
             costs.observe(profile)
         costs.learn_speed()
         evidence.add(measured, costs.costs_of(task))
+        return (time.perf_counter() - started) / len(plans)
 
     ranked = sorted(candidates, key=lambda candidate: candidate.predicted_ms)
     first = {c.plan.fingerprint: c.plan for c in (ranked[0], next(c for c in ranked if c.name in KEYS), *ranked)}
-    look_at(list(first.values())[: min(2, measure_plans)])
+    seconds = look_at(list(first.values())[: min(2, measure_plans)])
     found = list(candidates)
-    while len(profiles) < measure_plans and not late(deadline):
+    while len(profiles) < measure_plans and not late(deadline, seconds):
         leading = min(
             (profile.plan for profile in profiles.values()), key=lambda p: evidence.step_ms(task.ranks_from(p))
         )
@@ -64,7 +67,7 @@ def measure_finalists(
         plan = task.plan_from(rank_U)
         if plan.fingerprint in profiles:
             break
-        look_at([plan])
+        seconds = look_at([plan])
         found.append(Candidate("measured+search", plan, believed.step_ms(rank_U)))
     return [_judged(candidate, evidence, task, profiles.get(candidate.plan.fingerprint)) for candidate in found]
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology
-from dlrm_autoshard.planner.candidates import ALGORITHMS, LEARNED, CandidateMakers
+from dlrm_autoshard.planner.candidates import ALGORITHMS, LEARNED, CandidateMakers, is_legal
 from dlrm_autoshard.planner.cost_model import CostModel, FitReport
 from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings
 from dlrm_autoshard.planner.finalists import Measure, best, measure_finalists, order
@@ -107,7 +107,7 @@ class Planner(LearnedCosts):
         table_bytes: Mapping[str, int] | None = None,
         constraints: Constraints = Constraints(),
         measure: Measure | None = None,
-        measure_plans: int = 3,
+        measure_plans: int = 5,
         budget_seconds: float | None = None,
         current: ShardingPlan | None = None,
     ) -> PlanResult:
@@ -150,16 +150,24 @@ class Planner(LearnedCosts):
         budget_seconds: float | None = None,
         most: int = 5,
     ) -> list[tuple[ShardingPlan, float]]:
-        """Different plans with their predicted step cost in ms, best first, the current plan improved among them."""
+        """Different plans with their predicted step cost in ms, best first. The current plan improved is among them: it
+        takes the fewest moves, so it is found first, whatever else there is time for."""
         deadline = None if budget_seconds is None else time.perf_counter() + budget_seconds
         task = PlacementTask.build(
             tables, stats, topology, batch_size=batch_size, table_bytes=table_bytes, constraints=constraints
         )
-        candidates = self.makers.candidates("auto", task, self.costs_of(task), current, deadline)
-        different: dict[ShardingPlan | str, Candidate] = {}
-        for candidate in sorted(candidates, key=lambda c: c.predicted_ms):
-            different.setdefault(candidate.plan.fingerprint, candidate)
-        return [(candidate.plan, candidate.predicted_ms) for candidate in list(different.values())[:most]]
+        costs = self.costs_of(task)
+        near = []
+        if is_legal(task, current):
+            rank_U = improve(task, costs, task.ranks_from(current), seed=self.seed, deadline=deadline)
+            near = [Candidate("current+search", task.plan_from(rank_U), costs.step_ms(rank_U))]
+        candidates = near + self.makers.candidates("auto", task, costs, current, deadline)
+        different = {candidate.plan.fingerprint: candidate for candidate in reversed(candidates)}
+        ranked = sorted(different.values(), key=lambda c: c.predicted_ms)
+        kept = ranked[:most]
+        if near and near[0] not in kept:
+            kept[-1] = near[0]
+        return [(candidate.plan, candidate.predicted_ms) for candidate in kept]
 
     # -- state -------------------------------------------------------------------------------------------------------
 

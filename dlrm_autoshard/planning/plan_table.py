@@ -63,24 +63,22 @@ def candidate_table(result: PlanResult, most: int = 12) -> Table:
         box=box.SIMPLE_HEAD,
     )
     grid.add_column("plan made by")
-    for heading in ("predicted", "measured", "v chosen"):
+    for heading in ("predicted", "measured", "expected", "v chosen"):
         grid.add_column(heading, justify="right")
     makers: dict[str, list[Candidate]] = {}  # candidates by plan: several algorithms often find the same one
     for candidate in result.candidates:
         makers.setdefault(candidate.plan.fingerprint, []).append(candidate)
     for same in list(makers.values())[:most]:
         candidate = chosen if chosen in same else same[0]
-        if candidate.measured_ms is not None and chosen.measured_ms is not None:
-            ratio = candidate.measured_ms / chosen.measured_ms
-        else:
-            ratio = candidate.predicted_ms / max(chosen.predicted_ms, 1e-9)
+        ratio = candidate.estimate_ms / max(chosen.estimate_ms, 1e-9)
         others = f" and {len(same) - 1} more" if len(same) > 1 else ""
         grid.add_row(
             candidate.name + others,
             f"{candidate.predicted_ms:.2f}",
             "" if candidate.measured_ms is None else f"{candidate.measured_ms:.2f}",
+            "" if candidate.expected_ms is None else f"{candidate.expected_ms:.2f}",
             "chosen" if candidate is chosen else f"{100 * (ratio - 1):+.1f}%",
         )
     if len(makers) > most:
-        grid.add_row(f"... and {len(makers) - most} more", "", "", "")
+        grid.add_row(f"... and {len(makers) - most} more", "", "", "", "")
     return grid

@@ -50,10 +50,11 @@ def ranks_table(
 
 
 def candidates_table(candidates: Sequence[Candidate], chosen: Candidate) -> Table:
-    table = Table("considered", "predicted ms", "measured ms", "", box=None, header_style="bold")
+    table = Table("considered", "predicted ms", "measured ms", "expected ms", "", box=None, header_style="bold")
     for candidate in candidates:
-        measured = "" if candidate.measured_ms is None else f"{candidate.measured_ms:.2f}"
-        table.add_row(
-            candidate.name, f"{candidate.predicted_ms:.2f}", measured, "chosen" if candidate is chosen else ""
+        measured, expected = (
+            "" if ms is None else f"{ms:.2f}" for ms in (candidate.measured_ms, candidate.expected_ms)
         )
+        mark = "chosen" if candidate is chosen else ""
+        table.add_row(candidate.name, f"{candidate.predicted_ms:.2f}", measured, expected, mark)
     return table
