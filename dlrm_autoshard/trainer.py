@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from dlrm_autoshard.checkpoint import Checkpoints
 from dlrm_autoshard.config import Config
-from dlrm_autoshard.controller import Interval
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.data.batch import Split
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.decision import Interval
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.runtime import Runtime
@@ -41,7 +41,7 @@ from dlrm_autoshard.progress import Display, describe
 from dlrm_autoshard.recorder import Recorder
 from dlrm_autoshard.report.jsonl import append_jsonl, drop_after_step
 from dlrm_autoshard.report.record import EpochProfile
-from dlrm_autoshard.run_directory import find_run_dir
+from dlrm_autoshard.run_directory import changes_since_last_start, claimed_run_dir
 from dlrm_autoshard.schedule import lr_scale
 from dlrm_autoshard.stop import Stopped, StopSignals
 from dlrm_autoshard.training_state import Position, TrainError, TrainingState, plan_of
@@ -67,9 +67,10 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
     """
     with StopSignals() as signals:
         try:
-            with Runtime.start(config.run) as runtime:
+            with Runtime.start(config.run) as runtime, ExitStack() as held:
                 signals.agree_through(runtime.store)
-                run_dir = from_rank_0(runtime, lambda: find_run_dir(config, runtime.world_size, resume))
+                claim = claimed_run_dir(config, runtime.world_size, resume)
+                run_dir = from_rank_0(runtime, lambda: held.enter_context(claim))
                 return Trainer(config, runtime, run_dir, signals).run()
         except RuntimeError as error:
             if signals.received is None:
@@ -349,6 +350,9 @@ class Trainer:
             f"{len(self.source.tables)} tables on {self.runtime.world_size} rank(s), "
             f"{self.total_steps} steps of {self.global_batch} examples{resumed}; run directory {self.run_dir}"
         )
+        changes = changes_since_last_start(self.run_dir)
+        if changes:
+            self.display.line(f"changed since its last start: {', '.join(changes)}")
         predicted = None if result is None else result.predicted
         self.display.show(
             rank_table(placement.plan, self.source.tables, self.state.stats, placement.table_bytes, predicted)

@@ -15,6 +15,7 @@ import json
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ import numpy as np
 import torch.distributed as dist
 
 from dlrm_autoshard.config import Config, parse_config
-from dlrm_autoshard.controller import Decision, Interval
+from dlrm_autoshard.decision import Decision, Interval
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.reshard import reshard
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.placement import from_rank_0
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.run_directory import find_run_dir
+from dlrm_autoshard.run_directory import claimed_run_dir
 from dlrm_autoshard.trainer import Trainer
 
 MOVE_EVERY, CHECKPOINT_EVERY = 4, 5
@@ -159,11 +160,12 @@ def main() -> None:
     parser.add_argument("--kill-rank", type=int, default=0)
     arguments = parser.parse_args()
     config = settings(arguments.dir, arguments.seed, arguments.steps)
-    with Runtime.start(config.run) as runtime:
+    with Runtime.start(config.run) as runtime, ExitStack() as held:
         killer = None
         if arguments.kill and runtime.rank == arguments.kill_rank:
             killer = Killer(arguments.dir / "killed", arguments.kill, arguments.at_step)
-        run_dir = from_rank_0(runtime, lambda: find_run_dir(config, runtime.world_size, None))
+        claim = claimed_run_dir(config, runtime.world_size, None)
+        run_dir = from_rank_0(runtime, lambda: held.enter_context(claim))
         trainer = MovingTrainer(config, runtime, run_dir, moves=True, killer=killer)
         trainer.run()
         final = {"loss": float(trainer.dense.global_loss), "digests": trainer.digests()}

@@ -9,6 +9,7 @@ Terminal, HTML, JSON and CSV reports are functions of this record and nothing el
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,10 @@ class RunRecord:
     ranks: tuple[RankEpoch, ...] = ()
     metrics: tuple[Mapping[str, Any], ...] = ()
     decisions: tuple[Mapping[str, Any], ...] = field(default=())
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    """Versions and machine of the latest start; {} where they were not written down."""
+    starts: int = 1
+    """How often the run was started: continued ones more than once."""
 
     @staticmethod
     def load(run_dir: Path) -> RunRecord:
@@ -54,6 +59,8 @@ class RunRecord:
             ranks=tuple(rank for rank in ranks if rank.epoch in complete),
             metrics=tuple(metrics),
             decisions=tuple(read_jsonl(run_dir / "decisions.jsonl")),
+            environment=_environment(run_dir / "environment.json"),
+            starts=1 + sum(1 for _ in run_dir.glob("starts/*")),
         )
 
     @property
@@ -98,6 +105,8 @@ class RunRecord:
             "schema": SCHEMA,
             "name": self.name,
             "config": dict(self.config),
+            "environment": dict(self.environment),
+            "starts": self.starts,
             "epochs": [profile.to_json() for profile in self.epochs],
             "metrics": [dict(line) for line in self.metrics],
             "decisions": [dict(line) for line in self.decisions],
@@ -113,6 +122,15 @@ def _config(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ReportError(f"'{path}' cannot be read: {error}") from error
     return config if isinstance(config, dict) else {}
+
+
+def _environment(path: Path) -> dict[str, Any]:
+    """What helps to understand a run, but nothing that a report needs."""
+    try:
+        environment = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return environment if isinstance(environment, dict) else {}
 
 
 def _named(parse: Any, line: Mapping[str, Any], path: Path) -> Any:

@@ -35,6 +35,8 @@ def summary(record: RunRecord) -> list[str]:
         sentences.append(quality)
     if record.stopped_early:
         sentences.append(record.stopped_early)
+    if record.environment:
+        sentences.append(made_with(record))
     return sentences
 
 
@@ -93,7 +95,7 @@ def all_starved(profile: EpochProfile) -> list[str]:
     if not shares or max(shares) >= STARVED_BELOW:
         return []
     return [
-        f"Every rank had its core for less than {max(shares):.0%} of the time: more processes than cores, so all "
+        f"Every rank had its core for at most {max(shares):.0%} of the time: more processes than cores, so all "
         "times here are longer than they need be, and noisy."
     ]
 
@@ -139,6 +141,19 @@ def model_quality(record: RunRecord) -> str | None:
     parts = [f"{name} {metrics[name]:.4f}" for name in ("auc", "logloss", "ne") if metrics.get(name) is not None]
     data = {"test": "test", "val": "validation"}[split]
     return f"On {data} data: {', '.join(parts)}." if parts else None
+
+
+def made_with(record: RunRecord) -> str:
+    """'Started 2026-01-31 12:00 UTC on node0 (16 cores), with Python 3.11.7, torch 2.13.0 and fbgemm-gpu-cpu 1.8.0.'"""
+    known = record.environment
+    python = f"Python {known.get('python', '?')}"
+    versions = [f"{name} {version}" for name, version in known.get("versions", {}).items()]
+    started = str(known.get("started", "at a time unknown"))[:16].replace("T", " ")
+    again = f"Continued {_times(record.starts - 1)}, last" if record.starts > 1 else "Started"
+    return (
+        f"{again} {started} UTC on {known.get('host', 'a machine unknown')} ({known.get('cores', '?')} cores), with "
+        f"{_listed([python, *versions])}."
+    )
 
 
 def compute_imbalance(profile: EpochProfile) -> float:
