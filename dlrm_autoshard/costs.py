@@ -108,9 +108,14 @@ def step_cost_ms(ranks: Sequence[RankCost]) -> float:
     return sum(max(rank.stage(name) for rank in ranks) for name in PLANNED_STAGES)
 
 
-def balanced_cost_ms(ranks: Sequence[RankCost]) -> float:
-    """The perfect-balance bound: what the step would cost if every stage's work were spread evenly."""
-    return sum(sum(rank.stage(name) for rank in ranks) for name in PLANNED_STAGES) / len(ranks)
+def balanced_cost_ms(ranks: Sequence[RankCost], slowness: Sequence[float] | None = None) -> float:
+    """The perfect-balance bound: what the step would cost if every stage's work were spread so that all ranks take
+    equally long. slowness: times longer that each rank takes to compute the same work; None: all alike."""
+    slowness = slowness or [1.0] * len(ranks)
+    speed = sum(1 / slow for slow in slowness)
+    compute = sum((r.fwd_compute_ms + r.bwd_compute_ms) / slow for r, slow in zip(ranks, slowness, strict=True))
+    exchange = sum(r.fwd_comms_ms + r.bwd_comms_ms for r in ranks)
+    return compute / speed + exchange / len(ranks)
 
 
 def imbalance(values: Sequence[float]) -> float:

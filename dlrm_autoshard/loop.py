@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_autoshard.config import Config
-from dlrm_autoshard.controller import Decision, Interval, LoopController, Problem
+from dlrm_autoshard.controller import LoopController
+from dlrm_autoshard.decision import Decision, Interval, Problem
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.reshard import ReshardRefused, reshard, tensor_bytes
 from dlrm_autoshard.distributed.runtime import Runtime

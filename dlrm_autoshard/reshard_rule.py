@@ -11,7 +11,7 @@ Knows no clock, no planner and no ranks. A gain is a part of the step time: 0.15
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dlrm_autoshard.plan import gib
 
@@ -19,25 +19,24 @@ from dlrm_autoshard.plan import gib
 @dataclass(frozen=True)
 class Offer:
     """A candidate plan beside the current one. step_ms: measured, of the current plan; remaining_steps: that would
-    profit."""
+    profit. parts: moves in which the tables would travel, where not all may at once."""
 
     predicted_gain: float
     step_ms: float
     remaining_steps: int
     tables: int
     bytes_to_move: int
+    parts: int = 1
 
 
 @dataclass(frozen=True)
 class Terms:
     """What a gain must exceed, surely. noise: how far off it may be, by the spread of measurements and the model's
-    error. caution: what is asked for beyond min_gain because of recent moves (see `caution_after`). max_bytes: that
-    may move at a time."""
+    error. caution: what is asked for beyond min_gain because of recent moves (see `caution_after`)."""
 
     min_gain: float
     noise: float = 0.0
     caution: float = 0.0
-    max_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ class MoveCost:
     bytes_per_second: float = 0.5e9
     fixed_seconds: float = 0.1
 
-    def seconds(self, num_bytes: int) -> float:
-        return self.fixed_seconds + num_bytes / self.bytes_per_second
+    def seconds(self, num_bytes: int, parts: int = 1) -> float:
+        return parts * self.fixed_seconds + num_bytes / self.bytes_per_second
 
     def learned(self, num_bytes: int, seconds: float) -> MoveCost:
         """After a move that took so long. A small one tells the fixed part, a large one the bandwidth."""
@@ -60,16 +59,18 @@ class MoveCost:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`go`: make the move. text: the reason, with its numbers. saved_seconds: over the remaining steps, net."""
+    """`go`: make the move. text: the reason, with its numbers. saved_seconds: over the remaining steps, net. wait: what
+    is refused now may be taken a few intervals later, when recent moves are forgotten."""
 
     go: bool
     text: str
     saved_seconds: float
+    wait: bool = False
 
 
 def should_reshard(offer: Offer, terms: Terms, cost: MoveCost) -> Verdict:
     gain, needed = offer.predicted_gain, terms.min_gain + terms.caution
-    move_seconds = cost.seconds(offer.bytes_to_move)
+    move_seconds = cost.seconds(offer.bytes_to_move, offer.parts)
     gained_seconds = gain * offer.step_ms / 1000 * offer.remaining_steps
     net = gained_seconds - move_seconds
     best = f"best candidate {percent(gain)} faster"
@@ -84,9 +85,7 @@ def should_reshard(offer: Offer, terms: Terms, cost: MoveCost) -> Verdict:
     if gain - terms.noise < terms.min_gain:
         return no(f"{best}, give or take {percent(terms.noise)}: not surely above min_gain {percent(terms.min_gain)}")
     if gain - terms.noise < needed:
-        return no(f"{best}; after recent moves {percent(needed)} are asked for")
-    if terms.max_bytes is not None and offer.bytes_to_move > terms.max_bytes:
-        return no(f"{best}, but it moves {gib(offer.bytes_to_move)}; at most {gib(terms.max_bytes)} may move at a time")
+        return replace(no(f"{best}; after recent moves {percent(needed)} are asked for"), wait=True)
     if net <= 0:
         return no(
             f"{best}, which saves {gained_seconds:.2g} s in the {offer.remaining_steps} steps left; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_autoshard import controller
+from dlrm_autoshard import attention
 from dlrm_autoshard.config import AutoshardConfig, RefineConfig, ReshardConfig
-from dlrm_autoshard.controller import Decision, Interval, LoopController, Problem
+from dlrm_autoshard.controller import LoopController
 from dlrm_autoshard.costs import RankCost, step_cost_ms
+from dlrm_autoshard.decision import Decision, Interval, Problem
 from dlrm_autoshard.plan import Constraints, ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.reshard_rule import MoveCost
 from dlrm_autoshard.simulator import SimulatedCluster
 from dlrm_autoshard.tables import TableConfig, TableStats, memory_bytes
 
@@ -24,7 +27,7 @@ BATCH, STEPS, DENSE_MS = 2048, 500, 4.0
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller, "LOOK_SECONDS", (0.001, 0.8))
+    monkeypatch.setattr(attention, "LOOK_SECONDS", (0.001, 0.8))
 
 
 class Training:
@@ -153,7 +156,7 @@ def test_a_straggler_is_relieved_and_gets_its_tables_back(seed: int) -> None:
     unavoidable = job.best_known_ms()
     assert (starved - job.true_ms(job.plan)) >= 0.6 * (starved - unavoidable)
     job.cluster.slowdown = {}
-    job.run(4)
+    job.run(5)
     assert job.true_ms(job.plan) <= 1.05 * healthy
 
 
@@ -273,12 +276,41 @@ def test_a_refusal_is_recorded_and_not_asked_for_again_at_once() -> None:
     assert job.records[-1]["text"] == "refused: rank 1 needs 6 GiB more, but has 2"
 
 
-def test_the_byte_limit_is_kept() -> None:
+def test_a_move_larger_than_the_limit_goes_in_parts_none_of_them_slower() -> None:
     job = Training(0)
     job.plan = job.worst_heuristic()
-    job.controller = job.make_controller(max_move_gib_per_step=1e-6)
+    start_ms, limit = job.true_ms(job.plan), 0.02
+    job.controller = job.make_controller(max_move_gib_per_step=limit)
+    costs, parts = [start_ms], []
+    for _ in range(6):
+        decision = job.interval()
+        costs.append(job.true_ms(job.plan))
+        if decision.action == "moved":
+            assert 0 < decision.bytes_moved <= limit * 2**30
+            parts.append(decision)
+    assert len(parts) >= 3 and all("; a part of" in part.text for part in parts)
+    assert all(after <= before * 1.03 for before, after in itertools.pairwise(costs))
+    assert costs[-1] <= 1.08 * job.best_known_ms()
+
+
+def test_where_no_part_of_a_move_is_small_enough_it_says_so() -> None:
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    job.controller = job.make_controller(max_move_gib_per_step=1e-5)
+    job.controller.move_cost = MoveCost(fixed_seconds=1e-6)
     decision = job.interval()
-    assert decision.action == "kept" and "may move at a time" in decision.text
+    assert decision.action == "kept"
+    assert "at most 10.5 KiB may move at a time, and the smallest of what moves, 't" in decision.text
+
+
+def test_a_move_in_parts_goes_on_after_a_checkpoint() -> None:
+    one, other = Training(0), Training(0)
+    one.plan = one.worst_heuristic()
+    one.controller = one.make_controller(max_move_gib_per_step=0.02)
+    assert one.interval().part_of is not None
+    target = one.controller.state_dict()["target"]
+    other.controller.load_state_dict(json.loads(json.dumps(one.controller.state_dict())))
+    assert target is not None and other.controller.state_dict()["target"] == target
 
 
 def test_state_survives_a_checkpoint() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from dlrm_autoshard.benchmarks.moving_job import MovingTrainer, settings
 from dlrm_autoshard.config import Config
-from dlrm_autoshard.controller import Decision
+from dlrm_autoshard.decision import Decision
 from dlrm_autoshard.distributed import reshard
 from dlrm_autoshard.plan import ShardingPlan
 from tests.ranks import run_ranks
@@ -79,13 +79,13 @@ def force_moves(made: Any) -> None:
     names = [table["name"] for table in TABLES]
     plans = [ShardingPlan({n: int(r) for n, r in zip(names, ranks, strict=True)}, 2) for ranks in PLANS]
 
-    def decide(base: Decision, interval: Any, plan: ShardingPlan, noise: float) -> Decision:
+    def decide(base: Decision, interval: Any, plan: ShardingPlan) -> Decision:
         new_plan = plans[len(controller._past.moves_at) % len(plans)]
         return Decision(base.epoch, base.step, "moved", "move", 0.1, throughput_before=1.0, new_plan=new_plan)
 
     controller._decide = decide
-    controller._reason_not_to_look = lambda interval: None
-    controller._refine = lambda interval: 0.0
+    controller.attention.reason_not_to_look = lambda: None
+    controller._refine = lambda: None
 
 
 def test_the_loop_moves_tables_in_training_and_changes_no_bit(tmp_path: Path) -> None:

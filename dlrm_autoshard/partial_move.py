@@ -1,0 +1,101 @@
+"""A move that is larger than may move at a time, made in parts: the part to make now.
+
+    part = first_part(plan, target, bytes_of, max_bytes, cost_ms, legal)
+    part.plan                       # some of the tables on their new ranks; None where no part will do
+    part.why_not                    # "table 'ad_id' alone has 0.7 GiB"
+
+Training goes on between the parts, so each is a plan of its own: legal, and by prediction not slower than now.
+Pure arithmetic; `cost_ms` predicts, `legal` says whether memory and constraints allow a plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dlrm_autoshard.plan import Constraints, ShardingPlan, gib
+
+MOST_WEIGHED = 40
+"""Tables (or groups that stay together) weighed against each other; of more, those that help most by themselves."""
+
+Group = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    plan: ShardingPlan | None
+    why_not: str = ""
+
+
+def first_part(
+    plan: ShardingPlan,
+    target: ShardingPlan,
+    bytes_of: Mapping[str, int],
+    max_bytes: int,
+    cost_ms: Callable[[ShardingPlan], float],
+    legal: Callable[[ShardingPlan], bool],
+    constraints: Constraints = Constraints(),
+) -> Part:
+    """Tables go one after another, each time the one whose move leaves the least cost; where none may go alone (two
+    full ranks swap), two at once. The best of the plans on the way is the part."""
+    groups = _groups([move.table for move in plan.moves_to(target)], constraints)
+    too_large = [group for group in groups if _size(group, bytes_of) > max_bytes]
+    if len(too_large) == len(groups):
+        smallest = min(too_large, key=lambda group: _size(group, bytes_of))
+        named = " and ".join(f"'{table}'" for table in smallest)
+        return Part(None, f"the smallest of what moves, {named}, has {gib(_size(smallest, bytes_of))}")
+    waiting = [group for group in groups if group not in too_large]
+    if len(waiting) > MOST_WEIGHED:
+        waiting = sorted(waiting, key=lambda group: cost_ms(_moved(plan, target, group)))[:MOST_WEIGHED]
+    now, best, best_ms = plan, None, cost_ms(plan)
+    left = max_bytes
+    while True:
+        steps = list(_steps(now, target, waiting, left, bytes_of, legal))
+        if not steps:
+            break
+        ms, chosen = min(((cost_ms(_moved(now, target, tables)), tables) for tables in steps), key=lambda s: s[0])
+        now, left = _moved(now, target, chosen), left - _size(chosen, bytes_of)
+        waiting = [group for group in waiting if group[0] not in chosen]
+        if ms <= best_ms:
+            best, best_ms = now, ms
+    if best is None:
+        return Part(None, "no part of it that small is legal and as fast as the current plan")
+    return Part(best)
+
+
+def _steps(
+    plan: ShardingPlan,
+    target: ShardingPlan,
+    waiting: Sequence[Group],
+    max_bytes: int,
+    bytes_of: Mapping[str, int],
+    legal: Callable[[ShardingPlan], bool],
+) -> Iterable[Group]:
+    """What may move next: groups, or pairs of them where no single one may."""
+    pairs = (one + other for one, other in itertools.combinations(waiting, 2))
+    for choices in (waiting, pairs):
+        found = [
+            tables for tables in choices if _size(tables, bytes_of) <= max_bytes and legal(_moved(plan, target, tables))
+        ]
+        if found:
+            return found
+    return []
+
+
+def _groups(tables: Sequence[str], constraints: Constraints) -> list[Group]:
+    """Tables that move, those that must stay together in one tuple."""
+    group_of: dict[str, set[str]] = {table: {table} for table in tables}
+    for together in constraints.together:
+        merged = set().union(*(group_of[table] for table in together if table in group_of))
+        for table in merged:
+            group_of[table] = merged
+    return list(dict.fromkeys(tuple(t for t in tables if t in group_of[table]) for table in tables))
+
+
+def _moved(plan: ShardingPlan, target: ShardingPlan, tables: Iterable[str]) -> ShardingPlan:
+    return ShardingPlan({**plan.rank_of, **{t: target.rank_of[t] for t in tables}}, plan.world_size)
+
+
+def _size(tables: Iterable[str], bytes_of: Mapping[str, int]) -> int:
+    return sum(bytes_of[table] for table in tables)

@@ -1,0 +1,91 @@
+"""The anchor: predictions of the plan that runs meet what was measured of late. Costs here are simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
+from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.simulator import SimulatedCluster
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+TABLES = [TableConfig(f"t{i}", 10_000 * (i + 1), 16 + 16 * (i % 4)) for i in range(12)]
+STATS = [TableStats(1.0 + 3 * (i % 5), batch_size=1024) for i in range(12)]
+EVEN = ShardingPlan({table.name: i % 2 for i, table in enumerate(TABLES)}, 2)
+
+
+def error(planner: Planner, profile: StepProfile) -> float:
+    predicted = planner.predict(profile.plan, profile.tables, profile.stats, profile.batch_size)
+    off = [abs(p.stage(s) - m.stage(s)) for p, m in zip(predicted, profile.ranks, strict=True) for s in PLANNED_STAGES]
+    return sum(off) / sum(rank.total_ms for rank in profile.ranks)
+
+
+def follow(planner: Planner, *profiles: StepProfile) -> None:
+    for profile in profiles:
+        planner.observe(profile)
+        planner.follow()
+
+
+def slower(profile: StepProfile, rank: int, factor: float) -> StepProfile:
+    ranks = [RankCost(**{f"{s}_ms": r.stage(s) * factor for s in PLANNED_STAGES}) for r in profile.ranks]
+    return replace(profile, ranks=tuple(ranks[i] if i == rank else r for i, r in enumerate(profile.ranks)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_interval_is_enough_to_predict_the_next_and_several_average_the_noise_away(seed: int) -> None:
+    planner, cluster = Planner(seed=0), SimulatedCluster(seed, noise=0.05)
+    exact = SimulatedCluster(seed).profile(TABLES, STATS, EVEN, 1024)
+    assert error(planner, exact) > 0.15
+    errors = []
+    for _ in range(6):
+        follow(planner, cluster.profile(TABLES, STATS, EVEN, 1024))
+        errors.append(error(planner, exact))
+    assert errors[0] < 0.08
+    assert np.mean(errors[3:]) < 0.04
+
+
+def test_after_a_change_the_newest_interval_counts_and_those_before_it_do_not() -> None:
+    planner, profile = Planner(seed=0), SimulatedCluster(0).profile(TABLES, STATS, EVEN, 1024)
+    follow(planner, *[profile] * 4)
+    starved = slower(profile, 1, 2.0)
+    follow(planner, starved)
+    assert error(planner, starved) < 0.03
+    follow(planner, profile)
+    assert error(planner, profile) < 0.03
+
+
+def test_what_one_rank_is_off_by_a_little_goes_with_its_tables() -> None:
+    planner, profile = Planner(seed=0), SimulatedCluster(0).profile(TABLES, STATS, EVEN, 1024)
+    follow(planner, profile)
+    before = planner.predict(EVEN, TABLES, STATS, 1024)
+    mirrored = ShardingPlan({name: 1 - rank for name, rank in EVEN.rank_of.items()}, 2)
+    swapped = planner.predict(mirrored, TABLES, STATS, 1024)
+    assert swapped[0].bwd_compute_ms == pytest.approx(before[1].bwd_compute_ms, rel=0.2)
+
+
+def test_exchanges_are_learned_rank_by_rank() -> None:
+    planner, profile = Planner(seed=0), SimulatedCluster(0).profile(TABLES, STATS, EVEN, 1024)
+    far = replace(profile.ranks[1], fwd_comms_ms=2.5 * profile.ranks[1].fwd_comms_ms)
+    follow(planner, replace(profile, ranks=(profile.ranks[0], far)))
+    near, distant = planner.predict(EVEN, TABLES, STATS, 1024, Topology(2))
+    assert distant.fwd_comms_ms / near.fwd_comms_ms == pytest.approx(far.fwd_comms_ms / profile.ranks[0].fwd_comms_ms)
+
+
+def test_an_empty_rank_is_no_division_by_zero() -> None:
+    planner = Planner(seed=0)
+    alone = ShardingPlan({table.name: 0 for table in TABLES}, 2)
+    profile = SimulatedCluster(0).profile(TABLES, STATS, alone, 1024)
+    follow(planner, profile)
+    assert error(planner, profile) < 0.05
+
+
+def test_it_is_saved_with_the_planner() -> None:
+    planner, profile = Planner(seed=0), SimulatedCluster(0).profile(TABLES, STATS, EVEN, 1024)
+    follow(planner, profile)
+    other = Planner(seed=0)
+    other.load_state_dict(planner.state_dict())
+    assert other.predict(EVEN, TABLES, STATS, 1024) == planner.predict(EVEN, TABLES, STATS, 1024)
