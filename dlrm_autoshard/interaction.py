@@ -1,7 +1,9 @@
 """How DLRM combines the dense vector with the pooled vectors: `dot`, `cat`, or `dcn`.
 
-Input everywhere: bottom_BD [B, D] and vectors_BTD [B, T, D]. The dot interaction is the costly one, so it has its own
-backward: with Z = X Xt, and S the symmetric matrix of Z's gradients, the gradient of X is one product S X.
+Input everywhere: x_BFD [B, F, D], the dense vector, the pooled vectors of T tables, and `padding` vectors of zeros that
+`dot` asks for. The pooled vectors come with room around them, so `with_dense` makes x where they lie, copying nothing.
+The dot interaction is the costly one, so it has its own backward: with Z = X Xt, and S the symmetric matrix of Z's
+gradients, the gradient of X is one product S X.
 """
 
 from __future__ import annotations
@@ -12,30 +14,45 @@ import torch
 from torch import Tensor, nn
 
 
-class _PairwiseDots(torch.autograd.Function):
-    """[B, D] and [B, T, D] -> [B, D + F(F-1)/2], F = T + 1: the dense vector, then the dot product of each pair."""
+def with_dense(bottom_BD: Tensor, room_BFD: Tensor, padding: int) -> Tensor:
+    """x_BFD, in room_BFD's memory: the dense vector goes first, zeros into the last `padding` vectors."""
+    result: Tensor = _WithDense.apply(bottom_BD, room_BFD.to(bottom_BD.dtype), padding)
+    return result
+
+
+class _WithDense(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bottom_BD: Tensor, room_BFD: Tensor, padding: int) -> Tensor:
+        x_BFD = room_BFD.detach()  # the same memory, which nobody else has read yet
+        x_BFD[:, 0] = bottom_BD
+        x_BFD[:, x_BFD.shape[1] - padding :] = 0
+        return x_BFD
 
     @staticmethod
-    def forward(ctx: Any, bottom_BD: Tensor, vectors_BTD: Tensor, pairs: Tensor, where: Tensor) -> Tensor:
-        num_samples, num_tables, dim = vectors_BTD.shape
-        x_BFD = vectors_BTD.new_empty(num_samples, padded(num_tables + 1), dim)
-        x_BFD[:, 0] = bottom_BD
-        x_BFD[:, 1 : num_tables + 1] = vectors_BTD
-        x_BFD[:, num_tables + 1 :] = 0
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = gradients
+        return gradient[:, 0], gradient, None  # what it says of the room is for nobody
+
+
+class _PairwiseDots(torch.autograd.Function):
+    """[B, F, D] -> [B, D + P]: the dense vector, then the dot product of each of P pairs."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BFD: Tensor, pairs: Tensor, where: Tensor) -> Tensor:
         products = torch.bmm(x_BFD, x_BFD.transpose(1, 2)).flatten(1)
         ctx.save_for_backward(x_BFD, where)
-        return torch.cat([bottom_BD, products.index_select(1, pairs)], 1)
+        return torch.cat([x_BFD[:, 0], products.index_select(1, pairs)], 1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
         x_BFD, where = ctx.saved_tensors
         num_samples, num_vectors, dim = x_BFD.shape
-        count = where.numel() // num_vectors
-        symmetric = gradient[:, dim - 1 :].index_select(1, where).view(num_samples, count, num_vectors)
+        symmetric = gradient[:, dim - 1 :].index_select(1, where).view(num_samples, num_vectors, num_vectors)
         symmetric.diagonal(dim1=1, dim2=2).zero_()
         gradient_x = torch.bmm(symmetric, x_BFD)
-        return gradient_x[:, 0] + gradient[:, :dim], gradient_x[:, 1:], None, None
+        gradient_x[:, 0] += gradient[:, :dim]
+        return gradient_x, None, None
 
 
 class DotInteraction(nn.Module):
@@ -44,25 +61,22 @@ class DotInteraction(nn.Module):
     def __init__(self, num_tables: int, dim: int) -> None:
         super().__init__()
         count = num_tables + 1
-        width = padded(count)
+        # MKL multiplies batches of 28 x 64 by their transposes faster than of 27 x 64.
+        self.padding = -count % 4
+        width = count + self.padding
         row, column = torch.tril_indices(count, count, offset=-1)
         self.register_buffer("pairs", row * width + column, persistent=False)
         # Where each entry of the symmetric matrix finds its gradient. Column 0 of the slice that backward takes is the
         # dense vector's last one: a place to point the diagonal at, which is zeroed afterwards, and the padding, which
-        # meets the zeros of x.
-        where = torch.zeros(count, width, dtype=torch.int64)
+        # meets the zeros of x, or makes gradients that nobody takes.
+        where = torch.zeros(width, width, dtype=torch.int64)
         where[row, column] = where[column, row] = torch.arange(len(row)) + 1
         self.register_buffer("where", where.flatten(), persistent=False)
         self.out_features = dim + len(row)
 
-    def forward(self, bottom_BD: Tensor, vectors_BTD: Tensor) -> Tensor:
-        result: Tensor = _PairwiseDots.apply(bottom_BD, vectors_BTD.to(bottom_BD.dtype), self.pairs, self.where)
+    def forward(self, x_BFD: Tensor) -> Tensor:
+        result: Tensor = _PairwiseDots.apply(x_BFD, self.pairs, self.where)
         return result
-
-
-def padded(num_vectors: int) -> int:
-    """Up to a multiple of 4: MKL multiplies batches of 28 x 64 by their transposes faster than of 27 x 64."""
-    return -(-num_vectors // 4) * 4
 
 
 class CatInteraction(nn.Module):
@@ -70,10 +84,11 @@ class CatInteraction(nn.Module):
 
     def __init__(self, num_tables: int, dim: int) -> None:
         super().__init__()
+        self.padding = 0
         self.out_features = dim * (num_tables + 1)
 
-    def forward(self, bottom_BD: Tensor, vectors_BTD: Tensor) -> Tensor:
-        return torch.cat([bottom_BD, vectors_BTD.flatten(1).to(bottom_BD.dtype)], 1)
+    def forward(self, x_BFD: Tensor) -> Tensor:
+        return x_BFD.flatten(1)
 
 
 class LowRankCross(nn.Module):
@@ -81,12 +96,13 @@ class LowRankCross(nn.Module):
 
     def __init__(self, num_tables: int, dim: int, num_layers: int, rank: int) -> None:
         super().__init__()
+        self.padding = 0
         self.out_features = dim * (num_tables + 1)
         self.down = nn.ModuleList(nn.Linear(self.out_features, rank, bias=False) for _ in range(num_layers))
         self.up = nn.ModuleList(nn.Linear(rank, self.out_features) for _ in range(num_layers))
 
-    def forward(self, bottom_BD: Tensor, vectors_BTD: Tensor) -> Tensor:
-        start = x = torch.cat([bottom_BD, vectors_BTD.flatten(1).to(bottom_BD.dtype)], 1)
+    def forward(self, x_BFD: Tensor) -> Tensor:
+        start = x = x_BFD.flatten(1)
         for down, up in zip(self.down, self.up, strict=True):
             x = start * up(down(x)) + x
         return x

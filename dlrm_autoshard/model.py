@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dlrm_autoshard.config import ModelConfig
-from dlrm_autoshard.interaction import CatInteraction, DotInteraction, LowRankCross
+from dlrm_autoshard.interaction import CatInteraction, DotInteraction, LowRankCross, with_dense
 from dlrm_autoshard.tables import TableConfig
 
 
@@ -29,8 +29,8 @@ class DLRM(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.bottom_mlp = mlp([max(num_dense, 1), *config.dense_arch_layer_sizes], last_activation=True)
-            self.projection = Projection(tables, dim)
             self.interaction = make_interaction(len(tables), dim, config)
+            self.projection = Projection(tables, dim, self.interaction.padding)
             self.over_mlp = mlp([self.interaction.out_features, *config.over_arch_layer_sizes], last_activation=False)
 
     def bottom(self, dense_BF: Tensor) -> Tensor:
@@ -40,9 +40,18 @@ class DLRM(nn.Module):
         result: Tensor = self.bottom_mlp(dense_BF)
         return result
 
+    @property
+    def room(self) -> tuple[int, int]:
+        """Columns that `top` wants free before and after the pooled ones, so that the dense vector and the padding
+        can take their places without anything being copied; none where vectors are projected, which copies them."""
+        dim = self.projection.dim
+        return (0, 0) if self.projection.weights else (dim, dim * self.interaction.padding)
+
     def top(self, bottom_BD: Tensor, pooled_BD: Tensor) -> Tensor:
-        """Logits [B] from the dense vector and the concatenated pooled vectors."""
-        result: Tensor = self.over_mlp(self.interaction(bottom_BD, self.projection(pooled_BD)))
+        """Logits [B] from the dense vector and the concatenated pooled vectors, `room` around them, which is written
+        to."""
+        x_BFD = with_dense(bottom_BD, self.projection(pooled_BD), self.interaction.padding)
+        result: Tensor = self.over_mlp(self.interaction(x_BFD))
         return result.squeeze(1)
 
 
@@ -55,11 +64,13 @@ def make_interaction(num_tables: int, dim: int, config: ModelConfig) -> DotInter
 
 
 class Projection(nn.Module):
-    """Pooled vectors of several dims to one: [B, sum of dims] -> [B, T, dim]; one matrix a table where dims differ."""
+    """Pooled vectors of several dims to one, with room for the dense vector before and `padding` vectors after them:
+    [B, sum of dims] -> [B, 1 + T + padding, dim]; one matrix a table where dims differ. Where all have the right one,
+    the input has the room already (`DLRM.room`) and only changes its shape."""
 
-    def __init__(self, tables: Sequence[TableConfig], dim: int) -> None:
+    def __init__(self, tables: Sequence[TableConfig], dim: int, padding: int) -> None:
         super().__init__()
-        self.dim = dim
+        self.dim, self.padding = dim, padding
         self.groups: list[tuple[int, int]] = []  # (dim, how many tables have it), in column order
         self.weights = nn.ParameterDict()
         for own, group in itertools.groupby(tables, key=lambda table: table.embedding_dim):
@@ -72,8 +83,9 @@ class Projection(nn.Module):
                 self.weights[str(own)] = nn.Parameter(torch.empty(count, own, dim).uniform_(-bound, bound))
 
     def forward(self, pooled_BD: Tensor) -> Tensor:
-        if len(self.groups) == 1 and not self.weights:
-            return pooled_BD.view(pooled_BD.shape[0], -1, self.dim)
+        num_samples = pooled_BD.shape[0]
+        if not self.weights:
+            return pooled_BD.view(num_samples, -1, self.dim)
         projected, start = [], 0
         for own, count in self.groups:
             group = pooled_BD[:, start : start + own * count].reshape(-1, count, own)
@@ -81,7 +93,8 @@ class Projection(nn.Module):
                 group = torch.bmm(group.transpose(0, 1), self.weights[str(own)].to(group.dtype)).transpose(0, 1)
             projected.append(group)
             start += own * count
-        return torch.cat(projected, 1)
+        room = [projected[0].new_zeros(num_samples, count, self.dim) for count in (1, self.padding)]
+        return torch.cat([room[0], *(group.to(room[0].dtype) for group in projected), room[1]], 1)
 
 
 def mlp(sizes: Sequence[int], *, last_activation: bool) -> nn.Sequential:

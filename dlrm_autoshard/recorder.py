@@ -16,7 +16,7 @@ import torch
 
 from dlrm_autoshard.costs import RankCost, StepProfile
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.exchange import LocalIds
+from dlrm_autoshard.distributed.id_distribution import LocalIds
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.timing import StageClock
 from dlrm_autoshard.report.jsonl import append_jsonl

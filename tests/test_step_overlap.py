@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob
 from dlrm_autoshard.distributed.shared_memory import RankGone, connect
-from dlrm_autoshard.interaction import DotInteraction
+from dlrm_autoshard.interaction import DotInteraction, with_dense
 from dlrm_autoshard.plan import ShardingPlan
 from tests.ranks import run_ranks
 
@@ -93,7 +93,7 @@ def collectives(rank: int, world_size: int) -> bool:
         values = torch.randint(-99, 99, (1001,), generator=generator).float()
         total = values.clone()
         dist.all_reduce(total)
-        exchange = link.all_to_all("pooled", received, sent, arrivals, splits)
+        exchange = link.all_to_all("vectors", received, sent, arrivals, splits)
         reduction = link.all_reduce(values)
         assert torch.equal(reduction(), total)
         assert torch.equal(exchange(), expected)
@@ -136,7 +136,8 @@ def test_dot_interaction_and_its_gradient(num_tables: int) -> None:
     rows = [bottom, *vectors.unbind(1)]
     pairs = [(rows[i] * rows[j]).sum(1, keepdim=True) for i in range(len(rows)) for j in range(i)]
     expected = torch.cat([bottom, *pairs], 1)
-    actual = interaction(bottom, vectors)
+    room = torch.nn.functional.pad(vectors, (0, 0, 1, interaction.padding))
+    actual = interaction(with_dense(bottom, room, interaction.padding))
     assert actual.shape[1] == interaction.out_features
     torch.testing.assert_close(actual, expected)
     gradient = torch.randn(expected.shape, generator=generator, dtype=torch.float64)

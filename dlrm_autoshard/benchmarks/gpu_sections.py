@@ -281,7 +281,7 @@ def moved_and_unmoved(rank: int, world_size: int, optimizer: str) -> int:
 
     from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
     from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-    from dlrm_autoshard.distributed.exchange import LocalIds
+    from dlrm_autoshard.distributed.id_distribution import LocalIds
     from dlrm_autoshard.distributed.reshard import reshard
     from dlrm_autoshard.plan import ShardingPlan
     from dlrm_autoshard.tables import TableConfig

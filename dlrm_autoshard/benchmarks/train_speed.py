@@ -122,7 +122,8 @@ def limit_parts(job: OurJob, rounds: int) -> tuple[float, float, float]:
     assert ids is not None
     times: tuple[list[float], ...] = ([], [], [])
     gradient = None
-    pooled = torch.randn(batch.padded_size, sum(t.embedding_dim for t in job.embeddings.tables)) * 0.01
+    width = sum(job.model.room) + sum(t.embedding_dim for t in job.embeddings.tables)
+    pooled = torch.randn(batch.padded_size, width) * 0.01
     for _ in range(rounds):
         marks = [time.perf_counter()]
         local = job.embeddings.lookup(ids)

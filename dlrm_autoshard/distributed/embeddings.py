@@ -17,10 +17,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.distributed.exchange import Exchange, IdDistribution, LocalIds, Pending
+from dlrm_autoshard.distributed.exchange import Exchange, Pending, Room
+from dlrm_autoshard.distributed.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.shared_memory import connect
 from dlrm_autoshard.distributed.storage import DeviceStorage, HostStorage, Storage
 from dlrm_autoshard.plan import ShardingPlan
@@ -97,14 +99,14 @@ class ShardedEmbeddings:
 
     def distribute(self, batch: Batch) -> IdDistribution:
         """Sends the batch's ids on their way to the owners."""
-        return self._exchange.distribute(batch)
+        return IdDistribution(self._exchange, batch)
 
     def lookup(self, ids: LocalIds, *, training: bool = True) -> Tensor:
         """Pooled vectors of the local tables for the global batch: [W * B, D_local], with a fused update as its
         gradient function when training."""
         if self.storage.lookup is None:
             self.updates += training  # a rank without tables counts too: it may be given some
-            return torch.zeros(self.world_size * ids.batch_size, 0, device=self.device)
+            return torch.zeros(self.world_size * ids.batch_size, 0, device=self.device, requires_grad=training)
         pooled: Tensor = self.storage.lookup(ids.values_N, ids.offsets)
         if training:
             self.updates += 1
@@ -115,19 +117,20 @@ class ShardedEmbeddings:
     def send_pooled(self, local: Tensor) -> Pending:
         return self._exchange.send_pooled(local.detach())
 
-    def in_output_order(self, arrived: Tensor) -> Tensor:
-        """[B, D] pooled vectors of this rank's samples, columns as in `output_tables`."""
-        return self._exchange.in_output_order(arrived)
+    def in_output_order(self, arrived: Tensor, room: Room = (0, 0)) -> Tensor:
+        """[B, room + D + room] pooled vectors of this rank's samples, columns as in `output_tables`."""
+        return self._exchange.in_output_order(arrived, room)
 
-    def send_gradients(self, gradient_BD: Tensor) -> Pending:
-        return self._exchange.send_gradients(gradient_BD)
+    def send_gradients(self, gradient_BD: Tensor, room: Room = (0, 0)) -> Pending:
+        return self._exchange.send_gradients(gradient_BD, room)
 
-    def update(self, local: Tensor, gradient: Tensor) -> None:
-        """Fused backward and optimizer step of the local tables. gradient: as `send_gradients` brought it."""
-        if local.shape[1]:
-            gradient = gradient.view(local.shape).to(local.dtype)
-            scale = self._exchange.gradient_scale(local.shape[0])
-            local.backward(gradient if scale == 1.0 else gradient / scale)
+    def update(self, lookup: Tensor | GradientEdge, gradient: Tensor) -> None:
+        """Fused backward and optimizer step of the local tables. lookup: what `lookup` gave, or its gradient edge.
+        gradient: as `send_gradients` brought it."""
+        if self.local_dim:
+            gradient = gradient.view(-1, self.local_dim).float()
+            scale = self._exchange.gradient_scale(len(gradient))
+            torch.autograd.backward(lookup, gradient if scale == 1.0 else gradient / scale)
 
     def set_learning_rate(self, lr: float) -> None:
         self.learning_rate = lr

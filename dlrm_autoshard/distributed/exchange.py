@@ -1,10 +1,11 @@
-"""What travels between ranks in a step: ids to the tables' owners, pooled vectors back, gradients to the owners.
+"""What travels between ranks in a step: pooled vectors from the tables' owners, gradients back to them; and ids, whose
+packing is in id_distribution.py.
 
-Ids go in two all-to-alls (lengths, then values, whose sizes the lengths tell). Vectors need no packing: the owner's
-lookup computes the whole global batch, so the rows for one rank are contiguous already. On arrival one `index_select`
-puts them in the output order, which no plan changes: that is why placement cannot change a single bit of the model.
+Vectors need no packing: the owner's lookup computes the whole global batch, so the rows for one rank are contiguous
+already. On arrival one `index_select` puts them in the output order, which no plan changes: that is why placement
+cannot change a single bit of the model. The output may leave room beside the vectors (see `DLRM.room`).
 
-Axes: T tables, B samples a rank, W ranks, N ids, D embedding dims.
+Axes: B samples a rank, W ranks, D embedding dims.
 """
 
 from __future__ import annotations
@@ -18,19 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.distributed.shared_memory import SharedMemory
+from dlrm_autoshard.distributed.shared_memory import Put, SharedMemory
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 
-
-@dataclass(frozen=True)
-class LocalIds:
-    """Ids of the tables this rank owns, for the whole global batch, as fbgemm takes them: table-major bags."""
-
-    values_N: Tensor
-    offsets: Tensor  # [T_local * W * B + 1]
-    batch_size: int  # B, of one rank
+Room = tuple[int, int]
+"""Columns left free before and after the pooled vectors, for the model to fill."""
 
 
 class Pending:
@@ -44,59 +38,6 @@ class Pending:
             self._finish()
             self._finish, self._kept_alive = None, ()
         return self._result
-
-
-class IdDistribution:
-    """One batch's ids on their way to the owners, in steps that the caller interleaves with computing:
-    `send_lengths` (at once), `send_values`, `finish`."""
-
-    def __init__(self, exchange: Exchange, batch: Batch) -> None:
-        self._exchange, self._batch_size = exchange, batch.padded_size
-        e = exchange
-        if e.send_order is None:
-            self._lengths, self._values = batch.lengths_TB, batch.values_N
-        else:
-            self._lengths, self._values, _ = torch.ops.fbgemm.permute_2D_sparse_data(
-                e.send_order, batch.lengths_TB, batch.values_N, None, batch.values_N.numel()
-            )
-        if e.world_size > 1:
-            per_table = self._lengths.sum(1).tolist()
-            self._value_splits = [sum(per_table[a:b]) for a, b in e.table_ranges]
-            received = self._lengths.new_empty(e.world_size, e.num_local * self._batch_size)
-            self._lengths_pending = e.all_to_all(
-                "lengths",
-                received.view(-1),
-                self._lengths.reshape(-1),
-                [e.num_local * self._batch_size] * e.world_size,
-                [(b - a) * self._batch_size for a, b in e.table_ranges],
-            )
-            self._values_pending: Pending | None = None
-
-    def send_values(self) -> None:
-        e = self._exchange
-        if e.world_size == 1:
-            return
-        self._received_lengths = self._lengths_pending.wait().view(e.world_size, -1)
-        splits = self._received_lengths.sum(1).tolist()
-        received = self._values.new_empty(sum(splits))
-        self._values_pending = e.all_to_all("values", received, self._values, splits, self._value_splits)
-
-    def finish(self) -> LocalIds:
-        e = self._exchange
-        if e.world_size == 1:
-            offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(self._lengths.reshape(-1).to(self._values.dtype))
-            return LocalIds(self._values, offsets, self._batch_size)
-        if self._values_pending is None:
-            self.send_values()
-        assert self._values_pending is not None
-        values = self._values_pending.wait()
-        lengths = self._received_lengths.view(e.world_size * e.num_local, self._batch_size)
-        if e.num_local and e.world_size > 1:  # from rank-major to table-major
-            lengths, values, _ = torch.ops.fbgemm.permute_2D_sparse_data(
-                e.receive_order, lengths, values, None, values.numel()
-            )
-        offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1).to(values.dtype))
-        return LocalIds(values, offsets, self._batch_size)
 
 
 @dataclass
@@ -115,7 +56,7 @@ class Exchange:
     device: torch.device
     dtype: torch.dtype = torch.float32
     link: SharedMemory | None = None
-    _layouts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _layouts: dict[tuple[int, Room], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.world_size = self.plan.world_size
@@ -127,15 +68,10 @@ class Exchange:
         for tables in owned:
             ends.append(ends[-1] + len(tables))
         self.table_ranges = list(itertools.pairwise(ends))
-        order = [i for tables in owned for i in tables]
-        self.send_order: Tensor | None = torch.tensor(order, dtype=torch.int32, device=self.device)
-        if order == list(range(len(order))):
-            self.send_order = None
-        self.receive_order = torch.tensor(
-            [rank * self.num_local + t for t in range(self.num_local) for rank in range(self.world_size)],
-            dtype=torch.int32,
-            device=self.device,
-        )
+        self.owners_order = [i for tables in owned for i in tables]
+        self.send_order: Tensor | None = None  # where the batch's order is not the owners' already
+        if self.owners_order != sorted(self.owners_order):
+            self.send_order = torch.tensor(self.owners_order, dtype=torch.int32, device=self.device)
         self.dims = [sum(self.batch_tables[i].embedding_dim for i in tables) for tables in owned]
         self.total_dim = sum(self.dims)
         # The output order, in chunks as wide as every table's dim allows: where each chunk lies among what arrives.
@@ -156,47 +92,47 @@ class Exchange:
     def local_dim(self) -> int:
         return self.dims[self.rank]
 
-    def distribute(self, batch: Batch) -> IdDistribution:
-        return IdDistribution(self, batch)
-
     def send_pooled(self, local: Tensor) -> Pending:
         """local: [W * B, D_local] of this rank's tables. Arrives as rank-major blocks; see `in_output_order`."""
         if self.world_size == 1:
             return Pending(None, local)
         batch_size = local.shape[0] // self.world_size
         sent = local.to(self.dtype).view(-1)
-        received = sent.new_empty(batch_size * self.total_dim)
         return self.all_to_all(
-            "pooled",
-            received,
+            "vectors",
+            sent.new_empty(batch_size * self.total_dim),
             sent,
             [batch_size * dim for dim in self.dims],
             [batch_size * self.local_dim] * self.world_size,
         )
 
-    def in_output_order(self, arrived: Tensor) -> Tensor:
-        """[B, D] float32 in the output order, from what `send_pooled` brought."""
-        if self.world_size == 1:
+    def in_output_order(self, arrived: Tensor, room: Room = (0, 0)) -> Tensor:
+        """[B, room + D + room] float32 in the output order, from what `send_pooled` brought; anything in the rooms."""
+        if self.world_size == 1 and not any(room):
             return arrived
-        batch_size = arrived.numel() // self.total_dim
-        index, _ = self._layout(batch_size)
-        return arrived.view(-1, self._chunk).index_select(0, index).view(batch_size, self.total_dim).float()
-
-    def send_gradients(self, gradient_BD: Tensor) -> Pending:
-        """Gradients of the pooled output to the owners; arrives as [W * B, D_local], times `gradient_scale(W * B)`."""
         if self.world_size == 1:
-            return Pending(None, gradient_BD)
+            output = arrived.new_empty(arrived.shape[0], sum(room) + self.total_dim)
+            output[:, room[0] : room[0] + self.total_dim] = arrived
+            return output
+        batch_size = arrived.numel() // self.total_dim
+        index, _ = self._layout(batch_size, room)
+        return arrived.view(-1, self._chunk).index_select(0, index).view(batch_size, -1).float()
+
+    def send_gradients(self, gradient_BD: Tensor, room: Room = (0, 0)) -> Pending:
+        """Gradients of the pooled output, as `in_output_order` gave it, to the owners; arrives as [W * B, D_local],
+        times `gradient_scale(W * B)`."""
+        if self.world_size == 1:
+            return Pending(None, gradient_BD[:, room[0] : room[0] + self.total_dim].contiguous())
         batch_size = gradient_BD.shape[0]
         scale = self.gradient_scale(batch_size * self.world_size)
         if scale != 1.0:
             gradient_BD = gradient_BD * scale
-        _, inverse = self._layout(batch_size)
-        sent = gradient_BD.to(self.dtype).view(-1, self._chunk).index_select(0, inverse).view(-1)
-        received = sent.new_empty(self.world_size * batch_size * self.local_dim)
+        chunks = gradient_BD.to(self.dtype).view(-1, self._chunk)
+        _, rows = self._layout(batch_size, room)
         return self.all_to_all(
-            "gradients",
-            received,
-            sent,
+            "vectors",
+            chunks.new_empty(self.world_size * batch_size * self.local_dim),
+            lambda rank, into: torch.index_select(chunks, 0, rows[rank], out=into.view(-1, self._chunk)),
             [batch_size * self.local_dim] * self.world_size,
             [batch_size * dim for dim in self.dims],
         )
@@ -209,24 +145,37 @@ class Exchange:
         return float(2 ** int(math.log2(global_batch)))
 
     def all_to_all(
-        self, channel: str, received: Tensor, sent: Tensor, receive_splits: list[int], send_splits: list[int]
+        self, channel: str, received: Tensor, sent: Tensor | Put, receive_splits: list[int], send_splits: list[int]
     ) -> Pending:
-        """Through shared memory where all ranks are on one host, else through the process group."""
+        """Through shared memory where all ranks are on one host, else through the process group.
+
+        One-dimensional, splits in elements, by rank. sent: by rank too, or what writes a rank's part."""
         if self.link is not None:
             return Pending(self.link.all_to_all(channel, received, sent, receive_splits, send_splits), received)
+        if not isinstance(sent, Tensor):
+            put, sent = sent, received.new_empty(sum(send_splits))
+            for rank, part in enumerate(sent.split(send_splits)):
+                if len(part):
+                    put(rank, part)
         group = self.id_group if channel in ("lengths", "values") else self.group
         work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=group, async_op=True)
         return Pending(work.wait, received, sent)
 
-    def _layout(self, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Chunk index of the output order, and its inverse; two batch sizes occur in a run, so both are kept."""
-        if batch_size not in self._layouts:
+    def _layout(self, batch_size: int, room: Room) -> tuple[Tensor, list[Tensor]]:
+        """Which chunk of what arrives each chunk of the output takes, and for each rank, which chunks of the output
+        are its tables'. Two batch sizes occur in a run, so both are kept."""
+        key = (batch_size, room)
+        if key not in self._layouts:
             base, stride, column = self._where
+            before, after = (columns // self._chunk for columns in room)
             rows = torch.arange(batch_size, device=self.device)[:, None]
-            index = (base * batch_size + rows * stride + column).reshape(-1)
-            inverse = torch.empty_like(index)
-            inverse[index] = torch.arange(len(index), device=self.device)
+            source = base * batch_size + rows * stride + column
+            index = torch.nn.functional.pad(source, (before, after)).reshape(-1)
+            inverse = torch.empty(source.numel(), dtype=torch.int64, device=self.device)
+            width = before + len(base) + after
+            inverse[source] = rows * width + before + torch.arange(len(base), device=self.device)
             if len(self._layouts) > 4:
                 self._layouts.clear()
-            self._layouts[batch_size] = (index, inverse)
-        return self._layouts[batch_size]
+            splits = [batch_size * dim // self._chunk for dim in self.dims]
+            self._layouts[key] = (index, list(inverse.split(splits)))
+        return self._layouts[key]

@@ -2,7 +2,7 @@
 a copy carries in a few tenths.
 
     link = connect(group)                        # None where the ranks are not all on one host: use the group itself
-    pending = link.all_to_all("pooled", received, sent, receive_splits, send_splits)
+    pending = link.all_to_all("vectors", received, sent, receive_splits, send_splits)
     pending()                                    # fills `received`
 
 Each rank owns one sparse memory file with a region per channel, and shares its descriptor with the others over Unix
@@ -33,10 +33,12 @@ from torch import Tensor
 
 from dlrm_autoshard.errors import UserError
 
-CHANNELS = ("lengths", "values", "pooled", "gradients", "reduce", "reduced")
+CHANNELS = ("lengths", "values", "vectors", "reduce", "reduced")
 _REGION_BYTES = 1 << 34  # of address space; memory is taken only where something was written
 _READY, _DONE = 0, 1
 _MESSAGE = struct.Struct("<BBqq")  # channel, READY or DONE, first byte, number of bytes
+Put = Callable[[int, Tensor], object]
+"""Writes what a rank is to get into the one-dimensional tensor given."""
 
 
 class RankGone(RuntimeError):
@@ -53,19 +55,20 @@ class SharedMemory:
         self._readers: dict[int, list[int]] = {}  # channel -> ranks whose DONE is owed
 
     def all_to_all(
-        self, channel: str, received: Tensor, sent: Tensor, receive_splits: list[int], send_splits: list[int]
+        self, channel: str, received: Tensor, sent: Tensor | Put, receive_splits: list[int], send_splits: list[int]
     ) -> Callable[[], Tensor]:
-        """Both one-dimensional, splits in elements, by rank. `sent` may be reused at once."""
-        starts = [0, *accumulate(send_splits)]
-        region = self.write(channel, sent.numel(), sent.dtype)
+        """One-dimensional, splits in elements, by rank. sent: by rank too, or what writes a rank's part; may be reused
+        at once."""
+        put = sent if not isinstance(sent, Tensor) else _copies(sent, send_splits)
+        starts, arrivals = [0, *accumulate(send_splits)], [0, *accumulate(receive_splits)]
+        region = self.write(channel, starts[-1], received.dtype)
         for rank in self._others:
             if send_splits[rank]:
-                part = slice(starts[rank], starts[rank + 1])
-                region[part].copy_(sent[part])
-                self.tell(channel, rank, region[part])
-        arrivals = [0, *accumulate(receive_splits)]
-        own = slice(starts[self.rank], starts[self.rank + 1])
-        received[arrivals[self.rank] : arrivals[self.rank + 1]].copy_(sent[own])
+                part = region[starts[rank] : starts[rank + 1]]
+                put(rank, part)
+                self.tell(channel, rank, part)
+        if send_splits[self.rank]:
+            put(self.rank, received[arrivals[self.rank] : arrivals[self.rank + 1]])
 
         def finish() -> Tensor:
             for rank in self._others:
@@ -158,6 +161,11 @@ class SharedMemory:
         # A rank that has left needs no message: it may have finished. If it owes one, the wait for that will tell.
         with contextlib.suppress(ConnectionError):
             self._sockets[rank].sendall(message)
+
+
+def _copies(sent: Tensor, splits: list[int]) -> Put:
+    parts = sent.split(splits)
+    return lambda rank, into: into.copy_(parts[rank])
 
 
 def connect(group: dist.ProcessGroup) -> SharedMemory | None:

@@ -13,11 +13,13 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.exchange import IdDistribution, LocalIds, Pending
+from dlrm_autoshard.distributed.exchange import Pending
+from dlrm_autoshard.distributed.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.timing import StageClock
 from dlrm_autoshard.model import DLRM
 
@@ -92,6 +94,8 @@ class TrainStep:
         clock.stop("fwd_compute")
         clock.meet("fwd_comms")
         vectors = self._settle(embeddings.send_pooled(local))
+        lookup = get_gradient_edge(local)  # all that the update needs
+        del local  # what is done with goes at once: the next buffers take its place
         clock.stop("fwd_comms")
         following = self._fetch()
         clock.stop("data_wait")
@@ -101,8 +105,8 @@ class TrainStep:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
             bottom = self.model.bottom(batch.dense_BF)
         clock.stop("dense_fwd")
-        pooled = embeddings.in_output_order(vectors.wait()).detach().requires_grad_()
-        del vectors  # what is done with goes at once: the next buffers take its place
+        pooled = embeddings.in_output_order(vectors.wait(), self.model.room).detach().requires_grad_()
+        del vectors
         bottom_leaf = bottom.detach().requires_grad_()
         clock.stop("fwd_comms")
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
@@ -119,7 +123,7 @@ class TrainStep:
         clock.stop("dense_bwd")
         assert pooled.grad is not None and bottom_leaf.grad is not None
         clock.meet("bwd_comms")
-        gradients = self._settle(embeddings.send_gradients(pooled.grad))
+        gradients = self._settle(embeddings.send_gradients(pooled.grad, self.model.room))
         del pooled
         clock.stop("bwd_comms")
         bottom.backward(bottom_leaf.grad)
@@ -132,7 +136,8 @@ class TrainStep:
             reduced = dense.start_all_reduce(loss.detach())
         arrived = gradients.wait()
         clock.stop("bwd_comms")
-        embeddings.update(local, arrived)
+        embeddings.update(lookup, arrived)
+        del gradients, arrived
         clock.stop("bwd_compute")
         if reduced is None:
             clock.meet("grad_allreduce")
@@ -185,7 +190,7 @@ def predict(model: DLRM, embeddings: ShardedEmbeddings, batch: Batch, *, autocas
     if embeddings.device.type != "cpu":
         batch = to_device(batch, embeddings.device)
     local = embeddings.lookup(embeddings.distribute(batch).finish(), training=False)
-    pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait())
+    pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait(), model.room)
     with torch.autocast(embeddings.device.type, torch.bfloat16, enabled=autocast):
         logits = model.top(model.bottom(batch.dense_BF), pooled)
     return torch.sigmoid(logits[: batch.size].float())

@@ -1,0 +1,86 @@
+"""One batch's ids on their way to the tables' owners: lengths first, then ids, whose number the lengths tell.
+
+    ids = IdDistribution(exchange, batch)        # lengths are on their way
+    ids.send_values()                            # so are the ids; may be left to `finish`
+    local = ids.finish()                         # LocalIds: this rank's tables, the whole global batch
+
+Ids are copied by table (a table's ids lie side by side), from the batch straight to where they are sent from, and from
+where they arrive straight into the owner's order. Axes: T tables, B samples a rank, W ranks, N ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.exchange import Exchange, Pending
+
+
+@dataclass(frozen=True)
+class LocalIds:
+    """Ids of the tables this rank owns, for the whole global batch, as fbgemm takes them: table-major bags."""
+
+    values_N: Tensor
+    offsets: Tensor  # [T_local * W * B + 1]
+    batch_size: int  # B, of one rank
+
+
+class IdDistribution:
+    def __init__(self, exchange: Exchange, batch: Batch) -> None:
+        self._exchange, self._batch_size = exchange, batch.padded_size
+        e = exchange
+        self._lengths, self._values = batch.lengths_TB, batch.values_N
+        if e.world_size == 1:
+            if e.send_order is not None:  # on the device: that the host need not wait to know how many there are
+                self._lengths, self._values, _ = torch.ops.fbgemm.permute_2D_sparse_data(
+                    e.send_order, batch.lengths_TB, batch.values_N, None, batch.values_N.numel()
+                )
+            return
+        by_table = list(batch.values_N.split(batch.lengths_TB.sum(1).tolist()))
+        if e.send_order is not None:
+            self._lengths = batch.lengths_TB.index_select(0, e.send_order)
+            by_table = [by_table[i] for i in e.owners_order]
+        self._sent = [by_table[first:end] for first, end in e.table_ranges]
+        received = self._lengths.new_empty(e.world_size * e.num_local * self._batch_size)
+        self._lengths_pending = e.all_to_all(
+            "lengths",
+            received,
+            self._lengths.reshape(-1),
+            [e.num_local * self._batch_size] * e.world_size,
+            [(end - first) * self._batch_size for first, end in e.table_ranges],
+        )
+        self._values_pending: Pending | None = None
+
+    def send_values(self) -> None:
+        e = self._exchange
+        if e.world_size == 1:
+            return
+        self._received_lengths = self._lengths_pending.wait().view(e.world_size, e.num_local, self._batch_size)
+        self._arriving: list[list[int]] = self._received_lengths.sum(2).tolist()
+        splits = [sum(counts) for counts in self._arriving]
+        sent = self._sent
+        self._values_pending = e.all_to_all(
+            "values",
+            self._values.new_empty(sum(splits)),
+            lambda rank, into: torch.cat(sent[rank], out=into),
+            splits,
+            [sum(len(part) for part in parts) for parts in sent],
+        )
+
+    def finish(self) -> LocalIds:
+        e = self._exchange
+        lengths, values = self._lengths, self._values
+        if e.world_size > 1:
+            if self._values_pending is None:
+                self.send_values()
+            assert self._values_pending is not None
+            values = self._values_pending.wait()
+            lengths = self._received_lengths.transpose(0, 1)
+            if e.num_local:  # from rank-major to table-major
+                parts = values.split([count for counts in self._arriving for count in counts])
+                values = torch.cat([part for table in range(e.num_local) for part in parts[table :: e.num_local]])
+        offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1).to(values.dtype))
+        return LocalIds(values, offsets, self._batch_size)
