@@ -21,6 +21,7 @@ from dlrm_autoshard.distributed.fingerprint import hardware_fingerprint
 from dlrm_autoshard.distributed.probe import RankProbe
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.shard_probe import ShardProbe
+from dlrm_autoshard.distributed.shared_memory import place as place_of_process
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import Constraints, ShardingPlan, Topology, check_plan, round_robin
 from dlrm_autoshard.planner.planner import Planner
@@ -62,6 +63,9 @@ def place(config: Config, runtime: Runtime, source: DataSource, current: Shardin
     settled = current is not None and current.world_size == runtime.world_size
     planning = config.autoshard.enabled and not settled
     planner = make_planner(config) if config.autoshard.enabled and runtime.rank == 0 else None
+    places = runtime.all_gather(place_of_process())
+    if planner is not None:
+        planner.law.hosts = tuple(list(dict.fromkeys(places)).index(place) for place in places)
     probe = None
     if planning and config.autoshard.measure_plans > 0 and runtime.world_size > 1:
         shards = ShardProbe(

@@ -122,17 +122,36 @@ def test_step_prediction_is_the_sum_over_stages_of_the_slowest_rank(fitted: Plan
 
 
 def test_the_exchange_law_recovers_latency_and_bandwidth() -> None:
-    prices = np.array([0.3, 0.1, 0.6, 0.2])
+    prices = np.array([0.3, 0.1, 0.6, 0.2, 0.3, 0.3])
     samples = []
     generator = np.random.default_rng(0)
     for _ in range(60):
         dims = generator.integers(0, 2000, size=int(generator.integers(2, 9)))
-        ms = exchange_work(dims.astype(float), dims.sum(), 4096, len(dims)) @ prices
+        ms = exchange_work(dims.astype(float), dims.sum(), 4096, (0,) * len(dims)) @ prices
         samples.append(CommsSample(tuple(int(d) for d in dims), 4096, tuple(ms), tuple(1.5 * ms)))
     law = CommsLaw()
     law.fit(samples, [1.0] * len(samples))
-    np.testing.assert_allclose(law.prices_S4[0], prices, rtol=0.05)
-    np.testing.assert_allclose(law.prices_S4[1], 1.5 * prices, rtol=0.05)
+    np.testing.assert_allclose(law.prices_SP[0, :4], prices[:4], rtol=0.05)
+    np.testing.assert_allclose(law.prices_SP[1, :4], 1.5 * prices[:4], rtol=0.05)
+
+
+def test_the_exchange_law_learns_which_host_has_a_slow_uplink() -> None:
+    """Three ranks on one host, one on another whose uplink is slow: forward, what leaves it is what all wait for."""
+    generator = np.random.default_rng(1)
+    hosts = (0, 0, 0, 1)
+    fast, enters_slowly, leaves_slowly = (np.array([0.5, 0.0, 0.1, 0.0, *link]) for link in ((0, 0), (0, 4), (4, 0)))
+    samples = []
+    for _ in range(20):
+        dims = generator.integers(50, 600, size=4)
+        work = exchange_work(dims.astype(float), dims.sum(), 1024, hosts)
+        ms = [float(work[r] @ (leaves_slowly if hosts[r] else enters_slowly)) for r in range(4)]
+        samples.append(CommsSample(tuple(int(d) for d in dims), 1024, tuple(ms), tuple(work @ fast)))
+    law = CommsLaw(hosts)
+    law.fit(samples, [1.0] * len(samples))
+    even, away = (law.ms(np.array(d), 1200.0, 1024, 4).max(axis=0) for d in ([300.0] * 4, [400.0] * 3 + [0.0]))
+    assert away[0] < 0.4 * even[0]
+    alone = CommsLaw().ms(np.array([300.0] * 4), 1200.0, 1024, 4)
+    assert (alone == alone[0]).all()  # on one host all ranks are alike
 
 
 def test_least_squares_without_samples_keeps_what_is_believed_and_never_goes_negative() -> None:

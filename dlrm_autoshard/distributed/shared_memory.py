@@ -182,7 +182,7 @@ def connect(group: dist.ProcessGroup) -> SharedMemory | None:
         listener.bind(name)
         listener.listen(world_size)
     places: list[tuple[str, str] | None] = [None] * world_size
-    dist.all_gather_object(places, (_place() if listener else f"none {rank}", name), group=group)
+    dist.all_gather_object(places, (place() if listener else f"none {rank}", name), group=group)
     if listener is None or len({place for place, _ in filter(None, places)}) > 1:
         return None
     link = None
@@ -232,7 +232,7 @@ def _mapped(descriptor: int) -> Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _place() -> str:
+def place() -> str:
     """Equal for processes that can reach each other's memory: one kernel, one network namespace."""
     if sys.platform != "linux":
         return f"{sys.platform} {os.getpid()}"

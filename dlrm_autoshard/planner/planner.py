@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology
 from dlrm_autoshard.planner.candidates import ALGORITHMS, LEARNED, CandidateMakers, is_legal
@@ -176,7 +174,7 @@ class Planner(LearnedCosts):
         return {
             "schema": 1,
             "cost_model": self.cost_model.to_json(),
-            "comms": self.law.prices_S4.tolist(),
+            "comms": self.law.prices_SP.tolist(),
             "speed": self.speed.to_json(),
             "anchor": self.anchor.to_json(),
             "replay": self.replay.to_json(),
@@ -188,7 +186,7 @@ class Planner(LearnedCosts):
         if state.get("schema") != 1:
             raise PlanError(f"the planner's state has schema {state.get('schema')}; this version reads schema 1.")
         self.cost_model.load_json(state["cost_model"])
-        self.law.prices_S4 = np.array(state["comms"])
+        self.law.load_prices(state["comms"])
         self.speed.load_json(state["speed"])
         if "anchor" in state:  # checkpoints of before there were any go on without
             self.anchor.load_json(state["anchor"])

@@ -36,17 +36,18 @@ class TaskCosts:
         self.world_size = task.world_size
         self.summary_UK = task.units.sum_over_tables(summary_TK)
         self.factor_W2 = speed.factors_W2(task.world_size, task.topology.speed).astype(np.float32)
-        # An exchange's cost is a straight line in the dims that a rank owns.
         total_dims = float(sum(table.embedding_dim for table in task.tables))
-        line = law.ms(np.array([0.0, 1.0]), total_dims, task.batch_size, task.world_size).astype(np.float32)
+        base_W2, per_dim_W2 = law.lines(total_dims, task.batch_size, task.world_size)
         exchange_W2 = anchor.exchange_W2(task.world_size).astype(np.float32)
-        self.comms_base_W2, self.comms_per_dim_W2 = line[0] * exchange_W2, (line[1] - line[0]) * exchange_W2
+        self.comms_base_W2 = base_W2.astype(np.float32) * exchange_W2
+        self.comms_per_dim_W2 = per_dim_W2.astype(np.float32) * exchange_W2
 
     def stages(self, sums_NDK: np.ndarray, ranks_D: np.ndarray | slice = slice(None)) -> np.ndarray:
         """[..., 4] of the devices of ranks `ranks_D`: of all of them, in order, where nothing is said."""
         stages = np.empty((*sums_NDK.shape[:-1], 4), dtype=np.float32)
         stages[..., ::3] = self.device_ms(sums_NDK) * self.factor_W2[ranks_D]
-        stages[..., 1:3] = self.comms_base_W2[ranks_D] + sums_NDK[..., 1:2] * self.comms_per_dim_W2[ranks_D]
+        exchange = self.comms_base_W2[ranks_D] + sums_NDK[..., 1:2] * self.comms_per_dim_W2[ranks_D]
+        np.maximum(exchange, 0.0, out=stages[..., 1:3])  # the line is right near balance, and falls on beyond it
         return stages
 
     def stage_ms(self, sums_NK: np.ndarray, ranks_N: np.ndarray) -> np.ndarray:

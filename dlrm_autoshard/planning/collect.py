@@ -218,7 +218,7 @@ def pack(path: Path, updates: int) -> dict[str, Any]:
         "measured_again_differs_by": float(np.mean(np.abs(again))) if again else None,
         "measured_again_differs_by_median": float(np.median(np.abs(again))) if again else None,
         "cost_model": planner.cost_model.to_json(),
-        "comms": planner.law.prices_S4.tolist(),
+        "comms": planner.law.prices_SP.tolist(),
     }
     WARM_START.with_suffix(".json").write_text(json.dumps(record) + "\n")
     return {key: value for key, value in record.items() if key not in ("cost_model", "comms")}

@@ -97,7 +97,7 @@ def start_warm(planner: Planner, fingerprint: Mapping[str, Any] | None, path: Pa
         return False
     record = json.loads(described.read_text())
     planner.cost_model.load_json(record["cost_model"])
-    planner.law.prices_S4 = np.array(record["comms"])
+    planner.law.load_prices(record["comms"])
     own = fingerprint is not None and dict(fingerprint) == record["fingerprint"]
     machine = record["fingerprint"]
     planner.costs_from = f"{record['shards']:,} shipped measurements on " + (
