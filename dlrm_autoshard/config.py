@@ -63,6 +63,9 @@ class ModelConfig(Section):
     interaction: Literal["dot", "cat", "dcn"] = "dot"
     dcn_num_layers: PositiveInt = 3
     dcn_low_rank_dim: PositiveInt = 512
+    # Instead of all that: file.py:name or package.module:name, a DenseArch from (num_dense, tables, **options).
+    factory: str | None = None
+    options: dict[str, Any] = {}
 
 
 class DenseOptimizerConfig(Section):

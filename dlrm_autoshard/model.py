@@ -3,7 +3,8 @@
     model = DLRM(num_dense=13, tables=embeddings.output_tables, config=config.model, seed=0)
     logits_B = model.top(model.bottom(dense_BF), pooled_BD)
 
-The two halves are separate because the bottom MLP needs no vectors: it runs while they travel.
+The two halves are separate because the bottom MLP needs no vectors: it runs while they travel. `make_model` gives DLRM,
+or the `DenseArch` of the user's own that the config names.
 """
 
 from __future__ import annotations
@@ -15,12 +16,45 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from dlrm_autoshard import plug_in
 from dlrm_autoshard.config import ModelConfig
 from dlrm_autoshard.interaction import CatInteraction, DotInteraction, LowRankCross, with_dense
 from dlrm_autoshard.tables import TableConfig
 
 
-class DLRM(nn.Module):
+class DenseArch(nn.Module):
+    """What the training step asks of a dense part. tables: in the order of the pooled columns."""
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Columns to be left free before and after the pooled ones, for `top` to write to."""
+        return (0, 0)
+
+    def bottom(self, dense_BF: Tensor) -> Tensor:
+        """[B, any] from the dense features [B, F]: all that needs no pooled vectors."""
+        raise NotImplementedError
+
+    def top(self, bottom_BD: Tensor, pooled_BD: Tensor) -> Tensor:
+        """Logits [B]. pooled_BD: every table's vectors side by side, with `room`."""
+        raise NotImplementedError
+
+
+def make_model(num_dense: int, tables: Sequence[TableConfig], config: ModelConfig, seed: int = 0) -> DenseArch:
+    if config.factory is None:
+        return DLRM(num_dense, tables, config, seed)
+    factory = plug_in.load(config.factory, "model.factory")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = plug_in.call(factory, "model.options", num_dense, tables, **config.options)
+    if not isinstance(made, DenseArch):
+        raise plug_in.PlugInError(
+            f"model.factory: '{config.factory}' gives a {type(made).__name__}; it must give a "
+            "dlrm_autoshard.model.DenseArch, which is an nn.Module with `bottom` and `top`."
+        )
+    return made
+
+
+class DLRM(DenseArch):
     """tables: in the order of the pooled columns, tables of one dim side by side (see `output_order`)."""
 
     def __init__(self, num_dense: int, tables: Sequence[TableConfig], config: ModelConfig, seed: int = 0) -> None:

@@ -34,7 +34,7 @@ from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.journal import Journal
 from dlrm_autoshard.loop import Loop
 from dlrm_autoshard.metrics import binary_metrics
-from dlrm_autoshard.model import DLRM
+from dlrm_autoshard.model import make_model
 from dlrm_autoshard.placement import Placement, from_rank_0, place
 from dlrm_autoshard.planning.plan_table import candidate_table, rank_table
 from dlrm_autoshard.progress import Display, describe
@@ -104,7 +104,7 @@ class Trainer:
             exchange_dtype=config.train.exchange_dtype,
             seed=config.run.seed,
         )
-        model = DLRM(self.source.num_dense, self.embeddings.output_tables, config.model, config.run.seed)
+        model = make_model(self.source.num_dense, self.embeddings.output_tables, config.model, config.run.seed)
         self.dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
         self.clock = StageClock(runtime.device, runtime.control)
         self.autocast = config.train.dense_dtype == "bf16"

@@ -11,10 +11,11 @@ from __future__ import annotations
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.data.criteo import CriteoSource
+from dlrm_autoshard.data.custom import open_custom
 from dlrm_autoshard.data.dlrm_datasets import DlrmDatasetsSource
 from dlrm_autoshard.data.movielens import MovielensSource
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
-from dlrm_autoshard.data.settings import CriteoData, DataConfig, MovielensData, SyntheticData
+from dlrm_autoshard.data.settings import CriteoData, CustomData, DataConfig, MovielensData, SyntheticData
 from dlrm_autoshard.data.synthetic import SyntheticSource
 
 
@@ -27,4 +28,6 @@ def open_source(data: DataConfig, tables: TablesConfig) -> DataSource:
         return MovielensSource(data, tables)
     if isinstance(data, CriteoData):
         return CriteoSource(data, tables)
+    if isinstance(data, CustomData):
+        return open_custom(data, tables)
     return DlrmDatasetsSource(data, tables)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -75,4 +75,12 @@ class DlrmDatasetsData(DataSection):
     seed: int = 0  # of the hidden model that makes labels
 
 
-DataConfig = Annotated[SyntheticData | MovielensData | CriteoData | DlrmDatasetsData, Field(discriminator="source")]
+class CustomData(DataSection):
+    source: Literal["custom"]
+    factory: str  # file.py:name or package.module:name, called as name(tables_config, **options): a DataSource
+    options: dict[str, Any] = {}
+
+
+DataConfig = Annotated[
+    SyntheticData | MovielensData | CriteoData | DlrmDatasetsData | CustomData, Field(discriminator="source")
+]

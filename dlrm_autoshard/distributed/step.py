@@ -21,7 +21,7 @@ from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.exchange import Pending
 from dlrm_autoshard.distributed.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.timing import StageClock
-from dlrm_autoshard.model import DLRM
+from dlrm_autoshard.model import DenseArch
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class TrainStep:
 
     def __init__(
         self,
-        model: DLRM,
+        model: DenseArch,
         dense: DataParallelDense,
         embeddings: ShardedEmbeddings,
         clock: StageClock,
@@ -185,7 +185,7 @@ def share_of_loss(logits_B: Tensor, batch: Batch) -> Tensor:
 
 
 @torch.no_grad()
-def predict(model: DLRM, embeddings: ShardedEmbeddings, batch: Batch, *, autocast: bool) -> Tensor:
+def predict(model: DenseArch, embeddings: ShardedEmbeddings, batch: Batch, *, autocast: bool) -> Tensor:
     """Probabilities [size] of the batch's real samples. A collective: every rank calls it for every batch."""
     if embeddings.device.type != "cpu":
         batch = to_device(batch, embeddings.device)

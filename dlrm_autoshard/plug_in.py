@@ -1,0 +1,76 @@
+"""Users' own code, named in the YAML as a file or a module, and what to take from it.
+
+load("clicks.py:Clicks", "data.factory")               # a file, from the working directory
+load("my_company.clicks:Clicks", "data.factory")       # anything that Python can import
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dlrm_autoshard.errors import UserError
+
+
+class PlugInError(UserError):
+    """Users' code that can't be found or called: the message names the key, the place, and what is wrong with it."""
+
+
+def load(place: str, key: str) -> Callable[..., Any]:
+    """The callable at `place`; key: where the YAML names it, for messages. What fails in the code itself is raised as
+    it is: its traceback says more than we could."""
+    where, colon, name = place.rpartition(":")
+    if not (colon and where and name):
+        raise PlugInError(f"{key} is '{place}'; it has the form file.py:name or package.module:name.")
+    module = _from_file(Path(where), key) if where.endswith(".py") else _from_module(where, key)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise PlugInError(f"{key}: '{where}' has no function or class '{name}'.")
+    return found
+
+
+def call(function: Callable[..., Any], key: str, *given: Any, **options: Any) -> Any:
+    """function(*given, **options), where it takes them. key: of the options, for messages."""
+    try:
+        inspect.signature(function).bind(*given, **options)
+    except TypeError as error:
+        raise PlugInError(
+            f"{key}: {getattr(function, '__name__', function)}{inspect.signature(function)} can't be called with "
+            f"{len(given)} arguments of ours and the options {_names(options)}: {error}."
+        ) from None
+    return function(*given, **options)
+
+
+def _names(options: Mapping[str, Any]) -> str:
+    return ", ".join(options) or "(none)"
+
+
+def _from_file(path: Path, key: str) -> ModuleType:
+    if not path.is_file():
+        raise PlugInError(f"{key}: there is no file '{path}' (from '{Path.cwd()}').")
+    name = f"dlrm_autoshard_plug_in.{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up
+    if str(path.parent.resolve()) not in sys.path:
+        sys.path.append(str(path.parent.resolve()))  # it may import its neighbours
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_module(name: str, key: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise  # found, but it imports what isn't there
+        raise PlugInError(
+            f"{key}: Python finds no module '{name}'. Install it, add its folder to PYTHONPATH, or name its file."
+        ) from None

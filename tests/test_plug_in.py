@@ -1,0 +1,103 @@
+"""Users' own data and dense part: the README's example as it stands trains on two ranks and learns; whatever is wrong
+with such code is a sentence that names the key."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from dlrm_autoshard import plug_in
+from dlrm_autoshard.config import ModelConfig, TablesConfig
+from dlrm_autoshard.data.batch import DataError
+from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.data.settings import CustomData
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.model import make_model
+
+ROOT = Path(__file__).parents[1]
+
+
+def readme_example(folder: Path) -> None:
+    """The README's two classes, and clicks that depend on dense features and ids alike."""
+    blocks = re.findall(r"```python\n(# (\w+\.py)\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert sorted(name for _, name in blocks) == ["clicks.py", "tower.py"]
+    for text, name in blocks:
+        (folder / name).write_text(text)
+    generator = np.random.default_rng(0)
+    dense = generator.normal(size=(20_000, 3)).astype(np.float32)
+    ids = np.stack([generator.integers(0, rows, 20_000) for rows in (50, 7, 20)], 1)
+    odds = dense[:, 0] + (ids[:, 0] % 2) * 2 - 1 + (ids[:, 2] % 3) - 1
+    np.savez(folder / "clicks.npz", dense=dense, ids=ids, label=generator.random(20_000) < 1 / (1 + np.exp(-odds)))
+
+
+def readme_yaml() -> dict[str, object]:
+    text = re.search(r"```yaml\n(data: \{source: custom.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert text is not None
+    return yaml.safe_load(text[1])
+
+
+def test_the_readmes_example_trains_on_two_ranks(tmp_path: Path) -> None:
+    readme_example(tmp_path)
+    record = {**readme_yaml(), "run": {"device": "cpu"}, "train": {"batch_size": 128, "epochs": 2}}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({**record, "autoshard": {"enabled": True}}))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*torchrun, str(ROOT / "launch/train.py"), "--config", "own.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    assert [line["auc"] for line in lines if "auc" in line][-1] > 0.75  # the best possible is 0.83
+
+
+@pytest.mark.parametrize(
+    "place, says",
+    [
+        ("clicks.py", "has the form file.py:name"),
+        ("nowhere.py:Clicks", "there is no file 'nowhere.py'"),
+        ("no_such_module_at_all.x:Clicks", "finds no module 'no_such_module_at_all.x'"),
+        ("json:Clicks", "'json' has no function or class 'Clicks'"),
+    ],
+)
+def test_code_that_is_not_there(place: str, says: str) -> None:
+    with pytest.raises(UserError, match=re.escape(says)) as error:
+        plug_in.load(place, "data.factory")
+    assert "data.factory" in str(error.value)
+
+
+def test_what_custom_data_gets_wrong_is_said_before_training(tmp_path: Path) -> None:
+    readme_example(tmp_path)
+    place, tables = f"{tmp_path / 'clicks.py'}:Clicks", TablesConfig()
+
+    def opened(**options: object) -> object:
+        return open_source(CustomData(source="custom", factory=place, options=options), tables)
+
+    with pytest.raises(UserError, match="options folder: missing a required argument: 'path'"):
+        opened(folder=str(tmp_path))
+    opened(path=str(tmp_path / "clicks.npz"))
+    text = (tmp_path / "clicks.py").read_text()
+    (tmp_path / "clicks.py").write_text(text.replace("self.ids[part].T.int()", "self.ids[part].T.double()"))
+    with pytest.raises(DataError, match=r"gives lengths_TB as float64 \[3, 2\]; .* must be int32 \[3, 2\]"):
+        opened(path=str(tmp_path / "clicks.npz"))
+    (tmp_path / "clicks.py").write_text("class Clicks:\n    def __init__(self, tables): pass\n")
+    with pytest.raises(DataError, match="has no tables and no num_dense"):
+        opened()
+
+
+def test_a_dense_part_must_be_one(tmp_path: Path) -> None:
+    path = tmp_path / "other.py"
+    path.write_text("import torch\ndef made(num_dense, tables): return torch.nn.Module()\n")
+    with pytest.raises(UserError, match=r"gives a Module; it must give a dlrm_autoshard\.model\.DenseArch"):
+        make_model(3, (), ModelConfig(factory=f"{path}:made"))
