@@ -6,8 +6,13 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
+from torch import nn
 
 from dlrm_autoshard import Constraints, ShardingPlan, SimulatedCluster, StepProfile, TableConfig, TableStats, Topology
+from dlrm_autoshard.planner.masked import MaskedCategorical
+from dlrm_autoshard.planner.mdp import Rollout
+from dlrm_autoshard.planner.policy import DevicePolicy
 from dlrm_autoshard.planner.replay import CommsSample, ShardSample, comms_of, shards_of
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
@@ -55,6 +60,22 @@ def random_samples(cluster: SimulatedCluster, profiles: int, seed: int = 0) -> l
         profile = cluster.profile([tables[i] for i in chosen], [stats[i] for i in chosen], plan, BATCH)
         samples += [*shards_of(profile), comms_of(profile)]
     return samples
+
+
+def choices(rollout: Rollout, policy: DevicePolicy) -> MaskedCategorical:
+    """The distributions [U, E, D] that a rollout's actions were sampled from, by torch: differentiable."""
+    unit_UH = rollout.mdp.embed_units(policy)
+    placed_UED1 = nn.functional.one_hot(torch.from_numpy(rollout.actions), rollout.legal.shape[-1]).unsqueeze(-1)
+    added = placed_UED1 * unit_UH[:, None, None, :]
+    before = added.cumsum(dim=0) - added  # what was on each device before the step
+    unit = unit_UH[:, None, None, :].expand_as(before)
+    inputs = torch.cat([torch.from_numpy(rollout.features), before, unit], dim=-1)
+    return MaskedCategorical(policy.logits(inputs), torch.from_numpy(rollout.legal))
+
+
+def log_prob(rollout: Rollout, policy: DevicePolicy) -> torch.Tensor:
+    """[E] log-probability of each episode."""
+    return choices(rollout, policy).log_prob(torch.from_numpy(rollout.actions)).sum(dim=0)
 
 
 def exact_optimum(costs: TaskCosts, devices: int) -> float:

@@ -216,18 +216,21 @@ class FrozenDevices:
         self.net = FrozenNet(model.device_net)
         self.launch_S = model.launch_S.numpy().copy()
 
-    def __call__(self, summary_NK: np.ndarray) -> np.ndarray:
-        count_N1 = np.maximum(summary_NK[..., :1], 1)
-        raw_NS = summary_NK[..., 2:4] + self.launch_S
-        inputs = np.empty((*summary_NK.shape[:-1], NUM_LOGS + EMBED), dtype=np.float32)
-        inputs[..., :1] = count_N1
-        np.maximum(summary_NK[..., 2 : 1 + NUM_LOGS], 1e-3, out=inputs[..., 1:NUM_LOGS])
-        np.log2(inputs[..., :NUM_LOGS], out=inputs[..., :NUM_LOGS])
-        inputs[..., :NUM_LOGS] *= 1 / 6
-        np.divide(summary_NK[..., 1 + NUM_LOGS :], count_N1, out=inputs[..., NUM_LOGS:])
-        factor_NS = np.exp(FUSION_BOUND * np.tanh(self.net(inputs)))
-        ms: np.ndarray = raw_NS * factor_NS * (summary_NK[..., :1] > 0.5)
-        return ms
+    def __call__(self, summaries: np.ndarray) -> np.ndarray:
+        """[..., 2] from [..., K]."""
+        summary_NK = summaries.reshape(-1, summaries.shape[-1])
+        count_N1 = np.maximum(summary_NK[:, :1], 1)
+        inputs = np.empty((len(summary_NK), NUM_LOGS + EMBED), dtype=np.float32)
+        logs = inputs[:, :NUM_LOGS]
+        logs[:, :1] = count_N1
+        np.maximum(summary_NK[:, 2 : 1 + NUM_LOGS], 1e-3, out=logs[:, 1:])
+        np.log2(logs, out=logs)
+        logs *= 1 / 6
+        np.divide(summary_NK[:, 1 + NUM_LOGS :], count_N1, out=inputs[:, NUM_LOGS:])
+        ms_NS = np.exp(FUSION_BOUND * np.tanh(self.net(inputs)))
+        ms_NS *= summary_NK[:, 2:4] + self.launch_S
+        ms_NS *= summary_NK[:, :1] > 0.5
+        return ms_NS.reshape(*summaries.shape[:-1], 2)
 
 
 class ShardSet:
@@ -235,9 +238,17 @@ class ShardSet:
 
     def __init__(self, samples: Sequence[ShardSample]) -> None:
         number: dict[tuple[TableConfig, TableStats, int], int] = {}
+        known: dict[tuple[int, int, int], int] = {}  # by identity first: comparing statistics takes its time
+
+        def number_of(table: TableConfig, stats: TableStats, batch_size: int) -> int:
+            identity = (id(table), id(stats), batch_size)
+            if identity not in known:
+                known[identity] = number.setdefault((table, stats, batch_size), len(number))
+            return known[identity]
+
         members = [
             [
-                number.setdefault((table, stats, sample.batch_size), len(number))
+                number_of(table, stats, sample.batch_size)
                 for table, stats in zip(sample.tables, sample.stats, strict=True)
             ]
             for sample in samples

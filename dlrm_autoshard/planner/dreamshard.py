@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from dlrm_autoshard.planner.by_hand import FlatAdam
 from dlrm_autoshard.planner.features import network_features
 from dlrm_autoshard.planner.masked import gumbel_noise
 from dlrm_autoshard.planner.mdp import EstimatedMDP, Rollout
 from dlrm_autoshard.planner.policy import DevicePolicy
+from dlrm_autoshard.planner.policy_training import PolicyTraining
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
@@ -45,7 +44,7 @@ class DreamShard:
         self.policy = policy
         self.settings = settings
         self.generator = np.random.default_rng(seed)
-        self.adam = FlatAdam([*policy.parameters()])
+        self.training = PolicyTraining(policy)
         self.learning_rate = settings.learning_rate
 
     def train(
@@ -77,13 +76,11 @@ class DreamShard:
 
     def reinforce(self, rollout: Rollout) -> None:
         """One REINFORCE update; the advantage is the reward standardised over the episodes."""
-        reward_E = torch.from_numpy(
-            -rollout.cost_E * (1 + rollout.overflow_E)
-        )  # an overflowing placement counts double
-        advantage_E = (reward_E - reward_E.mean()) / (reward_E.std() + 1e-9)
-        log_prob_E, entropy = rollout.log_prob(self.policy)
-        loss = -(advantage_E * log_prob_E).mean() - self.settings.entropy_weight * entropy
-        self.adam.descend(loss, self.learning_rate)
+        reward_E = -rollout.cost_E * (1 + rollout.overflow_E)  # an overflowing placement counts double
+        advantage_E = (reward_E - reward_E.mean()) / (reward_E.std(ddof=1) + 1e-9)
+        self.training.gradients(rollout, advantage_E, self.settings.entropy_weight)
+        self.training.adam.step(self.learning_rate)
+        self.training.adam.finish()
 
     def sampled(self, mdp: EstimatedMDP, episodes: int) -> Rollout:
         shape = (episodes, len(mdp.order), mdp.task.world_size)

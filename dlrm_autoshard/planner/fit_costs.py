@@ -52,8 +52,8 @@ class CostTraining:
         self.log_count_N1 = np.log2(self.count_N1) / 6
         self.log_loads_NL = np.log2(np.maximum(loads_NL[:, 1:], 1e-3)) / 6
 
-    def gradients(self, chosen: np.ndarray) -> float:
-        """The batch's mean loss; its gradient goes to `adam`."""
+    def gradients(self, chosen: np.ndarray) -> np.ndarray:
+        """[N, S] errors of the chosen shards, in logs; the gradient of their mean loss goes to `adam`."""
         inside_NR = np.zeros((len(chosen), len(self.base_RS) + 1), dtype=np.float32)
         inside_NR[np.arange(len(chosen))[:, None], self.members_NM[chosen]] = 1.0
         inside_NR = inside_NR[:, :-1]  # the last column is padding
@@ -78,12 +78,11 @@ class CostTraining:
         raw_NS = cost_NS + self.launch_S
         error_NS = np.log(raw_NS) + FUSION_BOUND * bent_NS - self.log_target_NS[chosen]
 
-        grad_NS = np.clip(error_NS / HUBER, -1, 1) / error_NS.size
+        grad_NS = np.minimum(np.maximum(error_NS / HUBER, -1), 1) / error_NS.size
         grad_inputs = self.device_net.backward(grad_NS * FUSION_BOUND * (1 - bent_NS**2))
         grad_cost_NS = grad_NS / raw_NS + grad_inputs[:, 1:3] * (LOG2_SCALE / clamped_NS) * (cost_NS > 1e-3)
         grad_embed = grad_inputs[:, NUM_LOGS:] / count_N1
         grad_RO = inside_NR.T @ np.concatenate([grad_cost_NS, grad_embed], axis=1)
         grad_RO[:, :2] *= cost_RS * (1 - bent_RS**2)
-        self.table_net.backward(grad_RO)
-        size = np.abs(error_NS)
-        return float(np.where(size < HUBER, size**2 / (2 * HUBER), size - HUBER / 2).mean())
+        self.table_net.backward(grad_RO, to_inputs=False)
+        return error_NS

@@ -23,10 +23,11 @@ class FrozenNet:
         ]
 
     def __call__(self, inputs: np.ndarray) -> np.ndarray:
-        values = inputs
+        # As one matrix: numpy multiplies a stack of small ones one by one.
+        values = inputs.reshape(-1, inputs.shape[-1])
         for i, (weight, bias) in enumerate(self.layers):
             values = values @ weight
             values += bias
             if i < len(self.layers) - 1:
                 np.maximum(values, 0, out=values)
-        return values
+        return values.reshape(*inputs.shape[:-1], -1)

@@ -3,7 +3,6 @@
     mdp = EstimatedMDP(task, costs)
     rollout = mdp.rollout(policy, noise_EUD)        # E episodes at once; noise None: the likeliest device each time
     rollout.rank_EU, rollout.cost_E                 # placements and their predicted step cost
-    rollout.log_prob(policy)                        # [E] differentiable, entropies beside it
 
 Units go in descending order of predicted cost alone. A step shows the policy, for every device, what it costs now and
 what it would cost with this unit, and the policy's own embeddings of the unit and of the device's units. The reward is
@@ -12,8 +11,8 @@ what it would cost with this unit, and the policy's own embeddings of the unit a
 Where no device has room, the unit goes (with probability 1, so without gradient) to the device with most room and the
 episode counts as overflowing; such placements are never handed out.
 
-The loop runs in numpy, the loss in torch; both see the same features, and the Gumbel noise with which the loop picks
-makes its picks samples of the very distribution that the loss scores.
+The loop keeps what it showed the policy, and the Gumbel noise with which it picks makes its picks samples of the very
+distribution that the loss (`policy_training`) scores.
 
 Axes: E episodes, U units, D devices, K summary columns, F features, H policy embedding.
 """
@@ -26,9 +25,8 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dlrm_autoshard.planner.masked import MaskedCategorical
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
@@ -43,13 +41,11 @@ class Embeds(Protocol):
 
 
 class Policy(Embeds, Protocol):
-    """A table network and a logit a device; `frozen` is the same logit in numpy."""
+    """A table network and a logit a device."""
 
-    def logits(self, inputs_EDF: Tensor) -> Tensor:
-        """[E, D] from features, the device's embedding and the unit's, side by side."""
+    def frozen(self) -> Callable[[np.ndarray], np.ndarray]:
+        """[E, D] logits from features, the device's embedding and the unit's, side by side."""
         ...
-
-    def frozen(self) -> Callable[[np.ndarray], np.ndarray]: ...
 
 
 @dataclass(frozen=True)
@@ -68,21 +64,6 @@ class Rollout:
         ranks = np.empty_like(self.actions.T)
         ranks[:, self.mdp.order] = self.actions.T
         return ranks
-
-    def choices(self, policy: Policy) -> MaskedCategorical:
-        """The distributions [U, E, D] that the actions were sampled from, differentiable."""
-        unit_UH = self.mdp.embed_units(policy)
-        placed_UED1 = nn.functional.one_hot(torch.from_numpy(self.actions), self.legal.shape[-1]).unsqueeze(-1)
-        added = placed_UED1 * unit_UH[:, None, None, :]
-        before = added.cumsum(dim=0) - added  # what was on each device before the step
-        unit = unit_UH[:, None, None, :].expand_as(before)
-        inputs = torch.cat([torch.from_numpy(self.features), before, unit], dim=-1)
-        return MaskedCategorical(policy.logits(inputs), torch.from_numpy(self.legal))
-
-    def log_prob(self, policy: Policy) -> tuple[Tensor, Tensor]:
-        """([E] log-probability of each episode, mean entropy of a step)."""
-        choices = self.choices(policy)
-        return choices.log_prob(torch.from_numpy(self.actions)).sum(dim=0), choices.entropy().mean()
 
 
 class EstimatedMDP:
@@ -129,7 +110,7 @@ class EstimatedMDP:
     def rollout(self, policy: Policy, noise_EUD: np.ndarray | None = None, for_loss: bool = True) -> Rollout:
         """Episodes side by side: one for each row of Gumbel noise, or without noise the one that is likeliest.
 
-        for_loss: keep every step's features; without, `choices` and `log_prob` cannot be asked.
+        for_loss: keep every step's features; without, there is nothing to learn from.
         """
         steps, devices = len(self.order), self.task.world_size
         episodes = 1 if noise_EUD is None else len(noise_EUD)

@@ -32,6 +32,8 @@ from dlrm_autoshard.tables import TableConfig, TableStats
 
 __all__ = ["ALGORITHMS", "LEARNED", "Measure", "MeasureTask", "Planner"]
 
+FEW_SWAPS = 128
+"""Looked at in a round of the searches of `fit`, which need not be thorough: there are dozens."""
 MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
 
 
@@ -78,7 +80,7 @@ class Planner(LearnedCosts):
             for rank_U, overflow in zip(rollout.rank_EU, rollout.overflow_E, strict=True):
                 placement = greedy_on_cost(task, costs) if overflow else rank_U
                 if len(measured) % 2:
-                    placement = improve(task, costs, placement, seed=self.seed)
+                    placement = improve(task, costs, placement, seed=self.seed, most_swaps=FEW_SWAPS)
                 [profile] = measure(task, [task.plan_from(placement)])
                 measured.append(profile)
                 self.replay.comms.append(comms_of(profile))

@@ -19,6 +19,10 @@ from dlrm_autoshard.planner.frozen import FrozenNet
 from dlrm_autoshard.planner.mdp import NUM_FEATURES
 
 HIDDEN = 16
+EMBED_SCALE = 0.1
+"""Sums of embeddings over dozens of tables stay of order one."""
+COSTS_WITH_UNIT = slice(4, 8)
+"""Among the MDP's features: the device's four stages with the unit that is about to be placed."""
 GREEDINESS = 25.0
 """How much likelier the cheaper device is at first: e to this power per even share of cost (4% of it: e)."""
 
@@ -36,12 +40,12 @@ class DevicePolicy(nn.Module):
 
     def embed(self, features_UF: Tensor) -> Tensor:
         embedded: Tensor = self.table_net(features_UF)
-        return embedded * 0.1  # sums over dozens of tables stay of order one
+        return embedded * EMBED_SCALE
 
     def logits(self, inputs_EDF: Tensor) -> Tensor:
         """[E, D] from [E, D, NUM_FEATURES + 2 HIDDEN]: the MDP's features, the device's units, the unit to place."""
         learned: Tensor = self.device_net(inputs_EDF).squeeze(-1)
-        return learned - self.greediness * inputs_EDF[..., 4:8].sum(dim=-1)
+        return learned - self.greediness * inputs_EDF[..., COSTS_WITH_UNIT].sum(dim=-1)
 
     def frozen(self) -> FrozenLogits:
         return FrozenLogits(self)
@@ -55,5 +59,6 @@ class FrozenLogits:
         self.greediness = policy.greediness
 
     def __call__(self, inputs_EDF: np.ndarray) -> np.ndarray:
-        logits: np.ndarray = self.net(inputs_EDF)[..., 0] - self.greediness * inputs_EDF[..., 4:8].sum(axis=-1)
+        greedy = self.greediness * inputs_EDF[..., COSTS_WITH_UNIT].sum(axis=-1)
+        logits: np.ndarray = self.net(inputs_EDF)[..., 0] - greedy
         return logits

@@ -116,8 +116,8 @@ class CostNetTraining:
             Mlp(self.adam.arrays[a:b], self.adam.gradients[a:b]) for a, b in itertools.pairwise(ends)
         )
 
-    def gradients(self, placements: Placements, chosen: np.ndarray) -> float:
-        """The mean loss of the `chosen` placements; its gradient goes to `adam`."""
+    def gradients(self, placements: Placements, chosen: np.ndarray) -> None:
+        """The gradient of the mean loss of the `chosen` placements goes to `adam`."""
         times_P = np.bincount(chosen, minlength=len(placements.overall_P))
         different = np.flatnonzero(times_P)  # a placement that was drawn three times is computed once, and counts three
         times = times_P[different].astype(np.float32)
@@ -149,4 +149,3 @@ class CostNetTraining:
         through_max = grad_devices.reshape(existing.shape)
         through_max[at] += self.overall_net.backward((2 * weight_B * error_B)[:, None])
         self.table_net.backward(owned_NR.T @ grad_devices, to_inputs=False)
-        return float((weight_N1 * error_N3**2).sum() + (weight_B * error_B**2).sum())

@@ -59,15 +59,16 @@ def improve(
     kicks: int = 0,
     seed: int = 0,
     deadline: float | None = None,
+    most_swaps: int = MOST_SWAPS,
 ) -> np.ndarray:
     """Local search from a legal placement until nothing helps, then `kicks` times from a shaken copy of the best."""
-    best = _Search(task, costs, rank_U)
+    best = _Search(task, costs, rank_U, most_swaps)
     best.descend(deadline)
     generator = np.random.default_rng(seed)
     for _ in range(kicks):
         if deadline is not None and time.perf_counter() > deadline:
             break
-        other = _Search(task, costs, best.room.rank_U)
+        other = _Search(task, costs, best.room.rank_U, most_swaps)
         other.shake(generator)
         other.descend(deadline)
         if other.step_ms < best.step_ms * (1 - 1e-9):
@@ -86,9 +87,10 @@ def search(
 class _Search:
     """A placement, what each rank's stages cost under it, and the steps that make it better."""
 
-    def __init__(self, task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray) -> None:
+    def __init__(self, task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray, most_swaps: int) -> None:
         self.task = task
         self.costs = costs
+        self.most_swaps = most_swaps
         self.room = Room(task.units, rank_U)
         if (self.room.free_W < 0).any():
             self.room = Room(task.units, feasible(task))
@@ -118,14 +120,16 @@ class _Search:
         outs = [np.repeat(here, len(others))]
         tos = [np.tile(others, len(here))]
         backs = [np.full(len(here) * len(others), -1)]
-        there = np.flatnonzero(np.isin(self.room.rank_U, others))
+        is_other = np.zeros(self.task.world_size, dtype=bool)
+        is_other[others] = True
+        there = np.flatnonzero(is_other[self.room.rank_U])
         if len(there):
             out, back = np.repeat(here, len(there)), np.tile(there, len(here))
-            if len(out) > MOST_SWAPS:
+            if len(out) > self.most_swaps:
                 totals = self.ms_W4.sum(axis=1)
                 half_gap = (totals[source] - totals[self.room.rank_U[back]]) / 2
                 off = np.abs(self.alone_U[out] - self.alone_U[back] - half_gap)
-                near = np.argpartition(off, MOST_SWAPS)[:MOST_SWAPS]
+                near = np.argpartition(off, self.most_swaps)[: self.most_swaps]
                 out, back = out[near], back[near]
             outs, tos, backs = [*outs, out], [*tos, self.room.rank_U[back]], [*backs, back]
         out, to, back = np.concatenate(outs), np.concatenate(tos), np.concatenate(backs)
@@ -136,8 +140,13 @@ class _Search:
 
         summary = self.costs.summary_UK
         change_NK = summary[out] - np.where((back >= 0)[:, None], summary[back], 0)
-        source_N4 = self.costs.stage_ms(self.sums_WK[source] - change_NK, np.full(len(out), source))
-        to_N4 = self.costs.stage_ms(self.sums_WK[to] + change_NK, to)
+        source_N4, to_N4 = np.split(
+            self.costs.stage_ms(
+                np.concatenate([self.sums_WK[source] - change_NK, self.sums_WK[to] + change_NK]),
+                np.concatenate([np.full(len(out), source), to]),
+            ),
+            2,
+        )
         rest_N4 = self._slowest_without(source)[to]
         step_N = np.maximum(np.maximum(source_N4, to_N4), rest_N4).sum(axis=1)
         # Where several ranks are equally slow, one relief does not show in the step yet: it shows in the squares.
