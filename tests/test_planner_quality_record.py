@@ -1,0 +1,56 @@
+"""The planner-quality record: figures that follow from its rows alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlrm_autoshard.benchmarks.planner_quality_record import LEARNED, summarise
+from dlrm_autoshard.planner.greedy import KEYS
+
+
+def row(cell: str, task: int, slowest: dict[str, float], noise: float = 0.0) -> dict[str, Any]:
+    """Two ranks and one stage of 10 ms in the mean; `slowest` of the ranks takes that much more, the other less."""
+    generator = np.random.default_rng(task)
+    stages = {}
+    for name in (*KEYS, *LEARNED):
+        over = slowest.get(name, 5.0)
+        exact = np.array([[10 + over, 0, 0, 0], [10 - over, 0, 0, 0]])
+        stages[name] = [(exact * (1 + noise * generator.exponential(size=exact.shape))).tolist() for _ in range(4)]
+    return {
+        "cell": cell,
+        "task": task,
+        "stages_ms": stages,
+        "dearest_table_ms": [[11.0, 0.0]] * 4,
+        "predicted_ms": dict.fromkeys(stages, 10.0),
+        "seconds": 1.0,
+    }
+
+
+def test_what_is_removed_of_the_best_heuristics_excess() -> None:
+    rows = [row("20x2", task, {"lookup_greedy": 2.0, "auto": 0.5, "dreamshard": 1.0, "search": 2.0}) for task in (0, 1)]
+    figures = summarise(rows, ["20x2"], tasks=2)["figures"]
+    assert figures["20x2 best heuristic over balance bound"] == pytest.approx(1.2)
+    assert figures["20x2 auto / best heuristic"] == pytest.approx(10.5 / 12)
+    assert figures["20x2 auto: excess removed"] == pytest.approx(0.75)
+    assert figures["20x2 auto: excess removed, of what whole tables allow"] == pytest.approx(1.5)  # 11 ms is the least
+    assert figures["all cells: dreamshard: excess removed"] == pytest.approx(0.5)
+    assert figures["20x2 two halves of the rounds differ by"] == 0
+
+
+def test_cells_that_were_not_measured_are_targets_all_the_same() -> None:
+    outcome = summarise([row("20x2", 0, {})], ["20x2", "20x4"], tasks=20)
+    assert outcome["targets"]["20x4 auto / best heuristic"] == "<= 0.999"
+    assert "20x4 auto / best heuristic" not in outcome["figures"]
+    assert outcome["figures"]["20x2 tasks"] == 1 and outcome["targets"]["20x2 tasks"] == ">= 20"
+
+
+def test_noise_that_only_adds_time_disturbs_the_least_of_the_rounds_less() -> None:
+    rows = [row("20x2", task, {"lookup_greedy": 2.0, "auto": 0.0}, noise=0.1) for task in range(40)]
+    figures = summarise(rows, ["20x2"], tasks=20)["figures"]
+    halves = "20x2 two halves of the rounds differ by"
+    assert figures[f"{halves}, least rounds"] < figures[halves]
+    off = [abs(figures[f"20x2 auto / best heuristic{words}"] - 10 / 12) for words in (", least rounds", "")]
+    assert off[0] < off[1]
