@@ -45,6 +45,7 @@ NAMES = (
     "loop-drift",
     "loop-straggler",
     "loop-steady",
+    "loop-netem",
     "reshard-speed",
     "train-wsmall",
     "train-wemb",

@@ -127,10 +127,10 @@ def fixed_plan(plan: ShardingPlan, folder: Path) -> dict[str, Any]:
 def run_jobs(jobs: Sequence[Job], folder: Path, timeout: float = 900.0) -> dict[str, JobRun]:
     """One after another in the same two processes."""
     on_pinned_ranks(_train_all, WORLD_SIZE, list(jobs), str(folder), timeout=timeout)
-    return {job.name: _read(folder / job.name) for job in jobs}
+    return {job.name: read_run(folder / job.name) for job in jobs}
 
 
-def _read(run_dir: Path) -> JobRun:
+def read_run(run_dir: Path) -> JobRun:
     epochs = tuple(EpochProfile.from_json(line) for line in read_jsonl(epochs_file(run_dir)))
     decisions = tuple(read_jsonl(run_dir / "decisions.jsonl"))
     errors = tuple(d["error_before"] for d in decisions if d.get("error_before") is not None)

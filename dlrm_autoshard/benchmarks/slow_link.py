@@ -1,0 +1,120 @@
+"""Two hosts with a slow link between them, as two network namespaces of this machine: real sockets, a real queue.
+
+    why_not = cannot_make_link()                       # a reason, or None
+    with slow_link(mbit_per_s=50) as link:
+        link.run(["python", "-m", ...], hosts=(0, 0, 0, 1), timeout=60)      # a process for each rank, on its host
+
+The second host's uplink is slow; what comes down to it is not. netem makes it where the kernel has it (with a delay),
+else tbf, which limits the rate alone. Needs root and iproute2; everything is gone afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dlrm_autoshard.benchmarks.harness import BenchError
+
+DEVICE, ADDRESSES = "link0", ("10.213.77.1", "10.213.77.2")
+
+
+@dataclass(frozen=True)
+class Link:
+    """hosts: names of the two namespaces. made_by: what slows the link, for people."""
+
+    hosts: tuple[str, str]
+    made_by: str
+
+    def run(self, command: Sequence[str], hosts: Sequence[int], timeout: float) -> None:
+        """One process a rank under torchrun's environment; BenchError with its last words where one fails."""
+        port = free_port()
+        ranks = []
+        for rank, host in enumerate(hosts):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(hosts)),
+                "LOCAL_RANK": str(hosts[:rank].count(host)),
+                "LOCAL_WORLD_SIZE": str(list(hosts).count(host)),
+                "MASTER_ADDR": ADDRESSES[0],
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": DEVICE,
+                "OMP_NUM_THREADS": "1",
+            }
+            inside = ["ip", "netns", "exec", self.hosts[host], *command]
+            ranks.append(
+                subprocess.Popen(inside, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            )
+        deadline = time.monotonic() + timeout
+        try:
+            for rank, process in enumerate(ranks):
+                _, said = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+                if process.returncode != 0:
+                    raise BenchError(f"rank {rank} behind the slow link failed: {said.strip()[-600:]}")
+        except subprocess.TimeoutExpired as error:
+            raise BenchError(f"ranks with a slow link between them were not done after {timeout:g} s.") from error
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+@contextlib.contextmanager
+def slow_link(mbit_per_s: float, delay_ms: float = 1.0) -> Iterator[Link]:
+    hosts = (f"autoshard-a-{os.getpid()}", f"autoshard-b-{os.getpid()}")
+    try:
+        for host in hosts:
+            _ip("netns", "add", host)
+            _ip("-n", host, "link", "set", "lo", "up")
+        _ip("link", "add", DEVICE, "netns", hosts[0], "type", "veth", "peer", "name", DEVICE, "netns", hosts[1])
+        for host, address in zip(hosts, ADDRESSES, strict=True):
+            _ip("-n", host, "addr", "add", f"{address}/24", "dev", DEVICE)
+            _ip("-n", host, "link", "set", DEVICE, "up")
+        rate = f"{mbit_per_s:g}mbit"
+        uplink = ["tc", "-n", hosts[1], "qdisc", "add", "dev", DEVICE, "root"]
+        made_by = f"netem, {mbit_per_s:g} Mbit/s and {delay_ms:g} ms up"
+        if not _works([*uplink, "netem", "rate", rate, "delay", f"{delay_ms:g}ms", "limit", "10000"]):
+            made_by = f"tbf, {mbit_per_s:g} Mbit/s up (this kernel has no netem, so no delay)"
+            if not _works([*uplink, "tbf", "rate", rate, "burst", "64kb", "limit", "16mb"]):
+                raise BenchError("this kernel can slow no link down: it has neither netem nor tbf.")
+        yield Link(hosts, made_by)
+    finally:
+        for host in hosts:  # the devices go with them
+            _works(["ip", "netns", "del", host])
+
+
+def cannot_make_link() -> str | None:
+    if os.name != "posix" or not os.path.exists("/proc/self/ns/net"):
+        return "network namespaces are Linux's."
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            return f"`{tool}` is missing: install iproute2."
+    if os.geteuid() != 0:
+        return "making network namespaces needs root."
+    probe = f"autoshard-probe-{os.getpid()}"
+    made = _works(["ip", "netns", "add", probe])
+    _works(["ip", "netns", "del", probe])
+    return None if made else "this machine lets nobody make network namespaces (a container, perhaps)."
+
+
+def free_port() -> int:
+    """In a new namespace every port is free that is free here."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BenchError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}")
+
+
+def _works(command: Sequence[str]) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
