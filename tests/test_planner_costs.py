@@ -11,11 +11,12 @@ import torch
 from dlrm_autoshard import Planner, RankCost, ShardingPlan, SimulatedCluster, Topology
 from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile, step_cost_ms
 from dlrm_autoshard.planner.comms_law import CommsLaw, exchange_work
-from dlrm_autoshard.planner.cost_model import CostModel, FrozenDevices, ShardSet
+from dlrm_autoshard.planner.cost_model import CostModel, FrozenDevices
 from dlrm_autoshard.planner.fit_costs import HUBER, CostTraining
 from dlrm_autoshard.planner.least_squares import fit_nonnegative
 from dlrm_autoshard.planner.rank_speed import RankSpeed
 from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample
+from dlrm_autoshard.planner.shard_set import ShardSet
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from tests.planning_problems import BATCH, random_samples, some_tables, some_task
 

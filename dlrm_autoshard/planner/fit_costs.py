@@ -25,8 +25,8 @@ from dlrm_autoshard.planner.cost_model import (
     NUM_LOGS,
     TABLE_BOUND,
     CostModel,
-    ShardSet,
 )
+from dlrm_autoshard.planner.shard_set import ShardSet
 
 HUBER = 0.02
 """Relative errors below this count squared, above it absolutely: outliers of a noisy machine do not pull."""
