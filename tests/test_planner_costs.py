@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dlrm_autoshard import Planner, RankCost, ShardingPlan, SimulatedCluster, Topology
 from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile, step_cost_ms
 from dlrm_autoshard.planner.comms_law import CommsLaw, exchange_work
 from dlrm_autoshard.planner.cost_model import CostModel, FrozenDevices
 from dlrm_autoshard.planner.fit_costs import HUBER, CostTraining
-from dlrm_autoshard.planner.least_squares import fit_nonnegative
+from dlrm_autoshard.planner.least_squares import fit_nonnegative, solve_nonnegative
 from dlrm_autoshard.planner.rank_speed import RankSpeed
 from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample
 from dlrm_autoshard.planner.shard_set import ShardSet
@@ -163,6 +165,20 @@ def test_least_squares_without_samples_keeps_what_is_believed_and_never_goes_neg
     assert fitted[0] == pytest.approx(3.0, rel=0.01) and fitted[1] == 2.0
     falling = fit_nonnegative(np.array([[1.0, 5.0], [5.0, 1.0]]), np.array([1.0, 9.0]), np.ones(2), believed)
     assert (falling >= 0).all()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.integers(1, 40), st.integers(1, 8))
+def test_least_squares_is_at_its_optimum(seed: int, samples: int, columns: int) -> None:
+    """No price gains by a change: none at all where it is positive, none upwards where it is 0."""
+    generator = np.random.default_rng(seed)
+    matrix = generator.standard_normal((samples, columns)) * 10.0 ** generator.uniform(-3, 3, columns)
+    gram = matrix.T @ matrix + np.diag(0.01 + (matrix**2).mean(axis=0))
+    wanted = matrix.T @ generator.standard_normal(samples)
+    solution = solve_nonnegative(gram, wanted)
+    slope = (wanted - gram @ solution) / np.sqrt(np.diag(gram))
+    assert (solution >= 0).all() and (slope <= 1e-6).all()
+    np.testing.assert_allclose(slope[solution > 0], 0, atol=1e-6)
 
 
 def observed(planner: Planner, cluster: SimulatedCluster, ranks_of: dict[str, int], tables, stats) -> StepProfile:  # type: ignore[no-untyped-def]

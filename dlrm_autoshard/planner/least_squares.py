@@ -17,28 +17,36 @@ def fit_nonnegative(
     weight_N: np.ndarray,
     believed_P: np.ndarray,
     pull: float = 0.05,
-    sweeps: int = 100,
 ) -> np.ndarray:
-    """c >= 0 that minimises sum_n w_n (columns_n . c / target_n - 1)^2 plus the pull, by coordinate descent."""
+    """c >= 0 that minimises sum_n w_n (columns_n . c / target_n - 1)^2 plus the pull."""
     relative = columns_NP / np.maximum(target_N, 1e-6)[:, None]
     gram = relative.T @ (relative * weight_N[:, None])
     wanted = relative.T @ weight_N
     # The pull counts as `pull` samples of average size, so it fades as samples come in.
     average = np.diag(gram) / max(float(weight_N.sum()), 1e-9)
     strength = pull * np.maximum(average, 1e-12)
-    coefficients = believed_P.copy()
-    diagonal = np.diag(gram) + strength
-    # slope[p]: how much the fit would gain from a little more of p; kept up to date as coefficients change.
-    slope = wanted + strength * believed_P - (gram @ coefficients + strength * coefficients)
-    for _ in range(sweeps):
-        largest_change = 0.0
-        for p in range(len(coefficients)):
-            change = max(slope[p] / diagonal[p], -coefficients[p])
-            if change != 0.0:
-                coefficients[p] += change
-                slope -= change * gram[p]
-                slope[p] -= change * strength[p]
-                largest_change = max(largest_change, abs(change) * diagonal[p] ** 0.5)
-        if largest_change < 1e-5:
+    return solve_nonnegative(gram + np.diag(strength), wanted + strength * believed_P)
+
+
+def solve_nonnegative(matrix_PP: np.ndarray, wanted_P: np.ndarray) -> np.ndarray:
+    """c >= 0 that minimises c . matrix c / 2 - wanted . c (Lawson and Hanson's active set); the matrix is definite."""
+    scale_P = 1 / np.sqrt(np.diag(matrix_PP))
+    matrix_PP, wanted_P = matrix_PP * scale_P * scale_P[:, None], wanted_P * scale_P
+    solution, free = np.zeros(len(wanted_P)), np.zeros(len(wanted_P), dtype=bool)
+    for _ in range(3 * len(wanted_P)):
+        slope = np.where(free, -np.inf, wanted_P - matrix_PP @ solution)
+        if slope.max() <= 1e-9:
             break
-    return coefficients
+        free[slope.argmax()] = True  # what would gain most from leaving 0 may, and pushes others back to it
+        while True:
+            trial = np.zeros(len(wanted_P))
+            trial[free] = np.linalg.solve(matrix_PP[np.ix_(free, free)], wanted_P[free])
+            below = free & (trial <= 0)
+            if not below.any():
+                solution = trial
+                break
+            reach = (solution[below] / (solution[below] - trial[below])).min()
+            solution = solution + reach * (trial - solution)
+            free &= solution > 1e-12
+            solution[~free] = 0.0
+    return solution * scale_P
