@@ -15,7 +15,7 @@ import contextlib
 import json
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,8 @@ class Checkpoints:
 
         CheckpointError, with nothing loaded, where the checkpoint is of another model.
         """
+        state = read_state(path)
         try:
-            state = json.loads((path / _STATE).read_text())
             saved = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
         except (OSError, ValueError) as error:
             raise CheckpointError(f"checkpoint '{path}' cannot be read: {error}") from error
@@ -143,10 +143,23 @@ def check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mappi
         if saved[name] != tuple(wanted[name])
     ]
     differences = [f"{name} is not in it" for name in missing] + [f"{name} is not in the model" for name in foreign]
-    if differences or other:
-        every = other + differences
-        more = f" and {len(every) - 5} more" if len(every) > 5 else ""
+    check_same(path, other + differences)
+
+
+def check_same(path: Path, differences: Sequence[str]) -> None:
+    """CheckpointError where there are any between a checkpoint and the model."""
+    if differences:
+        more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise CheckpointError(
-            f"checkpoint '{path}' is of another model: {'; '.join(every[:5])}{more}. Nothing was loaded. "
+            f"checkpoint '{path}' is of another model: {'; '.join(differences[:5])}{more}. Nothing was loaded. "
             "Use the config it was made with (config.yaml in its run directory), or start a new run."
         )
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The small facts of a checkpoint: step, epoch, plan and so on."""
+    try:
+        state: dict[str, Any] = json.loads((path / _STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint '{path}' cannot be read: {error}") from error
+    return state

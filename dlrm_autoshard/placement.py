@@ -23,7 +23,7 @@ from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.shard_probe import ShardProbe
 from dlrm_autoshard.distributed.shared_memory import place as place_of_process
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.plan import Constraints, ShardingPlan, Topology, check_plan, round_robin
+from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, check_plan, round_robin
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import PlanResult
 from dlrm_autoshard.planning.startup import start_costs
@@ -110,7 +110,12 @@ def place(config: Config, runtime: Runtime, source: DataSource, current: Shardin
             plan = round_robin(names, topology)
         else:
             plan = ShardingPlan.load(Path(config.autoshard.placement))
-        check_plan(plan, table_bytes, topology, constraints)
+        try:
+            check_plan(plan, table_bytes, topology, constraints)
+        except PlanError as error:
+            if planner is not None or settled or config.autoshard.placement == "round_robin":
+                raise
+            raise PlanError(f"plan file '{config.autoshard.placement}': {error}") from error
         return plan.ordered(names), result
 
     plan, result = from_rank_0(runtime, decide, probe)

@@ -1,6 +1,8 @@
 """Where a run writes: `runs/<name>/`, with `runs/latest` pointing at the newest.
 
-    with claimed_run_dir(config, world_size=2, resume=None) as path: ...      # no other job can have it meanwhile
+    with claimed_run_dir(config, resume=None) as path:        # no other job can have it meanwhile
+        ...build and load everything that the run needs...
+        record_start(path, config, world_size=2)              # only now is it this start's
 
 config.yaml  environment.json  plan/  metrics.jsonl  costs/  decisions.jsonl  checkpoints/  report.html
 
@@ -36,7 +38,7 @@ class RunDirectoryError(UserError):
 
 
 @contextmanager
-def claimed_run_dir(config: Config, world_size: int, resume: str | None) -> Iterator[Path]:
+def claimed_run_dir(config: Config, resume: str | None) -> Iterator[Path]:
     """A new run's directory, or that of the run to continue; this job's alone until it ends, however it ends."""
     path = run_to_continue(config, resume)
     try:
@@ -47,12 +49,8 @@ def claimed_run_dir(config: Config, world_size: int, resume: str | None) -> Iter
                     f"another job ({(path / _LOCK).read_text().strip()}) is still writing to '{path}'. End it first, "
                     "or leave --resume out to start a new run."
                 )
-            keep_earlier_start(path)
         else:
             path, lock = free_directory(config)
-        (path / CONFIG).write_text(config.to_yaml())
-        (path / ENVIRONMENT).write_text(json.dumps(environment(world_size), indent=1) + "\n")
-        point_latest_at(path.resolve())
     except OSError as error:
         where = error.filename or path or config.run.dir
         raise RunDirectoryError(f"run directory '{where}' cannot be made: {error.strerror}. Set run.dir.") from error
@@ -109,6 +107,15 @@ def lock_directory(path: Path) -> int | None:
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {platform.node()}\n".encode())
     return lock
+
+
+def record_start(run: Path, config: Config, world_size: int) -> None:
+    """Writes down what this start runs with. A start that fails before (another model's checkpoint, say) leaves the
+    run as it was."""
+    keep_earlier_start(run)
+    (run / CONFIG).write_text(config.to_yaml())
+    (run / ENVIRONMENT).write_text(json.dumps(environment(world_size), indent=1) + "\n")
+    point_latest_at(run.resolve())
 
 
 def keep_earlier_start(run: Path) -> None:

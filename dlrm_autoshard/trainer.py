@@ -41,7 +41,7 @@ from dlrm_autoshard.progress import Display, describe
 from dlrm_autoshard.recorder import Recorder
 from dlrm_autoshard.report.jsonl import append_jsonl, drop_after_step
 from dlrm_autoshard.report.record import EpochProfile
-from dlrm_autoshard.run_directory import changes_since_last_start, claimed_run_dir
+from dlrm_autoshard.run_directory import changes_since_last_start, claimed_run_dir, record_start
 from dlrm_autoshard.schedule import lr_scale
 from dlrm_autoshard.stop import Stopped, StopSignals
 from dlrm_autoshard.training_state import Position, TrainError, TrainingState, plan_of
@@ -69,9 +69,11 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
         try:
             with Runtime.start(config.run) as runtime, ExitStack() as held:
                 signals.agree_through(runtime.store)
-                claim = claimed_run_dir(config, runtime.world_size, resume)
+                claim = claimed_run_dir(config, resume)
                 run_dir = from_rank_0(runtime, lambda: held.enter_context(claim))
-                return Trainer(config, runtime, run_dir, signals).run()
+                trainer = Trainer(config, runtime, run_dir, signals)
+                from_rank_0(runtime, lambda: record_start(run_dir, config, runtime.world_size))
+                return trainer.run()
         except RuntimeError as error:
             if signals.received is None:
                 raise
@@ -92,7 +94,7 @@ class Trainer:
             run_dir / "checkpoints", runtime, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
         )
         checkpoint = self.checkpoints.latest()
-        self.placement: Placement = place(config, runtime, self.source, current=plan_of(checkpoint))
+        self.placement: Placement = place(config, runtime, self.source, current=plan_of(checkpoint, self.source.tables))
         self.embeddings = ShardedEmbeddings(
             self.source.tables,
             self.placement.plan,

@@ -6,7 +6,6 @@ position = state.resume(checkpoint)                          # weights, both opt
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlrm_autoshard.checkpoint import Checkpoints
+from dlrm_autoshard.checkpoint import Checkpoints, check_same, read_state
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.runtime import Runtime
@@ -24,7 +23,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.loop import Loop
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.tables import TableStats
+from dlrm_autoshard.tables import TableConfig, TableStats
 
 
 class TrainError(UserError):
@@ -123,8 +122,14 @@ def all_finite(tensor: Tensor) -> bool:
     return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor.detach()))
 
 
-def plan_of(checkpoint: Path | None) -> ShardingPlan | None:
-    """The plan under which a checkpoint was written."""
+def plan_of(checkpoint: Path | None, tables: Sequence[TableConfig]) -> ShardingPlan | None:
+    """The plan under which a checkpoint of these tables was written."""
     if checkpoint is None:
         return None
-    return ShardingPlan.from_json(json.loads((checkpoint / "state.json").read_text())["plan"])
+    plan = ShardingPlan.from_json(read_state(checkpoint)["plan"])
+    check_same(
+        checkpoint,
+        [f"table '{table.name}' is not in it" for table in tables if table.name not in plan.rank_of]
+        + [f"table '{name}' is not in the model" for name in sorted(set(plan.rank_of) - {t.name for t in tables})],
+    )
+    return plan

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 REPOSITORY = Path(__file__).parents[1]
 CONFIG = """
@@ -85,17 +86,21 @@ def test_each_mistake_gets_its_sentence(config: Path, tmp_path: Path) -> None:
         del cases["run.device=cuda"]
     fine = ["--config", str(config), "train.max_steps=2"]
     other_model = ["--config", str(config), f"--resume={tmp_path}/runs/job", "model.over_arch_layer_sizes=[6, 1]"]
+    other_tables = ["--config", str(config), f"--resume={tmp_path}/runs/job", table()]
     no_run = ["--config", str(config), "--resume", "run.name=nobody"]
-    jobs = [["--config", str(config), change] for change in cases] + [fine, other_model, no_run]
+    jobs = [["--config", str(config), change] for change in cases] + [fine, other_model, other_tables, no_run]
     ended = command("-c", MANY, stdin=json.dumps(jobs))
     assert ended.returncode == 0, ended.stderr[-2000:]
     results = [json.loads(line) for line in ended.stdout.splitlines()]
-    *wrong, good, resumed, missing = results
+    *wrong, good, resumed, retabled, missing = results
     for (change, sentence), (status, out, err) in zip(cases.items(), wrong, strict=True):
         assert sentence in err and status == 2, f"{change}: {status} {out} {err}"
         assert "Traceback" not in out + err, err
     assert good[0] == 0, good[2]
     assert resumed[0] == 2 and "dense.over_mlp.0.weight is [64," in resumed[2] and "Nothing was loaded" in resumed[2]
+    assert retabled[0] == 2 and "is of another model: table 'item' is not in the model" in retabled[2]
+    started = yaml.safe_load((tmp_path / "runs" / "job" / "config.yaml").read_text())
+    assert started["model"]["over_arch_layer_sizes"] == [64, 1], "a resume that failed leaves the run as it was"
     assert missing[0] == 2 and "there is no run 'nobody'" in missing[2]
     # A job that never started leaves no checkpoint, and no record behind.
     made = {path.resolve().parent.parent.name for path in (tmp_path / "runs").glob("*/checkpoints/step_*")}

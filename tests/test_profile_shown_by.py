@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 from dlrm_autoshard.costs import STAGES, WAITS
 from dlrm_autoshard.report.jsonl import read_jsonl
 from dlrm_autoshard.report.record import EpochProfile, RankEpoch
+from dlrm_autoshard.report.run_record import RunRecord
+from dlrm_autoshard.report.summary import summary
 from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, trainer
 
@@ -105,13 +108,42 @@ def busy(core: int) -> Iterator[None]:
             process.kill()
 
 
+@contextlib.contextmanager
+def busy_in_epochs(first: int, last: int, run_dir: Path) -> Iterator[None]:
+    """The last core is shared while those epochs are trained, as the run's own record tells when."""
+
+    def epochs_done() -> int:
+        return len(read_jsonl(run_dir / "costs/epochs.jsonl"))
+
+    def share(over: threading.Event) -> None:
+        while epochs_done() < first and not over.wait(0.01):
+            pass
+        with busy(CORES[-1]):
+            while epochs_done() <= last and not over.wait(0.01):
+                pass
+
+    over = threading.Event()
+    sharing = threading.Thread(target=share, args=(over,))
+    sharing.start()
+    try:
+        yield
+    finally:
+        over.set()
+        sharing.join()
+
+
 @pytest.mark.skipif(len(CORES) < 2, reason="needs a core for each rank")
-def test_a_rank_whose_core_is_shared_is_starved_not_overloaded(tmp_path: Path) -> None:
-    with busy(CORES[-1]):
-        (profile,) = run(tmp_path, [HEAVY, HEAVY, HEAVY, HEAVY], "0011")
-    check_account(profile)
-    shares = profile.cpu_share
-    assert shares[1] is not None and shares[1] < 0.9 and (shares[0] or 0) > shares[1]
-    found = profile.straggler
-    assert found is not None and (found.rank, found.cause, found.tables) == (1, "starved of CPU", ())
-    assert f"{shares[1]:.0%}" in found.sentence
+def test_a_rank_whose_core_is_shared_for_a_while_is_starved_then_and_not_overloaded(tmp_path: Path) -> None:
+    train = {"batch_size": 1024, "log_every_steps": 100, "epochs": 7}
+    with busy_in_epochs(2, 4, tmp_path / "run"):
+        profiles = run(tmp_path, [HEAVY, HEAVY, HEAVY, HEAVY], "0011", train=train)
+    starved = [p.epoch for p in profiles if p.straggler is not None and p.straggler.cause == "starved of CPU"]
+    assert starved == [2, 3, 4]
+    for profile in profiles[2:5]:
+        check_account(profile)
+        shares, found = profile.cpu_share, profile.straggler
+        assert found is not None and (found.rank, found.tables) == (1, ())
+        assert shares[1] is not None and shares[1] < 0.9 and (shares[0] or 0) > shares[1]
+        assert f"{shares[1]:.0%}" in found.sentence
+    said = " ".join(summary(RunRecord.load(tmp_path / "run")))
+    assert "rank 1 (starved of CPU) in epochs 2 to 4" in said

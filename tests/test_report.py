@@ -62,7 +62,7 @@ def test_where_all_ranks_are_starved_alike_the_one_with_more_work_is_overloaded(
     late = make_profile(work=(2, 1), cpu_share=(0.6, 0.2)).straggler  # less work, but later: it had less of its core
     assert late is not None and (late.rank, late.cause) == (1, "starved of CPU")
     record = RunRecord("x", {}, (profile,))
-    assert any("Every rank had its core for less than" in sentence for sentence in summary(record))
+    assert any("Every rank had its core for at most" in sentence for sentence in summary(record))
 
 
 def test_even_ranks_have_no_straggler_and_one_rank_has_none() -> None:

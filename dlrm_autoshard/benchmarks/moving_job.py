@@ -164,7 +164,7 @@ def main() -> None:
         killer = None
         if arguments.kill and runtime.rank == arguments.kill_rank:
             killer = Killer(arguments.dir / "killed", arguments.kill, arguments.at_step)
-        claim = claimed_run_dir(config, runtime.world_size, None)
+        claim = claimed_run_dir(config, None)
         run_dir = from_rank_0(runtime, lambda: held.enter_context(claim))
         trainer = MovingTrainer(config, runtime, run_dir, moves=True, killer=killer)
         trainer.run()

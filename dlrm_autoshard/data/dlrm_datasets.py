@@ -143,8 +143,8 @@ def _open_trace(path: Path, chosen: Sequence[int] | None) -> _Trace:
     unpacked = _unpacked(path) if path.suffix == ".gz" else path
     try:
         content = torch.load(unpacked, mmap=True, weights_only=True)
-    except _NOT_TORCH as error:
-        content = _load_old_format(path, unpacked, error)
+    except _NOT_TORCH:
+        content = _load_old_format(path, unpacked)
     if not (isinstance(content, tuple | list) and len(content) == 3 and all(map(torch.is_tensor, content))):
         raise DataError(f"'{path}' should hold the tensors (indices, offsets, lengths), but holds something else.")
     indices, offsets, lengths = (tensor.numpy() for tensor in content)
@@ -170,14 +170,14 @@ def _open_trace(path: Path, chosen: Sequence[int] | None) -> _Trace:
     return _Trace(indices, offsets, num_samples, tables)
 
 
-def _load_old_format(path: Path, unpacked: Path, error: Exception) -> object:
+def _load_old_format(path: Path, unpacked: Path) -> object:
     """Files of torch before 1.6 have no zip around them and cannot be mapped: they are loaded."""
     try:
         return torch.load(unpacked, weights_only=True)
-    except _NOT_TORCH:
+    except _NOT_TORCH as error:
         size = unpacked.stat().st_size
         raise DataError(
-            f"'{path}' ({size} bytes unpacked) is no file of torch.save, or truncated: {str(error).splitlines()[:1]}."
+            f"'{path}' ({size} bytes unpacked) is no file of torch.save, or truncated. Fetch it again."
         ) from error
 
 

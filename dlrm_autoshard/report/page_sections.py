@@ -145,7 +145,7 @@ def _loop(record: RunRecord, drawn: set[str]) -> str:
     )  # fmt: skip
     rows = "".join(f"<tr>{_decision_cells(decision)}</tr>" for decision in record.decisions)
     heads = "".join(f'<th scope="col"{c}>{t}</th>' for t, c in (
-        ("step", ""), ("decision", ' class="text"'), ("predicted", ""), ("measured", ""), ("moved", ""),
+        ("step", ""), ("decision", ' class="text"'), ("gain, predicted", ""), ("gain, measured", ""), ("moved", ""),
         ("seconds", ""), ("paid back after, steps", ""), ("model error before", ""), ("model error after", ""),
     ))  # fmt: skip
     return (

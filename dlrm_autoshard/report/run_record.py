@@ -141,7 +141,7 @@ def _named(parse: Any, line: Mapping[str, Any], path: Path) -> Any:
 
 
 def _why_nothing(run_dir: Path, config: Mapping[str, Any], metrics: list[dict[str, Any]]) -> str:
-    there = sorted(path.name + ("/" if path.is_dir() else "") for path in run_dir.iterdir())
+    there = sorted(path.name + ("/" if path.is_dir() else "") for path in run_dir.iterdir() if path.name[0] != ".")
     if not there:
         return f"'{run_dir}' is empty: nothing to report. Name the directory of a run (<run.dir>/<run.name>)."
     if not config and not metrics:

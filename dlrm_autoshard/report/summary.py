@@ -128,7 +128,9 @@ def loop_in_one_line(record: RunRecord) -> str:
     ]
     size = f"; {gib(moved)} in all" if moved else ""
     gained = (
-        f"; measured gains {', '.join(f'{gain:+.1%}' for gain in gains)} of the step" if 0 < len(gains) <= 4 else ""
+        f"; each move's measured change of the step: {', '.join(f'{-gain:+.1%}' for gain in gains)}"
+        if 0 < len(gains) <= 4
+        else ""
     )
     return f"{done}{size}{gained}."
 

@@ -51,7 +51,7 @@ def print_comparison(console: Console, one: RunRecord, other: RunRecord) -> None
         values = [figure(record) for record in (one, other)]
         a, b = values
         is_count = name in ("ranks", "epochs", "moves")
-        change = "" if a is None or b is None or a == 0 or is_count else f"{(b - a) / a:+.1%}"
+        change = "" if a is None or b is None or a == 0 or is_count else _change(b / a)
         table.add_row(name, *("-" if value is None else _number(value) for value in values), change)
     console.print(table)
     for record in (one, other):
@@ -217,6 +217,10 @@ def _bullet(sentence: str) -> Table:
     grid = Table.grid(padding=(0, 1))
     grid.add_row("-", Text(sentence))
     return grid
+
+
+def _change(ratio: float) -> str:
+    return f"{ratio - 1:+.1%}" if ratio < 10 else f"{ratio:,.0f} x"
 
 
 def _number(value: float) -> str:
