@@ -45,10 +45,10 @@ class Attention:
         self._settled: StepProfile | None = None  # what was measured when last a whole look found nothing better
         self._best_then = ""
 
-    def see(self, interval: Interval, slowness: Sequence[float]) -> None:
+    def see(self, interval: Interval, slowness: Sequence[float], *, one_host: bool = True) -> None:
         last, last_room, self._seen = self._seen, self.room, interval
         ranks = interval.profile.ranks
-        self.room = (step_cost_ms(ranks) - balanced_cost_ms(ranks, slowness)) / interval.step_ms
+        self.room = (step_cost_ms(ranks) - balanced_cost_ms(ranks, slowness, exchange=one_host)) / interval.step_ms
         if last is not None and not differ(last.profile, interval.profile):
             self._alike = min(self._alike + 1, AVERAGED)
             _keep(self.differences, abs(interval.throughput / last.throughput - 1))

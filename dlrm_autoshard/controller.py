@@ -61,7 +61,8 @@ class LoopController:
         before = self.error(interval.profile)
         self.planner.observe(interval.profile)
         self.planner.follow()
-        self.attention.see(interval, self._slowness())
+        one_host = len(self.planner.law.ranks_by_host(plan.world_size)) == 1
+        self.attention.see(interval, self._slowness(), one_host=one_host)
         no_look = self.attention.reason_not_to_look()
         if before > GOOD_ERROR and (no_look is None or self._unproven is not None):
             self._refine()

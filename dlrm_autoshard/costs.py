@@ -108,14 +108,17 @@ def step_cost_ms(ranks: Sequence[RankCost]) -> float:
     return sum(max(rank.stage(name) for rank in ranks) for name in PLANNED_STAGES)
 
 
-def balanced_cost_ms(ranks: Sequence[RankCost], slowness: Sequence[float] | None = None) -> float:
+def balanced_cost_ms(
+    ranks: Sequence[RankCost], slowness: Sequence[float] | None = None, *, exchange: bool = True
+) -> float:
     """The perfect-balance bound: what the step would cost if every stage's work were spread so that all ranks take
-    equally long. slowness: times longer that each rank takes to compute the same work; None: all alike."""
+    equally long. slowness: times longer that each rank takes to compute the same work; None: all alike. exchange: False
+    where placement also decides how much must travel (between hosts), so that balance is no bound on it."""
     slowness = slowness or [1.0] * len(ranks)
     speed = sum(1 / slow for slow in slowness)
     compute = sum((r.fwd_compute_ms + r.bwd_compute_ms) / slow for r, slow in zip(ranks, slowness, strict=True))
-    exchange = sum(r.fwd_comms_ms + r.bwd_comms_ms for r in ranks)
-    return compute / speed + exchange / len(ranks)
+    travel = sum(r.fwd_comms_ms + r.bwd_comms_ms for r in ranks) if exchange else 0.0
+    return compute / speed + travel / len(ranks)
 
 
 def imbalance(values: Sequence[float]) -> float:

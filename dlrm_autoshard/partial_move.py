@@ -41,6 +41,8 @@ def first_part(
     full ranks swap), two at once. The best of the plans on the way is the part."""
     groups = _groups([move.table for move in plan.moves_to(target)], constraints)
     too_large = [group for group in groups if _size(group, bytes_of) > max_bytes]
+    if not groups:
+        return Part(None, "no table moves")
     if len(too_large) == len(groups):
         smallest = min(too_large, key=lambda group: _size(group, bytes_of))
         named = " and ".join(f"'{table}'" for table in smallest)

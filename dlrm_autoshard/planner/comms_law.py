@@ -38,8 +38,11 @@ class CommsLaw:
 
     def ms(self, dims_W: np.ndarray, total_dims: float, batch_size: int, world_size: int) -> np.ndarray:
         """[W, 2] forward and backward exchange of ranks that own `dims_W` of `total_dims`."""
-        base_W2, per_dim_W2 = self.lines(total_dims, batch_size, world_size)
-        ms: np.ndarray = np.maximum(base_W2 + dims_W[:, None] * per_dim_W2, 0.0)
+        if world_size == 1:
+            return np.zeros((1, 2))
+        hosts = self._hosts_of(world_size)
+        prices_WSP = np.stack([self._by_host.get(host, self.prices_SP) for host in hosts])
+        ms: np.ndarray = np.einsum("wp,wsp->ws", exchange_work(dims_W, total_dims, batch_size, hosts), prices_WSP)
         return ms
 
     def lines(self, total_dims: float, batch_size: int, world_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -48,15 +51,12 @@ class CommsLaw:
         A straight line, so that a search need not know the other ranks' dims: those of the same host are taken to own
         as much as the rank itself, which they do where plans are balanced; far from there the line falls below 0.
         """
-        if world_size == 1:
-            return np.zeros((1, 2)), np.zeros((1, 2))
-        hosts = self._hosts_of(world_size)
-        prices_WSP = np.stack([self._by_host.get(host, self.prices_SP) for host in hosts])
-        at_0, at_1 = (
-            np.einsum("wp,wsp->ws", exchange_work(np.full(world_size, dims), total_dims, batch_size, hosts), prices_WSP)
-            for dims in (0.0, 1.0)
-        )
+        at_0, at_1 = (self.ms(np.full(world_size, d), total_dims, batch_size, world_size) for d in (0.0, 1.0))
         return at_0, at_1 - at_0
+
+    def ranks_by_host(self, world_size: int) -> list[frozenset[int]]:
+        hosts = self._hosts_of(world_size)
+        return [frozenset(r for r in range(world_size) if hosts[r] == host) for host in sorted(set(hosts))]
 
     def fit(self, samples: Sequence[CommsSample], weights: Sequence[float]) -> None:
         """Fits the prices to measured exchanges, in relative error; what they leave open stays as it was."""

@@ -26,7 +26,7 @@ from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.mdp import Rollout
 from dlrm_autoshard.planner.replay import ReplayBuffer, comms_of, shards_of
 from dlrm_autoshard.planner.result import Candidate, PlanResult
-from dlrm_autoshard.planner.search import greedy_on_cost, improve
+from dlrm_autoshard.planner.search import greedy_on_cost, improve, search
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableConfig, TableStats
 
@@ -161,13 +161,30 @@ class Planner(LearnedCosts):
         if is_legal(task, current):
             rank_U = improve(task, costs, task.ranks_from(current), seed=self.seed, deadline=deadline)
             near = [Candidate("current+search", task.plan_from(rank_U), costs.step_ms(rank_U))]
-        candidates = near + self.makers.candidates("auto", task, costs, current, deadline)
+        candidates = near + self._away_from_hosts(task, deadline)
+        candidates += self.makers.candidates("auto", task, costs, current, deadline)
         different = {candidate.plan.fingerprint: candidate for candidate in reversed(candidates)}
         ranked = sorted(different.values(), key=lambda c: c.predicted_ms)
         kept = ranked[:most]
         if near and near[0] not in kept:
             kept[-1] = near[0]
         return [(candidate.plan, candidate.predicted_ms) for candidate in kept]
+
+    def _away_from_hosts(self, task: PlacementTask, deadline: float | None) -> list[Candidate]:
+        """For each host, a plan that leaves it empty: no single move shows what a slow link costs to all behind it."""
+        hosts = self.law.ranks_by_host(task.world_size)
+        found = []
+        for number, ranks in enumerate(hosts if len(hosts) > 1 else []):
+            excluded = task.topology.excluded | ranks
+            try:
+                rest = replace(task, topology=replace(task.topology, excluded=excluded))
+                plan = rest.plan_from(search(rest, self.costs_of(rest), kicks=0, seed=self.seed, deadline=deadline))
+            except PlanError:  # the others have no room for its tables, or there are no others
+                continue
+            found.append(
+                Candidate(f"away from host {number}", plan, self.costs_of(task).step_ms(task.ranks_from(plan)))
+            )
+        return found
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,12 @@ class TaskCosts:
         self.comms_base_W2 = base_W2.astype(np.float32) * exchange_W2
         self.comms_per_dim_W2 = per_dim_W2.astype(np.float32) * exchange_W2
 
+        def exchange_ms(dims_W: np.ndarray) -> np.ndarray:
+            ms: np.ndarray = law.ms(dims_W, total_dims, task.batch_size, task.world_size) * exchange_W2
+            return ms
+
+        self._exchange_ms = exchange_ms if len(law.ranks_by_host(task.world_size)) > 1 else None
+
     def stages(self, sums_NDK: np.ndarray, ranks_D: np.ndarray | slice = slice(None)) -> np.ndarray:
         """[..., 4] of the devices of ranks `ranks_D`: of all of them, in order, where nothing is said."""
         stages = np.empty((*sums_NDK.shape[:-1], 4), dtype=np.float32)
@@ -63,7 +69,11 @@ class TaskCosts:
         return sums
 
     def rank_ms(self, rank_U: np.ndarray) -> np.ndarray:
-        return self.stage_ms(self.sums(rank_U), np.arange(self.world_size))
+        sums = self.sums(rank_U)
+        ms_W4 = self.stage_ms(sums, np.arange(self.world_size))
+        if self._exchange_ms is not None:  # all ranks are known here, so what crosses between hosts is, too
+            ms_W4[:, 1:3] = self._exchange_ms(sums[:, 1].astype(np.float64))
+        return ms_W4
 
     def step_ms(self, rank_U: np.ndarray) -> float:
         return float(self.rank_ms(rank_U).max(axis=0).sum())

@@ -1,0 +1,68 @@
+"""A move too large for one time: its first part is legal, small enough and, by prediction, no slower than now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_autoshard.partial_move import first_part
+from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, check_plan
+
+NAMES = [f"t{i}" for i in range(8)]
+SIZES = {name: 10 + 7 * i for i, name in enumerate(NAMES)}
+plans = st.lists(st.integers(0, 2), min_size=8, max_size=8).map(
+    lambda ranks: ShardingPlan(dict(zip(NAMES, ranks, strict=True)), 3)
+)
+
+
+def imbalance(plan: ShardingPlan) -> float:
+    return float(max(sum(SIZES[table] for table in plan.tables_on(rank)) for rank in range(3)))
+
+
+def legal_in(topology: Topology, constraints: Constraints) -> Callable[[ShardingPlan], bool]:
+    def legal(plan: ShardingPlan) -> bool:
+        try:
+            check_plan(plan, SIZES, topology, constraints)
+        except PlanError:
+            return False
+        return True
+
+    return legal
+
+
+@given(plans, plans, st.integers(1, 200), st.integers(150, 400))
+def test_a_part_is_legal_small_and_no_slower(plan: ShardingPlan, target: ShardingPlan, limit: int, memory: int) -> None:
+    legal = legal_in(Topology(3, (memory,) * 3), Constraints())
+    part = first_part(plan, target, SIZES, limit, imbalance, legal)
+    if part.plan is None:
+        assert part.why_not
+        return
+    moves = plan.moves_to(part.plan)
+    assert 0 < sum(SIZES[move.table] for move in moves) <= limit
+    assert all(part.plan.rank_of[move.table] == target.rank_of[move.table] for move in moves)
+    assert legal(part.plan) and imbalance(part.plan) <= imbalance(plan)
+
+
+def test_tables_that_stay_together_move_together() -> None:
+    together = Constraints(together=(("t0", "t1"),))
+    plan = ShardingPlan(dict.fromkeys(NAMES, 0), 3)
+    target = ShardingPlan({**plan.rank_of, "t0": 1, "t1": 1, "t7": 2}, 3)
+    legal = legal_in(Topology(3), together)
+    part = first_part(plan, target, SIZES, SIZES["t0"] + SIZES["t1"], imbalance, legal, together)
+    assert part.plan is not None and set(part.plan.tables_on(1)) == {"t0", "t1"}
+    smaller = first_part(plan, target, SIZES, SIZES["t0"], imbalance, legal, together)
+    assert smaller.plan is None and "'t0' and 't1'" in smaller.why_not
+
+
+def test_two_full_ranks_swap_at_once() -> None:
+    plan = ShardingPlan({name: int(i % 2) for i, name in enumerate(NAMES)}, 3)
+    target = ShardingPlan({**plan.rank_of, "t6": 1, "t5": 0}, 3)
+    full = Topology(3, (imbalance_of(plan, 0), imbalance_of(plan, 1) + SIZES["t6"] - SIZES["t5"], 0))
+    part = first_part(plan, target, SIZES, 1000, lambda _: 1.0, legal_in(full, Constraints()))
+    assert part.plan == target
+
+
+def imbalance_of(plan: ShardingPlan, rank: int) -> int:
+    return sum(SIZES[table] for table in plan.tables_on(rank))
