@@ -29,6 +29,8 @@ LOOKS = 3
 LOOK_SHARE, LOOK_SECONDS = 0.1, (0.03, 2.0)
 """A look (refining and searching) may take this part of what there is to gain, within these bounds; below, none is
 taken."""
+MEDIAN_ERROR = 0.93
+"""Standard error of a median: this x interquartile range / sqrt(samples)."""
 REMEMBERED, AVERAGED = 12, 6
 """Differences kept; and intervals alike over which predictions average (the anchor's), at most."""
 
@@ -65,8 +67,10 @@ class Attention:
 
     @property
     def gain_noise(self) -> float:
-        """How far off a predicted gain may be by measurements alone. Several intervals alike are averaged."""
-        return max(NOISE_LEAST, _typical(self.room_differences) / max(1, self._alike) ** 0.5)
+        """How far off a predicted gain may be by measurements alone: as what balance would save differs from interval
+        to interval, or as the steps within one scatter, if that is more. Several intervals alike are averaged."""
+        scatter = MEDIAN_ERROR * self._now.profile.noise / self._now.samples**0.5
+        return max(NOISE_LEAST, max(_typical(self.room_differences), scatter) / max(1, self._alike) ** 0.5)
 
     @property
     def seconds_to_gain(self) -> float:
