@@ -121,7 +121,7 @@ class RankProbe:
         probe: ShardProbe | None = None,
         exchange_dtype: torch.dtype = torch.float32,
         exchange_repeats: int = 5,
-        rounds: int = 3,
+        rounds: int = 2,
         seconds: float = 3.0,
     ) -> None:
         self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size

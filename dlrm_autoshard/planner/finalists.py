@@ -5,8 +5,9 @@
 
 The plan with the least predicted cost and the best heuristic are measured first. What that says about the tables
 corrects the predictions; the search goes on with these, and what it finds is measured too: and so on, until
-`measure_plans` are. Every candidate gets `expected_ms`, the best estimate from all of it, and the least one that was
-measured wins: the best heuristic is among them, so the winner is never expected to be worse.
+`measure_plans` are, or nothing better is in sight. Every candidate gets `expected_ms`, the best estimate from all of
+it, and the least one that was measured wins: the best heuristic is among them, so the winner is never expected to be
+worse.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from dlrm_autoshard.planner.result import Candidate
 from dlrm_autoshard.planner.search import improve, search
 from dlrm_autoshard.planner.task import PlacementTask
 
+WORTH_MEASURING = 0.003
+"""The part of a step that a plan must be expected to save before it is measured."""
 Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
 
 
@@ -65,7 +68,8 @@ def measure_finalists(
         ]
         rank_U = min(better, key=evidence.costs.step_ms)
         plan = task.plan_from(rank_U)
-        if plan.fingerprint in profiles:
+        hoped = evidence.costs.step_ms(rank_U)
+        if plan.fingerprint in profiles or hoped > (1 - WORTH_MEASURING) * evidence.step_ms(task.ranks_from(leading)):
             break
         seconds = look_at([plan])
         found.append(Candidate("measured+search", plan, believed.step_ms(rank_U)))
