@@ -11,7 +11,7 @@ import pytest
 from dlrm_autoshard.benchmarks.moving_job import MovingTrainer, settings
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.decision import Decision
-from dlrm_autoshard.distributed import reshard
+from dlrm_autoshard.distributed import reshard_agree
 from dlrm_autoshard.plan import ShardingPlan
 from tests.ranks import run_ranks
 from tests.trainers import TABLES, config, losses, make_runtime, plan_file, records, tensors, trainer
@@ -55,7 +55,7 @@ def run_loop(
     """full: a rank that has no memory to spare. Returns what is equal at the end, and the loop's last plan."""
     runtime = make_runtime(rank, world_size)
     if rank == full:
-        reshard.free_memory = lambda: 0
+        reshard_agree.free_memory = lambda: 0
     with trainer(static, runtime, folder / "static") as still:
         still.run()
         expected = tensors(still)
