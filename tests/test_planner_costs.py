@@ -158,6 +158,15 @@ def test_the_exchange_law_learns_which_host_has_a_slow_uplink() -> None:
     assert (alone == alone[0]).all()  # on one host all ranks are alike
 
 
+def test_after_one_plan_alone_a_slow_exchange_between_hosts_is_put_down_to_the_link() -> None:
+    law = CommsLaw(hosts=(0, 0, 0, 1))
+    measured = CommsSample((300,) * 4, 1024, (60.0,) * 4, (60.0,) * 4)
+    law.fit([measured], [1.0])
+    even, away = (law.ms(np.array(dims), 1200.0, 1024, 4).max() for dims in ([300.0] * 4, [400.0] * 3 + [0.0]))
+    assert even == pytest.approx(60, rel=0.1)
+    assert away < 0.8 * even
+
+
 def test_least_squares_without_samples_keeps_what_is_believed_and_never_goes_negative() -> None:
     believed = np.array([1.0, 2.0])
     unseen = np.array([[1.0, 0.0]] * 50)  # the second column never occurs

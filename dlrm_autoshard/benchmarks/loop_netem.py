@@ -32,7 +32,7 @@ def run(quick: bool) -> dict[str, Any]:
     why_not = cannot_make_link()
     if why_not is not None:
         raise BenchError(f"loop-netem cannot run here: {why_not}")
-    epochs, steps = (4, 24) if quick else (6, 40)
+    epochs, steps = (4, 30) if quick else (5, 60)
     names = [f"t{i}" for i in range(TABLES)]
     near = ShardingPlan({name: i % 3 for i, name in enumerate(names)}, len(HOSTS))
     with tempfile.TemporaryDirectory() as temporary, slow_link(MBIT_PER_S) as link:
@@ -86,7 +86,7 @@ def settings(folder: Path, epochs: int, steps: int, autoshard: dict[str, Any], b
         "model": {"dense_arch_layer_sizes": [DIM], "over_arch_layer_sizes": [32, 1]},
         "train": {"batch_size": batch_size, "epochs": epochs},
         "checkpoint": {"enabled": False},
-        "profile": {"every_steps": 4, "warmup_steps": 2},
+        "profile": {"every_steps": 2, "warmup_steps": 2},
         "autoshard": {"measure_plans": 0, **autoshard},
     }
 

@@ -27,6 +27,10 @@ BELIEVED = np.array([0.15, 0.05, 0.30, 0.15, 0.30, 0.30])
 """ms, ms per peer, ms per MB sent, ms per MB received: gloo on loopback or a 10 to 25 Gbit/s network. The same again
 per MB that leaves the rank's host, and that enters it."""
 
+PULL, PULL_BETWEEN_HOSTS = np.full(6, 0.05), np.array([2.0, 2.0, 2.0, 2.0, 0.05, 0.05])
+"""How firmly each price is believed. Between hosts the link is what nobody knows: before plans differ enough to tell
+the prices apart, an exchange that takes longer than believed is put down to it."""
+
 
 class CommsLaw:
     """hosts: number of each rank's host, from 0; empty where all ranks are on one. prices_SP: of all hosts together."""
@@ -88,8 +92,9 @@ class CommsLaw:
 
 
 def _fitted(work_NP: np.ndarray, ms_NS: np.ndarray, weight_N: np.ndarray, believed_SP: np.ndarray) -> np.ndarray:
+    pull = PULL_BETWEEN_HOSTS if work_NP[:, 4:].any() else PULL
     return np.stack(
-        [fit_nonnegative(work_NP, ms_NS[:, stage], weight_N, believed_SP[stage]) for stage in range(len(believed_SP))]
+        [fit_nonnegative(work_NP, ms_NS[:, s], weight_N, believed_SP[s], pull) for s in range(len(believed_SP))]
     )
 
 

@@ -16,9 +16,9 @@ def fit_nonnegative(
     target_N: np.ndarray,
     weight_N: np.ndarray,
     believed_P: np.ndarray,
-    pull: float = 0.05,
+    pull: float | np.ndarray = 0.05,
 ) -> np.ndarray:
-    """c >= 0 that minimises sum_n w_n (columns_n . c / target_n - 1)^2 plus the pull."""
+    """c >= 0 that minimises sum_n w_n (columns_n . c / target_n - 1)^2 plus the pull, which may differ by column."""
     relative = columns_NP / np.maximum(target_N, 1e-6)[:, None]
     gram = relative.T @ (relative * weight_N[:, None])
     wanted = relative.T @ weight_N
