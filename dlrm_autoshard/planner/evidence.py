@@ -36,6 +36,10 @@ SHARD_ERROR = 0.03
 EXCHANGE_ERROR = 0.1
 """Spread of an exchange's relative error."""
 
+EXACT = 1e-4
+"""A measurement without noise may still be off by this."""
+MOST_SHARDS = 2000
+"""With more of them (hundreds of ranks) measurements are taken as they are: the system would no longer be small."""
 IQR_OF_NORMAL = 1.35
 """A profile's noise is an interquartile range: so many standard deviations."""
 
@@ -61,40 +65,38 @@ class Evidence:
         return self.costs.step_ms(rank_U)
 
     def _learn(self) -> None:
-        believed = self._believed
+        believed, world_size = self._believed, self.task.world_size
         placements = [self.task.ranks_from(profile.plan) for profile in self._profiles]
         predicted_PW4 = np.stack([believed.rank_ms(rank_U) for rank_U in placements])
         measured_PW4 = np.array(
             [[[rank.stage(stage) for stage in PLANNED_STAGES] for rank in p.ranks] for p in self._profiles]
         )
         noise_P = np.array([profile.noise / IQR_OF_NORMAL for profile in self._profiles])
-        estimate_PW4 = predicted_PW4.copy()
-        corrected = copy.copy(believed)
-        corrected.summary_UK = believed.summary_UK.copy()
-        owned_PWU = np.stack([rank_U == np.arange(self.task.world_size)[:, None] for rank_U in placements])
-        for stage, column in ((0, 2), (3, 3)):
-            used = (predicted_PW4[..., stage] > 0) & (measured_PW4[..., stage] > 0)
-            cost_U = believed.summary_UK[:, column].astype(np.float64)
-            shares_SU = owned_PWU[used] * cost_U
-            launch = float(believed.device_ms.launch_S[column - 2])
-            shares_SU /= shares_SU.sum(axis=1, keepdims=True) + launch
-            off_S = measured_PW4[used][:, stage] / predicted_PW4[used][:, stage] - 1
-            noise_S = np.broadcast_to(noise_P[:, None], used.shape)[used]
-            error_U, error_S = most_likely_errors(shares_SU, off_S, noise_S)
-            estimate_PW4[used, stage] *= 1 + error_S
-            corrected.summary_UK[:, column] *= 1 + error_U.clip(-0.5, 1.0).astype(np.float32)
-        trust_P11 = (EXCHANGE_ERROR**2 / (EXCHANGE_ERROR**2 + noise_P**2))[:, None, None]
-        exchange = (measured_PW4[..., 1:3] - predicted_PW4[..., 1:3]) * trust_P11
-        estimate_PW4[..., 1:3] += exchange
+        corrected, estimate_PW4 = copy.copy(believed), measured_PW4.copy()
+        if len(placements) * world_size <= MOST_SHARDS:
+            corrected.summary_UK = believed.summary_UK.copy()
+            owned_PWU = np.stack([rank_U == np.arange(world_size)[:, None] for rank_U in placements])
+            for stage, column in ((0, 2), (3, 3)):
+                used = (predicted_PW4[..., stage] > 0) & (measured_PW4[..., stage] > 0)
+                shares_SU = owned_PWU[used] * believed.summary_UK[:, column].astype(np.float64)
+                shares_SU /= shares_SU.sum(axis=1, keepdims=True) + float(believed.device_ms.launch_S[column - 2])
+                off_S = measured_PW4[used][:, stage] / predicted_PW4[used][:, stage] - 1
+                noise_S = np.broadcast_to(noise_P[:, None], used.shape)[used]
+                error_U, error_S = most_likely_errors(shares_SU, off_S, noise_S)
+                estimate_PW4[used, stage] = predicted_PW4[used, stage] * (1 + error_S)
+                corrected.summary_UK[:, column] *= 1 + error_U.clip(-0.5, 1.0).astype(np.float32)
+            trust_P11 = (EXCHANGE_ERROR**2 / (EXCHANGE_ERROR**2 + noise_P**2))[:, None, None]
+            exchange = (measured_PW4[..., 1:3] - predicted_PW4[..., 1:3]) * trust_P11
+            estimate_PW4[..., 1:3] = predicted_PW4[..., 1:3] + exchange
         self.costs = corrected
         self._stages_W4 = {p.plan.fingerprint: e for p, e in zip(self._profiles, estimate_PW4, strict=True)}
 
 
 def most_likely_errors(shares_SU: np.ndarray, off_S: np.ndarray, noise_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """([U] relative error of each unit, [S] of each shard, noise left out), given what the shards measured off by."""
-    by_units_SS = TABLE_ERROR**2 * shares_SU @ shares_SU.T
     # The same tables measured twice, in two plans, have one error of their own.
-    same_SS = (np.abs(shares_SU[:, None] - shares_SU[None]).max(axis=2, initial=0.0) == 0).astype(np.float64)
-    true_SS = by_units_SS + SHARD_ERROR**2 * same_SS
-    weights_S = np.linalg.lstsq(true_SS + np.diag(noise_S**2), off_S, rcond=1e-9)[0]
+    _, number_S = np.unique(shares_SU > 0, axis=0, return_inverse=True)
+    same_SS = number_S.reshape(-1, 1) == number_S.reshape(1, -1)
+    true_SS = TABLE_ERROR**2 * shares_SU @ shares_SU.T + SHARD_ERROR**2 * same_SS
+    weights_S = np.linalg.solve(true_SS + np.diag(noise_S**2 + EXACT**2), off_S)
     return TABLE_ERROR**2 * shares_SU.T @ weights_S, true_SS @ weights_S

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.planner.candidates import KICKS, late
+from dlrm_autoshard.planner.candidates import KICKS, MEDIUM, late
 from dlrm_autoshard.planner.evidence import Evidence
 from dlrm_autoshard.planner.greedy import KEYS
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
@@ -58,13 +58,14 @@ def measure_finalists(
     first = {c.plan.fingerprint: c.plan for c in (ranked[0], next(c for c in ranked if c.name in KEYS), *ranked)}
     seconds = look_at(list(first.values())[: min(2, measure_plans)])
     found = list(candidates)
+    kicks = KICKS if len(task.units) * task.world_size <= MEDIUM else 0
     while len(profiles) < measure_plans and not late(deadline, seconds):
         leading = min(
             (profile.plan for profile in profiles.values()), key=lambda p: evidence.step_ms(task.ranks_from(p))
         )
         better = [
-            improve(task, evidence.costs, task.ranks_from(leading), kicks=KICKS, seed=costs.seed, deadline=deadline),
-            search(task, evidence.costs, kicks=KICKS, seed=costs.seed, deadline=deadline),
+            improve(task, evidence.costs, task.ranks_from(leading), kicks=kicks, seed=costs.seed, deadline=deadline),
+            search(task, evidence.costs, kicks=kicks, seed=costs.seed, deadline=deadline),
         ]
         rank_U = min(better, key=evidence.costs.step_ms)
         plan = task.plan_from(rank_U)
