@@ -11,12 +11,9 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from dlrm_autoshard.checkpoint import Checkpoints
 from dlrm_autoshard.config import Config
@@ -28,25 +25,24 @@ from dlrm_autoshard.decision import Interval
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.runtime import Runtime
-from dlrm_autoshard.distributed.step import NotFinite, TrainStep, predict
+from dlrm_autoshard.distributed.step import NotFinite, TrainStep
 from dlrm_autoshard.distributed.timing import StageClock
 from dlrm_autoshard.distributed.tracing import traced
+from dlrm_autoshard.evaluation import evaluate
 from dlrm_autoshard.journal import Journal
 from dlrm_autoshard.loop import Loop
-from dlrm_autoshard.metrics import binary_metrics
+from dlrm_autoshard.loss_watch import LossWatch, all_finite
 from dlrm_autoshard.model import make_model
+from dlrm_autoshard.opening import open_run
 from dlrm_autoshard.placement import Placement, from_rank_0, place
-from dlrm_autoshard.planning.plan_table import candidate_table, rank_table
 from dlrm_autoshard.progress import Display, describe
 from dlrm_autoshard.recorder import Recorder
-from dlrm_autoshard.report.jsonl import append_jsonl, drop_after_step
+from dlrm_autoshard.report.jsonl import drop_after_step
 from dlrm_autoshard.report.record import EpochProfile
-from dlrm_autoshard.run_directory import changes_since_last_start, claimed_run_dir, record_start
+from dlrm_autoshard.run_directory import claimed_run_dir, record_start
 from dlrm_autoshard.schedule import lr_scale
 from dlrm_autoshard.stop import Stopped, StopSignals
-from dlrm_autoshard.training_state import Position, TrainError, TrainingState, plan_of
-
-_MOST_SKIPPED = 10  # losses in a row that are not finite; after so many it is the weights, and skipping can't help
+from dlrm_autoshard.training_state import Position, TrainingState, plan_of
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ class Trainer:
             self.clock,
             overlap=config.train.overlap,
             autocast=self.autocast,
-            all_finite=self._all_finite if config.train.on_nan == "skip" else None,
+            all_finite=partial(all_finite, group=runtime.group) if config.train.on_nan == "skip" else None,
         )
         self.loop = None
         if Loop.is_wanted(config, runtime.world_size):
@@ -137,7 +133,7 @@ class Trainer:
         self.recorder = Recorder(run_dir, runtime, self.embeddings, self.clock)
         self.journal = Journal(run_dir, active=runtime.rank == 0)
         self.resumed_from = checkpoint
-        self._skipped = 0  # steps in a row whose loss was not finite
+        self.watch = LossWatch(runtime, self.step, self.state)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -156,7 +152,12 @@ class Trainer:
         between: Split = "val" if self.source.num_samples("val") else "test"
         self.total_steps = self._count_steps()
         with Display(self.runtime.rank == 0, self.total_steps, position.step) as self.display:
-            self._announce()
+            if self.runtime.rank == 0:
+                steps = f"{self.total_steps} steps of {self.global_batch} examples"
+                open_run(
+                    self.display, self.run_dir, self.placement, self.source.tables, self.state.stats,
+                    step=position.step, steps=steps,
+                )  # fmt: skip
             if config.checkpoint.enabled and self.resumed_from is None:
                 self.state.save(position)  # so that there is always a good one to name and to go back to
             if position.step and position.sample == 0 and position.step < self.total_steps:
@@ -228,36 +229,32 @@ class Trainer:
         scale = lr_scale(position.step, config.schedule)
         tracing = position.step in config.profile.trace_steps
         trace = self.run_dir / "traces" / f"step_{position.step:08d}_rank_{self.runtime.rank:05d}.json"
-        ids = self.step.ids
+        ids, left_out = self.step.ids, False
         try:
             with traced(trace, self.clock) if tracing else nullcontext():
                 batch = self.step.run(scale, config.tables.optimizer.lr * scale, sampled=sampled or tracing)
-            self._skipped = 0
-        except NotFinite as skipped:
-            batch = skipped.batch
-            self._skipped += 1
+        except NotFinite as found:
+            batch, left_out = found.batch, True
         if tracing:
             self.clock.forget_last()  # the profiler's own time is in it
         position.sample += batch.global_size
         position.step += 1
         self.recorder.count(batch.size)
-        if sampled and ids is not None and not self._skipped:
-            self.recorder.observer.observe(ids, self.runtime.world_size, batch.global_size)
-        self._after_step(config.train.log_every_steps)
-
-    def _after_step(self, log_every: int) -> None:
-        if self._skipped:
+        if left_out:
             self._log_metrics("train", {"skipped_not_finite": 1.0})
-            if self._skipped >= _MOST_SKIPPED:
-                self._stop_not_finite(f"has not been finite for {self._skipped} steps, up to")
+            self.watch.left_out(position.step)
             return self.display.step()
+        self.watch.skipped = 0
+        if sampled and ids is not None:
+            self.recorder.observer.observe(ids, self.runtime.world_size, batch.global_size)
+        self._after_update(config.train.log_every_steps)
+
+    def _after_update(self, log_every: int) -> None:
         logging = self.position.step % log_every == 0
         if not logging and self.runtime.device.type != "cpu":
             return self.display.step()  # looking at the loss would make the GPU's queue run dry
-        loss = float(self.dense.global_loss)
-        if loss != loss or abs(loss) == float("inf"):
-            self._stop_not_finite(f"is {loss} at")
-        elif logging:
+        loss = self.watch.look(self.position.step)
+        if logging:
             self._log_metrics("train", {"logloss": loss})
         self.display.step(loss)
 
@@ -311,16 +308,11 @@ class Trainer:
         """Metrics over all ranks' samples, on rank 0; {} elsewhere and where the split is empty."""
         if self.source.num_samples(split) == 0:
             return {}
-        predictions, labels = [], []
         done = self.position.epoch - (self.position.sample == 0 and self.position.epoch > 0)
         with self._loader(split, done, 0) as loader:
-            for batch in loader:
-                predictions.append(predict(self.step.model, self.embeddings, batch, autocast=self.autocast).cpu())
-                labels.append(batch.labels_B[: batch.size])
-        gathered = self.runtime.gather((torch.cat(predictions), torch.cat(labels)))
-        if gathered is None:
+            metrics = evaluate(self.step.model, self.embeddings, loader, self.runtime, autocast=self.autocast)
+        if not metrics:
             return {}
-        metrics = binary_metrics(torch.cat([p for p, _ in gathered]), torch.cat([y for _, y in gathered]))
         self._log_metrics(split, metrics, epoch=done)
         self.display.line(f"epoch {done}  {split}  {describe(metrics)}")
         return metrics
@@ -341,29 +333,6 @@ class Trainer:
 
     # -- small things ------------------------------------------------------------------------------------------------
 
-    def _announce(self) -> None:
-        """What is about to run, where, and under which plan; on rank 0."""
-        if self.runtime.rank != 0:
-            return
-        placement, result = self.placement, self.placement.result
-        placement.plan.save(self.run_dir / "plan" / f"step_{self.position.step:08d}.json")
-        resumed = f", resumed at step {self.position.step}" if self.position.step else ""
-        self.display.line(
-            f"{len(self.source.tables)} tables on {self.runtime.world_size} rank(s), "
-            f"{self.total_steps} steps of {self.global_batch} examples{resumed}; run directory {self.run_dir}"
-        )
-        changes = changes_since_last_start(self.run_dir)
-        if changes:
-            self.display.line(f"changed since its last start: {', '.join(changes)}")
-        predicted = None if result is None else result.predicted
-        self.display.show(
-            rank_table(placement.plan, self.source.tables, self.state.stats, placement.table_bytes, predicted)
-        )
-        if result is not None:
-            append_jsonl(self.run_dir / "plan" / "evidence.jsonl", {"step": self.position.step, **result.to_json()})
-            self.display.show(candidate_table(result))
-            self.display.line(f"planned in {result.seconds:.1f} s by '{result.algorithm}'")
-
     def _log_metrics(self, split: str, metrics: Mapping[str, float], epoch: int | None = None) -> None:
         self.journal.metrics(self.position.step, self.position.epoch if epoch is None else epoch, split, metrics)
 
@@ -371,18 +340,6 @@ class Trainer:
         started = time.perf_counter()
         action()
         self.recorder.exclude(time.perf_counter() - started)
-
-    def _all_finite(self, loss: Tensor) -> bool:
-        bad = (~torch.isfinite(loss.detach())).float().view(1)
-        dist.all_reduce(bad, group=self.runtime.group)
-        return float(bad) == 0.0
-
-    def _stop_not_finite(self, what: str) -> None:
-        bad = [r for r, fine in enumerate(self.runtime.all_gather(self.step.last_loss_finite)) if not fine]
-        where = f"rank {bad[0]}" if bad else "no single rank (the sum overflowed)"
-        failed = self.position.step - 1
-        # A checkpoint made just before the failed step has the very weights that failed.
-        raise TrainError(f"the loss {what} step {failed}, from {where}. {self.state.last_good(failed)}")
 
 
 def forget_after(run_dir: Path, runtime: Runtime, step: int) -> None:
