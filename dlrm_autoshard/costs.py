@@ -32,6 +32,8 @@ STAGES = (
     "dense_optim",  # dense optimizer step
     "other",  # what is left of the step: hooks, metrics, Python
 )
+COMPUTE_STAGES = ("fwd_compute", "dense_fwd", "dense_bwd", "bwd_compute", "dense_optim")
+"""What a rank computes by itself, and so stretches when its core is shared."""
 WAITS = ("input_dist_wait", "fwd_comms_wait", "bwd_comms_wait", "grad_allreduce_wait")
 """Waiting for slower ranks before a collective: kept apart, never charged to communication."""
 

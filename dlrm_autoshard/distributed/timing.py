@@ -23,9 +23,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.costs import StageTime
-
-COMPUTE_STAGES = ("fwd_compute", "dense_fwd", "dense_bwd", "bwd_compute", "dense_optim")
+from dlrm_autoshard.costs import COMPUTE_STAGES, StageTime
 
 
 class StageClock:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, RankCost, StageTime, imbalance, step_cost_ms
+from dlrm_autoshard.costs import COMPUTE_STAGES, PLANNED_STAGES, STAGES, RankCost, StageTime, imbalance, step_cost_ms
 
 if TYPE_CHECKING:
     from dlrm_autoshard.report.record import EpochProfile, TableUse
@@ -27,8 +27,6 @@ NOTABLE_EXCESS = 0.03
 """Of the step: ranks closer together than this have no straggler worth naming."""
 STARVED_BELOW = 0.9
 """CPU time / wall time under which a rank did not have its core to itself."""
-COMPUTE_STAGES = ("fwd_compute", "dense_fwd", "dense_bwd", "bwd_compute", "dense_optim")
-"""What a rank computes by itself, and so stretches when its core is shared."""
 
 
 @dataclass(frozen=True)
