@@ -26,7 +26,7 @@ CHANGED = 0.04
 """Relative difference of measured costs from which something has changed, where they are not noisier than that."""
 LOOKS = 3
 """Searches in a row that found nothing, before the loop waits for something to change."""
-LOOK_SHARE, LOOK_SECONDS = 0.1, (0.03, 2.0)
+LOOK_SHARE, LOOK_SECONDS = 0.05, (0.03, 2.0)
 """A look (refining and searching) may take this part of what there is to gain, within these bounds; below, none is
 taken."""
 MEDIAN_ERROR = 0.93

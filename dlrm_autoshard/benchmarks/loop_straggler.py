@@ -7,7 +7,7 @@ under the same busy process, and the fastest of them leaves the unavoidable.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -41,23 +41,28 @@ def run(quick: bool) -> dict[str, Any]:
         loops = {record.plan.fingerprint: record.plan for record in ran}
         plans = {f"known_{speed}": plan_for(speed, loop.epochs[:first]) for speed in SPEEDS}
         plans |= {"static": static_plan, **loops}
-        turns = [("healthy", static_plan, ()), *((name, plan, (0,)) for name, plan in plans.items())]
-        # In turns, so that a slow spell falls on all alike.
-        rounds = 1 if quick else 3
-        again = run_jobs(
-            [
+
+        def in_turns(plans: Mapping[str, ShardingPlan], rounds: int, name: str) -> dict[str, float]:
+            """Median examples/s of each, under the busy process unless it is called healthy. In turns, so that a slow
+            spell falls on all alike."""
+            jobs = [
                 Job(
-                    f"{name}_{i}",
+                    f"{name}_{plan_name}_{i}",
                     settings(folder, epochs=1, steps_per_epoch=steps * 3 // 4, **fixed_plan(plan, folder)),
-                    epochs_busy,
+                    () if plan_name.startswith("healthy") else (0,),
                 )
                 for i in range(rounds)
-                for name, plan, epochs_busy in turns
-            ],
-            folder,
-        )
-    rate = {name: median(again[f"{name}_{i}"].throughput(0) for i in range(rounds)) for name, _, _ in turns}
-    best_name = max(plans, key=lambda name: rate[name])
+                for plan_name, plan in plans.items()
+            ]
+            ran = run_jobs(jobs, folder)
+            return {p: median(ran[f"{name}_{p}_{i}"].throughput(0) for i in range(rounds)) for p in plans}
+
+        # The best of several noisy figures is the luckiest: it is chosen in one round and measured in others.
+        chosen_by = in_turns(plans, 1, "choice")
+        best_name = max(plans, key=lambda name: chosen_by[name])
+        contenders = {"static": static_plan, best_name: plans[best_name], **loops}
+        contenders |= {"healthy": static_plan, "healthy_after": loop.final_plan}
+        rate = in_turns(contenders, 1 if quick else 4, "turn")
     # What the loop ran with in each busy epoch, at the speed of the turns, and the time it stood still for.
     stalled = sum(d["decide_seconds"] + d["move_seconds"] for d in loop.decisions if first <= d["epoch"] < last)
     training = sum((e.end_step - e.first_step) * e.batch_size / e.throughput for e in ran)
@@ -75,8 +80,9 @@ def run(quick: bool) -> dict[str, Any]:
             "recovered": recovered(in_loop, rate["static"], rate[best_name]),
             "recovered_were_a_quarter_unavoidable": recovered(in_loop, rate["static"], 0.75 * healthy),
             "loop_job_of_its_healthy_epochs": as_it_ran,
-            "after_it_ended": loop.throughput(epochs - 1) / loop.throughput(1, first - 1),
+            "after_it_ended": rate["healthy_after"] / healthy,
             "reshards": loop.moves,
+            **{f"choice_{name}": value for name, value in chosen_by.items()},
             **{f"turn_{name}": value for name, value in rate.items()},
         },
         "targets": {"recovered": ">= 0.6", "after_it_ended": ">= 0.95"},
@@ -84,10 +90,11 @@ def run(quick: bool) -> dict[str, Any]:
             "recovered: of what the static plan loses beyond the unavoidable, over the epochs after the one in which "
             "the loop first saw it. The unavoidable is what the best known plan loses too: the fastest of the plans "
             f"searched for a rank of speed {', '.join(map(str, SPEEDS))}, the static one and the loop's own; here it "
-            f"is {best_name}.",
+            f"is {best_name}, chosen in a round of its own (choice_*).",
             "All are measured under the same busy process, in turns with the healthy machine (turn_*, medians), so "
             "that its swings fall on all alike. in_loop: the plans the loop ran in those epochs, at the speed they "
-            "have in the turns, less the time for which it stood still to look and move.",
+            "have in the turns, less the time for which it stood still to look and move. after_it_ended: the plan the "
+            "loop went back to beside the one it had at first.",
             "loop_job_of_its_healthy_epochs: the same epochs as the loop's job ran them, beside its own healthy ones "
             "minutes before. recovered_were_a_quarter_unavoidable: against 0.75 of the healthy throughput, as if all "
             "that the slow rank does could move.",
