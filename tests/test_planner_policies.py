@@ -16,6 +16,7 @@ from dlrm_autoshard.planner.policy import DevicePolicy
 from dlrm_autoshard.planner.policy_training import PolicyTraining
 from dlrm_autoshard.planner.published import PublishedDreamShard, scaled_by_task
 from dlrm_autoshard.planner.published_costs import CostNetTraining, Measured, PublishedCostNet, stacked
+from dlrm_autoshard.planner.published_policy import PublishedPolicyTraining
 from dlrm_autoshard.planner.sequence import SequencePolicy, SequenceTrainer
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
@@ -236,6 +237,30 @@ def test_published_gradients_written_by_hand_are_those_of_autograd() -> None:
     expected = heads_error.square().sum() / present.sum()
     expected = expected + (overall - torch.from_numpy(placements.overall_P[chosen])).square().mean()
     expected.backward()
+    gradients = torch.cat([p.grad.ravel() for p in training.adam.parameters if p.grad is not None]).numpy()
+    np.testing.assert_allclose(training.adam.flat_gradient, gradients, rtol=1e-2, atol=1e-4 * np.abs(gradients).max())
+
+
+def test_the_published_policys_gradient_is_that_of_autograd() -> None:
+    task = some_task(7, 3, 13)
+    trainer = PublishedDreamShard(0)
+    features = scaled_by_task(task)
+    episodes, policy = trainer.rollout(task, features, 6), trainer.policy
+    training = PublishedPolicyTraining(policy)
+    training.gradients(features.numpy(), episodes, entropy_weight=0.3)
+
+    embedding = policy.table_net(features)
+    actions = torch.from_numpy(episodes.actions_TE)
+    placed = torch.nn.functional.one_hot(actions, 3).unsqueeze(-1)
+    added = placed * embedding[episodes.order][:, None, None, :]
+    before = placed.cumsum(dim=0) - placed
+    held = torch.where(before > 0, added.cumsum(dim=0) - added, embedding[-1])
+    log_probs = policy.logits(held, torch.from_numpy(episodes.costs_TED3)).log_softmax(dim=-1)
+    taken = log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1).sum(dim=0)
+    reward = torch.from_numpy(-episodes.predicted_E)
+    advantage = (reward - reward.mean()) / (reward.std() + 1e-9)
+    entropy = -(log_probs.exp() * log_probs).sum(dim=-1).mean()
+    (-(advantage * taken).mean() - 0.3 * entropy).backward()
     gradients = torch.cat([p.grad.ravel() for p in training.adam.parameters if p.grad is not None]).numpy()
     np.testing.assert_allclose(training.adam.flat_gradient, gradients, rtol=1e-2, atol=1e-4 * np.abs(gradients).max())
 

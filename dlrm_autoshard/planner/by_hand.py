@@ -5,7 +5,8 @@
     outputs = mlp.forward(inputs); mlp.backward(gradient_of_outputs)    # into adam.gradients
     adam.step(learning_rate); adam.finish()                             # back into the torch parameters
 
-For networks of a few thousand weights torch's cost per operation is several times the arithmetic.
+For networks of a few thousand weights torch's cost per operation is several times the arithmetic. (And a torch
+optimizer imports the compiler: a second at a job's start.)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 class FlatAdam:
@@ -47,13 +48,6 @@ class FlatAdam:
         np.divide(self.mean, change, out=change)
         change *= rate
         self.flat -= change
-
-    def descend(self, loss: Tensor, learning_rate: float) -> None:
-        """One update by autograd's gradient. (A torch optimizer imports the compiler: a second at a job's start.)"""
-        gradients = torch.autograd.grad(loss, self.parameters)
-        np.concatenate([gradient.numpy().ravel() for gradient in gradients], out=self.flat_gradient)
-        self.step(learning_rate)
-        self.finish()
 
     @torch.no_grad()
     def finish(self) -> None:

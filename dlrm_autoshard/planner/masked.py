@@ -32,5 +32,26 @@ class MaskedCategorical:
         return -(self.log_probs.exp() * self.log_probs.clamp(min=-1e9)).sum(dim=-1)
 
 
+def logit_gradient(
+    logits: np.ndarray, legal: np.ndarray, taken: np.ndarray, advantage_E: np.ndarray, entropy_weight: float
+) -> np.ndarray:
+    """[U, E, D]: the gradient of REINFORCE's loss with respect to the logits, for `taken` [U, E, D] one-hot actions.
+
+    The loss: minus the mean over episodes of advantage x log-probability of the episode's actions, minus
+    `entropy_weight` x the mean entropy of a step.
+    """
+    steps, episodes, _ = logits.shape
+    masked = np.where(legal, logits, -np.inf)
+    masked -= masked.max(axis=-1, keepdims=True)
+    probs = np.exp(masked)
+    total = probs.sum(axis=-1, keepdims=True)
+    probs /= total
+    log_probs = np.where(legal, masked - np.log(total), 0)
+    entropy = -(probs * log_probs).sum(axis=-1, keepdims=True)
+    gradient: np.ndarray = (probs - taken) * (advantage_E / episodes).astype(np.float32)[:, None]
+    gradient += np.float32(entropy_weight / (steps * episodes)) * probs * (log_probs + entropy)
+    return gradient
+
+
 def gumbel_noise(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
     return generator.gumbel(size=shape).astype(np.float32)

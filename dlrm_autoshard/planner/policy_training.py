@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from dlrm_autoshard.planner.by_hand import FlatAdam, Mlp
+from dlrm_autoshard.planner.masked import logit_gradient
 from dlrm_autoshard.planner.mdp import NUM_FEATURES, Rollout
 from dlrm_autoshard.planner.policy import COSTS_WITH_UNIT, EMBED_SCALE, HIDDEN, DevicePolicy
 
@@ -48,16 +49,8 @@ class PolicyTraining:
 
         logits = self.device_net.forward(inputs.reshape(-1, UNIT.stop)).reshape(rollout.legal.shape)
         logits -= self.greediness * rollout.features[..., COSTS_WITH_UNIT].sum(axis=-1)
-        logits[~rollout.legal] = -np.inf
-        logits -= logits.max(axis=-1, keepdims=True)
-        probs = np.exp(logits)
-        total = probs.sum(axis=-1, keepdims=True)
-        probs /= total
-        log_probs = np.where(rollout.legal, logits - np.log(total), 0)
-        entropy = -(probs * log_probs).sum(axis=-1, keepdims=True)
+        grad = logit_gradient(logits, rollout.legal, placed_UED, advantage_E, entropy_weight)
 
-        grad = (probs - placed_UED) * (advantage_E / episodes).astype(np.float32)[:, None]
-        grad += np.float32(entropy_weight / (steps * episodes)) * probs * (log_probs + entropy)
         grad_inputs = self.device_net.backward(grad.reshape(-1, 1)).reshape(inputs.shape)
         grad_held = grad_inputs[..., HELD]
         after = grad_held[::-1].cumsum(axis=0)[::-1] - grad_held  # a unit is held in all steps after its own

@@ -10,21 +10,20 @@ from the maximum over device embeddings, a policy that does not see the table it
 devices though sampling was masked by memory. Where no device has room the reference crashed; here the episode goes to
 the roomiest device, and a plan that overflows is replaced by a legal one.
 
-Its cost network is in `published_costs`. Axes: T tables, D devices, E episodes, 3 heads.
+Its networks and their training are in `published_costs` and `published_policy`.
+
+Axes: T tables, D devices, E episodes, 3 heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dlrm_autoshard.planner.by_hand import FlatAdam
-from dlrm_autoshard.planner.cost_model import mlp
 from dlrm_autoshard.planner.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.features import NUM_PUBLISHED, published_features
 from dlrm_autoshard.planner.frozen import FrozenNet
@@ -40,30 +39,8 @@ from dlrm_autoshard.planner.published_costs import (
     measured,
     stacked,
 )
+from dlrm_autoshard.planner.published_policy import Episodes, PublishedPolicy, PublishedPolicyTraining
 from dlrm_autoshard.planner.task import PlacementTask, Room
-
-
-class PublishedPolicy(nn.Module):
-    """21-128-32 a table, summed over a device; its three costs through 3-64-32; one logit a device."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self.table_net = mlp([NUM_PUBLISHED, 128, 32], generator)
-        self.cost_net = mlp([HEADS, 64, 32], generator)
-        self.logit = mlp([64, 1], generator)
-
-    def logits(self, devices: Tensor, costs: Tensor) -> Tensor:
-        both = torch.cat([devices, self.cost_net(costs)], dim=-1)
-        logits: Tensor = self.logit(both).squeeze(-1)
-        return logits
-
-
-@dataclass(frozen=True)
-class Episodes:
-    order: np.ndarray
-    actions_TE: np.ndarray
-    costs_TED3: np.ndarray
-    predicted_E: np.ndarray
 
 
 class PublishedDreamShard:
@@ -81,7 +58,7 @@ class PublishedDreamShard:
         features = [scaled_by_task(task) for task in tasks]
         buffer: list[Measured] = []
         training = CostNetTraining(self.cost_net)
-        policy_adam = FlatAdam([*self.policy.parameters()])
+        policy_training = PublishedPolicyTraining(self.policy)
         self.trained_iterations = 0
         for iteration in range(settings.iterations):
             learning_rate = settings.learning_rate * (1 - iteration / settings.iterations)
@@ -94,7 +71,9 @@ class PublishedDreamShard:
             self._update_cost_net(features, buffer, training, learning_rate)
             for number in self.generator.integers(len(tasks), size=settings.policy_updates):
                 episodes = self.rollout(tasks[number], features[number], settings.episodes)
-                policy_adam.descend(self._policy_loss(features[number], episodes), learning_rate)
+                policy_training.gradients(features[number].numpy(), episodes, settings.entropy_weight)
+                policy_training.adam.step(learning_rate)
+                policy_training.adam.finish()
             self.trained_iterations += 1
 
     def place(self, task: PlacementTask) -> np.ndarray:
@@ -154,21 +133,6 @@ class PublishedDreamShard:
             training.gradients(placements, self.generator.integers(len(buffer), size=self.settings.cost_batch))
             training.adam.step(learning_rate)
         training.adam.finish()
-
-    def _policy_loss(self, features: Tensor, episodes: Episodes) -> Tensor:
-        """REINFORCE; the log-probabilities are those over all devices, as in the reference."""
-        reward = torch.from_numpy(-episodes.predicted_E)
-        advantage = (reward - reward.mean()) / (reward.std() + 1e-9)
-        embedding = self.policy.table_net(features)
-        actions = torch.from_numpy(episodes.actions_TE)
-        placed = nn.functional.one_hot(actions, episodes.costs_TED3.shape[2]).unsqueeze(-1)
-        added = placed * embedding[episodes.order][:, None, None, :]
-        before = placed.cumsum(dim=0) - placed
-        held = torch.where(before > 0, added.cumsum(dim=0) - added, embedding[-1])
-        log_probs = self.policy.logits(held, torch.from_numpy(episodes.costs_TED3)).log_softmax(dim=-1)
-        taken = log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1).sum(dim=0)
-        entropy = -(log_probs.exp() * log_probs).sum(dim=-1).mean()
-        return -(advantage * taken).mean() - self.settings.entropy_weight * entropy
 
     def state_dict(self) -> dict[str, Any]:
         nets = {"cost_net": self.cost_net, "policy": self.policy}
