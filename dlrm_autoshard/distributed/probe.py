@@ -28,6 +28,7 @@ from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, step_cos
 from dlrm_autoshard.distributed.exchange import Exchange
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.shard_probe import ShardProbe, ShardTime, relative_spread
+from dlrm_autoshard.distributed.shared_memory import connect
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig, TableStats
@@ -128,6 +129,7 @@ class RankProbe:
         self._runtime, self._dtype = runtime, exchange_dtype
         self._exchange_repeats, self._rounds, self._seconds = exchange_repeats, rounds, seconds
         self._probe = probe or ShardProbe(device=runtime.device, buffer_gib=0.25, repeats=3)
+        self._link = connect(runtime.group) if runtime.device.type == "cpu" else None  # as training does
 
     def on_rank_zero(self, function: Callable[[], T]) -> T | None:
         """Runs `function` on rank 0, which may call `measure` and `measure_shards`; returns None elsewhere.
@@ -238,8 +240,9 @@ class RankProbe:
             return [0.0], [0.0]
         order = sorted(range(len(self.tables)), key=lambda i: self.tables[i].embedding_dim)
         exchange = Exchange(
-            self.tables, order, plan, runtime.rank, runtime.group, runtime.id_group, runtime.device, self._dtype
-        )
+            self.tables, order, plan, runtime.rank, runtime.group, runtime.id_group, runtime.device, self._dtype,
+            self._link,
+        )  # fmt: skip
         local = torch.zeros(self.batch_size, exchange.local_dim, device=runtime.device)
         gradient = torch.zeros(self.batch_size // runtime.world_size, exchange.total_dim, device=runtime.device)
         forward = self._time_collective(lambda: exchange.in_output_order(exchange.send_pooled(local).wait()))
