@@ -1,0 +1,186 @@
+"""Sections of `bench gpu-all` that train: the environment, losses beside the CPU's, moves, caching, and no waiting."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dlrm_autoshard.report.jsonl import read_jsonl
+
+TRAIN = Path("launch/train.py")
+STEPS = 50
+
+
+def doctor(folder: Path, seconds: float) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "dlrm_autoshard.cli", "doctor", "--json"], capture_output=True, text=True
+    )
+    return {"exit_status": done.returncode, "report": json.loads(done.stdout)}
+
+
+def training(folder: Path, seconds: float) -> dict[str, Any]:
+    """`debug_cpu` and a scaled `mlperf_dcnv2` on CPU and on the GPU (nccl): losses side by side; then a resumed run."""
+    sample = folder / "criteo_sample"
+    if not sample.exists():
+        command = [sys.executable, "-m", "dlrm_autoshard.cli", "data", "criteo-sample", "--out", str(sample)]
+        subprocess.run(command, check=True, capture_output=True)
+    found: dict[str, Any] = {}
+    worst = 0.0
+    small = [f"data.dir={sample}", "data.row_scale=0.001", "train.batch_size=256", "model.dcn_low_rank_dim=64"]
+    for config, extra in (("debug_cpu", []), ("mlperf_dcnv2", small)):
+        cpu = losses(train(folder, config, "cpu", extra))
+        gpu = losses(train(folder, config, "cuda", extra))
+        steps = min(len(cpu), len(gpu))
+        found[f"{config}_steps"] = steps
+        found[f"{config}_loss_difference"] = float(np.abs(np.array(cpu[:steps]) - gpu[:steps]).max())
+        worst = max(worst, found[f"{config}_loss_difference"])
+    found["largest_loss_difference"] = worst
+    whole = losses(train(folder, "debug_cpu", "cuda", ["train.max_steps=40"], name="whole"))
+    train(folder, "debug_cpu", "cuda", ["train.max_steps=20"], name="halves")
+    second = losses(train(folder, "debug_cpu", "cuda", ["train.max_steps=40"], name="halves", resume=True))
+    found["resumed_loss_difference"] = abs(whole[-1] - second[-1])
+    return found
+
+
+def shared_gpu(folder: Path, seconds: float) -> dict[str, Any]:
+    """Two ranks on this one GPU over gloo: placements and moves change nothing, also with Adam on the tables."""
+    from dlrm_autoshard.config import load_config
+    from dlrm_autoshard.data.open import open_source
+    from dlrm_autoshard.plan import ShardingPlan
+
+    config = load_config(Path("configs/debug_cpu.yaml"))
+    names = [table.name for table in open_source(config.data, config.tables).tables]
+    seen = []
+    for number, ranks in enumerate(([0, 1], [1, 0, 0])):
+        plan = ShardingPlan({name: ranks[i % len(ranks)] for i, name in enumerate(names)}, 2)
+        plan.save(folder / f"plan_{number}.json")
+        placement = [f"autoshard.placement={folder / f'plan_{number}.json'}", "autoshard.enabled=false"]
+        seen.append(losses(train(folder, "debug_cpu", "cuda", placement, name=f"shared_{number}", ranks=2)))
+    steps = min(len(losses_) for losses_ in seen)
+    differing = spawn_moves("adam") + spawn_moves("rowwise_adagrad")
+    return {
+        "placement_loss_difference": float(np.abs(np.array(seen[0][:steps]) - seen[1][:steps]).max()),
+        "moved_tensors_differing": differing,
+    }
+
+
+def uvm(folder: Path, seconds: float) -> dict[str, Any]:
+    """Tables in host memory behind a device cache give the losses that tables on the device give."""
+    device = losses(train(folder, "debug_cpu", "cuda", [], name="device"))
+    cached = losses(train(folder, "debug_cpu", "cuda", ["tables.location=managed_caching"], name="cached"))
+    steps = min(len(device), len(cached))
+    return {"largest_loss_difference": float(np.abs(np.array(device[:steps]) - cached[:steps]).max())}
+
+
+def synchronisation(folder: Path, seconds: float) -> dict[str, Any]:
+    """A trace of plain (not sampled) steps holds no call that waits for the GPU."""
+    from dlrm_autoshard.config import load_config
+    from dlrm_autoshard.distributed.runtime import Runtime
+    from dlrm_autoshard.trainer import Trainer
+
+    overrides = ["run.device=cuda", "profile.enabled=false", "checkpoint.enabled=false", "train.log_every_steps=1000"]
+    config = load_config(Path("configs/debug_cpu.yaml"), [*overrides, f"run.dir={folder}"])
+    names: list[str] = []
+    with Runtime.start(config.run) as runtime:
+        trainer = Trainer(config, runtime, folder)
+        with trainer._loader("train", 0, 0) as loader:
+            trainer.step.begin_epoch(iter(loader))
+            for _ in range(5):
+                trainer.step.run(1.0, config.tables.optimizer.lr)
+            torch.cuda.synchronize()
+            with torch.profiler.profile() as profiler:
+                for _ in range(5):
+                    trainer.step.run(1.0, config.tables.optimizer.lr)
+            names = [event.key for event in profiler.key_averages() if "Synchronize" in event.key]
+    waiting = [name for name in names if "Device" not in name]  # the profiler's own, when it stops
+    return {"calls_in_plain_steps": len(waiting), "which": ", ".join(waiting) or "none"}
+
+
+def train(
+    folder: Path,
+    config: str,
+    device: str,
+    extra: list[str],
+    *,
+    name: str = "",
+    ranks: int = 1,
+    resume: bool = False,
+) -> Path:
+    """Runs launch/train.py for up to STEPS steps, every loss logged; returns the run directory."""
+    name = name or f"{config}_{device}"
+    start = (
+        [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    )
+    settings = [
+        f"run.device={device}",
+        f"run.dir={folder}",
+        f"run.name={name}",
+        "train.log_every_steps=1",
+        f"train.max_steps={STEPS}",
+        *extra,
+    ]
+    if not resume:  # an earlier bench's run of that name would make this one's "name-2"
+        shutil.rmtree(folder / name, ignore_errors=True)
+    command = [*start, str(TRAIN), "--config", f"configs/{config}.yaml", *(["--resume"] if resume else []), *settings]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return folder / name
+
+
+def losses(run_dir: Path) -> list[float]:
+    lines = read_jsonl(run_dir / "metrics.jsonl")
+    return [line["logloss"] for line in lines if line["split"] == "train" and "logloss" in line]
+
+
+def spawn_moves(optimizer: str) -> int:
+    """Tensors (weights and optimizer state) that differ between a run with moves and one without, over two ranks."""
+    from dlrm_autoshard.distributed.spawn import run_ranks
+
+    return sum(run_ranks(moved_and_unmoved, 2, optimizer, timeout=60))
+
+
+def moved_and_unmoved(rank: int, world_size: int, optimizer: str) -> int:
+    """Six updates twice, once with a move after the third: how many of this rank's tensors differ in any bit."""
+    import torch.distributed as dist
+
+    from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
+    from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
+    from dlrm_autoshard.distributed.id_distribution import LocalIds
+    from dlrm_autoshard.distributed.reshard import reshard
+    from dlrm_autoshard.plan import ShardingPlan
+    from dlrm_autoshard.tables import TableConfig
+
+    device = torch.device("cuda")
+    tables = [TableConfig("a", 1000, 16), TableConfig("b", 500, 16), TableConfig("c", 70, 16)]
+    first = ShardingPlan({"a": 0, "b": 1, "c": 0}, world_size)
+    second = ShardingPlan({"a": 1, "b": 0, "c": 0}, world_size)
+    group = dist.group.WORLD
+    assert group is not None
+    results = []
+    for moves in (False, True):
+        embeddings = ShardedEmbeddings(
+            tables, second if not moves else first, TablesConfig(optimizer=TableOptimizerConfig(name=optimizer)),  # type: ignore[arg-type]
+            rank=rank, group=group, id_group=group, device=device,
+        )  # fmt: skip
+        for step in range(6):
+            if moves and step == 3:
+                reshard(embeddings, second, group=group)
+            owned = [t for t in embeddings.output_tables if embeddings.plan.rank_of[t.name] == rank]
+            ids = [
+                torch.randint(0, t.num_embeddings, (64,), generator=torch.Generator().manual_seed(step)) for t in owned
+            ]
+            offsets = torch.arange(0, 64 * len(owned) + 1, 2)
+            if not owned:
+                continue
+            local = embeddings.lookup(LocalIds(torch.cat(ids).to(device), offsets.to(device), 32 // world_size))
+            embeddings.update(local, torch.sin(local.detach()))
+        results.append(
+            {(t, k): v.cpu() for t in second.tables_on(rank) for k, v in embeddings.storage.tensors(t).items()}
+        )
+    return sum(not torch.equal(results[0][key], results[1][key]) for key in results[0])
