@@ -21,7 +21,7 @@ from dlrm_autoshard.planner.replay import shards_of
 from dlrm_autoshard.report.record import EpochProfile
 
 TITLE = "half of one rank's core is taken in epochs 3 to 6 of 9: what is recovered, and the return afterwards"
-ROUGH_TIME = "4 min"
+ROUGH_TIME = "5 min"
 
 SPEEDS = (0.3, 0.4, 0.5, 0.65)
 """Of the busy rank, as those believe who know of it beforehand: half a core, and what scheduling may make of it."""
@@ -62,7 +62,7 @@ def run(quick: bool) -> dict[str, Any]:
         best_name = max(plans, key=lambda name: chosen_by[name])
         contenders = {"static": static_plan, best_name: plans[best_name], **loops}
         contenders |= {"healthy": static_plan, "healthy_after": loop.final_plan}
-        rate = in_turns(contenders, 1 if quick else 4, "turn")
+        rate = in_turns(contenders, 1 if quick else 3, "turn")
     # What the loop ran with in each busy epoch, at the speed of the turns, and the time it stood still for.
     stalled = sum(d["decide_seconds"] + d["move_seconds"] for d in loop.decisions if first <= d["epoch"] < last)
     training = sum((e.end_step - e.first_step) * e.batch_size / e.throughput for e in ran)
