@@ -14,14 +14,18 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
 
-from dlrm_autoshard.config import Config, load_config
-from dlrm_autoshard.doctor import require_pair
 from dlrm_autoshard.errors import UserError, in_a_sentence
+
+if TYPE_CHECKING:
+    from dlrm_autoshard.config import Config
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -54,7 +58,18 @@ def complain(message: str) -> None:
         print(f"[rank {os.environ['RANK']}] {message}", file=sys.stderr, flush=True)
 
 
+def leave(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C before there is anything to save (stop.py takes over then). No exception: thrown into an import that is half
+    done, it comes out as an error of that package's own."""
+    complain("stopped.")
+    os._exit(128 + number)
+
+
 def main() -> int:
+    signal.signal(signal.SIGINT, leave)
+    from dlrm_autoshard.config import load_config
+    from dlrm_autoshard.doctor import require_pair
+
     arguments = parse()
     try:
         require_pair()
@@ -94,8 +109,4 @@ def run(config: Config, resume: str | None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:  # Ctrl-C while all that is needed is still being imported
-        complain("stopped.")
-        sys.exit(130)
+    sys.exit(main())
