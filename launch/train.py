@@ -59,8 +59,8 @@ def complain(message: str) -> None:
 
 
 def leave(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C before there is anything to save (stop.py takes over then). No exception: thrown into an import that is half
-    done, it comes out as an error of that package's own."""
+    """Ctrl-C before there is anything to save (stop.py takes over then). No exception: thrown into an import that is
+    half done, it comes out as an error of that package's own."""
     complain("stopped.")
     os._exit(128 + number)
 
