@@ -136,7 +136,8 @@ def limit_parts(job: OurJob, rounds: int) -> tuple[float, float, float]:
     assert ids is not None
     times: tuple[list[float], ...] = ([], [], [])
     gradient = None
-    width = sum(job.model.room) + sum(t.embedding_dim for t in job.embeddings.tables)
+    # The dense part takes pooled vectors as a lookup gives them and gives their gradients as an update takes them.
+    room, width = job.model.room, sum(t.embedding_dim for t in job.embeddings.tables)
     pooled = torch.randn(batch.padded_size, width) * 0.01
     for _ in range(rounds):
         marks = [time.perf_counter()]
@@ -148,9 +149,13 @@ def limit_parts(job: OurJob, rounds: int) -> tuple[float, float, float]:
         marks.append(marks[-1] + time.perf_counter() - started)
         started = time.perf_counter()
         job.dense.zero_gradient()
-        leaf = pooled.detach().requires_grad_()
+        leaf = pooled.new_empty(len(pooled), width + sum(room))
+        leaf[:, room[0] : room[0] + width] = pooled
+        leaf.requires_grad_()
         loss = share_of_loss(job.model.top(job.model.bottom(batch.dense_BF), leaf), batch)
         loss.backward()
+        assert leaf.grad is not None
+        leaf.grad[:, room[0] : room[0] + width].contiguous()
         job.dense.step(0.0)
         marks.append(marks[-1] + time.perf_counter() - started)
         for column, (a, b) in zip(times, itertools.pairwise(marks), strict=True):
