@@ -22,8 +22,7 @@ _MOST_SKIPPED = 10  # losses in a row that are not finite; after so many it is t
 class LossWatch:
     def __init__(self, runtime: Runtime, step: TrainStep, state: TrainingState) -> None:
         self._runtime, self._step, self._state = runtime, step, state
-        self.skipped = 0
-        """Steps in a row that were left out."""
+        self._left_out = 0  # batches in a row
 
     def look(self, steps_done: int) -> float:
         """The last step's global loss, a finite one."""
@@ -32,11 +31,15 @@ class LossWatch:
             self._stop(f"is {loss} at", steps_done)
         return loss
 
+    def updated(self) -> None:
+        """The last step's batch was learned from."""
+        self._left_out = 0
+
     def left_out(self, steps_done: int) -> None:
         """The last step's batch changed nothing, for its loss was not finite."""
-        self.skipped += 1
-        if self.skipped >= _MOST_SKIPPED:
-            self._stop(f"has not been finite for {self.skipped} steps, up to", steps_done)
+        self._left_out += 1
+        if self._left_out >= _MOST_SKIPPED:
+            self._stop(f"has not been finite for {self._left_out} steps, up to", steps_done)
 
     def _stop(self, what: str, steps_done: int) -> None:
         bad = [r for r, fine in enumerate(self._runtime.all_gather(self._step.last_loss_finite)) if not fine]
@@ -46,7 +49,7 @@ class LossWatch:
         raise TrainError(f"the loss {what} step {failed}, from {where}. {self._state.last_good(failed)}")
 
 
-def all_finite(loss: Tensor, group: dist.ProcessGroup) -> bool:
+def finite_on_all_ranks(loss: Tensor, group: dist.ProcessGroup) -> bool:
     """Of every rank's loss; a collective."""
     bad = (~torch.isfinite(loss.detach())).float().view(1)
     dist.all_reduce(bad, group=group)

@@ -14,13 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from dlrm_autoshard.attention import Attention
 from dlrm_autoshard.config import ReshardConfig
 from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.decision import Interval, Problem
 from dlrm_autoshard.partial_move import first_part
-from dlrm_autoshard.plan import PlanError, ShardingPlan, check_plan, gib
+from dlrm_autoshard.plan import PlanError, ShardingPlan, gib, is_legal
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.reshard_rule import MoveCost, Offer, Terms, Verdict, caution_after, saving, should_reshard
 
@@ -82,16 +83,11 @@ class NextMove:
     def predicted_gain(self, interval: Interval, plan: ShardingPlan, candidate: ShardingPlan) -> float:
         """Ratio of two predictions, anchored at what was measured: the model's common errors cancel."""
         profile = interval.profile
-
-        def cost(placed: ShardingPlan) -> float:
-            return step_cost_ms(
-                self.planner.predict(placed, profile.tables, profile.stats, profile.batch_size, self.problem.topology)
-            )
-
-        current = cost(plan)
+        cost_ms = self.planner.step_costs(profile.tables, profile.stats, profile.batch_size, self.problem.topology)
+        current = cost_ms(plan)
         if current <= 0:
             return 0.0
-        saved = (1 - cost(candidate) / current) * step_cost_ms(profile.ranks)
+        saved = (1 - cost_ms(candidate) / current) * step_cost_ms(profile.ranks)
         # The best of many predictions is one that errs to the good: none is believed beyond perfect balance.
         return min(saved / interval.step_ms, self.attention.room)
 
@@ -138,14 +134,9 @@ class NextMove:
         """As much of a larger move as may be made at a time; the rest follows after the next intervals."""
         limit, problem, profile = self._most_bytes, self.problem, interval.profile
         assert limit is not None
-
-        def legal(candidate: ShardingPlan) -> bool:
-            try:
-                check_plan(candidate, problem.table_bytes, problem.topology, problem.constraints)
-            except PlanError:
-                return False
-            return True
-
+        legal = partial(
+            is_legal, table_bytes=problem.table_bytes, topology=problem.topology, constraints=problem.constraints
+        )
         cost_ms = self.planner.step_costs(profile.tables, profile.stats, profile.batch_size, problem.topology)
         part = first_part(plan, target, problem.bytes_of, limit, cost_ms, legal, problem.constraints)
         whole = f"{offer.tables} tables, {gib(offer.bytes_to_move)}: {saving(offer.predicted_gain)}"

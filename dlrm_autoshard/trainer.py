@@ -31,7 +31,7 @@ from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.evaluation import evaluate
 from dlrm_autoshard.journal import Journal
 from dlrm_autoshard.loop import Loop
-from dlrm_autoshard.loss_watch import LossWatch, all_finite
+from dlrm_autoshard.loss_watch import LossWatch, finite_on_all_ranks
 from dlrm_autoshard.model import make_model
 from dlrm_autoshard.opening import open_run
 from dlrm_autoshard.placement import Placement, from_rank_0, place
@@ -113,7 +113,7 @@ class Trainer:
             self.clock,
             overlap=config.train.overlap,
             autocast=self.autocast,
-            all_finite=partial(all_finite, group=runtime.group) if config.train.on_nan == "skip" else None,
+            all_finite=partial(finite_on_all_ranks, group=runtime.group) if config.train.on_nan == "skip" else None,
         )
         self.loop = None
         if Loop.is_wanted(config, runtime.world_size):
@@ -244,7 +244,7 @@ class Trainer:
             self._log_metrics("train", {"skipped_not_finite": 1.0})
             self.watch.left_out(position.step)
             return self.display.step()
-        self.watch.skipped = 0
+        self.watch.updated()
         if sampled and ids is not None:
             self.recorder.observer.observe(ids, self.runtime.world_size, batch.global_size)
         self._after_update(config.train.log_every_steps)

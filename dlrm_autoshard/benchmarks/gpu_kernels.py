@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -93,13 +94,13 @@ def planning(folder: Path, seconds: float) -> dict[str, Any]:
     found: dict[str, Any] = {"costs_ms": costs}
     for size, by_name in costs.items():
         best = min(
-            (name for name in by_name if name in HEURISTICS and name != "random"), key=lambda n: mean(by_name[n])
+            (name for name in by_name if name in HEURISTICS and name != "random"), key=lambda n: fmean(by_name[n])
         )
         found[f"{size}_tables_tasks"] = len(by_name[best])
         for name, values in by_name.items():
-            found[f"{size}_tables_{name}_speedup_over_random"] = mean(by_name["random"]) / mean(values)
+            found[f"{size}_tables_{name}_speedup_over_random"] = fmean(by_name["random"]) / fmean(values)
         for name in learned:
-            found[f"{size}_tables_{name}_v_best_heuristic"] = mean(by_name[best]) / mean(by_name[name])
+            found[f"{size}_tables_{name}_v_best_heuristic"] = fmean(by_name[best]) / fmean(by_name[name])
     return found
 
 
@@ -134,7 +135,3 @@ def roofline(folder: Path, seconds: float) -> dict[str, Any]:
         found[f"forward_share_reading_{name.replace(' ', '_')}"] = share
     found["backward_ms"] = measured.bwd_compute_ms
     return found
-
-
-def mean(values: list[float]) -> float:
-    return float(np.mean(values))

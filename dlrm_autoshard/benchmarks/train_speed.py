@@ -20,6 +20,7 @@ import torch.distributed as dist
 from dlrm_autoshard.benchmarks.harness import Ratio, median_with_interval, on_pinned_ranks, paired_ratio
 from dlrm_autoshard.benchmarks.peer_torchrec import TorchrecJob, find_torchrec
 from dlrm_autoshard.benchmarks.workloads import OurJob, Workload
+from dlrm_autoshard.distributed.exchange import with_room, without_room
 from dlrm_autoshard.distributed.runtime import keep_freed_memory
 from dlrm_autoshard.distributed.step import share_of_loss
 from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
@@ -137,8 +138,7 @@ def limit_parts(job: OurJob, rounds: int) -> tuple[float, float, float]:
     times: tuple[list[float], ...] = ([], [], [])
     gradient = None
     # The dense part takes pooled vectors as a lookup gives them and gives their gradients as an update takes them.
-    room, width = job.model.room, sum(t.embedding_dim for t in job.embeddings.tables)
-    pooled = torch.randn(batch.padded_size, width) * 0.01
+    pooled = torch.randn(batch.padded_size, sum(t.embedding_dim for t in job.embeddings.tables)) * 0.01
     for _ in range(rounds):
         marks = [time.perf_counter()]
         local = job.embeddings.lookup(ids)
@@ -149,13 +149,11 @@ def limit_parts(job: OurJob, rounds: int) -> tuple[float, float, float]:
         marks.append(marks[-1] + time.perf_counter() - started)
         started = time.perf_counter()
         job.dense.zero_gradient()
-        leaf = pooled.new_empty(len(pooled), width + sum(room))
-        leaf[:, room[0] : room[0] + width] = pooled
-        leaf.requires_grad_()
+        leaf = with_room(pooled, job.model.room).requires_grad_()
         loss = share_of_loss(job.model.top(job.model.bottom(batch.dense_BF), leaf), batch)
         loss.backward()
         assert leaf.grad is not None
-        leaf.grad[:, room[0] : room[0] + width].contiguous()
+        without_room(leaf.grad, job.model.room)
         job.dense.step(0.0)
         marks.append(marks[-1] + time.perf_counter() - started)
         for column, (a, b) in zip(times, itertools.pairwise(marks), strict=True):

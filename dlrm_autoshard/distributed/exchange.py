@@ -27,6 +27,20 @@ Room = tuple[int, int]
 """Columns left free before and after the pooled vectors, for the model to fill."""
 
 
+def with_room(pooled_BD: Tensor, room: Room) -> Tensor:
+    """[B, room + D + room], anything in the rooms."""
+    before, after = room
+    output = pooled_BD.new_empty(len(pooled_BD), before + pooled_BD.shape[1] + after)
+    output[:, before : before + pooled_BD.shape[1]] = pooled_BD
+    return output
+
+
+def without_room(output: Tensor, room: Room) -> Tensor:
+    """[B, D], contiguous."""
+    before, after = room
+    return output[:, before : output.shape[1] - after].contiguous()
+
+
 class Pending:
     """A collective on its way. `wait()` gives what arrived, as often as it is asked."""
 
@@ -111,9 +125,7 @@ class Exchange:
         if self.world_size == 1 and not any(room):
             return arrived
         if self.world_size == 1:
-            output = arrived.new_empty(arrived.shape[0], sum(room) + self.total_dim)
-            output[:, room[0] : room[0] + self.total_dim] = arrived
-            return output
+            return with_room(arrived, room)
         batch_size = arrived.numel() // self.total_dim
         index, _ = self._layout(batch_size, room)
         return arrived.view(-1, self._chunk).index_select(0, index).view(batch_size, -1).float()
@@ -122,7 +134,7 @@ class Exchange:
         """Gradients of the pooled output, as `in_output_order` gave it, to the owners; arrives as [W * B, D_local],
         times `gradient_scale(W * B)`."""
         if self.world_size == 1:
-            return Pending(None, gradient_BD[:, room[0] : room[0] + self.total_dim].contiguous())
+            return Pending(None, without_room(gradient_BD, room))
         batch_size = gradient_BD.shape[0]
         scale = self.gradient_scale(batch_size * self.world_size)
         if scale != 1.0:

@@ -64,7 +64,7 @@ class CandidateMakers:
         if algorithm in LEARNED or (algorithm == "auto" and size <= MEDIUM):
             placements |= self._learned("dreamshard" if algorithm == "auto" else algorithm, task, costs, deadline)
         if algorithm == "auto":
-            if current is not None and is_legal(task, current):
+            if current is not None and task.allows(current):
                 placements["current"] = task.ranks_from(current.ordered(task.names))
             ranked = sorted(placements.items(), key=lambda item: costs.step_ms(item[1]))
             for name, rank_U in ranked if size <= MEDIUM else []:
@@ -133,14 +133,6 @@ class CandidateMakers:
 def late(deadline: float | None, needed_seconds: float = 0.0) -> bool:
     """Whether there is no time left, or less than what is needed next."""
     return deadline is not None and time.perf_counter() + needed_seconds > deadline
-
-
-def is_legal(task: PlacementTask, plan: ShardingPlan) -> bool:
-    try:
-        task.check(plan)
-    except PlanError:
-        return False
-    return True
 
 
 def _weights(net: nn.Module) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology
-from dlrm_autoshard.planner.candidates import ALGORITHMS, LEARNED, CandidateMakers, is_legal
+from dlrm_autoshard.planner.candidates import ALGORITHMS, LEARNED, CandidateMakers
 from dlrm_autoshard.planner.cost_model import CostModel, FitReport
 from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings
 from dlrm_autoshard.planner.finalists import Measure, best, measure_finalists, order
@@ -158,11 +158,13 @@ class Planner(LearnedCosts):
         )
         costs = self.costs_of(task)
         near = []
-        if is_legal(task, current):
-            rank_U = improve(task, costs, task.ranks_from(current), seed=self.seed, deadline=deadline)
-            near = [Candidate("current+search", task.plan_from(rank_U), costs.step_ms(rank_U))]
+        if task.allows(current):
+            current_U = task.ranks_from(current)
+            near_U = improve(task, costs, current_U, seed=self.seed, deadline=deadline)
+            near = [Candidate("current+search", task.plan_from(near_U), costs.step_ms(near_U))]
+            near += [Candidate("current", task.plan_from(current_U), costs.step_ms(current_U))]
         candidates = near + self._away_from_hosts(task, deadline)
-        candidates += self.makers.candidates("auto", task, costs, current, deadline)
+        candidates += self.makers.candidates("auto", task, costs, deadline=deadline)
         different = {candidate.plan.fingerprint: candidate for candidate in reversed(candidates)}
         ranked = sorted(different.values(), key=lambda c: c.predicted_ms)
         kept = ranked[:most]

@@ -46,16 +46,18 @@ class RankSpeed:
         own = [
             {rank: float((log - c).mean()) for rank, log in seen.items()} for seen, c in zip(logs, common, strict=True)
         ]
+        apart = [_from_the_others(ranks) for ranks in own]
         then = []
-        for now in own:
-            share = [w * _likeness(now, other) if other else 0.0 for w, other in zip(weights, own, strict=True)]
+        for now in apart:
+            share = [w * _likeness(now, other) if other else 0.0 for w, other in zip(weights, apart, strict=True)]
             base = np.average(np.stack(common), axis=0, weights=share) if sum(share) > 0 else np.zeros(2)
             factors = {}
             for rank in now:
-                seen = [(other[rank], s) for other, s in zip(own, share, strict=True) if rank in other]
-                mean = sum(value * s for value, s in seen) / sum(s for _, s in seen)
-                shrunk = mean * mean**2 / (mean**2 + MODEL_ERROR**2)
-                factors[rank] = (float(np.exp(base[0] + shrunk)), float(np.exp(base[1] + shrunk)))
+                of_rank = [w if rank in other else 0.0 for w, other in zip(share, own, strict=True)]
+                mean = np.average([other.get(rank, 0.0) for other in own], weights=of_rank)
+                difference = np.average([other.get(rank, 0.0) for other in apart], weights=of_rank)
+                believed = mean * difference**2 / (difference**2 + MODEL_ERROR**2)
+                factors[rank] = (float(np.exp(base[0] + believed)), float(np.exp(base[1] + believed)))
             then.append(factors)
         for factors in then:  # a rank that owns nothing now keeps what was last known of it
             self.factors.update(factors)
@@ -66,6 +68,14 @@ class RankSpeed:
 
     def load_json(self, record: Mapping[str, Any]) -> None:
         self.factors = {int(rank): (float(f[0]), float(f[1])) for rank, f in record.items()}
+
+
+def _from_the_others(own: Mapping[int, float]) -> dict[int, float]:
+    """How far each rank is from the middle of the others; of two, each is only half as far from the middle of both."""
+    return {
+        rank: value - float(np.median([other for r, other in own.items() if r != rank])) if len(own) > 1 else 0.0
+        for rank, value in own.items()
+    }
 
 
 def _likeness(one: Mapping[int, float], other: Mapping[int, float]) -> float:

@@ -19,7 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
-from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, check_plan
+from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, check_plan, is_legal
 from dlrm_autoshard.tables import TableConfig, TableStats, memory_bytes
 
 UNLIMITED = np.iinfo(np.int64).max // 4
@@ -101,6 +101,9 @@ class PlacementTask:
 
     def check(self, plan: ShardingPlan) -> None:
         check_plan(plan, self.table_bytes, self.topology, self.constraints)
+
+    def allows(self, plan: ShardingPlan) -> bool:
+        return is_legal(plan, self.table_bytes, self.topology, self.constraints)
 
 
 class Room:
