@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from dlrm_autoshard.benchmarks.loop_job import Job, fixed_plan, run_jobs, settings
+from dlrm_autoshard.benchmarks.harness import paired_ratio
+from dlrm_autoshard.benchmarks.loop_job import JOB, Job, run_jobs, settings
+from dlrm_autoshard.benchmarks.plans_in_turns import Turn, plans_in_turns
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.greedy import HEURISTICS
@@ -31,33 +34,24 @@ def run(quick: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         shape: dict[str, Any] = {"steps_per_epoch": steps}
-        static = settings(folder, epochs=2, **shape, **fixed_plan(plan, folder))
         loop = settings(folder, epochs=epochs, **shape, enabled=True, algorithm=name)
         planned = settings(folder, epochs=2, **shape, enabled=True, reshard={"enabled": False})
         runs = run_jobs([Job("loop", loop), Job("planned", planned)], folder)
-        found = settings(folder, epochs=2, **shape, **fixed_plan(runs["loop"].final_plan, folder))
-        best = settings(folder, epochs=2, **shape, **fixed_plan(runs["planned"].final_plan, folder))
-        # In turns, so that a slow spell falls on all alike.
-        again = run_jobs(
-            [
-                Job(f"{kind}{i}", c)
-                for i in range(2)
-                for kind, c in (("static", static), ("found", found), ("best", best))
-            ],
-            folder,
-        )
-    rate = {kind: max(again[f"{kind}{i}"].throughput(0) for i in range(2)) for kind in ("static", "found", "best")}
-    best_known = max(rate.values())
+    plans = {"static": plan, "found": runs["loop"].final_plan, "planned": runs["planned"].final_plan}
+    rates = plans_in_turns(JOB, {kind: Turn(p) for kind, p in plans.items()}, 2 if quick else 20)
+    best = max(rates, key=lambda kind: median(rates[kind]))
+    of_best, of_static = paired_ratio(rates["found"], rates[best]), paired_ratio(rates["found"], rates["static"])
     return {
         "figures": {
-            "static": rate["static"],
-            "in_loop_final_plan": rate["found"],
+            "static": median(rates["static"]),
+            "in_loop_final_plan": median(rates["found"]),
             "in_loop_last_epoch": runs["loop"].throughput(epochs - 1),
-            "best_known": best_known,
-            "of_best_known": rate["found"] / best_known,
+            "best_known": median(rates[best]),
+            "of_best_known": of_best.median,
             "reshards": runs["loop"].moves,
-            "gain_over_static": rate["found"] / rate["static"] - 1,
+            "gain_over_static": of_static.median - 1,
         },
         "targets": {"of_best_known": ">= 0.95", "reshards": "<= 2"},
+        "spread": {"of_best_known": [of_best.low, of_best.high]},
         "notes": [f"Start: {name}, the worst of the heuristics by prediction.", *runs["loop"].texts],
     }

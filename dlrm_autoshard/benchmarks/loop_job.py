@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.harness import on_pinned_ranks
+from dlrm_autoshard.benchmarks.plans_in_turns import BUSY, WORLD_SIZE
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import Config, parse_config
 from dlrm_autoshard.data.open import open_source
@@ -30,7 +30,8 @@ from dlrm_autoshard.report.jsonl import read_jsonl
 from dlrm_autoshard.report.record import EpochProfile, epochs_file
 from dlrm_autoshard.trainer import Trainer
 
-WORLD_SIZE = 2
+JOB = replace(W_EMB, batch_size=1024, num_batches=8)
+"""What the jobs train on, for plans to be measured beside one another."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,11 @@ def settings(
     *,
     epochs: int,
     steps_per_epoch: int,
-    batch_size: int = 512,
     pooling: Sequence[float] = W_EMB.pooling,
     drift: Sequence[Mapping[str, Any]] = (),
     **autoshard: Any,
 ) -> Config:
-    """W-emb's tables at `batch_size` a rank, profiled every fourth step."""
+    """W-emb's tables with smaller batches, profiled every fourth step."""
     tables = [
         {"name": t.name, "num_embeddings": t.num_embeddings, "mean_pooling": float(p), "alpha": W_EMB.alpha}
         for t, p in zip(W_EMB.tables, pooling, strict=True)
@@ -96,14 +96,14 @@ def settings(
             "data": {
                 "source": "synthetic",
                 "tables": tables,
-                "train_samples": WORLD_SIZE * batch_size * steps_per_epoch,
+                "train_samples": JOB.batch_size * steps_per_epoch,
                 "test_samples": 0,
-                "reuse_batches": 8,
+                "reuse_batches": JOB.num_batches,
                 "drift": list(drift),
             },
             "tables": {"embedding_dim": W_EMB.dim},
             "model": {"dense_arch_layer_sizes": list(W_EMB.bottom), "over_arch_layer_sizes": list(W_EMB.top)},
-            "train": {"batch_size": batch_size, "epochs": epochs},
+            "train": {"batch_size": JOB.batch_size // WORLD_SIZE, "epochs": epochs},
             "checkpoint": {"enabled": False},
             "profile": {"every_steps": 4, "warmup_steps": 2},
             "autoshard": autoshard,
@@ -168,7 +168,7 @@ class _Trainer(Trainer):
         if not here or self.position.epoch not in self._job.busy_epochs:
             return super()._train_epoch()
         # It inherits this rank's one core, of which the system gives each of the two a half.
-        busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        busy = subprocess.Popen(BUSY)
         try:
             return super()._train_epoch()
         finally:

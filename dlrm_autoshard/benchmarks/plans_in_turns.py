@@ -1,0 +1,70 @@
+"""What plans are worth beside one another: one job on two pinned ranks whose tables move from plan to plan.
+
+    rates = plans_in_turns(W_EMB, {"static": Turn(plan), "busy": Turn(plan, busy=True)}, rounds=8)
+    rates["static"][0]                         # examples/s in the first round
+
+Separate jobs minutes apart differ by a fifth on a shared machine, whatever their plans; turns of a second or so within
+one job see the same machine. A round has one turn of each; every other round has them in the opposite order.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from dlrm_autoshard.benchmarks.harness import on_pinned_ranks
+from dlrm_autoshard.benchmarks.workloads import OurJob, Workload
+from dlrm_autoshard.distributed.reshard import reshard
+from dlrm_autoshard.distributed.runtime import keep_freed_memory
+from dlrm_autoshard.plan import ShardingPlan
+
+WORLD_SIZE, STEPS, STEPS_TO_SETTLE = 2, 14, 2
+BUSY = [sys.executable, "-c", "while True: pass"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """busy: with a busy process on the last rank's core."""
+
+    plan: ShardingPlan
+    busy: bool = False
+
+
+def plans_in_turns(workload: Workload, turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
+    """Examples/s over both ranks: by turn, and round."""
+    rates: dict[str, list[float]] = on_pinned_ranks(_rank, WORLD_SIZE, workload, dict(turns), rounds, timeout=900)[0]
+    return rates
+
+
+def _rank(
+    rank: int, world_size: int, workload: Workload, turns: dict[str, Turn], rounds: int
+) -> dict[str, list[float]]:
+    keep_freed_memory()
+    world = dist.group.WORLD
+    assert world is not None
+    plan = next(iter(turns.values())).plan
+    job = OurJob(workload, plan, rank, workload.batches(rank, world_size))
+    rates: dict[str, list[float]] = {name: [] for name in turns}
+    # It inherits this rank's one core, of which the system gives each of the two a half.
+    busy = subprocess.Popen(BUSY) if rank == world_size - 1 else None
+    try:
+        for number in range(-1, rounds):  # the first is a warm-up
+            for name in list(turns) if number % 2 else reversed(turns):
+                reshard(job.embeddings, turns[name].plan, group=world)
+                job.step.redistribute()
+                if busy is not None:
+                    busy.send_signal(signal.SIGCONT if turns[name].busy else signal.SIGSTOP)
+                job.run(STEPS_TO_SETTLE)
+                seconds = job.run(STEPS)
+                if number >= 0:
+                    rates[name].append(STEPS * workload.batch_size / seconds)
+    finally:
+        if busy is not None:
+            busy.kill()
+            busy.wait()
+    return rates
