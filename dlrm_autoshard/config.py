@@ -129,7 +129,7 @@ class RefineConfig(Section):
 
 class AutoshardConfig(Section):
     enabled: bool = False
-    placement: str = "round_robin"  # when not enabled: round_robin, or the path of a plan file
+    placement: str | None = None  # at the start: round_robin, or a plan file; null: the planner's where that is enabled
     algorithm: Algorithm = "auto"
     published: bool = False  # dreamshard to the letter of the paper, weak points included
     memory_gib: Annotated[list[PositiveFloat] | PositiveFloat | None, Field(union_mode="left_to_right")] = None

@@ -61,7 +61,7 @@ def place(config: Config, runtime: Runtime, source: DataSource, current: Shardin
     table_bytes = memory_bytes(source.tables, stats, config.tables.optimizer.name, global_batch)
     names = [table.name for table in source.tables]
     settled = current is not None and current.world_size == runtime.world_size
-    planning = config.autoshard.enabled and not settled
+    planning, given = config.autoshard.enabled and not settled, config.autoshard.placement
     planner = make_planner(config) if config.autoshard.enabled and runtime.rank == 0 else None
     places = runtime.all_gather(place_of_process())
     if planner is not None:
@@ -77,10 +77,7 @@ def place(config: Config, runtime: Runtime, source: DataSource, current: Shardin
         )
 
     def decide() -> tuple[ShardingPlan, PlanResult | None]:
-        result = None
-        if settled and current is not None:
-            plan = current
-        elif planner is not None:
+        if planning and planner is not None:
             cache_dir = config.autoshard.cache_dir
             started = start_costs(
                 planner,
@@ -94,29 +91,31 @@ def place(config: Config, runtime: Runtime, source: DataSource, current: Shardin
                 budget_seconds=config.autoshard.budget_seconds,
                 seed=config.run.seed,
             )
-            result = planner.plan(
-                source.tables,
-                stats,
-                topology,
-                batch_size=global_batch,
-                table_bytes=table_bytes,
-                constraints=constraints,
-                measure=None if probe is None else probe.measure,
-                measure_plans=config.autoshard.measure_plans,
-                budget_seconds=max(0.0, config.autoshard.budget_seconds - started.seconds),
-            )
-            plan = result.plan
-        elif config.autoshard.placement == "round_robin":
-            plan = round_robin(names, topology)
+            if given is None:
+                result = planner.plan(
+                    source.tables,
+                    stats,
+                    topology,
+                    batch_size=global_batch,
+                    table_bytes=table_bytes,
+                    constraints=constraints,
+                    measure=None if probe is None else probe.measure,
+                    measure_plans=config.autoshard.measure_plans,
+                    budget_seconds=max(0.0, config.autoshard.budget_seconds - started.seconds),
+                )
+                return result.plan.ordered(names), result
+        from_file = not settled and given not in (None, "round_robin")
+        if settled and current is not None:
+            plan = current
+        elif from_file and given is not None:
+            plan = ShardingPlan.load(Path(given))
         else:
-            plan = ShardingPlan.load(Path(config.autoshard.placement))
+            plan = round_robin(names, topology)
         try:
             check_plan(plan, table_bytes, topology, constraints)
         except PlanError as error:
-            if planner is not None or settled or config.autoshard.placement == "round_robin":
-                raise
-            raise PlanError(f"plan file '{config.autoshard.placement}': {error}") from error
-        return plan.ordered(names), result
+            raise PlanError(f"plan file '{given}': {error}" if from_file else str(error)) from error
+        return plan.ordered(names), None
 
     plan, result = from_rank_0(runtime, decide, probe)
     return Placement(plan, stats, topology, constraints, table_bytes, planner, result)

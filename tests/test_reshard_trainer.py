@@ -120,3 +120,17 @@ def test_a_rank_without_memory_refuses_and_training_goes_on_under_the_old_plan(t
     assert all("more for its new tables" in d["text"] and d["bytes_moved"] == 0 for d in decisions)
     first = ShardingPlan.from_json(json.loads(next((tmp_path / "loop" / "plan").glob("step_*0.json")).read_text()))
     assert results[0][1] == results[1][1] == first.to_json()
+
+
+def train_once(rank: int, world_size: int, job: Config, folder: Path) -> None:
+    with trainer(job, make_runtime(rank, world_size), folder / "run") as made:
+        made.run()
+
+
+def test_the_loop_starts_from_a_given_plan(tmp_path: Path) -> None:
+    given = {"enabled": True, "measure_plans": 0, "placement": plan_file(tmp_path, "1000", 2)}
+    run_ranks(train_once, 2, config(tmp_path, autoshard=given), tmp_path)
+    first = ShardingPlan.load(tmp_path / "run" / "plan" / "step_00000000.json")
+    assert first.rank_of == {"user": 1, "item": 0, "tag": 0, "shop": 0}
+    [decision] = records(tmp_path / "run", "decisions.jsonl")
+    assert decision["text"] == "kept: no steps are left" and decision["error_before"] is not None

@@ -111,9 +111,9 @@ def settings(
     )
 
 
-def pooling_at(config: Config, epoch: int) -> list[float]:
-    """Each table's mean pooling in an epoch, from 4,096 samples."""
-    seen = open_source(config.data, config.tables).read("train", epoch, 0, 4096)
+def pooling_at(config: Config, epoch: int, samples: int = 4096) -> list[float]:
+    """Each table's mean pooling in the first samples of an epoch."""
+    seen = open_source(config.data, config.tables).read("train", epoch, 0, samples)
     return [float(mean) for mean in seen.lengths_TB.double().mean(1)]
 
 
