@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,10 @@ BATCH, STEPS, DENSE_MS = 2048, 500, 4.0
 
 
 @pytest.fixture(autouse=True)
-def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "LOOK_SECONDS", (0.001, 0.8))
+def unhurried_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never cut short by the clock, so that a slow machine decides as a fast one does."""
+    monkeypatch.setattr(attention, "LOOK_SHARE", 1000.0)
+    monkeypatch.setattr(attention, "LOOK_SECONDS", (0.001, 1000.0))
 
 
 class Training:
@@ -115,13 +118,14 @@ class Training:
         return max(plans, key=self.true_ms)
 
 
-@pytest.mark.parametrize(("seed", "world_size"), [(0, 2), (1, 4), (2, 2), (3, 4)])
-def test_from_a_bad_start_it_comes_within_5_percent_in_two_moves(seed: int, world_size: int) -> None:
-    job = Training(seed, world_size)
-    job.plan = job.worst_heuristic()
-    actions = job.run(4)
-    assert job.true_ms(job.plan) <= 1.05 * job.best_known_ms(), actions
-    assert actions.count("moved") <= 2
+def test_from_a_bad_start_it_comes_within_5_percent_in_two_moves() -> None:
+    over_best = []
+    for seed, world_size in [(0, 2), (1, 4), (2, 2), (3, 4)]:
+        job = Training(seed, world_size)
+        job.plan = job.worst_heuristic()
+        assert job.run(4).count("moved") <= 2
+        over_best.append(job.true_ms(job.plan) / job.best_known_ms())
+    assert fmean(over_best) <= 1.05 and max(over_best) <= 1.08
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -145,19 +149,21 @@ def test_after_a_drift_it_gets_what_a_clairvoyant_would(seed: int) -> None:
     assert job.true_ms(job.plan) <= job.true_ms(static)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_straggler_is_relieved_and_gets_its_tables_back(seed: int) -> None:
-    job = Training(seed)
-    job.run(3)
-    static, healthy = job.plan, job.true_ms(job.plan)
-    job.cluster.slowdown = {1: 2.0}
-    job.run(4)
-    starved = job.true_ms(static)
-    unavoidable = job.best_known_ms()
-    assert (starved - job.true_ms(job.plan)) >= 0.6 * (starved - unavoidable)
-    job.cluster.slowdown = {}
-    job.run(5)
-    assert job.true_ms(job.plan) <= 1.05 * healthy
+def test_a_straggler_is_relieved_and_gets_its_tables_back() -> None:
+    back = []
+    for seed in range(4):
+        job = Training(seed)
+        job.run(3)
+        static, healthy = job.plan, job.true_ms(job.plan)
+        job.cluster.slowdown = {1: 2.0}
+        job.run(4)
+        starved = job.true_ms(static)
+        unavoidable = job.best_known_ms()
+        assert (starved - job.true_ms(job.plan)) >= 0.8 * (starved - unavoidable)
+        job.cluster.slowdown = {}
+        job.run(5)
+        back.append(job.true_ms(job.plan) / healthy)
+    assert fmean(back) <= 1.05 and max(back) <= 1.08
 
 
 def test_noise_makes_no_table_wander() -> None:
