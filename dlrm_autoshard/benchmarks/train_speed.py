@@ -2,7 +2,8 @@
 
 Each rank holds both trainers and they run in turn, a few steps each, over the same batches in memory, pinned to a core,
 one thread. The limit of a step is what no trainer with these kernels can go below: on the slowest rank, the fused
-lookup forward and backward of its shard for the global batch plus the dense part on its slice of it, each timed alone.
+lookup forward and backward of its shard for the global batch plus the dense part on its slice of it, each timed alone;
+in the same rounds, as is the job on one rank that two are compared with: minutes apart the machine is another one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.harness import Ratio, median_with_interval, on_pinned_ranks, paired_ratio
 from dlrm_autoshard.benchmarks.peer_torchrec import TorchrecJob, find_torchrec
-from dlrm_autoshard.benchmarks.workloads import OurJob, Workload
+from dlrm_autoshard.benchmarks.workloads import OurJob, Workload, make_groups
 from dlrm_autoshard.distributed.exchange import with_room, without_room
 from dlrm_autoshard.distributed.runtime import keep_freed_memory
 from dlrm_autoshard.distributed.step import share_of_loss
@@ -44,34 +45,32 @@ def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[st
     figures: dict[str, Any] = {}
     spread: dict[str, list[float]] = {}
     notes = [] if missing is None else [f"no comparison: {missing}"]
-    seconds_by_ranks = {}
     for ranks in (1, 2):
         plan = workload.plan(ranks)
         measured = on_pinned_ranks(_measure, ranks, workload, plan, rounds, missing is None, quick)
         ours = _slowest(measured, "ours")
-        seconds_by_ranks[ranks] = ours
         put = _Figures(figures, spread, f"{ranks} rank" + "s" * (ranks > 1))
         put("samples/s", median_with_interval([workload.batch_size / s for s in ours]))
         if missing is None:
             theirs = _slowest(measured, "theirs")
             put("torchrec samples/s", median_with_interval([workload.batch_size / s for s in theirs]))
             put("over torchrec", paired_ratio(theirs, ours))
-        limit = max(m["limit"] for m in measured)
-        put("share of limit", median_with_interval([limit / s for s in ours]))
-        figures[f"{put.prefix}: limit ms"] = round(1e3 * limit, 1)
+        put("share of limit", paired_ratio(_slowest(measured, "limit"), ours))
+        slowest = max(measured, key=lambda m: statistics.median(m["limit"]))
+        figures[f"{put.prefix}: limit ms"] = round(1e3 * statistics.median(slowest["limit"]), 1)
         figures[f"{put.prefix}: slowest rank's lookup, backward, dense ms"] = [
-            round(1e3 * x, 1) for x in max(measured, key=lambda m: m["limit"])["parts"]
+            round(1e3 * statistics.median(part), 1) for part in zip(*slowest["parts"], strict=True)
         ]
         if ranks > 1:
-            figures[f"{put.prefix}: limit ms, all ranks at once"] = round(1e3 * max(m["together"] for m in measured), 1)
+            put("share of limit, all ranks at once", paired_ratio(_slowest(measured, "together"), ours))
+            scaling = paired_ratio(measured[0]["alone"], ours)
+            figures["2 ranks over 1"], spread["2 ranks over 1"] = scaling.median, [scaling.low, scaling.high]
         if ranks == 1:  # with several, it would count the waiting for each other
             figures[f"{put.prefix}: bookkeeping ms"] = round(1e3 * measured[0]["bookkeeping"], 2)
         figures[f"{put.prefix}: peak memory over tables, in batches"] = round(max(m["buffers"] for m in measured), 1)
         if soak := measured[0]["soak"]:
             growth = max(m["growth"] for m in measured)
             figures[f"{put.prefix}: growth over {soak} steps, MiB"] = round(growth / 2**20, 1)
-    scaling = statistics.median(seconds_by_ranks[1]) / statistics.median(seconds_by_ranks[2])
-    figures["2 ranks over 1"] = round(scaling, 3)
     targets = targets if missing is None else {k: v for k, v in targets.items() if "torchrec" not in k}
     return {"figures": figures, "targets": targets, "spread": spread, "notes": notes}
 
@@ -107,27 +106,42 @@ def _measure(
     result["soak"] = 0 if world_size == 1 else 50 if quick else 1000
     ours.run(result["soak"])
     result["growth"] = peak_memory() - warm
-    jobs: dict[str, Callable[[int], float]] = {"ours": ours.run}
+    jobs: dict[str, Callable[[], float]] = {"ours": lambda: ours.run(STEPS) / STEPS}
     if against:
         theirs = TorchrecJob(workload, batches)
         theirs.run(3)
-        jobs["theirs"] = theirs.run
-    result |= {name: [] for name in jobs}
-    for _ in range(rounds):
+        jobs["theirs"] = lambda: theirs.run(STEPS) / STEPS
+    if world_size > 1:
+        jobs["alone"] = _rank_0_alone(workload, rank)
+    result |= {name: [] for name in (*jobs, "parts", "limit", "together")}
+    for number in range(-1, rounds):  # the first is a warm-up
+        found: dict[str, Any] = {}
         for name, run in jobs.items():
             dist.barrier()
-            result[name].append(run(STEPS) / STEPS)
-    # The limit: one rank after the other, so that each has the machine to itself.
-    for turn in range(world_size):
+            found[name] = run()
+        # The limit: one rank after the other, so that each has the machine to itself.
+        for turn in range(world_size):
+            dist.barrier()
+            if turn == rank:
+                found["parts"] = limit_parts(ours, STEPS)
+                found["limit"] = sum(found["parts"])
+        # And all ranks at once: what sharing caches and memory costs the kernels, whoever calls them.
         dist.barrier()
-        if turn == rank:
-            result["parts"] = limit_parts(ours, rounds=5 * rounds)
-            result["limit"] = sum(result["parts"])
-    dist.barrier()
-    # And all ranks at once: what sharing caches and memory costs the kernels, whoever calls them.
-    result["together"] = sum(limit_parts(ours, rounds=5 * rounds))
-    dist.barrier()
+        found["together"] = sum(limit_parts(ours, STEPS))
+        for name, value in found.items():
+            if number >= 0:
+                result[name].append(value)
     return result
+
+
+def _rank_0_alone(workload: Workload, rank: int) -> Callable[[], float]:
+    """Seconds a step of a job that rank 0 has to itself; the others wait."""
+    if rank != 0:
+        make_groups([0])
+        return lambda: 0.0
+    job = OurJob(workload, workload.plan(1), 0, workload.batches(), ranks=[0])
+    job.run(3)
+    return lambda: job.run(STEPS) / STEPS
 
 
 def limit_parts(job: OurJob, rounds: int) -> tuple[float, float, float]:

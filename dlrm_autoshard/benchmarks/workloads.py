@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -145,27 +146,28 @@ class OurJob:
         exchange_dtype: str = "fp32",
         dense_dtype: str = "fp32",
         shared_memory: bool = True,
+        ranks: Sequence[int] | None = None,
     ) -> None:
+        """ranks: that train it, where not all do; the others must call `make_groups` meanwhile."""
         self.batches = batches
-        world = dist.group.WORLD
-        assert world is not None
+        group, id_group, control = make_groups(ranks)
         device = torch.device("cpu")
         self.embeddings = ShardedEmbeddings(
             workload.tables,
             plan,
             TablesConfig(optimizer=TableOptimizerConfig(name="rowwise_adagrad", lr=TABLE_LR)),
             rank=rank,
-            group=world,
-            id_group=dist.new_group(),
+            group=group,
+            id_group=id_group,
             device=device,
             exchange_dtype=exchange_dtype,
             shared_memory=shared_memory,
         )
         self.model = DLRM(workload.num_dense, self.embeddings.output_tables, workload.model, seed=workload.seed)
         self.dense = DataParallelDense(
-            self.model, DenseOptimizerConfig(name="sgd", lr=DENSE_LR), world, device, shared_memory=shared_memory
+            self.model, DenseOptimizerConfig(name="sgd", lr=DENSE_LR), group, device, shared_memory=shared_memory
         )
-        self.clock = StageClock(device, dist.new_group(backend="gloo"))
+        self.clock = StageClock(device, control)
         self.step = TrainStep(
             self.model, self.dense, self.embeddings, self.clock, overlap=overlap, autocast=dense_dtype == "bf16"
         )
@@ -177,3 +179,8 @@ class OurJob:
         for number in range(steps):
             self.step.run(1.0, TABLE_LR, sampled=bool(sample_every) and number % sample_every == 0)
         return time.perf_counter() - started
+
+
+def make_groups(ranks: Sequence[int] | None = None) -> list[dist.ProcessGroup]:
+    """Three groups of these ranks, or of all. Collective over all ranks, members or not."""
+    return [dist.new_group(None if ranks is None else list(ranks)) for _ in range(3)]

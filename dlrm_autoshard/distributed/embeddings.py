@@ -29,7 +29,7 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_INIT_ROWS = 1 << 16  # rows initialised at a time
+_INIT_ROWS = 1 << 12  # rows initialised at a time: what is allocated for it stays in the process
 
 
 def output_order(tables: Sequence[TableConfig]) -> list[int]:
