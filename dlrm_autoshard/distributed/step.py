@@ -110,8 +110,7 @@ class TrainStep:
         bottom_leaf = bottom.detach().requires_grad_()
         clock.stop("fwd_comms")
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
-            logits = self.model.top(bottom_leaf, pooled)
-        loss = share_of_loss(logits, batch)
+            loss = share_of_loss(self.model.top(bottom_leaf, pooled), batch)
         self._loss = loss.detach()
         clock.stop("dense_fwd")
         if self._all_finite is not None and not self._all_finite(loss):
@@ -120,11 +119,14 @@ class TrainStep:
         clock.stop("other")
 
         loss.backward()
+        del loss  # its graph holds the vectors and their gradient
         clock.stop("dense_bwd")
-        assert pooled.grad is not None and bottom_leaf.grad is not None
-        clock.meet("bwd_comms")
-        gradients = self._settle(embeddings.send_gradients(pooled.grad, self.model.room))
+        gradient = pooled.grad
+        assert gradient is not None and bottom_leaf.grad is not None
         del pooled
+        clock.meet("bwd_comms")
+        gradients = self._settle(embeddings.send_gradients(gradient, self.model.room))
+        del gradient
         clock.stop("bwd_comms")
         bottom.backward(bottom_leaf.grad)
         clock.stop("dense_bwd")
@@ -133,7 +135,7 @@ class TrainStep:
         clock.stop("input_dist")
         reduced = None
         if self._overlap and not clock.sampled:
-            reduced = dense.start_all_reduce(loss.detach())
+            reduced = dense.start_all_reduce(self._loss)
         arrived = gradients.wait()
         clock.stop("bwd_comms")
         embeddings.update(lookup, arrived)
@@ -141,7 +143,7 @@ class TrainStep:
         clock.stop("bwd_compute")
         if reduced is None:
             clock.meet("grad_allreduce")
-            reduced = dense.start_all_reduce(loss.detach())
+            reduced = dense.start_all_reduce(self._loss)
         reduced.wait()
         clock.stop("grad_allreduce")
         dense.step(lr_scale)
