@@ -99,9 +99,11 @@ def _seconds_of_each(
     jobs = {}
     for option in options:
         sections = OPTIONS[option]
-        own = replace(W_EMB, table_dtype=sections.get("tables", {}).get("dtype", "fp32"))
+        dtype: Any = sections.get("tables", {}).get("dtype", "fp32")
         train: dict[str, Any] = dict(sections.get("train", {}))
-        jobs[option] = OurJob(own, plan, rank, batches, shared_memory=shared_memory, **train)
+        jobs[option] = OurJob(
+            replace(W_EMB, table_dtype=dtype), plan, rank, batches, shared_memory=shared_memory, **train
+        )
         jobs[option].run(3)
     seconds: dict[str, list[float]] = {option: [] for option in options}
     for _ in range(rounds):
