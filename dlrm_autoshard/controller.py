@@ -15,7 +15,7 @@ later, when its gain has been measured.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -30,6 +30,8 @@ from dlrm_autoshard.reshard_rule import MoveCost, is_worse, measured_gain, movin
 
 GOOD_ERROR = 0.03
 """Of the cost model: with less there is nothing to refine."""
+RANK_CHANGED = 1.25
+"""Ratio by which one rank has become slower than another since the last interval: more than any move's fault."""
 
 
 class LoopController:
@@ -47,6 +49,7 @@ class LoopController:
         self._past = Past()
         self._deciding: tuple[Decision, ShardingPlan] | None = None  # made, and not yet carried out; with the old plan
         self._unproven: tuple[Decision, ShardingPlan] | None = None  # carried out, gain not yet measured
+        self._slowness_before: list[float] | None = None  # of each rank, after the last interval
 
     # -- one interval ------------------------------------------------------------------------------------------------
 
@@ -62,7 +65,8 @@ class LoopController:
         self.planner.observe(interval.profile)
         self.planner.follow()
         one_host = len(self.planner.law.ranks_by_host(plan.world_size)) == 1
-        self.attention.see(interval, self._slowness(), one_host=one_host)
+        slowness = self._slowness()
+        self.attention.see(interval, slowness, one_host=one_host)
         no_look = self.attention.reason_not_to_look()
         if before > GOOD_ERROR and (no_look is None or self._unproven is not None):
             self._refine()
@@ -70,7 +74,8 @@ class LoopController:
             interval.epoch, interval.step, "kept", "", error_before=before, error_after=self.error(interval.profile),
             throughput_before=interval.throughput,
         )  # fmt: skip
-        mistake = self._judge_last_move(interval)
+        mistake = self._judge_last_move(interval, rank_changed(slowness, self._slowness_before))
+        self._slowness_before = slowness
         if mistake is not None:
             why, old_plan = mistake
             decision = replace(base, action="rolled_back", text=f"it was {why}", new_plan=old_plan)
@@ -134,8 +139,9 @@ class LoopController:
 
     # -- the last move -----------------------------------------------------------------------------------------------
 
-    def _judge_last_move(self, interval: Interval) -> tuple[str, ShardingPlan] | None:
-        """Completes its record. Where the move was a mistake: its gain in words, and the plan to go back to."""
+    def _judge_last_move(self, interval: Interval, rank_changed: bool) -> tuple[str, ShardingPlan] | None:
+        """Completes its record. Where the move was a mistake: its gain in words, and the plan to go back to.
+        rank_changed: a rank has become slower or faster meanwhile, which is not the move's fault."""
         if self._unproven is None:
             return None
         (decision, old_plan), self._unproven = self._unproven, None
@@ -144,7 +150,7 @@ class LoopController:
         gain = measured_gain(decision.throughput_before, interval.throughput)
         saved_seconds = gain * interval.profile.batch_size / decision.throughput_before
         worse = is_worse(decision.throughput_before, interval.throughput, noise)
-        blamed = worse and self._old_plan_would_be_faster(interval, old_plan, noise)
+        blamed = worse and not rank_changed and self._old_plan_would_be_faster(interval, old_plan, noise)
         foreseen = saving(decision.predicted_gain or 0.0)
         outcome = saving(decision.predicted_gain or 0.0, gain)
         excuse = "; slower than before, but so would the old plan be now" if worse and not blamed else ""
@@ -217,3 +223,9 @@ class LoopController:
             old_plan = ShardingPlan.from_json(record.pop("old_plan"))
             record["new_plan"] = ShardingPlan.from_json(record["new_plan"])
             self._unproven = (Decision(**record), old_plan)
+
+
+def rank_changed(slowness: Sequence[float], before: Sequence[float] | None) -> bool:
+    """Whether one rank has become slower, against the others, than it was before."""
+    ratios = [now / then for now, then in zip(slowness, before or slowness, strict=True)]
+    return max(ratios) > RANK_CHANGED * min(ratios)

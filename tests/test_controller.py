@@ -227,6 +227,15 @@ def test_a_move_into_a_slow_spell_is_not_blamed_for_it() -> None:
     assert "so would the old plan" in moved["text"]
 
 
+def test_a_move_just_before_a_rank_became_slow_is_not_blamed_for_it() -> None:
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    assert job.interval().action == "moved"
+    job.cluster.slowdown = {1: 2.0}
+    assert job.interval().action == "moved"  # on, to relieve that rank
+    assert "so would the old plan" in job.records[0]["text"] and job.records[0]["measured_gain"] < 0
+
+
 def test_records_tell_the_whole_story_in_order() -> None:
     job = Training(0)
     job.plan = job.worst_heuristic()
