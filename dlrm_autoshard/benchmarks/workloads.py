@@ -1,6 +1,6 @@
 """The two workloads on which training speed is compared, and the job of our trainer on them.
 
-    job = OurJob(W_EMB, plan, rank, world_size)
+    job = OurJob(W_EMB, plan, rank, W_EMB.batches(rank, world_size))
     seconds = job.run(10)                      # ten steps over a few batches that lie in memory, reused in turn
 
 W-small has large MLPs and few lookups, so that the dense part decides; W-emb has four times the lookups and small
