@@ -44,6 +44,17 @@ def test_an_exact_measurement_is_believed_and_a_noisy_one_half_way() -> None:
         assert low < evidence.step_ms(rank_U) / costs.step_ms(rank_U) < high
 
 
+def test_what_all_exchanges_are_off_by_is_expected_of_plans_that_were_not_measured_too() -> None:
+    task = some_task(10, 3, seed=3)
+    costs, truth = costs_of(task), costs_of(task)
+    truth.scale_exchange(np.array([0.3, 0.5]))
+    measured, other = np.random.default_rng(0).integers(3, size=(2, 10))
+    evidence = Evidence(task, costs)
+    evidence.add([profile_of(task, truth.rank_ms(measured), measured, 0.01)])
+    off_before, off = (abs(ms - truth.step_ms(other)) for ms in (costs.step_ms(other), evidence.step_ms(other)))
+    assert off < off_before / 5
+
+
 def test_a_table_that_costs_more_than_predicted_is_found_out() -> None:
     """Table 0 takes 1.5 times what is predicted; four plans tell, and a fifth is predicted better for it."""
     task = some_task(10, 3, seed=2)

@@ -88,6 +88,9 @@ class Evidence:
             trust_P11 = (EXCHANGE_ERROR**2 / (EXCHANGE_ERROR**2 + noise_P**2))[:, None, None]
             exchange = (measured_PW4[..., 1:3] - predicted_PW4[..., 1:3]) * trust_P11
             estimate_PW4[..., 1:3] = predicted_PW4[..., 1:3] + exchange
+            # What all exchanges are off by, those of plans that were not measured are off by too.
+            before_2, after_2 = predicted_PW4[..., 1:3].sum(axis=(0, 1)), estimate_PW4[..., 1:3].sum(axis=(0, 1))
+            corrected.scale_exchange(np.divide(after_2, before_2, out=np.ones(2), where=before_2 > 0))
         self.costs = corrected
         self._stages_W4 = {p.plan.fingerprint: e for p, e in zip(self._profiles, estimate_PW4, strict=True)}
 

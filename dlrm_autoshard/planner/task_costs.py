@@ -48,6 +48,14 @@ class TaskCosts:
 
         self._exchange_ms = exchange_ms if len(law.ranks_by_host(task.world_size)) > 1 else None
 
+    def scale_exchange(self, factor_2: np.ndarray) -> None:
+        """Every rank's exchanges, forward and backward, take `factor_2` of what was predicted."""
+        self.comms_base_W2 = self.comms_base_W2 * factor_2.astype(np.float32)
+        self.comms_per_dim_W2 = self.comms_per_dim_W2 * factor_2.astype(np.float32)
+        between_hosts = self._exchange_ms
+        if between_hosts is not None:
+            self._exchange_ms = lambda dims_W: between_hosts(dims_W) * factor_2
+
     def stages(self, sums_NDK: np.ndarray, ranks_D: np.ndarray | slice = slice(None)) -> np.ndarray:
         """[..., 4] of the devices of ranks `ranks_D`: of all of them, in order, where nothing is said."""
         stages = np.empty((*sums_NDK.shape[:-1], 4), dtype=np.float32)
