@@ -93,6 +93,11 @@ class Attention:
             return "no steps are left"
         if self.room < self.min_gain:
             return f"even perfect balance would save {percent(self.room)}, below min_gain {percent(self.min_gain)}"
+        if self.room - self.gain_noise < self.min_gain:  # no candidate gains more, or is surer of it
+            return (
+                f"even perfect balance would save {percent(self.room)}, give or take {percent(self.gain_noise)}: "
+                f"not surely above min_gain {percent(self.min_gain)}"
+            )
         if self.looks >= LOOKS:
             return f"nothing has changed ({self._best_then})"
         if self.look_seconds < LOOK_SECONDS[0]:
