@@ -74,7 +74,7 @@ class LoopController:
             interval.epoch, interval.step, "kept", "", error_before=before, error_after=self.error(interval.profile),
             throughput_before=interval.throughput,
         )  # fmt: skip
-        mistake = self._judge_last_move(interval, rank_changed(slowness, self._slowness_before))
+        mistake = self._judge_last_move(interval, a_rank_changed(slowness, self._slowness_before))
         self._slowness_before = slowness
         if mistake is not None:
             why, old_plan = mistake
@@ -173,7 +173,7 @@ class LoopController:
     def _old_plan_would_be_faster(self, interval: Interval, old_plan: ShardingPlan, noise: float) -> bool:
         """By the cost model, which has learned from both. If not, ranks or data have changed: not the move's fault."""
         profile = interval.profile
-        return self.next_move.predicted_gain(interval, profile.plan, old_plan) > -noise
+        return self.next_move.gains(interval, profile.plan)(old_plan) > -noise
 
     def _decide(self, base: Decision, interval: Interval, plan: ShardingPlan) -> Decision:
         choice = self.next_move.choose(interval, plan, self.move_cost, self._past)
@@ -225,7 +225,7 @@ class LoopController:
             self._unproven = (Decision(**record), old_plan)
 
 
-def rank_changed(slowness: Sequence[float], before: Sequence[float] | None) -> bool:
+def a_rank_changed(slowness: Sequence[float], before: Sequence[float] | None) -> bool:
     """Whether one rank has become slower, against the others, than it was before."""
     ratios = [now / then for now, then in zip(slowness, before or slowness, strict=True)]
     return max(ratios) > RANK_CHANGED * min(ratios)

@@ -12,7 +12,7 @@ what it says of plans that have little in common with that one is worth less.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -61,8 +61,9 @@ class NextMove:
         except PlanError as error:  # no reason to stop training under a plan that works
             return Choice(str(error))
         best: tuple[Verdict, Offer, ShardingPlan] | None = None
+        gain = self.gains(interval, plan)
         for candidate in candidates:
-            offer = self._offer(interval, plan, candidate)
+            offer = self._offer(interval, plan, candidate, gain(candidate))
             verdict = should_reshard(offer, self._terms(interval.profile, plan, candidate, past), move_cost)
             if best is None or (verdict.go, verdict.saved_seconds) > (best[0].go, best[0].saved_seconds):
                 best = (verdict, offer, candidate)
@@ -76,20 +77,25 @@ class NextMove:
             return Choice(verdict.text, offer.predicted_gain)
         self.attention.found()
         if offer.parts > 1:
-            return self._part_of(candidate, offer, interval, plan)
+            return self._part_of(candidate, offer, interval, plan, gain)
         self.target = None
         return Choice(f"move {verdict.text}", offer.predicted_gain, candidate)
 
-    def predicted_gain(self, interval: Interval, plan: ShardingPlan, candidate: ShardingPlan) -> float:
-        """Ratio of two predictions, anchored at what was measured: the model's common errors cancel."""
+    def gains(self, interval: Interval, plan: ShardingPlan) -> Callable[[ShardingPlan], float]:
+        """What each plan is predicted to gain over `plan`, the live one: a ratio of two predictions, anchored at what
+        was measured, so that the model's common errors cancel."""
         profile = interval.profile
         cost_ms = self.planner.step_costs(profile.tables, profile.stats, profile.batch_size, self.problem.topology)
         current = cost_ms(plan)
-        if current <= 0:
-            return 0.0
-        saved = (1 - cost_ms(candidate) / current) * step_cost_ms(profile.ranks)
-        # The best of many predictions is one that errs to the good: none is believed beyond perfect balance.
-        return min(saved / interval.step_ms, self.attention.room)
+
+        def gain(candidate: ShardingPlan) -> float:
+            if current <= 0:
+                return 0.0
+            saved = (1 - cost_ms(candidate) / current) * step_cost_ms(profile.ranks)
+            # The best of many predictions is one that errs to the good: none is believed beyond perfect balance.
+            return min(saved / interval.step_ms, self.attention.room)
+
+        return gain
 
     def _candidates(self, profile: StepProfile, plan: ShardingPlan) -> list[ShardingPlan]:
         proposals = self.planner.propose(
@@ -105,10 +111,10 @@ class NextMove:
         candidates = [candidate.ordered(list(plan.rank_of)) for candidate, _ in proposals]
         return candidates if self.target in (None, plan) else [*candidates, self.target]
 
-    def _offer(self, interval: Interval, plan: ShardingPlan, candidate: ShardingPlan) -> Offer:
+    def _offer(self, interval: Interval, plan: ShardingPlan, candidate: ShardingPlan, gain: float) -> Offer:
         num_bytes, limit = self.problem.bytes_to_move(plan, candidate), self._most_bytes
         return Offer(
-            predicted_gain=self.predicted_gain(interval, plan, candidate),
+            predicted_gain=gain,
             step_ms=interval.step_ms,
             remaining_steps=interval.remaining_steps,
             tables=len(plan.moves_to(candidate)),
@@ -130,7 +136,14 @@ class NextMove:
         unsure = UNSURE * share_of_work(profile, [move.table for move in plan.moves_to(candidate)])
         return Terms(min_gain, max(self.attention.gain_noise, unsure), caution)
 
-    def _part_of(self, target: ShardingPlan, offer: Offer, interval: Interval, plan: ShardingPlan) -> Choice:
+    def _part_of(
+        self,
+        target: ShardingPlan,
+        offer: Offer,
+        interval: Interval,
+        plan: ShardingPlan,
+        gain: Callable[[ShardingPlan], float],
+    ) -> Choice:
         """As much of a larger move as may be made at a time; the rest follows after the next intervals."""
         limit, problem, profile = self._most_bytes, self.problem, interval.profile
         assert limit is not None
@@ -145,8 +158,7 @@ class NextMove:
             text = f"it moves {whole}, at most {gib(limit)} may move at a time, and {part.why_not}"
             self.attention.found_nothing(text)
             return Choice(text, offer.predicted_gain)
-        gain = self.predicted_gain(interval, plan, part.plan)
-        return Choice("move", gain, part.plan, f"a part of {whole}; at most {gib(limit)} may move at a time")
+        return Choice("move", gain(part.plan), part.plan, f"a part of {whole}; at most {gib(limit)} may move at a time")
 
     @property
     def _most_bytes(self) -> int | None:

@@ -104,17 +104,18 @@ def place(config: Config, runtime: Runtime, source: DataSource, current: Shardin
                     budget_seconds=max(0.0, config.autoshard.budget_seconds - started.seconds),
                 )
                 return result.plan.ordered(names), result
-        from_file = not settled and given not in (None, "round_robin")
+        file = None
         if settled and current is not None:
             plan = current
-        elif from_file and given is not None:
-            plan = ShardingPlan.load(Path(given))
-        else:
+        elif given is None or given == "round_robin":
             plan = round_robin(names, topology)
+        else:
+            file = Path(given)
+            plan = ShardingPlan.load(file)
         try:
             check_plan(plan, table_bytes, topology, constraints)
         except PlanError as error:
-            raise PlanError(f"plan file '{given}': {error}" if from_file else str(error)) from error
+            raise PlanError(f"plan file '{file}': {error}" if file else str(error)) from error
         return plan.ordered(names), None
 
     plan, result = from_rank_0(runtime, decide, probe)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.harness import on_pinned_ranks
-from dlrm_autoshard.benchmarks.plans_in_turns import BUSY, WORLD_SIZE
+from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, busy_neighbour
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import Config, parse_config
 from dlrm_autoshard.data.open import open_source
@@ -165,12 +164,5 @@ class _Trainer(Trainer):
 
     def _train_epoch(self) -> EpochProfile | None:
         here = self.runtime.rank == self.runtime.world_size - 1
-        if not here or self.position.epoch not in self._job.busy_epochs:
+        with busy_neighbour(here and self.position.epoch in self._job.busy_epochs):
             return super()._train_epoch()
-        # It inherits this rank's one core, of which the system gives each of the two a half.
-        busy = subprocess.Popen(BUSY)
-        try:
-            return super()._train_epoch()
-        finally:
-            busy.kill()
-            busy.wait()

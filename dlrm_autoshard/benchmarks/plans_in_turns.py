@@ -9,10 +9,11 @@ one job see the same machine. A round has one turn of each; every other round ha
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -24,7 +25,18 @@ from dlrm_autoshard.distributed.runtime import keep_freed_memory
 from dlrm_autoshard.plan import ShardingPlan
 
 WORLD_SIZE, STEPS, STEPS_TO_SETTLE = 2, 14, 2
-BUSY = [sys.executable, "-c", "while True: pass"]
+
+
+@contextlib.contextmanager
+def busy_neighbour(wanted: bool = True) -> Iterator[subprocess.Popen[bytes] | None]:
+    """A process that never rests, on this rank's one core, which it inherits: the system gives each of them a half."""
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if wanted else None
+    try:
+        yield busy
+    finally:
+        if busy is not None:
+            busy.kill()
+            busy.wait()
 
 
 @dataclass(frozen=True)
@@ -50,9 +62,7 @@ def _rank(
     plan = next(iter(turns.values())).plan
     job = OurJob(workload, plan, rank, workload.batches(rank, world_size))
     rates: dict[str, list[float]] = {name: [] for name in turns}
-    # It inherits this rank's one core, of which the system gives each of the two a half.
-    busy = subprocess.Popen(BUSY) if rank == world_size - 1 else None
-    try:
+    with busy_neighbour(rank == world_size - 1) as busy:
         for number in range(-1, rounds):  # the first is a warm-up
             for name in list(turns) if number % 2 else reversed(turns):
                 reshard(job.embeddings, turns[name].plan, group=world)
@@ -63,8 +73,4 @@ def _rank(
                 seconds = job.run(STEPS)
                 if number >= 0:
                     rates[name].append(STEPS * workload.batch_size / seconds)
-    finally:
-        if busy is not None:
-            busy.kill()
-            busy.wait()
     return rates

@@ -52,6 +52,7 @@ _MOVIELENS: dict[str, Any] = {
 
 def run(quick: bool) -> dict[str, Any]:
     from dlrm_autoshard.benchmarks.harness import on_pinned_ranks, paired_ratio
+    from dlrm_autoshard.benchmarks.train_speed import slowest_rank
 
     figures: dict[str, Any] = {}
     spread: dict[str, list[float]] = {}
@@ -76,11 +77,8 @@ def run(quick: bool) -> dict[str, Any]:
         ("TCP", False, [option for option in OPTIONS if "tables" not in option]),
     ):
         seconds = on_pinned_ranks(_seconds_of_each, 2, options, shared_memory, 3 if quick else 8)
-        slowest = {
-            option: [max(both) for both in zip(*(s[option] for s in seconds), strict=True)] for option in options
-        }
         for option in options[1:]:
-            ratio = paired_ratio(slowest[options[0]], slowest[option])
+            ratio = paired_ratio(slowest_rank(seconds, options[0]), slowest_rank(seconds, option))
             figure = f"W-emb, {option}, exchange through {link}: speed over full precision"
             figures[figure], spread[figure] = round(ratio.median, 3), [round(ratio.low, 3), round(ratio.high, 3)]
     return {"figures": figures, "targets": targets, "spread": spread, "notes": notes}

@@ -48,21 +48,21 @@ def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[st
     for ranks in (1, 2):
         plan = workload.plan(ranks)
         measured = on_pinned_ranks(_measure, ranks, workload, plan, rounds, missing is None, quick)
-        ours = _slowest(measured, "ours")
+        ours = slowest_rank(measured, "ours")
         put = _Figures(figures, spread, f"{ranks} rank" + "s" * (ranks > 1))
         put("samples/s", median_with_interval([workload.batch_size / s for s in ours]))
         if missing is None:
-            theirs = _slowest(measured, "theirs")
+            theirs = slowest_rank(measured, "theirs")
             put("torchrec samples/s", median_with_interval([workload.batch_size / s for s in theirs]))
             put("over torchrec", paired_ratio(theirs, ours))
-        put("share of limit", paired_ratio(_slowest(measured, "limit"), ours))
+        put("share of limit", paired_ratio(slowest_rank(measured, "limit"), ours))
         slowest = max(measured, key=lambda m: statistics.median(m["limit"]))
         figures[f"{put.prefix}: limit ms"] = round(1e3 * statistics.median(slowest["limit"]), 1)
         figures[f"{put.prefix}: slowest rank's lookup, backward, dense ms"] = [
             round(1e3 * statistics.median(part), 1) for part in zip(*slowest["parts"], strict=True)
         ]
         if ranks > 1:
-            put("share of limit, all ranks at once", paired_ratio(_slowest(measured, "together"), ours))
+            put("share of limit, all ranks at once", paired_ratio(slowest_rank(measured, "together"), ours))
             scaling = paired_ratio(measured[0]["alone"], ours)
             figures["2 ranks over 1"], spread["2 ranks over 1"] = scaling.median, [scaling.low, scaling.high]
         if ranks == 1:  # with several, it would count the waiting for each other
@@ -85,7 +85,7 @@ class _Figures:
         self._spread[f"{self.prefix}: {name}"] = [round(ratio.low, digits), round(ratio.high, digits)]
 
 
-def _slowest(measured: list[dict[str, Any]], whose: str) -> list[float]:
+def slowest_rank(measured: list[dict[str, Any]], whose: str) -> list[float]:
     """Seconds a step, by round: a round is over when the last rank is through."""
     return [max(seconds) for seconds in zip(*(m[whose] for m in measured), strict=True)]
 

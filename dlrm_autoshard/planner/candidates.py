@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dlrm_autoshard.plan import PlanError, ShardingPlan
+from dlrm_autoshard.plan import PlanError
 from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings, mdp_of
 from dlrm_autoshard.planner.greedy import HEURISTICS, heuristic
 from dlrm_autoshard.planner.policy import DevicePolicy
@@ -52,7 +52,6 @@ class CandidateMakers:
         algorithm: str,
         task: PlacementTask,
         costs: TaskCosts,
-        current: ShardingPlan | None = None,
         deadline: float | None = None,
     ) -> list[Candidate]:
         """Every heuristic, and what `algorithm` makes."""
@@ -64,8 +63,6 @@ class CandidateMakers:
         if algorithm in LEARNED or (algorithm == "auto" and size <= MEDIUM):
             placements |= self._learned("dreamshard" if algorithm == "auto" else algorithm, task, costs, deadline)
         if algorithm == "auto":
-            if current is not None and task.allows(current):
-                placements["current"] = task.ranks_from(current.ordered(task.names))
             ranked = sorted(placements.items(), key=lambda item: costs.step_ms(item[1]))
             for name, rank_U in ranked if size <= MEDIUM else []:
                 if name != "search" and not late(deadline):

@@ -109,19 +109,17 @@ class Planner(LearnedCosts):
         measure: Measure | None = None,
         measure_plans: int = 5,
         budget_seconds: float | None = None,
-        current: ShardingPlan | None = None,
     ) -> PlanResult:
         """A legal plan by this planner's algorithm; PlanError where none exists.
 
-        measure: called with plans, returns their profiles; `auto` measures its finalists with it. current: a plan
-        that competes with the others (where it is legal).
+        measure: called with plans, returns their profiles; `auto` measures its finalists with it.
         """
         started = time.perf_counter()
         deadline = None if budget_seconds is None else started + budget_seconds
         task = PlacementTask.build(
             tables, stats, topology, batch_size=batch_size, table_bytes=table_bytes, constraints=constraints
         )
-        candidates = self.makers.candidates(self.algorithm, task, self.costs_of(task), current, deadline)
+        candidates = self.makers.candidates(self.algorithm, task, self.costs_of(task), deadline)
         if measure is not None and measure_plans > 0 and self.algorithm == "auto":
             candidates = measure_finalists(self, task, candidates, measure, measure_plans, deadline)
         chosen = best(candidates if self.algorithm == "auto" else [c for c in candidates if c.name == self.algorithm])
@@ -164,7 +162,7 @@ class Planner(LearnedCosts):
             near = [Candidate("current+search", task.plan_from(near_U), costs.step_ms(near_U))]
             near += [Candidate("current", task.plan_from(current_U), costs.step_ms(current_U))]
         candidates = near + self._away_from_hosts(task, deadline)
-        candidates += self.makers.candidates("auto", task, costs, deadline=deadline)
+        candidates += self.makers.candidates("auto", task, costs, deadline)
         different = {candidate.plan.fingerprint: candidate for candidate in reversed(candidates)}
         ranked = sorted(different.values(), key=lambda c: c.predicted_ms)
         kept = ranked[:most]
