@@ -25,5 +25,5 @@ setup(
         "tensorboard": ["tensorboard"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "pandas", "pandas-stubs"],
     },
-    entry_points={"console_scripts": ["dlrm-autoshard=dlrm_autoshard.cli:main"]},
+    entry_points={"console_scripts": ["dlrm-autoshard=dlrm_autoshard.commands.main:main"]},
 )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dlrm_autoshard.planner.planner import Planner
     from dlrm_autoshard.planner.replay import CommsSample, ShardSample
     from dlrm_autoshard.planner.result import PlanResult
-    from dlrm_autoshard.simulator import SimulatedCluster
+    from dlrm_autoshard.probe.simulator import SimulatedCluster
     from dlrm_autoshard.tables import TableConfig, TableStats
 
 __version__ = "0.1.0"

@@ -16,8 +16,8 @@ import pydantic
 import yaml
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from dlrm_autoshard.config_data import DataConfig, Section
 from dlrm_autoshard.config_errors import sentences
-from dlrm_autoshard.data.settings import DataConfig, Section
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.tables import Pooling, TableDtype, TableOptimizer
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.report.jsonl import ReportError
-from dlrm_autoshard.report.run_record import RunRecord
+from dlrm_autoshard.records.jsonl import ReportError
+from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import loop_in_one_line
 
 

@@ -67,8 +67,8 @@ def leave(number: int, frame: FrameType | None) -> None:
 
 def main() -> int:
     signal.signal(signal.SIGINT, leave)
+    from dlrm_autoshard.commands.environment_checks import require_pair
     from dlrm_autoshard.config import load_config
-    from dlrm_autoshard.doctor import require_pair
 
     arguments = parse()
     try:
@@ -84,8 +84,8 @@ def main() -> int:
 
 
 def run(config: Config, resume: str | None) -> int:
-    from dlrm_autoshard.stop import Stopped
-    from dlrm_autoshard.trainer import train
+    from dlrm_autoshard.train.stop_signals import Stopped
+    from dlrm_autoshard.train.trainer import train
 
     try:
         train(config, resume=resume)

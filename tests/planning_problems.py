@@ -13,10 +13,10 @@ from dlrm_autoshard import Constraints, ShardingPlan, SimulatedCluster, StepProf
 from dlrm_autoshard.planner.masked import MaskedCategorical
 from dlrm_autoshard.planner.mdp import Rollout
 from dlrm_autoshard.planner.policy import DevicePolicy
+from dlrm_autoshard.planner.pool import synthetic_pool
 from dlrm_autoshard.planner.replay import CommsSample, ShardSample, comms_of, shards_of
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
-from dlrm_autoshard.planning.pool import synthetic_pool
 
 BATCH = 2048
 

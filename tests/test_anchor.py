@@ -10,7 +10,7 @@ import pytest
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.simulator import SimulatedCluster
+from dlrm_autoshard.probe.simulator import SimulatedCluster
 from dlrm_autoshard.tables import TableConfig, TableStats
 
 TABLES = [TableConfig(f"t{i}", 10_000 * (i + 1), 16 + 16 * (i % 4)) for i in range(12)]

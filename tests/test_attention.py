@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dlrm_autoshard.attention import LOOKS, Attention
+from dlrm_autoshard.autoshard.decision import Interval
+from dlrm_autoshard.autoshard.search_trigger import LOOKS, Attention
 from dlrm_autoshard.costs import RankCost, StepProfile, balanced_cost_ms
-from dlrm_autoshard.decision import Interval
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig, TableStats
 

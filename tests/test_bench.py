@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_autoshard import cli
 from dlrm_autoshard.benchmarks import harness
+from dlrm_autoshard.commands import main as cli
 
 
 def add_benchmark(monkeypatch: pytest.MonkeyPatch, folder: Path, outcome: str) -> None:

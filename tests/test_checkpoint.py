@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.checkpoint import CheckpointError, Checkpoints
+from dlrm_autoshard.train.checkpoint import CheckpointError, Checkpoints
 from tests.ranks import run_ranks
 from tests.trainers import make_runtime
 

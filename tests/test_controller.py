@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_autoshard import attention
+from dlrm_autoshard.autoshard import search_trigger as attention
+from dlrm_autoshard.autoshard.controller import LoopController
+from dlrm_autoshard.autoshard.decision import Decision, Interval, Problem
+from dlrm_autoshard.autoshard.payoff import MoveCost
 from dlrm_autoshard.config import AutoshardConfig, RefineConfig, ReshardConfig
-from dlrm_autoshard.controller import LoopController
 from dlrm_autoshard.costs import step_cost_ms
-from dlrm_autoshard.decision import Decision, Interval, Problem
 from dlrm_autoshard.plan import Constraints, ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.reshard_rule import MoveCost
-from dlrm_autoshard.simulator import SimulatedCluster
+from dlrm_autoshard.probe.simulator import SimulatedCluster
 from dlrm_autoshard.tables import TableConfig, TableStats, memory_bytes
 
 BATCH, STEPS, DENSE_MS = 2048, 500, 4.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_autoshard.config import load_config
-from dlrm_autoshard.data.criteo_sample import MULTI_HOT_SIZES, write_sample_layout
+from dlrm_autoshard.data.criteo.sample import MULTI_HOT_SIZES, write_sample_layout
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
 

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_autoshard.cli import main
+from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.data.batch import DataError
-from dlrm_autoshard.data.criteo_preprocess import Contiguous, Modulo, preprocess
-from dlrm_autoshard.data.criteo_sample import write_sample_text
-from dlrm_autoshard.data.criteo_text import read_blocks
-from dlrm_autoshard.data.vocabulary import FrequencyCounter
+from dlrm_autoshard.data.criteo.preprocess import Contiguous, Modulo, preprocess
+from dlrm_autoshard.data.criteo.sample import write_sample_text
+from dlrm_autoshard.data.criteo.text import read_blocks
+from dlrm_autoshard.data.criteo.vocabulary import FrequencyCounter
 
 Line = tuple[int, list["int | None"], list["str | None"]]
 
@@ -145,7 +145,7 @@ def test_a_vocabulary_has_a_row_for_each_frequent_id(chunks: list[list[int]], mi
 
 
 def test_counting_in_many_merges_is_counting_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dlrm_autoshard.data import vocabulary
+    from dlrm_autoshard.data.criteo import vocabulary
 
     monkeypatch.setattr(vocabulary, "_PENDING_AT_LEAST", 100)
     raw = np.random.default_rng(0).integers(0, 2**32, 500, dtype=np.uint32).repeat(20)
@@ -208,7 +208,7 @@ def test_an_output_folder_in_use_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_kill_leaves_nothing_that_would_be_read_and_the_next_run_succeeds(tmp_path: Path) -> None:
     write_sample_text(tmp_path / "log", 10_000)
-    command = [sys.executable, "-m", "dlrm_autoshard.cli", "data", "criteo", *["log"] * 30, "--out", "out"]
+    command = [sys.executable, "-m", "dlrm_autoshard.commands.main", "data", "criteo", *["log"] * 30, "--out", "out"]
     process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
     deadline = time.monotonic() + 60
     while not (tmp_path / "out.partial" / "day_2_dense.npy").exists():
@@ -225,10 +225,11 @@ def test_a_kill_leaves_nothing_that_would_be_read_and_the_next_run_succeeds(tmp_
 def test_memory_does_not_grow_with_the_file(
     tmp_path: Path, encoding: Contiguous | Modulo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlrm_autoshard.data import criteo_preprocess, vocabulary
+    from dlrm_autoshard.data.criteo import preprocess as preprocessing
+    from dlrm_autoshard.data.criteo import vocabulary
 
     monkeypatch.setattr(vocabulary, "_PENDING_AT_LEAST", 1000)
-    monkeypatch.setattr(criteo_preprocess, "_ROWS_AT_A_TIME", 1000)
+    monkeypatch.setattr(preprocessing, "_ROWS_AT_A_TIME", 1000)
     write_sample_text(tmp_path / "small", 2_500)
     (tmp_path / "large").write_bytes((tmp_path / "small").read_bytes() * 8)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.config_data import DlrmDatasetsData
 from dlrm_autoshard.data.batch import Batch, DataError, DataSource
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
-from dlrm_autoshard.data.settings import DlrmDatasetsData
 
 TABLES, SAMPLES = 5, 60
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
 from dlrm_autoshard.data.batch import Batch, DataError, DataSource, Split
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
-from dlrm_autoshard.data.settings import SyntheticData, SyntheticTable
 from dlrm_autoshard.tables import TableConfig
 
 

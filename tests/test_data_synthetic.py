@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_autoshard.config import ConfigError, TablesConfig, parse_config
+from dlrm_autoshard.config_data import Drift, SyntheticData, SyntheticTable
 from dlrm_autoshard.data.batch import Batch, DataError, DataSource
 from dlrm_autoshard.data.hashing import key_of
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.data.power_law import PowerLaw
-from dlrm_autoshard.data.settings import Drift, SyntheticData, SyntheticTable
 
 
 def tables_with(*poolings: float, rows: int = 1000, alpha: float = 1.05) -> list[SyntheticTable]:

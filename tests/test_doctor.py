@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_autoshard.doctor import (
+from dlrm_autoshard.commands.environment_checks import (
     FBGEMM,
     TORCH,
     EnvironmentProblem,
@@ -104,7 +104,10 @@ def test_fewer_cores_than_ranks_or_little_memory_are_warnings_with_figures() -> 
 
 def test_a_healthy_environment_passes_and_trains_a_row() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "dlrm_autoshard.cli", "doctor", "--json"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "dlrm_autoshard.commands.main", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     checks = {check["name"]: check for check in json.loads(done.stdout)}
     assert done.returncode == 0, checks
@@ -114,7 +117,7 @@ def test_a_healthy_environment_passes_and_trains_a_row() -> None:
 
 def test_a_wrong_pair_is_reported_before_fbgemm_is_imported(tmp_path: Path) -> None:
     environment = pretend(tmp_path, **{"fbgemm_gpu_cpu": "1.6.0"})
-    command = [sys.executable, "-X", "importtime", "-m", "dlrm_autoshard.cli", "doctor"]
+    command = [sys.executable, "-X", "importtime", "-m", "dlrm_autoshard.commands.main", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 1
     assert f"mend:    {PIP} install fbgemm-gpu-cpu==1.8.0" in done.stdout
@@ -126,7 +129,7 @@ def test_a_library_that_kills_its_process_becomes_a_sentence(tmp_path: Path) -> 
     package = tmp_path / "fbgemm_gpu"
     package.mkdir()
     (package / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
-    command = [sys.executable, "-m", "dlrm_autoshard.cli", "doctor"]
+    command = [sys.executable, "-m", "dlrm_autoshard.commands.main", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 1
     assert "died by SIGILL" in done.stdout and "--force-reinstall" in done.stdout

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import dlrm_autoshard
-from dlrm_autoshard import cli
+from dlrm_autoshard.commands import main as cli
 from dlrm_autoshard.errors import UserError, in_a_sentence
 
 
@@ -48,14 +48,14 @@ def test_the_command_line_shows_a_bugs_traceback_and_a_users_sentence(
     def broken(arguments: object) -> int:
         raise ValueError("a bug")
 
-    monkeypatch.setattr("dlrm_autoshard.report.report_command.run", broken)
+    monkeypatch.setattr("dlrm_autoshard.commands.report.run", broken)
     with pytest.raises(ValueError, match="a bug"):
         cli.main(["report", str(tmp_path)])
 
 
 def test_a_reader_that_has_seen_enough_is_not_complained_about() -> None:
     """`dlrm-autoshard bench | head -1`, the pipe closed before anything is written."""
-    code = "import sys, time; from dlrm_autoshard.cli import main; time.sleep(0.5); sys.exit(main(['bench']))"
+    code = "import sys, time; from dlrm_autoshard.commands.main import main; time.sleep(0.5); sys.exit(main(['bench']))"
     done = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert done.stdout is not None and done.stderr is not None
     done.stdout.close()

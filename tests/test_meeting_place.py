@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from dlrm_autoshard.distributed.meeting_place import meet
+from dlrm_autoshard.distributed.rendezvous import meet
 from tests.ranks import RankError, run_ranks
 
 

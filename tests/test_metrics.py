@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.step import predict
-from dlrm_autoshard.metrics import binary_metrics
+from dlrm_autoshard.train.metrics import binary_metrics
 from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, records, trainer
 

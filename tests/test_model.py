@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dlrm_autoshard.config import ModelConfig
-from dlrm_autoshard.interaction import CatInteraction, DotInteraction, LowRankCross, with_dense
-from dlrm_autoshard.model import DLRM, Projection
+from dlrm_autoshard.model.dlrm import DLRM, Projection
+from dlrm_autoshard.model.interaction import CatInteraction, DotInteraction, LowRankCross, with_dense
 from dlrm_autoshard.tables import TableConfig
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_autoshard.partial_move import first_part
+from dlrm_autoshard.autoshard.partial_move import first_part
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, check_plan
 
 NAMES = [f"t{i}" for i in range(8)]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from dlrm_autoshard import Planner, RankCost, ShardingPlan, SimulatedCluster, Topology
 from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile, step_cost_ms
-from dlrm_autoshard.planner.comms_law import CommsLaw, exchange_work
 from dlrm_autoshard.planner.cost_model import CostModel, FrozenDevices
+from dlrm_autoshard.planner.exchange_model import CommsLaw, exchange_work
 from dlrm_autoshard.planner.fit_costs import HUBER, CostTraining
 from dlrm_autoshard.planner.least_squares import fit_nonnegative, solve_nonnegative
 from dlrm_autoshard.planner.rank_speed import RankSpeed

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from dlrm_autoshard import TableConfig, TableStats
 from dlrm_autoshard.plan import Topology
+from dlrm_autoshard.planner.baselines.reference import scaled_by_task
 from dlrm_autoshard.planner.features import (
     NUM_NETWORK,
     NUM_PUBLISHED,
@@ -17,9 +18,8 @@ from dlrm_autoshard.planner.features import (
     published_features,
     work,
 )
-from dlrm_autoshard.planner.published import scaled_by_task
+from dlrm_autoshard.planner.pool import zipf_stats
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.planning.pool import zipf_stats
 from tests.planning_problems import BATCH, some_tables
 
 

@@ -8,16 +8,16 @@ import torch
 
 from dlrm_autoshard import Constraints, PlanError, Planner, SimulatedCluster
 from dlrm_autoshard.costs import step_cost_ms
+from dlrm_autoshard.planner.baselines.reference import PublishedDreamShard, scaled_by_task
+from dlrm_autoshard.planner.baselines.reference_costs import CostNetTraining, Measured, PublishedCostNet, stacked
+from dlrm_autoshard.planner.baselines.reference_policy import PublishedPolicyTraining
+from dlrm_autoshard.planner.baselines.sequence import SequencePolicy, SequenceTrainer
 from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings, mdp_of
 from dlrm_autoshard.planner.greedy import HEURISTICS
 from dlrm_autoshard.planner.masked import MaskedCategorical, gumbel_noise
 from dlrm_autoshard.planner.mdp import EstimatedMDP
 from dlrm_autoshard.planner.policy import DevicePolicy
 from dlrm_autoshard.planner.policy_training import PolicyTraining
-from dlrm_autoshard.planner.published import PublishedDreamShard, scaled_by_task
-from dlrm_autoshard.planner.published_costs import CostNetTraining, Measured, PublishedCostNet, stacked
-from dlrm_autoshard.planner.published_policy import PublishedPolicyTraining
-from dlrm_autoshard.planner.sequence import SequencePolicy, SequenceTrainer
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from tests.planning_problems import all_placements, choices, log_prob, measurer, random_samples, some_task

@@ -16,11 +16,11 @@ import yaml
 
 from dlrm_autoshard import plug_in
 from dlrm_autoshard.config import ModelConfig, TablesConfig
+from dlrm_autoshard.config_data import CustomData
 from dlrm_autoshard.data.batch import DataError
 from dlrm_autoshard.data.open import open_source
-from dlrm_autoshard.data.settings import CustomData
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.model import make_model
+from dlrm_autoshard.model.dlrm import make_model
 
 ROOT = Path(__file__).parents[1]
 

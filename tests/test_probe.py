@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
-from dlrm_autoshard.distributed.drawn_ids import draw_ids
-from dlrm_autoshard.distributed.probe import IsolatedProbe, ProbeError, RankProbe, median_profile
 from dlrm_autoshard.distributed.runtime import Runtime
-from dlrm_autoshard.distributed.shard_probe import ShardProbe, ShardTime
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.planner.comms_law import CommsLaw
-from dlrm_autoshard.planning.pool import TablePool, synthetic_pool, zipf_stats
+from dlrm_autoshard.planner.exchange_model import CommsLaw
+from dlrm_autoshard.planner.pool import TablePool, synthetic_pool, zipf_stats
+from dlrm_autoshard.probe.drawn_ids import draw_ids
+from dlrm_autoshard.probe.plan_probe import IsolatedProbe, ProbeError, RankProbe, median_profile
+from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime
 from dlrm_autoshard.tables import TableConfig, TableStats, measure_table_stats
 from tests.ranks import run_ranks
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from dlrm_autoshard.costs import STAGES, WAITS
-from dlrm_autoshard.report.jsonl import read_jsonl
-from dlrm_autoshard.report.record import EpochProfile, RankEpoch
-from dlrm_autoshard.report.run_record import RunRecord
+from dlrm_autoshard.records.epoch import EpochProfile, RankEpoch
+from dlrm_autoshard.records.jsonl import read_jsonl
+from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import summary
 from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, trainer

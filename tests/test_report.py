@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlrm_autoshard.cli import main
+from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, WAITS, RankCost, StageTime
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.report.diagnosis import table_costs_ms
-from dlrm_autoshard.report.jsonl import SCHEMA, ReportError, append_jsonl, drop_after, read_jsonl
-from dlrm_autoshard.report.record import EpochProfile, RankEpoch, epochs_file, rank_file
-from dlrm_autoshard.report.run_record import RunRecord
+from dlrm_autoshard.records.diagnosis import table_costs_ms
+from dlrm_autoshard.records.epoch import EpochProfile, RankEpoch, epochs_file, rank_file
+from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, drop_after, read_jsonl
+from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import loop_in_one_line, summary, who_was_slow
 from dlrm_autoshard.tables import TableConfig, TableStats
 from tests.report_records import make_profile, make_ranks, make_tables, write_run
@@ -337,7 +337,7 @@ def test_scalars_are_what_the_records_say(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from dlrm_autoshard.report.tensorboard import ScalarWriter
+    from dlrm_autoshard.train.tensorboard import ScalarWriter
 
     profile = make_profile(work=(1, 2))
     scalars = ScalarWriter(tmp_path)
@@ -352,7 +352,7 @@ def test_scalars_are_what_the_records_say(tmp_path: Path) -> None:
 
 
 def test_without_tensorboard_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dlrm_autoshard.report import tensorboard
+    from dlrm_autoshard.train import tensorboard
 
     monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
     scalars = tensorboard.ScalarWriter(tmp_path / "events")

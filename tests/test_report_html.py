@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_autoshard.cli import main
+from dlrm_autoshard.commands.main import main
+from dlrm_autoshard.records.epoch import epochs_file
+from dlrm_autoshard.records.jsonl import append_jsonl
+from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.charts import charts
 from dlrm_autoshard.report.html import render_html, write_html
-from dlrm_autoshard.report.jsonl import append_jsonl
 from dlrm_autoshard.report.page_data import page_data
-from dlrm_autoshard.report.record import epochs_file
-from dlrm_autoshard.report.run_record import RunRecord
 from tests.chromium import needs_chromium, open_page, print_to_pdf, take_screenshot
 from tests.report_records import write_run
 

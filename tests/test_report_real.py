@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_autoshard.cli import main
-from dlrm_autoshard.report.diagnosis import waited_for
-from dlrm_autoshard.report.record import epochs_file
-from dlrm_autoshard.report.run_record import RunRecord
+from dlrm_autoshard.commands.main import main
+from dlrm_autoshard.records.diagnosis import waited_for
+from dlrm_autoshard.records.epoch import epochs_file
+from dlrm_autoshard.records.run import RunRecord
 from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, trainer
 

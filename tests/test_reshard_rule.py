@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_autoshard.reshard_rule import (
+from dlrm_autoshard.autoshard.payoff import (
     MoveCost,
     Offer,
     Terms,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from dlrm_autoshard.autoshard.decision import Decision
 from dlrm_autoshard.benchmarks.moving_job import MovingTrainer, settings
 from dlrm_autoshard.config import Config
-from dlrm_autoshard.decision import Decision
 from dlrm_autoshard.distributed import reshard_agree
 from dlrm_autoshard.plan import ShardingPlan
 from tests.ranks import run_ranks

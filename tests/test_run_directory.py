@@ -13,7 +13,12 @@ import pytest
 import yaml
 
 from dlrm_autoshard.config import Config, parse_config
-from dlrm_autoshard.run_directory import RunDirectoryError, changes_since_last_start, claimed_run_dir, record_start
+from dlrm_autoshard.train.run_directory import (
+    RunDirectoryError,
+    changes_since_last_start,
+    claimed_run_dir,
+    record_start,
+)
 
 
 def config(folder: Path, **train: Any) -> Config:

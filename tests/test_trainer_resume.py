@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_autoshard.checkpoint import CheckpointError
 from dlrm_autoshard.config import Config
+from dlrm_autoshard.train.checkpoint import CheckpointError
 from tests.ranks import run_ranks
 from tests.trainers import config, losses, make_runtime, plan_file, records, tensors, trainer
 

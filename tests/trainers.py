@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dlrm_autoshard.config import Config, parse_config
 from dlrm_autoshard.distributed.runtime import Runtime
-from dlrm_autoshard.trainer import Trainer
+from dlrm_autoshard.train.trainer import Trainer
 
 TABLES: list[dict[str, Any]] = [
     {"name": "user", "num_embeddings": 40, "embedding_dim": 8, "mean_pooling": 1.0},

@@ -18,11 +18,11 @@ BATCH_SIZES = (65536, 16384)
 
 def shards(folder: Path, seconds: float) -> dict[str, Any]:
     """Fused shards of 1 to 50 tables, forward and backward, until 2,400 are measured or time is up; a model on them."""
-    from dlrm_autoshard.distributed.fingerprint import hardware_fingerprint
-    from dlrm_autoshard.distributed.shard_probe import ShardProbe
     from dlrm_autoshard.planner.cost_model import CostModel
+    from dlrm_autoshard.planner.pool import synthetic_pool
     from dlrm_autoshard.planner.replay import ShardSample
-    from dlrm_autoshard.planning.pool import synthetic_pool
+    from dlrm_autoshard.probe.hardware import hardware_fingerprint
+    from dlrm_autoshard.probe.shard_probe import ShardProbe
 
     device = torch.device("cuda")
     deadline = time.monotonic() + 0.8 * seconds
@@ -59,13 +59,13 @@ def planning(folder: Path, seconds: float) -> dict[str, Any]:
     """The paper's setting on measured computation: tasks of 20 to 100 tables on 4 devices, every algorithm."""
     from dlrm_autoshard.benchmarks.planner_quality import BATCH_SIZE as QUALITY_BATCH
     from dlrm_autoshard.costs import step_cost_ms
-    from dlrm_autoshard.distributed.probe import IsolatedProbe
-    from dlrm_autoshard.distributed.shard_probe import ShardProbe
     from dlrm_autoshard.plan import Topology
     from dlrm_autoshard.planner.cost_model import CostModel
     from dlrm_autoshard.planner.greedy import HEURISTICS
     from dlrm_autoshard.planner.planner import ALGORITHMS, Planner
-    from dlrm_autoshard.planning.pool import synthetic_pool
+    from dlrm_autoshard.planner.pool import synthetic_pool
+    from dlrm_autoshard.probe.plan_probe import IsolatedProbe
+    from dlrm_autoshard.probe.shard_probe import ShardProbe
 
     batch_size = max(QUALITY_BATCH, BATCH_SIZES[0])
     pool = synthetic_pool(400, seed=31, batch_size=batch_size, rows=(1e3, 1e6), dims=(16, 16), pooling=(1.0, 60.0))
@@ -106,8 +106,8 @@ def planning(folder: Path, seconds: float) -> dict[str, Any]:
 
 def roofline(folder: Path, seconds: float) -> dict[str, Any]:
     """Bytes that a fused lookup must move, over the time they take at the measured copy bandwidth."""
-    from dlrm_autoshard.distributed.shard_probe import ShardProbe
-    from dlrm_autoshard.planning.pool import synthetic_pool
+    from dlrm_autoshard.planner.pool import synthetic_pool
+    from dlrm_autoshard.probe.shard_probe import ShardProbe
 
     device = torch.device("cuda")
     block = torch.empty(1 << 28, device=device)  # 1 GiB

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrm_autoshard.report.jsonl import read_jsonl
+from dlrm_autoshard.records.jsonl import read_jsonl
 
 TRAIN = Path("launch/train.py")
 STEPS = 50
@@ -20,7 +20,7 @@ STEPS = 50
 
 def doctor(folder: Path, seconds: float) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "dlrm_autoshard.cli", "doctor", "--json"], capture_output=True, text=True
+        [sys.executable, "-m", "dlrm_autoshard.commands.main", "doctor", "--json"], capture_output=True, text=True
     )
     return {"exit_status": done.returncode, "report": json.loads(done.stdout)}
 
@@ -29,7 +29,7 @@ def training(folder: Path, seconds: float) -> dict[str, Any]:
     """`debug_cpu` and a scaled `mlperf_dcnv2` on CPU and on the GPU (nccl): losses side by side; then a resumed run."""
     sample = folder / "criteo_sample"
     if not sample.exists():
-        command = [sys.executable, "-m", "dlrm_autoshard.cli", "data", "criteo-sample", "--out", str(sample)]
+        command = [sys.executable, "-m", "dlrm_autoshard.commands.main", "data", "criteo-sample", "--out", str(sample)]
         subprocess.run(command, check=True, capture_output=True)
     found: dict[str, Any] = {}
     worst = 0.0
@@ -83,7 +83,7 @@ def synchronisation(folder: Path, seconds: float) -> dict[str, Any]:
     """A trace of plain (not sampled) steps holds no call that waits for the GPU."""
     from dlrm_autoshard.config import load_config
     from dlrm_autoshard.distributed.runtime import Runtime
-    from dlrm_autoshard.trainer import Trainer
+    from dlrm_autoshard.train.trainer import Trainer
 
     overrides = ["run.device=cuda", "profile.enabled=false", "checkpoint.enabled=false", "train.log_every_steps=1000"]
     config = load_config(Path("configs/debug_cpu.yaml"), [*overrides, f"run.dir={folder}"])

@@ -25,9 +25,9 @@ from dlrm_autoshard.config import Config, parse_config
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.runtime import Runtime, keep_freed_memory
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.report.jsonl import read_jsonl
-from dlrm_autoshard.report.record import EpochProfile, epochs_file
-from dlrm_autoshard.trainer import Trainer
+from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
+from dlrm_autoshard.records.jsonl import read_jsonl
+from dlrm_autoshard.train.trainer import Trainer
 
 JOB = replace(W_EMB, batch_size=1024, num_batches=8)
 """What the jobs train on, for plans to be measured beside one another."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from dlrm_autoshard.benchmarks.loop_job import Job, fixed_plan, run_jobs, settings
 from dlrm_autoshard.costs import PLANNED_STAGES as STAGES
-from dlrm_autoshard.report.record import EpochProfile
+from dlrm_autoshard.records.epoch import EpochProfile
 
 TITLE = "nothing changes: moves in 10 epochs (none wanted), and the loop's part of the training time"
 ROUGH_TIME = "3 min"

@@ -22,7 +22,7 @@ from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.replay import shards_of
-from dlrm_autoshard.report.record import EpochProfile
+from dlrm_autoshard.records.epoch import EpochProfile
 
 TITLE = "half of one rank's core is taken in epochs 3 to 6 of 9: what is recovered, and the return afterwards"
 ROUGH_TIME = "6 min"

@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from dlrm_autoshard.autoshard.decision import Decision, Interval
+from dlrm_autoshard.autoshard.initial_plan import from_rank_0
 from dlrm_autoshard.config import Config, parse_config
-from dlrm_autoshard.decision import Decision, Interval
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.reshard import reshard
 from dlrm_autoshard.distributed.runtime import Runtime
-from dlrm_autoshard.placement import from_rank_0
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.run_directory import claimed_run_dir
-from dlrm_autoshard.trainer import Trainer
+from dlrm_autoshard.train.run_directory import claimed_run_dir
+from dlrm_autoshard.train.trainer import Trainer
 
 MOVE_EVERY, CHECKPOINT_EVERY = 4, 5
 MOMENTS = ("before", "during", "after", "training")

@@ -22,8 +22,8 @@ from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.planning.pool import TablePool, synthetic_pool
 
 TITLE = "a planner fitted to 20 tables x 4 devices, on 100 x 8, against one fitted there"
 ROUGH_TIME = "5 min (quick: 1 min)"
@@ -38,14 +38,14 @@ ALGORITHMS = ("dreamshard", "search")
 def run(quick: bool) -> dict[str, Any]:
     import torch
 
-    from dlrm_autoshard.distributed.shard_probe import ShardProbe
+    from dlrm_autoshard.probe.shard_probe import ShardProbe
 
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     probe = ShardProbe(undisturbed=True, warmup=2, repeats=3, seconds_per_shard=0.0)
 
     def measure(task: PlacementTask, plans: Sequence[ShardingPlan], rounds: int = 1) -> list[StepProfile]:
-        from dlrm_autoshard.distributed.probe import IsolatedProbe
+        from dlrm_autoshard.probe.plan_probe import IsolatedProbe
 
         return IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, Planner("search").law, rounds).measure(plans)
 

@@ -25,13 +25,13 @@ import numpy as np
 from dlrm_autoshard.benchmarks.harness import finish
 from dlrm_autoshard.benchmarks.planner_quality_record import LEARNED, summarise
 from dlrm_autoshard.costs import PLANNED_STAGES, step_cost_ms
-from dlrm_autoshard.distributed.fingerprint import hardware_fingerprint
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.greedy import KEYS
 from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.planning.pool import TablePool, synthetic_pool
-from dlrm_autoshard.planning.warm_start import start_warm
+from dlrm_autoshard.probe.hardware import hardware_fingerprint
+from dlrm_autoshard.probe.shipped_costs import start_warm
 
 TITLE = "measured cost of the planner's plans against every heuristic's, on unseen tables"
 ROUGH_TIME = "40 min (quick: 2 min)"
@@ -66,8 +66,8 @@ def run(quick: bool) -> dict[str, Any]:
 
 def measure_task(cell: Cell, index: int) -> dict[str, Any]:
     """Plans one task with every algorithm and measures all plans, in turns."""
-    from dlrm_autoshard.distributed.probe import IsolatedProbe
-    from dlrm_autoshard.distributed.shard_probe import ShardProbe
+    from dlrm_autoshard.probe.plan_probe import IsolatedProbe
+    from dlrm_autoshard.probe.shard_probe import ShardProbe
 
     began = time.perf_counter()
     task = cell.task(index)

@@ -51,7 +51,7 @@ def _plan(tables: int, devices: int) -> tuple[float, float, float, float]:
     from dlrm_autoshard.plan import Topology
     from dlrm_autoshard.planner.greedy import KEYS
     from dlrm_autoshard.planner.planner import Planner
-    from dlrm_autoshard.planning.pool import synthetic_pool
+    from dlrm_autoshard.planner.pool import synthetic_pool
 
     torch.set_num_threads(1)
     pool = synthetic_pool(tables, seed=0, batch_size=BATCH)

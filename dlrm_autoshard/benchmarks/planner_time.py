@@ -19,9 +19,9 @@ from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.greedy import KEYS
 from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.pool import synthetic_pool
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.planning.pool import synthetic_pool
-from dlrm_autoshard.simulator import SimulatedCluster
+from dlrm_autoshard.probe.simulator import SimulatedCluster
 
 TITLE = "planning time with DreamShard's published budget, simulated costs, one thread"
 ROUGH_TIME = "1 min"

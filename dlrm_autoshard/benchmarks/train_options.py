@@ -120,7 +120,7 @@ def _auc_of_each(rank: int, world_size: int, record: dict[str, Any], seeds: list
 
     from dlrm_autoshard.config import parse_config
     from dlrm_autoshard.distributed.runtime import Runtime
-    from dlrm_autoshard.trainer import Trainer
+    from dlrm_autoshard.train.trainer import Trainer
 
     world = dist.group.WORLD
     assert world is not None

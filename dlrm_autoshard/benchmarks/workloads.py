@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.config import DenseOptimizerConfig, ModelConfig, TableOptimizerConfig, TablesConfig
+from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
 from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.data.settings import SyntheticData, SyntheticTable
 from dlrm_autoshard.data.synthetic import SyntheticSource
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
-from dlrm_autoshard.distributed.timing import StageClock
-from dlrm_autoshard.model import DLRM
+from dlrm_autoshard.model.dlrm import DLRM
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.tables import TableConfig, TableDtype, TableStats, measure_table_stats

@@ -14,9 +14,9 @@ import torch
 
 from dlrm_autoshard import plug_in
 from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.config_data import CustomData
 from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.data.errors import DataError
-from dlrm_autoshard.data.settings import CustomData
 
 _LOOKED_AT = 2  # samples
 

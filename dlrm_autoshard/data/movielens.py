@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 
 from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.config_data import MovielensData
 from dlrm_autoshard.data.batch import Batch, DataError, Split
 from dlrm_autoshard.data.hashing import key_of, permutation
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
-from dlrm_autoshard.data.settings import MovielensData
 
 _COLUMNS = {
     "inter": ["user_id", "item_id", "rating", "timestamp"],

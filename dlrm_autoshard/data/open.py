@@ -9,13 +9,13 @@ Each source says which tables it has and how many rows; `tables:` gives dims, po
 from __future__ import annotations
 
 from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.config_data import CriteoData, CustomData, DataConfig, MovielensData, SyntheticData
 from dlrm_autoshard.data.batch import DataSource
-from dlrm_autoshard.data.criteo import CriteoSource
+from dlrm_autoshard.data.criteo.source import CriteoSource
 from dlrm_autoshard.data.custom import open_custom
 from dlrm_autoshard.data.dlrm_datasets import DlrmDatasetsSource
 from dlrm_autoshard.data.movielens import MovielensSource
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
-from dlrm_autoshard.data.settings import CriteoData, CustomData, DataConfig, MovielensData, SyntheticData
 from dlrm_autoshard.data.synthetic import SyntheticSource
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.config import RunConfig
-from dlrm_autoshard.distributed.meeting_place import meet
+from dlrm_autoshard.distributed.rendezvous import meet
 from dlrm_autoshard.errors import UserError
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.exchange import Pending
 from dlrm_autoshard.distributed.id_distribution import IdDistribution, LocalIds
-from dlrm_autoshard.distributed.timing import StageClock
-from dlrm_autoshard.model import DenseArch
+from dlrm_autoshard.distributed.stage_clock import StageClock
+from dlrm_autoshard.model.dlrm import DenseArch
 
 T = TypeVar("T")
 

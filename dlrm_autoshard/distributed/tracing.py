@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from dlrm_autoshard.distributed.timing import StageClock
+from dlrm_autoshard.distributed.stage_clock import StageClock
 
 _STEP = "dlrm_step"
 

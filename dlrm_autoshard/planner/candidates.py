@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from dlrm_autoshard.plan import PlanError
+from dlrm_autoshard.planner.baselines.reference import PublishedDreamShard
+from dlrm_autoshard.planner.baselines.sequence import SequencePolicy, SequenceSettings, SequenceTrainer
 from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings, mdp_of
 from dlrm_autoshard.planner.greedy import HEURISTICS, heuristic
 from dlrm_autoshard.planner.policy import DevicePolicy
-from dlrm_autoshard.planner.published import PublishedDreamShard
 from dlrm_autoshard.planner.result import Candidate
 from dlrm_autoshard.planner.search import greedy_on_cost, improve, search
-from dlrm_autoshard.planner.sequence import SequencePolicy, SequenceSettings, SequenceTrainer
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 

@@ -20,8 +20,8 @@ import numpy as np
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
 from dlrm_autoshard.plan import PlanError, ShardingPlan, Topology
 from dlrm_autoshard.planner.anchor import Anchor
-from dlrm_autoshard.planner.comms_law import CommsLaw
 from dlrm_autoshard.planner.cost_model import CostModel, FitReport
+from dlrm_autoshard.planner.exchange_model import CommsLaw
 from dlrm_autoshard.planner.rank_speed import RankSpeed
 from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample, comms_of, shards_of
 from dlrm_autoshard.planner.result import RefineReport

@@ -17,8 +17,8 @@ import numpy as np
 
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost
 from dlrm_autoshard.planner.anchor import Anchor
-from dlrm_autoshard.planner.comms_law import CommsLaw
 from dlrm_autoshard.planner.cost_model import CostModel, FrozenDevices
+from dlrm_autoshard.planner.exchange_model import CommsLaw
 from dlrm_autoshard.planner.rank_speed import RankSpeed
 from dlrm_autoshard.planner.task import PlacementTask
 

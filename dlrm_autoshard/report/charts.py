@@ -13,9 +13,9 @@ from typing import Any
 
 import altair as alt
 
+from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report import epoch_charts, run_charts
 from dlrm_autoshard.report.chart_style import SEGMENTS, Layers
-from dlrm_autoshard.report.run_record import RunRecord
 
 
 @dataclass(frozen=True)

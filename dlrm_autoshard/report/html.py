@@ -18,11 +18,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.chart_style import CONFIG
 from dlrm_autoshard.report.charts import charts
 from dlrm_autoshard.report.page_data import page_data
 from dlrm_autoshard.report.page_sections import page_sections
-from dlrm_autoshard.report.run_record import RunRecord
 from dlrm_autoshard.report.summary import where_it_ran
 
 

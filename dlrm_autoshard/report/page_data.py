@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, imbalance
-from dlrm_autoshard.report.diagnosis import table_costs_ms
-from dlrm_autoshard.report.run_record import RunRecord
+from dlrm_autoshard.records.diagnosis import table_costs_ms
+from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import compute_imbalance, step_time, total_wait_ms, who_is_slow
 
 Columns = dict[str, list[Any]]

@@ -13,8 +13,8 @@ from typing import Any
 
 from dlrm_autoshard.costs import STAGES
 from dlrm_autoshard.plan import gib
+from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.chart_style import LETTERS, SEGMENTS
-from dlrm_autoshard.report.run_record import RunRecord
 from dlrm_autoshard.report.summary import compute_imbalance, loop_in_one_line, summary
 
 NOTHING = "\N{EN DASH}"

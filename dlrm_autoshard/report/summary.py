@@ -10,9 +10,9 @@ from collections import Counter
 
 from dlrm_autoshard.costs import imbalance
 from dlrm_autoshard.plan import gib
-from dlrm_autoshard.report.diagnosis import STARVED_BELOW
-from dlrm_autoshard.report.record import EpochProfile
-from dlrm_autoshard.report.run_record import RunRecord
+from dlrm_autoshard.records.diagnosis import STARVED_BELOW
+from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.records.run import RunRecord
 
 
 def summary(record: RunRecord) -> list[str]:

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, step_cost_ms
 from dlrm_autoshard.plan import gib
-from dlrm_autoshard.report.diagnosis import stage_summary, table_costs_ms, waited_for
-from dlrm_autoshard.report.record import EpochProfile
-from dlrm_autoshard.report.run_record import RunRecord
+from dlrm_autoshard.records.diagnosis import stage_summary, table_costs_ms, waited_for
+from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import compute_imbalance, summary, total_wait_ms
 
 _CAUSES = {"load": "load", "starved of CPU": "CPU", "slow data": "data"}

@@ -1,0 +1,90 @@
+"""Command-line arguments that several planning subcommands share, and how they are read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dlrm_autoshard.errors import UserError
+
+if TYPE_CHECKING:
+    from dlrm_autoshard.plan import Constraints, Topology
+    from dlrm_autoshard.planner.planner import Planner
+
+T = TypeVar("T")
+STATE_FILE = "planner.json"
+
+
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--devices", type=int, required=True, metavar="N", help="ranks to place tables on")
+    parser.add_argument(
+        "--memory-gib", type=float, metavar="GIB", help="memory for tables on each device (default: not limited)"
+    )
+
+
+def add_output(parser: argparse.ArgumentParser, out_help: str, required: bool = False) -> None:
+    parser.add_argument("--out", type=Path, metavar="FILE", required=required, help=out_help)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def topology_of(arguments: argparse.Namespace) -> Topology:
+    from dlrm_autoshard.plan import Topology
+
+    if arguments.devices < 1:
+        raise UserError(f"--devices is {arguments.devices}; it must be 1 or more.")
+    if arguments.memory_gib is None:
+        return Topology(arguments.devices)
+    if arguments.memory_gib <= 0:
+        raise UserError(f"--memory-gib is {arguments.memory_gib:g}; it must be more than 0.")
+    return Topology(arguments.devices, (int(arguments.memory_gib * 2**30),) * arguments.devices)
+
+
+def constraints_of(pins: Sequence[str], together: Sequence[str], apart: Sequence[str]) -> Constraints:
+    """--pin table=rank, --together a,b and --apart a,b, each any number of times."""
+    from dlrm_autoshard.plan import Constraints
+
+    pinned = {}
+    for pin in pins:
+        table, equals, rank = pin.rpartition("=")
+        if not equals or not rank.isdigit():
+            raise UserError(f"--pin '{pin}' is not of the form TABLE=RANK, such as --pin user=0.")
+        pinned[table] = int(rank)
+    return Constraints(
+        pinned, tuple(tuple(group.split(",")) for group in together), tuple(tuple(group.split(",")) for group in apart)
+    )
+
+
+def planner_of(algorithm: str, seed: int, fitted: Path | None = None) -> Planner:
+    """A planner with the costs that `fit` left in the directory, or else with those that the package ships."""
+    from dlrm_autoshard.planner.planner import Planner
+    from dlrm_autoshard.probe.hardware import hardware_fingerprint
+    from dlrm_autoshard.probe.shipped_costs import start_warm
+
+    planner = Planner(algorithm, seed=seed)
+    if fitted is None:
+        start_warm(planner, hardware_fingerprint())
+        return planner
+    try:
+        planner.load_state_dict(json.loads((fitted / STATE_FILE).read_text()))
+    except OSError as error:
+        raise UserError(
+            f"'{fitted}' holds no fitted planner ({STATE_FILE}: {error.strerror}). Make one with `dlrm-autoshard fit`."
+        ) from error
+    return planner
+
+
+def with_progress(items: Iterable[T], total: int, description: str, quiet: bool) -> Iterator[T]:
+    """A progress bar on standard error, so that standard output stays clean for tables and JSON."""
+    from rich.console import Console
+    from rich.progress import track
+
+    return iter(track(items, description, total, console=Console(stderr=True, quiet=quiet), transient=True))
+
+
+def write_json(path: Path | None, record: Any) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")

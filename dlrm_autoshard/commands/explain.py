@@ -1,0 +1,140 @@
+"""`dlrm-autoshard explain PLAN`: who has what, why it is balanced or not, what limits it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlrm_autoshard.commands.arguments import planner_of
+
+if TYPE_CHECKING:
+    from dlrm_autoshard.costs import RankCost
+    from dlrm_autoshard.plan import ShardingPlan
+    from dlrm_autoshard.planner.pool import TablePool
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("explain", help="say who has what in a plan, and what limits it")
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan file")
+    parser.add_argument("--tables", type=Path, required=True, metavar="FILE", help="tables.json of `tables`")
+    parser.add_argument("--memory-gib", type=float, metavar="GIB", help="memory for tables on each device")
+    parser.add_argument("--batch-size", type=int, help="global batch (default: the one the tables were measured with)")
+    parser.add_argument("--fitted", type=Path, metavar="DIR", help="costs that `fit` left (default: the shipped ones)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from dlrm_autoshard.plan import ShardingPlan, Topology
+    from dlrm_autoshard.planner.pool import TablePool
+    from dlrm_autoshard.tables import memory_bytes
+
+    pool = TablePool.load(arguments.tables)
+    plan = ShardingPlan.load(arguments.plan).ordered([table.name for table in pool.tables])
+    batch_size = arguments.batch_size or pool.stats[0].batch_size
+    planner = planner_of("search", 0, arguments.fitted)
+    costs = planner.predict(plan, pool.tables, pool.stats, batch_size)
+    table_bytes = memory_bytes(pool.tables, pool.stats, "rowwise_adagrad", batch_size)
+    memory = None if arguments.memory_gib is None else (int(arguments.memory_gib * 2**30),) * plan.world_size
+    topology = Topology(plan.world_size, memory)
+    sentences = explain(plan, pool, costs, table_bytes, memory)
+    better = planner.plan(pool.tables, pool.stats, topology, batch_size=batch_size, table_bytes=table_bytes)
+    sentences.append(compare(plan, costs, better.plan, better.predicted_ms))
+    if arguments.json:
+        record = {
+            "plan": plan.to_json(),
+            "predicted": [cost.to_json() for cost in costs],
+            "explanation": sentences,
+            "costs_from": planner.costs_from,
+        }
+        print(json.dumps(record, indent=1))
+        return 0
+    from rich.console import Console
+
+    from dlrm_autoshard.report.pool_table import ranks_table
+
+    console = Console()
+    console.print(ranks_table(plan, pool, table_bytes, costs))
+    for sentence in sentences:
+        console.print(sentence, highlight=False, markup=False)
+    console.print(f"costs from {planner.costs_from}", highlight=False)
+    return 0
+
+
+def explain(
+    plan: ShardingPlan,
+    pool: TablePool,
+    costs: Sequence[RankCost],
+    table_bytes: dict[str, int],
+    memory: Sequence[int] | None,
+) -> list[str]:
+    """Sentences: how balanced, which stage and rank the step waits for and for which table, what memory says."""
+    from dlrm_autoshard.costs import PLANNED_STAGES, balanced_cost_ms, imbalance, step_cost_ms
+    from dlrm_autoshard.plan import bytes_per_rank, gib
+
+    step, bound = step_cost_ms(costs), balanced_cost_ms(costs)
+    sentences = [
+        f"The step costs {step:.2f} ms; spread evenly the same work would cost {bound:.2f} ms, so imbalance takes "
+        f"{step - bound:.2f} ms ({100 * (step - bound) / step:.0f}%)."
+    ]
+    lost = {
+        stage: max(c.stage(stage) for c in costs) - sum(c.stage(stage) for c in costs) / len(costs)
+        for stage in PLANNED_STAGES
+    }
+    worst = max(lost, key=lambda stage: lost[stage])
+    if lost[worst] > 0.01 * step:
+        rank = max(range(len(costs)), key=lambda r: costs[r].stage(worst))
+        values = [c.stage(worst) for c in costs]
+        sentences.append(
+            f"Most of that is {worst}: rank {rank} takes {values[rank]:.2f} ms, {imbalance(values):.2f} times the mean."
+        )
+        of = {t.name: (t, s) for t, s in zip(pool.tables, pool.stats, strict=True)}
+        heaviest = max(plan.tables_on(rank), key=lambda n: of[n][0].embedding_dim * of[n][1].mean_pooling, default=None)
+        if heaviest is not None:
+            table, stat = of[heaviest]
+            work = {n: t.embedding_dim * s.mean_pooling for n, (t, s) in of.items()}
+            share = work[heaviest] / max(sum(work[n] for n in plan.tables_on(rank)), 1e-12)
+            sentences.append(
+                f"Its heaviest table is '{heaviest}' (dim {table.embedding_dim}, {stat.mean_pooling:.1f} ids a "
+                f"sample), "
+                f"{100 * share:.0f}% of the rank's values looked up"
+                + (
+                    ": whole tables cannot be spread further, so this table alone limits the plan."
+                    if share > 0.8
+                    else "."
+                )
+            )
+    else:
+        sentences.append("No stage is out of balance by more than 1% of the step.")
+    used = bytes_per_rank(plan, table_bytes)
+    fullest = max(range(len(used)), key=lambda r: used[r])
+    if memory is None:
+        sentences.append(f"The fullest rank is {fullest} with {gib(used[fullest])}.")
+    elif used[fullest] > memory[fullest]:
+        sentences.append(
+            f"Rank {fullest} needs {gib(used[fullest])} but has {gib(memory[fullest])}: this plan does not fit."
+        )
+    else:
+        sentences.append(
+            f"The fullest rank is {fullest}: {gib(used[fullest])} of {gib(memory[fullest])}"
+            + (", so memory leaves little choice." if used[fullest] > 0.9 * memory[fullest] else ".")
+        )
+    empty = [rank for rank in range(plan.world_size) if not plan.tables_on(rank)]
+    if empty:
+        sentences.append(f"{len(empty)} of {plan.world_size} ranks own no table.")
+    return sentences
+
+
+def compare(plan: ShardingPlan, costs: Sequence[RankCost], better: ShardingPlan, better_ms: float) -> str:
+    from dlrm_autoshard.costs import step_cost_ms
+
+    gain = 1 - better_ms / step_cost_ms(costs)
+    if gain < 0.005:
+        return "The planner finds nothing that is predicted to be more than 0.5% better."
+    return (
+        f"`dlrm-autoshard plan` would move {len(plan.moves_to(better))} tables for a predicted {better_ms:.2f} ms "
+        f"({100 * gain:.1f}% less)."
+    )

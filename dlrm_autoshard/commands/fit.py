@@ -1,0 +1,81 @@
+"""`dlrm-autoshard fit`: fits cost model and policies to the training tasks; DIR serves `plan` and `evaluate`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from dlrm_autoshard.commands.arguments import STATE_FILE, add_devices, planner_of, topology_of, write_json
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("fit", help="fit cost model and policy to training tasks (DreamShard's training)")
+    parser.add_argument("--tasks", type=Path, required=True, metavar="FILE", help="tasks.json of `tasks`")
+    add_devices(parser)
+    parser.add_argument(
+        "--costs", choices=["measured", "simulated"], default="measured", help="measured: with fbgemm on this machine"
+    )
+    parser.add_argument("--iterations", type=int, default=10, help="of measuring, cost model, policy (default 10)")
+    parser.add_argument("--placements", type=int, default=10, help="measured in each iteration (default 10)")
+    parser.add_argument("--cold", action="store_true", help="start from nothing instead of the shipped costs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the fitted planner")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from dlrm_autoshard.planner.drawn_tasks import TaskSet
+    from dlrm_autoshard.planner.dreamshard import DreamShardSettings
+    from dlrm_autoshard.planner.planner import Planner
+    from dlrm_autoshard.planner.task import PlacementTask
+    from dlrm_autoshard.probe.measured import Costs
+
+    started = time.perf_counter()
+    tasks = TaskSet.load(arguments.tasks)
+    topology = topology_of(arguments)
+    planner = planner_of("dreamshard", arguments.seed)
+    if arguments.cold or arguments.costs == "simulated":  # shipped costs are a real machine's
+        planner = Planner("dreamshard", seed=arguments.seed)
+    planner.settings = DreamShardSettings(iterations=arguments.iterations, placements=arguments.placements)
+    costs = Costs(arguments.costs, planner.law, arguments.seed)
+    problems = [
+        PlacementTask.build(task.tables, task.stats, topology, batch_size=tasks.batch_size) for task in tasks.train
+    ]
+    with Progress(console=Console(stderr=True, quiet=arguments.json), transient=True) as progress:
+        bar = progress.add_task(f"{arguments.costs} placements", total=arguments.iterations * arguments.placements)
+        report = planner.fit(
+            problems, costs.measure, progress=lambda done, total: progress.update(bar, completed=done, total=total)
+        )
+    seconds = time.perf_counter() - started
+    write_json(arguments.out / STATE_FILE, planner.state_dict())
+    summary = {
+        "tasks": len(problems),
+        "devices": arguments.devices,
+        "costs": arguments.costs,
+        "placements": arguments.iterations * arguments.placements,
+        "shards": report.samples,
+        "error_before": list(report.error_before),
+        "error_after": list(report.error_after),
+        "seconds": seconds,
+        "out": str(arguments.out),
+    }
+    if arguments.json:
+        print(json.dumps(summary, indent=1))
+    else:
+        before, after = (
+            " and ".join(f"{100 * error:.1f}%" for error in errors)
+            for errors in (report.error_before, report.error_after)
+        )
+        print(
+            f"{len(problems)} tasks on {arguments.devices} devices, {summary['placements']} {arguments.costs} "
+            f"placements ({report.samples} shards), {seconds:.0f} s: {arguments.out}\n"
+            f"error of forward and backward computation on these shards: {before} before, {after} after"
+        )
+    return 0

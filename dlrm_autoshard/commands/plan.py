@@ -1,0 +1,105 @@
+"""`dlrm-autoshard plan`: one plan for the tables of a file, with the evidence it was chosen by."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlrm_autoshard.commands.arguments import (
+    add_devices,
+    add_output,
+    constraints_of,
+    planner_of,
+    topology_of,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    from dlrm_autoshard.planner.result import PlanResult
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("plan", help="place the tables of a file on devices")
+    parser.add_argument("--tables", type=Path, required=True, metavar="FILE", help="tables.json of `tables`")
+    add_devices(parser)
+    parser.add_argument("--algorithm", default="auto", metavar="NAME|DIR", help="an algorithm, or what `fit` made")
+    parser.add_argument("--batch-size", type=int, help="global batch (default: the one the tables were measured with)")
+    parser.add_argument("--optimizer", choices=["rowwise_adagrad", "adagrad", "sgd", "adam"], default="rowwise_adagrad")
+    parser.add_argument("--pin", action="append", default=[], metavar="TABLE=RANK")
+    parser.add_argument("--together", action="append", default=[], metavar="A,B,...", help="on one rank")
+    parser.add_argument("--apart", action="append", default=[], metavar="A,B,...", help="no two on one rank")
+    parser.add_argument("--measure", action="store_true", help="measure the finalists with fbgemm on this machine")
+    parser.add_argument("--budget-seconds", type=float, help="stop searching after so long")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--format", choices=["autoshard", "torchrec"], default="autoshard", help="of --out and --json")
+    parser.add_argument(
+        "--module", default="embedding_bag_collection", help="torchrec: path of the EmbeddingBagCollection"
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="torchrec: where its shards live")
+    add_output(parser, "the plan; `autoshard.placement: FILE` starts a job with it")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from dlrm_autoshard.planner.planner import ALGORITHMS
+    from dlrm_autoshard.planner.pool import TablePool
+    from dlrm_autoshard.planner.task import PlacementTask
+    from dlrm_autoshard.probe.measured import Costs
+    from dlrm_autoshard.records.torchrec_plan import torchrec_plan
+    from dlrm_autoshard.tables import memory_bytes
+
+    pool = TablePool.load(arguments.tables)
+    batch_size = arguments.batch_size or pool.stats[0].batch_size
+    fitted = None if arguments.algorithm in ALGORITHMS else Path(arguments.algorithm)
+    planner = planner_of("dreamshard" if fitted else arguments.algorithm, arguments.seed, fitted)
+    topology = topology_of(arguments)
+    constraints = constraints_of(arguments.pin, arguments.together, arguments.apart)
+    table_bytes = memory_bytes(pool.tables, pool.stats, arguments.optimizer, batch_size)
+    task = PlacementTask.build(
+        pool.tables, pool.stats, topology, batch_size=batch_size, table_bytes=table_bytes, constraints=constraints
+    )
+    costs = Costs("measured", planner.law)
+    result = planner.plan(
+        pool.tables,
+        pool.stats,
+        topology,
+        batch_size=batch_size,
+        table_bytes=table_bytes,
+        constraints=constraints,
+        measure=(lambda plans: costs.measure(task, plans)) if arguments.measure else None,
+        budget_seconds=arguments.budget_seconds,
+    )
+    if arguments.format == "torchrec":
+        record: dict[str, Any] = torchrec_plan(result.plan, pool.tables, arguments.module, arguments.device)
+        write_json(arguments.out, record)
+    else:
+        record = result.to_json()
+        if arguments.out is not None:
+            result.plan.save(arguments.out)
+    if arguments.json:
+        print(json.dumps(record, indent=1))
+    else:
+        _print(result, pool, table_bytes, batch_size)
+        if arguments.out is not None:
+            print(f"written to {arguments.out}")
+    return 0
+
+
+def _print(result: PlanResult, pool: Any, table_bytes: dict[str, int], batch_size: int) -> None:
+    from rich.console import Console
+
+    from dlrm_autoshard.costs import balanced_cost_ms
+    from dlrm_autoshard.report.pool_table import candidates_table, ranks_table
+
+    console = Console()
+    console.print(ranks_table(result.plan, pool, table_bytes, result.predicted))
+    console.print(candidates_table(result.candidates, result.chosen))
+    bound = balanced_cost_ms(result.predicted)
+    console.print(
+        f"{result.chosen.name}: predicted step cost {result.predicted_ms:.2f} ms, "
+        f"{100 * (result.predicted_ms / bound - 1):.1f}% above perfect balance, batch {batch_size:,}, "
+        f"{result.seconds:.2f} s of planning"
+    )
+    console.print(f"costs from {result.costs_from}", highlight=False)

@@ -1,0 +1,68 @@
+"""`dlrm-autoshard report RUN [RUN2]`: what a run's steps cost and why, on the terminal, as HTML, JSON or CSV.
+
+dlrm-autoshard report runs/movielens
+dlrm-autoshard report runs/static runs/loop          # side by side
+dlrm-autoshard report runs/movielens --html          # writes runs/movielens/report.html
+dlrm-autoshard report runs/movielens --csv > costs.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.records.run import RunRecord
+from dlrm_autoshard.report.summary import summary
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("report", help="what a run's steps cost, by rank and stage, and why")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory; two are set side by side")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--html", action="store_true", help="write RUN/report.html: one file, opens without a network")
+    form.add_argument("--json", action="store_true", help="everything, for programs")
+    form.add_argument("--csv", action="store_true", help="one row per run, epoch, rank and stage, in ms")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if len(arguments.runs) > 2:
+        raise UserError(f"report takes one run or two, not {len(arguments.runs)}.")
+    records = [RunRecord.load(path) for path in arguments.runs]
+    if arguments.html:
+        from dlrm_autoshard.report.html import write_html
+
+        for path, record in zip(arguments.runs, records, strict=True):
+            print(write_html(path, record))
+    elif arguments.json:
+        whole = [{**record.to_json(), "summary": summary(record)} for record in records]
+        json.dump(whole[0] if len(whole) == 1 else whole, sys.stdout, indent=1)
+        print()
+    elif arguments.csv:
+        write_csv(records, sys.stdout)
+    else:
+        from rich.console import Console
+
+        from dlrm_autoshard.report.terminal import print_comparison, print_report
+
+        if len(records) == 1:
+            print_report(Console(highlight=False), records[0])
+        else:
+            print_comparison(Console(highlight=False), *records)
+    return 0
+
+
+def write_csv(records: Sequence[RunRecord], file: TextIO) -> None:
+    rows = csv.writer(file, lineterminator="\n")
+    rows.writerow(["run", "epoch", "rank", "host", "stage", "ms", "median_ms", "p95_ms", "iqr_ms", "samples"])
+    for record in records:
+        for rank in record.ranks:
+            for stage, time in rank.stages.items():
+                place = [record.name, rank.epoch, rank.rank, rank.host, stage]
+                rows.writerow([*place, rank.ms(stage), time.median_ms, time.p95_ms, time.iqr_ms, time.samples])

@@ -1,0 +1,105 @@
+"""`dlrm-autoshard tables`: a data set, or a synthetic pool -> tables.json with what the 21 features are made of."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlrm_autoshard.commands.arguments import add_output, with_progress
+from dlrm_autoshard.errors import UserError
+
+if TYPE_CHECKING:
+    from dlrm_autoshard.planner.pool import TablePool
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("tables", help="measure the tables of dlrm_datasets files, or make synthetic ones")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="fbgemm_t*_bs*.pt.gz files of dlrm_datasets")
+    parser.add_argument("--synthetic", type=int, metavar="N", help="N synthetic tables with the same statistics")
+    parser.add_argument("--dim", type=int, default=16, help="embedding dim of tables from files (default 16)")
+    parser.add_argument(
+        "--batch-size", type=int, default=65536, help="samples looked at: reuse grows with it (default 65536)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    add_output(parser, "tables.json, for `tasks`, `plan` and `explain`")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if bool(arguments.files) == (arguments.synthetic is not None):
+        raise UserError("give either files of dlrm_datasets or --synthetic N.")
+    if arguments.batch_size < 1:
+        raise UserError(f"--batch-size is {arguments.batch_size}; it must be 1 or more.")
+    if arguments.synthetic is not None:
+        from dlrm_autoshard.planner.pool import synthetic_pool
+
+        if arguments.synthetic < 1:
+            raise UserError(f"--synthetic is {arguments.synthetic}; it must be 1 or more.")
+        pool = synthetic_pool(arguments.synthetic, arguments.seed, arguments.batch_size)
+    else:
+        pool = _measured_pool(arguments.files, arguments.dim, arguments.batch_size, quiet=arguments.json)
+    if arguments.out is not None:
+        pool.save(arguments.out)
+    if arguments.json:
+        print(json.dumps(pool.to_json(), indent=1))
+    else:
+        _print(pool, arguments.out)
+    return 0
+
+
+def _measured_pool(files: list[str], dim: int, batch_size: int, quiet: bool) -> TablePool:
+    """Statistics of each table over the first batch of the files' samples."""
+    from dlrm_autoshard.config import TablesConfig
+    from dlrm_autoshard.config_data import DlrmDatasetsData
+    from dlrm_autoshard.data.dlrm_datasets import DlrmDatasetsSource
+    from dlrm_autoshard.planner.pool import TablePool
+    from dlrm_autoshard.tables import measure_table_stats
+
+    source = DlrmDatasetsSource(DlrmDatasetsData(source="dlrm_datasets", files=files), TablesConfig(embedding_dim=dim))
+    batch = source.read("train", 0, 0, min(batch_size, source.num_samples("train")))
+    ends = batch.lengths_TB.sum(1).cumsum(0).tolist()
+    stats = []
+    for table in with_progress(range(len(source.tables)), len(source.tables), "measuring tables", quiet):
+        first = ends[table - 1] if table else 0
+        ids = batch.values_N[first : ends[table]].numpy()
+        stats += measure_table_stats(batch.lengths_TB[table : table + 1].numpy(), ids)
+    return TablePool(source.tables, tuple(stats))
+
+
+def _print(pool: TablePool, out: Path | None) -> None:
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    from dlrm_autoshard.plan import gib
+    from dlrm_autoshard.planner.pool import PUBLISHED_REUSE_SHARES, reuse_shares
+
+    console = Console()
+    table = Table("of the tables", "least", "10%", "median", "90%", "most", box=None, header_style="bold")
+    columns = {
+        "rows": [t.num_embeddings for t in pool.tables],
+        "dim": [t.embedding_dim for t in pool.tables],
+        "mean pooling": [s.mean_pooling for s in pool.stats],
+        "mean reuse": [s.mean_reuse for s in pool.stats],
+        "MiB": [t.weight_bytes / 2**20 for t in pool.tables],
+    }
+    for name, values in columns.items():
+        table.add_row(
+            name,
+            *(f"{value:,.4g}" for value in np.percentile(np.array(values, dtype=np.float64), [0, 10, 50, 90, 100])),
+        )
+    console.print(table)
+    shares, mean_reuse = reuse_shares(pool.stats)
+    total = gib(sum(t.weight_bytes for t in pool.tables))
+    console.print(
+        f"{len(pool)} tables, {total}, mean reuse {mean_reuse:.2f} at batch {pool.stats[0].batch_size:,} "
+        "(dlrm_datasets: 6.9 at 65,536)"
+    )
+    bins = Table("look-ups by reuse", "share", "dlrm_datasets", box=None, header_style="bold")
+    for k, (share, published) in enumerate(zip(shares, PUBLISHED_REUSE_SHARES, strict=True)):
+        bins.add_row(f"up to {2**k:,}" if k < 16 else "more", f"{share:.3f}", f"{published:.3f}")
+    console.print(bins)
+    if out is not None:
+        console.print(f"written to {out}", highlight=False)

@@ -1,0 +1,141 @@
+"""Criteo text to the npy layout that MLPerf's and TorchRec's users have: a pass over the text, a pass over the ids.
+
+    preprocess([Path("train.txt")], Path("data/criteo"), Contiguous(min_frequency=3))
+
+    data/criteo/day_0_dense.npy     float32 [n, 13]   log(x + 3), missing as 0, x below -2 as -2
+    data/criteo/day_0_sparse.npy    int32   [n, 26]   rows of the tables
+    data/criteo/day_0_labels.npy    int32   [n, 1]
+    data/criteo/tables.json         rows of each table, and how the ids were made
+
+The folder appears complete or not at all (see `new_folder`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_autoshard.data.criteo.npy_files import NpyWriter, rows_of
+from dlrm_autoshard.data.criteo.text import NUM_CATEGORIES, NUM_INTEGERS, TextBlock, read_blocks
+from dlrm_autoshard.data.criteo.vocabulary import FrequencyCounter
+from dlrm_autoshard.data.errors import DataError
+from dlrm_autoshard.data.new_folder import new_folder
+
+TABLES_FILE = "tables.json"
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done and how much there is (in bytes or rows)."""
+
+_ROWS_AT_A_TIME = 1 << 14
+
+
+@dataclass(frozen=True)
+class Contiguous:
+    """A row for each category that occurs at least so often in all days together; see `vocabulary`."""
+
+    min_frequency: int
+
+
+@dataclass(frozen=True)
+class Modulo:
+    """Row = category modulo `rows`: no counting, so memory does not grow with the number of categories."""
+
+    rows: int
+
+
+@dataclass(frozen=True)
+class Preprocessed:
+    rows_per_day: list[int]
+    table_rows: list[int]
+
+
+def no_progress(doing: str, done: int, total: int) -> None:
+    """Shows nothing."""
+
+
+def preprocess(
+    inputs: Sequence[Path], out: Path, encoding: Contiguous | Modulo, progress: Progress = no_progress
+) -> Preprocessed:
+    """The i-th input becomes day i of the new folder `out`. DataError names the file and line that cannot be used."""
+    for path in inputs:
+        if not path.is_file():
+            raise DataError(f"'{path}' does not exist, or is no file.")
+    with new_folder(out) as partial:
+        result = _write_days(inputs, partial, encoding, progress)
+        write_tables_file(
+            partial,
+            result.table_rows,
+            encoding={"name": type(encoding).__name__.lower(), **vars(encoding)},
+            days=[{"source": path.name, "rows": rows} for path, rows in zip(inputs, result.rows_per_day, strict=True)],
+        )
+    return result
+
+
+def write_tables_file(folder: Path, table_rows: Sequence[int], **about: Any) -> None:
+    record = {"schema": 1, "num_embeddings": list(table_rows), **about}
+    (folder / TABLES_FILE).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _write_days(
+    inputs: Sequence[Path], folder: Path, encoding: Contiguous | Modulo, progress: Progress
+) -> Preprocessed:
+    total_bytes, bytes_before = sum(path.stat().st_size for path in inputs), 0
+    counters = [FrequencyCounter() for _ in range(NUM_CATEGORIES)]
+    rows_per_day = []
+    for day, path in enumerate(inputs):
+        num_rows = 0
+        with (
+            NpyWriter(folder / f"day_{day}_dense.npy", NUM_INTEGERS, np.float32) as dense,
+            NpyWriter(folder / f"day_{day}_sparse.npy", NUM_CATEGORIES, np.int32) as sparse,
+            NpyWriter(folder / f"day_{day}_labels.npy", 1, np.int32) as labels,
+        ):
+            for block in read_blocks(path):
+                dense.append(np.log(np.maximum(block.integers_BF, -2).astype(np.float32) + 3))
+                sparse.append(_first_encoding(block, encoding, counters))
+                labels.append(block.labels_B)
+                num_rows += len(block.labels_B)
+                progress("reading text", bytes_before + block.file_position, total_bytes)
+        if num_rows == 0:
+            raise DataError(f"'{path}' has a header and no lines after it.")
+        bytes_before += path.stat().st_size
+        rows_per_day.append(num_rows)
+    if isinstance(encoding, Modulo):
+        return Preprocessed(rows_per_day, [encoding.rows] * NUM_CATEGORIES)
+    return Preprocessed(rows_per_day, _make_contiguous(folder, rows_per_day, counters, encoding, progress))
+
+
+def _first_encoding(
+    block: TextBlock, encoding: Contiguous | Modulo, counters: Sequence[FrequencyCounter]
+) -> NDArray[Any]:
+    if isinstance(encoding, Modulo):
+        return (block.categories_BT % np.uint32(encoding.rows)).view(np.int32)
+    for counter, raw_B in zip(counters, np.ascontiguousarray(block.categories_BT.T), strict=True):
+        counter.add(raw_B)
+    return block.categories_BT.view(np.int32)  # raw for now; replaced when all counts are known
+
+
+def _make_contiguous(
+    folder: Path,
+    rows_per_day: Sequence[int],
+    counters: Sequence[FrequencyCounter],
+    encoding: Contiguous,
+    progress: Progress,
+) -> list[int]:
+    vocabularies = [counter.vocabulary(encoding.min_frequency) for counter in counters]
+    done = 0
+    for day in range(len(rows_per_day)):
+        path = folder / f"day_{day}_sparse.npy"
+        with NpyWriter(path.with_suffix(".new"), NUM_CATEGORIES, np.int32) as sparse:
+            for raw_BT in rows_of(path, NUM_CATEGORIES, np.uint32, _ROWS_AT_A_TIME):
+                raw_TB = np.ascontiguousarray(raw_BT.T)
+                encoded = [vocabulary.encode(raw_B) for vocabulary, raw_B in zip(vocabularies, raw_TB, strict=True)]
+                sparse.append(np.stack(encoded, axis=1))
+                done += len(encoded[0])
+                progress("numbering categories", done, sum(rows_per_day))
+        path.with_suffix(".new").replace(path)
+    return [vocabulary.num_rows for vocabulary in vocabularies]

@@ -1,0 +1,102 @@
+"""A made-up click log in Criteo's formats, to try out a config, to test and to measure with; no data set to learn from.
+
+    write_sample_layout(Path("data/criteo"), rows_per_day=[50_000, 10_000])     # npy, multi-hot npz included
+    write_sample_text(Path("train.txt"), rows=100_000)                          # as Criteo's own files
+
+Ids follow a power law; labels come from the hidden model of synthetic data, so a model's AUC rises above 0.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.data.criteo.npy_files import NpyWriter
+from dlrm_autoshard.data.criteo.preprocess import write_tables_file
+from dlrm_autoshard.data.criteo.text import NUM_CATEGORIES, NUM_INTEGERS
+from dlrm_autoshard.data.hashing import GOLDEN, key_of, mix64
+from dlrm_autoshard.data.new_folder import new_folder
+from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
+from dlrm_autoshard.data.synthetic import SyntheticSource
+
+# Some 1 to 100,000 categories, as unevenly spread as Criteo's.
+SAMPLE_ROWS = (
+    1460, 583, 100000, 100000, 305, 24, 12517, 633, 3, 93145, 5683, 100000, 3194,
+    27, 14992, 100000, 10, 5652, 2173, 4, 100000, 18, 15, 100000, 105, 100000,
+)  # fmt: skip
+MULTI_HOT_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+"""Ids a sample of MLPerf's DLRM-DCNv2."""
+
+_MISSING_SHARE = 0.12
+_ROWS_AT_A_TIME = 1 << 14
+
+
+def write_sample_layout(out: Path, rows_per_day: Sequence[int], seed: int = 0) -> None:
+    """The folder of `criteo`'s docstring, with one id a sample and multi-hot beside it, and tables.json."""
+    source = _source(seed)
+    first = 0
+    with new_folder(out) as folder:
+        for day, rows in enumerate(rows_per_day):
+            batch = source.read("train", 0, first, first + rows)
+            first += rows
+            ids_TB = batch.values_N.numpy().reshape(NUM_CATEGORIES, rows)
+            with (
+                NpyWriter(folder / f"day_{day}_dense.npy", NUM_INTEGERS, np.float32) as dense,
+                NpyWriter(folder / f"day_{day}_sparse.npy", NUM_CATEGORIES, np.int32) as sparse,
+                NpyWriter(folder / f"day_{day}_labels.npy", 1, np.int32) as labels,
+            ):
+                dense.append(np.log(_integers(batch).astype(np.float32) + 3))
+                sparse.append(ids_TB.T)
+                labels.append(batch.labels_B.numpy())
+            multi_hot = {str(table): _multi_hot(ids_B, table) for table, ids_B in enumerate(ids_TB)}
+            np.savez(folder / f"day_{day}_sparse_multi_hot.npz", allow_pickle=False, **multi_hot)
+        write_tables_file(folder, SAMPLE_ROWS, encoding={"name": "sample", "seed": seed})
+
+
+def write_sample_text(path: Path, rows: int, seed: int = 0, separator: str = "\t") -> None:
+    """Lines as in Criteo's train.txt; about an eighth of the fields is missing."""
+    source = _source(seed)
+    with path.open("w") as file:
+        for first in range(0, rows, _ROWS_AT_A_TIME):
+            batch = source.read("train", 0, first, min(rows, first + _ROWS_AT_A_TIME))
+            ids_BT = batch.values_N.numpy().reshape(NUM_CATEGORIES, -1).T
+            steps_T = np.arange(NUM_CATEGORIES, dtype=np.uint64) * GOLDEN
+            categories_BT = mix64(ids_BT.astype(np.uint64) + steps_T) >> np.uint64(32)
+            missing = (mix64(categories_BT + steps_T) & np.uint64(0xFF)) < int(256 * _MISSING_SHARE)
+            for label, integers, categories, gone in zip(
+                batch.labels_B.tolist(),
+                _integers(batch).tolist(),
+                categories_BT.tolist(),
+                missing.tolist(),
+                strict=True,
+            ):
+                fields = [f"{label:.0f}"]
+                fields += ["" if skip else str(x) for x, skip in zip(integers, gone, strict=False)]
+                fields += ["" if skip else f"{x:08x}" for x, skip in zip(categories, gone, strict=True)]
+                file.write(separator.join(fields) + "\n")
+
+
+def _source(seed: int) -> SyntheticSource:
+    tables = [SyntheticTable(name=f"cat_{i}", num_embeddings=rows) for i, rows in enumerate(SAMPLE_ROWS)]
+    data = SyntheticData(source="synthetic", tables=tables, num_dense=NUM_INTEGERS, seed=seed)
+    rows = [TableRows(table.name, table.num_embeddings) for table in tables]
+    return SyntheticSource(data, resolve_tables(rows, TablesConfig()))
+
+
+def _integers(batch: Batch) -> NDArray[np.int64]:
+    """Counts from -1 to some 20,000, most of them small."""
+    return np.floor(np.exp(10 * batch.dense_BF.numpy().astype(np.float64))).astype(np.int64) - 2
+
+
+def _multi_hot(ids_B: NDArray[np.int32], table: int) -> NDArray[np.int32]:
+    """Further ids that follow from the first, as MLPerf made its own multi-hot data."""
+    steps = np.arange(MULTI_HOT_SIZES[table], dtype=np.uint64) * GOLDEN
+    drawn = mix64(ids_B.astype(np.uint64)[:, None] + steps + key_of("multi-hot", table)) % np.uint64(SAMPLE_ROWS[table])
+    drawn[:, 0] = ids_B
+    return drawn.astype(np.int32)

@@ -1,0 +1,189 @@
+"""Criteo's click logs in the npy layout of MLPerf and TorchRec, mapped, not loaded: memory holds a batch.
+
+    <dir>/day_0_dense.npy [n, 13], day_0_sparse.npy [n, 26], day_0_labels.npy [n, 1], day_1_dense.npy, ...
+    <dir>/day_0_sparse_multi_hot.npz    instead of _sparse.npy with `multi_hot`: arrays "0" to "25" [n, ids a sample]
+
+Rows of the tables, the first that there is: `num_embeddings` of the config; tables.json, which our preprocessing
+writes; the largest id of each column, found by a look at all days. Days are read in the order of the log, as its users
+do: "train" is all days but the last, of which the first half is "val" and the second "test". A single day counts as
+seven (Kaggle's train.txt is a week): six sevenths to train on, the rest halved.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.config_data import CriteoData
+from dlrm_autoshard.data.batch import Batch, DataError, Split
+from dlrm_autoshard.data.criteo.npy_files import map_npy, map_npz
+from dlrm_autoshard.data.criteo.preprocess import TABLES_FILE
+from dlrm_autoshard.data.criteo.text import NUM_CATEGORIES, NUM_INTEGERS
+from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
+
+_DAYS_OF_A_SINGLE_FILE = 7
+_SMALL_ROWS = 1000  # tables up to so many rows are not shrunk: it would save nothing and lose meaning
+_ROWS_AT_A_TIME = 1 << 18
+
+
+@dataclass(frozen=True)
+class _Day:
+    """ids_T: for each table [n, ids a sample]."""
+
+    dense: NDArray[np.floating]
+    ids_T: Sequence[NDArray[np.integer]]
+    labels: NDArray[np.integer]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+_Piece = tuple[_Day, int, int]
+"""A part of a day: from this sample up to that."""
+
+
+class CriteoSource:
+    num_dense = NUM_INTEGERS
+    reuse_batches: int | None = None
+
+    def __init__(self, data: CriteoData, tables: TablesConfig) -> None:
+        directory = Path(data.dir)
+        train_days, test_days = _choose_days(directory, data)
+        days = {day: _open_day(directory, day, data.multi_hot) for day in sorted({*train_days, *test_days})}
+        self._pieces = _splits([days[day] for day in train_days], [days[day] for day in test_days])
+        self._lengths_T = [ids.shape[1] for ids in next(iter(days.values())).ids_T]
+        for day, opened in days.items():
+            if [ids.shape[1] for ids in opened.ids_T] != self._lengths_T:
+                raise DataError(f"'{directory}': day {day} has other numbers of ids a sample than day {min(days)}.")
+        rows_T = data.num_embeddings or _recorded_rows(directory) or _largest_ids(days.values())
+        if len(rows_T) != NUM_CATEGORIES:
+            raise DataError(f"data.num_embeddings has {len(rows_T)} numbers; Criteo has {NUM_CATEGORIES} tables.")
+        if data.row_scale != 1.0:
+            rows_T = [rows if rows <= _SMALL_ROWS else max(_SMALL_ROWS, int(rows * data.row_scale)) for rows in rows_T]
+        self._modulo = bool(data.num_embeddings) or data.row_scale != 1.0
+        self.tables = resolve_tables([TableRows(f"t_cat_{i}", rows) for i, rows in enumerate(rows_T)], tables)
+
+    def num_samples(self, split: Split) -> int:
+        return sum(last - first for _, first, last in self._pieces[split])
+
+    def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
+        pieces = list(_between(self._pieces[split], first, last))
+        size = last - first
+        values = []
+        for table, config in enumerate(self.tables):
+            ids = [day.ids_T[table][start:stop].reshape(-1) for day, start, stop in pieces]
+            values_N = np.concatenate([np.empty(0, np.int32), *ids])
+            values.append(values_N % config.num_embeddings if self._modulo else values_N)
+        dense = [day.dense[start:stop] for day, start, stop in pieces]
+        labels = [day.labels[start:stop].reshape(-1) for day, start, stop in pieces]
+        return Batch(
+            dense_BF=torch.from_numpy(np.concatenate([np.empty((0, NUM_INTEGERS), np.float32), *dense])).float(),
+            lengths_TB=torch.tensor(self._lengths_T, dtype=torch.int32)[:, None].repeat(1, size),
+            values_N=torch.from_numpy(np.concatenate(values)),
+            labels_B=torch.from_numpy(np.concatenate([np.empty(0, np.int32), *labels])).float(),
+            size=size,
+            global_size=size,
+        )
+
+
+def _between(pieces: Sequence[_Piece], first: int, last: int) -> Iterator[_Piece]:
+    """The parts of the pieces that hold positions [first, last) of them all in a row."""
+    for day, start, stop in pieces:
+        low, high = max(first, 0), min(last, stop - start)
+        if low < high:
+            yield day, start + low, start + high
+        first, last = first - (stop - start), last - (stop - start)
+
+
+def _choose_days(directory: Path, data: CriteoData) -> tuple[list[int], list[int]]:
+    names = [path.name for path in directory.glob("day_*_labels.npy")]
+    present = sorted(int(name.split("_")[1]) for name in names if name.split("_")[1].isdigit())
+    if not present:
+        raise DataError(
+            f"'{directory}' has no day_*_labels.npy. Make them from Criteo's text files with `dlrm-autoshard data "
+            f"criteo train.txt --out {directory}`, or try out the config on a small made-up log with "
+            f"`dlrm-autoshard data criteo-sample --out {directory}`."
+        )
+    test_days = present[-1:] if data.test_days is None else data.test_days
+    train_days = present[:-1] if data.train_days is None else data.train_days
+    for key, days in (("train_days", train_days), ("test_days", test_days)):
+        for day in days:
+            if day not in present:
+                raise DataError(f"data.{key} has day {day}, but '{directory}' has only days {present}.")
+    return train_days, test_days
+
+
+def _splits(train: Sequence[_Day], test: Sequence[_Day]) -> dict[Split, list[_Piece]]:
+    held_out = [(day, 0, len(day)) for day in test]
+    if train:
+        train_pieces = [(day, 0, len(day)) for day in train]
+    else:
+        total = sum(len(day) for day in test)
+        cut = total - total // _DAYS_OF_A_SINGLE_FILE
+        train_pieces, held_out = list(_between(held_out, 0, cut)), list(_between(held_out, cut, total))
+    num_held_out = sum(stop - start for _, start, stop in held_out)
+    half = (num_held_out + 1) // 2
+    return {
+        "train": train_pieces,
+        "val": list(_between(held_out, 0, half)),
+        "test": list(_between(held_out, half, num_held_out)),
+    }
+
+
+def _open_day(directory: Path, day: int, multi_hot: bool) -> _Day:
+    dense_path, labels_path = directory / f"day_{day}_dense.npy", directory / f"day_{day}_labels.npy"
+    ids_path = directory / f"day_{day}_{'sparse_multi_hot.npz' if multi_hot else 'sparse.npy'}"
+    dense, labels = map_npy(dense_path), map_npy(labels_path)
+    if multi_hot:
+        arrays = map_npz(ids_path)
+        missing = [str(table) for table in range(NUM_CATEGORIES) if str(table) not in arrays]
+        if missing:
+            raise DataError(f"'{ids_path}' should hold arrays '0' to '25', but lacks {', '.join(missing)}.")
+        ids_T = [arrays[str(table)] for table in range(NUM_CATEGORIES)]
+    else:
+        sparse = map_npy(ids_path)
+        _expect_shape(ids_path, sparse, len(labels), NUM_CATEGORIES, "integer")
+        ids_T = [sparse[:, table : table + 1] for table in range(NUM_CATEGORIES)]
+    _expect_shape(labels_path, labels.reshape(len(labels), -1), len(labels), 1, "number")
+    _expect_shape(dense_path, dense, len(labels), NUM_INTEGERS, "number")
+    for ids in ids_T:
+        _expect_shape(ids_path, ids, len(labels), None, "integer")
+    return _Day(dense, ids_T, labels)
+
+
+def _expect_shape(path: Path, array: NDArray[Any], rows: int, columns: int | None, kind: str) -> None:
+    is_kind = np.issubdtype(array.dtype, np.integer if kind == "integer" else np.number)
+    fits = array.ndim == 2 and len(array) == rows and (columns is None or array.shape[1] == columns)
+    if not (is_kind and fits):
+        raise DataError(
+            f"'{path}' holds {array.dtype} {list(array.shape)}; it should be {kind}s [{rows}, {columns or 'any'}], "
+            "with as many rows as the day has labels."
+        )
+
+
+def _recorded_rows(directory: Path) -> list[int] | None:
+    path = directory / TABLES_FILE
+    if not path.exists():
+        return None
+    try:
+        return [int(rows) for rows in json.loads(path.read_text())["num_embeddings"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"'{path}' should list num_embeddings, but cannot be read: {error!r}.") from error
+
+
+def _largest_ids(days: Iterable[_Day]) -> list[int]:
+    """Rows by the largest id in each column: a pass over all ids, in bounded memory."""
+    largest_T = np.zeros(NUM_CATEGORIES, np.int64)
+    for day in days:
+        for table, ids in enumerate(day.ids_T):
+            for start in range(0, len(ids), _ROWS_AT_A_TIME):
+                largest_T[table] = max(largest_T[table], int(ids[start : start + _ROWS_AT_A_TIME].max()))
+    return [int(largest) + 1 for largest in largest_T]

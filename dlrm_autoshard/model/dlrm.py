@@ -1,0 +1,142 @@
+"""The dense part of DLRM: bottom MLP, projections to a common dim, interaction, top MLP. No distribution in here.
+
+    model = DLRM(num_dense=13, tables=embeddings.output_tables, config=config.model, seed=0)
+    logits_B = model.top(model.bottom(dense_BF), pooled_BD)
+
+The two halves are separate because the bottom MLP needs no vectors: it runs while they travel. `make_model` gives DLRM,
+or the `DenseArch` of the user's own that the config names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dlrm_autoshard import plug_in
+from dlrm_autoshard.config import ModelConfig
+from dlrm_autoshard.model.interaction import CatInteraction, DotInteraction, LowRankCross, with_dense
+from dlrm_autoshard.tables import TableConfig
+
+
+class DenseArch(nn.Module):
+    """What the training step asks of a dense part. tables: in the order of the pooled columns."""
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Columns to be left free before and after the pooled ones, for `top` to write to."""
+        return (0, 0)
+
+    def bottom(self, dense_BF: Tensor) -> Tensor:
+        """[B, any] from the dense features [B, F]: all that needs no pooled vectors."""
+        raise NotImplementedError
+
+    def top(self, bottom_BD: Tensor, pooled_BD: Tensor) -> Tensor:
+        """Logits [B]. pooled_BD: every table's vectors side by side, with `room`."""
+        raise NotImplementedError
+
+
+def make_model(num_dense: int, tables: Sequence[TableConfig], config: ModelConfig, seed: int = 0) -> DenseArch:
+    if config.factory is None:
+        return DLRM(num_dense, tables, config, seed)
+    factory = plug_in.load(config.factory, "model.factory")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = plug_in.call(factory, "model.options", num_dense, tables, **config.options)
+    if not isinstance(made, DenseArch):
+        raise plug_in.PlugInError(
+            f"model.factory: '{config.factory}' gives a {type(made).__name__}; it must give a "
+            "dlrm_autoshard.model.dlrm.DenseArch, which is an nn.Module with `bottom` and `top`."
+        )
+    return made
+
+
+class DLRM(DenseArch):
+    """tables: in the order of the pooled columns, tables of one dim side by side (see `output_order`)."""
+
+    def __init__(self, num_dense: int, tables: Sequence[TableConfig], config: ModelConfig, seed: int = 0) -> None:
+        super().__init__()
+        dim = config.dense_arch_layer_sizes[-1]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.bottom_mlp = mlp([max(num_dense, 1), *config.dense_arch_layer_sizes], last_activation=True)
+            self.interaction = make_interaction(len(tables), dim, config)
+            self.projection = Projection(tables, dim, self.interaction.padding)
+            self.over_mlp = mlp([self.interaction.out_features, *config.over_arch_layer_sizes], last_activation=False)
+
+    def bottom(self, dense_BF: Tensor) -> Tensor:
+        """[B, D] from the dense features; without any, from a constant."""
+        if dense_BF.shape[1] == 0:
+            dense_BF = dense_BF.new_ones(dense_BF.shape[0], 1)
+        result: Tensor = self.bottom_mlp(dense_BF)
+        return result
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Columns that `top` wants free before and after the pooled ones, so that the dense vector and the padding
+        can take their places without anything being copied; none where vectors are projected, which copies them."""
+        dim = self.projection.dim
+        return (0, 0) if self.projection.weights else (dim, dim * self.interaction.padding)
+
+    def top(self, bottom_BD: Tensor, pooled_BD: Tensor) -> Tensor:
+        """Logits [B] from the dense vector and the concatenated pooled vectors, `room` around them, which is written
+        to."""
+        x_BFD = with_dense(bottom_BD, self.projection(pooled_BD), self.interaction.padding)
+        result: Tensor = self.over_mlp(self.interaction(x_BFD))
+        return result.squeeze(1)
+
+
+def make_interaction(num_tables: int, dim: int, config: ModelConfig) -> DotInteraction | CatInteraction | LowRankCross:
+    if config.interaction == "dot":
+        return DotInteraction(num_tables, dim)
+    if config.interaction == "cat":
+        return CatInteraction(num_tables, dim)
+    return LowRankCross(num_tables, dim, config.dcn_num_layers, config.dcn_low_rank_dim)
+
+
+class Projection(nn.Module):
+    """Pooled vectors of several dims to one, with room for the dense vector before and `padding` vectors after them:
+    [B, sum of dims] -> [B, 1 + T + padding, dim]; one matrix a table where dims differ. Where all have the right one,
+    the input has the room already (`DLRM.room`) and only changes its shape."""
+
+    def __init__(self, tables: Sequence[TableConfig], dim: int, padding: int) -> None:
+        super().__init__()
+        self.dim, self.padding = dim, padding
+        self.groups: list[tuple[int, int]] = []  # (dim, how many tables have it), in column order
+        self.weights = nn.ParameterDict()
+        for own, group in itertools.groupby(tables, key=lambda table: table.embedding_dim):
+            count = len(list(group))
+            if str(own) in self.weights or any(own == other for other, _ in self.groups):
+                raise ValueError("tables of one dim must lie side by side")
+            self.groups.append((own, count))
+            if own != dim:
+                bound = math.sqrt(6.0 / (own + dim))
+                self.weights[str(own)] = nn.Parameter(torch.empty(count, own, dim).uniform_(-bound, bound))
+
+    def forward(self, pooled_BD: Tensor) -> Tensor:
+        num_samples = pooled_BD.shape[0]
+        if not self.weights:
+            return pooled_BD.view(num_samples, -1, self.dim)
+        projected, start = [], 0
+        for own, count in self.groups:
+            group = pooled_BD[:, start : start + own * count].reshape(-1, count, own)
+            if own != self.dim:
+                group = torch.bmm(group.transpose(0, 1), self.weights[str(own)].to(group.dtype)).transpose(0, 1)
+            projected.append(group)
+            start += own * count
+        room = [projected[0].new_zeros(num_samples, count, self.dim) for count in (1, self.padding)]
+        return torch.cat([room[0], *(group.to(room[0].dtype) for group in projected), room[1]], 1)
+
+
+def mlp(sizes: Sequence[int], *, last_activation: bool) -> nn.Sequential:
+    """Linear and ReLU in turn; weights normal with variance 2 / (in + out), biases 1 / out, as DLRM starts them."""
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in itertools.pairwise(sizes):
+        linear = nn.Linear(fan_in, fan_out)
+        nn.init.normal_(linear.weight, std=math.sqrt(2.0 / (fan_in + fan_out)))
+        nn.init.normal_(linear.bias, std=math.sqrt(1.0 / fan_out))
+        layers += [linear, nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers[: len(layers) - (0 if last_activation else 1)])

@@ -1,0 +1,133 @@
+"""What a planner knows when a job starts: shipped costs, what earlier jobs measured here, and a short look of its own.
+
+    started = start_costs(planner, tables, stats, batch_size, probe=probe, cache_dir=..., budget_seconds=20)
+    started.sentence             # "31 shards of these tables measured in 2.4 s"
+
+A job whose tables were measured on this hardware before starts from the log, in well under a second. Otherwise a few
+dozen shards of its own tables are measured on the running ranks: tables alone, and sets as large as a rank will own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.replay import CommsSample, ShardSample
+from dlrm_autoshard.probe.cost_log import CostLog
+from dlrm_autoshard.probe.shipped_costs import start_warm
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+MOST_SHARDS = 64
+MEASURING_SHARE = 0.3  # of the budget; as much again goes to fitting, the rest to planning
+MOST_FITTED = 400  # samples of other tables in the log that are learned from
+STATS_DIFFER = 0.1  # tables whose pooling and reuse are this close to the log's are the same tables
+
+
+class ShardTimer(Protocol):
+    """What `RankProbe.measure_shards` is: times of sets of tables, by number."""
+
+    def __call__(self, shards: Sequence[Sequence[int]]) -> Sequence[Any]: ...
+
+
+@dataclass(frozen=True)
+class Started:
+    """known: shards of these tables that the log had. measured: shards measured now."""
+
+    known: int
+    measured: int
+    seconds: float
+
+    @property
+    def sentence(self) -> str:
+        parts = []
+        if self.known:
+            parts.append(f"{self.known} shards of these tables known from earlier jobs on this hardware")
+        if self.measured:
+            parts.append(f"{self.measured} shards measured")
+        return (" and ".join(parts) or "nothing measured yet") + f", {self.seconds:.1f} s"
+
+
+def start_costs(
+    planner: Planner,
+    tables: Sequence[TableConfig],
+    stats: Sequence[TableStats],
+    batch_size: int,
+    *,
+    world_size: int,
+    fingerprint: Mapping[str, Any],
+    measure_shards: ShardTimer | None = None,
+    cache_dir: Path | None = None,
+    budget_seconds: float = 20.0,
+    seed: int = 0,
+) -> Started:
+    """Readies the planner's costs within about 60% of the budget."""
+    begun = time.perf_counter()
+    start_warm(planner, fingerprint)
+    log = None if cache_dir is None else CostLog(cache_dir, {**fingerprint, "world_size": world_size})
+    logged = [] if log is None else log.read()
+    own = dict(zip(tables, stats, strict=True))
+    known = [sample for sample in logged if isinstance(sample, ShardSample) and _about(sample, own, batch_size)]
+    measured: list[ShardSample] = []
+    wanted = calibration_shards(tables, stats, world_size, seed)
+    if measure_shards is not None and len(known) < len(wanted) // 2:
+        deadline = begun + MEASURING_SHARE * budget_seconds
+        for first in range(0, len(wanted), world_size):
+            if time.perf_counter() > deadline:
+                break
+            dealt = wanted[first : first + world_size]
+            for shard, seen in zip(dealt, measure_shards(dealt), strict=True):
+                measured.append(
+                    ShardSample(
+                        tuple(tables[i] for i in shard),
+                        tuple(stats[i] for i in shard),
+                        batch_size,
+                        seen.fwd_compute_ms,
+                        seen.bwd_compute_ms,
+                        seen.noise,
+                    )
+                )
+        if log is not None:
+            log.append(measured)
+    taken = set(map(id, known))
+    others = [sample for sample in logged if id(sample) not in taken] if measured else []
+    learned: list[ShardSample | CommsSample] = [*others[-MOST_FITTED:], *known[-MOST_SHARDS:], *measured]
+    if learned:
+        # Known tables need only be recalled: fewer updates, so that a second start takes less than a second.
+        planner.learn(learned, updates=300 if measured else 60, budget_seconds=MEASURING_SHARE * budget_seconds)
+    return Started(len(known), len(measured), time.perf_counter() - begun)
+
+
+def calibration_shards(
+    tables: Sequence[TableConfig], stats: Sequence[TableStats], world_size: int, seed: int
+) -> list[list[int]]:
+    """Sets of table numbers: all on one rank's share first (what plans are made of), then the heaviest alone."""
+    generator = np.random.default_rng(seed)
+    share = max(1, round(len(tables) / world_size))
+    sets: dict[tuple[int, ...], None] = {}
+    heaviest = sorted(range(len(tables)), key=lambda i: -tables[i].embedding_dim * stats[i].mean_pooling)
+    for position in range(MOST_SHARDS // 2):
+        size = int(np.clip(round(share * generator.uniform(0.5, 1.5)), 1, len(tables)))
+        sets.setdefault(tuple(sorted(generator.choice(len(tables), size, replace=False).tolist())))
+        if position < len(heaviest):
+            sets.setdefault((heaviest[position],))
+    return [list(chosen) for chosen in sets]
+
+
+def _about(sample: ShardSample, own: Mapping[TableConfig, TableStats], batch_size: int) -> bool:
+    """Whether the sample is of this job's tables, with about the same statistics."""
+    if sample.batch_size != batch_size:
+        return False
+    for table, seen in zip(sample.tables, sample.stats, strict=True):
+        stat = own.get(table)
+        if stat is None or not (
+            np.isclose(stat.mean_pooling, seen.mean_pooling, rtol=STATS_DIFFER)
+            and np.isclose(stat.mean_reuse, seen.mean_reuse, rtol=STATS_DIFFER)
+        ):
+            return False
+    return True

@@ -1,0 +1,247 @@
+"""Measures fused shards of a synthetic pool: the data behind the warm start that the package ships.
+
+    python -m dlrm_autoshard.probe.collect --out shards.jsonl --shards 1500 --seconds 110
+
+Shard i is the same whatever came before, so the command can be called again and again, in slices of a quiet machine,
+and goes on where it stopped. Every tenth shard is measured a second time, later: how much a measurement differs
+from itself is the floor under any cost model's error. Then
+
+    python -m dlrm_autoshard.probe.collect --out shards.jsonl --exchanges       # gloo exchanges of 2 to 4 ranks
+    python -m dlrm_autoshard.probe.collect --out shards.jsonl --pack            # fits, prints errors, writes cpu.npz
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.pool import TablePool, synthetic_pool
+from dlrm_autoshard.planner.replay import CommsSample, ShardSample, comms_of
+from dlrm_autoshard.probe.hardware import hardware_fingerprint
+from dlrm_autoshard.probe.shipped_costs import WARM_START, write_samples
+
+BATCH_SIZES, BATCH_SHARES = (512, 1024, 2048, 4096, 8192), (0.1, 0.1, 0.5, 0.2, 0.1)
+REPEAT_EVERY = 10
+NOISY = 0.1  # spread above which a shard is measured once more
+DISTURBED = 0.15  # spread above which a shard tells more of the machine's other load than of itself: left out
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Tables of one pool ('large' or 'small') that are measured fused, at one batch size."""
+
+    pool: str
+    batch_size: int
+    tables: tuple[int, ...]
+
+
+def pools(batch_size: int) -> dict[str, TablePool]:
+    """What shards are drawn from: tables as in `dlrm_datasets`, and small ones as in MovieLens or Criteo's tail."""
+    return {
+        "large": synthetic_pool(428, seed=1, batch_size=batch_size),
+        "small": synthetic_pool(200, seed=2, batch_size=batch_size, rows=(1e1, 1e5), dims=(4, 64), pooling=(0.5, 6.0)),
+    }
+
+
+def shard(index: int) -> Shard:
+    """The index-th shard: 1 to 50 tables, log-uniform, so that single tables are common."""
+    generator = np.random.default_rng((7, index))
+    pool = "large" if generator.random() < 0.8 else "small"
+    batch_size = int(generator.choice(BATCH_SIZES, p=BATCH_SHARES))
+    most = 50 if batch_size <= 2048 else 50 * 2048 // batch_size  # a shard takes seconds, not minutes
+    count = int(np.floor(np.exp(generator.uniform(0, np.log(most + 1)))))
+    num_tables = 428 if pool == "large" else 200
+    return Shard(pool, batch_size, tuple(int(t) for t in generator.choice(num_tables, count, replace=False)))
+
+
+def schedule(num_shards: int) -> Iterator[tuple[int, int]]:
+    """(shard, repetition): every tenth comes a second time, a hundred shards later."""
+    for index in range(num_shards):
+        yield index, 0
+        if index % REPEAT_EVERY == 0 and index >= 100:
+            yield index - 100, 1
+
+
+def collect(out: Path, num_shards: int, seconds: float, core: int) -> int:
+    """Measures what is missing in `out` for at most `seconds`; returns how many measurements are still missing."""
+    import torch
+
+    from dlrm_autoshard.probe.shard_probe import ShardProbe
+
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    deadline = time.monotonic() + seconds
+    done = {(row["shard"], row["repetition"]) for row in read_rows(out) if "shard" in row}
+    missing = [item for item in schedule(num_shards) if item not in done]
+    probe = ShardProbe(undisturbed=True, seconds_per_shard=0.15)
+    pool_at = {size: pools(size) for size in BATCH_SIZES}
+    fingerprint = hardware_fingerprint()
+    with out.open("a") as file:
+        for position, (index, repetition) in enumerate(missing):
+            if time.monotonic() > deadline:
+                return len(missing) - position
+            chosen = shard(index)
+            pool = pool_at[chosen.batch_size][chosen.pool].chosen(chosen.tables)
+            attempts = [probe.measure(pool.tables, pool.stats, chosen.batch_size)]
+            if attempts[-1].noise > NOISY:
+                attempts.append(probe.measure(pool.tables, pool.stats, chosen.batch_size))
+            measured = min(attempts, key=lambda attempt: attempt.noise)
+            row = {
+                "shard": index,
+                "repetition": repetition,
+                "fwd_compute": measured.fwd_compute_ms,
+                "bwd_compute": measured.bwd_compute_ms,
+                "noise": measured.noise,
+                "fingerprint": fingerprint,
+            }
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+    return 0
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def collect_exchanges(out: Path, world_sizes: Sequence[int] = (2, 3, 4), plans: int = 6) -> int:
+    """Appends what exchanges of pooled vectors took, under uneven plans, on ranks of this machine."""
+    from dlrm_autoshard.distributed.spawn import run_ranks
+
+    count = 0
+    with out.open("a") as file:
+        for world_size in world_sizes:
+            cores = sorted(os.sched_getaffinity(0))
+            for sample in run_ranks(exchanges_on_ranks, world_size, plans, timeout=100, cores=cores)[0]:
+                file.write(json.dumps({"exchange": sample}) + "\n")
+                count += 1
+    return count
+
+
+def exchanges_on_ranks(rank: int, world_size: int, plans: int) -> list[dict[str, Any]] | None:
+    """On each rank: exchanges under plans from even to all tables on one rank, at three batch sizes."""
+    import torch
+    import torch.distributed as dist
+
+    from dlrm_autoshard.distributed.runtime import Runtime
+    from dlrm_autoshard.probe.plan_probe import RankProbe
+    from dlrm_autoshard.probe.shard_probe import ShardProbe
+
+    world = dist.group.WORLD
+    assert world is not None
+    runtime = Runtime(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        device=torch.device("cpu"),
+        group=world,
+        id_group=dist.new_group(),
+        control=dist.new_group(backend="gloo"),
+    )
+    pool = synthetic_pool(24, seed=3, batch_size=1024, rows=(1e2, 1e3), pooling=(1.0, 1.5))
+    names = [table.name for table in pool.tables]
+    samples: list[dict[str, Any]] = []
+    for batch_size in (768, 3072, 12288):
+        probe = RankProbe(
+            runtime, pool.tables, pool.stats, batch_size, ShardProbe(buffer_gib=0.01, repeats=1), exchange_repeats=15
+        )
+        generator = np.random.default_rng(batch_size)
+        placements = [
+            ShardingPlan({name: int(world_size * generator.random() ** (1 + i)) for name in names}, world_size)
+            for i in range(plans)
+        ]
+        profiles = probe.on_rank_zero(functools.partial(probe.measure, placements))
+        samples += [comms_of(profile).to_json() for profile in profiles or []]
+    return samples if rank == 0 else None
+
+
+def samples_in(path: Path) -> tuple[list[ShardSample], list[CommsSample], list[float]]:
+    """Shards (their first measurement), exchanges, and by how much a shard's second measurement differs."""
+    rows = read_rows(path)
+    pool_at = {size: pools(size) for size in BATCH_SIZES}
+    shards: dict[int, ShardSample] = {}
+    again = []
+    for row in rows:
+        if "exchange" in row:
+            continue
+        chosen = shard(row["shard"])
+        pool = pool_at[chosen.batch_size][chosen.pool].chosen(chosen.tables)
+        sample = ShardSample(
+            pool.tables, pool.stats, chosen.batch_size, row["fwd_compute"], row["bwd_compute"], row["noise"]
+        )
+        first = shards.setdefault(row["shard"], sample)
+        if first is not sample and max(first.noise, sample.noise) <= DISTURBED:
+            again.append(
+                (first.fwd_compute_ms + first.bwd_compute_ms) / (sample.fwd_compute_ms + sample.bwd_compute_ms) - 1
+            )
+    comms = [CommsSample.from_json(row["exchange"]) for row in rows if "exchange" in row]
+    return list(shards.values()), comms, again
+
+
+def pack(path: Path, updates: int) -> dict[str, Any]:
+    """Fits to four fifths, reports the error on the rest, fits to all, and writes the shipped files."""
+    shards, comms, again = samples_in(path)
+    measured_shards = len(shards)
+    shards = [sample for sample in shards if sample.noise <= DISTURBED]
+    order = np.random.default_rng(0).permutation(len(shards))
+    held_out = [shards[i] for i in order[: len(shards) // 5]]
+    trial = Planner("auto", seed=0)
+    trial.learn([shards[i] for i in order[len(shards) // 5 :]], updates=updates)
+    predicted = trial.cost_model.shard_ms(held_out)
+    measured = np.array([(sample.fwd_compute_ms, sample.bwd_compute_ms) for sample in held_out])
+    errors = np.abs(predicted / measured - 1).mean(axis=0)
+    total = np.abs(predicted.sum(axis=1) / measured.sum(axis=1) - 1)
+    planner = Planner("auto", seed=0)
+    planner.learn([*shards, *comms], updates=updates)
+    write_samples(WARM_START, shards, comms)
+    record = {
+        "schema": 1,
+        "command": "python -m dlrm_autoshard.probe.collect --out shards.jsonl --shards N, --exchanges, then --pack",
+        "fingerprint": next(row["fingerprint"] for row in read_rows(path) if "fingerprint" in row),
+        "shards": len(shards),
+        "shards_left_out": f"{measured_shards - len(shards)} whose spread was above {DISTURBED}",
+        "exchanges": len(comms),
+        "held_out_shards": len(held_out),
+        "held_out_error": {"forward": float(errors[0]), "backward": float(errors[1]), "both": float(total.mean())},
+        "held_out_error_median": float(np.median(total)),
+        "measured_again_differs_by": float(np.mean(np.abs(again))) if again else None,
+        "measured_again_differs_by_median": float(np.median(np.abs(again))) if again else None,
+        "cost_model": planner.cost_model.to_json(),
+        "comms": planner.law.prices_SP.tolist(),
+    }
+    WARM_START.with_suffix(".json").write_text(json.dumps(record) + "\n")
+    return {key: value for key, value in record.items() if key not in ("cost_model", "comms")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shards", type=int, default=1500)
+    parser.add_argument("--seconds", type=float, default=110.0)
+    parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
+    parser.add_argument("--exchanges", action="store_true", help="measure exchanges instead of shards")
+    parser.add_argument("--pack", action="store_true", help="fit and write the shipped files instead of measuring")
+    parser.add_argument("--updates", type=int, default=3000, help="of the cost model, when packing")
+    arguments = parser.parse_args()
+    if arguments.exchanges:
+        print(f"{collect_exchanges(arguments.out)} exchanges measured")
+    elif arguments.pack:
+        print(json.dumps(pack(arguments.out, arguments.updates), indent=1))
+    else:
+        missing = collect(arguments.out, arguments.shards, arguments.seconds, arguments.core)
+        print(f"{missing} measurements still missing")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Costs of placements for `fit` and `evaluate`: measured with fbgemm in isolated mode, simulated, or predicted.
+
+costs = Costs("measured", law)
+[profile] = costs.measure(task, [plan])        # a StepProfile whose `source` says where it comes from
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from dlrm_autoshard.costs import StepProfile
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.exchange_model import CommsLaw
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.probe.simulator import SimulatedCluster
+
+CostSource = Literal["measured", "simulated"]
+
+
+class Costs:
+    """Shards are measured once for each task; `simulated` costs come from a seeded SimulatedCluster."""
+
+    def __init__(self, source: CostSource, law: CommsLaw, seed: int = 0) -> None:
+        self.source = source
+        self._law = law
+        self._cluster = SimulatedCluster(seed)
+        self._probe: Any = None
+        self._isolated: dict[int, Any] = {}
+
+    def measure(self, task: PlacementTask, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
+        if self.source == "simulated":
+            return [self._cluster.profile(task.tables, task.stats, plan, task.batch_size) for plan in plans]
+        from dlrm_autoshard.probe.plan_probe import IsolatedProbe
+        from dlrm_autoshard.probe.shard_probe import ShardProbe
+
+        if self._probe is None:
+            self._probe = ShardProbe(undisturbed=True)
+        key = id(task)
+        if key not in self._isolated:
+            self._isolated[key] = (
+                task,  # kept, so that its id stays its own
+                IsolatedProbe(task.tables, task.stats, task.batch_size, self._probe, self._law, rounds=2),
+            )
+        profiles: list[StepProfile] = self._isolated[key][1].measure(plans)
+        return profiles

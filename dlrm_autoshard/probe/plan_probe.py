@@ -1,0 +1,279 @@
+"""The micro-benchmark of whole placements, in two modes that give the same StepProfile (source 'probe').
+
+    isolated = IsolatedProbe(tables, stats, batch_size, ShardProbe(), exchange)      # one process, any number of ranks
+    [profile] = isolated.measure([plan])
+
+    probe = RankProbe(runtime, tables, stats, batch_size)                            # on the running ranks
+    result = probe.on_rank_zero(lambda: planner.plan(..., measure=probe.measure))
+
+Isolated: each shard's computation in turn on this one core or GPU; exchanges by a law fitted to measured ones. On
+ranks: all at once, as in training, so that they compete for memory bandwidth as they will; exchanges are real, and each
+starts behind a barrier, so that waiting for a slow rank is never taken for communication. Every stage is timed on its
+own, none is a difference of two timings: nothing can come out negative.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, step_cost_ms
+from dlrm_autoshard.distributed.exchange import Exchange
+from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.shared_memory import connect
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, relative_spread
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+T = TypeVar("T")
+Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
+
+_STOP, _PLANS, _SHARDS = 0, 1, 2  # what rank 0 asks of the others
+
+
+class ProbeError(UserError):
+    """A placement that could not be measured: the message says on which rank and why."""
+
+
+class ExchangeLaw(Protocol):
+    """What exchanges take, forward and backward [N, 2] ms, on ranks that own `dims_N` of `total_dims`."""
+
+    def ms(self, dims_N: np.ndarray, total_dims: float, batch_size: int, world_size: int) -> np.ndarray: ...
+
+
+class IsolatedProbe:
+    """Measures placements without the ranks they are for. Shards that were measured are remembered by their tables.
+
+    rounds: times that each new shard is measured, in turns with the others; its median counts.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        stats: Sequence[TableStats],
+        batch_size: int,
+        probe: ShardProbe,
+        exchange: ExchangeLaw,
+        rounds: int = 1,
+    ) -> None:
+        self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size
+        self._probe, self._exchange, self._rounds = probe, exchange, rounds
+        self.shard_times: dict[frozenset[str], list[ShardTime]] = {}
+
+    def measure(self, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
+        wanted = {frozenset(plan.tables_on(rank)) for plan in plans for rank in range(plan.world_size)}
+        missing = sorted(wanted - set(self.shard_times), key=sorted)
+        for _ in range(self._rounds):
+            for shard in missing:
+                self.measure_shard(shard)
+        return [self.profile(plan) for plan in plans]
+
+    def measure_shard(self, names: Iterable[str]) -> ShardTime:
+        """Measures a shard (again): repetitions are kept, and their median counts."""
+        wanted = frozenset(names)
+        chosen = [(t, s) for t, s in zip(self.tables, self.stats, strict=True) if t.name in wanted]
+        measured = self._probe.measure([t for t, _ in chosen], [s for _, s in chosen], self.batch_size)
+        self.shard_times.setdefault(wanted, []).append(measured)
+        return measured
+
+    def profile(self, plan: ShardingPlan) -> StepProfile:
+        """The profile from what has been measured of the plan's shards."""
+        dim_of = {table.name: table.embedding_dim for table in self.tables}
+        dims = np.array([sum(dim_of[name] for name in plan.tables_on(rank)) for rank in range(plan.world_size)])
+        comms = self._exchange.ms(dims.astype(np.float64), float(dims.sum()), self.batch_size, plan.world_size)
+        ranks, noise = [], 0.0
+        for rank in range(plan.world_size):
+            times = self.shard_times[frozenset(plan.tables_on(rank))]
+            ranks.append(
+                RankCost(
+                    fwd_compute_ms=float(np.median([t.fwd_compute_ms for t in times])),
+                    fwd_comms_ms=float(comms[rank, 0]),
+                    bwd_comms_ms=float(comms[rank, 1]),
+                    bwd_compute_ms=float(np.median([t.bwd_compute_ms for t in times])),
+                )
+            )
+            again = relative_spread([t.fwd_compute_ms + t.bwd_compute_ms for t in times])
+            noise = max(noise, again, float(np.median([t.noise for t in times])))
+        return StepProfile(plan, self.tables, self.stats, self.batch_size, tuple(ranks), "probe", noise)
+
+
+class RankProbe:
+    """Measures placements and single shards on the running ranks; made on every rank with equal arguments.
+
+    Rank 0 measures inside `on_rank_zero`, while the others serve it. batch_size: the global batch, a multiple of the
+    number of ranks. rounds: times that each of several plans is measured, in turns with the others, so that a slow
+    spell of the machine falls on all of them; the median counts. seconds: no round but the first begins later.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        tables: Sequence[TableConfig],
+        stats: Sequence[TableStats],
+        batch_size: int,
+        probe: ShardProbe | None = None,
+        exchange_dtype: torch.dtype = torch.float32,
+        exchange_repeats: int = 5,
+        rounds: int = 2,
+        seconds: float = 3.0,
+    ) -> None:
+        self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size
+        self._runtime, self._dtype = runtime, exchange_dtype
+        self._exchange_repeats, self._rounds, self._seconds = exchange_repeats, rounds, seconds
+        self._probe = probe or ShardProbe(device=runtime.device, buffer_gib=0.25, repeats=3)
+        self._link = connect(runtime.group) if runtime.device.type == "cpu" else None  # as training does
+
+    def on_rank_zero(self, function: Callable[[], T]) -> T | None:
+        """Runs `function` on rank 0, which may call `measure` and `measure_shards`; returns None elsewhere.
+
+        If it raises, the other ranks stop serving and the exception goes on to the caller on rank 0.
+        """
+        if self._runtime.rank:
+            self._serve()
+            return None
+        try:
+            return function()
+        finally:
+            self._ask(_STOP, [])
+
+    def measure(self, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
+        """Rank 0: each plan's profile, measured by all ranks together."""
+        names = [table.name for table in self.tables]
+        placements = [[plan.rank_of[name] for name in names] for plan in plans]
+        deadline = time.perf_counter() + self._seconds
+        rounds: list[list[StepProfile]] = []
+        while not rounds or (len(rounds) < self._rounds and time.perf_counter() < deadline):
+            self._ask(_PLANS, placements)
+            rounds.append([self._measure_plan(placement) for placement in placements])
+        return [median_profile(profiles) for profiles in zip(*rounds, strict=True)]
+
+    def measure_shards(self, shards: Sequence[Sequence[int]]) -> list[ShardTime]:
+        """Rank 0: times of sets of tables (by number), dealt out over the ranks, which measure at the same time."""
+        masks = [[int(table in set(shard)) for table in range(len(self.tables))] for shard in shards]
+        self._ask(_SHARDS, masks)
+        return self._measure_shards(masks)
+
+    # -- every rank --------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while True:
+            request, rows = self._hear()
+            if request == _STOP:
+                return
+            # A ProbeError has reached rank 0 as well, which decides what to make of it; this rank goes on serving.
+            with contextlib.suppress(ProbeError):
+                if request == _PLANS:
+                    for placement in rows:
+                        self._measure_plan(placement)
+                else:
+                    self._measure_shards(rows)
+
+    def _ask(self, request: int, rows: list[list[int]]) -> None:
+        dist.broadcast(torch.tensor([request, len(rows)]), src=0, group=self._runtime.control)
+        if rows:
+            dist.broadcast(torch.tensor(rows), src=0, group=self._runtime.control)
+
+    def _hear(self) -> tuple[int, list[list[int]]]:
+        header = torch.zeros(2, dtype=torch.int64)
+        dist.broadcast(header, src=0, group=self._runtime.control)
+        request, count = header.tolist()
+        rows = torch.zeros(count, len(self.tables), dtype=torch.int64)
+        if count:
+            dist.broadcast(rows, src=0, group=self._runtime.control)
+        return request, rows.tolist()
+
+    def _measure_plan(self, placement: list[int]) -> StepProfile:
+        runtime = self._runtime
+        plan = ShardingPlan(
+            {table.name: rank for table, rank in zip(self.tables, placement, strict=True)}, runtime.world_size
+        )
+        # Behind a barrier, so that all ranks compute at the same time, as they do in a step.
+        runtime.barrier()
+        mine, failure = self._try_shard([i for i, rank in enumerate(placement) if rank == runtime.rank])
+        forward, backward = self._measure_exchange(plan)
+        rows = self._gather(
+            [mine.fwd_compute_ms, np.median(forward), np.median(backward), mine.bwd_compute_ms, mine.noise], failure
+        )
+        ranks = tuple(RankCost(*row[:4]) for row in rows)
+        return StepProfile(plan, self.tables, self.stats, self.batch_size, ranks, "probe", max(row[4] for row in rows))
+
+    def _measure_shards(self, masks: list[list[int]]) -> list[ShardTime]:
+        world_size = self._runtime.world_size
+        measured: list[ShardTime] = []
+        for first in range(0, len(masks), world_size):
+            self._runtime.barrier()
+            dealt = masks[first : first + world_size]
+            own = dealt[self._runtime.rank] if self._runtime.rank < len(dealt) else []
+            mine, failure = self._try_shard([i for i, chosen in enumerate(own) if chosen])
+            rows = self._gather([mine.fwd_compute_ms, mine.bwd_compute_ms, mine.noise, mine.repeats], failure)
+            measured += [ShardTime(row[0], row[1], row[2], int(row[3])) for row in rows[: len(dealt)]]
+        return measured
+
+    def _try_shard(self, shard: list[int]) -> tuple[ShardTime, Exception | None]:
+        """A failure here (memory, mostly) must not leave the other ranks waiting in a collective."""
+        try:
+            tables, stats = [self.tables[i] for i in shard], [self.stats[i] for i in shard]
+            return self._probe.measure(tables, stats, self.batch_size), None
+        except (RuntimeError, ValueError, MemoryError) as error:
+            return ShardTime(), error
+
+    def _gather(self, row: Sequence[float], failure: Exception | None) -> list[list[float]]:
+        """Every rank's figures, on every rank; ProbeError on all of them where one failed."""
+        reports = self._runtime.all_gather(([float(value) for value in row], None if failure is None else str(failure)))
+        for rank, (_, reason) in enumerate(reports):
+            if reason is not None:
+                raise ProbeError(f"rank {rank} could not measure its shard: {reason}")
+        return [figures for figures, _ in reports]
+
+    def _measure_exchange(self, plan: ShardingPlan) -> tuple[list[float], list[float]]:
+        """ms of real exchanges of vectors and gradients, with the same code as the training step's."""
+        runtime = self._runtime
+        if runtime.world_size == 1:
+            return [0.0], [0.0]
+        order = sorted(range(len(self.tables)), key=lambda i: self.tables[i].embedding_dim)
+        exchange = Exchange(
+            self.tables, order, plan, runtime.rank, runtime.group, runtime.id_group, runtime.device, self._dtype,
+            self._link,
+        )  # fmt: skip
+        local = torch.zeros(self.batch_size, exchange.local_dim, device=runtime.device)
+        gradient = torch.zeros(self.batch_size // runtime.world_size, exchange.total_dim, device=runtime.device)
+        forward = self._time_collective(lambda: exchange.in_output_order(exchange.send_pooled(local).wait()))
+        backward = self._time_collective(lambda: exchange.send_gradients(gradient).wait())
+        return forward, backward
+
+    def _time_collective(self, collective: Callable[[], object], warmup: int = 2) -> list[float]:
+        times = []
+        for repeat in range(warmup + self._exchange_repeats):
+            self._runtime.barrier()
+            start = self._now()
+            collective()
+            if repeat >= warmup:
+                times.append(1e3 * (self._now() - start))
+        return times
+
+    def _now(self) -> float:
+        if self._runtime.device.type == "cuda":
+            torch.cuda.synchronize(self._runtime.device)
+        return time.perf_counter()
+
+
+def median_profile(profiles: Sequence[StepProfile]) -> StepProfile:
+    """Profiles of one plan as one: the median of every rank's every stage.
+
+    Its noise is how far steps, or these profiles, differ from one another, whichever is more.
+    """
+    figures = np.array([[[rank.stage(stage) for stage in PLANNED_STAGES] for rank in p.ranks] for p in profiles])
+    ranks = tuple(
+        RankCost(**{f"{stage}_ms": float(value) for stage, value in zip(PLANNED_STAGES, row, strict=True)})
+        for row in np.median(figures, axis=0)
+    )
+    again = relative_spread([step_cost_ms(profile.ranks) for profile in profiles])
+    return replace(profiles[0], ranks=ranks, noise=max(again, float(np.median([p.noise for p in profiles]))))

@@ -1,0 +1,108 @@
+"""The costs that the package ships: shards measured on CPU, and what exchanges took, as a start for any planner.
+
+    samples = read_samples(WARM_START)                       # ShardSamples and CommsSamples
+    start_warm(planner, hardware_fingerprint())              # says in `planner.costs_from` whose machine it was
+
+`cpu.npz` holds the measurements (made by `python -m dlrm_autoshard.probe.collect`), `cpu.json` the machine they were
+made on, the command, and the cost model fitted to them, so that starting warm takes no fitting. On hardware with
+another fingerprint these are another machine's costs: proportions that are better than none, and they are called so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.replay import CommsSample, ShardSample
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+WARM_START = Path(__file__).parent / "shipped" / "cpu.npz"
+
+
+def write_samples(path: Path, shards: Sequence[ShardSample], comms: Sequence[CommsSample]) -> None:
+    """Different tables once; shards as runs of table numbers."""
+    number: dict[tuple[TableConfig, TableStats], int] = {}
+    members = [
+        [number.setdefault(pair, len(number)) for pair in zip(shard.tables, shard.stats, strict=True)]
+        for shard in shards
+    ]
+    tables, stats = zip(*number, strict=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(
+        path,
+        table_names=np.array([table.name for table in tables]),
+        rows=np.array([table.num_embeddings for table in tables]),
+        dims=np.array([table.embedding_dim for table in tables], dtype=np.int16),
+        fp16=np.array([table.dtype == "fp16" for table in tables]),
+        mean_pooling=np.array([stat.mean_pooling for stat in stats]),
+        mean_reuse=np.array([stat.mean_reuse for stat in stats]),
+        reuse_histogram=np.array([stat.reuse_histogram for stat in stats], dtype=np.float32),
+        stats_batch_size=np.array([stat.batch_size for stat in stats], dtype=np.int32),
+        members=np.concatenate([np.array(row, dtype=np.int32) for row in members]),
+        shard_sizes=np.array([len(row) for row in members], dtype=np.int16),
+        batch_size=np.array([shard.batch_size for shard in shards], dtype=np.int32),
+        fwd_compute_ms=np.array([shard.fwd_compute_ms for shard in shards], dtype=np.float32),
+        bwd_compute_ms=np.array([shard.bwd_compute_ms for shard in shards], dtype=np.float32),
+        noise=np.array([shard.noise for shard in shards], dtype=np.float32),
+        comms=np.array(json.dumps([sample.to_json() for sample in comms])),
+    )
+
+
+def read_samples(path: Path) -> list[ShardSample | CommsSample]:
+    with np.load(path) as data:
+        column = {name: data[name] for name in data.files}
+    tables = [
+        TableConfig(str(name), int(rows), int(dim), dtype="fp16" if fp16 else "fp32")
+        for name, rows, dim, fp16 in zip(
+            column["table_names"], column["rows"], column["dims"], column["fp16"], strict=True
+        )
+    ]
+    stats = [
+        TableStats(float(pooling), tuple(histogram), float(reuse), int(batch))
+        for pooling, histogram, reuse, batch in zip(
+            column["mean_pooling"],
+            column["reuse_histogram"].astype(np.float64).tolist(),
+            column["mean_reuse"],
+            column["stats_batch_size"],
+            strict=True,
+        )
+    ]
+    ends = np.cumsum(column["shard_sizes"], dtype=np.int64)
+    shards = [
+        ShardSample(
+            tables=tuple(tables[i] for i in column["members"][end - size : end]),
+            stats=tuple(stats[i] for i in column["members"][end - size : end]),
+            batch_size=int(column["batch_size"][index]),
+            fwd_compute_ms=float(column["fwd_compute_ms"][index]),
+            bwd_compute_ms=float(column["bwd_compute_ms"][index]),
+            noise=float(column["noise"][index]),
+        )
+        for index, (end, size) in enumerate(zip(ends, column["shard_sizes"].astype(np.int64), strict=True))
+    ]
+    return [*shards, *(CommsSample.from_json(sample) for sample in json.loads(str(column["comms"])))]
+
+
+def start_warm(planner: Planner, fingerprint: Mapping[str, Any] | None, path: Path = WARM_START) -> bool:
+    """Gives the planner the shipped costs; False (and nothing done) where the package has none.
+
+    fingerprint: this machine's, to tell whether the costs are its own; None where it is not known.
+    """
+    described = path.with_suffix(".json")
+    if not described.exists():
+        return False
+    record = json.loads(described.read_text())
+    planner.cost_model.load_json(record["cost_model"])
+    planner.law.load_prices(record["comms"])
+    own = fingerprint is not None and dict(fingerprint) == record["fingerprint"]
+    machine = record["fingerprint"]
+    planner.costs_from = f"{record['shards']:,} shipped measurements on " + (
+        "hardware like this one"
+        if own
+        else f"other hardware ({machine['processor']}, fbgemm {machine['fbgemm']}): proportions, not this machine's ms"
+    )
+    return True

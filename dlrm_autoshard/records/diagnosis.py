@@ -1,0 +1,185 @@
+"""What an epoch's times say: who holds the others up, in which stage, why, and because of which tables.
+
+    straggler = find_straggler(profile)
+    straggler.rank, straggler.stage, straggler.cause     # 1, "fwd_compute", "load"
+    straggler.tables                                     # (("ad_id", 0.61), ("user", 0.22))
+    straggler.sentence                                   # for people
+
+Pure arithmetic on a profile. A rank's *excess* in a stage is its time minus the ranks' mean: what it costs the
+others, since they meet it at the next collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from dlrm_autoshard.costs import COMPUTE_STAGES, PLANNED_STAGES, STAGES, RankCost, StageTime, imbalance, step_cost_ms
+
+if TYPE_CHECKING:
+    from dlrm_autoshard.records.epoch import EpochProfile, TableUse
+
+Cause = Literal["load", "starved of CPU", "slow data"]
+
+NOTABLE_EXCESS = 0.03
+"""Of the step: ranks closer together than this have no straggler worth naming."""
+STARVED_BELOW = 0.9
+"""CPU time / wall time under which a rank did not have its core to itself."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank that others wait for most.
+
+    excess_ms: what the step would save if this rank took the mean time in the stages in which it is slowest.
+    stage: where most of that arises. tables: its largest tables there with their share of the rank's time in that
+    stage, estimated from lookups and dims (no table is timed alone); empty where tables are not the reason.
+    """
+
+    rank: int
+    cause: Cause
+    stage: str
+    excess_ms: float
+    stage_ms: float
+    stage_mean_ms: float
+    cpu_share: float | None
+    tables: tuple[tuple[str, float], ...]
+
+    @property
+    def sentence(self) -> str:
+        who = (
+            f"rank {self.rank} holds the others up by {self.excess_ms:.3g} ms a step, most of it in {self.stage} "
+            f"({self.stage_ms:.3g} ms; the ranks' mean is {self.stage_mean_ms:.3g})"
+        )
+        if self.cause == "starved of CPU":
+            return (
+                f"{who}: it had its core for {self.cpu_share or 0:.0%} of the time, so something else runs there; "
+                "its own work is not what is too much."
+            )
+        if self.cause == "slow data":
+            return f"{who}: it waits for its next batch. Raise data.prefetch_batches or look at that host's disk."
+        if not self.tables:
+            return f"{who}: not because of its tables."
+        named = ", ".join(f"'{name}' ({share:.0%})" for name, share in self.tables)
+        return f"{who}: too much work, by lookups and dims mostly {named}."
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "tables": [[name, share] for name, share in self.tables], "sentence": self.sentence}
+
+
+def find_straggler(profile: EpochProfile, most_tables: int = 3) -> Straggler | None:
+    """None where there is one rank, or the ranks are as good as even."""
+    excess = {stage: [t - sum(times) / len(times) for t in times] for stage, times in profile.stage_ms.items()}
+    held_up = [0.0] * profile.world_size
+    for by_rank in excess.values():
+        slowest = max(range(profile.world_size), key=lambda rank: by_rank[rank])
+        held_up[slowest] += by_rank[slowest]
+    rank = max(range(profile.world_size), key=lambda r: held_up[r])
+    if held_up[rank] < NOTABLE_EXCESS * profile.step_ms:
+        return None
+    stage = max(STAGES, key=lambda name: excess[name][rank])
+    times = profile.stage_ms[stage]
+    cause: Cause = "load"
+    if stage == "data_wait":
+        cause = "slow data"
+    elif _is_starved(profile, rank):
+        cause = "starved of CPU"
+    tables = shares_of_stage(profile.tables, rank, stage)[:most_tables] if cause == "load" else ()
+    mean = sum(times) / len(times)
+    return Straggler(rank, cause, stage, held_up[rank], times[rank], mean, profile.cpu_share[rank], tuple(tables))
+
+
+def _is_starved(profile: EpochProfile, rank: int) -> bool:
+    """It did not have its core to itself, and by CPU time its work is not what sets it apart from the others.
+
+    A rank can be both starved and overloaded: the larger of the two reasons is given. CPU times are compared at the
+    mean share, so that where all ranks are starved alike a rank is set apart by its load.
+    """
+    share = profile.cpu_share[rank]
+    if share is None or share >= STARVED_BELOW:
+        return False
+    shares = [1.0 if own is None else own for own in profile.cpu_share]
+    wall = [sum(profile.stage_ms[stage][r] for stage in COMPUTE_STAGES) for r in range(profile.world_size)]
+    cpu = [time * own for time, own in zip(wall, shares, strict=True)]
+    wall_excess, cpu_excess = (times[rank] - sum(times) / len(times) for times in (wall, cpu))
+    return wall_excess <= 0 or cpu_excess < wall_excess / 2 * sum(shares) / len(shares)
+
+
+def table_work(table: TableUse, stage: str) -> float:
+    """How much of a stage's work a table makes, in units that compare tables within that stage; 0 where none."""
+    if stage in ("fwd_compute", "bwd_compute"):
+        return table.mean_pooling * table.embedding_dim  # floats read or updated per sample
+    if stage in ("fwd_comms", "bwd_comms"):
+        return float(table.embedding_dim)  # one pooled vector per sample
+    if stage == "input_dist":
+        return table.mean_pooling  # ids per sample
+    return 0.0
+
+
+def shares_of_stage(tables: Sequence[TableUse], rank: int, stage: str) -> list[tuple[str, float]]:
+    """The rank's tables by their estimated share of its time in `stage`, largest first."""
+    work = {table.name: table_work(table, stage) for table in tables if table.rank == rank}
+    total = sum(work.values())
+    shares = [(name, part / total) for name, part in work.items() if part > 0]
+    return sorted(shares, key=lambda item: -item[1])
+
+
+def table_costs_ms(profile: EpochProfile) -> dict[str, float]:
+    """Estimated ms per step of each table: its owner's measured planned stages, divided by lookups and dims."""
+    costs = {table.name: 0.0 for table in profile.tables}
+    for rank in range(profile.world_size):
+        for stage in PLANNED_STAGES:
+            for name, share in shares_of_stage(profile.tables, rank, stage):
+                costs[name] += share * profile.stage_ms[stage][rank]
+    return costs
+
+
+def stage_summary(profile: EpochProfile) -> dict[str, dict[str, float]]:
+    """Of every stage: slowest rank, its time, the mean, and imbalance (max / mean)."""
+    return {
+        stage: {
+            "slowest_rank": times.index(max(times)),
+            "max_ms": max(times),
+            "mean_ms": sum(times) / len(times),
+            "imbalance": imbalance(times),
+        }
+        for stage, times in profile.stage_ms.items()
+    }
+
+
+def waited_for(profile: EpochProfile) -> dict[str, dict[str, float]]:
+    """Of every collective: the rank that waited least, for which the others waited, and the longest and mean wait."""
+    return {
+        name: {"rank": waits.index(min(waits)), "max_ms": max(waits), "mean_ms": sum(waits) / len(waits)}
+        for name, waits in profile.wait_ms.items()
+    }
+
+
+def prediction_error(predicted: Sequence[RankCost] | None, measured: Sequence[RankCost]) -> float | None:
+    if predicted is None:
+        return None
+    cost = step_cost_ms(measured)
+    return (step_cost_ms(predicted) - cost) / cost if cost > 0 else None
+
+
+def prediction_error_by_stage(
+    predicted: Sequence[RankCost] | None, measured: Sequence[RankCost]
+) -> Mapping[str, float | None] | None:
+    """Of each planned stage: mean absolute error over the ranks / their mean measured time."""
+    if predicted is None:
+        return None
+    errors: dict[str, float | None] = {}
+    for stage in PLANNED_STAGES:
+        total = sum(cost.stage(stage) for cost in measured)
+        off = sum(abs(p.stage(stage) - m.stage(stage)) for p, m in zip(predicted, measured, strict=True))
+        errors[stage] = off / total if total > 0 else None
+    return errors
+
+
+def relative_spread(times: Sequence[StageTime | None]) -> float:
+    """Interquartile range / median of a sum of stages, were they independent."""
+    known = [time for time in times if time is not None]
+    total = sum(time.median_ms for time in known)
+    return math.sqrt(sum(time.iqr_ms**2 for time in known)) / total if total > 0 else 0.0

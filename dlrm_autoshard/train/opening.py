@@ -1,0 +1,40 @@
+"""What a job says, and writes down, before its first step: under which plan it runs, and on what evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dlrm_autoshard.autoshard.initial_plan import Placement
+from dlrm_autoshard.records.jsonl import append_jsonl
+from dlrm_autoshard.report.plan_table import candidate_table, rank_table
+from dlrm_autoshard.tables import TableConfig, TableStats
+from dlrm_autoshard.train.display import Display
+from dlrm_autoshard.train.run_directory import changes_since_last_start
+
+
+def open_run(
+    display: Display,
+    run_dir: Path,
+    placement: Placement,
+    tables: Sequence[TableConfig],
+    stats: Sequence[TableStats],
+    *,
+    step: int,
+    steps: str,
+) -> None:
+    """On rank 0. steps: what there is to do, in words."""
+    resumed = f", resumed at step {step}" if step else ""
+    ranks = placement.plan.world_size
+    display.line(f"{len(tables)} tables on {ranks} rank(s), {steps}{resumed}; run directory {run_dir}")
+    changes = changes_since_last_start(run_dir)
+    if changes:
+        display.line(f"changed since its last start: {', '.join(changes)}")
+    result = placement.result
+    placement.plan.save(run_dir / "plan" / f"step_{step:08d}.json")
+    predicted = None if result is None else result.predicted
+    display.show(rank_table(placement.plan, tables, stats, placement.table_bytes, predicted))
+    if result is not None:
+        append_jsonl(run_dir / "plan" / "evidence.jsonl", {"step": step, **result.to_json()})
+        display.show(candidate_table(result))
+        display.line(f"planned in {result.seconds:.1f} s by '{result.algorithm}'")

@@ -1,0 +1,135 @@
+"""Everything that a job must remember to go on as if it had never stopped: saved, loaded, checked.
+
+state = TrainingState(...); state.save(position)             # at an epoch's end, or every so many steps
+position = state.resume(checkpoint)                          # weights, both optimizers, planner and loop in place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.autoshard.resharding import Loop
+from dlrm_autoshard.distributed.dense import DataParallelDense
+from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.storage import state_shapes
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.tables import TableConfig, TableStats
+from dlrm_autoshard.train.checkpoint import Checkpoints, check_same, read_state
+
+
+class TrainError(UserError):
+    """Training that cannot go on: the message says at which step, on which rank, and what to try."""
+
+
+@dataclass
+class Position:
+    """How far training has come: the next step is step `step` and starts at `sample` of `epoch`."""
+
+    epoch: int = 0
+    sample: int = 0
+    step: int = 0
+
+
+@dataclass
+class TrainingState:
+    """Every method is a collective. planner: rank 0's, where there is one. stats: what is known of the tables now."""
+
+    runtime: Runtime
+    checkpoints: Checkpoints
+    embeddings: ShardedEmbeddings
+    dense: DataParallelDense
+    planner: Planner | None
+    loop: Loop | None
+    stats: Sequence[TableStats]
+
+    def save(self, position: Position) -> None:
+        self._check_weights(position)
+        state = {
+            "step": position.step,
+            "epoch": position.epoch,
+            "sample": position.sample,
+            "plan": self.embeddings.plan.to_json(),
+            "table_updates": self.embeddings.updates,
+            "optimizer_steps": self.dense.optimizer_steps,
+        }
+        extra: dict[str, Any] = {"rng": torch.get_rng_state(), "stats": self.stats}
+        if self.planner is not None:
+            extra["planner"] = self.planner.state_dict()
+        if self.loop is not None:
+            extra["loop"] = self.loop.state_dict()
+        self.checkpoints.save(self.tensors(), state, extra)
+
+    def resume(self, checkpoint: Path) -> Position:
+        state, extra = self.checkpoints.load(checkpoint, self.tensors(), self._shapes())
+        self.embeddings.set_updates(state["table_updates"])
+        self.dense.set_optimizer_steps(state["optimizer_steps"])
+        torch.set_rng_state(extra["rng"])
+        self.stats = extra["stats"]
+        if self.planner is not None and "planner" in extra:
+            self.planner.load_state_dict(extra["planner"])
+        if self.loop is not None and extra.get("loop") and state["plan"]["world_size"] == self.runtime.world_size:
+            self.loop.load_state_dict(extra["loop"])
+        return Position(state["epoch"], state["sample"], state["step"])
+
+    def last_good(self, before: int) -> str:
+        """A sentence: the newest checkpoint of a step below `before`, and what to try."""
+        self.checkpoints.finish()
+        return (
+            f"Last good checkpoint: {self.checkpoints.latest(before) or 'none'}. "
+            "Lower the learning rates, warm up longer, or look at the data; train.on_nan: skip leaves such batches out."
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything this rank saves and loads, by names that no placement changes."""
+        own = {
+            f"tables.{name}.{key}": value
+            for name in self.embeddings.plan.tables_on(self.runtime.rank)
+            for key, value in self.embeddings.storage.tensors(name).items()
+        }
+        return own | dict(self.dense.named_tensors())
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor of the model, whoever owns it."""
+        shapes = {name: tuple(value.shape) for name, value in self.dense.named_tensors()}
+        for table in self.embeddings.tables:
+            shapes[f"tables.{table.name}.weight"] = (table.num_embeddings, table.embedding_dim)
+            for state, shape in state_shapes(table, self.embeddings.config.optimizer.name).items():
+                shapes[f"tables.{table.name}.{state}"] = shape
+        return shapes
+
+    def _check_weights(self, position: Position) -> None:
+        """A checkpoint that is not finite would be worth nothing, and push out one that is."""
+        bad = next((name for name, value in self.tensors().items() if not all_finite(value)), None)
+        for rank, name in enumerate(self.runtime.all_gather(bad)):
+            if name is not None:
+                raise TrainError(
+                    f"'{name}' holds NaN or infinity after step {position.step - 1}, on rank {rank}. "
+                    f"{self.last_good(position.step)}"
+                )
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Without a copy of the tensor's size."""
+    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor.detach()))
+
+
+def plan_of(checkpoint: Path | None, tables: Sequence[TableConfig]) -> ShardingPlan | None:
+    """The plan under which a checkpoint of these tables was written."""
+    if checkpoint is None:
+        return None
+    plan = ShardingPlan.from_json(read_state(checkpoint)["plan"])
+    check_same(
+        checkpoint,
+        [f"table '{table.name}' is not in it" for table in tables if table.name not in plan.rank_of]
+        + [f"table '{name}' is not in the model" for name in sorted(set(plan.rank_of) - {t.name for t in tables})],
+    )
+    return plan
