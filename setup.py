@@ -8,8 +8,11 @@ setup(
     description="A torch.distributed DLRM trainer that places, measures and moves its embedding tables",
     python_requires=">=3.10,<3.13",
     packages=find_packages(include=["dlrm_autoshard", "dlrm_autoshard.*"]),
-    package_data={"dlrm_autoshard": ["**/*.npz", "**/*.json", "**/*.html", "**/*.css", "**/*.js", "**/*.md"]},
+    package_data={
+        "dlrm_autoshard": ["**/*.pyi", "**/*.npz", "**/*.json", "**/*.html", "**/*.css", "**/*.js", "**/*.md"]
+    },
     install_requires=[
+        "lazy_loader",
         "numpy",
         "pyyaml",
         "pydantic>=2.5",

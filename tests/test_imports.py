@@ -1,32 +1,37 @@
-"""Imports run one way: errors -> tables -> plan -> costs -> {planner, simulator, reshard_rule, report};
-distributed -> model; everything -> trainer -> cli. Read from the source, so that an import in a function counts."""
+"""Imports run one way, through the rooms in the order of ROOMS; MAY_USE says who may use torch.distributed and fbgemm.
+
+Read from the source, so that an import inside a function counts."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "dlrm_autoshard"
-WITHOUT_RANKS = (
-    "errors",
-    "tables",
-    "plan",
-    "costs",
-    "config",
-    "config_errors",
-    "reshard_rule",
-    "simulator",
-    "planner",
-    "report",
-    "data",
+ROOMS = tuple(
+    "errors tables plan costs plug_in config_errors config_data config records data model distributed planner probe "
+    "autoshard report train benchmarks commands __main__".split()
 )
-DISTRIBUTED = ("torch.distributed", "fbgemm_gpu", "dlrm_autoshard.distributed")
+"""A module at the package's root, or a folder. Each may import those before it."""
+WITHOUT_RANKS = (*ROOMS[: ROOMS.index("distributed")], "planner", "report")
+MAY_USE = {
+    "torch.distributed": ("distributed/", "probe/", "benchmarks/", "train/checkpoint.py", "train/stop_signals.py"),
+    "fbgemm_gpu": ("distributed/", "benchmarks/", "probe/shard_probe.py"),
+}
 
 
-def files(room: str) -> list[Path]:
-    return [PACKAGE / f"{room}.py"] if (PACKAGE / f"{room}.py").exists() else sorted((PACKAGE / room).glob("**/*.py"))
+def room_of(module: str) -> str:
+    return [*module.split("."), "__init__"][1]
+
+
+def modules() -> dict[str, Path]:
+    return {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in PACKAGE.rglob("*.py")
+    }
 
 
 def imports(path: Path) -> set[str]:
@@ -47,40 +52,68 @@ def reaches(path: Path, *targets: str) -> set[str]:
     return {name for name in imports(path) for target in targets if name == target or name.startswith(f"{target}.")}
 
 
+def own_imports() -> Iterator[tuple[str, str]]:
+    """(importer, imported), both modules of this package."""
+    known = modules()
+    for name, path in known.items():
+        for imported in imports(path) & known.keys() - {name, "dlrm_autoshard"}:
+            yield name, imported
+
+
+def test_every_module_is_in_a_room_of_the_list() -> None:
+    assert {room_of(module) for module in modules()} == {*ROOMS, "__init__"}
+    at_the_root = [path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__")]
+    assert len(at_the_root) <= 8, at_the_root
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_rooms_before_it(room: str) -> None:
+    above = set(ROOMS[ROOMS.index(room) + 1 :])
+    wrong = [(one, other) for one, other in own_imports() if room_of(one) == room and room_of(other) in above]
+    assert not wrong
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph: dict[str, set[str]] = {}
+    for one, other in own_imports():
+        graph.setdefault(one, set()).add(other)
+    done: set[str] = set()
+
+    def follow(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join((*way[way.index(module) :], module))
+        if module not in done:
+            for other in sorted(graph.get(module, ())):
+                follow(other, (*way, module))
+            done.add(module)
+
+    for module in sorted(graph):
+        follow(module, ())
+
+
 @pytest.mark.parametrize("room", WITHOUT_RANKS)
 def test_rooms_that_know_no_ranks_import_none(room: str) -> None:
-    if room == "reshard_rule" and not files(room):
-        pytest.skip("not there")
-    assert files(room)
-    for path in files(room):
-        assert not reaches(path, *DISTRIBUTED), path
+    for module, path in modules().items():
+        if room_of(module) == room:
+            assert not reaches(path, "torch.distributed", "fbgemm_gpu", "dlrm_autoshard.distributed"), path
 
 
-@pytest.mark.parametrize("room", ["distributed", "model"])
-def test_what_runs_on_ranks_knows_no_planner_report_or_trainer(room: str) -> None:
-    for path in files(room):
-        above = ("planner", "report", "simulator", "trainer", "cli", "benchmarks")
-        assert not reaches(path, *(f"dlrm_autoshard.{name}" for name in above)), path
+@pytest.mark.parametrize("library", MAY_USE)
+def test_libraries_of_ranks_are_used_where_it_is_said(library: str) -> None:
+    for path in modules().values():
+        if not path.relative_to(PACKAGE).as_posix().startswith(MAY_USE[library]):
+            assert not reaches(path, library), path
 
 
-def test_fbgemm_lives_in_distributed_alone() -> None:
-    outside = [p for p in PACKAGE.glob("**/*.py") if p.parent.name not in ("distributed", "benchmarks")]
-    assert outside
-    for path in outside:
-        assert not reaches(path, "fbgemm_gpu"), path
+def test_what_runs_on_ranks_knows_no_planner_report_or_trainer() -> None:
+    for module, path in modules().items():
+        if room_of(module) in ("distributed", "model"):
+            assert not reaches(path, *(f"dlrm_autoshard.{name}" for name in ("planner", "report", "records"))), path
 
 
-def test_the_ground_floor_does_not_look_up() -> None:
-    floors = ["errors", "tables", "plan", "costs"]
-    for height, floor in enumerate(floors):
-        below = {f"dlrm_autoshard.{name}" for name in floors[:height]}
-        own = {name for name in reaches(PACKAGE / f"{floor}.py", "dlrm_autoshard")}
-        assert all(any(name == b or name.startswith(f"{b}.") for b in below) for name in own), (floor, own)
-
-
-def test_nobody_imports_the_command_line() -> None:
-    for path in PACKAGE.glob("**/*.py"):
-        assert not reaches(path, "dlrm_autoshard.commands.main"), path
+def test_every_room_says_what_it_is() -> None:
+    for path in PACKAGE.rglob("__init__.py"):
+        said = ast.get_docstring(ast.parse(path.read_text()))
+        assert said and len(said.splitlines()) <= 6, path
 
 
 def test_the_command_line_starts_without_torch() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from dlrm_autoshard.commands.evaluate import Outcome, summarise
 from dlrm_autoshard.commands.main import main
+from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan, torchrec_plan
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.drawn_tasks import TaskSet, draw_tasks
 from dlrm_autoshard.planner.planner import Planner
@@ -22,7 +23,6 @@ from dlrm_autoshard.probe.calibration import calibration_shards, start_costs
 from dlrm_autoshard.probe.cost_log import CostLog
 from dlrm_autoshard.probe.shipped_costs import WARM_START, read_samples, start_warm, write_samples
 from dlrm_autoshard.probe.simulator import SimulatedCluster
-from dlrm_autoshard.records.torchrec_plan import to_sharding_plan, torchrec_plan
 from dlrm_autoshard.tables import NUM_REUSE_BINS
 
 MACHINE = {"device": "cpu", "processor": "a test", "fbgemm": "1.8.0"}

@@ -43,11 +43,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from dlrm_autoshard.distributed.torchrec_plan import torchrec_plan
     from dlrm_autoshard.planner.planner import ALGORITHMS
     from dlrm_autoshard.planner.pool import TablePool
     from dlrm_autoshard.planner.task import PlacementTask
     from dlrm_autoshard.probe.measured import Costs
-    from dlrm_autoshard.records.torchrec_plan import torchrec_plan
     from dlrm_autoshard.tables import memory_bytes
 
     pool = TablePool.load(arguments.tables)

@@ -1,0 +1,1 @@
+"""The trainer: everything put together, its state, checkpoints and records."""

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import math
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.train.state import TrainError, TrainingState
@@ -47,10 +43,3 @@ class LossWatch:
         failed = steps_done - 1
         # A checkpoint made just before the failed step has the very weights that failed.
         raise TrainError(f"the loss {what} step {failed}, from {where}. {self._state.last_good(failed)}")
-
-
-def finite_on_all_ranks(loss: Tensor, group: dist.ProcessGroup) -> bool:
-    """Of every rank's loss; a collective."""
-    bad = (~torch.isfinite(loss.detach())).float().view(1)
-    dist.all_reduce(bad, group=group)
-    return float(bad) == 0.0

@@ -23,7 +23,7 @@ from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.data.batch import Split
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
-from dlrm_autoshard.distributed.dense import DataParallelDense
+from dlrm_autoshard.distributed.dense import DataParallelDense, finite_on_all_ranks
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
@@ -36,7 +36,7 @@ from dlrm_autoshard.train.checkpoint import Checkpoints
 from dlrm_autoshard.train.display import Display, describe
 from dlrm_autoshard.train.evaluation import evaluate
 from dlrm_autoshard.train.journal import Journal
-from dlrm_autoshard.train.loss_watch import LossWatch, finite_on_all_ranks
+from dlrm_autoshard.train.loss_watch import LossWatch
 from dlrm_autoshard.train.lr_schedule import lr_scale
 from dlrm_autoshard.train.opening import open_run
 from dlrm_autoshard.train.recorder import Recorder

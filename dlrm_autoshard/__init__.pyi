@@ -1,0 +1,15 @@
+from .costs import RankCost as RankCost
+from .costs import StepProfile as StepProfile
+from .plan import Constraints as Constraints
+from .plan import PlanError as PlanError
+from .plan import ShardingPlan as ShardingPlan
+from .plan import Topology as Topology
+from .planner.planner import Planner as Planner
+from .planner.replay import CommsSample as CommsSample
+from .planner.replay import ShardSample as ShardSample
+from .planner.result import PlanResult as PlanResult
+from .probe.simulator import SimulatedCluster as SimulatedCluster
+from .tables import TableConfig as TableConfig
+from .tables import TableStats as TableStats
+
+__version__: str
