@@ -11,9 +11,15 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "dlrm_autoshard"
-ROOMS = tuple(
-    "errors tables plan costs plug_in config_errors config_data config records data model distributed planner probe "
-    "autoshard report train benchmarks commands __main__".split()
+ROOMS = (
+    # plain data
+    *("errors", "tables", "plan", "costs", "plug_in", "config_errors", "config_data", "config", "records"),
+    # what is trained, and where
+    *("data", "model", "distributed"),
+    # what is decided
+    *("planner", "probe", "autoshard"),
+    # what people use
+    *("report", "train", "benchmarks", "commands", "__main__"),
 )
 """A module at the package's root, or a folder. Each may import those before it."""
 WITHOUT_RANKS = (*ROOMS[: ROOMS.index("distributed")], "planner", "report")
