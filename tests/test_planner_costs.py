@@ -36,7 +36,7 @@ def shards(samples: list[Any]) -> list[ShardSample]:
 
 def test_the_cost_model_learns_a_known_function_of_unseen_tables(fitted: Planner) -> None:
     unseen = shards(random_samples(SimulatedCluster(seed=0), profiles=30, seed=1))
-    forward, backward = fitted.cost_model.errors(unseen)
+    forward, backward = fitted.cost_model.errors(ShardSet(unseen))
     assert forward < 0.05 and backward < 0.05
 
 

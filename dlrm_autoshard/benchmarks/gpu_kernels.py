@@ -19,6 +19,7 @@ BATCH_SIZES = (65536, 16384)
 def shards(folder: Path, seconds: float) -> dict[str, Any]:
     """Fused shards of 1 to 50 tables, forward and backward, until 2,400 are measured or time is up; a model on them."""
     from dlrm_autoshard.planner.cost_model import CostModel
+    from dlrm_autoshard.planner.fit_costs import fit_cost_model
     from dlrm_autoshard.planner.pool import synthetic_pool
     from dlrm_autoshard.planner.replay import ShardSample
     from dlrm_autoshard.probe.hardware import hardware_fingerprint
@@ -47,7 +48,8 @@ def shards(folder: Path, seconds: float) -> dict[str, Any]:
             file.write(json.dumps(row) + "\n")
     held_out = samples[::5]
     model = CostModel(0)
-    model.fit([sample for i, sample in enumerate(samples) if i % 5], updates=1500, budget_seconds=0.2 * seconds)
+    others = [sample for i, sample in enumerate(samples) if i % 5]
+    fit_cost_model(model, others, updates=1500, budget_seconds=0.2 * seconds)
     predicted = model.shard_ms(held_out)
     measured = np.array([[sample.fwd_compute_ms, sample.bwd_compute_ms] for sample in held_out])
     error = np.abs(np.array(predicted).sum(1) / measured.sum(1) - 1)

@@ -1,7 +1,7 @@
 """Predicts what a fused shard's computation takes, from its tables alone.
 
     model = CostModel(seed=0)
-    report = model.fit(samples, updates=300)          # ShardSamples from the micro-benchmark or training
+    fit_cost_model(model, samples)                    # ShardSamples of the micro-benchmark or training (`fit_costs`)
     model.shard_ms(samples)                           # [N, 2] forward and backward in ms
 
 DreamShard's shape (a shared table network, a sum over the device's tables, a head for each stage) on a physical base:
@@ -19,9 +19,7 @@ Axes: N shards, R different tables among them, K summary columns, S = 2 stages (
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,6 @@ from torch import Tensor, nn
 
 from dlrm_autoshard.planner.features import NUM_NETWORK, WORK, network_features, work
 from dlrm_autoshard.planner.frozen import FrozenNet
-from dlrm_autoshard.planner.least_squares import fit_nonnegative
 from dlrm_autoshard.planner.replay import ShardSample
 from dlrm_autoshard.planner.shard_set import ShardSet
 from dlrm_autoshard.tables import TableConfig, TableStats
@@ -66,17 +63,6 @@ TABLE_BOUND = 1.5
 FUSION_BOUND = 0.6
 """Computing tables together changes the sum of their costs by e^0.6 at most."""
 LAUNCH_MS = (0.02, 0.05)
-
-
-@dataclass(frozen=True)
-class FitReport:
-    """Mean absolute relative error per stage on the samples given, before and after; `samples` of them."""
-
-    samples: int
-    updates: int
-    error_before: tuple[float, float]
-    error_after: tuple[float, float]
-    seconds: float
 
 
 class CostModel(nn.Module):
@@ -123,85 +109,16 @@ class CostModel(nn.Module):
 
     def shard_ms(self, samples: Sequence[ShardSample]) -> np.ndarray:
         """[N, 2] predicted forward and backward computation."""
-        return self._predict(ShardSet(samples))
+        return self.predict(ShardSet(samples))
 
     @torch.no_grad()
-    def _predict(self, shards: ShardSet) -> np.ndarray:
+    def predict(self, shards: ShardSet) -> np.ndarray:
         return self.device_ms(shards.sum_over_tables(self.summarise(shards.features_RF, shards.work_RP))).numpy()
 
-    def errors(self, samples: Sequence[ShardSample]) -> tuple[float, float]:
+    def errors(self, shards: ShardSet) -> tuple[float, float]:
         """Mean absolute relative error of forward and backward."""
-        return self._errors(ShardSet(samples))
-
-    def _errors(self, shards: ShardSet) -> tuple[float, float]:
-        forward, backward = np.abs(self._predict(shards) / shards.target_NS.numpy() - 1).mean(axis=0)
+        forward, backward = np.abs(self.predict(shards) / shards.target_NS.numpy() - 1).mean(axis=0)
         return float(forward), float(backward)
-
-    def fit(
-        self,
-        samples: Sequence[ShardSample],
-        weights: Sequence[float] | None = None,
-        *,
-        updates: int = 300,
-        batch: int = 64,
-        learning_rate: float = 2e-3,
-        seed: int = 0,
-        budget_seconds: float | None = None,
-    ) -> FitReport:
-        """Solves the prices, then trains both networks; the learning rate falls linearly to 0."""
-        started = time.perf_counter()
-        kept = [s for s in samples if s.tables and s.fwd_compute_ms > 0 and s.bwd_compute_ms > 0]
-        weight_of = dict(zip(map(id, samples), weights, strict=True)) if weights is not None else {}
-        weight_N = np.array([weight_of.get(id(s), 1.0) for s in kept])
-        if not kept:
-            return FitReport(0, 0, (0.0, 0.0), (0.0, 0.0), 0.0)
-        shards = ShardSet(kept)
-        before = self._errors(shards)
-        self._solve_prices(shards, weight_N)
-        done = self._train(shards, weight_N, updates, batch, learning_rate, seed, started, budget_seconds)
-        return FitReport(len(kept), done, before, self._errors(shards), time.perf_counter() - started)
-
-    @torch.no_grad()
-    def _solve_prices(self, shards: ShardSet, weight_N: np.ndarray) -> None:
-        """The best prices with the networks as they are."""
-        out = self.table_net(shards.features_RF)
-        factor_RS = (TABLE_BOUND * torch.tanh(out[:, :2] / TABLE_BOUND)).exp()
-        fusion_NS = self.fusion(shards.sum_over_tables(self.summarise(shards.features_RF, shards.work_RP)))
-        for stage in range(2):
-            work_NP = shards.sum_over_tables(shards.work_RP * factor_RS[:, stage : stage + 1])
-            columns = torch.cat([work_NP, torch.ones(len(work_NP), 1)], dim=1) * fusion_NS[:, stage : stage + 1]
-            believed = torch.cat([self.prices_PS[:, stage], self.launch_S[stage : stage + 1]]).double().numpy()
-            fitted = fit_nonnegative(
-                columns.double().numpy(), shards.target_NS[:, stage].double().numpy(), weight_N, believed
-            )
-            self.prices_PS[:, stage] = torch.as_tensor(fitted[:-1])
-            self.launch_S[stage] = max(float(fitted[-1]), 1e-4)
-
-    def _train(
-        self,
-        shards: ShardSet,
-        weight_N: np.ndarray,
-        updates: int,
-        batch: int,
-        learning_rate: float,
-        seed: int,
-        started: float,
-        budget_seconds: float | None,
-    ) -> int:
-        from dlrm_autoshard.planner.fit_costs import CostTraining  # it needs this module's constants
-
-        chance_N = weight_N / weight_N.sum()
-        batches = np.random.default_rng(seed).choice(
-            len(chance_N), size=(updates, min(batch, 4 * len(chance_N))), p=chance_N
-        )
-        training = CostTraining(self, shards)
-        for update, chosen in enumerate(batches):
-            if budget_seconds is not None and time.perf_counter() - started > budget_seconds:
-                break
-            training.gradients(chosen)
-            training.adam.step(learning_rate * (1 - update / updates))
-        training.adam.finish()
-        return training.adam.updates
 
     def to_json(self) -> dict[str, Any]:
         return {name: tensor.tolist() for name, tensor in self.state_dict().items()}

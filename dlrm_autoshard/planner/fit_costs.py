@@ -1,10 +1,6 @@
-"""Trains the cost model's two networks in numpy, gradients written out by hand.
+"""Fits the cost model: the prices in closed form, then its two networks, gradients written out by hand.
 
-    training = CostTraining(model, shards)
-    for chosen in batches:                      # indices of shards
-        training.gradients(chosen)              # into training.adam
-        training.adam.step(learning_rate)
-    training.adam.finish()                      # weights back into the model
+    report = fit_cost_model(model, samples, updates=300)
 
 The networks are so small that automatic differentiation is nearly all overhead (1 ms an update, against 0.2): written
 out, a job's start and every refinement between epochs are done in a fraction of a second. A test holds the gradients
@@ -14,6 +10,10 @@ Axes: R different tables, N shards of a batch, S = 2 stages.
 """
 
 from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,11 +26,75 @@ from dlrm_autoshard.planner.cost_model import (
     TABLE_BOUND,
     CostModel,
 )
+from dlrm_autoshard.planner.least_squares import fit_nonnegative
+from dlrm_autoshard.planner.replay import ShardSample
 from dlrm_autoshard.planner.shard_set import ShardSet
 
 HUBER = 0.02
 """Relative errors below this count squared, above it absolutely: outliers of a noisy machine do not pull."""
 LOG2_SCALE = 1 / (6 * np.log(2))
+
+
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """Mean absolute relative error per stage on the samples given, before and after; `samples` of them."""
+
+    samples: int
+    updates: int
+    error_before: tuple[float, float]
+    error_after: tuple[float, float]
+    seconds: float
+
+
+def fit_cost_model(
+    model: CostModel,
+    samples: Sequence[ShardSample],
+    weights: Sequence[float] | None = None,
+    *,
+    updates: int = 300,
+    learning_rate: float = 2e-3,
+    seed: int = 0,
+    budget_seconds: float | None = None,
+) -> FitReport:
+    """Solves the prices, then trains both networks; the learning rate falls linearly to 0."""
+    started = time.perf_counter()
+    given = weights if weights is not None else [1.0] * len(samples)
+    kept = [
+        (s, w) for s, w in zip(samples, given, strict=True) if s.tables and min(s.fwd_compute_ms, s.bwd_compute_ms) > 0
+    ]
+    if not kept:
+        return FitReport(0, 0, (0.0, 0.0), (0.0, 0.0), 0.0)
+    shards, weight_N = ShardSet([sample for sample, _ in kept]), np.array([weight for _, weight in kept])
+    before = model.errors(shards)
+    _solve_prices(model, shards, weight_N)
+    training = CostTraining(model, shards)
+    size = (updates, min(BATCH, 4 * len(kept)))
+    batches = np.random.default_rng(seed).choice(len(kept), size=size, p=weight_N / weight_N.sum())
+    for update, chosen in enumerate(batches):
+        if budget_seconds is not None and time.perf_counter() - started > budget_seconds:
+            break
+        training.gradients(chosen)
+        training.adam.step(learning_rate * (1 - update / updates))
+    training.adam.finish()
+    return FitReport(len(kept), training.adam.updates, before, model.errors(shards), time.perf_counter() - started)
+
+
+@torch.no_grad()
+def _solve_prices(model: CostModel, shards: ShardSet, weight_N: np.ndarray) -> None:
+    """The best prices with the networks as they are."""
+    out = model.table_net(shards.features_RF)
+    factor_RS = (TABLE_BOUND * torch.tanh(out[:, :2] / TABLE_BOUND)).exp()
+    fusion_NS = model.fusion(shards.sum_over_tables(model.summarise(shards.features_RF, shards.work_RP)))
+    for stage in range(2):
+        work_NP = shards.sum_over_tables(shards.work_RP * factor_RS[:, stage : stage + 1])
+        columns = torch.cat([work_NP, torch.ones(len(work_NP), 1)], dim=1) * fusion_NS[:, stage : stage + 1]
+        now = torch.cat([model.prices_PS[:, stage], model.launch_S[stage : stage + 1]]).double().numpy()
+        fitted = fit_nonnegative(columns.double().numpy(), shards.target_NS[:, stage].double().numpy(), weight_N, now)
+        model.prices_PS[:, stage] = torch.as_tensor(fitted[:-1])
+        model.launch_S[stage] = max(float(fitted[-1]), 1e-4)
 
 
 class CostTraining:

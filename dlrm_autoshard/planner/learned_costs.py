@@ -20,8 +20,9 @@ import numpy as np
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
 from dlrm_autoshard.plan import PlanError, ShardingPlan, Topology
 from dlrm_autoshard.planner.anchor import Anchor
-from dlrm_autoshard.planner.cost_model import CostModel, FitReport
+from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.exchange_model import CommsLaw
+from dlrm_autoshard.planner.fit_costs import FitReport, fit_cost_model
 from dlrm_autoshard.planner.rank_speed import RankSpeed
 from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample, comms_of, shards_of
 from dlrm_autoshard.planner.result import RefineReport
@@ -156,7 +157,8 @@ class LearnedCosts:
         comms_weights += [weight * scale for _, weight in observed_comms]
         if comms:
             self.law.fit(comms, comms_weights)
-        report = self.cost_model.fit(
+        report = fit_cost_model(
+            self.cost_model,
             samples,
             weights,
             updates=updates,

@@ -19,9 +19,10 @@ from typing import Any
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology
 from dlrm_autoshard.planner.candidates import ALGORITHMS, LEARNED, CandidateMakers
-from dlrm_autoshard.planner.cost_model import CostModel, FitReport
+from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings
 from dlrm_autoshard.planner.finalists import Measure, best, measure_finalists, order
+from dlrm_autoshard.planner.fit_costs import FitReport
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.mdp import Rollout
 from dlrm_autoshard.planner.replay import ReplayBuffer, comms_of, shards_of
