@@ -1,5 +1,9 @@
 from .costs import RankCost as RankCost
 from .costs import StepProfile as StepProfile
+from .data.batch import Batch as Batch
+from .data.resolve_tables import TableRows as TableRows
+from .data.resolve_tables import resolve_tables as resolve_tables
+from .model.dlrm import DenseArch as DenseArch
 from .plan import Constraints as Constraints
 from .plan import PlanError as PlanError
 from .plan import ShardingPlan as ShardingPlan

@@ -99,5 +99,5 @@ def test_what_custom_data_gets_wrong_is_said_before_training(tmp_path: Path) -> 
 def test_a_dense_part_must_be_one(tmp_path: Path) -> None:
     path = tmp_path / "other.py"
     path.write_text("import torch\ndef made(num_dense, tables): return torch.nn.Module()\n")
-    with pytest.raises(UserError, match=r"gives a Module; it must give a dlrm_autoshard\.model\.DenseArch"):
+    with pytest.raises(UserError, match=r"gives a Module; it must give a dlrm_autoshard\.DenseArch"):
         make_model(3, (), ModelConfig(factory=f"{path}:made"))

@@ -49,7 +49,7 @@ def make_model(num_dense: int, tables: Sequence[TableConfig], config: ModelConfi
     if not isinstance(made, DenseArch):
         raise plug_in.PlugInError(
             f"model.factory: '{config.factory}' gives a {type(made).__name__}; it must give a "
-            "dlrm_autoshard.model.dlrm.DenseArch, which is an nn.Module with `bottom` and `top`."
+            "dlrm_autoshard.DenseArch, which is an nn.Module with `bottom` and `top`."
         )
     return made
 
