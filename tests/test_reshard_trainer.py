@@ -60,7 +60,7 @@ def run_loop(
         still.run()
         expected = tensors(still)
     with trainer(loop, runtime, folder / "loop") as moving:
-        if moving.loop is not None:
+        if moving.resharding is not None:
             force_moves(moving)
         moving.run()
         found = tensors(moving)
@@ -73,7 +73,7 @@ PLANS = ("0000", "1100", "0111")
 
 def force_moves(made: Any) -> None:
     """Rank 0's rule always goes for the next of PLANS: what is tested is everything around it."""
-    controller = made.loop._controller
+    controller = made.resharding._controller
     if controller is None:
         return
     names = [table["name"] for table in TABLES]

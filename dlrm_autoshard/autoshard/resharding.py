@@ -1,7 +1,7 @@
-"""The loop on all ranks: rank 0 decides, everybody hears of it, tables move, rank 0 writes down what came of it.
+"""Resharding on all ranks: rank 0 decides, everybody hears of it, tables move, rank 0 writes down what came of it.
 
-    loop = Loop(config, runtime, embeddings, placement, run_dir)
-    decision = loop.after_interval(interval)            # on every rank between two steps; interval: rank 0's
+    resharding = Resharding(config, runtime, embeddings, placement, run_dir)
+    decision = resharding.after_interval(interval)      # on every rank between two steps; interval: rank 0's
     if decision.new_plan is not None: ...               # tables have moved; ids on their way have other owners now
 
 What to decide and why is controller.py's; how tables travel is distributed/reshard.py's.
@@ -23,7 +23,7 @@ from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.records.jsonl import append_jsonl
 
 
-class Loop:
+class Resharding:
     def __init__(
         self, config: Config, runtime: Runtime, embeddings: ShardedEmbeddings, placement: Placement, run_dir: Path
     ) -> None:
@@ -73,10 +73,13 @@ class Loop:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Rank 0's; None elsewhere."""
-        return None if self._controller is None else self._controller.state_dict()
+        if self._controller is None:
+            return None
+        return {"world_size": self._runtime.world_size, **self._controller.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._controller is not None:
+        """What was learned on another number of ranks says nothing about these."""
+        if self._controller is not None and state["world_size"] == self._runtime.world_size:
             self._controller.load_state_dict(state)
 
     def _write(self, record: Mapping[str, Any]) -> None:

@@ -67,7 +67,7 @@ def settings(folder: Path, seed: int, steps: int, optimizer: str = "rowwise_adag
 
 
 class RandomMoves:
-    """In the loop's place: a plan drawn from (seed, step). kill: called with each moment a rank can be killed at."""
+    """In resharding's place: a plan drawn from (seed, step). kill: called with each moment a rank can be killed at."""
 
     def __init__(self, seed: int, embeddings: ShardedEmbeddings, runtime: Runtime, kill: Killer | None = None) -> None:
         self._seed, self._embeddings, self._runtime, self._kill = seed, embeddings, runtime, kill
@@ -133,7 +133,7 @@ class MovingTrainer(Trainer):
         super().__init__(config, runtime, run_dir)
         self._killer = killer
         self.moves = RandomMoves(config.run.seed, self.embeddings, runtime, killer) if moves else None
-        self.loop = self.moves  # type: ignore[assignment]
+        self.resharding = self.moves  # type: ignore[assignment]
 
     def _train_step(self, *, sampled: bool) -> None:
         super()._train_step(sampled=sampled)

@@ -1,4 +1,4 @@
-"""What each rank measured over an interval of training, gathered into records and the profile the loop learns from.
+"""What each rank measured over an interval of training, gathered into records and the profile the planner learns from.
 
 An interval is an epoch, or `reshard.every_steps` steps. Each rank appends its own line; rank 0 the gathered one.
 """

@@ -1,7 +1,7 @@
 """Everything that a job must remember to go on as if it had never stopped: saved, loaded, checked.
 
 state = TrainingState(...); state.save(position)             # at an epoch's end, or every so many steps
-position = state.resume(checkpoint)                          # weights, both optimizers, planner and loop in place
+position = state.resume(checkpoint)                          # weights, both optimizers, planner and resharding in place
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlrm_autoshard.autoshard.resharding import Loop
+from dlrm_autoshard.autoshard.resharding import Resharding
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.runtime import Runtime
@@ -48,7 +48,7 @@ class TrainingState:
     embeddings: ShardedEmbeddings
     dense: DataParallelDense
     planner: Planner | None
-    loop: Loop | None
+    resharding: Resharding | None
     stats: Sequence[TableStats]
 
     def save(self, position: Position) -> None:
@@ -64,8 +64,8 @@ class TrainingState:
         extra: dict[str, Any] = {"rng": torch.get_rng_state(), "stats": self.stats}
         if self.planner is not None:
             extra["planner"] = self.planner.state_dict()
-        if self.loop is not None:
-            extra["loop"] = self.loop.state_dict()
+        if self.resharding is not None:
+            extra["resharding"] = self.resharding.state_dict()
         self.checkpoints.save(self.tensors(), state, extra)
 
     def resume(self, checkpoint: Path) -> Position:
@@ -76,8 +76,8 @@ class TrainingState:
         self.stats = extra["stats"]
         if self.planner is not None and "planner" in extra:
             self.planner.load_state_dict(extra["planner"])
-        if self.loop is not None and extra.get("loop") and state["plan"]["world_size"] == self.runtime.world_size:
-            self.loop.load_state_dict(extra["loop"])
+        if self.resharding is not None and extra.get("resharding"):
+            self.resharding.load_state_dict(extra["resharding"])
         return Position(state["epoch"], state["sample"], state["step"])
 
     def last_good(self, before: int) -> str:

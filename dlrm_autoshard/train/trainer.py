@@ -17,7 +17,7 @@ from typing import Any
 
 from dlrm_autoshard.autoshard.decision import Interval
 from dlrm_autoshard.autoshard.initial_plan import Placement, from_rank_0, place
-from dlrm_autoshard.autoshard.resharding import Loop
+from dlrm_autoshard.autoshard.resharding import Resharding
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.data.batch import Split
@@ -115,16 +115,16 @@ class Trainer:
             autocast=self.autocast,
             all_finite=partial(finite_on_all_ranks, group=runtime.group) if config.train.on_nan == "skip" else None,
         )
-        self.loop = None
-        if Loop.is_wanted(config, runtime.world_size):
-            self.loop = Loop(config, runtime, self.embeddings, self.placement, run_dir)
+        self.resharding = None
+        if Resharding.is_wanted(config, runtime.world_size):
+            self.resharding = Resharding(config, runtime, self.embeddings, self.placement, run_dir)
         self.state = TrainingState(
             runtime,
             self.checkpoints,
             self.embeddings,
             self.dense,
             self.placement.planner,
-            self.loop,
+            self.resharding,
             self.placement.stats,
         )
         if checkpoint is not None:
@@ -135,7 +135,7 @@ class Trainer:
         self.resumed_from = checkpoint
         self.watch = LossWatch(runtime, self.step, self.state)
 
-    # -- the loop ----------------------------------------------------------------------------------------------------
+    # -- the training loop -----------------------------------------------------------------------------------------
 
     def run(self) -> TrainResult:
         try:
@@ -171,8 +171,8 @@ class Trainer:
                     metrics = self._evaluate(between)
             metrics = self._evaluate("test") or metrics
             self.checkpoints.finish()
-            if self.loop is not None:
-                self.loop.finish()
+            if self.resharding is not None:
+                self.resharding.finish()
             report = self.journal.finish()
             if report is not None:
                 self.display.line(report)
@@ -266,7 +266,7 @@ class Trainer:
         return profile.enabled and due >= 0 and due % profile.every_steps == 0 and whole
 
     def _close_interval(self) -> EpochProfile | None:
-        """Writes what was measured, then lets the loop decide on moves."""
+        """Writes what was measured, then decides on moves."""
         planner, stats = self.placement.planner, self.state.stats
         predicted = None
         if planner is not None:
@@ -287,16 +287,16 @@ class Trainer:
         return record
 
     def _after_interval(self, record: EpochProfile | None, profile: StepProfile | None) -> None:
-        """Lets the loop decide on moves, on every rank between intervals; record and profile are rank 0's."""
+        """Decides on moves, on every rank between intervals; record and profile are rank 0's."""
         every, position = self.config.autoshard.reshard, self.position
         due = every.every_steps is not None or (position.epoch + 1) % every.every_epochs == 0
-        if self.loop is None or not due:
+        if self.resharding is None or not due:
             return
         interval = None
         if record is not None and profile is not None and record.throughput > 0:
             left = self.total_steps - position.step
             interval = Interval(position.epoch, position.step, profile, record.throughput, left, record.samples)
-        decision = self.loop.after_interval(interval)
+        decision = self.resharding.after_interval(interval)
         if decision is not None:
             self.display.line(f"step {position.step}  {decision.text}")
             if decision.new_plan is not None:
