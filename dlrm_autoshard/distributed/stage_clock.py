@@ -1,79 +1,134 @@
 """Where a step's time goes, marked inside the real step.
 
-    clock.begin(sampled=True)
-    ...lookup...           ; clock.stop("fwd_compute")
-    clock.meet("fwd_comms")                            # in sampled steps: waits for all ranks (fwd_comms_wait)
-    ...all-to-all...       ; clock.stop("fwd_comms")
-    clock.end()
-    times = clock.summary()                            # {"fwd_compute": StageTime(...), ...}
-    clock.step_ms                                      # the sum of their mean_ms
-
-Each `stop` charges the time since the previous mark, so the stages add up to the step. A collective's own duration
-includes waiting for the slowest rank; meeting before it, in sampled steps only, keeps the two apart. Steps that are
-not sampled pay one `if` a mark: no barrier, no synchronisation.
+with clock.step(sampled=True):
+    with clock.stage("fwd_compute"): ...lookup...
+    clock.barrier("fwd_comms")                     # in sampled steps: waits for all ranks (fwd_comms_wait)
+    with clock.stage("fwd_comms"): ...all-to-all...
+clock.summary(), clock.step_ms                     # {"fwd_compute": StageTime(...), ...} and their sum
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.costs import COMPUTE_STAGES, StageTime
 
+_UNTIMED = contextlib.nullcontext()
+
+
+class Timer(Protocol):
+    """Marks moments without waiting for any work."""
+
+    def mark(self) -> Any: ...
+
+    def finish(self, mark: Any) -> None:
+        """Waits until the mark has been passed."""
+        ...
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two marks that have been passed."""
+        ...
+
+
+class HostTimer:
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def finish(self, mark: float) -> None: ...
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class DeviceTimer:
+    """CUDA events on the stream that computes: the device notes the time when it gets there; the host goes on."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def finish(self, mark: torch.cuda.Event) -> None:
+        mark.synchronize()
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return 1e-3 * start.elapsed_time(end)
+
 
 class StageClock:
-    """Marks stages of sampled steps; `control` is a gloo group over the same ranks, used to meet."""
+    """Times stages of sampled steps; what lies between stages is `other`, so that all add up to the step.
 
-    def __init__(self, device: torch.device, control: dist.ProcessGroup) -> None:
+    A collective's own duration includes waiting for the slowest rank; a barrier before it keeps the two apart. Marks
+    wait for nothing: they are read at the sampled step's end. Other steps have no barriers and no marks.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup, timer: Timer | None = None) -> None:
+        """group: of all ranks, for the barriers; it carries tensors of `device`. timer: default: of the device."""
         self.sampled = False
-        self._device, self._control = device, control
-        self._alone = dist.get_world_size(control) == 1
+        self._device, self._group = device, group
+        self._timer = timer or (DeviceTimer() if device.type == "cuda" else HostTimer())
+        self._alone = dist.get_world_size(group) == 1
+        self._token = torch.zeros(1, device=device)
         self._steps: list[dict[str, float]] = []
         self._cpu_shares: list[float] = []
-        self._current: dict[str, float] = {}
+        self._marks: list[tuple[str, Any, Any]] = []
         self.spans: list[tuple[str, float, float]] = []
         """(stage, start, end) of the last sampled step, in seconds from its begin: for traces."""
 
-    def begin(self, *, sampled: bool) -> None:
-        self.sampled = sampled
-        if sampled:
-            self.spans = []
-            self._current = defaultdict(float)
-            self._cpu, self._wall = 0.0, 0.0
-            self._started = self._last = self._now()
-            self._last_cpu = time.process_time()
-
-    def stop(self, stage: str) -> None:
-        """Charges the time since the last mark to `stage`."""
-        if not self.sampled:
+    @contextlib.contextmanager
+    def step(self, *, sampled: bool) -> Iterator[None]:
+        """One step; one that raises is not recorded."""
+        if not sampled:
+            yield
             return
-        now, cpu = self._now(), time.process_time()
-        self._current[stage] += now - self._last
-        self.spans.append((stage, self._last - self._started, now - self._started))
-        if stage in COMPUTE_STAGES:
-            self._cpu += cpu - self._last_cpu
-            self._wall += now - self._last
-        self._last, self._last_cpu = now, cpu
+        self.sampled, self._marks, self._cpu = True, [], 0.0
+        begin = self._timer.mark()
+        try:
+            yield
+        finally:
+            self.sampled = False
+        self._record(begin, self._timer.mark())
 
-    def meet(self, stage: str) -> None:
-        """Waits for all ranks before the collective of `stage`; the time is waiting, not communication."""
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        return self._timed(name) if self.sampled else _UNTIMED
+
+    def barrier(self, stage: str) -> None:
+        """Before the collective of `stage`; the time is waiting, not communication."""
         if self.sampled and not self._alone:
-            self.stop("other")
-            dist.barrier(group=self._control)
-            self.stop(f"{stage}_wait")
+            with self.stage(f"{stage}_wait"):
+                if self._device.type == "cpu":
+                    dist.barrier(group=self._group)
+                else:  # among the queued work, so that it waits for what the other devices still compute
+                    dist.all_reduce(self._token, group=self._group)
 
-    def end(self) -> None:
-        if not self.sampled:
-            return
-        self.stop("other")
-        self._steps.append(dict(self._current))
-        self._cpu_shares.append(self._cpu / self._wall if self._wall > 0 else 1.0)
-        self.sampled = False
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start, cpu = self._timer.mark(), time.process_time()
+        yield
+        self._marks.append((name, start, self._timer.mark()))
+        if name in COMPUTE_STAGES:
+            self._cpu += time.process_time() - cpu
+
+    def _record(self, begin: Any, end: Any) -> None:
+        timer = self._timer
+        timer.finish(end)
+        self.spans = [(name, timer.seconds(begin, a), timer.seconds(begin, b)) for name, a, b in self._marks]
+        stages: dict[str, float] = defaultdict(float)
+        for name, start, stop in self.spans:
+            stages[name] += stop - start
+        stages["other"] = max(0.0, timer.seconds(begin, end) - sum(stages.values()))
+        self._steps.append(dict(stages))
+        wall = sum(stages.get(name, 0.0) for name in COMPUTE_STAGES)
+        self._cpu_shares.append(self._cpu / wall if wall > 0 else 1.0)
 
     def forget_last(self) -> None:
         """The last step was no usual one: a profiler, say, looked on."""
@@ -116,11 +171,6 @@ class StageClock:
     def reset(self) -> None:
         self._steps.clear()
         self._cpu_shares.clear()
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 def stage_time(seconds: Sequence[float], typical: Sequence[float] = ()) -> StageTime:

@@ -9,7 +9,6 @@ Sampled steps wait at once after each start (`_settle`), so that each stage's ti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +21,6 @@ from dlrm_autoshard.distributed.exchange import Pending
 from dlrm_autoshard.distributed.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.model.dlrm import DenseArch
-
-T = TypeVar("T")
 
 
 class NotFinite(Exception):
@@ -50,7 +47,7 @@ class TrainStep:
     ) -> None:
         """all_finite: asked with each local loss, before any update; all ranks must agree. None: not asked."""
         self.model, self.dense, self.embeddings, self.clock = model, dense, embeddings, clock
-        self._overlap, self._autocast, self._all_finite = overlap, autocast, all_finite
+        self._overlap, self._bf16, self._all_finite = overlap, autocast, all_finite
         self._device = embeddings.device
 
         self._next: Batch | None = None
@@ -82,78 +79,74 @@ class TrainStep:
 
     def run(self, lr_scale: float, table_lr: float, *, sampled: bool = False) -> Batch:
         """One step on the batch whose ids are here; afterwards the next one's are. Returns the batch trained on."""
-        clock, dense, embeddings = self.clock, self.dense, self.embeddings
+        clock, dense, embeddings, model = self.clock, self.dense, self.embeddings, self.model
         batch, ids = self._next, self.ids
         assert batch is not None and ids is not None
-        clock.begin(sampled=sampled)
-        embeddings.set_learning_rate(table_lr)
-        dense.zero_gradient()
-        clock.stop("other")
+        with clock.step(sampled=sampled):
+            embeddings.set_learning_rate(table_lr)
+            dense.zero_gradient()
 
-        local = embeddings.lookup(ids)
-        clock.stop("fwd_compute")
-        clock.meet("fwd_comms")
-        vectors = self._settle(embeddings.send_pooled(local))
-        lookup = get_gradient_edge(local)  # all that the update needs
-        del local  # what is done with goes at once: the next buffers take its place
-        clock.stop("fwd_comms")
-        following = self._fetch()
-        clock.stop("data_wait")
-        following_ids = self._send_lengths(following)
-        clock.stop("input_dist")
+            with clock.stage("fwd_compute"):
+                local = embeddings.lookup(ids)
+            clock.barrier("fwd_comms")
+            with clock.stage("fwd_comms"):
+                vectors = self._settle(embeddings.send_pooled(local))
+                lookup = get_gradient_edge(local)  # all that the update needs
+                del local  # what is done with goes at once: the next buffers take its place
+            with clock.stage("data_wait"):
+                following = self._fetch()
+            with clock.stage("input_dist"):
+                following_ids = self._send_lengths(following)
+            with clock.stage("dense_fwd"), self._autocast():
+                bottom = model.bottom(batch.dense_BF)
+            with clock.stage("fwd_comms"):
+                pooled = embeddings.in_output_order(vectors.wait(), model.room).detach().requires_grad_()
+                del vectors
+            with clock.stage("dense_fwd"), self._autocast():
+                bottom_leaf = bottom.detach().requires_grad_()
+                loss = share_of_loss(model.top(bottom_leaf, pooled), batch)
+                self._loss = loss.detach()
+            if self._all_finite is not None and not self._all_finite(loss):
+                self._advance(following, following_ids)
+                raise NotFinite(batch)
 
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
-            bottom = self.model.bottom(batch.dense_BF)
-        clock.stop("dense_fwd")
-        pooled = embeddings.in_output_order(vectors.wait(), self.model.room).detach().requires_grad_()
-        del vectors
-        bottom_leaf = bottom.detach().requires_grad_()
-        clock.stop("fwd_comms")
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
-            loss = share_of_loss(self.model.top(bottom_leaf, pooled), batch)
-        self._loss = loss.detach()
-        clock.stop("dense_fwd")
-        if self._all_finite is not None and not self._all_finite(loss):
+            with clock.stage("dense_bwd"):
+                loss.backward()
+                del loss  # its graph holds the vectors and their gradient
+            clock.barrier("bwd_comms")
+            with clock.stage("bwd_comms"):
+                gradients = self._settle(embeddings.send_gradients(_taken_gradient(pooled), model.room))
+                del pooled
+            with clock.stage("dense_bwd"):
+                bottom.backward(bottom_leaf.grad)
+            reduced = None
+            if self._overlaps:
+                if following_ids is not None:
+                    following_ids.send_values()
+                reduced = dense.start_all_reduce(self._loss)
+            with clock.stage("bwd_comms"):
+                arrived = gradients.wait()
+                del gradients
+            with clock.stage("bwd_compute"):
+                embeddings.update(lookup, arrived)
+                del arrived
+            clock.barrier("grad_allreduce")
+            with clock.stage("grad_allreduce"):
+                (reduced or dense.start_all_reduce(self._loss)).wait()
+            with clock.stage("dense_optim"):
+                dense.step(lr_scale)
             self._advance(following, following_ids)
-            raise NotFinite(batch)
-        clock.stop("other")
-
-        loss.backward()
-        del loss  # its graph holds the vectors and their gradient
-        clock.stop("dense_bwd")
-        gradient = pooled.grad
-        assert gradient is not None and bottom_leaf.grad is not None
-        del pooled
-        clock.meet("bwd_comms")
-        gradients = self._settle(embeddings.send_gradients(gradient, self.model.room))
-        del gradient
-        clock.stop("bwd_comms")
-        bottom.backward(bottom_leaf.grad)
-        clock.stop("dense_bwd")
-        if following_ids is not None and self._overlap and not clock.sampled:
-            following_ids.send_values()
-        clock.stop("input_dist")
-        reduced = None
-        if self._overlap and not clock.sampled:
-            reduced = dense.start_all_reduce(self._loss)
-        arrived = gradients.wait()
-        clock.stop("bwd_comms")
-        embeddings.update(lookup, arrived)
-        del gradients, arrived
-        clock.stop("bwd_compute")
-        if reduced is None:
-            clock.meet("grad_allreduce")
-            reduced = dense.start_all_reduce(self._loss)
-        reduced.wait()
-        clock.stop("grad_allreduce")
-        dense.step(lr_scale)
-        clock.stop("dense_optim")
-        self._advance(following, following_ids)
-        clock.end()
         return batch
 
+    @property
+    def _overlaps(self) -> bool:
+        return self._overlap and not self.clock.sampled
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16)
+
     def _settle(self, pending: Pending) -> Pending:
-        if self.clock.sampled or not self._overlap:
+        if not self._overlaps:
             pending.wait()
         return pending
 
@@ -162,17 +155,22 @@ class TrainStep:
         return batch if batch is None or self._device.type == "cpu" else to_device(batch, self._device)
 
     def _send_lengths(self, batch: Batch | None) -> IdDistribution | None:
-        if batch is None or self.clock.sampled or not self._overlap:
-            return None
-        return self.embeddings.distribute(batch)
+        return self.embeddings.distribute(batch) if batch is not None and self._overlaps else None
 
     def _advance(self, following: Batch | None, ids: IdDistribution | None) -> None:
         """Brings the following batch's ids home."""
         if following is not None and ids is None:
-            self.clock.meet("input_dist")
-            ids = self.embeddings.distribute(following)
-        self._next, self.ids = following, None if ids is None else ids.finish()
-        self.clock.stop("input_dist")
+            self.clock.barrier("input_dist")
+        with self.clock.stage("input_dist"):
+            if following is not None and ids is None:
+                ids = self.embeddings.distribute(following)
+            self._next, self.ids = following, None if ids is None else ids.finish()
+
+
+def _taken_gradient(leaf: Tensor) -> Tensor:
+    gradient, leaf.grad = leaf.grad, None
+    assert gradient is not None
+    return gradient
 
 
 def share_of_loss(logits_B: Tensor, batch: Batch) -> Tensor:

@@ -104,7 +104,7 @@ class Trainer:
         )
         model = make_model(self.source.num_dense, self.embeddings.output_tables, config.model, config.run.seed)
         self.dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
-        self.clock = StageClock(runtime.device, runtime.control)
+        self.clock = StageClock(runtime.device, runtime.control if runtime.device.type == "cpu" else runtime.group)
         self.autocast = config.train.dense_dtype == "bf16"
         self.step = TrainStep(
             model,
