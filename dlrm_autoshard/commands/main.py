@@ -12,9 +12,12 @@ import os
 import sys
 from collections.abc import Sequence
 
+from dlrm_autoshard import __version__
 from dlrm_autoshard.errors import in_a_sentence
 
 COMMAND_MODULES: tuple[str, ...] = (
+    "dlrm_autoshard.commands.train",
+    "dlrm_autoshard.commands.configs",
     "dlrm_autoshard.commands.doctor",
     "dlrm_autoshard.commands.data",
     "dlrm_autoshard.commands.tables",
@@ -30,10 +33,15 @@ COMMAND_MODULES: tuple[str, ...] = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="dlrm-autoshard", description=__doc__.split(":")[0] + ".")
+    parser.add_argument("--version", action="version", version=f"dlrm-autoshard {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in COMMAND_MODULES:
         importlib.import_module(module).add_parser(subparsers)
-    arguments = parser.parse_args(argv)
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # of a job's settings; argparse takes positional arguments up to the first option only
+        arguments.overrides += rest
     try:
         status = int(arguments.run(arguments) or 0)
         sys.stdout.flush()  # here, where a reader who has gone can still be forgiven

@@ -1,0 +1,52 @@
+"""`dlrm-autoshard configs`: lists the configs that come with the package; `configs NAME` copies one to start from."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+from dlrm_autoshard.errors import UserError
+
+_IN_A_WHEEL = Path(__file__).parents[1] / "configs"
+FOLDER = _IN_A_WHEEL if _IN_A_WHEEL.is_dir() else Path(__file__).parents[2] / "configs"
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("configs", help="list the shipped configs, or copy one to start from")
+    parser.add_argument("name", nargs="?", help="the config to copy; without one they are listed")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to (default: NAME.yaml here)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.name is None:
+        for name, path in shipped_configs().items():
+            print(f"{name:<18}  {path.read_text().splitlines()[0].lstrip('# ')}")
+        return 0
+    source = shipped_configs().get(Path(arguments.name).stem)
+    if source is None:
+        raise UserError(f"there is no config '{arguments.name}'; there are {', '.join(shipped_configs())}.")
+    out = arguments.out or Path(source.name)
+    if out.exists():
+        raise UserError(f"'{out}' exists already. Name another file with --out.")
+    shutil.copyfile(source, out)
+    print(f"{out}; train it with: dlrm-autoshard train {out}")
+    return 0
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Name -> file, of the configs that come with the package."""
+    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+
+
+def find_config(given: str) -> Path:
+    """The file that was named; else the shipped config of that name, in any spelling (demo, configs/demo.yaml)."""
+    path = Path(given)
+    if path.exists():
+        return path
+    shipped = shipped_configs().get(path.stem)
+    if shipped is None or path.suffix not in ("", ".yaml"):
+        raise UserError(f"there is no file '{given}', and no such config: {', '.join(shipped_configs())} are shipped.")
+    return shipped

@@ -1,0 +1,88 @@
+"""One rank of a training job: what `dlrm-autoshard train` and `torchrun launch/train.py` start.
+
+What people can mend (config, data, plan, packages) ends in a sentence and exit status 2, all else in a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlrm_autoshard.distributed.launch import complain, leave, recorded
+from dlrm_autoshard.errors import UserError, in_a_sentence
+
+if TYPE_CHECKING:
+    from dlrm_autoshard.config import Config
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Trains a DLRM as a YAML file says.")
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the YAML file")
+    add_settings(parser)
+    arguments = parser.parse_intermixed_args(argv)
+    sort_settings(arguments)
+    return arguments
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """What a job is started with beside its YAML file, whoever starts it."""
+    parser.add_argument(
+        "--resume", nargs="?", const="", metavar="RUN", help="from the last checkpoint of RUN, or of the newest run"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+
+
+def sort_settings(arguments: argparse.Namespace) -> None:
+    """`--resume train.epochs=3`: the override is no directory."""
+    if arguments.resume and "=" in arguments.resume and not Path(arguments.resume).exists():
+        arguments.overrides.insert(0, arguments.resume)
+        arguments.resume = ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    signal.signal(signal.SIGINT, leave)
+    from dlrm_autoshard.commands.environment_checks import require_pair
+    from dlrm_autoshard.config import load_config
+
+    arguments = parse(argv)
+    try:
+        require_pair()
+        config = load_config(arguments.config, arguments.overrides)
+    except UserError as error:
+        complain(str(error))
+        return 2
+    return recorded(_train)(config, arguments.resume) or 0  # only now what takes seconds to import
+
+
+def _train(config: Config, resume: str | None) -> int:
+    from dlrm_autoshard.train.stop_signals import Stopped
+    from dlrm_autoshard.train.trainer import train
+
+    try:
+        train(config, resume=resume)
+    except Stopped as stopped:
+        complain(str(stopped))
+        return 128 + stopped.number
+    except RuntimeError as error:
+        if not any(words in str(error).lower() for words in ("connection closed", "connection reset by peer")):
+            raise
+        # torchrun has seen why and ends this rank meanwhile; if not, the other rank is on another machine.
+        time.sleep(3)
+        complain("a rank on another machine went away in the middle of an exchange; what it says there is the cause.")
+        return 3
+    except Exception as error:
+        text = in_a_sentence(error)
+        if text is None:
+            raise
+        complain(text)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

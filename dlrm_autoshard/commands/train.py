@@ -1,0 +1,75 @@
+"""`dlrm-autoshard train CONFIG`: validates the config, starts the ranks, waits for them.
+
+dlrm-autoshard train demo                                       # a config of the package, or a YAML file
+dlrm-autoshard train mine.yaml --ranks 4 train.epochs=3         # keys override
+dlrm-autoshard train mine.yaml --resume                         # the newest run of that name
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+from typing import Any
+
+from dlrm_autoshard.commands import rank
+from dlrm_autoshard.commands.configs import find_config
+from dlrm_autoshard.errors import UserError
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("train", help="train as a YAML file says, on this machine or as one of several")
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of a shipped one (see `configs`)")
+    rank.add_settings(parser)
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="processes on this machine (default: one a GPU; without GPUs 2)"
+    )
+    parser.add_argument("--restarts", type=int, default=0, metavar="N", help="after a rank died (default: none)")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that run this same line")
+    parser.add_argument("--head", metavar="HOST:PORT", help="a free port on one of the machines: with --nodes")
+    parser.add_argument("--job", default="", metavar="ID", help="a name that only this job has: with --nodes")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The ranks' exit status: 0, 2 after a mistake of people, 128 + the signal's number after a signal."""
+    from dlrm_autoshard.commands.environment_checks import require_pair
+    from dlrm_autoshard.config import load_config
+    from dlrm_autoshard.distributed.launch import launch, leave
+
+    rank.sort_settings(arguments)
+    for name in ("restarts", "nodes", "ranks"):
+        least, value = int(name != "restarts"), getattr(arguments, name)
+        if value is not None and value < least:
+            raise UserError(f"--{name} is {value}; it must be {least} or more.")
+    if arguments.nodes > 1 and not (arguments.head and arguments.job):
+        raise UserError("--nodes needs --head HOST:PORT and --job ID, the same on each machine.")
+    signal.signal(signal.SIGINT, leave)  # until the ranks run
+    require_pair()
+    path = find_config(arguments.config)
+    load_config(path, arguments.overrides)
+    own = ["--config", str(path), *arguments.overrides]
+    if arguments.resume is not None:
+        own.append(f"--resume={arguments.resume}")
+    ranks = arguments.ranks or default_ranks()
+    if ranks == arguments.nodes == 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        return rank.main(own)
+    return launch(
+        ["-m", rank.__name__, *own],
+        ranks,
+        nodes=arguments.nodes,
+        head=arguments.head,
+        job=arguments.job,
+        restarts=arguments.restarts,
+    )
+
+
+def default_ranks() -> int:
+    """One a GPU. Without GPUs two where there are two cores: one rank has nothing to place."""
+    import torch
+
+    if shutil.which("nvidia-smi") and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return min(2, len(os.sched_getaffinity(0)))

@@ -1,0 +1,115 @@
+"""Starts the ranks of a job by torchrun's own API, and brings their last words to the terminal, once.
+
+status = launch(["-m", "dlrm_autoshard.commands.rank", "--config", "mine.yaml"], ranks=2)    # the launcher's side
+complain("tables.embedding_dim is 6")                                                        # a rank's side
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_CHECKPOINT_SECONDS = 300  # that ranks have to write their last checkpoint after a signal, before they are killed
+
+T = TypeVar("T")
+
+
+def launch(
+    arguments: Sequence[str], ranks: int, *, nodes: int = 1, head: str | None = None, job: str = "", restarts: int = 0
+) -> int:
+    """Runs `python ARGUMENTS` as `ranks` processes on this machine, and waits for them; returns the exit status.
+
+    nodes, head, job: machines of the job, `host:port` of one of them, and a name that only this job has: for several.
+    restarts: how often the ranks are started again after one died.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # with more threads a rank, fbgemm's CPU backward becomes erratic
+    config = LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=ranks,
+        run_id=job or uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=head or "localhost:0",
+        max_restarts=restarts,
+        shutdown_timeout=_CHECKPOINT_SECONDS,
+    )
+    logging.disable(logging.ERROR)  # the launcher's own messages: what happened is said below, in a sentence
+    try:
+        elastic_launch(config, sys.executable)("-u", *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return _told(rank, failure)
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)  # the ranks have said after which step they stopped
+    finally:
+        logging.disable(logging.NOTSET)
+        _end_children()
+    return 0
+
+
+def _told(rank: int, failure: ProcessFailure) -> int:
+    """The exit status of the first rank that failed, after a sentence about it if it could say none itself."""
+    if failure.exitcode < 0:
+        name = signal.Signals(-failure.exitcode).name
+        hint = ": out of memory, perhaps" if name == "SIGKILL" else ""
+        print(f"rank {rank} was ended by {name}{hint}. --resume continues from its last checkpoint.", file=sys.stderr)
+        return 128 - failure.exitcode
+    if not Path(failure.error_file).exists():
+        print(f"rank {rank} ended with status {failure.exitcode}; its own words are above.", file=sys.stderr)
+    return int(failure.exitcode)
+
+
+def _end_children() -> None:
+    """After a second Ctrl-C nobody waits for a checkpoint."""
+    import psutil
+
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def complain(message: str) -> None:
+    """Says it once a machine, with the rank that says it, and leaves it to torchrun's closing summary too."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file is None:
+        print(message, file=sys.stderr, flush=True)
+        return
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    Path(error_file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+    # All error files of this machine, restarts included, share this folder: there its ranks agree who speaks.
+    said = Path(error_file).parents[2] / f"said_{hashlib.sha256(message.encode()).hexdigest()[:16]}"
+    with contextlib.suppress(FileExistsError):
+        said.open("x").close()
+        print(f"[rank {os.environ['RANK']}] {message}", file=sys.stderr, flush=True)
+
+
+def recorded(function: Callable[..., T]) -> Callable[..., T | None]:
+    """The function, whose uncaught exceptions' text reaches the launcher."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(function)
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """A signal handler for when there is nothing to save yet. No exception: thrown into an import that is half done,
+    it comes out as an error of that package's own."""
+    complain("stopped.")
+    os._exit(128 + number)

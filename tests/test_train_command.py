@@ -1,0 +1,127 @@
+"""`dlrm-autoshard train`: one line where something is wrong, one sentence at Ctrl-C, nothing of the launcher's own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+CONFIG = """
+data:
+  source: synthetic
+  train_samples: 20000
+  test_samples: 1000
+  tables:
+    - {name: a, num_embeddings: 500}
+    - {name: b, num_embeddings: 50, mean_pooling: 3.0}
+train: {batch_size: 64, epochs: 2}
+profile: {enabled: false}
+"""
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+ENVIRONMENT.pop("OMP_NUM_THREADS", None)  # nobody sets it for the first run of their life
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(CONFIG + f"run: {{name: job, dir: {tmp_path / 'runs'}}}\n")
+    return path
+
+
+def dlrm(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dlrm_autoshard", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, env=ENVIRONMENT)
+
+
+def test_it_trains_on_two_ranks_from_anywhere_and_says_nothing_but_what_training_says(
+    config: Path, tmp_path: Path
+) -> None:
+    done = dlrm("train", "mine.yaml", "--ranks", "2", "train.max_steps=20", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "on 2 rank(s), 20 steps" in done.stdout
+    resumed = dlrm("train", "mine.yaml", "--resume", "train.max_steps=30", "--ranks=1", cwd=tmp_path)
+    assert resumed.returncode == 0 and "resumed at step 20" in resumed.stdout, resumed.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nobody.yaml"], "dlrm-autoshard train: there is no file 'nobody.yaml', and no such config: "),
+        (["mine.yaml", "train.epoch=3"], "dlrm-autoshard train: mine.yaml: unknown key 'train.epoch'. Did you mean"),
+        (["mine.yaml", "--ranks", "0"], "dlrm-autoshard train: --ranks is 0; it must be 1 or more."),
+        (["mine.yaml", "--nodes=2"], "dlrm-autoshard train: --nodes needs --head HOST:PORT and --job ID"),
+        (["mine.yaml", "--ranks=1", "--resume"], "there is no run 'job' with a checkpoint in "),
+        (["mine.yaml", "--ranks=2", "autoshard.placement=no.json"], "] plan file 'no.json' cannot be read: No such"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], sentence: str, config: Path, tmp_path: Path) -> None:
+    """Also where only the ranks can find it."""
+    done = dlrm("train", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not list((tmp_path / "runs").glob("*/checkpoints"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_ends_in_one_sentence(ranks: int, config: Path, tmp_path: Path) -> None:
+    """As a terminal sends it: to every process of the foreground group."""
+    command = [sys.executable, "-m", "dlrm_autoshard", "train", str(config), f"--ranks={ranks}"]
+    job = subprocess.Popen(
+        [*command, "checkpoint.every_steps=50", "train.epochs=50"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_for(tmp_path / "runs/job/checkpoints/step_00000050")
+        family = psutil.Process(job.pid).children(recursive=True)
+        os.killpg(job.pid, signal.SIGINT)
+        said = job.communicate(timeout=60)[1]
+    finally:
+        job.kill()
+    assert job.returncode == 128 + signal.SIGINT
+    assert said.count("\n") == 1 and "stopped by SIGINT after step " in said and "--resume continues from" in said
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
+
+
+def test_a_rank_that_is_killed_is_named_in_a_sentence(config: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dlrm_autoshard", "train", str(config), "--ranks=2", "train.epochs=50"]
+    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    try:
+        wait_for(tmp_path / "runs/job/metrics.jsonl")
+        next(p for p in psutil.Process(job.pid).children() if p.environ().get("RANK") == "1").kill()
+        said = job.communicate(timeout=60)[1]
+    finally:
+        job.kill()
+    assert job.returncode == 128 + signal.SIGKILL
+    assert said.splitlines()[-1].startswith("rank 1 was ended by SIGKILL"), said
+    assert "Traceback" not in said
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.02)
+
+
+def test_the_shipped_configs_are_listed_and_copied(tmp_path: Path) -> None:
+    listed = dlrm("configs", cwd=tmp_path).stdout.splitlines()
+    assert [line.split()[0] for line in listed] == sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml"))
+    assert dlrm("configs", "debug_cpu", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "debug_cpu.yaml").read_text() == (REPOSITORY / "configs/debug_cpu.yaml").read_text()
+    again = dlrm("configs", "debug_cpu", cwd=tmp_path)
+    assert again.returncode == 2 and "exists already" in again.stderr
+    unknown = dlrm("configs", "nobody", cwd=tmp_path)
+    assert unknown.returncode == 2 and "there are " in unknown.stderr
+
+
+def test_the_version_is_the_packages(tmp_path: Path) -> None:
+    import dlrm_autoshard
+
+    assert dlrm("--version", cwd=tmp_path).stdout.strip() == f"dlrm-autoshard {dlrm_autoshard.__version__}"
+    assert json.dumps(dlrm_autoshard.__version__) in (REPOSITORY / "dlrm_autoshard/__init__.py").read_text()
