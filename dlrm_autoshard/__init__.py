@@ -1,6 +1,6 @@
 """dlrm_autoshard: a DLRM trainer that places, measures and moves its embedding tables.
 
-    from dlrm_autoshard import Planner, TableConfig, TableStats, Topology
+    from dlrm_autoshard import PlacementTask, Planner, TableConfig, TableStats, Topology
 
 `__init__.pyi` lists what is public. A name is loaded when it is first used, so `import dlrm_autoshard` costs nothing.
 """

@@ -12,6 +12,7 @@ from .planner.planner import Planner as Planner
 from .planner.replay import CommsSample as CommsSample
 from .planner.replay import ShardSample as ShardSample
 from .planner.result import PlanResult as PlanResult
+from .planner.task import PlacementTask as PlacementTask
 from .probe.simulator import SimulatedCluster as SimulatedCluster
 from .tables import TableConfig as TableConfig
 from .tables import TableStats as TableStats

@@ -19,6 +19,10 @@ from dlrm_autoshard.tables import TableConfig, TableStats
 PLANNED_STAGES = ("fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute")
 """The four stages that placement decides; `RankCost` has one field for each."""
 
+COMPUTE, EXCHANGE = slice(0, 4, 3), slice(1, 3)
+"""Columns of an array [..., 4] in the order of PLANNED_STAGES: forward and backward of what each rank
+computes, and of what ranks exchange."""
+
 STAGES = (
     "data_wait",  # waiting for the loader's next batch
     "input_dist",  # ids to their owners
@@ -71,6 +75,7 @@ class StepProfile:
 
     tables and stats are in canonical order and parallel; `ranks[r]` is rank r's cost. batch_size is the global
     batch. noise: relative spread of repeated measurements (interquartile range / median); 0 where it is exact.
+    hosts: number of each rank's host; None: all ranks are on one.
     """
 
     plan: ShardingPlan
@@ -80,6 +85,7 @@ class StepProfile:
     ranks: tuple[RankCost, ...]
     source: Source
     noise: float = 0.0
+    hosts: tuple[int, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -90,6 +96,7 @@ class StepProfile:
             "ranks": [rank.to_json() for rank in self.ranks],
             "source": self.source,
             "noise": self.noise,
+            "hosts": self.hosts,
         }
 
     @staticmethod
@@ -102,6 +109,7 @@ class StepProfile:
             ranks=tuple(RankCost.from_json(rank) for rank in record["ranks"]),
             source=record["source"],
             noise=float(record["noise"]),
+            hosts=None if record.get("hosts") is None else tuple(record["hosts"]),
         )
 
 

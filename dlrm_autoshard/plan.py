@@ -118,15 +118,17 @@ class Topology:
     memory_bytes: bytes free for tables on each rank; None where it is not limited.
     speed: relative speed of each rank at computation (1.0 is usual; 0.5 takes twice as long); None: all 1.0.
     excluded: ranks that must stay empty.
+    hosts: number of each rank's host, from 0; None: all ranks are on one.
     """
 
     world_size: int
     memory_bytes: tuple[int, ...] | None = None
     speed: tuple[float, ...] | None = None
     excluded: frozenset[int] = frozenset()
+    hosts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "speed"):
+        for name in ("memory_bytes", "speed", "hosts"):
             values = getattr(self, name)
             if values is not None and len(values) != self.world_size:
                 raise PlanError(f"topology.{name} has {len(values)} entries for {self.world_size} ranks")
@@ -136,6 +138,11 @@ class Topology:
     @property
     def usable_ranks(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.world_size) if rank not in self.excluded)
+
+    @property
+    def ranks_by_host(self) -> tuple[frozenset[int], ...]:
+        hosts = self.hosts or (0,) * self.world_size
+        return tuple(frozenset(r for r, h in enumerate(hosts) if h == host) for host in sorted(set(hosts)))
 
 
 @dataclass(frozen=True)

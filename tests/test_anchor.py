@@ -10,24 +10,26 @@ import pytest
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 from dlrm_autoshard.tables import TableConfig, TableStats
 
 TABLES = [TableConfig(f"t{i}", 10_000 * (i + 1), 16 + 16 * (i % 4)) for i in range(12)]
 STATS = [TableStats(1.0 + 3 * (i % 5), batch_size=1024) for i in range(12)]
+TASK = PlacementTask.build(TABLES, STATS, Topology(2), batch_size=1024)
 EVEN = ShardingPlan({table.name: i % 2 for i, table in enumerate(TABLES)}, 2)
 
 
 def error(planner: Planner, profile: StepProfile) -> float:
-    predicted = planner.predict(profile.plan, profile.tables, profile.stats, profile.batch_size)
+    predicted = planner.predict(TASK, profile.plan)
     off = [abs(p.stage(s) - m.stage(s)) for p, m in zip(predicted, profile.ranks, strict=True) for s in PLANNED_STAGES]
     return sum(off) / sum(rank.total_ms for rank in profile.ranks)
 
 
 def follow(planner: Planner, *profiles: StepProfile) -> None:
     for profile in profiles:
-        planner.observe(profile)
-        planner.follow()
+        planner.costs.observe(profile)
+        planner.costs.follow()
 
 
 def slower(profile: StepProfile, rank: int, factor: float) -> StepProfile:
@@ -61,9 +63,9 @@ def test_after_a_change_the_newest_interval_counts_and_those_before_it_do_not() 
 def test_what_one_rank_is_off_by_a_little_goes_with_its_tables() -> None:
     planner, profile = Planner(seed=0), SimulatedCluster(0).profile(TABLES, STATS, EVEN, 1024)
     follow(planner, profile)
-    before = planner.predict(EVEN, TABLES, STATS, 1024)
+    before = planner.predict(TASK, EVEN)
     mirrored = ShardingPlan({name: 1 - rank for name, rank in EVEN.rank_of.items()}, 2)
-    swapped = planner.predict(mirrored, TABLES, STATS, 1024)
+    swapped = planner.predict(TASK, mirrored)
     assert swapped[0].bwd_compute_ms == pytest.approx(before[1].bwd_compute_ms, rel=0.2)
 
 
@@ -71,7 +73,7 @@ def test_exchanges_are_learned_rank_by_rank() -> None:
     planner, profile = Planner(seed=0), SimulatedCluster(0).profile(TABLES, STATS, EVEN, 1024)
     far = replace(profile.ranks[1], fwd_comms_ms=2.5 * profile.ranks[1].fwd_comms_ms)
     follow(planner, replace(profile, ranks=(profile.ranks[0], far)))
-    near, distant = planner.predict(EVEN, TABLES, STATS, 1024, Topology(2))
+    near, distant = planner.predict(TASK, EVEN)
     assert distant.fwd_comms_ms / near.fwd_comms_ms == pytest.approx(far.fwd_comms_ms / profile.ranks[0].fwd_comms_ms)
 
 
@@ -88,4 +90,4 @@ def test_it_is_saved_with_the_planner() -> None:
     follow(planner, profile)
     other = Planner(seed=0)
     other.load_state_dict(planner.state_dict())
-    assert other.predict(EVEN, TABLES, STATS, 1024) == planner.predict(EVEN, TABLES, STATS, 1024)
+    assert other.predict(TASK, EVEN) == planner.predict(TASK, EVEN)

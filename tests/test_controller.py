@@ -20,6 +20,7 @@ from dlrm_autoshard.config import AutoshardConfig, RefineConfig, ReshardConfig
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import Constraints, ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 from dlrm_autoshard.tables import TableConfig, TableStats, memory_bytes
 
@@ -61,15 +62,13 @@ class Training:
         problem = Problem(self.topology, Constraints(), table_bytes, bytes_of)
         return LoopController(config, planner or self.planner, problem, lambda r: self.records.append(dict(r)))
 
+    @property
+    def task(self) -> PlacementTask:
+        return PlacementTask.build(self.tables, self.stats, self.topology, batch_size=BATCH)
+
     def start_plan(self) -> ShardingPlan:
         """As a job starts: finalists measured on the ranks."""
-        return self.planner.plan(
-            self.tables,
-            self.stats,
-            self.topology,
-            batch_size=BATCH,
-            measure=lambda plans: [self.measure(p) for p in plans],
-        ).plan
+        return self.planner.plan(self.task, measure=lambda plans: [self.measure(p) for p in plans]).plan
 
     def measure(self, plan: ShardingPlan) -> Any:
         return self.cluster.profile(self.tables, self.stats, plan, BATCH)
@@ -110,11 +109,11 @@ class Training:
         return self.true_ms(best)
 
     def _many_plans(self) -> Sequence[ShardingPlan]:
-        return [p for p, _ in self.planner.propose(self.plan, self.tables, self.stats, self.topology, batch_size=BATCH)]
+        return [p for p, _ in self.planner.propose(self.task, self.plan)]
 
     def worst_heuristic(self) -> ShardingPlan:
         names = ("size_greedy", "dim_greedy", "lookup_greedy", "size_lookup_greedy", "random")
-        plans = [Planner(name).plan(self.tables, self.stats, self.topology, batch_size=BATCH).plan for name in names]
+        plans = [Planner(name).plan(self.task).plan for name in names]
         return max(plans, key=self.true_ms)
 
 
@@ -176,12 +175,12 @@ class Liar(Planner):
 
     lie: ShardingPlan
 
-    def propose(self, current: ShardingPlan, *args: Any, **options: Any) -> list[tuple[ShardingPlan, float]]:
+    def propose(self, *args: Any, **options: Any) -> list[tuple[ShardingPlan, float]]:
         return [(self.lie, 0.0)]
 
     def step_costs(self, *args: Any, **options: Any) -> Callable[[ShardingPlan], float]:
         cost_ms = super().step_costs(*args, **options)
-        seen = any(profile.plan == self.lie for profile in self.replay.profiles)
+        seen = any(profile.plan == self.lie for profile in self.costs.replay.profiles)
         return lambda plan: 0.0 if plan == self.lie and not seen else cost_ms(plan)
 
 
@@ -273,10 +272,10 @@ def test_too_few_steps_left_to_pay_for_a_move() -> None:
 def test_an_interval_of_too_few_timed_steps_says_nothing() -> None:
     job = Training(0)
     job.plan = job.worst_heuristic()
-    seen = len(job.planner.replay.profiles)
+    seen = len(job.planner.costs.replay.profiles)
     decision = job.controller.after_interval(Interval(1, 500, job.measure(job.plan), 1000.0, 10_000, 2), job.plan)
     assert decision.action == "kept" and "only 2 steps were timed" in decision.text
-    assert len(job.planner.replay.profiles) == seen and job.records[-1]["text"] == decision.text
+    assert len(job.planner.costs.replay.profiles) == seen and job.records[-1]["text"] == decision.text
 
 
 def test_a_refusal_is_recorded_and_not_asked_for_again_at_once() -> None:

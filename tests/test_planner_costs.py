@@ -13,20 +13,25 @@ from hypothesis import strategies as st
 from dlrm_autoshard import Planner, RankCost, ShardingPlan, SimulatedCluster, Topology
 from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile, step_cost_ms
 from dlrm_autoshard.planner.cost_model import CostModel, FrozenDevices
-from dlrm_autoshard.planner.exchange_model import CommsLaw, exchange_work
+from dlrm_autoshard.planner.exchange_model import ExchangeModel, exchange_work
 from dlrm_autoshard.planner.fit_costs import HUBER, CostTraining
 from dlrm_autoshard.planner.least_squares import fit_nonnegative, solve_nonnegative
 from dlrm_autoshard.planner.rank_speed import RankSpeed
 from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample
 from dlrm_autoshard.planner.shard_set import ShardSet
-from dlrm_autoshard.planner.task_costs import TaskCosts
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.tables import TableConfig, TableStats
 from tests.planning_problems import BATCH, random_samples, some_tables, some_task
+
+
+def task_of(tables: list[TableConfig], stats: list[TableStats], world_size: int) -> PlacementTask:
+    return PlacementTask.build(tables, stats, Topology(world_size), batch_size=BATCH)
 
 
 @pytest.fixture(scope="module")
 def fitted() -> Planner:
     planner = Planner("search", seed=0)
-    planner.learn(random_samples(SimulatedCluster(seed=0), profiles=80), updates=600)
+    planner.costs.learn(random_samples(SimulatedCluster(seed=0), profiles=80), updates=600)
     return planner
 
 
@@ -36,16 +41,16 @@ def shards(samples: list[Any]) -> list[ShardSample]:
 
 def test_the_cost_model_learns_a_known_function_of_unseen_tables(fitted: Planner) -> None:
     unseen = shards(random_samples(SimulatedCluster(seed=0), profiles=30, seed=1))
-    forward, backward = fitted.cost_model.errors(ShardSet(unseen))
+    forward, backward = fitted.costs.cost_model.errors(ShardSet(unseen))
     assert forward < 0.05 and backward < 0.05
 
 
 def test_learning_reports_the_error_before_and_after() -> None:
     planner = Planner("search", seed=0)
-    report = planner.learn(random_samples(SimulatedCluster(seed=0), profiles=20), updates=100)
+    report = planner.costs.learn(random_samples(SimulatedCluster(seed=0), profiles=20), updates=100)
     assert report.samples > 40 and report.updates == 100
     assert max(report.error_after) < min(report.error_before)
-    assert "fitted" in planner.costs_from
+    assert "fitted" in planner.costs.costs_from
 
 
 def test_a_devices_cost_does_not_depend_on_the_order_of_its_tables(fitted: Planner) -> None:
@@ -53,7 +58,7 @@ def test_a_devices_cost_does_not_depend_on_the_order_of_its_tables(fitted: Plann
     order = np.random.default_rng(0).permutation(9)
     one = ShardSample(tuple(tables), tuple(stats), BATCH, 1, 1)
     other = ShardSample(tuple(tables[i] for i in order), tuple(stats[i] for i in order), BATCH, 1, 1)
-    one_ms, other_ms = fitted.cost_model.shard_ms([one, other])
+    one_ms, other_ms = fitted.costs.cost_model.shard_ms([one, other])
     np.testing.assert_allclose(one_ms, other_ms, rtol=1e-4)
 
 
@@ -61,21 +66,21 @@ def test_exchanging_two_devices_exchanges_their_costs(fitted: Planner) -> None:
     tables, stats = some_tables(8, seed=4)
     plan = ShardingPlan({table.name: i % 3 for i, table in enumerate(tables)}, 3)
     swapped = ShardingPlan({name: [1, 0, 2][rank] for name, rank in plan.rank_of.items()}, 3)
-    costs, other = (fitted.predict(p, tables, stats, BATCH) for p in (plan, swapped))
+    costs, other = (fitted.predict(task_of(tables, stats, 3), p) for p in (plan, swapped))
     for ours, theirs in zip(costs, (other[1], other[0], other[2]), strict=True):
         assert ours.to_json() == pytest.approx(theirs.to_json(), rel=1e-4)
 
 
 def test_an_empty_device_computes_nothing_but_joins_the_exchange(fitted: Planner) -> None:
     tables, stats = some_tables(4, seed=5)
-    empty = fitted.predict(ShardingPlan({t.name: 0 for t in tables}, 2), tables, stats, BATCH)[1]
+    empty = fitted.predict(task_of(tables, stats, 2), ShardingPlan({t.name: 0 for t in tables}, 2))[1]
     assert empty.fwd_compute_ms == empty.bwd_compute_ms == 0.0
     assert empty.fwd_comms_ms > 0 and empty.bwd_comms_ms > 0
 
 
 def test_one_rank_exchanges_nothing() -> None:
     tables, stats = some_tables(4)
-    [cost] = Planner("search").predict(ShardingPlan({t.name: 0 for t in tables}, 1), tables, stats, BATCH)
+    [cost] = Planner("search").predict(task_of(tables, stats, 1), ShardingPlan({t.name: 0 for t in tables}, 1))
     assert cost.fwd_comms_ms == cost.bwd_comms_ms == 0.0 and cost.fwd_compute_ms > 0
 
 
@@ -89,11 +94,11 @@ def test_more_work_costs_more_before_anything_was_measured() -> None:
 
 
 def test_numpy_inference_is_the_torch_model(fitted: Planner) -> None:
-    summaries = fitted.cost_model.summaries(*some_tables(30, seed=7), BATCH)
+    summaries = fitted.costs.cost_model.summaries(*some_tables(30, seed=7), BATCH)
     sums = np.stack([summaries[:n].sum(axis=0) for n in range(30)])
     with torch.no_grad():
-        expected = fitted.cost_model.device_ms(torch.from_numpy(sums)).numpy()
-    np.testing.assert_allclose(FrozenDevices(fitted.cost_model)(sums), expected, rtol=1e-4, atol=1e-6)
+        expected = fitted.costs.cost_model.device_ms(torch.from_numpy(sums)).numpy()
+    np.testing.assert_allclose(FrozenDevices(fitted.costs.cost_model)(sums), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_gradients_written_by_hand_are_those_of_autograd() -> None:
@@ -118,14 +123,14 @@ def test_gradients_written_by_hand_are_those_of_autograd() -> None:
 
 def test_step_prediction_is_the_sum_over_stages_of_the_slowest_rank(fitted: Planner) -> None:
     task = some_task(10, 3, seed=8)
-    costs = TaskCosts(task, fitted.cost_model, fitted.law, fitted.speed)
+    costs = fitted.costs.costs_of(task)
     rank_U = np.arange(10) % 3
-    predicted = fitted.predict(task.plan_from(rank_U), task.tables, task.stats, BATCH)
+    predicted = fitted.predict(task, task.plan_from(rank_U))
     by_hand = sum(max(rank.stage(stage) for rank in predicted) for stage in PLANNED_STAGES)
     assert costs.step_ms(rank_U) == pytest.approx(by_hand, rel=1e-5) == pytest.approx(step_cost_ms(predicted), rel=1e-5)
 
 
-def test_the_exchange_law_recovers_latency_and_bandwidth() -> None:
+def test_the_exchange_model_recovers_latency_and_bandwidth() -> None:
     prices = np.array([0.3, 0.1, 0.6, 0.2, 0.3, 0.3])
     samples = []
     generator = np.random.default_rng(0)
@@ -133,13 +138,13 @@ def test_the_exchange_law_recovers_latency_and_bandwidth() -> None:
         dims = generator.integers(0, 2000, size=int(generator.integers(2, 9)))
         ms = exchange_work(dims.astype(float), dims.sum(), 4096, (0,) * len(dims)) @ prices
         samples.append(CommsSample(tuple(int(d) for d in dims), 4096, tuple(ms), tuple(1.5 * ms)))
-    law = CommsLaw()
-    law.fit(samples, [1.0] * len(samples))
-    np.testing.assert_allclose(law.prices_SP[0, :4], prices[:4], rtol=0.05)
-    np.testing.assert_allclose(law.prices_SP[1, :4], 1.5 * prices[:4], rtol=0.05)
+    model = ExchangeModel()
+    model.fit(samples, [1.0] * len(samples))
+    np.testing.assert_allclose(model.prices_SP[0, :4], prices[:4], rtol=0.05)
+    np.testing.assert_allclose(model.prices_SP[1, :4], 1.5 * prices[:4], rtol=0.05)
 
 
-def test_the_exchange_law_learns_which_host_has_a_slow_uplink() -> None:
+def test_the_exchange_model_learns_which_host_has_a_slow_uplink() -> None:
     """Three ranks on one host, one on another whose uplink is slow: forward, what leaves it is what all wait for."""
     generator = np.random.default_rng(1)
     hosts = (0, 0, 0, 1)
@@ -149,30 +154,31 @@ def test_the_exchange_law_learns_which_host_has_a_slow_uplink() -> None:
         dims = generator.integers(50, 600, size=4)
         work = exchange_work(dims.astype(float), dims.sum(), 1024, hosts)
         ms = [float(work[r] @ (leaves_slowly if hosts[r] else enters_slowly)) for r in range(4)]
-        samples.append(CommsSample(tuple(int(d) for d in dims), 1024, tuple(ms), tuple(work @ fast)))
-    law = CommsLaw(hosts)
-    law.fit(samples, [1.0] * len(samples))
-    even, away = (law.ms(np.array(d), 1200.0, 1024, 4).max(axis=0) for d in ([300.0] * 4, [400.0] * 3 + [0.0]))
+        samples.append(CommsSample(tuple(int(d) for d in dims), 1024, tuple(ms), tuple(work @ fast), hosts=hosts))
+    model = ExchangeModel()
+    model.fit(samples, [1.0] * len(samples))
+    even, away = (model.ms(np.array(d), 1024, hosts).max(axis=0) for d in ([300.0] * 4, [400.0] * 3 + [0.0]))
     assert away[0] < 0.4 * even[0]
-    alone = CommsLaw().ms(np.array([300.0] * 4), 1200.0, 1024, 4)
+    alone = ExchangeModel().ms(np.array([300.0] * 4), 1024)
     assert (alone == alone[0]).all()  # on one host all ranks are alike
 
 
 def test_after_one_plan_alone_a_slow_exchange_between_hosts_is_put_down_to_the_link() -> None:
-    law = CommsLaw(hosts=(0, 0, 0, 1))
-    measured = CommsSample((300,) * 4, 1024, (60.0,) * 4, (60.0,) * 4)
-    law.fit([measured], [1.0])
-    even, away = (law.ms(np.array(dims), 1200.0, 1024, 4).max() for dims in ([300.0] * 4, [400.0] * 3 + [0.0]))
+    model = ExchangeModel()
+    hosts = (0, 0, 0, 1)
+    measured = CommsSample((300,) * 4, 1024, (60.0,) * 4, (60.0,) * 4, hosts=hosts)
+    model.fit([measured], [1.0])
+    even, away = (model.ms(np.array(dims), 1024, hosts).max() for dims in ([300.0] * 4, [400.0] * 3 + [0.0]))
     assert even == pytest.approx(60, rel=0.1)
     assert away < 0.8 * even
 
 
-def test_least_squares_without_samples_keeps_what_is_believed_and_never_goes_negative() -> None:
-    believed = np.array([1.0, 2.0])
+def test_least_squares_without_samples_keeps_the_prior_and_never_goes_negative() -> None:
+    prior = np.array([1.0, 2.0])
     unseen = np.array([[1.0, 0.0]] * 50)  # the second column never occurs
-    fitted = fit_nonnegative(unseen, np.full(50, 3.0), np.ones(50), believed)
+    fitted = fit_nonnegative(unseen, np.full(50, 3.0), np.ones(50), prior)
     assert fitted[0] == pytest.approx(3.0, rel=0.01) and fitted[1] == 2.0
-    falling = fit_nonnegative(np.array([[1.0, 5.0], [5.0, 1.0]]), np.array([1.0, 9.0]), np.ones(2), believed)
+    falling = fit_nonnegative(np.array([[1.0, 5.0], [5.0, 1.0]]), np.array([1.0, 9.0]), np.ones(2), prior)
     assert (falling >= 0).all()
 
 
@@ -192,7 +198,7 @@ def test_least_squares_is_at_its_optimum(seed: int, samples: int, columns: int) 
 
 def observed(planner: Planner, cluster: SimulatedCluster, ranks_of: dict[str, int], tables, stats) -> StepProfile:  # type: ignore[no-untyped-def]
     profile = cluster.profile(tables, stats, ShardingPlan(ranks_of, 2), BATCH)
-    planner.observe(profile)
+    planner.costs.observe(profile)
     return profile
 
 
@@ -207,9 +213,9 @@ def test_refining_lowers_the_error_on_the_next_profiles(fitted: Planner) -> None
         profile = cluster.profile(
             tables, stats, ShardingPlan({t.name: int(generator.integers(2)) for t in tables}, 2), BATCH
         )
-        errors.append(max(planner.stage_errors(profile).values()))
-        planner.observe(profile)
-        report = planner.refine(200)
+        errors.append(max(planner.costs.stage_errors(profile).values()))
+        planner.costs.observe(profile)
+        report = planner.costs.refine(200)
         assert max(report.error_after.values()) <= max(report.error_before.values()) + 0.01
     assert errors[-1] < errors[0] and errors[-1] < 0.05
 
@@ -219,19 +225,18 @@ def test_a_slow_rank_is_learned_given_less_and_forgiven_when_it_recovers(fitted:
     planner.load_state_dict(fitted.state_dict())
     tables, stats = some_tables(16, seed=10)
     even = {t.name: i % 2 for i, t in enumerate(tables)}
-    topology = Topology(2)
     for _ in range(2):
         observed(planner, SimulatedCluster(seed=0, slowdown={1: 2.0}), even, tables, stats)
-        planner.refine(50)
-    slow, fast = planner.speed.factors[1][0], planner.speed.factors[0][0]
+        planner.costs.refine(50)
+    slow, fast = planner.rank_slowness(2)[[1, 0]]
     assert 1.7 < slow / fast < 2.3
-    plan, _ = planner.propose(ShardingPlan(even, 2), tables, stats, topology, batch_size=BATCH)[0]
+    plan, _ = planner.propose(task_of(tables, stats, 2), ShardingPlan(even, 2))[0]
     by_rank = SimulatedCluster(seed=0).profile(tables, stats, plan, BATCH).ranks
     assert by_rank[1].bwd_compute_ms < 0.75 * by_rank[0].bwd_compute_ms
     for _ in range(4):
         observed(planner, SimulatedCluster(seed=0), even, tables, stats)
-        planner.refine(50)
-    assert planner.speed.factors[1][0] / planner.speed.factors[0][0] < 1.25
+        planner.costs.refine(50)
+    assert np.divide(*planner.rank_slowness(2)[[1, 0]]) < 1.25
 
 
 def test_a_few_per_cent_between_ranks_are_not_taken_for_a_slow_rank() -> None:
@@ -262,4 +267,4 @@ def test_a_prediction_is_refused_as_an_observation(fitted: Planner) -> None:
     plan = ShardingPlan({t.name: 0 for t in tables}, 1)
     predicted = StepProfile(plan, tuple(tables), tuple(stats), BATCH, (RankCost(1.0),), source="predicted")
     with pytest.raises(ValueError, match="no observation"):
-        Planner("search").observe(predicted)
+        Planner("search").costs.observe(predicted)

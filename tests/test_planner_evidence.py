@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_autoshard import Planner, RankCost, ShardingPlan, StepProfile
-from dlrm_autoshard.costs import PLANNED_STAGES, step_cost_ms
+from dlrm_autoshard.costs import EXCHANGE, PLANNED_STAGES, step_cost_ms
+from dlrm_autoshard.planner.cost_model import COST
 from dlrm_autoshard.planner.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.evidence import SHARD_ERROR, TABLE_ERROR, Evidence, most_likely_errors
 from dlrm_autoshard.planner.greedy import KEYS, heuristic
@@ -23,7 +24,7 @@ QUICK = DreamShardSettings(iterations=1, policy_updates=2, samples=4)
 
 
 def costs_of(task: PlacementTask) -> TaskCosts:
-    return Planner().costs_of(task)
+    return Planner().costs.costs_of(task)
 
 
 def profile_of(task: PlacementTask, stages_W4: np.ndarray, rank_U: np.ndarray, noise: float) -> StepProfile:
@@ -59,7 +60,7 @@ def test_a_table_that_costs_more_than_predicted_is_found_out() -> None:
     """Table 0 takes 1.5 times what is predicted; four plans tell, and a fifth is predicted better for it."""
     task = some_task(10, 3, seed=2)
     costs, truth = costs_of(task), costs_of(task)
-    truth.summary_UK[0, 2:4] *= 1.5
+    truth.summary_UK[0, COST] *= 1.5
     generator = np.random.default_rng(0)
     evidence = Evidence(task, costs)
     for _ in range(4):
@@ -96,7 +97,7 @@ def test_a_lucky_heuristic_does_not_beat_a_clearly_better_plan() -> None:
     """Measurements off by 10% either way: the heuristic looked cheaper, and is still expected to cost more."""
     task = some_task(16, 4, seed=4)
     planner = Planner("auto", settings=QUICK)
-    costs = planner.costs_of(task)
+    costs = planner.costs.costs_of(task)
 
     def measure(plans: Sequence[ShardingPlan]) -> list[StepProfile]:
         profiles = []
@@ -106,9 +107,7 @@ def test_a_lucky_heuristic_does_not_beat_a_clearly_better_plan() -> None:
             profiles.append(profile_of(task, luck * costs.rank_ms(rank_U), rank_U, noise=0.3))
         return profiles
 
-    result = planner.plan(
-        task.tables, task.stats, task.topology, batch_size=task.batch_size, measure=measure, measure_plans=2
-    )
+    result = planner.plan(task, measure=measure, measure_plans=2)
     measured = {c.name in KEYS: c.measured_ms for c in result.candidates if c.measured_ms is not None}
     assert measured[True] is not None and measured[False] is not None and measured[True] < measured[False]
     assert result.chosen.name not in KEYS
@@ -125,16 +124,14 @@ def test_the_choice_is_never_expected_to_be_worse_than_a_measured_plan(seed: int
 
     def measure(asked_plans: Sequence[ShardingPlan]) -> list[StepProfile]:
         asked.extend(plan.fingerprint for plan in asked_plans)
-        believed = [planner.costs_of(task).rank_ms(task.ranks_from(plan)) for plan in asked_plans]
+        believed = [planner.costs.costs_of(task).rank_ms(task.ranks_from(plan)) for plan in asked_plans]
         factors = [np.exp((0.05 + noise) * generator.standard_normal(ms.shape)) for ms in believed]
         return [
             profile_of(task, ms * factor, task.ranks_from(plan), noise)
             for plan, ms, factor in zip(asked_plans, believed, factors, strict=True)
         ]
 
-    result = planner.plan(
-        task.tables, task.stats, task.topology, batch_size=task.batch_size, measure=measure, measure_plans=plans
-    )
+    result = planner.plan(task, measure=measure, measure_plans=plans)
     assert len(asked) == len(set(asked)) <= plans
     judged = [c for c in result.candidates if c.measured_ms is not None]
     assert {c.plan.fingerprint for c in judged} == set(asked)
@@ -148,7 +145,7 @@ def test_exchanges_are_believed_as_far_as_they_are_steady() -> None:
     costs = costs_of(task)
     rank_U = np.arange(6) % 2
     slow = costs.rank_ms(rank_U)
-    slow[:, 1:3] *= 2
+    slow[:, EXCHANGE] *= 2
     exact, vague = Evidence(task, costs), Evidence(task, costs)
     exact.add([profile_of(task, slow, rank_U, 0.0)])
     vague.add([replace(profile_of(task, slow, rank_U, 0.0), noise=1.0)])

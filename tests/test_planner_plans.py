@@ -20,6 +20,7 @@ from dlrm_autoshard.planner.feasible import feasible
 from dlrm_autoshard.planner.greedy import HEURISTICS, KEYS, balance, heuristic
 from dlrm_autoshard.planner.planner import ALGORITHMS, LEARNED
 from dlrm_autoshard.planner.search import greedy_on_cost, improve, search
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from tests.planning_problems import (
     BATCH,
@@ -37,7 +38,7 @@ QUICK = DreamShardSettings(iterations=2, placements=2, cost_updates=30, policy_u
 @pytest.fixture(scope="module")
 def fitted() -> Planner:
     planner = Planner("auto", seed=0)
-    planner.learn(random_samples(SimulatedCluster(seed=0), profiles=100), updates=600)
+    planner.costs.learn(random_samples(SimulatedCluster(seed=0), profiles=100), updates=600)
     return planner
 
 
@@ -48,7 +49,7 @@ def like(fitted: Planner, algorithm: str) -> Planner:
 
 
 def costs_of(planner: Planner, task) -> TaskCosts:  # type: ignore[no-untyped-def]
-    return TaskCosts(task, planner.cost_model, planner.law, planner.speed)
+    return planner.costs.costs_of(task)
 
 
 @settings(
@@ -63,7 +64,7 @@ def test_no_algorithm_overflows_under_random_memory_pressure(data: st.DataObject
     world_size = data.draw(st.integers(1, 5))
     sizes = data.draw(st.lists(st.integers(1, 60), min_size=count, max_size=count))
     memory = data.draw(st.lists(st.integers(0, 150), min_size=world_size, max_size=world_size))
-    tables, stats = some_tables(count, seed=1)
+    tables, _ = some_tables(count, seed=1)
     table_bytes = {table.name: size for table, size in zip(tables, sizes, strict=True)}
     pinned = data.draw(
         st.dictionaries(st.sampled_from(sorted(table_bytes)), st.integers(0, world_size - 1), max_size=2)
@@ -82,9 +83,7 @@ def test_no_algorithm_overflows_under_random_memory_pressure(data: st.DataObject
     task.check(task.plan_from(search(task, costs_of(Planner("search"), task), kicks=2)))
     for algorithm in ("auto", *LEARNED):
         planner = Planner(algorithm, settings=QUICK)
-        for candidate in planner.plan(
-            tables, stats, task.topology, batch_size=BATCH, table_bytes=table_bytes, constraints=constraints
-        ).candidates:
+        for candidate in planner.plan(task).candidates:
             task.check(candidate.plan)
 
 
@@ -149,10 +148,8 @@ def test_every_algorithm_keeps_pins_groups_and_exclusions_and_repeats_itself(alg
     tables, stats = some_tables(10, seed=3)
     constraints = Constraints({"t_0": 2}, together=(("t_1", "t_2", "t_3"),), apart=(("t_4", "t_5"),))
     topology = Topology(4, excluded=frozenset({1}))
-    plans = [
-        like(fitted, algorithm).plan(tables, stats, topology, batch_size=BATCH, constraints=constraints).plan
-        for _ in range(2)
-    ]
+    task = PlacementTask.build(tables, stats, topology, batch_size=BATCH, constraints=constraints)
+    plans = [like(fitted, algorithm).plan(task).plan for _ in range(2)]
     assert plans[0] == plans[1]
     assert plans[0].rank_of["t_0"] == 2 and not plans[0].tables_on(1)
     assert len({plans[0].rank_of[t] for t in ("t_1", "t_2", "t_3")}) == 1
@@ -161,9 +158,9 @@ def test_every_algorithm_keeps_pins_groups_and_exclusions_and_repeats_itself(alg
 
 def test_a_slow_rank_gets_less_work(fitted: Planner) -> None:
     tables, stats = some_tables(30, seed=4)
-    topology = Topology(2, speed=(1.0, 0.5))
+    task = PlacementTask.build(tables, stats, Topology(2, speed=(1.0, 0.5)), batch_size=BATCH)
     for algorithm in ("auto", "lookup_greedy", "search"):
-        plan = like(fitted, algorithm).plan(tables, stats, topology, batch_size=BATCH).plan
+        plan = like(fitted, algorithm).plan(task).plan
         pooled = [
             sum(
                 t.embedding_dim * s.mean_pooling
@@ -180,7 +177,7 @@ def test_small_instances_are_within_one_per_cent_of_the_exact_optimum(
     fitted: Planner, tables: int, devices: int, seed: int
 ) -> None:
     task = some_task(tables, devices, seed)
-    result = like(fitted, "auto").plan(task.tables, task.stats, task.topology, batch_size=BATCH)
+    result = like(fitted, "auto").plan(task)
     optimum = exact_optimum(costs_of(fitted, task), devices)
     assert optimum * 0.9999 <= result.predicted_ms <= optimum * 1.01
 
@@ -188,7 +185,7 @@ def test_small_instances_are_within_one_per_cent_of_the_exact_optimum(
 def test_auto_is_never_worse_than_any_heuristic_under_its_evidence(fitted: Planner) -> None:
     for seed in range(4):
         task = some_task(20, 4, 10 + seed)
-        result = like(fitted, "auto").plan(task.tables, task.stats, task.topology, batch_size=BATCH)
+        result = like(fitted, "auto").plan(task)
         assert {candidate.name for candidate in result.candidates} >= {*HEURISTICS, "search", "dreamshard"}
         assert all(result.predicted_ms <= candidate.predicted_ms * 1.0001 for candidate in result.candidates)
 
@@ -202,9 +199,7 @@ def test_auto_takes_the_best_that_was_measured_and_shows_the_evidence(fitted: Pl
         asked.extend(plans)
         return measurer(cluster)(task, plans)
 
-    result = like(fitted, "auto").plan(
-        task.tables, task.stats, task.topology, batch_size=BATCH, measure=measure, measure_plans=3
-    )
+    result = like(fitted, "auto").plan(task, measure=measure, measure_plans=3)
     measured = [candidate for candidate in result.candidates if candidate.measured_ms is not None]
     assert 2 <= len({plan.fingerprint for plan in asked}) == len(asked) <= 3
     assert any(candidate.name in KEYS for candidate in measured)
@@ -232,9 +227,9 @@ def test_search_does_not_care_in_which_order_tables_are_given(fitted: Planner) -
     tables, stats = some_tables(15, seed=6)
     order = np.random.default_rng(1).permutation(15)
     topology = Topology(3)
-    one = like(fitted, "search").plan(tables, stats, topology, batch_size=BATCH)
+    one = like(fitted, "search").plan(PlacementTask.build(tables, stats, topology, batch_size=BATCH))
     other = like(fitted, "search").plan(
-        [tables[i] for i in order], [stats[i] for i in order], topology, batch_size=BATCH
+        PlacementTask.build([tables[i] for i in order], [stats[i] for i in order], topology, batch_size=BATCH)
     )
     assert one.predicted_ms == pytest.approx(other.predicted_ms, rel=0.01)
 
@@ -254,16 +249,15 @@ def test_greedy_on_cost_beats_greedy_by_size(fitted: Planner) -> None:
 
 
 def test_the_budget_is_kept() -> None:
-    tables, stats = some_tables(100, seed=8)
+    task = some_task(100, 8, seed=8)
     started = time.perf_counter()
-    result = Planner("auto").plan(tables, stats, Topology(8), batch_size=BATCH, budget_seconds=0.2)
+    result = Planner("auto").plan(task, budget_seconds=0.2)
     assert time.perf_counter() - started < 1.5  # heuristics and one pass of each algorithm always run
     assert result.predicted_ms <= min(result.best(name).predicted_ms for name in KEYS)
 
 
 def test_the_result_is_json_and_the_plan_comes_back_from_it(fitted: Planner) -> None:
-    tables, stats = some_tables(6, seed=9)
-    result = like(fitted, "auto").plan(tables, stats, Topology(2), batch_size=BATCH)
+    result = like(fitted, "auto").plan(some_task(6, 2, seed=9))
     record = json.loads(json.dumps(result.to_json()))
     assert ShardingPlan.from_json(record["plan"]) == result.plan
     assert record["chosen"]["predicted_ms"] == pytest.approx(record["predicted_ms"], rel=1e-5)
@@ -274,7 +268,7 @@ def test_the_planners_state_survives_json(fitted: Planner) -> None:
     again = Planner("auto")
     again.load_state_dict(json.loads(json.dumps(fitted.state_dict())))
     task = some_task(12, 3, 11)
-    plans = [p.plan(task.tables, task.stats, task.topology, batch_size=BATCH) for p in (fitted, again)]
+    plans = [p.plan(task) for p in (fitted, again)]
     assert plans[0].plan == plans[1].plan
     assert plans[0].predicted_ms == pytest.approx(plans[1].predicted_ms, rel=1e-6)
 
@@ -283,10 +277,10 @@ def test_unknown_algorithms_and_empty_models_are_refused() -> None:
     with pytest.raises(PlanError, match="no algorithm 'magic'"):
         Planner("magic")
     with pytest.raises(PlanError, match="no tables"):
-        Planner().plan([], [], Topology(2), batch_size=1)
+        PlacementTask.build([], [], Topology(2), batch_size=1)
     twice = [TableConfig("t", 10, 4)] * 2
     with pytest.raises(PlanError, match="same name"):
-        Planner().plan(twice, some_tables(2)[1], Topology(2), batch_size=1)
+        PlacementTask.build(twice, some_tables(2)[1], Topology(2), batch_size=1)
 
 
 def test_planning_needs_neither_torch_distributed_nor_fbgemm() -> None:
@@ -294,9 +288,9 @@ def test_planning_needs_neither_torch_distributed_nor_fbgemm() -> None:
     script = (
         "import sys, dlrm_autoshard\n"
         "assert 'torch' not in sys.modules\n"
-        "from dlrm_autoshard import Planner, TableConfig, TableStats, Topology\n"
+        "from dlrm_autoshard import PlacementTask, Planner, TableConfig, TableStats, Topology\n"
         "tables = [TableConfig(f't{i}', 100 * (i + 1), 16) for i in range(4)]\n"
-        "Planner().plan(tables, [TableStats(1.0)] * 4, Topology(2), batch_size=64)\n"
+        "Planner().plan(PlacementTask.build(tables, [TableStats(1.0)] * 4, Topology(2), batch_size=64))\n"
         "assert not [m for m in sys.modules if m.startswith(('fbgemm_gpu', 'dlrm_autoshard.distributed'))]\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -19,13 +19,12 @@ from dlrm_autoshard.planner.mdp import EstimatedMDP
 from dlrm_autoshard.planner.policy import DevicePolicy
 from dlrm_autoshard.planner.policy_training import PolicyTraining
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.planner.task_costs import TaskCosts
 from tests.planning_problems import all_placements, choices, log_prob, measurer, random_samples, some_task
 
 
 def mdp(task: PlacementTask) -> EstimatedMDP:
     planner = Planner("search", seed=0)
-    return mdp_of(task, TaskCosts(task, planner.cost_model, planner.law, planner.speed))
+    return mdp_of(task, planner.costs.costs_of(task))
 
 
 def linear(policy: DevicePolicy, index: int) -> torch.nn.Linear:
@@ -182,11 +181,11 @@ def test_dreamshard_beats_random_and_the_heuristics_in_the_mean_on_a_simulated_p
     """Costs are simulated; the planner learned from 100 profiles of other plans on the same simulated cluster."""
     cluster = SimulatedCluster(seed=0)
     fitted = Planner("dreamshard", seed=0)
-    fitted.learn(random_samples(cluster, profiles=100), updates=600)
+    fitted.costs.learn(random_samples(cluster, profiles=100), updates=600)
     measure, totals = measurer(cluster), dict.fromkeys(("dreamshard", *HEURISTICS), 0.0)
     for seed in range(6):
         task = some_task(24, 4, seed=100 + seed)
-        result = fitted.plan(task.tables, task.stats, task.topology, batch_size=task.batch_size)
+        result = fitted.plan(task)
         for name in totals:
             totals[name] += step_cost_ms(measure(task, [result.best(name).plan])[0].ranks)
     assert all(totals["dreamshard"] < totals[name] for name in HEURISTICS), totals
@@ -205,13 +204,13 @@ def test_published_dreamshard_learns_and_places_legally() -> None:
     planner = Planner("dreamshard", seed=0, published=True, settings=settings)
     task = some_task(16, 3, 5)
     with pytest.raises(PlanError, match="measured placements only"):
-        planner.plan(task.tables, task.stats, task.topology, batch_size=task.batch_size)
+        planner.plan(task)
     planner.fit([task], measurer(SimulatedCluster(seed=0)))
-    plan = planner.plan(task.tables, task.stats, task.topology, batch_size=task.batch_size).plan
+    plan = planner.plan(task).plan
     task.check(plan)
     again = Planner("dreamshard", published=True)
     again.load_state_dict(planner.state_dict())
-    assert again.plan(task.tables, task.stats, task.topology, batch_size=task.batch_size).plan == plan
+    assert again.plan(task).plan == plan
 
 
 def test_published_gradients_written_by_hand_are_those_of_autograd() -> None:

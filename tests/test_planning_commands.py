@@ -14,11 +14,12 @@ import torch
 from dlrm_autoshard.commands.evaluate import Outcome, summarise
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan, torchrec_plan
-from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.drawn_tasks import TaskSet, draw_tasks
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.pool import PUBLISHED_REUSE_SHARES, TablePool, reuse_shares, synthetic_pool
 from dlrm_autoshard.planner.replay import CommsSample, ShardSample
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import calibration_shards, start_costs
 from dlrm_autoshard.probe.cost_log import CostLog
 from dlrm_autoshard.probe.shipped_costs import WARM_START, read_samples, start_warm, write_samples
@@ -281,13 +282,13 @@ def test_shipped_measurements_survive_their_file_format(tmp_path: Path) -> None:
 def test_the_shipped_costs_say_whose_they_are() -> None:
     planner = Planner("search")
     assert start_warm(planner, {"processor": "unheard of"})
-    assert "other hardware" in planner.costs_from and "proportions" in planner.costs_from
+    assert "other hardware" in planner.costs.costs_from and "proportions" in planner.costs.costs_from
     own = json.loads(WARM_START.with_suffix(".json").read_text())["fingerprint"]
     assert start_warm(planner, own)
-    assert "hardware like this one" in planner.costs_from
+    assert "hardware like this one" in planner.costs.costs_from
     pool = synthetic_pool(10, seed=9, batch_size=2048)
     plan = ShardingPlan({table.name: 0 for table in pool.tables}, 1)
-    [cost] = planner.predict(plan, pool.tables, pool.stats, 2048)
+    [cost] = planner.predict(PlacementTask.build(pool.tables, pool.stats, Topology(1), batch_size=2048), plan)
     assert 1 < cost.total_ms < 200  # ms, of ten tables on one core
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.planner.exchange_model import CommsLaw
+from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.pool import TablePool, synthetic_pool, zipf_stats
 from dlrm_autoshard.probe.drawn_ids import draw_ids
 from dlrm_autoshard.probe.plan_probe import IsolatedProbe, ProbeError, RankProbe, median_profile
@@ -101,7 +101,7 @@ def test_given_ids_must_have_the_batch_size() -> None:
 
 def test_isolated_mode_measures_a_shard_once_and_charges_empty_ranks_only_for_exchanges() -> None:
     pool = _pool(6)
-    isolated = IsolatedProbe(pool.tables, pool.stats, BATCH, ShardProbe(buffer_gib=0.05, repeats=3), CommsLaw())
+    isolated = IsolatedProbe(pool.tables, pool.stats, BATCH, ShardProbe(buffer_gib=0.05, repeats=3), ExchangeModel())
     names = [table.name for table in pool.tables]
     plan = ShardingPlan({name: i % 2 for i, name in enumerate(names)}, world_size=3)
     mirrored = ShardingPlan({name: 1 - i % 2 for i, name in enumerate(names)}, world_size=3)

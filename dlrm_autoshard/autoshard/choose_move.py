@@ -85,7 +85,7 @@ class NextMove:
         """What each plan is predicted to gain over `plan`, the live one: a ratio of two predictions, anchored at what
         was measured, so that the model's common errors cancel."""
         profile = interval.profile
-        cost_ms = self.planner.step_costs(profile.tables, profile.stats, profile.batch_size, self.problem.topology)
+        cost_ms = self.planner.step_costs(self.problem.task(profile))
         current = cost_ms(plan)
 
         def gain(candidate: ShardingPlan) -> float:
@@ -99,14 +99,7 @@ class NextMove:
 
     def _candidates(self, profile: StepProfile, plan: ShardingPlan) -> list[ShardingPlan]:
         proposals = self.planner.propose(
-            plan,
-            profile.tables,
-            profile.stats,
-            self.problem.topology,
-            batch_size=profile.batch_size,
-            table_bytes=self.problem.table_bytes,
-            constraints=self.problem.constraints,
-            budget_seconds=self.attention.look_seconds / 2,
+            self.problem.task(profile), plan, budget_seconds=self.attention.look_seconds / 2
         )
         candidates = [candidate.ordered(list(plan.rank_of)) for candidate, _ in proposals]
         return candidates if self.target in (None, plan) else [*candidates, self.target]
@@ -150,7 +143,7 @@ class NextMove:
         legal = partial(
             is_legal, table_bytes=problem.table_bytes, topology=problem.topology, constraints=problem.constraints
         )
-        cost_ms = self.planner.step_costs(profile.tables, profile.stats, profile.batch_size, problem.topology)
+        cost_ms = self.planner.step_costs(problem.task(profile))
         part = first_part(plan, target, problem.bytes_of, limit, cost_ms, legal, problem.constraints)
         whole = f"{offer.tables} tables, {gib(offer.bytes_to_move)}: {saving(offer.predicted_gain)}"
         self.target = target if part.plan is not None else None

@@ -62,9 +62,9 @@ class LoopController:
             self._write(decision.to_json())
             return decision
         before = self.error(interval.profile)
-        self.planner.observe(interval.profile)
-        self.planner.follow()
-        one_host = len(self.planner.law.ranks_by_host(plan.world_size)) == 1
+        self.planner.costs.observe(interval.profile, self.problem.topology)
+        self.planner.costs.follow()
+        one_host = len(self.problem.topology.ranks_by_host) == 1
         slowness = self._slowness()
         self.attention.see(interval, slowness, one_host=one_host)
         no_look = self.attention.reason_not_to_look()
@@ -130,7 +130,7 @@ class LoopController:
 
     def error(self, profile: StepProfile) -> float:
         """Of the cost model on this profile: sum of |predicted - measured| over sum of measured, all ranks' stages."""
-        predicted = self.planner.predict(profile.plan, profile.tables, profile.stats, profile.batch_size)
+        predicted = self.planner.predict(self.problem.task(profile), profile.plan)
         pairs = [
             (p.stage(s), m.stage(s)) for p, m in zip(predicted, profile.ranks, strict=True) for s in PLANNED_STAGES
         ]
@@ -186,14 +186,13 @@ class LoopController:
         """Learns from all that was observed."""
         settings = self.config.refine
         if settings.updates > 0:
-            self.planner.refine(
+            self.planner.costs.refine(
                 settings.updates, learning_rate=settings.learning_rate, budget_seconds=self.attention.refine_seconds
             )
 
     def _slowness(self) -> list[float]:
         topology = self.problem.topology
-        factors_W2 = self.planner.speed.factors_W2(topology.world_size, topology.speed)
-        return [float(factor) for factor in factors_W2.mean(axis=1)]
+        return [float(slow) for slow in self.planner.rank_slowness(topology.world_size, topology.speed)]
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import Constraints, ShardingPlan, Topology
+from dlrm_autoshard.planner.task import PlacementTask
 
 Action = Literal["kept", "moved", "rolled_back", "refused"]
 
@@ -29,6 +30,17 @@ class Problem:
     constraints: Constraints
     table_bytes: Mapping[str, int]
     bytes_of: Mapping[str, int]
+
+    def task(self, profile: StepProfile) -> PlacementTask:
+        """The tables that were measured, to be placed anew."""
+        return PlacementTask.build(
+            profile.tables,
+            profile.stats,
+            self.topology,
+            batch_size=profile.batch_size,
+            table_bytes=self.table_bytes,
+            constraints=self.constraints,
+        )
 
     def bytes_to_move(self, plan: ShardingPlan, new_plan: ShardingPlan) -> int:
         return sum(self.bytes_of[move.table] for move in plan.moves_to(new_plan))

@@ -23,6 +23,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, check_plan, round_robin
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import PlanResult
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import start_costs
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.plan_probe import RankProbe
@@ -59,13 +60,13 @@ def place(config: Config, runtime: Runtime, source: DataSource, current: Shardin
         tuple(tuple(group) for group in config.autoshard.apart),
     )
     table_bytes = memory_bytes(source.tables, stats, config.tables.optimizer.name, global_batch)
+    task = PlacementTask.build(
+        source.tables, stats, topology, batch_size=global_batch, table_bytes=table_bytes, constraints=constraints
+    )
     names = [table.name for table in source.tables]
     settled = current is not None and current.world_size == runtime.world_size
     planning, given = config.autoshard.enabled and not settled, config.autoshard.placement
     planner = make_planner(config) if config.autoshard.enabled and runtime.rank == 0 else None
-    places = runtime.all_gather(place_of_process())
-    if planner is not None:
-        planner.law.hosts = tuple(list(dict.fromkeys(places)).index(place) for place in places)
     probe = None
     if planning and config.autoshard.measure_plans > 0 and runtime.world_size > 1:
         shards = ShardProbe(
@@ -93,12 +94,7 @@ def place(config: Config, runtime: Runtime, source: DataSource, current: Shardin
             )
             if given is None:
                 result = planner.plan(
-                    source.tables,
-                    stats,
-                    topology,
-                    batch_size=global_batch,
-                    table_bytes=table_bytes,
-                    constraints=constraints,
+                    task,
                     measure=None if probe is None else probe.measure,
                     measure_plans=config.autoshard.measure_plans,
                     budget_seconds=max(0.0, config.autoshard.budget_seconds - started.seconds),
@@ -172,14 +168,16 @@ def average_stats(stats: Sequence[TableStats]) -> TableStats:
 
 
 def find_topology(config: AutoshardConfig, runtime: Runtime) -> Topology:
-    """Memory as configured, else what is free on each rank's device now."""
+    """Memory as configured, else what is free on each rank's device now; which ranks share a host."""
     if config.memory_gib is None:
         free = runtime.all_gather(int(_MEMORY_SHARE * free_memory(runtime)))
     elif isinstance(config.memory_gib, list):
         free = [int(gib * 2**30) for gib in config.memory_gib]
     else:
         free = [int(config.memory_gib * 2**30)] * runtime.world_size
-    return Topology(runtime.world_size, tuple(free), excluded=frozenset(config.exclude_ranks))
+    places = runtime.all_gather(place_of_process())
+    hosts = tuple(list(dict.fromkeys(places)).index(place) for place in places)
+    return Topology(runtime.world_size, tuple(free), excluded=frozenset(config.exclude_ranks), hosts=hosts)
 
 
 def free_memory(runtime: Runtime) -> int:

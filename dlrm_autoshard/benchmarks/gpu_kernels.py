@@ -66,6 +66,7 @@ def planning(folder: Path, seconds: float) -> dict[str, Any]:
     from dlrm_autoshard.planner.greedy import HEURISTICS
     from dlrm_autoshard.planner.planner import ALGORITHMS, Planner
     from dlrm_autoshard.planner.pool import synthetic_pool
+    from dlrm_autoshard.planner.task import PlacementTask
     from dlrm_autoshard.probe.plan_probe import IsolatedProbe
     from dlrm_autoshard.probe.shard_probe import ShardProbe
 
@@ -87,10 +88,12 @@ def planning(folder: Path, seconds: float) -> dict[str, Any]:
                 if saved.exists():
                     model.load_json(json.loads(saved.read_text()))
                 planner = Planner(name, seed=repeat, cost_model=model)
-                isolated = IsolatedProbe(task.tables, task.stats, batch_size, probe, planner.law)
+                isolated = IsolatedProbe(task.tables, task.stats, batch_size, probe, planner.costs.exchange)
                 measure = isolated.measure if name == "auto" else None
-                plan = planner.plan(task.tables, task.stats, Topology(4), batch_size=batch_size, measure=measure).plan
-                judge = IsolatedProbe(task.tables, task.stats, batch_size, probe, planner.law)
+                plan = planner.plan(
+                    PlacementTask.build(task.tables, task.stats, Topology(4), batch_size=batch_size), measure=measure
+                ).plan
+                judge = IsolatedProbe(task.tables, task.stats, batch_size, probe, planner.costs.exchange)
                 [profile] = judge.measure([plan])
                 costs.setdefault(str(count), {}).setdefault(name, []).append(step_cost_ms(profile.ranks))
     found: dict[str, Any] = {"costs_ms": costs}

@@ -14,6 +14,7 @@ from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.greedy import HEURISTICS
 from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.task import PlacementTask
 
 TITLE = "from the worst heuristic's plan: throughput static, with the loop, and under the best plan known"
 ROUGH_TIME = "2 min"
@@ -21,9 +22,8 @@ ROUGH_TIME = "2 min"
 
 def worst_heuristic(batch_size: int) -> tuple[str, ShardingPlan]:
     """By predicted cost, before anything is measured."""
-    plans = {
-        name: Planner(name).plan(W_EMB.tables, W_EMB.stats(), Topology(2), batch_size=batch_size) for name in HEURISTICS
-    }
+    task = PlacementTask.build(W_EMB.tables, W_EMB.stats(), Topology(2), batch_size=batch_size)
+    plans = {name: Planner(name).plan(task) for name in HEURISTICS}
     name = max(plans, key=lambda n: plans[n].predicted_ms)
     return name, plans[name].plan
 

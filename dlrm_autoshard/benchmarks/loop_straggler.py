@@ -22,6 +22,7 @@ from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.replay import shards_of
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.records.epoch import EpochProfile
 
 TITLE = "half of one rank's core is taken in epochs 3 to 6 of 9: what is recovered, and the return afterwards"
@@ -94,9 +95,10 @@ def plan_for(speed: float, healthy: Sequence[EpochProfile]) -> ShardingPlan:
     """Searched with costs learned from the healthy epochs, for a last rank of this speed."""
     planner, stats = Planner("search"), W_EMB.stats()
     profiles = [StepProfile(e.plan, W_EMB.tables, stats, e.batch_size, e.measured, "measured") for e in healthy]
-    planner.learn([shard for profile in profiles for shard in shards_of(profile)], updates=100)
+    planner.costs.learn([shard for profile in profiles for shard in shards_of(profile)], updates=100)
     batch_size = healthy[0].batch_size
-    return planner.plan(W_EMB.tables, stats, Topology(2, speed=(1.0, speed)), batch_size=batch_size).plan
+    topology = Topology(2, speed=(1.0, speed))
+    return planner.plan(PlacementTask.build(W_EMB.tables, stats, topology, batch_size=batch_size)).plan
 
 
 def recovered(rates: Mapping[str, np.ndarray]) -> tuple[float | None, list[float]]:

@@ -21,6 +21,7 @@ import numpy as np
 from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.dreamshard import DreamShardSettings
+from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.task import PlacementTask
@@ -47,7 +48,7 @@ def run(quick: bool) -> dict[str, Any]:
     def measure(task: PlacementTask, plans: Sequence[ShardingPlan], rounds: int = 1) -> list[StepProfile]:
         from dlrm_autoshard.probe.plan_probe import IsolatedProbe
 
-        return IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, Planner("search").law, rounds).measure(plans)
+        return IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, ExchangeModel(), rounds).measure(plans)
 
     settings = DreamShardSettings(iterations=4, placements=5) if quick else DreamShardSettings()
     train, test = _pool(21), _pool(22)
@@ -102,7 +103,7 @@ def _pool(seed: int) -> TablePool:
 
 
 def _plan(planner: Planner, task: PlacementTask) -> ShardingPlan:
-    return planner.plan(task.tables, task.stats, task.topology, batch_size=BATCH_SIZE).plan
+    return planner.plan(task).plan
 
 
 def _task(pool: TablePool, num_tables: int, num_devices: int, index: int) -> PlacementTask:

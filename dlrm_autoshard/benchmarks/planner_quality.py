@@ -71,7 +71,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
 
     began = time.perf_counter()
     task = cell.task(index)
-    topology = Topology(cell.num_devices)
+    problem = PlacementTask.build(task.tables, task.stats, Topology(cell.num_devices), batch_size=BATCH_SIZE)
     # Many short looks in turns: a slow spell of the machine is longer than a shard's measurement.
     probe = ShardProbe(undisturbed=True, warmup=2, repeats=2, seconds_per_shard=0.0)
     predictor = _warm("auto")
@@ -80,23 +80,20 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
     chosen = ""
     for algorithm in (*KEYS, *LEARNED):
         planner = _warm(algorithm)
-        isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.law, rounds=3)
+        isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.costs.exchange, rounds=3)
         started = time.perf_counter()
         result = planner.plan(
-            task.tables,
-            task.stats,
-            topology,
-            batch_size=BATCH_SIZE,
+            problem,
             measure=isolated.measure if algorithm == "auto" else None,
         )
         plans[algorithm], seconds[algorithm] = result.plan, time.perf_counter() - started
         chosen = result.chosen.name if algorithm == "auto" else chosen
-    alone = predictor.costs_of(PlacementTask.build(task.tables, task.stats, topology, batch_size=BATCH_SIZE)).alone_ms()
+    alone = predictor.costs.costs_of(problem).alone_ms()
     dearest = frozenset({task.tables[int(alone.argmax())].name})
     shards = sorted(
         {frozenset(plan.tables_on(r)) for plan in plans.values() for r in range(cell.num_devices)}, key=sorted
     )
-    judge = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.law)
+    judge = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.costs.exchange)
     stages: dict[str, list[list[list[float]]]] = {algorithm: [] for algorithm in plans}
     dearest_ms = []
     for number in range(ROUNDS):
@@ -114,8 +111,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
         "stages_ms": stages,  # algorithm: rounds x ranks x PLANNED_STAGES
         "dearest_table_ms": dearest_ms,  # rounds x (forward, backward)
         "predicted_ms": {
-            algorithm: step_cost_ms(predictor.predict(plan, task.tables, task.stats, BATCH_SIZE))
-            for algorithm, plan in plans.items()
+            algorithm: step_cost_ms(predictor.predict(problem, plan)) for algorithm, plan in plans.items()
         },
         "auto_chose": chosen,
         "plan_seconds": seconds,

@@ -52,11 +52,12 @@ def _plan(tables: int, devices: int) -> tuple[float, float, float, float]:
     from dlrm_autoshard.planner.greedy import KEYS
     from dlrm_autoshard.planner.planner import Planner
     from dlrm_autoshard.planner.pool import synthetic_pool
+    from dlrm_autoshard.planner.task import PlacementTask
 
     torch.set_num_threads(1)
     pool = synthetic_pool(tables, seed=0, batch_size=BATCH)
     started, started_cpu = time.perf_counter(), time.process_time()
-    result = Planner("auto").plan(pool.tables, pool.stats, Topology(devices), batch_size=BATCH)
+    result = Planner("auto").plan(PlacementTask.build(pool.tables, pool.stats, Topology(devices), batch_size=BATCH))
     seconds, cpu = time.perf_counter() - started, time.process_time() - started_cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     heuristic = min(result.best(name).predicted_ms for name in KEYS)

@@ -88,7 +88,7 @@ def _train(task: PlacementTask, published: bool) -> tuple[float, float, Planner]
 
 
 def _cost(task: PlacementTask, planner: Planner) -> float:
-    plan = planner.plan(task.tables, task.stats, task.topology, batch_size=task.batch_size).plan
+    plan = planner.plan(task).plan
     return step_cost_ms(_simulated()(task, [plan])[0].ranks)
 
 

@@ -31,6 +31,7 @@ from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.model.dlrm import DLRM
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableConfig, TableDtype, TableStats, measure_table_stats
 
 TABLE_LR, DENSE_LR = 0.02, 0.02
@@ -92,7 +93,8 @@ class Workload:
 
     def plan(self, world_size: int) -> ShardingPlan:
         """Our planner's, from the tables' statistics alone: nothing is measured for it here."""
-        return Planner("auto").plan(self.tables, self.stats(), Topology(world_size), batch_size=self.batch_size).plan
+        task = PlacementTask.build(self.tables, self.stats(), Topology(world_size), batch_size=self.batch_size)
+        return Planner("auto").plan(task).plan
 
     @cached_property
     def _source(self) -> SyntheticSource:

@@ -92,7 +92,7 @@ def evaluate(names: Sequence[str], tasks: Any, arguments: argparse.Namespace) ->
         else planner_of("dreamshard", arguments.seed, Path(name))
         for name in dict.fromkeys([*names, "random"])
     }
-    costs = Costs(arguments.costs, planners["random"].law, arguments.seed)
+    costs = Costs(arguments.costs, planners["random"].costs.exchange, arguments.seed)
     outcomes = {name: Outcome() for name in planners}
     chosen = (tasks.test if arguments.split == "test" else tasks.train)[: arguments.limit]
     for pool in with_progress(chosen, len(chosen), f"{arguments.costs} tasks", arguments.json):
@@ -100,7 +100,7 @@ def evaluate(names: Sequence[str], tasks: Any, arguments: argparse.Namespace) ->
         for name, planner in planners.items():
             started = time.perf_counter()
             try:
-                plan = planner.plan(pool.tables, pool.stats, topology, batch_size=tasks.batch_size).plan
+                plan = planner.plan(task).plan
             except PlanError:
                 outcomes[name].cost_ms.append(float("nan"))
                 continue

@@ -30,25 +30,27 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.plan import ShardingPlan, Topology
     from dlrm_autoshard.planner.pool import TablePool
+    from dlrm_autoshard.planner.task import PlacementTask
     from dlrm_autoshard.tables import memory_bytes
 
     pool = TablePool.load(arguments.tables)
     plan = ShardingPlan.load(arguments.plan).ordered([table.name for table in pool.tables])
     batch_size = arguments.batch_size or pool.stats[0].batch_size
     planner = planner_of("search", 0, arguments.fitted)
-    costs = planner.predict(plan, pool.tables, pool.stats, batch_size)
     table_bytes = memory_bytes(pool.tables, pool.stats, "rowwise_adagrad", batch_size)
     memory = None if arguments.memory_gib is None else (int(arguments.memory_gib * 2**30),) * plan.world_size
     topology = Topology(plan.world_size, memory)
+    task = PlacementTask.build(pool.tables, pool.stats, topology, batch_size=batch_size, table_bytes=table_bytes)
+    costs = planner.predict(task, plan)
     sentences = explain(plan, pool, costs, table_bytes, memory)
-    better = planner.plan(pool.tables, pool.stats, topology, batch_size=batch_size, table_bytes=table_bytes)
+    better = planner.plan(task)
     sentences.append(compare(plan, costs, better.plan, better.predicted_ms))
     if arguments.json:
         record = {
             "plan": plan.to_json(),
             "predicted": [cost.to_json() for cost in costs],
             "explanation": sentences,
-            "costs_from": planner.costs_from,
+            "costs_from": planner.costs.costs_from,
         }
         print(json.dumps(record, indent=1))
         return 0
@@ -60,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(ranks_table(plan, pool, table_bytes, costs))
     for sentence in sentences:
         console.print(sentence, highlight=False, markup=False)
-    console.print(f"costs from {planner.costs_from}", highlight=False)
+    console.print(f"costs from {planner.costs.costs_from}", highlight=False)
     return 0
 
 

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.cold or arguments.costs == "simulated":  # shipped costs are a real machine's
         planner = Planner("dreamshard", seed=arguments.seed)
     planner.settings = DreamShardSettings(iterations=arguments.iterations, placements=arguments.placements)
-    costs = Costs(arguments.costs, planner.law, arguments.seed)
+    costs = Costs(arguments.costs, planner.costs.exchange, arguments.seed)
     problems = [
         PlacementTask.build(task.tables, task.stats, topology, batch_size=tasks.batch_size) for task in tasks.train
     ]

@@ -60,14 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
     task = PlacementTask.build(
         pool.tables, pool.stats, topology, batch_size=batch_size, table_bytes=table_bytes, constraints=constraints
     )
-    costs = Costs("measured", planner.law)
+    costs = Costs("measured", planner.costs.exchange)
     result = planner.plan(
-        pool.tables,
-        pool.stats,
-        topology,
-        batch_size=batch_size,
-        table_bytes=table_bytes,
-        constraints=constraints,
+        task,
         measure=(lambda plans: costs.measure(task, plans)) if arguments.measure else None,
         budget_seconds=arguments.budget_seconds,
     )

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile
+from dlrm_autoshard.costs import COMPUTE, EXCHANGE, PLANNED_STAGES, StepProfile
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.replay import DECAY
 
@@ -76,9 +76,9 @@ class Anchor:
 
     def _add(self, plan: ShardingPlan, log_W4: np.ndarray) -> None:
         for table, rank in plan.rank_of.items():
-            self.tables[table] = _sum(self.tables.get(table), log_W4[rank, ::3])
+            self.tables[table] = _sum(self.tables.get(table), log_W4[rank, COMPUTE])
         for rank, logs in enumerate(log_W4):
-            self.exchange[rank] = _sum(self.exchange.get(rank), logs[1:3])
+            self.exchange[rank] = _sum(self.exchange.get(rank), logs[EXCHANGE])
 
 
 def _of_the_live_plan(profiles: Sequence[StepProfile]) -> list[StepProfile]:

@@ -41,6 +41,8 @@ NUM_SUMMARY = 1 + NUM_LOGS + EMBED
 The loads compete for caches, so what fusion changes depends on their sums; the embedding is small on purpose: what a
 search looks for is where the model errs in its favour, and a large one errs somewhere.
 """
+DIM, COST = slice(1, 2), slice(2, 4)
+"""Columns of a summary: the sum of embedding dims, and forward and backward ms."""
 
 BELIEVED_NS = {
     # forward, backward; nanoseconds an operation (microseconds a table) of one CPU core
@@ -91,7 +93,7 @@ class CostModel(nn.Module):
 
     def device_ms(self, summary_NK: Tensor) -> Tensor:
         """[N, 2] ms of devices; an empty one takes exactly 0."""
-        raw_NS = summary_NK[..., 2:4] + self.launch_S
+        raw_NS = summary_NK[..., COST] + self.launch_S
         return raw_NS * self.fusion(summary_NK) * (summary_NK[..., :1] > 0.5)
 
     def fusion(self, summary_NK: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ class FrozenDevices:
         logs *= 1 / 6
         np.divide(summary_NK[:, 1 + NUM_LOGS :], count_N1, out=inputs[:, NUM_LOGS:])
         ms_NS = np.exp(FUSION_BOUND * np.tanh(self.net(inputs)))
-        ms_NS *= summary_NK[:, 2:4] + self.launch_S
+        ms_NS *= summary_NK[:, COST] + self.launch_S
         ms_NS *= summary_NK[:, :1] > 0.5
         return ms_NS.reshape(*summaries.shape[:-1], 2)
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile
+from dlrm_autoshard.costs import EXCHANGE, PLANNED_STAGES, StepProfile
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
@@ -86,10 +86,13 @@ class Evidence:
                 estimate_PW4[used, stage] = predicted_PW4[used, stage] * (1 + error_S)
                 corrected.summary_UK[:, column] *= 1 + error_U.clip(-0.5, 1.0).astype(np.float32)
             trust_P11 = (EXCHANGE_ERROR**2 / (EXCHANGE_ERROR**2 + noise_P**2))[:, None, None]
-            exchange = (measured_PW4[..., 1:3] - predicted_PW4[..., 1:3]) * trust_P11
-            estimate_PW4[..., 1:3] = predicted_PW4[..., 1:3] + exchange
+            exchange = (measured_PW4[..., EXCHANGE] - predicted_PW4[..., EXCHANGE]) * trust_P11
+            estimate_PW4[..., EXCHANGE] = predicted_PW4[..., EXCHANGE] + exchange
             # What all exchanges are off by, those of plans that were not measured are off by too.
-            before_2, after_2 = predicted_PW4[..., 1:3].sum(axis=(0, 1)), estimate_PW4[..., 1:3].sum(axis=(0, 1))
+            before_2, after_2 = (
+                predicted_PW4[..., EXCHANGE].sum(axis=(0, 1)),
+                estimate_PW4[..., EXCHANGE].sum(axis=(0, 1)),
+            )
             corrected.scale_exchange(np.divide(after_2, before_2, out=np.ones(2), where=before_2 > 0))
         self.costs = corrected
         self._stages_W4 = {p.plan.fingerprint: e for p, e in zip(self._profiles, estimate_PW4, strict=True)}

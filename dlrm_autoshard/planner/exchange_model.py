@@ -1,13 +1,12 @@
 """What an exchange of pooled vectors takes: a latency, one more for each peer, and a price per byte sent and received.
 
-    law.ms(dims_W, total_dims=512, batch_size=4096, world_size=4)     # [W, 2]: forward, backward of ranks with dims_W
-    law.hosts = (0, 0, 1, 1)                                          # which rank is on which host: bytes between
-                                                                      # hosts have prices of their own
+    model.ms(dims_W, batch_size=4096)                        # [W, 2]: forward and backward of ranks with dims_W
+    model.ms(dims_W, batch_size=4096, hosts=(0, 0, 1, 1))    # bytes between hosts have prices of their own
 
 Rank r looks up its tables for the whole global batch and keeps 1/W of it: it sends dims_r x B/W values to each of the
 other W - 1 ranks, and receives the others' dims for its own B/W samples. The gradients travel the same way back. What
 leaves a host and what enters it goes over one link that its ranks share, and a host may have a slow one: each has its
-own prices, as far as measurements say that it is unlike the others. The law has few parameters on purpose: it
+own prices, as far as measurements say that it is unlike the others. There are few parameters on purpose: it
 extrapolates to world sizes that were never measured.
 
 Axes: W ranks, H hosts, P = 6 prices, S = 2 stages.
@@ -23,51 +22,54 @@ from dlrm_autoshard.planner.least_squares import fit_nonnegative
 from dlrm_autoshard.planner.replay import CommsSample
 
 BYTES_PER_VALUE = 4
-BELIEVED = np.array([0.15, 0.05, 0.30, 0.15, 0.30, 0.30])
+PRIOR = np.array([0.15, 0.05, 0.30, 0.15, 0.30, 0.30])
 """ms, ms per peer, ms per MB sent, ms per MB received: gloo on loopback or a 10 to 25 Gbit/s network. The same again
 per MB that leaves the rank's host, and that enters it."""
 
 PULL, PULL_BETWEEN_HOSTS = np.full(6, 0.05), np.array([2.0, 2.0, 2.0, 2.0, 0.05, 0.05])
-"""How firmly each price is believed. Between hosts the link is what nobody knows: before plans differ enough to tell
-the prices apart, an exchange that takes longer than believed is put down to it."""
+"""How firmly the prior of each price holds. Between hosts the link is what nobody knows: before plans differ enough to
+tell the prices apart, an exchange that takes longer than expected is put down to it."""
 
 
-class CommsLaw:
-    """hosts: number of each rank's host, from 0; empty where all ranks are on one. prices_SP: of all hosts together."""
+class ExchangeModel:
+    """prices_SP: of all hosts together."""
 
-    def __init__(self, hosts: Sequence[int] = ()) -> None:
-        self.prices_SP = np.stack([BELIEVED, BELIEVED])
-        self.hosts = tuple(hosts)
+    def __init__(self) -> None:
+        self.prices_SP = np.stack([PRIOR, PRIOR])
         self._by_host: dict[int, np.ndarray] = {}  # [S, P] of hosts that were measured
 
-    def ms(self, dims_W: np.ndarray, total_dims: float, batch_size: int, world_size: int) -> np.ndarray:
-        """[W, 2] forward and backward exchange of ranks that own `dims_W` of `total_dims`."""
-        if world_size == 1:
+    def ms(
+        self, dims_W: np.ndarray, batch_size: int, hosts: Sequence[int] | None = None, total_dims: float | None = None
+    ) -> np.ndarray:
+        """[W, 2] forward and backward exchange of ranks that own `dims_W` (of `total_dims`; None: these are all).
+
+        hosts: number of each rank's host; None: all ranks are on one.
+        """
+        if len(dims_W) == 1:
             return np.zeros((1, 2))
-        hosts = self._hosts_of(world_size)
+        hosts = hosts or (0,) * len(dims_W)
+        total_dims = float(dims_W.sum()) if total_dims is None else total_dims
         prices_WSP = np.stack([self._by_host.get(host, self.prices_SP) for host in hosts])
         ms: np.ndarray = np.einsum("wp,wsp->ws", exchange_work(dims_W, total_dims, batch_size, hosts), prices_WSP)
         return ms
 
-    def lines(self, total_dims: float, batch_size: int, world_size: int) -> tuple[np.ndarray, np.ndarray]:
+    def lines(
+        self, total_dims: float, batch_size: int, world_size: int, hosts: Sequence[int] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """([W, 2], [W, 2]): each rank's exchange with no dims of its own, and what each dim adds.
 
         A straight line, so that a search need not know the other ranks' dims: those of the same host are taken to own
         as much as the rank itself, which they do where plans are balanced; far from there the line falls below 0.
         """
-        at_0, at_1 = (self.ms(np.full(world_size, d), total_dims, batch_size, world_size) for d in (0.0, 1.0))
+        at_0, at_1 = (self.ms(np.full(world_size, d), batch_size, hosts, total_dims) for d in (0.0, 1.0))
         return at_0, at_1 - at_0
-
-    def ranks_by_host(self, world_size: int) -> list[frozenset[int]]:
-        hosts = self._hosts_of(world_size)
-        return [frozenset(r for r in range(world_size) if hosts[r] == host) for host in sorted(set(hosts))]
 
     def fit(self, samples: Sequence[CommsSample], weights: Sequence[float]) -> None:
         """Fits the prices to measured exchanges, in relative error; what they leave open stays as it was."""
         rows, times, counts, host_of = [], [], [], []
         for sample, weight in zip(samples, weights, strict=True):
             if sample.world_size > 1 and sum(sample.dims) > 0:
-                dims, hosts = np.array(sample.dims, dtype=np.float64), self._hosts_of(sample.world_size)
+                dims, hosts = np.array(sample.dims, dtype=np.float64), sample.hosts or (0,) * sample.world_size
                 rows.append(exchange_work(dims, dims.sum(), sample.batch_size, hosts))
                 times.append(np.stack([sample.fwd_comms_ms, sample.bwd_comms_ms], axis=1))
                 counts.append(np.full(len(dims), weight))
@@ -77,25 +79,20 @@ class CommsLaw:
         work_NP, ms_NS, weight_N, host_N = map(np.concatenate, (rows, times, counts, host_of))
         self.prices_SP = _fitted(work_NP, ms_NS, weight_N, self.prices_SP)
         self._by_host = {}
-        for host in sorted(set(self.hosts)) if len(set(self.hosts)) > 1 else []:
+        for host in np.unique(host_N).tolist() if host_N.any() else []:
             own = host_N == host
             self._by_host[host] = _fitted(work_NP[own], ms_NS[own], weight_N[own], self.prices_SP)
 
     def load_prices(self, prices: Sequence[Sequence[float]]) -> None:
         """As they were saved; before hosts had prices of their own there were four."""
-        self.prices_SP = np.stack([BELIEVED, BELIEVED])
+        self.prices_SP = np.stack([PRIOR, PRIOR])
         self.prices_SP[:, : len(prices[0])] = np.array(prices)
         self._by_host = {}  # measured anew: another job, other hosts
 
-    def _hosts_of(self, world_size: int) -> tuple[int, ...]:
-        return self.hosts if len(self.hosts) == world_size else (0,) * world_size
 
-
-def _fitted(work_NP: np.ndarray, ms_NS: np.ndarray, weight_N: np.ndarray, believed_SP: np.ndarray) -> np.ndarray:
+def _fitted(work_NP: np.ndarray, ms_NS: np.ndarray, weight_N: np.ndarray, prior_SP: np.ndarray) -> np.ndarray:
     pull = PULL_BETWEEN_HOSTS if work_NP[:, 4:].any() else PULL
-    return np.stack(
-        [fit_nonnegative(work_NP, ms_NS[:, s], weight_N, believed_SP[s], pull) for s in range(len(believed_SP))]
-    )
+    return np.stack([fit_nonnegative(work_NP, ms_NS[:, s], weight_N, prior_SP[s], pull) for s in range(len(prior_SP))])
 
 
 def exchange_work(dims_W: np.ndarray, total_dims: float, batch_size: int, hosts: Sequence[int]) -> np.ndarray:

@@ -49,7 +49,7 @@ def measure_finalists(
         measured = measure(plans)
         for profile in measured:
             profiles[profile.plan.fingerprint] = profile
-            costs.observe(profile)
+            costs.observe(profile, task.topology)
         costs.learn_speed()
         evidence.add(measured, costs.costs_of(task))
         return (time.perf_counter() - started) / len(plans)

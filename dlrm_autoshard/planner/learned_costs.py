@@ -1,18 +1,16 @@
-"""What a planner believes about costs, and how it learns: from start-up samples, and from profiles of real steps.
+"""What a planner knows of costs, and how it learns: from start-up samples, and from profiles of real steps.
 
-    costs = LearnedCosts(seed=0)
-    costs.learn(samples)                     # ShardSamples and CommsSamples of the micro-benchmark
-    costs.observe(profile); costs.follow()   # after each epoch: what it says of the plan that runs
-    costs.refine()                           # where that pays: each rank's speed, then the cost model
-    costs.predict(plan, tables, stats, batch_size=4096)
-
-`Planner` is this and the algorithms.
+costs = LearnedCosts(seed=0)
+costs.learn(samples)                     # ShardSamples and CommsSamples of the micro-benchmark
+costs.observe(profile); costs.follow()   # after each epoch: what it says of the plan that runs
+costs.refine()                           # where that pays: each rank's speed, then the cost model
+costs.predict(task, plan)                # [W] RankCosts
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,17 +19,16 @@ from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
 from dlrm_autoshard.plan import PlanError, ShardingPlan, Topology
 from dlrm_autoshard.planner.anchor import Anchor
 from dlrm_autoshard.planner.cost_model import CostModel
-from dlrm_autoshard.planner.exchange_model import CommsLaw
+from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.fit_costs import FitReport, fit_cost_model
 from dlrm_autoshard.planner.rank_speed import RankSpeed
 from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample, comms_of, shards_of
 from dlrm_autoshard.planner.result import RefineReport
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
-from dlrm_autoshard.tables import TableConfig, TableStats
 
 FEW_SHARDS = 100
-"""With fewer start-up shards than this, refining holds on to what was believed (`_anchors`)."""
+"""With fewer start-up shards than this, refining holds on to what was known (`_anchors`)."""
 
 
 class LearnedCosts:
@@ -40,15 +37,15 @@ class LearnedCosts:
     def __init__(self, seed: int = 0, cost_model: CostModel | None = None) -> None:
         self.seed = seed
         self.cost_model = cost_model or CostModel(seed)
-        self.law = CommsLaw()
+        self.exchange = ExchangeModel()
         self.speed = RankSpeed()
         self.anchor = Anchor()
         self.replay = ReplayBuffer()
         self.costs_from = "an analytic prior (bytes and lookups); nothing was measured"
 
     def costs_of(self, task: PlacementTask) -> TaskCosts:
-        """The costs as they are believed now, seen from one task."""
-        return TaskCosts(task, self.cost_model, self.law, self.speed, self.anchor)
+        """The costs as far as they are known now, seen from one task."""
+        return TaskCosts(task, self.cost_model, self.exchange, self.speed, self.anchor)
 
     def learn(
         self,
@@ -66,10 +63,15 @@ class LearnedCosts:
                 self.replay.add_shard(sample)
         return self.fit_costs(updates, learning_rate, budget_seconds)
 
-    def observe(self, profile: StepProfile) -> None:
-        """Keeps a profile of real steps (or of the probe on these ranks) to be learned from by `refine`."""
+    def observe(self, profile: StepProfile, topology: Topology | None = None) -> None:
+        """Keeps a profile of real steps (or of the probe on these ranks) to be learned from by `refine`.
+
+        topology: of the ranks that were measured, where the profile does not say on which hosts they are.
+        """
         if profile.source == "predicted":
             raise PlanError("a prediction is no observation: observe measured, probed or simulated profiles.")
+        if profile.hosts is None and topology is not None:
+            profile = replace(profile, hosts=topology.hosts)
         self.replay.add_profile(profile)
 
     def refine(
@@ -97,14 +99,14 @@ class LearnedCosts:
         self.learn_speed()
 
         def predict(profile: StepProfile) -> np.ndarray:
-            ranks = self.predict(profile.plan, profile.tables, profile.stats, profile.batch_size)
+            ranks = self.predict(task_of(profile), profile.plan)
             return np.array([[rank.stage(stage) for stage in PLANNED_STAGES] for rank in ranks])
 
         self.anchor.learn(self.replay.profiles, predict)
 
     def stage_errors(self, profile: StepProfile) -> dict[str, float]:
         """Mean over ranks of |predicted / observed - 1|, by stage; ranks where a stage took no time are left out."""
-        predicted = self.predict(profile.plan, profile.tables, profile.stats, profile.batch_size)
+        predicted = self.predict(task_of(profile), profile.plan)
         errors = {}
         for stage in PLANNED_STAGES:
             pairs = [(p.stage(stage), o.stage(stage)) for p, o in zip(predicted, profile.ranks, strict=True)]
@@ -112,25 +114,15 @@ class LearnedCosts:
             errors[stage] = float(np.mean(relative)) if relative else 0.0
         return errors
 
-    def predict(
-        self,
-        plan: ShardingPlan,
-        tables: Sequence[TableConfig],
-        stats: Sequence[TableStats],
-        batch_size: int,
-        topology: Topology | None = None,
-    ) -> tuple[RankCost, ...]:
-        topology = replace(topology or Topology(plan.world_size), memory_bytes=None)
-        task = PlacementTask.build(tables, stats, topology, batch_size=batch_size)
-        return self.costs_of(task).rank_costs(task.ranks_from(plan))
+    def predict(self, task: PlacementTask, plan: ShardingPlan) -> tuple[RankCost, ...]:
+        """[W] what each rank takes under `plan`, whether or not it is legal."""
+        free = task.unconstrained
+        return self.costs_of(free).rank_costs(free.ranks_from(plan))
 
-    def step_costs(
-        self, tables: Sequence[TableConfig], stats: Sequence[TableStats], batch_size: int, topology: Topology
-    ) -> Callable[[ShardingPlan], float]:
-        """A function from plans to their predicted step cost in ms: for many plans of the same tables."""
-        task = PlacementTask.build(tables, stats, replace(topology, memory_bytes=None), batch_size=batch_size)
-        costs = self.costs_of(task)
-        return lambda plan: costs.step_ms(task.ranks_from(plan))
+    def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:
+        """[W] times longer that each rank takes to compute the same work. expected_speed: of ranks never observed."""
+        slowness: np.ndarray = self.speed.factors_W2(world_size, expected_speed).mean(axis=1)
+        return slowness
 
     def fit_costs(self, updates: int, learning_rate: float, budget_seconds: float | None) -> FitReport:
         """Start-up samples and observed profiles, half of the weight each where there are both."""
@@ -156,7 +148,7 @@ class LearnedCosts:
         comms += [sample for sample, _ in observed_comms]
         comms_weights += [weight * scale for _, weight in observed_comms]
         if comms:
-            self.law.fit(comms, comms_weights)
+            self.exchange.fit(comms, comms_weights)
         report = fit_cost_model(
             self.cost_model,
             samples,
@@ -174,7 +166,7 @@ class LearnedCosts:
         return report
 
     def _anchors(self, profile: StepProfile) -> list[ShardSample]:
-        """Random shards of the profile's tables at the costs now believed.
+        """Random shards of the profile's tables at the costs now predicted.
 
         A planner that started from shipped weights has few samples of its own: fine-tuned on one plan alone it would
         forget what other table sets cost, and the next search would go where it forgot.
@@ -186,10 +178,10 @@ class LearnedCosts:
             count = int(np.exp(generator.uniform(0, np.log(len(pairs) + 0.999))))
             tables, stats = zip(*(pairs[i] for i in generator.choice(len(pairs), count, replace=False)), strict=True)
             shards.append(ShardSample(tables, stats, profile.batch_size, 1.0, 1.0))
-        believed = self.cost_model.shard_ms(shards)
+        predicted = self.cost_model.shard_ms(shards)
         return [
             replace(shard, fwd_compute_ms=float(forward), bwd_compute_ms=float(backward))
-            for shard, (forward, backward) in zip(shards, believed, strict=True)
+            for shard, (forward, backward) in zip(shards, predicted, strict=True)
         ]
 
     def learn_speed(self) -> list[dict[int, tuple[float, float]]]:
@@ -207,6 +199,12 @@ class LearnedCosts:
             )
             weights.append(weight**3)
         return self.speed.learn(ratios, weights)
+
+
+def task_of(profile: StepProfile) -> PlacementTask:
+    """The tables and ranks that were measured."""
+    topology = Topology(profile.plan.world_size, hosts=profile.hosts)
+    return PlacementTask.build(profile.tables, profile.stats, topology, batch_size=profile.batch_size)
 
 
 def _mass_for(kept: int, observed: Sequence[tuple[object, float]]) -> float:

@@ -1,9 +1,9 @@
-"""Non-negative least squares in relative error, pulled towards what is already believed.
+"""Non-negative least squares in relative error, pulled towards a prior.
 
-    coefficients = fit_nonnegative(columns_NP, seconds_N, weights_N, believed_P)
+    coefficients = fit_nonnegative(columns_NP, seconds_N, weights_N, prior_P)
 
 Costs are sums of work times a price, and no price is negative. The pull (a few per cent of a column's own weight)
-decides only what the samples leave open: with no samples the belief is returned, with many it hardly matters.
+decides only what the samples leave open: with no samples the prior is returned, with many it hardly matters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def fit_nonnegative(
     columns_NP: np.ndarray,
     target_N: np.ndarray,
     weight_N: np.ndarray,
-    believed_P: np.ndarray,
+    prior_P: np.ndarray,
     pull: float | np.ndarray = 0.05,
 ) -> np.ndarray:
     """c >= 0 that minimises sum_n w_n (columns_n . c / target_n - 1)^2 plus the pull, which may differ by column."""
@@ -25,7 +25,7 @@ def fit_nonnegative(
     # The pull counts as `pull` samples of average size, so it fades as samples come in.
     average = np.diag(gram) / max(float(weight_N.sum()), 1e-9)
     strength = pull * np.maximum(average, 1e-12)
-    return solve_nonnegative(gram + np.diag(strength), wanted + strength * believed_P)
+    return solve_nonnegative(gram + np.diag(strength), wanted + strength * prior_P)
 
 
 def solve_nonnegative(matrix_PP: np.ndarray, wanted_P: np.ndarray) -> np.ndarray:

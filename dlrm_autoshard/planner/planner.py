@@ -1,9 +1,10 @@
 """The planner: learned costs, algorithms by name, and `auto`, which takes the best of them all.
 
     planner = Planner(seed=0)
-    planner.learn(samples)                                          # ShardSamples and CommsSamples, if there are any
-    result = planner.plan(tables, stats, topology, batch_size=4096)
-    planner.observe(profile); planner.refine(); planner.propose(result.plan, tables, stats, topology, batch_size=4096)
+    planner.costs.learn(samples)                              # ShardSamples and CommsSamples, if there are any
+    task = PlacementTask.build(tables, stats, topology, batch_size=4096)
+    result = planner.plan(task)
+    planner.costs.observe(profile); planner.costs.refine(); planner.propose(task, result.plan)
 
 Seeded: the same calls give the same plan (unless `budget_seconds` cuts them short). No torch.distributed here: where
 ranks can measure plans, the caller hands in `measure`.
@@ -16,8 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dlrm_autoshard.costs import StepProfile
-from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology
+import numpy as np
+
+from dlrm_autoshard.costs import RankCost, StepProfile
+from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.planner.candidates import ALGORITHMS, LEARNED, CandidateMakers
 from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings
@@ -26,19 +29,20 @@ from dlrm_autoshard.planner.fit_costs import FitReport
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.mdp import Rollout
 from dlrm_autoshard.planner.replay import ReplayBuffer, comms_of, shards_of
-from dlrm_autoshard.planner.result import Candidate, PlanResult
+from dlrm_autoshard.planner.result import Candidate, Gain, PlanResult
 from dlrm_autoshard.planner.search import greedy_on_cost, improve, search
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.tables import TableConfig, TableStats
 
 __all__ = ["ALGORITHMS", "LEARNED", "Measure", "MeasureTask", "Planner"]
 
 FEW_SWAPS = 128
 """Looked at in a round of the searches of `fit`, which need not be thorough: there are dozens."""
+UNSURE = 0.07
+"""Relative error of a gain's prediction where all work changes its rank; where a part does, that part of it."""
 MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
 
 
-class Planner(LearnedCosts):
+class Planner:
     """algorithm: one of ALGORITHMS. published: DreamShard to the letter, weak points included (only `dreamshard`)."""
 
     def __init__(
@@ -52,7 +56,8 @@ class Planner(LearnedCosts):
     ) -> None:
         if algorithm not in ALGORITHMS:
             raise PlanError(f"there is no algorithm '{algorithm}'; there are {', '.join(ALGORITHMS)}.")
-        super().__init__(seed, cost_model)
+        self.seed = seed
+        self.costs = LearnedCosts(seed, cost_model)
         self.algorithm = algorithm
         self.settings = settings or DreamShardSettings()
         self.makers = CandidateMakers(self.settings, seed, published)
@@ -84,29 +89,24 @@ class Planner(LearnedCosts):
                     placement = improve(task, costs, placement, seed=self.seed, most_swaps=FEW_SWAPS)
                 [profile] = measure(task, [task.plan_from(placement)])
                 measured.append(profile)
-                self.replay.comms.append(comms_of(profile))
-                self.replay.shards.extend(shards_of(profile))
+                self.costs.replay.comms.append(comms_of(profile))
+                self.costs.replay.shards.extend(shards_of(profile))
                 if progress is not None:
                     progress(len(measured), self.settings.iterations * self.settings.placements)
 
         def fit_costs() -> None:
-            reports.append(self.fit_costs(self.settings.cost_updates, 2e-3, None))
+            reports.append(self.costs.fit_costs(self.settings.cost_updates, 2e-3, None))
 
         trainer = DreamShard(self.makers.policy, self.settings, self.seed)
-        trainer.train(tasks, self.costs_of, measure_all, fit_costs)
+        trainer.train(tasks, self.costs.costs_of, measure_all, fit_costs)
         if self.algorithm in self.makers.sequences:
-            self.makers.train_sequence(self.algorithm, tasks, self.costs_of)
+            self.makers.train_sequence(self.algorithm, tasks, self.costs.costs_of)
         return replace(reports[-1], error_before=reports[0].error_before, seconds=time.perf_counter() - started)
 
     def plan(
         self,
-        tables: Sequence[TableConfig],
-        stats: Sequence[TableStats],
-        topology: Topology,
+        task: PlacementTask,
         *,
-        batch_size: int,
-        table_bytes: Mapping[str, int] | None = None,
-        constraints: Constraints = Constraints(),
         measure: Measure | None = None,
         measure_plans: int = 5,
         budget_seconds: float | None = None,
@@ -117,45 +117,29 @@ class Planner(LearnedCosts):
         """
         started = time.perf_counter()
         deadline = None if budget_seconds is None else started + budget_seconds
-        task = PlacementTask.build(
-            tables, stats, topology, batch_size=batch_size, table_bytes=table_bytes, constraints=constraints
-        )
-        candidates = self.makers.candidates(self.algorithm, task, self.costs_of(task), deadline)
+        candidates = self.makers.candidates(self.algorithm, task, self.costs.costs_of(task), deadline)
         if measure is not None and measure_plans > 0 and self.algorithm == "auto":
-            candidates = measure_finalists(self, task, candidates, measure, measure_plans, deadline)
+            candidates = measure_finalists(self.costs, task, candidates, measure, measure_plans, deadline)
         chosen = best(candidates if self.algorithm == "auto" else [c for c in candidates if c.name == self.algorithm])
         task.check(chosen.plan)
         return PlanResult(
             plan=chosen.plan,
             algorithm=self.algorithm,
             chosen=chosen,
-            predicted=self.costs_of(task).rank_costs(task.ranks_from(chosen.plan)),
+            predicted=self.costs.costs_of(task).rank_costs(task.ranks_from(chosen.plan)),
             candidates=tuple(sorted(candidates, key=order)),
-            costs_from=self.costs_from,
+            costs_from=self.costs.costs_from,
             seconds=time.perf_counter() - started,
             seed=self.seed,
         )
 
     def propose(
-        self,
-        current: ShardingPlan,
-        tables: Sequence[TableConfig],
-        stats: Sequence[TableStats],
-        topology: Topology,
-        *,
-        batch_size: int,
-        table_bytes: Mapping[str, int] | None = None,
-        constraints: Constraints = Constraints(),
-        budget_seconds: float | None = None,
-        most: int = 5,
+        self, task: PlacementTask, current: ShardingPlan, *, budget_seconds: float | None = None, most: int = 5
     ) -> list[tuple[ShardingPlan, float]]:
         """Different plans with their predicted step cost in ms, best first. The current plan improved is among them: it
         takes the fewest moves, so it is found first, whatever else there is time for."""
         deadline = None if budget_seconds is None else time.perf_counter() + budget_seconds
-        task = PlacementTask.build(
-            tables, stats, topology, batch_size=batch_size, table_bytes=table_bytes, constraints=constraints
-        )
-        costs = self.costs_of(task)
+        costs = self.costs.costs_of(task)
         near = []
         if task.allows(current):
             current_U = task.ranks_from(current)
@@ -173,19 +157,48 @@ class Planner(LearnedCosts):
 
     def _away_from_hosts(self, task: PlacementTask, deadline: float | None) -> list[Candidate]:
         """For each host, a plan that leaves it empty: no single move shows what a slow link costs to all behind it."""
-        hosts = self.law.ranks_by_host(task.world_size)
+        hosts = task.topology.ranks_by_host
         found = []
-        for number, ranks in enumerate(hosts if len(hosts) > 1 else []):
+        for number, ranks in enumerate(hosts if len(hosts) > 1 else ()):
             excluded = task.topology.excluded | ranks
             try:
                 rest = replace(task, topology=replace(task.topology, excluded=excluded))
-                plan = rest.plan_from(search(rest, self.costs_of(rest), kicks=0, seed=self.seed, deadline=deadline))
+                plan = rest.plan_from(
+                    search(rest, self.costs.costs_of(rest), kicks=0, seed=self.seed, deadline=deadline)
+                )
             except PlanError:  # the others have no room for its tables, or there are no others
                 continue
             found.append(
-                Candidate(f"away from host {number}", plan, self.costs_of(task).step_ms(task.ranks_from(plan)))
+                Candidate(f"away from host {number}", plan, self.costs.costs_of(task).step_ms(task.ranks_from(plan)))
             )
         return found
+
+    def predict(self, task: PlacementTask, plan: ShardingPlan) -> tuple[RankCost, ...]:
+        """[W] what each rank takes under `plan`, whether or not it is legal."""
+        return self.costs.predict(task, plan)
+
+    def step_costs(self, task: PlacementTask) -> Callable[[ShardingPlan], float]:
+        """A function from plans, legal or not, to their predicted step cost in ms: for many plans of one task."""
+        free = task.unconstrained
+        costs = self.costs.costs_of(free)
+        return lambda plan: costs.step_ms(free.ranks_from(plan))
+
+    def gains(self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan]) -> list[Gain]:
+        """What each candidate saves over `current`, as a part of its predicted step."""
+        step_ms = self.step_costs(task)
+        current_ms = step_ms(current)
+        work = {t.name: t.embedding_dim * s.mean_pooling for t, s in zip(task.tables, task.stats, strict=True)}
+        total = sum(work.values())
+
+        def gain(candidate: ShardingPlan) -> Gain:
+            moved = sum(work[move.table] for move in current.moves_to(candidate)) / total if total > 0 else 0.0
+            return Gain(1 - step_ms(candidate) / current_ms if current_ms > 0 else 0.0, UNSURE * moved)
+
+        return [gain(candidate) for candidate in candidates]
+
+    def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:
+        """[W] times longer that each rank takes to compute the same work. expected_speed: of ranks never observed."""
+        return self.costs.rank_slowness(world_size, expected_speed)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -193,23 +206,23 @@ class Planner(LearnedCosts):
         """Everything that was learned and observed, as plain lists and numbers (JSON)."""
         return {
             "schema": 1,
-            "cost_model": self.cost_model.to_json(),
-            "comms": self.law.prices_SP.tolist(),
-            "speed": self.speed.to_json(),
-            "anchor": self.anchor.to_json(),
-            "replay": self.replay.to_json(),
-            "costs_from": self.costs_from,
+            "cost_model": self.costs.cost_model.to_json(),
+            "comms": self.costs.exchange.prices_SP.tolist(),
+            "speed": self.costs.speed.to_json(),
+            "anchor": self.costs.anchor.to_json(),
+            "replay": self.costs.replay.to_json(),
+            "costs_from": self.costs.costs_from,
             **self.makers.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state.get("schema") != 1:
             raise PlanError(f"the planner's state has schema {state.get('schema')}; this version reads schema 1.")
-        self.cost_model.load_json(state["cost_model"])
-        self.law.load_prices(state["comms"])
-        self.speed.load_json(state["speed"])
+        self.costs.cost_model.load_json(state["cost_model"])
+        self.costs.exchange.load_prices(state["comms"])
+        self.costs.speed.load_json(state["speed"])
         if "anchor" in state:  # checkpoints of before there were any go on without
-            self.anchor.load_json(state["anchor"])
-        self.replay = ReplayBuffer.from_json(state["replay"])
-        self.costs_from = state["costs_from"]
+            self.costs.anchor.load_json(state["anchor"])
+        self.costs.replay = ReplayBuffer.from_json(state["replay"])
+        self.costs.costs_from = state["costs_from"]
         self.makers.load_state_dict(state)

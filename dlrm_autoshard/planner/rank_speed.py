@@ -30,9 +30,9 @@ class RankSpeed:
     def __init__(self) -> None:
         self.factors: dict[int, tuple[float, float]] = {}
 
-    def factors_W2(self, world_size: int, believed_speed: Sequence[float] | None) -> np.ndarray:
-        """[W, 2] forward and backward; `believed_speed` counts for ranks that were never observed."""
-        believed = [1.0] * world_size if believed_speed is None else [1.0 / speed for speed in believed_speed]
+    def factors_W2(self, world_size: int, expected_speed: Sequence[float] | None) -> np.ndarray:
+        """[W, 2] forward and backward; `expected_speed` counts for ranks that were never observed."""
+        believed = [1.0] * world_size if expected_speed is None else [1.0 / speed for speed in expected_speed]
         return np.array([self.factors.get(rank, (believed[rank],) * 2) for rank in range(world_size)])
 
     def learn(

@@ -55,13 +55,15 @@ class ShardSample:
 
 @dataclass(frozen=True)
 class CommsSample:
-    """What one exchange took on each rank, waiting excluded. dims: sum of embedding dims that each rank owns."""
+    """What one exchange took on each rank, waiting excluded. dims: sum of embedding dims that each rank owns.
+    hosts: number of each rank's host; None: all ranks are on one."""
 
     dims: tuple[int, ...]
     batch_size: int
     fwd_comms_ms: tuple[float, ...]
     bwd_comms_ms: tuple[float, ...]
     noise: float = 0.0
+    hosts: tuple[int, ...] | None = None
 
     @property
     def world_size(self) -> int:
@@ -72,7 +74,8 @@ class CommsSample:
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> CommsSample:
-        lists = {key: tuple(record[key]) for key in ("dims", "fwd_comms_ms", "bwd_comms_ms")}
+        keys = ("dims", "fwd_comms_ms", "bwd_comms_ms", "hosts")
+        lists = {key: tuple(record[key]) for key in keys if record.get(key) is not None}
         return CommsSample(**{**record, **lists})
 
 
@@ -100,6 +103,7 @@ def comms_of(profile: StepProfile) -> CommsSample:
         fwd_comms_ms=tuple(cost.fwd_comms_ms for cost in profile.ranks),
         bwd_comms_ms=tuple(cost.bwd_comms_ms for cost in profile.ranks),
         noise=profile.noise,
+        hosts=profile.hosts,
     )
 
 

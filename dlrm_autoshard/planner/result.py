@@ -46,6 +46,17 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Gain:
+    """What a candidate saves over the current plan: a part of the predicted step, and how sure that is.
+
+    mean and std are of the estimate; 0.02 +- 0.01 says that the four stages take 1 to 3% less.
+    """
+
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True)
 class PlanResult:
     """`predicted[r]` is rank r's cost under `plan`; `costs_from` says what the predictions rest on."""
 

@@ -14,7 +14,7 @@ Axes: T tables, U units, W ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -101,6 +101,12 @@ class PlacementTask:
 
     def check(self, plan: ShardingPlan) -> None:
         check_plan(plan, self.table_bytes, self.topology, self.constraints)
+
+    @cached_property
+    def unconstrained(self) -> PlacementTask:
+        """The same tables on the same ranks, with any placement legal: what costs are predicted for."""
+        topology = replace(self.topology, memory_bytes=None, excluded=frozenset())
+        return replace(self, topology=topology, constraints=Constraints())
 
     def allows(self, plan: ShardingPlan) -> bool:
         return is_legal(plan, self.table_bytes, self.topology, self.constraints)

@@ -1,6 +1,6 @@
 """The cost model seen from one task: cheap predictions for any sets of its units on any of its ranks.
 
-    costs = TaskCosts(task, cost_model, comms_law, rank_speed, anchor)
+    costs = TaskCosts(task, cost_model, exchange_model, rank_speed, anchor)
     costs.rank_ms(rank_U)                        # [W, 4] stages of every rank under a placement
     costs.step_ms(rank_U)                        # sum over stages of the slowest rank
     costs.stage_ms(sums_NK, ranks_N)             # the same for any device summaries: what search and rollouts call
@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from dlrm_autoshard.costs import PLANNED_STAGES, RankCost
+from dlrm_autoshard.costs import COMPUTE, EXCHANGE, PLANNED_STAGES, RankCost
 from dlrm_autoshard.planner.anchor import Anchor
-from dlrm_autoshard.planner.cost_model import CostModel, FrozenDevices
-from dlrm_autoshard.planner.exchange_model import CommsLaw
+from dlrm_autoshard.planner.cost_model import COST, DIM, CostModel, FrozenDevices
+from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.rank_speed import RankSpeed
 from dlrm_autoshard.planner.task import PlacementTask
 
@@ -27,26 +27,31 @@ CHUNK = 65_536
 
 class TaskCosts:
     def __init__(
-        self, task: PlacementTask, model: CostModel, law: CommsLaw, speed: RankSpeed, anchor: Anchor | None = None
+        self,
+        task: PlacementTask,
+        model: CostModel,
+        exchange: ExchangeModel,
+        speed: RankSpeed,
+        anchor: Anchor | None = None,
     ) -> None:
         anchor = anchor or Anchor()
         summary_TK = model.summaries(task.tables, task.stats, task.batch_size)
-        summary_TK[:, 2:4] *= anchor.factors_T2(task.names)
+        summary_TK[:, COST] *= anchor.factors_T2(task.names)
         self.device_ms = FrozenDevices(model)
         self.world_size = task.world_size
         self.summary_UK = task.units.sum_over_tables(summary_TK)
         self.factor_W2 = speed.factors_W2(task.world_size, task.topology.speed).astype(np.float32)
         total_dims = float(sum(table.embedding_dim for table in task.tables))
-        base_W2, per_dim_W2 = law.lines(total_dims, task.batch_size, task.world_size)
+        base_W2, per_dim_W2 = exchange.lines(total_dims, task.batch_size, task.world_size, task.topology.hosts)
         exchange_W2 = anchor.exchange_W2(task.world_size).astype(np.float32)
         self.comms_base_W2 = base_W2.astype(np.float32) * exchange_W2
         self.comms_per_dim_W2 = per_dim_W2.astype(np.float32) * exchange_W2
 
         def exchange_ms(dims_W: np.ndarray) -> np.ndarray:
-            ms: np.ndarray = law.ms(dims_W, total_dims, task.batch_size, task.world_size) * exchange_W2
+            ms: np.ndarray = exchange.ms(dims_W, task.batch_size, task.topology.hosts, total_dims) * exchange_W2
             return ms
 
-        self._exchange_ms = exchange_ms if len(law.ranks_by_host(task.world_size)) > 1 else None
+        self._exchange_ms = exchange_ms if len(task.topology.ranks_by_host) > 1 else None
 
     def scale_exchange(self, factor_2: np.ndarray) -> None:
         """Every rank's exchanges, forward and backward, take `factor_2` of what was predicted."""
@@ -59,9 +64,9 @@ class TaskCosts:
     def stages(self, sums_NDK: np.ndarray, ranks_D: np.ndarray | slice = slice(None)) -> np.ndarray:
         """[..., 4] of the devices of ranks `ranks_D`: of all of them, in order, where nothing is said."""
         stages = np.empty((*sums_NDK.shape[:-1], 4), dtype=np.float32)
-        stages[..., ::3] = self.device_ms(sums_NDK) * self.factor_W2[ranks_D]
-        exchange = self.comms_base_W2[ranks_D] + sums_NDK[..., 1:2] * self.comms_per_dim_W2[ranks_D]
-        np.maximum(exchange, 0.0, out=stages[..., 1:3])  # the line is right near balance, and falls on beyond it
+        stages[..., COMPUTE] = self.device_ms(sums_NDK) * self.factor_W2[ranks_D]
+        exchange = self.comms_base_W2[ranks_D] + sums_NDK[..., DIM] * self.comms_per_dim_W2[ranks_D]
+        np.maximum(exchange, 0.0, out=stages[..., EXCHANGE])  # the line is right near balance, and falls on beyond it
         return stages
 
     def stage_ms(self, sums_NK: np.ndarray, ranks_N: np.ndarray) -> np.ndarray:
@@ -80,7 +85,7 @@ class TaskCosts:
         sums = self.sums(rank_U)
         ms_W4 = self.stage_ms(sums, np.arange(self.world_size))
         if self._exchange_ms is not None:  # all ranks are known here, so what crosses between hosts is, too
-            ms_W4[:, 1:3] = self._exchange_ms(sums[:, 1].astype(np.float64))
+            ms_W4[:, EXCHANGE] = self._exchange_ms(sums[:, DIM].ravel().astype(np.float64))
         return ms_W4
 
     def step_ms(self, rank_U: np.ndarray) -> float:

@@ -99,7 +99,7 @@ def start_costs(
     learned: list[ShardSample | CommsSample] = [*others[-MOST_FITTED:], *known[-MOST_SHARDS:], *measured]
     if learned:
         # Known tables need only be recalled: fewer updates, so that a second start takes less than a second.
-        planner.learn(learned, updates=300 if measured else 60, budget_seconds=MEASURING_SHARE * budget_seconds)
+        planner.costs.learn(learned, updates=300 if measured else 60, budget_seconds=MEASURING_SHARE * budget_seconds)
     return Started(len(known), len(measured), time.perf_counter() - begun)
 
 

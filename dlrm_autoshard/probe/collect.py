@@ -197,13 +197,13 @@ def pack(path: Path, updates: int) -> dict[str, Any]:
     order = np.random.default_rng(0).permutation(len(shards))
     held_out = [shards[i] for i in order[: len(shards) // 5]]
     trial = Planner("auto", seed=0)
-    trial.learn([shards[i] for i in order[len(shards) // 5 :]], updates=updates)
-    predicted = trial.cost_model.shard_ms(held_out)
+    trial.costs.learn([shards[i] for i in order[len(shards) // 5 :]], updates=updates)
+    predicted = trial.costs.cost_model.shard_ms(held_out)
     measured = np.array([(sample.fwd_compute_ms, sample.bwd_compute_ms) for sample in held_out])
     errors = np.abs(predicted / measured - 1).mean(axis=0)
     total = np.abs(predicted.sum(axis=1) / measured.sum(axis=1) - 1)
     planner = Planner("auto", seed=0)
-    planner.learn([*shards, *comms], updates=updates)
+    planner.costs.learn([*shards, *comms], updates=updates)
     write_samples(WARM_START, shards, comms)
     record = {
         "schema": 1,
@@ -217,8 +217,8 @@ def pack(path: Path, updates: int) -> dict[str, Any]:
         "held_out_error_median": float(np.median(total)),
         "measured_again_differs_by": float(np.mean(np.abs(again))) if again else None,
         "measured_again_differs_by_median": float(np.median(np.abs(again))) if again else None,
-        "cost_model": planner.cost_model.to_json(),
-        "comms": planner.law.prices_SP.tolist(),
+        "cost_model": planner.costs.cost_model.to_json(),
+        "comms": planner.costs.exchange.prices_SP.tolist(),
     }
     WARM_START.with_suffix(".json").write_text(json.dumps(record) + "\n")
     return {key: value for key, value in record.items() if key not in ("cost_model", "comms")}

@@ -1,6 +1,6 @@
 """Costs of placements for `fit` and `evaluate`: measured with fbgemm in isolated mode, simulated, or predicted.
 
-costs = Costs("measured", law)
+costs = Costs("measured", exchange)
 [profile] = costs.measure(task, [plan])        # a StepProfile whose `source` says where it comes from
 """
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.planner.exchange_model import CommsLaw
+from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 
@@ -21,9 +21,9 @@ CostSource = Literal["measured", "simulated"]
 class Costs:
     """Shards are measured once for each task; `simulated` costs come from a seeded SimulatedCluster."""
 
-    def __init__(self, source: CostSource, law: CommsLaw, seed: int = 0) -> None:
+    def __init__(self, source: CostSource, exchange: ExchangeModel, seed: int = 0) -> None:
         self.source = source
-        self._law = law
+        self._exchange = exchange
         self._cluster = SimulatedCluster(seed)
         self._probe: Any = None
         self._isolated: dict[int, Any] = {}
@@ -40,7 +40,7 @@ class Costs:
         if key not in self._isolated:
             self._isolated[key] = (
                 task,  # kept, so that its id stays its own
-                IsolatedProbe(task.tables, task.stats, task.batch_size, self._probe, self._law, rounds=2),
+                IsolatedProbe(task.tables, task.stats, task.batch_size, self._probe, self._exchange, rounds=2),
             )
         profiles: list[StepProfile] = self._isolated[key][1].measure(plans)
         return profiles

@@ -6,7 +6,7 @@
     probe = RankProbe(runtime, tables, stats, batch_size)                            # on the running ranks
     result = probe.on_rank_zero(lambda: planner.plan(..., measure=probe.measure))
 
-Isolated: each shard's computation in turn on this one core or GPU; exchanges by a law fitted to measured ones. On
+Isolated: each shard's computation in turn on this one core or GPU; exchanges by a model fitted to measured ones. On
 ranks: all at once, as in training, so that they compete for memory bandwidth as they will; exchanges are real, and each
 starts behind a barrier, so that waiting for a slow rank is never taken for communication. Every stage is timed on its
 own, none is a difference of two timings: nothing can come out negative.
@@ -43,10 +43,10 @@ class ProbeError(UserError):
     """A placement that could not be measured: the message says on which rank and why."""
 
 
-class ExchangeLaw(Protocol):
-    """What exchanges take, forward and backward [N, 2] ms, on ranks that own `dims_N` of `total_dims`."""
+class ExchangeTimes(Protocol):
+    """What exchanges take, forward and backward [N, 2] ms, on ranks that own `dims_N` of all dims."""
 
-    def ms(self, dims_N: np.ndarray, total_dims: float, batch_size: int, world_size: int) -> np.ndarray: ...
+    def ms(self, dims_N: np.ndarray, batch_size: int) -> np.ndarray: ...
 
 
 class IsolatedProbe:
@@ -61,7 +61,7 @@ class IsolatedProbe:
         stats: Sequence[TableStats],
         batch_size: int,
         probe: ShardProbe,
-        exchange: ExchangeLaw,
+        exchange: ExchangeTimes,
         rounds: int = 1,
     ) -> None:
         self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size
@@ -88,7 +88,7 @@ class IsolatedProbe:
         """The profile from what has been measured of the plan's shards."""
         dim_of = {table.name: table.embedding_dim for table in self.tables}
         dims = np.array([sum(dim_of[name] for name in plan.tables_on(rank)) for rank in range(plan.world_size)])
-        comms = self._exchange.ms(dims.astype(np.float64), float(dims.sum()), self.batch_size, plan.world_size)
+        comms = self._exchange.ms(dims.astype(np.float64), self.batch_size)
         ranks, noise = [], 0.0
         for rank in range(plan.world_size):
             times = self.shard_times[frozenset(plan.tables_on(rank))]

@@ -1,7 +1,7 @@
 """The costs that the package ships: shards measured on CPU, and what exchanges took, as a start for any planner.
 
     samples = read_samples(WARM_START)                       # ShardSamples and CommsSamples
-    start_warm(planner, hardware_fingerprint())              # says in `planner.costs_from` whose machine it was
+    start_warm(planner, hardware_fingerprint())              # says in `planner.costs.costs_from` whose machine it was
 
 `cpu.npz` holds the measurements (made by `python -m dlrm_autoshard.probe.collect`), `cpu.json` the machine they were
 made on, the command, and the cost model fitted to them, so that starting warm takes no fitting. On hardware with
@@ -96,11 +96,11 @@ def start_warm(planner: Planner, fingerprint: Mapping[str, Any] | None, path: Pa
     if not described.exists():
         return False
     record = json.loads(described.read_text())
-    planner.cost_model.load_json(record["cost_model"])
-    planner.law.load_prices(record["comms"])
+    planner.costs.cost_model.load_json(record["cost_model"])
+    planner.costs.exchange.load_prices(record["comms"])
     own = fingerprint is not None and dict(fingerprint) == record["fingerprint"]
     machine = record["fingerprint"]
-    planner.costs_from = f"{record['shards']:,} shipped measurements on " + (
+    planner.costs.costs_from = f"{record['shards']:,} shipped measurements on " + (
         "hardware like this one"
         if own
         else f"other hardware ({machine['processor']}, fbgemm {machine['fbgemm']}): proportions, not this machine's ms"

@@ -30,6 +30,7 @@ from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import NotFinite, TrainStep
 from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.model.dlrm import make_model
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.records.epoch import EpochProfile
 from dlrm_autoshard.records.jsonl import drop_after_step
 from dlrm_autoshard.train.checkpoint import Checkpoints
@@ -270,7 +271,9 @@ class Trainer:
         planner, stats = self.placement.planner, self.state.stats
         predicted = None
         if planner is not None:
-            predicted = planner.predict(self.embeddings.plan, self.source.tables, stats, self.global_batch)
+            topology = self.placement.topology
+            task = PlacementTask.build(self.source.tables, stats, topology, batch_size=self.global_batch)
+            predicted = planner.predict(task, self.embeddings.plan)
         closed = self.recorder.close(self.position.epoch, self.position.step, self.global_batch, stats, predicted)
         record, profile = closed if closed is not None else (None, None)
         if record is not None:

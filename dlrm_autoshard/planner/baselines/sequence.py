@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dlrm_autoshard.costs import COMPUTE
 from dlrm_autoshard.planner.cost_model import mlp
 from dlrm_autoshard.planner.features import NUM_NETWORK
 from dlrm_autoshard.planner.masked import MaskedCategorical, gumbel_noise
@@ -142,7 +143,7 @@ class SequenceTrainer:
             held = held + nn.functional.one_hot(action, devices).unsqueeze(-1) * unit_UE[step]
             sums[rows, taken] += mdp.summary[step]
             counts[rows, taken] += 1
-            compute = mdp.costs.stages(sums)[..., ::3].sum(axis=-1) / mdp.share
+            compute = mdp.costs.stages(sums)[..., COMPUTE].sum(axis=-1) / mdp.share
             free[rows, taken] -= mdp.bytes[step]
             ranks[:, unit] = taken
         if policy.enriched:
