@@ -40,6 +40,17 @@ class RunConfig(Section):
     pin_cores: bool = True  # bind each rank to its own CPU core where there are enough
     collective_timeout_seconds: PositiveFloat = 300.0
 
+    @pydantic.field_validator("name")
+    @classmethod
+    def _name_is_one_folders(cls, name: str) -> str:
+        """Of <dir>, and not of another run's."""
+        if name == "latest" or name[:1] in ("", ".") or "/" in name or not name.isprintable() or len(name) > 200:
+            raise ValueError(
+                f"'run.name' is {name!r}; it must be the name of one folder in run.dir, without '/' and no '.' at its "
+                "start, and not 'latest', which points at the newest run"
+            )
+        return name
+
 
 class TableOptimizerConfig(Section):
     name: TableOptimizer = "rowwise_adagrad"

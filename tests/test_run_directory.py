@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from dlrm_autoshard.config import Config, parse_config
+from dlrm_autoshard.config import Config, ConfigError, parse_config
 from dlrm_autoshard.train.run_directory import (
     RunDirectoryError,
     changes_since_last_start,
     claimed_run_dir,
+    job_of_this_process,
+    point_latest_at,
     record_start,
 )
+
+ONE, OTHER = frozenset({"id one"}), frozenset({"id other"})
 
 
 def config(folder: Path, **train: Any) -> Config:
@@ -100,19 +109,142 @@ def test_a_continued_run_has_the_latest_config_and_keeps_the_earlier_ones(tmp_pa
     assert (tmp_path / "latest").resolve() == run, "a run continued through the link does not bend the link"
 
 
-def test_torchruns_restart_continues_its_own_jobs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
-    with claimed_run_dir(config(tmp_path), None) as own:
+def test_a_job_that_starts_again_continues_its_own_run_and_no_others(tmp_path: Path) -> None:
+    with claimed_run_dir(config(tmp_path), None, ONE) as own:
         record_start(own, config(tmp_path), 1)
         finish(own)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")
-    with claimed_run_dir(config(tmp_path), None) as other:
+    with claimed_run_dir(config(tmp_path), None, OTHER) as other:
         record_start(other, config(tmp_path), 1)
         finish(other)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
-    with claimed_run_dir(config(tmp_path), None) as run:
+    with claimed_run_dir(config(tmp_path), None, ONE) as run:
         assert run == own != other
+    with claimed_run_dir(config(tmp_path), None) as run:  # of no job that is known
+        assert run not in (own, other)
+
+
+def test_of_a_job_without_an_id_any_torchrun_that_is_left_is_enough(tmp_path: Path) -> None:
+    with claimed_run_dir(config(tmp_path), None, {"torchrun a", "torchrun b"}) as run:
+        finish(run)
+    with claimed_run_dir(config(tmp_path), None, {"torchrun b", "torchrun c"}) as again:  # a's machine was replaced
+        assert again == run
+    with claimed_run_dir(config(tmp_path), None, {"torchrun c"}) as again:
+        assert again == run
+
+
+def test_the_id_is_torchruns_unless_it_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert job_of_this_process() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "77")
+    assert job_of_this_process() == "id 77"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # what torchrun says where it was given none: every such job's
+    assert f"torchrun process {os.getppid()} started" in str(job_of_this_process())
+
+
+def test_gaps_in_the_numbers_hide_no_run(tmp_path: Path) -> None:
+    runs = []
+    for job in (ONE, OTHER, frozenset({"id third"})):
+        with claimed_run_dir(config(tmp_path), None, job) as run:
+            finish(run)
+        runs.append(run)
+    shutil.rmtree(runs[0])
+    with claimed_run_dir(config(tmp_path), None, OTHER) as run:
+        assert run == runs[1]
+    shutil.rmtree(runs[1])
+    with claimed_run_dir(config(tmp_path), "") as run:
+        assert run == runs[2] == tmp_path / "job-3"
+    with claimed_run_dir(config(tmp_path), None) as run:
+        assert run == tmp_path / "job-4", "a number that was given once would look older than it is"
+
+
+def record_start_and_die(folder: Path, after: int) -> None:
+    """Killed at the n-th file that record_start puts in its place."""
+    left, replace = after, Path.replace
+
+    def counted(self: Path, target: Any) -> Path:
+        nonlocal left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        return replace(self, target)
+
+    with claimed_run_dir(config(folder), None, ONE) as run:
+        Path.replace = counted  # type: ignore[method-assign, assignment]
+        record_start(run, config(folder, epochs=3), 2)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_kill_inside_record_start_loses_neither_the_run_nor_its_config(after: int, tmp_path: Path) -> None:
+    with claimed_run_dir(config(tmp_path), None, ONE) as run:
+        record_start(run, config(tmp_path, epochs=2), 2)
+        finish(run)
+    killed = multiprocessing.get_context("fork").Process(target=record_start_and_die, args=(tmp_path, after))
+    killed.start()
+    killed.join(30)
+    assert killed.exitcode == -signal.SIGKILL
+    assert yaml.safe_load((run / "config.yaml").read_text())["train"]["epochs"] == (3 if after else 2)
+    with claimed_run_dir(config(tmp_path), None, ONE) as again:
+        record_start(again, config(tmp_path, epochs=4), 2)
+    assert again == run
+    assert not [path for path in tmp_path.rglob(".*") if path.name.endswith(".new")]
+    assert len(list((run / "starts").rglob("environment.json"))) >= 1
+
+
+def test_a_job_waits_for_the_last_ranks_of_its_earlier_start(tmp_path: Path) -> None:
+    earlier = claimed_run_dir(config(tmp_path), None, ONE)
+    finish(earlier.__enter__())
+    threading.Timer(0.5, lambda: earlier.__exit__(None, None, None)).start()
+    started = time.monotonic()
+    with claimed_run_dir(config(tmp_path), None, ONE) as run:
+        assert run == tmp_path / "job" and time.monotonic() - started > 0.3
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../../x", "/abs", "a/b", "latest", ".hidden", "a\x1b[31m", "a\n"])
+def test_a_name_that_is_no_folder_of_its_own_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'run.name' is .*; it must be the name of one folder in run.dir"):
+        parse_config({**config(tmp_path).model_dump(), "run": {"name": name, "dir": str(tmp_path)}})
+
+
+@pytest.mark.parametrize("name", [".lock", "job.json", "plan/step_00000000.json", "costs", "metrics.jsonl"])
+def test_nothing_is_written_through_a_link_inside_a_run(name: str, tmp_path: Path) -> None:
+    with claimed_run_dir(config(tmp_path / "runs"), None, ONE) as run:
+        finish(run)
+    (tmp_path / "precious").write_text("kept")
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(tmp_path / "precious")
+    with (
+        pytest.raises(RunDirectoryError, match=rf"{name}' is a symbolic link to '.*precious', .* Remove it"),
+        claimed_run_dir(config(tmp_path / "runs"), "", ONE),
+    ):
+        pass
+    with claimed_run_dir(config(tmp_path / "runs"), None, OTHER):
+        pass
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+def test_checkpoints_may_lie_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "large_disk" / "step_00000010").mkdir(parents=True)
+    (tmp_path / "runs" / "job").mkdir(parents=True)
+    (tmp_path / "runs" / "job" / "checkpoints").symlink_to(tmp_path / "large_disk")
+    with claimed_run_dir(config(tmp_path / "runs"), "") as run:
+        assert run.name == "job"
+
+
+def point_often(run: Path, times: int) -> None:
+    for _ in range(times):
+        point_latest_at(run)
+
+
+def test_latest_survives_any_number_of_starts_at_once(tmp_path: Path) -> None:
+    runs = [tmp_path / f"run-{number}" for number in range(4)]
+    starts = [multiprocessing.get_context("fork").Process(target=point_often, args=(run, 200)) for run in runs]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join(60)
+    assert [start.exitcode for start in starts] == [0] * 4
+    assert (tmp_path / "latest").readlink() in {Path(run.name) for run in runs}
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
 
 
 def test_a_directory_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:

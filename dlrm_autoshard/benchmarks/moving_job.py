@@ -29,7 +29,7 @@ from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.reshard import reshard
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.train.run_directory import claimed_run_dir
+from dlrm_autoshard.train.run_directory import claimed_run_dir, job_of_this_process
 from dlrm_autoshard.train.trainer import Trainer
 
 MOVE_EVERY, CHECKPOINT_EVERY = 4, 5
@@ -164,7 +164,8 @@ def main() -> None:
         killer = None
         if arguments.kill and runtime.rank == arguments.kill_rank:
             killer = Killer(arguments.dir / "killed", arguments.kill, arguments.at_step)
-        claim = claimed_run_dir(config, None)
+        job = frozenset(filter(None, runtime.all_gather(job_of_this_process())))
+        claim = claimed_run_dir(config, None, job)
         run_dir = from_rank_0(runtime, lambda: held.enter_context(claim))
         trainer = MovingTrainer(config, runtime, run_dir, moves=True, killer=killer)
         trainer.run()

@@ -41,7 +41,7 @@ from dlrm_autoshard.train.loss_watch import LossWatch
 from dlrm_autoshard.train.lr_schedule import lr_scale
 from dlrm_autoshard.train.opening import open_run
 from dlrm_autoshard.train.recorder import Recorder
-from dlrm_autoshard.train.run_directory import claimed_run_dir, record_start
+from dlrm_autoshard.train.run_directory import claimed_run_dir, job_of_this_process, record_start
 from dlrm_autoshard.train.state import Position, TrainingState, plan_of
 from dlrm_autoshard.train.stop_signals import Stopped, StopSignals
 
@@ -60,13 +60,14 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
     """Runs a job on this rank, from its config to its last evaluation.
 
     resume: None starts a new run; "" continues the newest run of the config's name; else the run directory to continue.
-    A restart by torchrun continues by itself. SIGINT and SIGTERM end it with a checkpoint, and raise `Stopped`.
+    A job that is started again continues by itself. SIGINT and SIGTERM end it with a checkpoint, and raise `Stopped`.
     """
     with StopSignals() as signals:
         try:
             with Runtime.start(config.run) as runtime, ExitStack() as held:
                 signals.agree_through(runtime.store)
-                claim = claimed_run_dir(config, resume)
+                job = frozenset(filter(None, runtime.all_gather(job_of_this_process())))
+                claim = claimed_run_dir(config, resume, job)
                 run_dir = from_rank_0(runtime, lambda: held.enter_context(claim))
                 trainer = Trainer(config, runtime, run_dir, signals)
                 from_rank_0(runtime, lambda: record_start(run_dir, config, runtime.world_size))
