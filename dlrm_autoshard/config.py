@@ -142,7 +142,6 @@ class AutoshardConfig(Section):
     enabled: bool = False
     placement: str | None = None  # at the start: round_robin, or a plan file; null: the planner's where that is enabled
     algorithm: Algorithm = "auto"
-    published: bool = False  # dreamshard to the letter of the paper, weak points included
     memory_gib: Annotated[list[PositiveFloat] | PositiveFloat | None, Field(union_mode="left_to_right")] = None
     budget_seconds: PositiveFloat = 20.0
     cache_dir: str | None = None  # measured costs kept between jobs on the same hardware

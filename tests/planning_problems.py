@@ -6,12 +6,10 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
-from torch import nn
 
 from dlrm_autoshard import Constraints, ShardingPlan, SimulatedCluster, StepProfile, TableConfig, TableStats, Topology
-from dlrm_autoshard.planner.masked import MaskedCategorical
-from dlrm_autoshard.planner.mdp import Rollout
+from dlrm_autoshard.planner.masked import masked_log_probs
+from dlrm_autoshard.planner.mdp import NUM_FEATURES, Rollout
 from dlrm_autoshard.planner.policy import DevicePolicy
 from dlrm_autoshard.planner.pool import synthetic_pool
 from dlrm_autoshard.planner.replay import CommsSample, ShardSample, comms_of, shards_of
@@ -62,20 +60,21 @@ def random_samples(cluster: SimulatedCluster, profiles: int, seed: int = 0) -> l
     return samples
 
 
-def choices(rollout: Rollout, policy: DevicePolicy) -> MaskedCategorical:
-    """The distributions [U, E, D] that a rollout's actions were sampled from, by torch: differentiable."""
+def step_log_probs(rollout: Rollout, policy: DevicePolicy) -> np.ndarray:
+    """[U, E, D]: the distributions that a rollout's actions were sampled from, under `policy` as it is now."""
     unit_UH = rollout.mdp.embed_units(policy)
-    placed_UED1 = nn.functional.one_hot(torch.from_numpy(rollout.actions), rollout.legal.shape[-1]).unsqueeze(-1)
+    placed_UED1 = (rollout.actions[..., None] == np.arange(rollout.legal.shape[-1]))[..., None]
     added = placed_UED1 * unit_UH[:, None, None, :]
-    before = added.cumsum(dim=0) - added  # what was on each device before the step
-    unit = unit_UH[:, None, None, :].expand_as(before)
-    inputs = torch.cat([torch.from_numpy(rollout.features), before, unit], dim=-1)
-    return MaskedCategorical(policy.logits(inputs), torch.from_numpy(rollout.legal))
+    before = added.cumsum(axis=0) - added  # what was on each device before the step
+    unit = np.broadcast_to(unit_UH[:, None, None, :], before.shape)
+    inputs = np.concatenate([rollout.inputs[..., :NUM_FEATURES], before, unit], axis=-1)
+    return masked_log_probs(policy.logits(inputs)[0], rollout.legal)
 
 
-def log_prob(rollout: Rollout, policy: DevicePolicy) -> torch.Tensor:
+def log_prob(rollout: Rollout, policy: DevicePolicy) -> np.ndarray:
     """[E] log-probability of each episode."""
-    return choices(rollout, policy).log_prob(torch.from_numpy(rollout.actions)).sum(dim=0)
+    taken = np.take_along_axis(step_log_probs(rollout, policy), rollout.actions[..., None], axis=-1)
+    return taken[..., 0].sum(axis=0)
 
 
 def exact_optimum(costs: TaskCosts, devices: int) -> float:

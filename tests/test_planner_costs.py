@@ -6,21 +6,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_autoshard import Planner, RankCost, ShardingPlan, SimulatedCluster, Topology
 from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile, step_cost_ms
-from dlrm_autoshard.planner.cost_model import CostModel, FrozenDevices
+from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel, exchange_work
-from dlrm_autoshard.planner.fit_costs import HUBER, CostTraining
+from dlrm_autoshard.planner.fit_costs import HUBER, gradients
 from dlrm_autoshard.planner.least_squares import fit_nonnegative, solve_nonnegative
 from dlrm_autoshard.planner.rank_speed import RankSpeed
 from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample
 from dlrm_autoshard.planner.shard_set import ShardSet
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableConfig, TableStats
+from tests.gradients import assert_gradients_of, in_double_precision
 from tests.planning_problems import BATCH, random_samples, some_tables, some_task
 
 
@@ -93,32 +93,25 @@ def test_more_work_costs_more_before_anything_was_measured() -> None:
     assert (many_ms > few_ms).all() and (batch_ms > 2 * few_ms).all()
 
 
-def test_numpy_inference_is_the_torch_model(fitted: Planner) -> None:
-    summaries = fitted.costs.cost_model.summaries(*some_tables(30, seed=7), BATCH)
-    sums = np.stack([summaries[:n].sum(axis=0) for n in range(30)])
-    with torch.no_grad():
-        expected = fitted.costs.cost_model.device_ms(torch.from_numpy(sums)).numpy()
-    np.testing.assert_allclose(FrozenDevices(fitted.costs.cost_model)(sums), expected, rtol=1e-4, atol=1e-6)
-
-
-def test_gradients_written_by_hand_are_those_of_autograd() -> None:
-    model = CostModel(seed=1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+def test_the_fit_follows_the_gradient_of_its_loss() -> None:
+    model, generator = CostModel(seed=1), np.random.default_rng(0)
+    for net in model.nets.values():
+        net.parameters[-2] += generator.standard_normal(net.parameters[-2].shape).astype(np.float32) * 0.05
+    in_double_precision(*model.nets.values())
     samples = ShardSet(shards(random_samples(SimulatedCluster(seed=0), profiles=8)))
-    chosen = torch.arange(0, len(samples.target_NS), 2)
-    training = CostTraining(model, samples)
-    errors = torch.from_numpy(training.gradients(chosen.numpy()))
-    summaries = samples.sum_over_tables(model.summarise(samples.features_RF, samples.work_RP))[chosen]
-    expected = torch.nn.functional.smooth_l1_loss(
-        model.device_ms(summaries).log(), samples.target_NS[chosen].log(), beta=HUBER
+    for name in ("features_RF", "work_RP"):
+        setattr(samples, name, getattr(samples, name).astype(np.float64))
+    chosen = np.arange(0, len(samples.target_NS), 2)
+
+    def loss() -> float:
+        error_NS = np.abs(gradients(model, samples, chosen))
+        return float(np.where(error_NS < HUBER, error_NS**2 / (2 * HUBER), error_NS - HUBER / 2).mean())
+
+    assert loss() == pytest.approx(
+        float(np.abs(np.log(model.predict(samples)[chosen]) - samples.log_target_NS[chosen]).mean()), abs=HUBER
     )
-    expected.backward()
-    gradients = torch.cat([p.grad.ravel() for p in training.adam.parameters if p.grad is not None])
-    loss = torch.nn.functional.smooth_l1_loss(errors, torch.zeros_like(errors), beta=HUBER)
-    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0.0)
-    np.testing.assert_allclose(training.adam.flat_gradient, gradients.numpy(), rtol=1e-3, atol=1e-5)
+    gradients(model, samples, chosen)
+    assert_gradients_of(loss, list(model.nets.values()))
 
 
 def test_step_prediction_is_the_sum_over_stages_of_the_slowest_rank(fitted: Planner) -> None:

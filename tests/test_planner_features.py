@@ -11,11 +11,11 @@ from dlrm_autoshard.plan import Topology
 from dlrm_autoshard.planner.baselines.reference import scaled_by_task
 from dlrm_autoshard.planner.features import (
     NUM_NETWORK,
-    NUM_PUBLISHED,
+    NUM_RAW,
     WORK,
     distinct_rows,
     network_features,
-    published_features,
+    raw_features,
     work,
 )
 from dlrm_autoshard.planner.pool import zipf_stats
@@ -33,10 +33,10 @@ def test_a_tables_features_do_not_change_with_its_companions() -> None:
     assert together.shape == (12, NUM_NETWORK)
 
 
-def test_the_published_21_are_dim_rows_pooling_size_and_the_histogram() -> None:
+def test_the_raw_21_are_dim_rows_pooling_size_and_the_histogram() -> None:
     table, stats = TableConfig("t", 1000, 16, dtype="fp16"), TableStats(0.7, batch_size=512)
-    features = published_features([table], [stats])
-    assert features.shape == (1, NUM_PUBLISHED) == (1, 21)
+    features = raw_features([table], [stats])
+    assert features.shape == (1, NUM_RAW) == (1, 21)
     np.testing.assert_array_equal(features[0, :4], [16, 1000, 0.7, 1000 * 16 * 2])
     np.testing.assert_array_equal(features[0, 4:], stats.reuse_histogram)
 
@@ -46,7 +46,7 @@ def test_equal_tables_have_no_spread_and_still_give_numbers() -> None:
     stats = [TableStats(1.0, batch_size=BATCH)] * 3
     assert np.isfinite(network_features(tables, stats, BATCH)).all()
     task = PlacementTask.build(tables, stats, Topology(2), batch_size=BATCH)
-    assert np.isfinite(scaled_by_task(task).numpy()).all()
+    assert np.isfinite(scaled_by_task(task)).all()
 
 
 @given(
@@ -67,7 +67,7 @@ def test_features_are_finite_for_any_table(rows: int, dim: int, pooling: float, 
 def test_distinct_rows_grow_as_a_larger_batch_of_the_same_data_has_them() -> None:
     for skew in (0.7, 1.0, 1.2):
         small, large = (zipf_stats(100_000, 5.0, skew, 10.0, batch) for batch in (2048, 4096))
-        raw = published_features([TableConfig("t", 100_000, 16)], [small])
+        raw = raw_features([TableConfig("t", 100_000, 16)], [small])
         estimate = distinct_rows(raw, np.array([small.mean_reuse]), np.array([2048.0]), 4096)[0]
         true = 5.0 * 4096 / large.mean_reuse
         assert abs(estimate / true - 1) < 0.05

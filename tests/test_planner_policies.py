@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-import torch
 
-from dlrm_autoshard import Constraints, PlanError, Planner, SimulatedCluster
+from dlrm_autoshard import Constraints, Planner, SimulatedCluster
 from dlrm_autoshard.costs import step_cost_ms
-from dlrm_autoshard.planner.baselines.reference import PublishedDreamShard, scaled_by_task
-from dlrm_autoshard.planner.baselines.reference_costs import CostNetTraining, Measured, PublishedCostNet, stacked
-from dlrm_autoshard.planner.baselines.reference_policy import PublishedPolicyTraining
 from dlrm_autoshard.planner.baselines.sequence import SequencePolicy, SequenceTrainer
-from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings, mdp_of
+from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings
 from dlrm_autoshard.planner.greedy import HEURISTICS
-from dlrm_autoshard.planner.masked import MaskedCategorical, gumbel_noise
+from dlrm_autoshard.planner.masked import entropy_of, gumbel_noise, logit_gradient, masked_log_probs
 from dlrm_autoshard.planner.mdp import EstimatedMDP
 from dlrm_autoshard.planner.policy import DevicePolicy
-from dlrm_autoshard.planner.policy_training import PolicyTraining
 from dlrm_autoshard.planner.task import PlacementTask
-from tests.planning_problems import all_placements, choices, log_prob, measurer, random_samples, some_task
+from tests.gradients import assert_gradients_of, in_double_precision
+from tests.planning_problems import (
+    all_placements,
+    log_prob,
+    measurer,
+    random_samples,
+    some_task,
+    step_log_probs,
+)
 
 
 def mdp(task: PlacementTask) -> EstimatedMDP:
     planner = Planner("search", seed=0)
-    return mdp_of(task, planner.costs.costs_of(task))
-
-
-def linear(policy: DevicePolicy, index: int) -> torch.nn.Linear:
-    layer = policy.device_net[index]
-    assert isinstance(layer, torch.nn.Linear)
-    return layer
+    return EstimatedMDP(task, planner.costs.costs_of(task))
 
 
 def stirred_policy(seed: int = 0, greediness: float = 25.0) -> DevicePolicy:
     """A policy whose last layer is not zero, so that everything it sees counts."""
     policy = DevicePolicy(seed, greediness)
-    with torch.no_grad():
-        linear(policy, -1).weight.normal_(std=0.1, generator=torch.Generator().manual_seed(seed))
+    last = policy.device_net.parameters[-2]
+    last[:] = 0.1 * np.random.default_rng(seed).standard_normal(last.shape)
     return policy
 
 
@@ -47,19 +46,18 @@ def tight_task(seed: int = 0) -> PlacementTask:
 
 
 def test_illegal_devices_have_no_probability_and_no_gradient() -> None:
-    logits = torch.tensor([[1.0, 5.0, 2.0]], requires_grad=True)
-    choice = MaskedCategorical(logits, torch.tensor([[True, False, True]]))
-    probs = choice.log_probs.exp()
-    assert probs[0, 1] == 0 and probs.sum().item() == pytest.approx(1.0)
-    (choice.log_prob(torch.tensor([0])).sum() + choice.entropy().sum()).backward()
-    assert logits.grad is not None and logits.grad[0, 1] == 0 and torch.isfinite(logits.grad).all()
+    logits, legal = np.array([[[1.0, 5.0, 2.0]]]), np.array([[[True, False, True]]])
+    probs = np.exp(masked_log_probs(logits, legal))
+    assert probs[0, 0, 1] == 0 and probs.sum() == pytest.approx(1.0)
+    assert np.isfinite(entropy_of(masked_log_probs(logits, legal))).all()
+    gradient = logit_gradient(logits, legal, np.array([[[True, False, False]]]), np.ones(1), 0.1)
+    assert gradient[0, 0, 1] == 0 and np.isfinite(gradient).all() and gradient.any()
 
 
 def test_gumbel_samples_follow_the_masked_distribution() -> None:
-    choice = MaskedCategorical(torch.tensor([0.3, 9.0, -0.7, 1.1]), torch.tensor([True, False, True, True]))
-    noise = torch.from_numpy(gumbel_noise((40_000, 4), np.random.default_rng(0)))
-    counts = torch.bincount(choice.sample(noise), minlength=4) / 40_000
-    torch.testing.assert_close(counts, choice.log_probs.exp(), atol=0.01, rtol=0)
+    log_probs = masked_log_probs(np.array([0.3, 9.0, -0.7, 1.1]), np.array([True, False, True, True]))
+    samples = (log_probs + gumbel_noise((40_000, 4), np.random.default_rng(0))).argmax(axis=1)
+    np.testing.assert_allclose(np.bincount(samples, minlength=4) / 40_000, np.exp(log_probs), atol=0.01)
 
 
 def test_the_loss_scores_the_distribution_that_sampled() -> None:
@@ -71,7 +69,7 @@ def test_the_loss_scores_the_distribution_that_sampled() -> None:
     keys = rollout.rank_EU @ (2 ** np.arange(4))
     for key in np.unique(keys):
         same = keys == key
-        assert same.mean() == pytest.approx(log_probs[torch.from_numpy(same)][0].exp().item(), abs=0.015)
+        assert same.mean() == pytest.approx(np.exp(log_probs[same][0]), abs=0.015)
     assert not rollout.overflow_E.any()
 
 
@@ -82,28 +80,25 @@ def test_the_policy_gradient_is_that_of_the_expected_cost_under_the_mask() -> No
     _, first = np.unique(rollout.rank_EU @ (2 ** np.arange(4)), return_index=True)
     legal = [ranks for ranks in all_placements(4, 2) if (ranks == 0).sum() == 1]
     assert len(first) == len(legal)  # every legal placement was drawn: the expectation below is complete
-    reward = torch.from_numpy(-rollout.cost_E[first])
+    reward = -rollout.cost_E[first]
+    in_double_precision(*policy.nets.values())
 
-    def probabilities() -> torch.Tensor:
-        return log_prob(rollout, policy)[torch.from_numpy(first)].exp()
+    def probabilities() -> np.ndarray:
+        return np.exp(log_prob(rollout, policy)[first])
 
-    assert probabilities().sum().item() == pytest.approx(1.0, abs=1e-4)
-    bias = linear(policy, 0).bias
-    log_probs = log_prob(rollout, policy)[torch.from_numpy(first)]
-    surrogate = (log_probs.exp().detach() * reward * log_probs).sum()  # E[reward x grad log p]
-    [gradient] = torch.autograd.grad(surrogate, bias)
-    step = 4e-3
-    for i in torch.topk(gradient.abs(), 5).indices.tolist():
-        with torch.no_grad():
-            bias[i] += step
-            up = (probabilities() * reward).sum().item()
-            bias[i] -= 2 * step
-            down = (probabilities() * reward).sum().item()
-            bias[i] += step
-        assert (up - down) / (2 * step) == pytest.approx(float(gradient[i]), rel=0.1, abs=2e-3)
+    assert probabilities().sum() == pytest.approx(1.0, abs=1e-4)
+    # REINFORCE over all placements, each as often as its probability: the gradient of the expected reward.
+    every = replace(
+        rollout,
+        inputs=rollout.inputs[:, first].astype(np.float64),
+        legal=rollout.legal[:, first],
+        actions=rollout.actions[:, first],
+    )
+    policy.reinforce(every, probabilities() * reward * len(first), entropy_weight=0.0)
+    assert_gradients_of(lambda: -float((probabilities() * reward).sum()), list(policy.nets.values()))
 
 
-def test_the_gradient_written_by_hand_is_that_of_autograd() -> None:
+def test_the_policys_gradient_is_that_of_its_loss() -> None:
     """With two tables that stay together (a unit of two), and memory that binds."""
     task = some_task(
         6, 3, 12, memory=[40, 20, 30], table_bytes=dict.fromkeys([f"t_{i}" for i in range(6)], 10),
@@ -112,13 +107,15 @@ def test_the_gradient_written_by_hand_is_that_of_autograd() -> None:
     policy = stirred_policy()
     rollout = mdp(task).rollout(policy, gumbel_noise((8, 5, 3), np.random.default_rng(4)))
     assert not rollout.legal.all()
+    in_double_precision(*policy.nets.values())
     advantage = np.random.default_rng(5).standard_normal(8)
-    training = PolicyTraining(policy)
-    training.gradients(rollout, advantage, entropy_weight=0.3)
-    loss = -(torch.from_numpy(advantage) * log_prob(rollout, policy)).mean()
-    (loss - 0.3 * choices(rollout, policy).entropy().mean()).backward()
-    gradients = torch.cat([p.grad.ravel() for p in training.adam.parameters if p.grad is not None]).numpy()
-    np.testing.assert_allclose(training.adam.flat_gradient, gradients, rtol=1e-3, atol=1e-4 * np.abs(gradients).max())
+
+    def loss() -> float:
+        entropy = entropy_of(step_log_probs(rollout, policy)).mean()
+        return float(-(advantage * log_prob(rollout, policy)).mean() - 0.3 * entropy)
+
+    policy.reinforce(replace(rollout, inputs=rollout.inputs.astype(np.float64)), advantage, entropy_weight=0.3)
+    assert_gradients_of(loss, list(policy.nets.values()))
 
 
 def test_batched_rollouts_are_the_one_by_one_rollouts() -> None:
@@ -140,20 +137,17 @@ def test_the_rollouts_cost_is_the_cost_of_its_placement() -> None:
 
 def test_the_policy_sees_the_table_that_it_places() -> None:
     policy = stirred_policy()
-    inputs = torch.zeros(1, 3, linear(policy, 0).in_features)
-    other = inputs.clone()
+    inputs = np.zeros((1, 3, policy.device_net.parameters[0].shape[1]), dtype=np.float32)
+    other = inputs.copy()
     other[..., -16:] = 1.0  # another unit to place, all else equal
-    assert not torch.allclose(policy.logits(inputs), policy.logits(other))
+    assert not np.allclose(policy.logits(inputs)[0], policy.logits(other)[0])
 
 
 def test_the_policy_treats_devices_alike() -> None:
-    policy = stirred_policy()
-    inputs = torch.randn(2, 5, linear(policy, 0).in_features, generator=torch.Generator().manual_seed(0))
-    order = torch.tensor([3, 1, 4, 0, 2])
-    torch.testing.assert_close(policy.logits(inputs[:, order]), policy.logits(inputs)[:, order])
-    np.testing.assert_allclose(
-        policy.frozen()(inputs.numpy()), policy.logits(inputs).detach().numpy(), rtol=1e-4, atol=1e-4
-    )
+    policy, generator = stirred_policy(), np.random.default_rng(0)
+    inputs = generator.standard_normal((2, 5, policy.device_net.parameters[0].shape[1])).astype(np.float32)
+    order = np.array([3, 1, 4, 0, 2])
+    np.testing.assert_allclose(policy.logits(inputs[:, order])[0], policy.logits(inputs)[0][:, order], rtol=1e-4)
 
 
 def test_where_no_device_has_room_the_episode_overflows_and_is_not_handed_out() -> None:
@@ -163,7 +157,7 @@ def test_where_no_device_has_room_the_episode_overflows_and_is_not_handed_out() 
     assert problem.rollout(trainer.policy).overflow_E.all()
     assert trainer.place(problem, samples=8) == []
     trainer.reinforce(trainer.sampled(problem, 4))
-    assert all(torch.isfinite(parameter).all() for parameter in trainer.policy.parameters())
+    assert np.isfinite(trainer.adam.flat).all()
 
 
 def test_reinforce_makes_cheap_placements_likelier() -> None:
@@ -197,86 +191,6 @@ def test_fitting_on_measured_placements_improves_costs_and_reports_progress() ->
     tasks = [some_task(12, 3, seed) for seed in range(3)]
     report = planner.fit(tasks, measurer(SimulatedCluster(seed=2)), progress=lambda done, all: seen.append((done, all)))
     assert seen[-1] == (12, 12) and max(report.error_after) < 0.1
-
-
-def test_published_dreamshard_learns_and_places_legally() -> None:
-    settings = DreamShardSettings(iterations=3, placements=10, cost_updates=100)
-    planner = Planner("dreamshard", seed=0, published=True, settings=settings)
-    task = some_task(16, 3, 5)
-    with pytest.raises(PlanError, match="measured placements only"):
-        planner.plan(task)
-    planner.fit([task], measurer(SimulatedCluster(seed=0)))
-    plan = planner.plan(task).plan
-    task.check(plan)
-    again = Planner("dreamshard", published=True)
-    again.load_state_dict(planner.state_dict())
-    assert again.plan(task).plan == plan
-
-
-def test_published_gradients_written_by_hand_are_those_of_autograd() -> None:
-    tasks = [some_task(6, 3, 8), some_task(5, 2, 9)]
-    measure, generator = measurer(SimulatedCluster(seed=0)), np.random.default_rng(0)
-    buffer = []
-    for number in (0, 1, 0, 1, 0):
-        task = tasks[number]
-        rank_T = generator.integers(task.world_size - 1, size=len(task.tables))  # the last device stays empty
-        ranks = measure(task, [task.plan_from(rank_T)])[0].ranks
-        heads = np.array([(r.fwd_compute_ms, r.bwd_compute_ms, r.bwd_comms_ms) for r in ranks], dtype=np.float32)
-        buffer.append(Measured(number, rank_T, heads, float(heads.sum())))
-    placements = stacked([scaled_by_task(task) for task in tasks], buffer)
-    net = PublishedCostNet(torch.Generator().manual_seed(0))
-    training, chosen = CostNetTraining(net), np.array([3, 0, 1, 3, 4])
-    training.gradients(placements, chosen)
-
-    present = torch.from_numpy(placements.present_PD[chosen]).unsqueeze(-1)
-    owned = torch.from_numpy(placements.owned_PDR[chosen])
-    devices = owned @ net.table_net(torch.from_numpy(placements.features_RF))
-    heads_error = (net.heads(devices) - torch.from_numpy(placements.heads_PD3[chosen])) * present
-    overall = net.overall(devices.masked_fill(~present, -1e9))
-    expected = heads_error.square().sum() / present.sum()
-    expected = expected + (overall - torch.from_numpy(placements.overall_P[chosen])).square().mean()
-    expected.backward()
-    gradients = torch.cat([p.grad.ravel() for p in training.adam.parameters if p.grad is not None]).numpy()
-    np.testing.assert_allclose(training.adam.flat_gradient, gradients, rtol=1e-2, atol=1e-4 * np.abs(gradients).max())
-
-
-def test_the_published_policys_gradient_is_that_of_autograd() -> None:
-    task = some_task(7, 3, 13)
-    trainer = PublishedDreamShard(0)
-    features = scaled_by_task(task)
-    episodes, policy = trainer.rollout(task, features, 6), trainer.policy
-    training = PublishedPolicyTraining(policy)
-    training.gradients(features.numpy(), episodes, entropy_weight=0.3)
-
-    embedding = policy.table_net(features)
-    actions = torch.from_numpy(episodes.actions_TE)
-    placed = torch.nn.functional.one_hot(actions, 3).unsqueeze(-1)
-    added = placed * embedding[episodes.order][:, None, None, :]
-    before = placed.cumsum(dim=0) - placed
-    held = torch.where(before > 0, added.cumsum(dim=0) - added, embedding[-1])
-    log_probs = policy.logits(held, torch.from_numpy(episodes.costs_TED3)).log_softmax(dim=-1)
-    taken = log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1).sum(dim=0)
-    reward = torch.from_numpy(-episodes.predicted_E)
-    advantage = (reward - reward.mean()) / (reward.std() + 1e-9)
-    entropy = -(log_probs.exp() * log_probs).sum(dim=-1).mean()
-    (-(advantage * taken).mean() - 0.3 * entropy).backward()
-    gradients = torch.cat([p.grad.ravel() for p in training.adam.parameters if p.grad is not None]).numpy()
-    np.testing.assert_allclose(training.adam.flat_gradient, gradients, rtol=1e-2, atol=1e-4 * np.abs(gradients).max())
-
-
-def test_published_cost_network_learns_its_heads() -> None:
-    task, cluster = some_task(12, 2, 6), SimulatedCluster(seed=0)
-    trainer = PublishedDreamShard(0, DreamShardSettings(iterations=6, placements=10, policy_updates=1))
-    trainer.train([task], measurer(cluster))
-    episode = trainer.rollout(task, scaled_by_task(task), 20)
-    predicted = episode.predicted_E
-    real = []
-    for actions in episode.actions_TE.T:
-        rank_T = np.empty(12, dtype=np.int64)
-        rank_T[episode.order] = actions
-        ranks = measurer(cluster)(task, [task.plan_from(rank_T)])[0].ranks
-        real.append(max(rank.total_ms for rank in ranks))
-    assert np.abs(predicted / np.array(real) - 1).mean() < 0.15
 
 
 @pytest.mark.parametrize("enriched", [True, False])

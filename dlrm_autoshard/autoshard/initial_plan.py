@@ -119,7 +119,7 @@ def place(config: Config, runtime: Runtime, source: DataSource, current: Shardin
 
 
 def make_planner(config: Config) -> Planner:
-    return Planner(config.autoshard.algorithm, seed=config.run.seed, published=config.autoshard.published)
+    return Planner(config.autoshard.algorithm, seed=config.run.seed)
 
 
 def from_rank_0(runtime: Runtime, decide: Callable[[], T], probe: RankProbe | None = None) -> T:

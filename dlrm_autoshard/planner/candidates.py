@@ -14,14 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
 
 from dlrm_autoshard.plan import PlanError
-from dlrm_autoshard.planner.baselines.reference import PublishedDreamShard
+from dlrm_autoshard.planner.baselines.reference import ReferenceDreamShard
 from dlrm_autoshard.planner.baselines.sequence import SequencePolicy, SequenceSettings, SequenceTrainer
-from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings, mdp_of
+from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings
 from dlrm_autoshard.planner.greedy import HEURISTICS, heuristic
+from dlrm_autoshard.planner.mdp import EstimatedMDP
 from dlrm_autoshard.planner.policy import DevicePolicy
 from dlrm_autoshard.planner.result import Candidate
 from dlrm_autoshard.planner.search import greedy_on_cost, improve, search
@@ -38,9 +37,9 @@ SMALL, MEDIUM = 2_000, 30_000
 class CandidateMakers:
     """The networks of all learned algorithms, and what makes plans with and without them."""
 
-    def __init__(self, settings: DreamShardSettings, seed: int = 0, published: bool = False) -> None:
+    def __init__(self, settings: DreamShardSettings, seed: int = 0, reference: bool = False) -> None:
         self.settings, self.seed = settings, seed
-        self.published = PublishedDreamShard(seed, settings) if published else None
+        self.reference = ReferenceDreamShard(seed, settings) if reference else None
         self.policy = DevicePolicy(seed)
         self.sequences = {
             "autoshard": SequencePolicy(seed, enriched=True),
@@ -73,15 +72,15 @@ class CandidateMakers:
         self, name: str, task: PlacementTask, costs: TaskCosts, deadline: float | None
     ) -> dict[str, np.ndarray]:
         """The policy's placement, and its next best sample. The planner's own policy stays as `fit` left it."""
-        if name == "dreamshard" and self.published is not None:
-            if not self.published.trained_iterations:
+        if name == "dreamshard" and self.reference is not None:
+            if not self.reference.trained_iterations:
                 raise PlanError(
-                    "the published DreamShard learns from measured placements only: call Planner.fit(tasks, measure), "
-                    "or load a planner that was fitted (`dlrm-autoshard fit --published`)."
+                    "the reference DreamShard learns from measured placements only: call Planner.fit(tasks, measure), "
+                    "or plan with what `dlrm-autoshard fit --reference` made."
                 )
-            return {name: self.published.place(task)}
+            return {name: self.reference.place(task)}
         size = len(task.units) * task.world_size
-        mdp = mdp_of(task, costs)
+        mdp = EstimatedMDP(task, costs)
         if name == "dreamshard":
             most = 0 if size > MEDIUM else 16 if size > SMALL else self.settings.samples
             trainer = DreamShard(copy.deepcopy(self.policy), self.settings, self.seed)
@@ -100,7 +99,7 @@ class CandidateMakers:
     def train_sequence(
         self, name: str, tasks: Sequence[PlacementTask], costs_of: Callable[[PlacementTask], TaskCosts]
     ) -> None:
-        self.sequence_trainer(self.sequences[name]).train(tasks, lambda task: mdp_of(task, costs_of(task)))
+        self.sequence_trainer(self.sequences[name]).train(tasks, lambda task: EstimatedMDP(task, costs_of(task)))
 
     def sequence_trainer(self, policy: SequencePolicy) -> SequenceTrainer:
         """As many updates and episodes as DreamShard's policy gets."""
@@ -113,28 +112,20 @@ class CandidateMakers:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "policy": _weights(self.policy),
-            "sequences": {name: _weights(policy) for name, policy in self.sequences.items()},
-            "published": None if self.published is None else self.published.state_dict(),
+            "policy": self.policy.to_json(),
+            "sequences": {name: policy.to_json() for name, policy in self.sequences.items()},
+            "reference": None if self.reference is None else self.reference.to_json(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _load_weights(self.policy, state["policy"])
+        self.policy.load_json(state["policy"])
         for name, policy in self.sequences.items():
-            _load_weights(policy, state["sequences"][name])
-        if state["published"] is not None:
-            self.published = PublishedDreamShard(self.seed, self.settings)
-            self.published.load_state_dict(state["published"])
+            policy.load_json(state["sequences"][name])
+        if state["reference"] is not None:
+            self.reference = ReferenceDreamShard(self.seed, self.settings)
+            self.reference.load_json(state["reference"])
 
 
 def late(deadline: float | None, needed_seconds: float = 0.0) -> bool:
     """Whether there is no time left, or less than what is needed next."""
     return deadline is not None and time.perf_counter() + needed_seconds > deadline
-
-
-def _weights(net: nn.Module) -> dict[str, Any]:
-    return {name: tensor.tolist() for name, tensor in net.state_dict().items()}
-
-
-def _load_weights(net: nn.Module, weights: Mapping[str, Any]) -> None:
-    net.load_state_dict({name: torch.tensor(values) for name, values in weights.items()})

@@ -4,7 +4,7 @@
     trainer.train(tasks, costs_of, measure)          # the paper's loop; without `measure` the costs stay as they are
     rank_U = trainer.place(mdp, samples=64)[0]       # likeliest devices and samples; the least predicted cost wins
 
-Reads down in the paper's order (algorithm 1): collect, cost network, policy. The published budget is the default.
+Reads down in the paper's order (algorithm 1): collect, cost network, policy. The reference's budget is the default.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlrm_autoshard.planner.features import network_features
 from dlrm_autoshard.planner.masked import gumbel_noise
 from dlrm_autoshard.planner.mdp import EstimatedMDP, Rollout
+from dlrm_autoshard.planner.mlp import Adam
 from dlrm_autoshard.planner.policy import DevicePolicy
-from dlrm_autoshard.planner.policy_training import PolicyTraining
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
 
 @dataclass(frozen=True)
 class DreamShardSettings:
-    """The published budget."""
+    """The reference's budget."""
 
     iterations: int = 10
     placements: int = 10  # measured per iteration
@@ -44,7 +43,7 @@ class DreamShard:
         self.policy = policy
         self.settings = settings
         self.generator = np.random.default_rng(seed)
-        self.training = PolicyTraining(policy)
+        self.adam = Adam(*policy.nets.values())
         self.learning_rate = settings.learning_rate
 
     def train(
@@ -78,9 +77,8 @@ class DreamShard:
         """One REINFORCE update; the advantage is the reward standardised over the episodes."""
         reward_E = -rollout.cost_E * (1 + rollout.overflow_E)  # an overflowing placement counts double
         advantage_E = (reward_E - reward_E.mean()) / (reward_E.std(ddof=1) + 1e-9)
-        self.training.gradients(rollout, advantage_E, self.settings.entropy_weight)
-        self.training.adam.step(self.learning_rate)
-        self.training.adam.finish()
+        self.policy.reinforce(rollout, advantage_E, self.settings.entropy_weight)
+        self.adam.step(self.learning_rate)
 
     def sampled(self, mdp: EstimatedMDP, episodes: int) -> Rollout:
         shape = (episodes, len(mdp.order), mdp.task.world_size)
@@ -114,9 +112,5 @@ class _Estimated:
 
     def mdp(self, task: PlacementTask) -> EstimatedMDP:
         if id(task) not in self.mdps:
-            self.mdps[id(task)] = mdp_of(task, self.costs_of(task))
+            self.mdps[id(task)] = EstimatedMDP(task, self.costs_of(task))
         return self.mdps[id(task)]
-
-
-def mdp_of(task: PlacementTask, costs: TaskCosts) -> EstimatedMDP:
-    return EstimatedMDP(task, costs, network_features(task.tables, task.stats, task.batch_size))

@@ -79,7 +79,7 @@ class Evidence:
             for stage, column in ((0, 2), (3, 3)):
                 used = (predicted_PW4[..., stage] > 0) & (measured_PW4[..., stage] > 0)
                 shares_SU = owned_PWU[used] * believed.summary_UK[:, column].astype(np.float64)
-                shares_SU /= shares_SU.sum(axis=1, keepdims=True) + float(believed.device_ms.launch_S[column - 2])
+                shares_SU /= shares_SU.sum(axis=1, keepdims=True) + float(believed.model.launch_S[column - 2])
                 off_S = measured_PW4[used][:, stage] / predicted_PW4[used][:, stage] - 1
                 noise_S = np.broadcast_to(noise_P[:, None], used.shape)[used]
                 error_U, error_S = most_likely_errors(shares_SU, off_S, noise_S)

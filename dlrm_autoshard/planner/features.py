@@ -1,6 +1,6 @@
 """What the networks see of a table: numbers that depend on the table and the batch, never on its companions.
 
-    published_features(tables, stats)              # [T, 21] raw, as in DreamShard section 3.1
+    raw_features(tables, stats)              # [T, 21] raw, as in DreamShard section 3.1
     network_features(tables, stats, batch_size)    # [T, 29] logs with fixed scaling
     work(tables, stats, batch_size)                # [T, 12] physical work: ids, bytes, distinct rows, ...
 
@@ -19,7 +19,7 @@ from dlrm_autoshard.tables import NUM_REUSE_BINS, TableConfig, TableStats
 BatchSize = float | np.ndarray
 """Samples of the global batch: one figure, or one a table."""
 
-NUM_PUBLISHED = 4 + NUM_REUSE_BINS
+NUM_RAW = 4 + NUM_REUSE_BINS
 
 WORK = (
     "tables",  # a fixed cost of each table, in thousandths so that its coefficient is microseconds
@@ -37,7 +37,7 @@ WORK = (
 )
 
 
-def published_features(tables: Sequence[TableConfig], stats: Sequence[TableStats]) -> np.ndarray:
+def raw_features(tables: Sequence[TableConfig], stats: Sequence[TableStats]) -> np.ndarray:
     """[T, 21]: dim, rows, pooling factor, size in bytes, and the reuse histogram. Raw: scale them before use."""
     return np.array(
         [
@@ -45,7 +45,7 @@ def published_features(tables: Sequence[TableConfig], stats: Sequence[TableStats
             for t, s in zip(tables, stats, strict=True)
         ],
         dtype=np.float64,
-    ).reshape(len(tables), NUM_PUBLISHED)
+    ).reshape(len(tables), NUM_RAW)
 
 
 def distinct_rows(raw_TF: np.ndarray, reuse_T: np.ndarray, seen_T: np.ndarray, batch_size: BatchSize) -> np.ndarray:
@@ -62,7 +62,7 @@ def distinct_rows(raw_TF: np.ndarray, reuse_T: np.ndarray, seen_T: np.ndarray, b
 
 def work(tables: Sequence[TableConfig], stats: Sequence[TableStats], batch_size: BatchSize) -> np.ndarray:
     """[T, 12] in millions, in the order of WORK."""
-    raw = published_features(tables, stats)
+    raw = raw_features(tables, stats)
     dim, rows, pooling, size = raw[:, :4].T
     row_bytes = size / rows
     ids = pooling * batch_size
@@ -90,7 +90,7 @@ def work(tables: Sequence[TableConfig], stats: Sequence[TableStats], batch_size:
 
 def network_features(tables: Sequence[TableConfig], stats: Sequence[TableStats], batch_size: BatchSize) -> np.ndarray:
     """[T, 29]: the 21 on log scales, and the derived ones that cost depends on; all about -1 to 1."""
-    raw = published_features(tables, stats)
+    raw = raw_features(tables, stats)
     dim, rows, pooling, size = raw[:, :4].T
     done = work(tables, stats, batch_size) * 1e6
     ids, distinct, working_set = done[:, 3], done[:, 5], done[:, 6]

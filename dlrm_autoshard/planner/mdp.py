@@ -1,32 +1,19 @@
 """The estimated MDP: units are placed one by one, and the cost model plays the hardware.
 
-    mdp = EstimatedMDP(task, costs)
-    rollout = mdp.rollout(policy, noise_EUD)        # E episodes at once; noise None: the likeliest device each time
-    rollout.rank_EU, rollout.cost_E                 # placements and their predicted step cost
-
-Units go in descending order of predicted cost alone. A step shows the policy, for every device, what it costs now and
-what it would cost with this unit, and the policy's own embeddings of the unit and of the device's units. The reward is
-0 until the end, then minus the predicted overall cost.
-
-Where no device has room, the unit goes (with probability 1, so without gradient) to the device with most room and the
-episode counts as overflowing; such placements are never handed out.
-
-The loop keeps what it showed the policy, and the Gumbel noise with which it picks makes its picks samples of the very
-distribution that the loss (`policy_training`) scores.
-
-Axes: E episodes, U units, D devices, K summary columns, F features, H policy embedding.
+mdp = EstimatedMDP(task, costs)
+rollout = mdp.rollout(policy, noise_EUD)        # E episodes at once; noise None: the likeliest device each time
+rollout.rank_EU, rollout.cost_E                 # placements and their predicted step cost
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from dlrm_autoshard.planner.features import network_features
+from dlrm_autoshard.planner.mlp import Backward
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
@@ -34,26 +21,26 @@ NUM_FEATURES = 14
 """Per device: 4 stages now, 4 with the unit, 4 of how far that is above the slowest now, room left, work left."""
 
 
-class Embeds(Protocol):
-    def embed(self, features_TF: Tensor) -> Tensor:
+WITH_UNIT = slice(4, 8)
+"""Among the features: the device's four stages with the unit that is about to be placed."""
+
+
+class Policy(Protocol):
+    def embed(self, features_TF: np.ndarray) -> tuple[np.ndarray, Backward]:
         """[T, H]; a unit is the sum over its tables, a device the sum over its units."""
         ...
 
-
-class Policy(Embeds, Protocol):
-    """A table network and a logit a device."""
-
-    def frozen(self) -> Callable[[np.ndarray], np.ndarray]:
+    def logits(self, inputs_EDF: np.ndarray) -> tuple[np.ndarray, Backward]:
         """[E, D] logits from features, the device's embedding and the unit's, side by side."""
         ...
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Steps in the order of placing: features [U, E, D, F], legal [U, E, D], actions [U, E]."""
+    """Steps in the order of placing: inputs [U, E, D, F + 2 H], legal [U, E, D], actions [U, E]."""
 
     mdp: EstimatedMDP
-    features: np.ndarray
+    inputs: np.ndarray
     legal: np.ndarray
     actions: np.ndarray
     cost_E: np.ndarray
@@ -67,9 +54,19 @@ class Rollout:
 
 
 class EstimatedMDP:
-    """One task under one cost model. `features_TF`: what the policy's table network sees."""
+    """One task under one cost model.
 
-    def __init__(self, task: PlacementTask, costs: TaskCosts, features_TF: np.ndarray) -> None:
+    Units go in descending order of predicted cost alone. A step shows the policy, for every device, what it costs now
+    and what it would cost with this unit, and the policy's own embeddings of the unit and of the device's units. The
+    reward is 0 until the end, then minus the predicted overall cost.
+
+    Where no device has room, the unit goes (with probability 1, so without gradient) to the device with most room and
+    the episode counts as overflowing; such placements are never handed out.
+
+    Axes: E episodes, U units, D devices, K summary columns, F features, H policy embedding.
+    """
+
+    def __init__(self, task: PlacementTask, costs: TaskCosts) -> None:
         self.task = task
         self.costs = costs
         units = task.units
@@ -85,13 +82,15 @@ class EstimatedMDP:
         self.allowed = units.allowed_UW[self.order]
         place_of = np.argsort(self.order)
         self.rivals = [[r for r in units.rivals[u] if place_of[r] < step] for step, u in enumerate(self.order)]
-        self.unit_of_T = torch.from_numpy(place_of[units.unit_of_T])
-        self.features_TF = torch.as_tensor(features_TF, dtype=torch.float32)
+        self.step_of_T = place_of[units.unit_of_T]
+        self.features_TF = network_features(task.tables, task.stats, task.batch_size).astype(np.float32)
 
-    def embed_units(self, policy: Embeds) -> Tensor:
+    def embed_units(self, policy: Policy) -> np.ndarray:
         """[U, H] in the order of placing."""
-        embedded = policy.embed(self.features_TF)
-        return embedded.new_zeros(len(self.order), embedded.shape[1]).index_add(0, self.unit_of_T, embedded)
+        embedded, _ = policy.embed(self.features_TF)
+        units = np.zeros((len(self.order), embedded.shape[1]), dtype=embedded.dtype)
+        np.add.at(units, self.step_of_T, embedded)
+        return units
 
     def legal(self, step: int, free_ED: np.ndarray, chosen_EU: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """([E, D] devices that may take this step's unit, [E] whether none had room and the roomiest stands in)."""
@@ -106,16 +105,14 @@ class EstimatedMDP:
             legal[rows[stuck], roomiest[stuck]] = True
         return legal, stuck
 
-    @torch.no_grad()
     def rollout(self, policy: Policy, noise_EUD: np.ndarray | None = None, for_loss: bool = True) -> Rollout:
         """Episodes side by side: one for each row of Gumbel noise, or without noise the one that is likeliest.
 
-        for_loss: keep every step's features; without, there is nothing to learn from.
+        for_loss: keep every step's inputs; without, there is nothing to learn from.
         """
         steps, devices = len(self.order), self.task.world_size
         episodes = 1 if noise_EUD is None else len(noise_EUD)
-        unit_UH = self.embed_units(policy).numpy()
-        logits_of = policy.frozen()
+        unit_UH = self.embed_units(policy)
         rows = np.arange(episodes)
         sums = np.zeros((episodes, devices, self.summary.shape[1]), dtype=np.float32)
         stages = self.costs.stages(sums) / self.share
@@ -124,7 +121,7 @@ class EstimatedMDP:
         inputs = np.zeros((episodes, devices, NUM_FEATURES + 2 * unit_UH.shape[1]), dtype=np.float32)
         held = inputs[..., NUM_FEATURES : NUM_FEATURES + unit_UH.shape[1]]
         kept = steps if for_loss else 0
-        features = np.empty((kept, episodes, devices, NUM_FEATURES), dtype=np.float32)
+        inputs_seen = np.empty((kept, *inputs.shape), dtype=np.float32)
         legals = np.empty((kept, episodes, devices), dtype=bool)
         actions = np.empty((steps, episodes), dtype=np.int64)
         chosen = np.empty((episodes, steps), dtype=np.int64)  # by unit number
@@ -132,23 +129,23 @@ class EstimatedMDP:
             with_unit = self.costs.stages(sums + self.summary[step]) / self.share
             left = free - self.bytes[step]
             inputs[..., :4] = stages
-            inputs[..., 4:8] = with_unit
+            inputs[..., WITH_UNIT] = with_unit
             inputs[..., 8:12] = with_unit - stages.max(axis=1, keepdims=True)
             inputs[..., 12] = left / self.capacity
             inputs[..., 13] = self.work_left[step]
             inputs[..., NUM_FEATURES + unit_UH.shape[1] :] = unit_UH[step]
             legal, stuck = self.legal(step, free, chosen)
             overflow |= stuck
-            logits = np.where(legal, logits_of(inputs), -np.inf)
-            # Logits + Gumbel noise: the argmax is a sample of MaskedCategorical(logits, legal).
+            logits = np.where(legal, policy.logits(inputs)[0], -np.inf)
+            # Logits + Gumbel noise: the argmax is a sample of exp(masked_log_probs(logits, legal)).
             action = (logits if noise_EUD is None else logits + noise_EUD[:, step]).argmax(axis=1)
+            if for_loss:
+                inputs_seen[step], legals[step] = inputs, legal
             sums[rows, action] += self.summary[step]
             held[rows, action] += unit_UH[step]
             stages[rows, action] = with_unit[rows, action]
             free[rows, action] -= self.bytes[step]
             chosen[:, self.order[step]] = action
             actions[step] = action
-            if for_loss:
-                features[step], legals[step] = inputs[..., :NUM_FEATURES], legal
         cost_E = stages.max(axis=1).sum(axis=1) * self.share
-        return Rollout(self, features, legals, actions, cost_E, overflow)
+        return Rollout(self, inputs_seen, legals, actions, cost_E, overflow)

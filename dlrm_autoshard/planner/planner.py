@@ -43,14 +43,14 @@ MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile
 
 
 class Planner:
-    """algorithm: one of ALGORITHMS. published: DreamShard to the letter, weak points included (only `dreamshard`)."""
+    """algorithm: one of ALGORITHMS. reference: DreamShard to the letter (only `dreamshard`)."""
 
     def __init__(
         self,
         algorithm: str = "auto",
         *,
         seed: int = 0,
-        published: bool = False,
+        reference: bool = False,
         cost_model: CostModel | None = None,
         settings: DreamShardSettings | None = None,
     ) -> None:
@@ -60,7 +60,7 @@ class Planner:
         self.costs = LearnedCosts(seed, cost_model)
         self.algorithm = algorithm
         self.settings = settings or DreamShardSettings()
-        self.makers = CandidateMakers(self.settings, seed, published)
+        self.makers = CandidateMakers(self.settings, seed, reference)
 
     def fit(
         self,
@@ -74,8 +74,8 @@ class Planner:
         Generalizes to other tables and numbers of them. The placements measured are the policy's samples and, every
         other time, what `search` makes of them: the cost model must be right where searches end up.
         """
-        if self.makers.published is not None:
-            self.makers.published.train(tasks, measure)
+        if self.makers.reference is not None:
+            self.makers.reference.train(tasks, measure)
             return FitReport(0, 0, (0.0, 0.0), (0.0, 0.0), 0.0)
         started = time.perf_counter()
         measured: list[StepProfile] = []

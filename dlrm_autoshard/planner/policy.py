@@ -3,62 +3,63 @@
 DreamShard's shape (a table network summed over the device's tables, a network for its predicted costs, one logit),
 with two things it lacked: the policy sees the unit that it is about to place, and what each device would cost with it.
 It starts as the greedy on predicted cost (the device that would cost least is the likeliest) and learns to do better.
-
-Axes: E episodes (any leading axes), D devices, F features of the MDP, H policy embedding.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from collections.abc import Mapping
+from typing import Any
 
-from dlrm_autoshard.planner.cost_model import mlp
+import numpy as np
+
 from dlrm_autoshard.planner.features import NUM_NETWORK
-from dlrm_autoshard.planner.frozen import FrozenNet
-from dlrm_autoshard.planner.mdp import NUM_FEATURES
+from dlrm_autoshard.planner.masked import logit_gradient
+from dlrm_autoshard.planner.mdp import NUM_FEATURES, WITH_UNIT, Rollout
+from dlrm_autoshard.planner.mlp import Backward, Mlp, load_weights, weights_to_json
 
 HIDDEN = 16
-EMBED_SCALE = 0.1
+EMBED_SCALE = np.float32(0.1)
 """Sums of embeddings over dozens of tables stay of order one."""
-COSTS_WITH_UNIT = slice(4, 8)
-"""Among the MDP's features: the device's four stages with the unit that is about to be placed."""
 GREEDINESS = 25.0
 """How much likelier the cheaper device is at first: e to this power per even share of cost (4% of it: e)."""
+HELD = slice(NUM_FEATURES, NUM_FEATURES + HIDDEN)
+UNIT = slice(NUM_FEATURES + HIDDEN, NUM_FEATURES + 2 * HIDDEN)
 
 
-class DevicePolicy(nn.Module):
+class DevicePolicy:
     def __init__(self, seed: int = 0, greediness: float = GREEDINESS) -> None:
-        super().__init__()
         self.greediness = greediness
-        generator = torch.Generator().manual_seed(seed)
-        self.table_net = mlp([NUM_NETWORK, 64, HIDDEN], generator)
-        self.device_net = mlp([NUM_FEATURES + 2 * HIDDEN, 64, 1], generator)
-        last = self.device_net[-1]
-        assert isinstance(last, nn.Linear)
-        nn.init.zeros_(last.weight)
+        generator = np.random.default_rng(seed)
+        self.table_net = Mlp([NUM_NETWORK, 64, HIDDEN], generator)
+        self.device_net = Mlp([NUM_FEATURES + 2 * HIDDEN, 64, 1], generator)
+        self.device_net.parameters[-2][:] = 0
+        self.nets = {"table_net": self.table_net, "device_net": self.device_net}
 
-    def embed(self, features_UF: Tensor) -> Tensor:
-        embedded: Tensor = self.table_net(features_UF)
-        return embedded * EMBED_SCALE
+    def embed(self, features_TF: np.ndarray) -> tuple[np.ndarray, Backward]:
+        """[T, H] of tables; a unit's embedding is the sum over its tables, a device's over its units."""
+        embedded, net_backward = self.table_net.forward(features_TF)
+        return embedded * EMBED_SCALE, lambda grad: net_backward(grad * EMBED_SCALE, to_inputs=False)
 
-    def logits(self, inputs_EDF: Tensor) -> Tensor:
+    def logits(self, inputs_EDF: np.ndarray) -> tuple[np.ndarray, Backward]:
         """[E, D] from [E, D, NUM_FEATURES + 2 HIDDEN]: the MDP's features, the device's units, the unit to place."""
-        learned: Tensor = self.device_net(inputs_EDF).squeeze(-1)
-        return learned - self.greediness * inputs_EDF[..., COSTS_WITH_UNIT].sum(dim=-1)
+        learned, net_backward = self.device_net.forward(inputs_EDF)
+        greedy = self.greediness * inputs_EDF[..., WITH_UNIT].sum(axis=-1)
+        return learned[..., 0] - greedy, lambda grad: net_backward(grad[..., None])
 
-    def frozen(self) -> FrozenLogits:
-        return FrozenLogits(self)
+    def reinforce(self, rollout: Rollout, advantage_E: np.ndarray, entropy_weight: float) -> None:
+        """REINFORCE's gradient, into the networks: see `logit_gradient` for the loss."""
+        mdp, actions = rollout.mdp, rollout.actions
+        logits, logits_backward = self.logits(rollout.inputs)
+        placed_UED = actions[..., None] == np.arange(logits.shape[-1])
+        grad = logits_backward(logit_gradient(logits, rollout.legal, placed_UED, advantage_E, entropy_weight))
+        grad_held = grad[..., HELD]
+        after = grad_held[::-1].cumsum(axis=0)[::-1] - grad_held  # a unit is held in all steps after its own
+        grad_UH = grad[..., UNIT].sum(axis=(1, 2)) + (after * placed_UED[..., None]).sum(axis=(1, 2))
+        _, embed_backward = self.embed(mdp.features_TF)
+        embed_backward(grad_UH[mdp.step_of_T])
 
+    def to_json(self) -> dict[str, Any]:
+        return weights_to_json(self.nets)
 
-class FrozenLogits:
-    """`DevicePolicy.logits` in numpy, for rollouts."""
-
-    def __init__(self, policy: DevicePolicy) -> None:
-        self.net = FrozenNet(policy.device_net)
-        self.greediness = policy.greediness
-
-    def __call__(self, inputs_EDF: np.ndarray) -> np.ndarray:
-        greedy = self.greediness * inputs_EDF[..., COSTS_WITH_UNIT].sum(axis=-1)
-        logits: np.ndarray = self.net(inputs_EDF)[..., 0] - greedy
-        return logits
+    def load_json(self, record: Mapping[str, Any]) -> None:
+        load_weights(self.nets, record)

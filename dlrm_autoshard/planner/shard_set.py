@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from dlrm_autoshard.planner.features import network_features, work
 from dlrm_autoshard.planner.replay import ShardSample
@@ -41,16 +39,29 @@ class ShardSet:
         ]
         tables, stats, batch_sizes = zip(*number, strict=True)
         batch_R = np.array(batch_sizes, dtype=np.float64)
-        self.features_RF = torch.as_tensor(network_features(tables, stats, batch_R), dtype=torch.float32)
-        self.work_RP = torch.as_tensor(work(tables, stats, batch_R), dtype=torch.float32)
-        self.target_NS = torch.tensor(
-            [(s.fwd_compute_ms, s.bwd_compute_ms) for s in samples], dtype=torch.float32
-        ).clamp(min=1e-6)
-        self.padding = len(number)
+        self.features_RF = network_features(tables, stats, batch_R).astype(np.float32)
+        self.work_RP = work(tables, stats, batch_R).astype(np.float32)
+        target_NS = np.array([(s.fwd_compute_ms, s.bwd_compute_ms) for s in samples], dtype=np.float32)
+        self.target_NS = np.maximum(target_NS, 1e-6)
+        self.log_target_NS = np.log(self.target_NS)
         width = max(len(row) for row in members)
-        self.members_NM = torch.tensor([row + [self.padding] * (width - len(row)) for row in members])
+        self.members_NM = np.array([row + [len(number)] * (width - len(row)) for row in members])
 
-    def sum_over_tables(self, values_RK: Tensor) -> Tensor:
+    def sum_over_tables(self, values_RK: np.ndarray) -> np.ndarray:
         """[N, K]: each shard's sum over its tables."""
-        padded = torch.cat([values_RK, values_RK.new_zeros(1, values_RK.shape[1])])
-        return nn.functional.embedding_bag(self.members_NM, padded, mode="sum")
+        padded = np.concatenate([values_RK, np.zeros_like(values_RK[:1])])
+        summed = np.zeros((len(self.members_NM), values_RK.shape[1]), dtype=values_RK.dtype)
+        for column_N in self.members_NM.T:
+            summed += padded[column_N]
+        return summed
+
+    def batch(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(tables that occur among the chosen shards, [N, R] 1 where a shard has the table)."""
+        members_NM = self.members_NM[chosen]
+        inside_NR = np.zeros((len(chosen), len(self.features_RF) + 1), dtype=np.float32)
+        inside_NR[np.arange(len(chosen))[:, None], members_NM] = 1.0
+        occurs = np.zeros(inside_NR.shape[1], dtype=bool)
+        occurs[members_NM] = True
+        occurs[-1] = False  # padding
+        tables = np.flatnonzero(occurs)
+        return tables, inside_NR[:, tables]

@@ -17,7 +17,7 @@ import numpy as np
 
 from dlrm_autoshard.costs import COMPUTE, EXCHANGE, PLANNED_STAGES, RankCost
 from dlrm_autoshard.planner.anchor import Anchor
-from dlrm_autoshard.planner.cost_model import COST, DIM, CostModel, FrozenDevices
+from dlrm_autoshard.planner.cost_model import COST, DIM, CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.rank_speed import RankSpeed
 from dlrm_autoshard.planner.task import PlacementTask
@@ -37,7 +37,7 @@ class TaskCosts:
         anchor = anchor or Anchor()
         summary_TK = model.summaries(task.tables, task.stats, task.batch_size)
         summary_TK[:, COST] *= anchor.factors_T2(task.names)
-        self.device_ms = FrozenDevices(model)
+        self.model, self.device_ms = model, model.device_ms
         self.world_size = task.world_size
         self.summary_UK = task.units.sum_over_tables(summary_TK)
         self.factor_W2 = speed.factors_W2(task.world_size, task.topology.speed).astype(np.float32)

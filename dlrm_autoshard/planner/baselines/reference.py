@@ -1,79 +1,89 @@
-"""DreamShard to the letter (Zha et al., NeurIPS 2022), weak points included, to compare ours with.
+"""The reference DreamShard to the letter (Zha et al., NeurIPS 2022, and its code), to compare ours with.
 
-    published = PublishedDreamShard(seed=0)
-    published.train(tasks, measure)              # measure(task, plans) -> profiles
-    rank_U = published.place(task)               # likeliest device for each table, one pass
-
-Kept as it was, on purpose: features standardised over the task's own tables (so that a table's features change with
-its companions), an empty device counted as one average table, three cost heads (no forward exchange), an overall cost
-from the maximum over device embeddings, a policy that does not see the table it places, log-probabilities over all
-devices though sampling was masked by memory. Where no device has room the reference crashed; here the episode goes to
-the roomiest device, and a plan that overflows is replaced by a legal one.
-
-Its networks and their training are in `published_costs` and `published_policy`.
-
-Axes: T tables, D devices, E episodes, 3 heads.
+reference = ReferenceDreamShard(seed=0)
+reference.train(tasks, measure)              # measure(task, plans) -> profiles
+rank_U = reference.place(task)               # likeliest device for each table, one pass
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from dlrm_autoshard.planner.baselines.reference_costs import (
+from dlrm_autoshard.costs import StepProfile
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.baselines.reference_nets import (
     HEADS,
-    CostNetTraining,
-    Measured,
-    MeasureTask,
-    PublishedCostNet,
-    heads_matrix,
-    measured,
-    stacked,
+    Episodes,
+    Kernels,
+    Placements,
+    ReferenceCostNet,
+    ReferencePolicy,
 )
-from dlrm_autoshard.planner.baselines.reference_policy import Episodes, PublishedPolicy, PublishedPolicyTraining
 from dlrm_autoshard.planner.dreamshard import DreamShardSettings
-from dlrm_autoshard.planner.features import NUM_PUBLISHED, published_features
-from dlrm_autoshard.planner.frozen import FrozenNet
+from dlrm_autoshard.planner.features import NUM_RAW, raw_features
 from dlrm_autoshard.planner.greedy import balance
 from dlrm_autoshard.planner.masked import gumbel_noise
+from dlrm_autoshard.planner.mlp import Adam, load_weights, weights_to_json
 from dlrm_autoshard.planner.task import PlacementTask, Room
 
+MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
+STANDARDISED = slice(1, 4)
+"""Rows, pooling factor and size, over the task's own tables; dim and reuse bins go in raw."""
 
-class PublishedDreamShard:
+
+@dataclass(frozen=True)
+class Measured:
+    """A placement of the buffer: rank of each table of a task, the heads of every device, the dearest device's ms."""
+
+    task: int
+    rank_T: np.ndarray
+    heads_D3: np.ndarray
+    overall: float
+
+
+class ReferenceDreamShard:
+    """Weak points included: a table's features change with its companions, an empty device counts as one all-zero
+    table, three cost heads (no forward exchange), a policy that does not see the table it places and whose
+    log-probabilities are over all devices though sampling was masked by memory.
+
+    Where no device has room the reference crashes; here the episode goes to the roomiest device, and a plan that
+    overflows is replaced by a legal one. Tables that must stay together share the rank of the first.
+
+    Axes: T tables, D devices, E episodes, 3 heads; see `reference_nets` for more.
+    """
+
     def __init__(self, seed: int = 0, settings: DreamShardSettings = DreamShardSettings()) -> None:
-        weights = torch.Generator().manual_seed(seed)
+        weights = np.random.default_rng([seed, 1])
         self.settings = settings
         self.generator = np.random.default_rng(seed)
-        self.cost_net = PublishedCostNet(weights)
-        self.policy = PublishedPolicy(weights)
+        self.cost_net = ReferenceCostNet(weights)
+        self.policy = ReferencePolicy(weights)
         self.trained_iterations = 0
 
     def train(self, tasks: Sequence[PlacementTask], measure: MeasureTask) -> None:
         """Algorithm 1: collect placements, update the cost network, update the policy; over and over."""
         settings = self.settings
         features = [scaled_by_task(task) for task in tasks]
-        buffer: list[Measured] = []
-        training = CostNetTraining(self.cost_net)
-        policy_training = PublishedPolicyTraining(self.policy)
-        self.trained_iterations = 0
+        placements: list[Measured] = []
+        adam, policy_adam = Adam(*self.cost_net.nets.values()), Adam(*self.policy.nets.values())
         for iteration in range(settings.iterations):
             learning_rate = settings.learning_rate * (1 - iteration / settings.iterations)
-            picks = np.bincount(self.generator.integers(len(tasks), size=settings.placements))
-            for number in np.flatnonzero(picks).tolist():
-                episodes = self.rollout(tasks[number], features[number], int(picks[number]))
-                for actions_T in episodes.actions_TE.T:
-                    rank_U = _legal_units(tasks[number], episodes.order, actions_T)
-                    buffer.append(measured(tasks[number], int(number), rank_U, measure))
-            self._update_cost_net(features, buffer, training, learning_rate)
-            for number in self.generator.integers(len(tasks), size=settings.policy_updates):
+            for number in self.generator.integers(len(tasks), size=settings.placements).tolist():
+                episode = self.rollout(tasks[number], features[number], 1)
+                rank_U = _legal_units(tasks[number], episode.order, episode.actions_TE[:, 0])
+                placements.append(measured(tasks[number], number, rank_U, measure))
+            buffer = Buffer(features, placements)
+            for _ in range(settings.cost_updates):
+                self.cost_net.gradients(buffer.features_RF, *buffer.draw(settings.cost_batch, self.generator))
+                adam.step(learning_rate)
+            for number in self.generator.integers(len(tasks), size=settings.policy_updates).tolist():
                 episodes = self.rollout(tasks[number], features[number], settings.episodes)
-                policy_training.gradients(features[number].numpy(), episodes, settings.entropy_weight)
-                policy_training.adam.step(learning_rate)
-                policy_training.adam.finish()
+                self.policy.gradients(features[number], episodes, settings.entropy_weight)
+                policy_adam.step(learning_rate)
             self.trained_iterations += 1
 
     def place(self, task: PlacementTask) -> np.ndarray:
@@ -81,32 +91,27 @@ class PublishedDreamShard:
         likeliest = self.rollout(task, scaled_by_task(task), episodes=0)
         return _legal_units(task, likeliest.order, likeliest.actions_TE[:, 0])
 
-    @torch.no_grad()
-    def rollout(self, task: PlacementTask, features: Tensor, episodes: int) -> Episodes:
+    def rollout(self, task: PlacementTask, features_RF: np.ndarray, episodes: int) -> Episodes:
         """`episodes` sampled side by side; 0: one episode of the likeliest devices."""
-        tables, devices, count = len(features) - 1, task.world_size, max(episodes, 1)
-        cost_embedding = self.cost_net.table_net(features)
-        order = np.argsort(-self.cost_net.overall(cost_embedding[:-1].unsqueeze(1)).numpy(), kind="stable")
-        embedding, held_of = cost_embedding.numpy(), self.policy.table_net(features).numpy()
-        head_net, overall_net = FrozenNet(self.cost_net.hidden), FrozenNet(self.cost_net.overall_net)
-        last, bias = heads_matrix(self.cost_net.last_H64.numpy()), self.cost_net.bias_H.numpy()
-        cost_net, logit_net = FrozenNet(self.policy.cost_net), FrozenNet(self.policy.logit)
+        tables, devices, count = len(features_RF) - 1, task.world_size, max(episodes, 1)
+        embedding, held_of = self.cost_net.table_net(features_RF), self.policy.table_net(features_RF)
+        order = np.argsort(-self.cost_net.heads(embedding[:-1])[0].sum(axis=1), kind="stable")
         noise = gumbel_noise((tables, count, devices), self.generator) if episodes else np.zeros((tables, 1, 1))
 
         def of_devices(sums: np.ndarray, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             """[..., 3] predicted costs and [...] logits of devices with these sums of embeddings."""
-            costs = np.maximum(head_net(sums), 0) @ last + bias
-            return costs, logit_net(np.concatenate([held, cost_net(costs)], axis=-1))[..., 0]
+            costs = self.cost_net.heads(sums)[0]
+            return costs, self.policy.logits(held, costs)[0]
 
         rows = np.arange(count)
-        sums = np.tile(embedding[-1], (count, devices, 1))  # an empty device is one average table
+        sums = np.tile(embedding[-1], (count, devices, 1))
         held = np.tile(held_of[-1], (count, devices, 1))
         empty = np.ones((count, devices), dtype=bool)
         table_bytes = np.array([task.table_bytes[name] for name in task.names], dtype=np.int64)
         allowed_TD = task.units.allowed_UW[task.units.unit_of_T]
         free = np.tile(task.units.capacity_W, (count, 1))
         actions = np.empty((tables, count), dtype=np.int64)
-        costs = np.empty((tables, count, devices, HEADS), dtype=np.float32)
+        costs = np.empty((tables, count, devices, len(HEADS)), dtype=np.float32)
         costs_now, logits = of_devices(sums, held)
         for step, table in enumerate(order):
             costs[step] = costs_now
@@ -122,35 +127,61 @@ class PublishedDreamShard:
             empty[at] = False
             free[at] -= table_bytes[table]
             actions[step] = action
-        return Episodes(order, actions, costs, overall_net(sums.max(axis=1))[:, 0])
+        return Episodes(order, actions, costs, self.cost_net.overall(sums)[0])
 
-    def _update_cost_net(
-        self, features: list[Tensor], buffer: list[Measured], training: CostNetTraining, learning_rate: float
-    ) -> None:
-        """`cost_updates` steps on batches of 64."""
-        placements = stacked(features, buffer)
-        for _ in range(self.settings.cost_updates):
-            training.gradients(placements, self.generator.integers(len(buffer), size=self.settings.cost_batch))
-            training.adam.step(learning_rate)
-        training.adam.finish()
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "cost_net": weights_to_json(self.cost_net.nets),
+            "policy": weights_to_json(self.policy.nets),
+            "trained_iterations": self.trained_iterations,
+        }
 
-    def state_dict(self) -> dict[str, Any]:
-        nets = {"cost_net": self.cost_net, "policy": self.policy}
-        state = {name: {k: v.tolist() for k, v in net.state_dict().items()} for name, net in nets.items()}
-        return {**state, "trained_iterations": self.trained_iterations}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, net in (("cost_net", self.cost_net), ("policy", self.policy)):
-            net.load_state_dict({k: torch.tensor(v) for k, v in state[name].items()})
-        self.trained_iterations = int(state["trained_iterations"])
+    def load_json(self, record: Mapping[str, Any]) -> None:
+        load_weights(self.cost_net.nets, record["cost_net"])
+        load_weights(self.policy.nets, record["policy"])
+        self.trained_iterations = int(record["trained_iterations"])
 
 
-def scaled_by_task(task: PlacementTask) -> Tensor:
-    """[T + 1, 21] standardised over this task's tables; the last row, all zero, stands for an empty device."""
-    raw = published_features(task.tables, task.stats)
-    spread = raw.std(axis=0)
-    scaled = (raw - raw.mean(axis=0)) / np.where(spread > 0, spread, 1.0)
-    return torch.from_numpy(np.concatenate([scaled, np.zeros((1, NUM_PUBLISHED))])).float()
+class Buffer:
+    """Placements measured so far. Devices and placements are drawn independently, uniformly, with replacement."""
+
+    def __init__(self, features: Sequence[np.ndarray], placements: Sequence[Measured]) -> None:
+        starts = np.cumsum([0] + [len(rows) - 1 for rows in features])
+        self.features_RF = np.concatenate([*(rows[:-1] for rows in features), features[0][-1:]])
+        devices = max(len(placement.heads_D3) for placement in placements)
+        self.owned_PDR = np.zeros((len(placements), devices, len(self.features_RF)), dtype=np.float32)
+        for owned_DR, placement in zip(self.owned_PDR, placements, strict=True):
+            owned_DR[placement.rank_T, np.arange(len(placement.rank_T)) + starts[placement.task]] = 1
+            empty = np.bincount(placement.rank_T, minlength=len(placement.heads_D3)) == 0
+            owned_DR[np.flatnonzero(empty), -1] = 1
+        self.overall_P = np.array([placement.overall for placement in placements], dtype=np.float32)
+        exists = self.owned_PDR.any(axis=2)  # a task with fewer devices than another leaves rows of zeros
+        self.device_of = np.flatnonzero(exists)
+        self.heads_N3 = np.concatenate([placement.heads_D3 for placement in placements])
+
+    def draw(self, count: int, generator: np.random.Generator) -> tuple[Kernels, Placements]:
+        placements = generator.integers(len(self.overall_P), size=count)
+        devices = generator.integers(len(self.device_of), size=count)
+        owned = self.owned_PDR.reshape(-1, len(self.features_RF))[self.device_of[devices]]
+        return Kernels(owned, self.heads_N3[devices]), Placements(
+            self.owned_PDR[placements], self.overall_P[placements]
+        )
+
+
+def measured(task: PlacementTask, number: int, rank_U: np.ndarray, measure: MeasureTask) -> Measured:
+    """A legal placement of task `number`, measured."""
+    [profile] = measure(task, [task.plan_from(rank_U)])
+    heads = np.array([[rank.stage(stage) for stage in HEADS] for rank in profile.ranks], dtype=np.float32)
+    return Measured(number, rank_U[task.units.unit_of_T], heads, max(rank.total_ms for rank in profile.ranks))
+
+
+def scaled_by_task(task: PlacementTask) -> np.ndarray:
+    """[T + 1, 21]: the last row, all zero, is what an empty device holds."""
+    raw = raw_features(task.tables, task.stats)
+    spread = raw[:, STANDARDISED].std(axis=0)
+    raw[:, STANDARDISED] -= raw[:, STANDARDISED].mean(axis=0)
+    raw[:, STANDARDISED] /= np.where(spread > 0, spread, 1.0)  # the reference divides by 0 here
+    return np.concatenate([raw, np.zeros((1, NUM_RAW))]).astype(np.float32)
 
 
 def _legal_units(task: PlacementTask, order: np.ndarray, actions_T: np.ndarray) -> np.ndarray:

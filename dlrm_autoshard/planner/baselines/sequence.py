@@ -20,18 +20,19 @@ Axes: U units, E episodes, D devices, H hidden.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dlrm_autoshard.costs import COMPUTE
-from dlrm_autoshard.planner.cost_model import mlp
 from dlrm_autoshard.planner.features import NUM_NETWORK
-from dlrm_autoshard.planner.masked import MaskedCategorical, gumbel_noise
+from dlrm_autoshard.planner.masked import gumbel_noise
 from dlrm_autoshard.planner.mdp import EstimatedMDP
 from dlrm_autoshard.planner.task import PlacementTask
 
@@ -62,9 +63,10 @@ class SequencePolicy(nn.Module):
         self.match_net = mlp([3 * HIDDEN, HIDDEN, 1], generator)
         self.baseline = mlp([HIDDEN, 1], generator)
 
-    def embed(self, features_TF: Tensor) -> Tensor:
-        embedded: Tensor = self.table_net(features_TF)
-        return embedded * 0.1
+    def embed_units(self, mdp: EstimatedMDP) -> Tensor:
+        """[U, EMBED] in the order of placing."""
+        embedded: Tensor = self.table_net(torch.from_numpy(mdp.features_TF)) * 0.1
+        return embedded.new_zeros(len(mdp.order), EMBED).index_add(0, torch.from_numpy(mdp.step_of_T), embedded)
 
     def states(self, unit_UE: Tensor) -> Tensor:
         """[U, H]: what the LSTM knows at each step: the units up to this one, and how far it is."""
@@ -78,6 +80,12 @@ class SequencePolicy(nn.Module):
         state = state.unsqueeze(-2).expand_as(device)
         logits: Tensor = self.match_net(torch.cat([state, device, state * device], dim=-1)).squeeze(-1)
         return logits
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: tensor.tolist() for name, tensor in self.state_dict().items()}
+
+    def load_json(self, record: Mapping[str, Any]) -> None:
+        self.load_state_dict({name: torch.tensor(values) for name, values in record.items()})
 
 
 class SequenceTrainer:
@@ -118,7 +126,7 @@ class SequenceTrainer:
         policy, units, devices = self.policy, mdp.task.units, mdp.task.world_size
         rows, width = np.arange(max(count, 1)), max(count, 1)
         noise = gumbel_noise((len(mdp.order), width, devices), self.generator) if count else None
-        unit_UE = mdp.embed_units(policy)
+        unit_UE = policy.embed_units(mdp)
         states_UH = policy.states(unit_UE)
         held = torch.zeros(width, devices, EMBED)
         sums = np.zeros((width, devices, mdp.summary.shape[1]), dtype=np.float32)
@@ -135,10 +143,11 @@ class SequenceTrainer:
             overflow |= stuck
             state = states_UH[step].expand(width, -1)
             logits = policy.logits(state, held, torch.from_numpy(known.astype(np.float32)))
-            choice = MaskedCategorical(logits, torch.from_numpy(legal))
-            action = choice.sample(None if noise is None else torch.from_numpy(noise[step]))
-            log_probs.append(choice.log_prob(action))
-            entropies.append(choice.entropy())
+            log_prob_ED = logits.masked_fill(torch.from_numpy(~legal), -torch.inf).log_softmax(dim=-1)
+            action = (log_prob_ED if noise is None else log_prob_ED + torch.from_numpy(noise[step])).argmax(dim=-1)
+            log_probs.append(log_prob_ED.gather(-1, action.unsqueeze(-1)).squeeze(-1))
+            # 0 x -inf is no number; an illegal device adds nothing.
+            entropies.append(-(log_prob_ED.exp() * log_prob_ED.clamp(min=-1e9)).sum(dim=-1))
             taken = action.numpy()
             held = held + nn.functional.one_hot(action, devices).unsqueeze(-1) * unit_UE[step]
             sums[rows, taken] += mdp.summary[step]
@@ -182,3 +191,14 @@ class Played:
     log_prob_UE: Tensor
     entropy_UE: Tensor
     states_UH: Tensor
+
+
+def mlp(sizes: Sequence[int], generator: torch.Generator) -> nn.Sequential:
+    """Linear layers with ReLU between them, initialised from `generator` (He for the hidden ones)."""
+    layers: list[nn.Module] = []
+    for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
+        linear = nn.Linear(fan_in, fan_out)
+        nn.init.normal_(linear.weight, std=(2.0 / fan_in) ** 0.5, generator=generator)
+        nn.init.zeros_(linear.bias)
+        layers += [linear] if i == len(sizes) - 2 else [linear, nn.ReLU()]
+    return nn.Sequential(*layers)
