@@ -90,7 +90,7 @@ def synchronisation(folder: Path, seconds: float) -> dict[str, Any]:
     names: list[str] = []
     with Runtime.start(config.run) as runtime:
         trainer = Trainer(config, runtime, folder)
-        with trainer._loader("train", 0, 0) as loader:
+        with trainer.batches("train", 0) as loader:
             trainer.step.begin_epoch(iter(loader))
             for _ in range(5):
                 trainer.step.run(1.0, config.tables.optimizer.lr)

@@ -162,7 +162,7 @@ class _Trainer(Trainer):
         super().__init__(job.config, runtime, run_dir)
         self._job = job
 
-    def _train_epoch(self) -> EpochProfile | None:
+    def _train_epoch(self) -> None:
         here = self.runtime.rank == self.runtime.world_size - 1
         with busy_neighbour(here and self.position.epoch in self._job.busy_epochs):
-            return super()._train_epoch()
+            super()._train_epoch()

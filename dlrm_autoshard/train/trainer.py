@@ -1,6 +1,6 @@
-"""Training: everything put together, and the epoch loop. The one place where planner and ranks meet.
+"""Training. `Trainer.run` and `_train_epoch` are its rhythm; job.py says what it works with.
 
-    torchrun --nproc_per_node=2 launch/train.py --config configs/debug_cpu.yaml
+torchrun --nproc_per_node=2 launch/train.py --config configs/debug_cpu.yaml
 
 Reading order: `train` -> `Trainer.run` -> `_train_epoch` -> distributed/step.py.
 """
@@ -11,38 +11,27 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from dlrm_autoshard.autoshard.decision import Interval
-from dlrm_autoshard.autoshard.initial_plan import Placement, from_rank_0, place
-from dlrm_autoshard.autoshard.resharding import Resharding
+from dlrm_autoshard.autoshard.initial_plan import from_rank_0
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.data.batch import Split
-from dlrm_autoshard.data.loader import Loader
-from dlrm_autoshard.data.open import open_source
-from dlrm_autoshard.distributed.dense import DataParallelDense, finite_on_all_ranks
-from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.runtime import Runtime
-from dlrm_autoshard.distributed.stage_clock import StageClock
-from dlrm_autoshard.distributed.step import NotFinite, TrainStep
+from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
-from dlrm_autoshard.model.dlrm import make_model
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.records.epoch import EpochProfile
-from dlrm_autoshard.records.jsonl import drop_after_step
-from dlrm_autoshard.train.checkpoint import Checkpoints
 from dlrm_autoshard.train.display import Display, describe
 from dlrm_autoshard.train.evaluation import evaluate
+from dlrm_autoshard.train.job import Job
 from dlrm_autoshard.train.journal import Journal
 from dlrm_autoshard.train.loss_watch import LossWatch
 from dlrm_autoshard.train.lr_schedule import lr_scale
 from dlrm_autoshard.train.opening import open_run
 from dlrm_autoshard.train.recorder import Recorder
 from dlrm_autoshard.train.run_directory import claimed_run_dir, job_of_this_process, record_start
-from dlrm_autoshard.train.state import Position, TrainingState, plan_of
 from dlrm_autoshard.train.stop_signals import Stopped, StopSignals
 
 
@@ -78,153 +67,111 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
             raise Stopped(signals.received) from error  # another rank was stopped first, in mid-exchange
 
 
-class Trainer:
-    """One rank's part of a job. Built in the order in which things depend on one another."""
+class Trainer(Job):
+    """A job that runs, and says what it does."""
 
     def __init__(self, config: Config, runtime: Runtime, run_dir: Path, signals: StopSignals | None = None) -> None:
         """signals: those that end the job between two steps."""
-        self.config, self.runtime, self.run_dir = config, runtime, run_dir
+        super().__init__(config, runtime, run_dir)
         self.signals = signals or StopSignals()
-        self.source = open_source(config.data, config.tables)
-        self.global_batch = config.train.batch_size * runtime.world_size
-        self.position = Position()
-        self.checkpoints = Checkpoints(
-            run_dir / "checkpoints", runtime, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
-        )
-        checkpoint = self.checkpoints.latest()
-        self.placement: Placement = place(config, runtime, self.source, current=plan_of(checkpoint, self.source.tables))
-        self.embeddings = ShardedEmbeddings(
-            self.source.tables,
-            self.placement.plan,
-            config.tables,
-            rank=runtime.rank,
-            group=runtime.group,
-            id_group=runtime.id_group,
-            device=runtime.device,
-            exchange_dtype=config.train.exchange_dtype,
-            seed=config.run.seed,
-        )
-        model = make_model(self.source.num_dense, self.embeddings.output_tables, config.model, config.run.seed)
-        self.dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
-        self.clock = StageClock(runtime.device, runtime.control if runtime.device.type == "cpu" else runtime.group)
-        self.autocast = config.train.dense_dtype == "bf16"
-        self.step = TrainStep(
-            model,
-            self.dense,
-            self.embeddings,
-            self.clock,
-            overlap=config.train.overlap,
-            autocast=self.autocast,
-            all_finite=partial(finite_on_all_ranks, group=runtime.group) if config.train.on_nan == "skip" else None,
-        )
-        self.resharding = None
-        if Resharding.is_wanted(config, runtime.world_size):
-            self.resharding = Resharding(config, runtime, self.embeddings, self.placement, run_dir)
-        self.state = TrainingState(
-            runtime,
-            self.checkpoints,
-            self.embeddings,
-            self.dense,
-            self.placement.planner,
-            self.resharding,
-            self.placement.stats,
-        )
-        if checkpoint is not None:
-            self.position = self.state.resume(checkpoint)
-        forget_after(run_dir, runtime, self.position.step if checkpoint is not None else -1)
         self.recorder = Recorder(run_dir, runtime, self.embeddings, self.clock)
         self.journal = Journal(run_dir, active=runtime.rank == 0)
-        self.resumed_from = checkpoint
         self.watch = LossWatch(runtime, self.step, self.state)
+        self.display = Display(runtime.rank == 0, self.total_steps, self.position.step)
+        self.metrics: Mapping[str, float] = {}
+        self.throughput = 0.0
 
-    # -- the training loop -----------------------------------------------------------------------------------------
+    # -- the rhythm --------------------------------------------------------------------------------------------------
 
     def run(self) -> TrainResult:
+        """All epochs that are left, an evaluation after each, the test split's at the end."""
         try:
-            return self._run()
+            with self.display:
+                self._begin()
+                while not self.finished:
+                    with self.signals.postponed():
+                        self._train_epoch()
+                        self._end_if_asked()
+                    if not self.out_of_steps:
+                        self._evaluate(self.split_between_epochs)
+                self._evaluate("test")
+                self._finish()
         except Stopped as stopped:
             newest = self.checkpoints.newest()
             saved = f"--resume continues from {newest}." if newest else "There is no checkpoint of it."
             raise Stopped(stopped.number, f"after step {self.position.step}. {saved}") from None
+        return TrainResult(self.run_dir, self.position.step, self.metrics, self.throughput)
 
-    def _run(self) -> TrainResult:
-        config, position = self.config, self.position
-        metrics: Mapping[str, float] = {}
-        throughput = 0.0
-        between: Split = "val" if self.source.num_samples("val") else "test"
-        self.total_steps = self._count_steps()
-        with Display(self.runtime.rank == 0, self.total_steps, position.step) as self.display:
-            if self.runtime.rank == 0:
-                steps = f"{self.total_steps} steps of {self.global_batch} examples"
-                open_run(
-                    self.display, self.run_dir, self.placement, self.source.tables, self.state.stats,
-                    step=position.step, steps=steps,
-                )  # fmt: skip
-            if config.checkpoint.enabled and self.resumed_from is None:
-                self.state.save(position)  # so that there is always a good one to name and to go back to
-            if position.step and position.sample == 0 and position.step < self.total_steps:
-                metrics = self._evaluate(between)  # its checkpoint comes first, so a kill may have come between
-            while position.epoch < config.train.epochs and position.step < self.total_steps:
-                with self.signals.postponed():
-                    record = self._train_epoch()
-                    self._end_if_asked()
-                throughput = record.throughput if record is not None else 0.0
-                if position.step < self.total_steps:
-                    metrics = self._evaluate(between)
-            metrics = self._evaluate("test") or metrics
-            self.checkpoints.finish()
-            if self.resharding is not None:
-                self.resharding.finish()
-            report = self.journal.finish()
-            if report is not None:
-                self.display.line(report)
-        return TrainResult(self.run_dir, position.step, metrics, throughput)
-
-    def _count_steps(self) -> int:
-        """Steps in all: those done (perhaps on another number of ranks) and those to come."""
-        samples, position, train = self.source.num_samples("train"), self.position, self.config.train
-        total = position.step
-        if position.epoch < train.epochs:
-            this_epoch = -(-(samples - position.sample) // self.global_batch)
-            total += this_epoch + (train.epochs - position.epoch - 1) * -(-samples // self.global_batch)
-        return total if train.max_steps is None else min(total, train.max_steps)
-
-    def _train_epoch(self) -> EpochProfile | None:
-        """From the current position to the epoch's end. Returns the epoch's record on rank 0."""
-        config, position = self.config, self.position
-        record, save = None, False
-        with self._loader("train", position.epoch, position.sample) as loader:
+    def _train_epoch(self) -> None:
+        """From the current position to the epoch's end, or to where the job ends before."""
+        position = self.position
+        with self.batches("train", position.epoch, position.sample) as loader:
             self.step.begin_epoch(iter(loader))
             self.recorder.open(position.step)
-            first = position.step
-            while not self.step.exhausted and position.step < self.total_steps and not self.signals.due(position.step):
-                self._train_step(sampled=self._is_sampled(position.step - first))
-                every = config.checkpoint.every_steps
-                save = every is not None and position.step % every == 0
-                if save and not self.step.exhausted and position.step < self.total_steps:
-                    self._pause(lambda: self.state.save(position))
-                interval = config.autoshard.reshard.every_steps
-                if interval and position.step % interval == 0 and not self.step.exhausted:
-                    record = self._close_interval()
-        epoch_over = self.step.exhausted
-        last = position.step >= self.total_steps
-        stopped = not epoch_over and not last
+            self._started_at = position.step
+            while not (self.step.exhausted or self.out_of_steps or self.signals.due(position.step)):
+                self._train_step(sampled=self._profile_due())
+                if self._reshard_due():
+                    self._close_interval()
+                if self._checkpoint_due():
+                    self._save()
+        stopped = not (self.step.exhausted or self.out_of_steps)
         if position.step > self.recorder.first_step and not stopped:
-            record = self._close_interval()
-        if epoch_over:
+            self._close_interval()
+        if self.step.exhausted:
             position.epoch, position.sample = position.epoch + 1, 0
-        last |= position.epoch == config.train.epochs
-        due = position.epoch % config.checkpoint.every_epochs == 0
-        if config.checkpoint.enabled and (last or stopped or save or due):
-            self.state.save(position)
-        return record
+        if stopped or self._checkpoint_due_after_epoch():
+            self._save()
 
-    def _end_if_asked(self) -> None:
-        """After a signal that any rank was sent."""
-        received = [number for number in self.runtime.all_gather(self.signals.received) if number is not None]
-        if received:
-            self.checkpoints.finish()
-            raise Stopped(received[0])
+    @property
+    def finished(self) -> bool:
+        return self.position.epoch >= self.config.train.epochs or self.out_of_steps
+
+    @property
+    def out_of_steps(self) -> bool:
+        return self.position.step >= self.total_steps
+
+    @property
+    def split_between_epochs(self) -> Split:
+        return "val" if self.source.num_samples("val") else "test"
+
+    def _profile_due(self) -> bool:
+        profile, position = self.config.profile, self.position
+        due = position.step - self._started_at - profile.warmup_steps
+        # The last batch of an epoch may be a smaller one, whose times say nothing about the others.
+        whole = position.sample + self.global_batch <= self.source.num_samples("train")
+        return profile.enabled and due >= 0 and due % profile.every_steps == 0 and whole
+
+    def _reshard_due(self) -> bool:
+        every = self.config.autoshard.reshard.every_steps
+        return every is not None and self.position.step % every == 0 and not self.step.exhausted
+
+    def _checkpoint_due(self) -> bool:
+        return self._checkpoint_step and not self.step.exhausted and not self.out_of_steps
+
+    def _checkpoint_due_after_epoch(self) -> bool:
+        every_epochs = self.position.epoch % self.config.checkpoint.every_epochs == 0
+        return self.finished or every_epochs or self._checkpoint_step
+
+    @property
+    def _checkpoint_step(self) -> bool:
+        every = self.config.checkpoint.every_steps
+        return every is not None and self.position.step % every == 0
+
+    # -- its beats ---------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        position = self.position
+        if self.runtime.rank == 0:
+            steps = f"{self.total_steps} steps of {self.global_batch} examples"
+            open_run(
+                self.display, self.run_dir, self.placement, self.source.tables, self.state.stats,
+                step=position.step, steps=steps,
+            )  # fmt: skip
+        if self.resumed_from is None:
+            self._save()  # so that there is always a good one to name and to go back to
+        elif position.step and position.sample == 0 and not self.out_of_steps:
+            self._evaluate(self.split_between_epochs)  # its checkpoint came first, so a kill may have come between
 
     def _train_step(self, *, sampled: bool) -> None:
         config, position = self.config, self.position
@@ -249,48 +196,43 @@ class Trainer:
         self.watch.updated()
         if sampled and ids is not None:
             self.recorder.observer.observe(ids, self.runtime.world_size, batch.global_size)
-        self._after_update(config.train.log_every_steps)
-
-    def _after_update(self, log_every: int) -> None:
-        logging = self.position.step % log_every == 0
+        logging = position.step % config.train.log_every_steps == 0
         if not logging and self.runtime.device.type != "cpu":
             return self.display.step()  # looking at the loss would make the GPU's queue run dry
-        loss = self.watch.look(self.position.step)
+        loss = self.watch.look(position.step)
         if logging:
             self._log_metrics("train", {"logloss": loss})
         self.display.step(loss)
 
-    def _is_sampled(self, step_in_epoch: int) -> bool:
-        profile = self.config.profile
-        due = step_in_epoch - profile.warmup_steps
-        # The last batch of an epoch may be a smaller one, whose times say nothing about the others.
-        whole = self.position.sample + self.global_batch <= self.source.num_samples("train")
-        return profile.enabled and due >= 0 and due % profile.every_steps == 0 and whole
+    def _save(self) -> None:
+        if self.config.checkpoint.enabled:
+            started = time.perf_counter()
+            self.state.save(self.position)
+            self.recorder.exclude(time.perf_counter() - started)
 
-    def _close_interval(self) -> EpochProfile | None:
+    def _close_interval(self) -> None:
         """Writes what was measured, then decides on moves."""
-        planner, stats = self.placement.planner, self.state.stats
+        planner, stats, position = self.placement.planner, self.state.stats, self.position
         predicted = None
         if planner is not None:
             topology = self.placement.topology
             task = PlacementTask.build(self.source.tables, stats, topology, batch_size=self.global_batch)
             predicted = planner.predict(task, self.embeddings.plan)
-        closed = self.recorder.close(self.position.epoch, self.position.step, self.global_batch, stats, predicted)
+        closed = self.recorder.close(position.epoch, position.step, self.global_batch, stats, predicted)
         record, profile = closed if closed is not None else (None, None)
         if record is not None:
+            self.throughput = record.throughput
             self.state.stats = profile.stats if profile is not None else stats
             self.journal.profile(record)
-            measured = {"throughput": record.throughput, "step_ms": record.step_ms}
-            self._log_metrics("train", measured)
+            self._log_metrics("train", {"throughput": record.throughput, "step_ms": record.step_ms})
             self.display.line(
-                f"epoch {self.position.epoch}  step {self.position.step}  "
-                f"{record.throughput:,.0f} examples/s  loss {float(self.dense.global_loss):.4f}"
+                f"epoch {position.epoch}  step {position.step}  {record.throughput:,.0f} examples/s  "
+                f"loss {float(self.dense.global_loss):.4f}"
             )
-        self._after_interval(record, profile)
-        self.recorder.open(self.position.step)
-        return record
+        self._maybe_reshard(record, profile)
+        self.recorder.open(position.step)
 
-    def _after_interval(self, record: EpochProfile | None, profile: StepProfile | None) -> None:
+    def _maybe_reshard(self, record: EpochProfile | None, profile: StepProfile | None) -> None:
         """Decides on moves, on every rank between intervals; record and profile are rank 0's."""
         every, position = self.config.autoshard.reshard, self.position
         due = every.every_steps is not None or (position.epoch + 1) % every.every_epochs == 0
@@ -306,51 +248,32 @@ class Trainer:
             if decision.new_plan is not None:
                 self.step.redistribute()
 
-    # -- evaluation --------------------------------------------------------------------------------------------------
-
-    def _evaluate(self, split: Split) -> Mapping[str, float]:
-        """Metrics over all ranks' samples, on rank 0; {} elsewhere and where the split is empty."""
+    def _evaluate(self, split: Split) -> None:
+        """Metrics over all ranks' samples, on rank 0."""
         if self.source.num_samples(split) == 0:
-            return {}
+            return
         done = self.position.epoch - (self.position.sample == 0 and self.position.epoch > 0)
-        with self._loader(split, done, 0) as loader:
+        with self.batches(split, done) as loader:
             metrics = evaluate(self.step.model, self.embeddings, loader, self.runtime, autocast=self.autocast)
-        if not metrics:
-            return {}
-        self._log_metrics(split, metrics, epoch=done)
-        self.display.line(f"epoch {done}  {split}  {describe(metrics)}")
-        return metrics
+        if metrics:
+            self.metrics = metrics
+            self._log_metrics(split, metrics, epoch=done)
+            self.display.line(f"epoch {done}  {split}  {describe(metrics)}")
 
-    def _loader(self, split: Split, epoch: int, first_sample: int) -> Loader:
-        train = self.config.train
-        return Loader(
-            self.source,
-            split,
-            epoch,
-            train.batch_size if split == "train" else train.eval_batch_size or train.batch_size,
-            self.runtime.rank,
-            self.runtime.world_size,
-            first_sample=first_sample,
-            prefetch_batches=self.config.data.prefetch_batches,
-            on_bad_id=self.config.data.on_bad_id,
-        )
+    def _end_if_asked(self) -> None:
+        """After a signal that any rank was sent."""
+        received = [number for number in self.runtime.all_gather(self.signals.received) if number is not None]
+        if received:
+            self.checkpoints.finish()
+            raise Stopped(received[0])
 
-    # -- small things ------------------------------------------------------------------------------------------------
+    def _finish(self) -> None:
+        self.checkpoints.finish()
+        if self.resharding is not None:
+            self.resharding.finish()
+        report = self.journal.finish()
+        if report is not None:
+            self.display.line(report)
 
     def _log_metrics(self, split: str, metrics: Mapping[str, float], epoch: int | None = None) -> None:
         self.journal.metrics(self.position.step, self.position.epoch if epoch is None else epoch, split, metrics)
-
-    def _pause(self, action: Any) -> None:
-        started = time.perf_counter()
-        action()
-        self.recorder.exclude(time.perf_counter() - started)
-
-
-def forget_after(run_dir: Path, runtime: Runtime, step: int) -> None:
-    """Drops the records of steps that will be done again (-1: all; the job was started again without a checkpoint).
-    Rank 0 does so for all ranks, for there may be fewer now."""
-    if runtime.rank == 0:
-        for name in ("costs/*.jsonl", "metrics.jsonl", "decisions.jsonl"):
-            for path in run_dir.glob(name):
-                drop_after_step(path, step)
-    runtime.barrier()

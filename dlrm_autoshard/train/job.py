@@ -1,0 +1,112 @@
+"""What a training job consists of on one rank, built in the order in which things depend on one another.
+
+job = Job(config, runtime, run_dir)         # tables placed, model made, the newest checkpoint loaded: ready to train
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from dlrm_autoshard.autoshard.initial_plan import Placement, place
+from dlrm_autoshard.autoshard.resharding import Resharding
+from dlrm_autoshard.config import Config
+from dlrm_autoshard.data.batch import Split
+from dlrm_autoshard.data.loader import Loader
+from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.distributed.dense import DataParallelDense, finite_on_all_ranks
+from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.stage_clock import StageClock
+from dlrm_autoshard.distributed.step import TrainStep
+from dlrm_autoshard.model.dlrm import make_model
+from dlrm_autoshard.records.jsonl import drop_after_step
+from dlrm_autoshard.train.checkpoint import Checkpoints
+from dlrm_autoshard.train.state import Position, TrainingState, plan_of
+
+
+class Job:
+    """position: where training goes on. total_steps: those done (perhaps on another number of ranks) and to come."""
+
+    def __init__(self, config: Config, runtime: Runtime, run_dir: Path) -> None:
+        self.config, self.runtime, self.run_dir = config, runtime, run_dir
+        self.source = open_source(config.data, config.tables)
+        self.global_batch = config.train.batch_size * runtime.world_size
+        self.checkpoints = Checkpoints(
+            run_dir / "checkpoints", runtime, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
+        )
+        self.resumed_from = self.checkpoints.latest()
+        current = plan_of(self.resumed_from, self.source.tables)
+        self.placement: Placement = place(config, runtime, self.source, current=current)
+        self.embeddings = ShardedEmbeddings(
+            self.source.tables,
+            self.placement.plan,
+            config.tables,
+            rank=runtime.rank,
+            group=runtime.group,
+            id_group=runtime.id_group,
+            device=runtime.device,
+            exchange_dtype=config.train.exchange_dtype,
+            seed=config.run.seed,
+        )
+        model = make_model(self.source.num_dense, self.embeddings.output_tables, config.model, config.run.seed)
+        self.dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
+        self.clock = StageClock(runtime.device, runtime.control if runtime.device.type == "cpu" else runtime.group)
+        self.autocast = config.train.dense_dtype == "bf16"
+        self.step = TrainStep(
+            model,
+            self.dense,
+            self.embeddings,
+            self.clock,
+            overlap=config.train.overlap,
+            autocast=self.autocast,
+            all_finite=partial(finite_on_all_ranks, group=runtime.group) if config.train.on_nan == "skip" else None,
+        )
+        self.resharding: Resharding | None = None
+        if Resharding.is_wanted(config, runtime.world_size):
+            self.resharding = Resharding(config, runtime, self.embeddings, self.placement, run_dir)
+        self.state = TrainingState(
+            runtime,
+            self.checkpoints,
+            self.embeddings,
+            self.dense,
+            self.placement.planner,
+            self.resharding,
+            self.placement.stats,
+        )
+        self.position = Position() if self.resumed_from is None else self.state.resume(self.resumed_from)
+        forget_after(run_dir, runtime, -1 if self.resumed_from is None else self.position.step)
+        self.total_steps = self._count_steps()
+
+    def _count_steps(self) -> int:
+        samples, position, train = self.source.num_samples("train"), self.position, self.config.train
+        total = position.step
+        if position.epoch < train.epochs:
+            this_epoch = -(-(samples - position.sample) // self.global_batch)
+            total += this_epoch + (train.epochs - position.epoch - 1) * -(-samples // self.global_batch)
+        return total if train.max_steps is None else min(total, train.max_steps)
+
+    def batches(self, split: Split, epoch: int, first_sample: int = 0) -> Loader:
+        """This rank's slices of an epoch."""
+        train = self.config.train
+        return Loader(
+            self.source,
+            split,
+            epoch,
+            train.batch_size if split == "train" else train.eval_batch_size or train.batch_size,
+            self.runtime.rank,
+            self.runtime.world_size,
+            first_sample=first_sample,
+            prefetch_batches=self.config.data.prefetch_batches,
+            on_bad_id=self.config.data.on_bad_id,
+        )
+
+
+def forget_after(run_dir: Path, runtime: Runtime, step: int) -> None:
+    """Drops the records of steps that will be done again (-1: all; the job was started again without a checkpoint).
+    Rank 0 does so for all ranks, for there may be fewer now."""
+    if runtime.rank == 0:
+        for name in ("costs/*.jsonl", "metrics.jsonl", "decisions.jsonl"):
+            for path in run_dir.glob(name):
+                drop_after_step(path, step)
+    runtime.barrier()
