@@ -131,6 +131,15 @@ def balanced_cost_ms(
     return compute / speed + travel / len(ranks)
 
 
+def balance_gain(
+    ranks: Sequence[RankCost], step_ms: float, slowness: Sequence[float] | None = None, *, exchange: bool = True
+) -> float:
+    """The part of a real step (`step_ms`: the mean of all) that perfect balance would save: all that placement can
+    change, and the one meaning of it in decisions and reports. slowness, exchange: as in `balanced_cost_ms`."""
+    excess = step_cost_ms(ranks) - balanced_cost_ms(ranks, slowness, exchange=exchange)
+    return max(0.0, excess / step_ms) if step_ms > 0 else 0.0
+
+
 def imbalance(values: Sequence[float]) -> float:
     """max / mean; 1.0 is perfect balance (and the value where there is no work at all)."""
     total = sum(values)

@@ -1,4 +1,4 @@
-"""The quickstart's last words: how good, how fast, where the tables are, what the loop did.
+"""The quickstart's last words: how good, how fast, where the tables are, what autoshard did.
 
 python launch/summary.py runs/latest
 """
@@ -12,7 +12,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.jsonl import ReportError
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.report.summary import loop_in_one_line
+from dlrm_autoshard.report.verdict import autoshard_in_one_line
 
 
 def summarize(run_dir: Path) -> str:
@@ -32,7 +32,7 @@ def summarize(run_dir: Path) -> str:
     for rank in range(plan.world_size):
         label = "placement" if rank == 0 else ""
         lines.append(f"  {label:<10}  rank {rank}: {', '.join(plan.tables_on(rank)) or 'no tables'}")
-    return "\n".join([*lines, f"  {loop_in_one_line(record)}"])
+    return "\n".join([*lines, f"  autoshard   {autoshard_in_one_line(record)}"])
 
 
 if __name__ == "__main__":

@@ -46,8 +46,10 @@ def open_page(path: Path, scratch: Path, width: int = 1200, height: int = 900) -
     return Page(done.stdout, console, sorted(url for url in asked if re.match(r"(https?|wss?):", url)))
 
 
-def take_screenshot(path: Path, picture: Path, scratch: Path, width: int = 1200, height: int = 4000) -> None:
-    _run(path, scratch, width, height, f"--screenshot={picture}")
+def take_screenshot(
+    path: Path, picture: Path, scratch: Path, width: int = 1200, height: int = 4000, *flags: str
+) -> None:
+    _run(path, scratch, width, height, f"--screenshot={picture}", *flags)
 
 
 def print_to_pdf(path: Path, pdf: Path, scratch: Path) -> None:

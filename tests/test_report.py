@@ -17,7 +17,8 @@ from dlrm_autoshard.records.diagnosis import table_costs_ms
 from dlrm_autoshard.records.epoch import EpochProfile, RankEpoch, epochs_file, rank_file
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, drop_after, read_jsonl
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.report.summary import loop_in_one_line, summary, who_was_slow
+from dlrm_autoshard.report.summary import summary, who_was_slow
+from dlrm_autoshard.report.verdict import autoshard_in_one_line
 from dlrm_autoshard.tables import TableConfig, TableStats
 from tests.report_records import make_profile, make_ranks, make_tables, write_run
 
@@ -79,9 +80,11 @@ def test_a_rank_that_waits_for_data_is_told_from_a_loaded_one() -> None:
 
 def test_perfect_balance_saves_what_the_slowest_ranks_take_beyond_the_mean() -> None:
     profile = make_profile(work=(1.0, 2.0))
-    excess = sum(max(times) - sum(times) / 2 for times in profile.stage_ms.values())
+    planned = [profile.stage_ms[stage] for stage in PLANNED_STAGES]
+    excess = sum(max(times) - sum(times) / 2 for times in planned)
     assert profile.step_ms - profile.balanced_ms == pytest.approx(excess)
     assert excess == pytest.approx(0.5 * (5.0 + 7.0), rel=0.1)
+    assert profile.balance_gain == pytest.approx(excess / profile.mean_step_ms)
 
 
 def test_table_costs_add_up_to_what_was_measured() -> None:
@@ -283,7 +286,9 @@ def test_an_epoch_without_a_sampled_step_is_reported_as_such(
     plan = RunRecord.load(run).last.plan
     append_jsonl(epochs_file(run), EpochProfile.gather(short, plan, tables, stats, 2048).to_json())
     assert main(["report", str(run)]) == 0
-    assert "No step was sampled: lower profile.every_steps" in " ".join(capsys.readouterr().out.split())
+    assert "None of its 100 steps was sampled, so there are no stages to show: lower profile.warmup_steps" in " ".join(
+        capsys.readouterr().out.split()
+    )
     assert main(["report", str(run), "--html"]) == 0
 
 
@@ -315,12 +320,18 @@ def test_csv_has_a_row_for_every_epoch_rank_and_stage(tmp_path: Path, capsys: py
     assert float(first["p95_ms"]) == rank.stages[first["stage"]].p95_ms
 
 
-def test_stragglers_of_earlier_epochs_and_what_the_loop_did_are_told(tmp_path: Path) -> None:
+def test_stragglers_of_earlier_epochs_and_what_autoshard_did_are_told(tmp_path: Path) -> None:
     record = RunRecord.load(write_run(tmp_path / "run", ranks=4, epochs=6, starved_epoch=2))
     assert who_was_slow(record) == [
         "Earlier the others were held up by rank 3 (load) in epochs 0 to 1 and rank 0 (starved of CPU) in epoch 2."
     ]
-    assert loop_in_one_line(record).startswith("The loop moved tables twice and kept the plan 4 times; 82 MiB in all")
+    assert autoshard_in_one_line(record) == "2 moves, 30.0k -> 34.0k examples/s (+13%), paid back after 80 and 80 steps"
+
+
+def test_where_nothing_moved_the_verdict_says_why(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run", ranks=2, epochs=3))
+    kept = replace(record, decisions=record.decisions[-1:])
+    assert autoshard_in_one_line(kept) == "no move in 1 decision (best candidate 1.2% faster, below min_gain 2%)"
 
 
 def test_no_epoch_is_lost_when_intervals_are_shorter_than_epochs(tmp_path: Path) -> None:

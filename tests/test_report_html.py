@@ -19,8 +19,8 @@ from dlrm_autoshard.report.page_data import page_data
 from tests.chromium import needs_chromium, open_page, print_to_pdf, take_screenshot
 from tests.report_records import write_run
 
-CHARTS = ("step-time", "imbalance", "stages", "ranks", "placement", "memory", "predictions", "errors", "decisions",
-          "logloss", "auc")  # fmt: skip
+CHARTS = ("speed", "step-time", "imbalance", "stages", "ranks", "placement", "memory", "predictions", "errors",
+          "decisions", "logloss", "auc")  # fmt: skip
 
 
 def marks_of(dom: str, chart: str) -> int:
@@ -171,3 +171,29 @@ def test_the_browser_test_would_see_a_request_and_an_error(tmp_path: Path) -> No
     page = open_page(bad, tmp_path)
     assert page.requests == ["http://127.0.0.1:9/x.png"]
     assert any("undefinedFunction is not defined" in line for line in page.console)
+
+
+@needs_chromium
+def test_two_runs_share_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [str(write_run(tmp_path / name, ranks=2, epochs=epochs)) for name, epochs in (("static", 2), ("moving", 4))]
+    assert main(["report", *runs, "--html"]) == 0
+    page = open_page(tmp_path / "static-and-moving.html", tmp_path)
+    assert not page.console and not page.requests and 'data-drawn="1"' in page.dom
+    assert "2 moves" in page.dom and "examples/s" in page.dom
+
+
+@needs_chromium
+def test_pictures_of_the_page_at_both_widths_and_in_both_schemes(tmp_path: Path) -> None:
+    """Written to build/, which git ignores, to be looked at."""
+    pictures = Path(__file__).parents[1] / "build" / "report"
+    pictures.mkdir(parents=True, exist_ok=True)
+    run = write_run(tmp_path / "run", ranks=4, epochs=6, starved_epoch=2)
+    path = write_html(run, RunRecord.load(run))
+    sizes = []
+    for width, height in ((1280, 1400), (400, 1600)):
+        for scheme, flags in (("light", ()), ("dark", ("--blink-settings=preferredColorScheme=0",))):
+            picture = pictures / f"{width}-{scheme}.png"
+            take_screenshot(path, picture, tmp_path, width, height, *flags)
+            sizes.append(picture.stat().st_size)
+    assert len(set(sizes)) == 4, "four different pictures"

@@ -25,7 +25,11 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("report", help="what a run's steps cost, by rank and stage, and why")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory; two are set side by side")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--html", action="store_true", help="write RUN/report.html: one file, opens without a network")
+    form.add_argument(
+        "--html",
+        action="store_true",
+        help="write RUN/report.html; of two runs one page, here",
+    )
     form.add_argument("--json", action="store_true", help="everything, for programs")
     form.add_argument("--csv", action="store_true", help="one row per run, epoch, rank and stage, in ms")
     parser.set_defaults(run=run)
@@ -36,10 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"report takes one run or two, not {len(arguments.runs)}.")
     records = [RunRecord.load(path) for path in arguments.runs]
     if arguments.html:
-        from dlrm_autoshard.report.html import write_html
+        from dlrm_autoshard.report.html import write_comparison, write_html
 
-        for path, record in zip(arguments.runs, records, strict=True):
-            print(write_html(path, record))
+        if len(records) == 2:
+            print(write_comparison(Path(f"{records[0].name}-and-{records[1].name}.html"), *records))
+        else:
+            print(write_html(arguments.runs[0], records[0]))
     elif arguments.json:
         whole = [{**record.to_json(), "summary": summary(record)} for record in records]
         json.dump(whole[0] if len(whole) == 1 else whole, sys.stdout, indent=1)

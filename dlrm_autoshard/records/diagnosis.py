@@ -136,6 +136,17 @@ def table_costs_ms(profile: EpochProfile) -> dict[str, float]:
     return costs
 
 
+def drift(earlier: EpochProfile, later: EpochProfile) -> float:
+    """Part of the values looked up that went to other tables than before: half the sum of the shares' changes."""
+    shares = []
+    for profile in (earlier, later):
+        work = {table.name: table_work(table, "fwd_compute") for table in profile.tables}
+        total = sum(work.values()) or 1.0
+        shares.append({name: part / total for name, part in work.items()})
+    before, after = shares
+    return sum(abs(before.get(name, 0.0) - after.get(name, 0.0)) for name in before | after) / 2
+
+
 def stage_summary(profile: EpochProfile) -> dict[str, dict[str, float]]:
     """Of every stage: slowest rank, its time, the mean, and imbalance (max / mean)."""
     return {

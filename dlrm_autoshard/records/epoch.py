@@ -19,7 +19,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, WAITS, RankCost, StageTime
+from dlrm_autoshard.costs import (
+    PLANNED_STAGES,
+    STAGES,
+    WAITS,
+    RankCost,
+    StageTime,
+    balance_gain,
+    balanced_cost_ms,
+    step_cost_ms,
+)
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records import diagnosis
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError
@@ -212,9 +221,14 @@ class EpochProfile:
         return sum(max(times) for times in self.stage_ms.values())
 
     @property
+    def balance_gain(self) -> float:
+        """The part of a step that perfect balance of what placement decides would save (`costs.balance_gain`)."""
+        return balance_gain(self.measured, self.mean_step_ms)
+
+    @property
     def balanced_ms(self) -> float:
-        """The step, had every stage's time been spread evenly over the ranks."""
-        return self.step_ms - self.slowest_sum_ms + sum(sum(t) / len(t) for t in self.stage_ms.values())
+        """The sampled step at perfect balance of what placement decides: the four planned stages."""
+        return self.step_ms - step_cost_ms(self.measured) + balanced_cost_ms(self.measured)
 
     @property
     def accounted(self) -> float:
@@ -252,6 +266,7 @@ class EpochProfile:
             "mean_step_ms": self.mean_step_ms,
             "slowest_sum_ms": self.slowest_sum_ms,
             "balanced_ms": self.balanced_ms,
+            "balance_gain": self.balance_gain,
             "accounted": self.accounted,
             "throughput": self.throughput,
             "stages": diagnosis.stage_summary(self),

@@ -12,22 +12,27 @@ import altair as alt
 
 Layers: TypeAlias = alt.LayerChart | alt.FacetChart
 
-INK, BLUE, ORANGE, GREY = "#222", "#1d5fae", "#b85c00", "#999"
+INK, BLUE, ORANGE, GREY, PAPER, BAND = "#222222", "#1d5fae", "#b85c00", "#999999", "#ffffff", "#d9e6f5"
+ON_LIGHT, ON_DARK = "#212121", "#fefefe"
+"""Text on a stage's colour, which is the same on a dark page."""
+DARK = {INK: "#e8e8e8", BLUE: "#6ea8f0", ORANGE: "#f0a050", PAPER: "#14171a", BAND: "#22384f", "#333333": "#d0d0d0",
+        "#e6e6e6": "#33383d"}  # fmt: skip
+"""What the page puts in the place of these colours where the reader prefers a dark one."""
 
 SEGMENTS: dict[str, tuple[str, str]] = {
     # stage: its colour and that of text on it. Hue tells the kind of work.
-    "data_wait": ("#767676", "#fff"),
-    "input_dist": ("#fde3bf", INK),
-    "fwd_compute": ("#1d5fae", "#fff"),
-    "fwd_comms": ("#fbc67c", INK),
-    "dense_fwd": ("#2b7a66", "#fff"),
-    "dense_bwd": ("#a5d9c9", INK),
-    "bwd_comms": ("#d9822b", INK),
-    "bwd_compute": ("#123a70", "#fff"),
-    "grad_allreduce": ("#fde3bf", INK),
-    "dense_optim": ("#5aa893", INK),
-    "other": ("#d0d0d0", INK),
-    "wait": ("url(#hatch)", INK),
+    "data_wait": ("#767676", ON_DARK),
+    "input_dist": ("#fde3bf", ON_LIGHT),
+    "fwd_compute": ("#1d5fae", ON_DARK),
+    "fwd_comms": ("#fbc67c", ON_LIGHT),
+    "dense_fwd": ("#2b7a66", ON_DARK),
+    "dense_bwd": ("#a5d9c9", ON_LIGHT),
+    "bwd_comms": ("#d9822b", ON_LIGHT),
+    "bwd_compute": ("#123a70", ON_DARK),
+    "grad_allreduce": ("#fde3bf", ON_LIGHT),
+    "dense_optim": ("#5aa893", ON_LIGHT),
+    "other": ("#d0d0d0", ON_LIGHT),
+    "wait": ("url(#hatch)", ON_LIGHT),
 }
 """In the order of a step, waiting last, so that a bar's coloured part is what its rank worked."""
 LETTERS = {stage: "ABCDEFGHIJKL"[i] for i, stage in enumerate(SEGMENTS)}
@@ -37,8 +42,8 @@ CONFIG: dict[str, Any] = {
     "background": None,
     "view": {"stroke": None},
     "axis": {
-        "labelColor": "#333",
-        "titleColor": "#333",
+        "labelColor": "#333333",
+        "titleColor": "#333333",
         "labelFontSize": 12,
         "titleFontSize": 12,
         "titleFontWeight": 500,
@@ -49,7 +54,7 @@ CONFIG: dict[str, Any] = {
         "titlePadding": 12,
     },
     "point": {"opacity": 1},
-    "legend": {"labelFontSize": 12, "orient": "top", "symbolSize": 90, "columns": 2},
+    "legend": {"labelColor": "#333333", "labelFontSize": 12, "orient": "top", "symbolSize": 90, "columns": 2},
     "text": {"fontSize": 12, "color": INK},
 }
 

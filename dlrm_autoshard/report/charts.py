@@ -7,7 +7,7 @@ Their data are columns of page_data.py. What they show: run_charts.py, epoch_cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,12 @@ from dlrm_autoshard.report.chart_style import SEGMENTS, Layers
 
 @dataclass(frozen=True)
 class Chart:
-    """id: of the element it is drawn in. data: the page's rows that it reads."""
+    """id: of the element it is drawn in. data: the page's rows that it reads. points: along its axis, for its width."""
 
     id: str
-    data: str
+    data: tuple[str, ...]
     spec: dict[str, Any]
+    points: int | None = None
 
 
 def charts(record: RunRecord) -> Iterator[Chart]:
@@ -32,18 +33,21 @@ def charts(record: RunRecord) -> Iterator[Chart]:
     if record.epochs:
         ranks = max(profile.world_size for profile in record.epochs)
         rows = ranks * (28 if ranks <= 16 else 15)
-        yield _chart("step-time", "epochs", run_charts.step_time(), height=230)
-        yield _chart("imbalance", "epochs", run_charts.imbalance(), height=200)
+        points = len(record.epochs)
+        yield _chart("speed", ("speed", "events"), run_charts.speed(), height=240)
+    if any(profile.samples for profile in record.epochs):
+        yield _chart("step-time", "epochs", run_charts.step_time(), height=230, points=points)
+        yield _chart("imbalance", "epochs", run_charts.imbalance(), height=200, points=points)
         yield _chart("stages", "stages", epoch_charts.stages(), height=24 * len(SEGMENTS))
         yield _chart("ranks", "ranks", epoch_charts.ranks(), height=rows)
         yield _chart("placement", "placement", epoch_charts.placement(), height=rows)
         yield _chart("memory", "ranks", epoch_charts.memory(), height=rows)
         if any(profile.predicted for profile in record.epochs):
             yield _chart("predictions", "predictions", epoch_charts.predictions(), height=300)
-            yield _chart("errors", "epochs", run_charts.errors(), height=300)
+            yield _chart("errors", "epochs", run_charts.errors(), height=300, points=points)
     gains = ("predicted_gain", "measured_gain")
     if any(decision.get(gain) is not None for decision in record.decisions for gain in gains):
-        yield _chart("decisions", "decisions", run_charts.decisions(), height=220)
+        yield _chart("decisions", "decisions", run_charts.decisions(), height=220, points=len(record.decisions))
     for metric in ("logloss", "auc"):
         known = {line.get("split") for line in record.metrics if line.get(metric) is not None}
         if known:
@@ -51,9 +55,17 @@ def charts(record: RunRecord) -> Iterator[Chart]:
             yield _chart(metric, "metrics", run_charts.metric(metric, splits), height=220)
 
 
-def _chart(name: str, data: str, layers: Layers, height: int) -> Chart:
-    sized = layers.properties(data=alt.NamedData(name=data), width="container", height=height)
+def comparison_charts(records: Sequence[RunRecord]) -> Iterator[Chart]:
+    """Of several runs in one picture."""
+    if any(record.epochs for record in records):
+        yield _chart("speed", "speed", run_charts.speed(several=True), height=260)
+
+
+def _chart(name: str, data: str | tuple[str, ...], layers: Layers, height: int, points: int | None = None) -> Chart:
+    """The first of `data` is what layers read that name none of their own."""
+    data = (data,) if isinstance(data, str) else data
+    sized = layers.properties(data=alt.NamedData(name=data[0]), width="container", height=height)
     spec: dict[str, Any] = sized.add_params(alt.param(name="at", value=0)).to_dict()
     spec["autosize"] = {"type": "fit-x", "contains": "padding"}
     del spec["config"]  # the page gives all charts the same
-    return Chart(name, data, spec)
+    return Chart(name, data, spec, points)

@@ -6,7 +6,7 @@ import altair as alt
 
 from dlrm_autoshard.costs import PLANNED_STAGES, STAGES
 from dlrm_autoshard.report import chart_style as style
-from dlrm_autoshard.report.chart_style import BLUE, CHOSEN, INK, ORANGE, Layers, mark, palette, rank_axis, tip
+from dlrm_autoshard.report.chart_style import BLUE, CHOSEN, INK, ORANGE, PAPER, Layers, mark, palette, rank_axis, tip
 
 ALL_SEGMENTS = list(style.SEGMENTS)
 
@@ -47,7 +47,7 @@ def ranks() -> Layers:
         .transform_calculate(middle="(datum.x0 + datum.x1) / 2")
     )
     fills, inks = ([pair[i] for pair in style.SEGMENTS.values()] for i in (0, 1))
-    bars = base.mark_bar(stroke="#fff", strokeWidth=0.6).encode(
+    bars = base.mark_bar(stroke=PAPER, strokeWidth=0.6).encode(
         x=style.ms_axis("x0:Q", "ms a step"),
         x2="x1:Q",
         y=rank_axis(),
@@ -73,7 +73,7 @@ def placement() -> Layers:
         .transform_stack(stack="cost", groupby=["rank"], sort=[alt.SortField("place")], as_=["x0", "x1"])
         .transform_calculate(shade="datum.place % 2", middle="(datum.x0 + datum.x1) / 2")
     )
-    boxes = base.mark_bar(stroke="#fff", strokeWidth=0.6).encode(
+    boxes = base.mark_bar(stroke=PAPER, strokeWidth=0.6).encode(
         x=style.ms_axis("x0:Q", "ms a step, estimated"),
         x2="x1:Q",
         y=rank_axis(),

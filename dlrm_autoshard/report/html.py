@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.report.chart_style import CONFIG
-from dlrm_autoshard.report.charts import charts
-from dlrm_autoshard.report.page_data import page_data
-from dlrm_autoshard.report.page_sections import page_sections
+from dlrm_autoshard.report.chart_style import CONFIG, DARK
+from dlrm_autoshard.report.charts import Chart, charts, comparison_charts
+from dlrm_autoshard.report.page_data import comparison_data, page_data
+from dlrm_autoshard.report.page_sections import comparison_sections, page_sections
 from dlrm_autoshard.report.summary import where_it_ran
 
 
@@ -34,15 +34,30 @@ def write_html(run_dir: Path, record: RunRecord) -> Path:
     return path
 
 
+def write_comparison(path: Path, one: RunRecord, other: RunRecord) -> Path:
+    """Two runs on one page."""
+    path.write_text(render_comparison(one, other), encoding="utf-8")
+    return path
+
+
 def render_html(record: RunRecord) -> str:
     drawn = {chart.id: chart for chart in charts(record)}
-    content = {
-        "data": page_data(record),
-        "charts": [{"id": c.id, "data": c.data, "spec": c.spec} for c in drawn.values()],
-        "config": CONFIG,
-    }
-    sections = list(page_sections(record, set(drawn)))
-    name = escape(record.name)
+    lede = where_it_ran(record) if record.epochs else "Metrics of a run without profiles."
+    sections = page_sections(record, set(drawn))
+    return _page(record.name, lede, page_data(record), list(drawn.values()), list(sections))
+
+
+def render_comparison(one: RunRecord, other: RunRecord) -> str:
+    drawn = list(comparison_charts((one, other)))
+    sections = list(comparison_sections(one, other, {chart.id for chart in drawn}))
+    return _page(f"{one.name} and {other.name}", "Two runs side by side.", comparison_data(one, other), drawn, sections)
+
+
+def _page(
+    title: str, lede: str, data: Mapping[str, Any], drawn: Sequence[Chart], sections: Sequence[tuple[str, str, str]]
+) -> str:
+    content = {"data": data, "charts": [vars(chart) for chart in drawn], "config": CONFIG, "dark": DARK}
+    name = escape(title)
     links = "".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in sections)
     body = "".join(
         f'<section aria-labelledby="{key}"><h2 id="{key}">{title}</h2>{text}</section>' for key, title, text in sections
@@ -63,7 +78,7 @@ def render_html(record: RunRecord) -> str:
 {_HATCH}
 <header>
 <h1>{name}</h1>
-<p class="lede">{escape(where_it_ran(record)) if record.epochs else "Metrics of a run without profiles."}</p>
+<p class="lede">{escape(lede)}</p>
 <nav aria-label="Sections"><ul>{links}</ul></nav>
 </header>
 <main>

@@ -15,17 +15,26 @@ const tableRows = (tables) =>
 
 const data = Object.fromEntries(
   Object.entries(page.data).filter(([name]) => name !== "tables").map(([name, columns]) => [name, rows(columns)]));
-data.placement = tableRows(page.data.tables);
+if (page.data.tables) data.placement = tableRows(page.data.tables);
 const views = [];
+const dark = window.matchMedia("(prefers-color-scheme: dark)").matches;
+// Colours of ink and paper are exchanged in the charts as the style sheet exchanges them in the text.
+const coloured = (spec) => !dark ? spec : JSON.parse(
+  JSON.stringify(spec).replace(/#[0-9a-f]{6}/g, (colour) => page.dark[colour] || colour));
 const control = document.getElementById("epoch");
+const rank = document.getElementById("rank");
 const chosen = () => (control ? Number(control.value) : 0);
+const ofRank = (line) => !rank || rank.value === "" || line.rank === undefined || String(line.rank) === rank.value;
 
 async function draw(chart) {
   const place = document.getElementById(`chart-${chart.id}`);
   const params = chart.spec.params.map((param) => (param.name === "at" ? { ...param, value: chosen() } : param));
-  const spec = { ...chart.spec, params, datasets: { [chart.data]: data[chart.data] } };
+  const datasets = Object.fromEntries(chart.data.map((name) => [name, data[name] || []]));
+  const spec = { ...coloured(chart.spec), params, datasets };
+  // A line through three points says no more on a metre of screen than on a hand's width.
+  if (chart.points) place.style.maxWidth = `${Math.max(22, 3.2 * chart.points + 8)}rem`;
   // Level 1 is errors: Vega warns of axes without data, but an epoch without a prediction is no mistake.
-  const options = { actions: false, renderer: "svg", config: page.config, logLevel: 1 };
+  const options = { actions: false, renderer: "svg", config: coloured(page.config), logLevel: 1 };
   const { view } = await vegaEmbed(place, spec, options);
   const svg = place.querySelector("svg");
   // One picture with one label; the figures are in the text and the table beside it.
@@ -62,7 +71,7 @@ async function show() {
   if (none) none.hidden = data.predictions.some((row) => row.at === at);
   for (const table of document.querySelectorAll("table[data-rows]")) {
     const columns = table.dataset.columns.split(",");
-    const lines = data[table.dataset.rows].filter((row) => "every" in table.dataset || row.at === at);
+    const lines = data[table.dataset.rows].filter((row) => "every" in table.dataset || (row.at === at && ofRank(row)));
     if (table.dataset.rows === "placement") lines.sort((a, b) => b.cost - a.cost);
     fill(table, columns, lines);
   }
@@ -73,6 +82,10 @@ async function start() {
   for (const chart of page.charts) await draw(chart);
   if (control) {
     control.addEventListener("change", show);
+    rank.addEventListener("change", () => {
+      for (const place of document.querySelectorAll("details:has(table[data-rows]:not([data-every]))")) place.open = true;
+      show();
+    });
     await show();
   }
   document.documentElement.dataset.drawn = String(views.length); // says to tests that all charts are there

@@ -8,21 +8,28 @@ columns into the rows that charts take (page.js). 64 ranks, 20 epochs and 1,000 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, imbalance
-from dlrm_autoshard.records.diagnosis import table_costs_ms
+from dlrm_autoshard.records.diagnosis import drift, table_costs_ms
+from dlrm_autoshard.records.epoch import EpochProfile
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.report.summary import compute_imbalance, step_time, total_wait_ms, who_is_slow
+from dlrm_autoshard.report.summary import comms_imbalance, compute_imbalance, step_time, total_wait_ms
+from dlrm_autoshard.report.verdict import what_is_left, who_is_slow
 
 Columns = dict[str, list[Any]]
+NOTABLE_DRIFT = 0.05
+"""Part of the lookups: statistics of a few sampled batches differ by one or two hundredths by themselves."""
 MOST_POINTS = 400
 """Of one metric's line; more is more than a screen shows."""
 
 
 def page_data(record: RunRecord) -> dict[str, Any]:
     return {
+        "speed": _columns(_speed_rows(record)),
+        "events": _columns(_event_rows(record)),
         "epochs": _columns(_epoch_rows(record)),
         "ranks": _columns(_rank_rows(record)),
         "stages": _columns(_stage_rows(record)),
@@ -33,28 +40,58 @@ def page_data(record: RunRecord) -> dict[str, Any]:
     }
 
 
+def comparison_data(one: RunRecord, other: RunRecord) -> dict[str, Any]:
+    return {"speed": _columns(row for record in (one, other) for row in _speed_rows(record))}
+
+
+def _speed_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
+    """Both ends of each interval, so that a line through them shows how long a speed lasted."""
+    for profile in record.epochs:
+        for step in (profile.first_step, profile.end_step):
+            yield {"run": record.name, "step": step, "examples": profile.throughput, "label": record.label(profile)}
+
+
+def _event_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
+    """Moves, moves taken back or refused, and drift of the data."""
+    for decision in record.decisions:
+        action = str(decision.get("action")).replace("_", " ")
+        if action == "kept" or decision.get("step") is None:
+            continue
+        before, after = decision.get("throughput_before"), decision.get("throughput_after")
+        note = f"{after / before - 1:+.0%}" if before and after else None
+        yield {"step": decision["step"], "event": action, "note": note, "text": str(decision.get("text"))}
+    for earlier, later in itertools.pairwise(record.epochs):
+        moved = drift(earlier, later)
+        if moved >= NOTABLE_DRIFT:
+            text = f"{moved:.0%} of the lookups went to other tables than before"
+            yield {"step": later.first_step, "event": "drift", "note": None, "text": text}
+
+
 def _epoch_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
     for at, profile in enumerate(record.epochs):
-        errors = profile.prediction_error
+        errors, sampled = profile.prediction_error, profile.samples > 0
         yield {
             "at": at,
             "label": record.label(profile),
             "step": profile.end_step,
             "mean_step_ms": profile.mean_step_ms,
-            "step_ms": profile.step_ms,
-            "balanced_ms": profile.balanced_ms,
-            "embedding compute": compute_imbalance(profile),
-            "communication": imbalance(
-                [f + b for f, b in zip(profile.stage_ms["fwd_comms"], profile.stage_ms["bwd_comms"], strict=True)]
-            ),
+            "step_ms": profile.step_ms if sampled else None,
+            "balanced_ms": profile.balanced_ms if sampled else None,
+            "embedding compute": compute_imbalance(profile) if sampled else None,
+            "communication": comms_imbalance(profile) if sampled else None,
             "memory": imbalance(profile.peak_memory_bytes),
             "error": None if errors is None else 100 * errors,
-            "text": " ".join([step_time(profile), *who_is_slow(profile)]),
+            "text": " ".join([step_time(profile), *who_is_slow(profile), *what_is_left(profile)]),
         }
 
 
+def _sampled(record: RunRecord) -> Iterable[tuple[int, EpochProfile]]:
+    """Profiles that have stages: where no step was sampled there is nothing to draw, rather than zeros."""
+    return ((at, profile) for at, profile in enumerate(record.epochs) if profile.samples)
+
+
 def _rank_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
-    for at, profile in enumerate(record.epochs):
+    for at, profile in _sampled(record):
         waits = total_wait_ms(profile)
         for rank in range(profile.world_size):
             share = profile.cpu_share[rank]
@@ -72,7 +109,7 @@ def _rank_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
 
 def _stage_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
     """Of every stage the spread over ranks; "wait" is all waits of a rank together."""
-    for at, profile in enumerate(record.epochs):
+    for at, profile in _sampled(record):
         for stage, times in [*profile.stage_ms.items(), ("wait", total_wait_ms(profile))]:
             slowest = times.index(max(times))
             mean = sum(times) / len(times)

@@ -15,7 +15,9 @@ from dlrm_autoshard.costs import STAGES
 from dlrm_autoshard.plan import gib
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.chart_style import LETTERS, SEGMENTS
-from dlrm_autoshard.report.summary import compute_imbalance, loop_in_one_line, summary
+from dlrm_autoshard.report.comparison import side_by_side
+from dlrm_autoshard.report.summary import compute_imbalance, details
+from dlrm_autoshard.report.verdict import autoshard_in_one_line, verdict
 
 NOTHING = "\N{EN DASH}"
 STAGE_MEANINGS = {
@@ -28,17 +30,52 @@ STAGE_MEANINGS = {
 
 def page_sections(record: RunRecord, drawn: set[str]) -> Iterable[tuple[str, str, str]]:
     """(id, heading, body) in the order of the page: aggregates first, detail after."""
-    bullets = "".join(f"<li>{escape(sentence)}</li>" for sentence in summary(record)[1 if record.epochs else 0 :])
-    yield "summary", "In short", f'{_key_figures(record)}<ul class="summary">{bullets}</ul>'
-    if record.epochs:
+    yield "summary", "Verdict", _verdict(record, drawn)
+    if "stages" in drawn:
         yield "over-time", "Over the run", _over_time()
         yield "one-epoch", "One epoch, rank by rank", _one_epoch(record)
         if "predictions" in drawn:
             yield "prediction", "Predicted and measured", _prediction(record)
     if record.decisions:
-        yield "loop", "What the loop decided", _loop(record, drawn)
+        yield "decisions", "What autoshard decided", _decisions(record, drawn)
     if drawn & {"logloss", "auc"}:
         yield "quality", "Loss and AUC", _quality(record, drawn)
+
+
+def comparison_sections(one: RunRecord, other: RunRecord, drawn: set[str]) -> Iterable[tuple[str, str, str]]:
+    """(id, heading, body): both verdicts over one chart, then the figures side by side."""
+    said = "".join(
+        f"<h3>{escape(record.name)}</h3>" + "".join(f"<p>{escape(sentence)}</p>" for sentence in verdict(record))
+        for record in (one, other)
+    )
+    chart = _figure("speed", "Speed over both runs", "Examples a second of all ranks, over every step.")
+    yield "summary", "Verdicts", said + (chart if "speed" in drawn else "")
+    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in ("", one.name, other.name, "change"))
+    rows = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        for name, *cells in side_by_side(one, other)
+    )
+    yield (
+        "figures",
+        "Last epochs side by side",
+        (
+            '<div class="scroll" tabindex="0" role="region" aria-label="Figures">'
+            f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+        ),
+    )
+
+
+def _verdict(record: RunRecord, drawn: set[str]) -> str:
+    """What one wants to know in ten seconds: the verdict, the speed over the run, key figures, then the rest."""
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in verdict(record))
+    speed = (
+        _figure("speed", "Speed over the run",
+                "Examples a second of all ranks, over every step, sampled or not. Marked: tables moved (with the "
+                "change of speed), a move taken back, and drift, where the data look up other tables than before.")
+        if "speed" in drawn else ""
+    )  # fmt: skip
+    bullets = "".join(f"<li>{escape(sentence)}</li>" for sentence in details(record)[1 if record.epochs else 0 :])
+    return f'<div class="verdict">{said}</div>{speed}{_key_figures(record)}<ul class="summary">{bullets}</ul>'
 
 
 def _key_figures(record: RunRecord) -> str:
@@ -47,7 +84,7 @@ def _key_figures(record: RunRecord) -> str:
         last = record.last
         shown = [
             ("Step, last epoch", f"{last.mean_step_ms:.3g} ms", "mean of all steps"),
-            ("Sampled step", f"{last.step_ms:.3g} ms", f"{last.balanced_ms:.3g} ms at perfect balance"),
+            ("Placement could save", f"{last.balance_gain:.1%}", "of a step, at perfect balance"),
             ("Examples a second", f"{last.throughput:,.0f}", "all ranks"),
             ("Embedding compute", f"{compute_imbalance(last):.2f}", "slowest / mean"),
             ("Largest rank's tables", gib(max(last.table_bytes)), f"of {gib(sum(last.table_bytes))}"),
@@ -72,10 +109,10 @@ def _over_time() -> str:
         "error",
     ]
     return _figure(
-        "step-time", "Step time",
-        "Solid: the sampled step, in which nothing overlaps. Dashed: the same step if every stage's time were spread "
-        "evenly over the ranks. "
-        "The band between them is what better placement could still save. The ring is the epoch chosen below.",
+        "step-time", "Sampled step",
+        "Solid: a sampled step, in which ranks wait before each exchange and nothing overlaps: slower than the steps "
+        "above. Dashed: the same step at perfect balance of what placement decides. The band between them is what "
+        "placement could still save. The ring is the epoch chosen below.",
     ) + _figure(
         "imbalance", "Imbalance",
         "Slowest rank over the mean (memory: largest over the mean); 1.0 is perfect balance.",
@@ -100,7 +137,9 @@ def _one_epoch(record: RunRecord) -> str:
     ranks = ["rank", *STAGES, "wait", "step_ms", "cpu"]
     tables = ["name", "rank", "cost", "rows", "dim", "mib", "pooling", "reuse"]
     return (
-        f'<div class="control"><label for="epoch">Epoch</label><select id="epoch">{options}</select></div>'
+        f'<div class="control"><label for="epoch">Epoch</label><select id="epoch">{options}</select>'
+        f'<label for="rank">Rank</label><select id="rank"><option value="">all</option>{_rank_options(record)}</select>'
+        "</div>"
         '<p id="epoch-text" aria-live="polite"></p>'
         + _figure("stages", "By stage",
                   "Every stage's time, from the fastest rank to the slowest; the stroke is the mean, the dot the "
@@ -121,6 +160,11 @@ def _one_epoch(record: RunRecord) -> str:
     )  # fmt: skip
 
 
+def _rank_options(record: RunRecord) -> str:
+    ranks = max(profile.world_size for profile in record.epochs)
+    return "".join(f'<option value="{rank}">{rank}</option>' for rank in range(ranks))
+
+
 def _prediction(record: RunRecord) -> str:
     last = next(profile for profile in reversed(record.epochs) if profile.predicted)
     error = last.prediction_error or 0.0
@@ -137,7 +181,7 @@ def _prediction(record: RunRecord) -> str:
     )  # fmt: skip
 
 
-def _loop(record: RunRecord, drawn: set[str]) -> str:
+def _decisions(record: RunRecord, drawn: set[str]) -> str:
     figure = (
         _figure("decisions", "Gain, predicted and measured",
                 "Open marks: predicted gain of the best candidate. Filled marks: what was measured after a move.")
@@ -145,14 +189,15 @@ def _loop(record: RunRecord, drawn: set[str]) -> str:
     )  # fmt: skip
     rows = "".join(f"<tr>{_decision_cells(decision)}</tr>" for decision in record.decisions)
     heads = "".join(f'<th scope="col"{c}>{t}</th>' for t, c in (
-        ("step", ""), ("decision", ' class="text"'), ("gain, predicted", ""), ("gain, measured", ""), ("moved", ""),
+        ("step", ""), ("decision", ' class="text"'), ("examples/s before", ""), ("and after", ""),
+        ("gain, predicted", ""), ("gain, measured", ""), ("moved", ""),
         ("seconds", ""), ("paid back after, steps", ""), ("model error before", ""), ("model error after", ""),
     ))  # fmt: skip
     return (
-        f"<p>{escape(loop_in_one_line(record))}</p>{figure}"
+        f"<p>{escape(autoshard_in_one_line(record))}</p>{figure}"
         '<div class="scroll" tabindex="0" role="region" aria-label="Decisions"><table>'
-        "<caption>Every decision; gains are parts of the step time, errors those of the cost model on the epoch "
-        "just measured, before and after learning from it</caption>"
+        "<caption>Every decision. Gains are parts of the step saved: positive is faster. Errors are those of the cost "
+        "model on the interval just measured, before and after learning from it</caption>"
         f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
@@ -160,6 +205,7 @@ def _loop(record: RunRecord, drawn: set[str]) -> str:
 def _decision_cells(decision: Mapping[str, Any]) -> str:
     said = escape(str(decision.get("text") or decision.get("action")))
     figures = [
+        *(_rate(decision.get(f"throughput_{when}")) for when in ("before", "after")),
         *(_part(decision.get(f"{kind}_gain"), "+.1%") for kind in ("predicted", "measured")),
         gib(decision["bytes_moved"]) if decision.get("bytes_moved") else NOTHING,
         _cell(decision.get("move_seconds") or None),
@@ -210,6 +256,10 @@ def _cell(value: Any) -> str:
     return (
         f"{value:,.3g}" if isinstance(value, float) else escape(f"{value:,}" if isinstance(value, int) else str(value))
     )
+
+
+def _rate(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:,.0f}"
 
 
 def _part(value: float | None, form: str = ".1%") -> str:

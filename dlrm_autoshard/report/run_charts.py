@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import altair as alt
 
-from dlrm_autoshard.report.chart_style import BLUE, GREY, INK, ORANGE, Layers, mark, palette, step_axis, tip
+from dlrm_autoshard.report.chart_style import BAND, BLUE, GREY, INK, ORANGE, Layers, mark, palette, step_axis, tip
 from dlrm_autoshard.report.chart_style import CHOSEN as CHOSEN_EPOCH
 
 SPLITS: dict[str, tuple[str, list[int], str]] = {  # colour, dashes, shape
@@ -13,6 +13,36 @@ SPLITS: dict[str, tuple[str, list[int], str]] = {  # colour, dashes, shape
     "test": (ORANGE, [2, 2], "diamond"),
 }
 ACTIONS = ["moved", "kept", "rolled back", "refused"]
+EVENTS = ["moved", "rolled back", "refused", "drift"]
+
+
+def speed(several: bool = False) -> Layers:
+    """Examples/s of all steps, interval by interval; resharding's moves and the data's drift are marked.
+
+    several: one line a run, for the comparison of runs; without marks."""
+    y = alt.Y("examples:Q", title="examples/s", axis=alt.Axis(tickCount=5, format="~s"), scale=alt.Scale(zero=True))
+    tips = [tip("label:N", "epoch"), tip("examples:Q", "examples/s", ",.0f")]
+    if several:
+        tips.append(tip("run:N", "run"))
+        runs = {"color": alt.Color("run:N", title=None), "strokeDash": alt.StrokeDash("run:N", title=None)}
+        return alt.layer(mark().mark_line(strokeWidth=2.5).encode(x=step_axis(), y=y, tooltip=tips, **runs))
+    events = alt.Chart(alt.NamedData("events"))
+    shape = alt.Shape(
+        "event:N",
+        title=None,
+        scale=palette(EVENTS, ["triangle-up", "triangle-down", "cross", "diamond"]),
+        legend=alt.Legend(columns=4),
+    )
+    said = [tip("step:Q", "step", ",d"), tip("event:N", "what"), tip("text:N", "in words")]
+    rules = events.mark_rule(color=GREY, strokeDash=[3, 3]).encode(x=step_axis(), tooltip=said)
+    marks = events.mark_point(size=110, filled=True, color=INK, strokeWidth=2.5)
+    names = events.transform_filter("isValid(datum.note)").mark_text(align="left", dx=7, dy=3, color=INK)
+    return alt.layer(
+        rules,
+        mark().mark_line(color=BLUE, strokeWidth=2.5).encode(x=step_axis(), y=y, tooltip=tips),
+        marks.encode(x=step_axis(), y=alt.value(8), shape=shape, tooltip=said),
+        names.encode(x=step_axis(), y=alt.value(8), text="note:N"),
+    )
 
 
 def step_time() -> Layers:
@@ -25,7 +55,7 @@ def step_time() -> Layers:
     balanced = mark().mark_line(color=ORANGE, strokeDash=[5, 3])
     measured = mark().mark_line(color=BLUE, point=alt.OverlayMarkDef(filled=True, size=45, color=BLUE))
     return alt.layer(
-        mark().mark_area(color="#d9e6f5").encode(x=x, y=y, y2="balanced_ms:Q"),
+        mark().mark_area(color=BAND).encode(x=x, y=y, y2="balanced_ms:Q"),
         balanced.encode(x=x, y="balanced_ms:Q", tooltip=tips),
         measured.encode(x=x, y=y, tooltip=tips),
         mark().mark_point(size=170, color=INK, strokeWidth=2).transform_filter(CHOSEN_EPOCH).encode(x=x, y=y),

@@ -1,25 +1,26 @@
-"""A run in a few sentences: what the terminal and the HTML report both open with.
+"""A run in a few sentences: its verdict first, then what one asks next. The terminal and the page both open with it.
 
 for sentence in summary(record): print(sentence)
-loop_in_one_line(record)                 # "The loop moved tables 2 times (82 MiB) and kept them 3 times: ..."
 """
 
 from __future__ import annotations
 
-from collections import Counter
-
 from dlrm_autoshard.costs import imbalance
-from dlrm_autoshard.plan import gib
 from dlrm_autoshard.records.diagnosis import STARVED_BELOW
 from dlrm_autoshard.records.epoch import EpochProfile
 from dlrm_autoshard.records.run import RunRecord
+from dlrm_autoshard.report.verdict import count, verdict
 
 
 def summary(record: RunRecord) -> list[str]:
+    return [*verdict(record), *details(record)]
+
+
+def details(record: RunRecord) -> list[str]:
+    """What the verdict leaves out."""
     sentences = []
     if record.epochs:
-        sentences += [where_it_ran(record), step_time(record.last), *who_is_slow(record.last), *who_was_slow(record)]
-        sentences += all_starved(record.last)
+        sentences += [where_it_ran(record), step_time(record.last), *who_was_slow(record), *all_starved(record.last)]
         if record.last.prediction_error is not None:
             sentences.append(prediction(record.last))
         if record.last.samples and abs(record.last.accounted - 1) > 0.03:
@@ -28,8 +29,6 @@ def summary(record: RunRecord) -> list[str]:
             )
     else:
         sentences.append("Profiling was off (profile.enabled: false), so there are metrics but no costs.")
-    if record.decisions:
-        sentences.append(loop_in_one_line(record))
     quality = model_quality(record)
     if quality:
         sentences.append(quality)
@@ -44,31 +43,28 @@ def where_it_ran(record: RunRecord) -> str:
     last = record.last
     hosts, devices = len(set(last.hosts)), " and ".join(sorted(set(last.devices)))
     return (
-        f"{_count(last.world_size, 'rank')} ({devices}) on {_count(hosts, 'host')}, "
-        f"{_count(len(last.tables), 'table')}, {_count(len(record.epochs), 'epoch')} profiled, {last.end_step:,} steps."
+        f"{count(last.world_size, 'rank')} ({devices}) on {count(hosts, 'host')}, "
+        f"{count(len(last.tables), 'table')}, {count(len(record.epochs), 'epoch')} profiled, {last.end_step:,} steps."
     )
 
 
 def step_time(profile: EpochProfile) -> str:
-    """Gain is against the sampled step; below a tenth of a percent it is none."""
     took = f"In epoch {profile.epoch} a step took {profile.mean_step_ms:.3g} ms ({profile.throughput:,.0f} examples/s)."
     if profile.samples == 0:
-        return f"{took} No step was sampled: lower profile.every_steps to see where the time goes."
-    gain = 1 - profile.balanced_ms / profile.step_ms
-    verdict = f"would take {profile.balanced_ms:.3g} ms ({gain:.1%} less)" if gain >= 0.001 else "would gain nothing"
+        return f"{took} {why_unsampled(profile)}"
     return (
-        f"{took} Stage by stage, with nothing overlapped, it took {profile.step_ms:.3g} ms "
-        f"({_count(profile.samples, 'sampled step')}); with perfect balance it {verdict}."
+        f"{took} Sampled, with barriers and nothing overlapped, it took {profile.step_ms:.3g} ms "
+        f"({count(profile.samples, 'sampled step')}), of which {profile.balanced_ms:.3g} ms would be left at perfect "
+        "balance."
     )
 
 
-def who_is_slow(profile: EpochProfile) -> list[str]:
-    if profile.world_size == 1 or profile.samples == 0:
-        return []
-    if profile.straggler is None:
-        return ["No rank holds the others up: their differences are below 3% of the step."]
-    said = profile.straggler.sentence
-    return [said[0].upper() + said[1:]]
+def why_unsampled(profile: EpochProfile) -> str:
+    steps = profile.end_step - profile.first_step
+    return (
+        f"None of its {steps:,} steps was sampled, so there are no stages to show: lower profile.warmup_steps (those "
+        "at the start of an epoch that are left out) or profile.every_steps."
+    )
 
 
 def who_was_slow(record: RunRecord) -> list[str]:
@@ -109,32 +105,6 @@ def prediction(profile: EpochProfile) -> str:
     )
 
 
-def loop_in_one_line(record: RunRecord) -> str:
-    """What the loop did, for the last line of a run."""
-    actions = Counter(str(decision.get("action")) for decision in record.decisions)
-    moved = sum(int(decision.get("bytes_moved") or 0) for decision in record.decisions)
-    words = {
-        "moved": "moved tables",
-        "rolled_back": "took a move back",
-        "refused": "refused a move",
-        "kept": "kept the plan",
-    }
-    did = [f"{words[action]} {_times(actions[action])}" for action in words if actions[action]]
-    done = f"The loop {_listed(did)}" if did else "The loop decided nothing"
-    gains = [
-        d["measured_gain"]
-        for d in record.decisions
-        if d.get("action") == "moved" and d.get("measured_gain") is not None
-    ]
-    size = f"; {gib(moved)} in all" if moved else ""
-    gained = (
-        f"; each move's measured change of the step: {', '.join(f'{-gain:+.1%}' for gain in gains)}"
-        if 0 < len(gains) <= 4
-        else ""
-    )
-    return f"{done}{size}{gained}."
-
-
 def model_quality(record: RunRecord) -> str | None:
     found = record.final_metrics()
     if found is None:
@@ -165,12 +135,13 @@ def compute_imbalance(profile: EpochProfile) -> float:
     )
 
 
+def comms_imbalance(profile: EpochProfile) -> float:
+    """max / mean of the ranks' exchanges, forward and backward."""
+    return imbalance([f + b for f, b in zip(profile.stage_ms["fwd_comms"], profile.stage_ms["bwd_comms"], strict=True)])
+
+
 def total_wait_ms(profile: EpochProfile) -> list[float]:
     return [sum(waits[rank] for waits in profile.wait_ms.values()) for rank in range(profile.world_size)]
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def _times(number: int) -> str:

@@ -8,8 +8,6 @@ Order: what matters in sentences, the last epoch by stage, by rank and by predic
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +18,7 @@ from dlrm_autoshard.plan import gib
 from dlrm_autoshard.records.diagnosis import stage_summary, table_costs_ms, waited_for
 from dlrm_autoshard.records.epoch import EpochProfile
 from dlrm_autoshard.records.run import RunRecord
+from dlrm_autoshard.report.comparison import side_by_side
 from dlrm_autoshard.report.summary import compute_imbalance, summary, total_wait_ms
 
 _CAUSES = {"load": "load", "starved of CPU": "CPU", "slow data": "data"}
@@ -47,12 +46,8 @@ def print_comparison(console: Console, one: RunRecord, other: RunRecord) -> None
     table = _table(
         "Side by side: last epoch of each", "", (one.name, "right"), (other.name, "right"), ("change", "right")
     )
-    for name, figure in _FIGURES.items():
-        values = [figure(record) for record in (one, other)]
-        a, b = values
-        is_count = name in ("ranks", "epochs", "moves")
-        change = "" if a is None or b is None or a == 0 or is_count else _change(b / a)
-        table.add_row(name, *("-" if value is None else _number(value) for value in values), change)
+    for row in side_by_side(one, other):
+        table.add_row(*row)
     console.print(table)
     for record in (one, other):
         console.print(Text(f"Run {record.name}", style="bold"))
@@ -166,7 +161,7 @@ def _epochs(record: RunRecord) -> Table:
 
 
 def _decisions(record: RunRecord) -> Table:
-    table = _table("What the loop decided", ("step", "right"), "decision")
+    table = _table("What autoshard decided", ("step", "right"), "decision")
     shown = record.decisions[-12:]
     for decision in shown:
         style = "" if decision.get("action") == "kept" else "bold"
@@ -174,35 +169,6 @@ def _decisions(record: RunRecord) -> Table:
     if len(shown) < len(record.decisions):
         table.caption = f"{len(record.decisions) - len(shown)} earlier decisions are not shown"
     return table
-
-
-def _of_last(figure: Callable[[EpochProfile], float]) -> Callable[[RunRecord], float | None]:
-    return lambda record: figure(record.last) if record.epochs else None
-
-
-def _metric(name: str) -> Callable[[RunRecord], float | None]:
-    return lambda record: (record.final_metrics() or ("", {}))[1].get(name)
-
-
-def _slowest(stage: str) -> Callable[[RunRecord], float | None]:
-    return _of_last(lambda profile: max(profile.stage_ms[stage]))
-
-
-_FIGURES: dict[str, Callable[[RunRecord], float | None]] = {
-    "ranks": _of_last(lambda profile: profile.world_size),
-    "epochs": lambda record: len(record.epochs),
-    "examples/s": _of_last(lambda profile: profile.throughput),
-    "step ms": _of_last(lambda profile: profile.mean_step_ms),
-    "sampled step ms": _of_last(lambda profile: profile.step_ms),
-    "sampled step at perfect balance, ms": _of_last(lambda profile: profile.balanced_ms),
-    "max/mean of embedding compute": _of_last(compute_imbalance),
-    **{f"{stage}, slowest rank, ms": _slowest(stage) for stage in STAGES},
-    "waits, mean over ranks, ms": _of_last(lambda profile: sum(total_wait_ms(profile)) / profile.world_size),
-    "largest rank's tables, MiB": _of_last(lambda profile: max(profile.table_bytes) / 2**20),
-    "moves": lambda record: sum(decision.get("action") == "moved" for decision in record.decisions),
-    "auc": _metric("auc"),
-    "logloss": _metric("logloss"),
-}
 
 
 def _table(title: str, *columns: str | tuple[str, str]) -> Table:
@@ -217,13 +183,3 @@ def _bullet(sentence: str) -> Table:
     grid = Table.grid(padding=(0, 1))
     grid.add_row("-", Text(sentence))
     return grid
-
-
-def _change(ratio: float) -> str:
-    return f"{ratio - 1:+.1%}" if ratio < 10 else f"{ratio:,.0f} x"
-
-
-def _number(value: float) -> str:
-    if float(value).is_integer():
-        return f"{value:,.0f}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,0 +1,65 @@
+"""Two runs side by side: the figures of their last epochs, as the terminal and the page show them.
+
+for name, of_one, of_other, change in side_by_side(one, other): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from dlrm_autoshard.costs import STAGES
+from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.records.run import RunRecord
+from dlrm_autoshard.report.summary import compute_imbalance, total_wait_ms
+
+COUNTS = ("ranks", "epochs", "moves")
+"""Figures of which a change in percent says nothing."""
+
+
+def side_by_side(one: RunRecord, other: RunRecord) -> Iterator[tuple[str, str, str, str]]:
+    """(figure, of one, of the other, change); '-' where a run has none."""
+    for name, figure in FIGURES.items():
+        a, b = figure(one), figure(other)
+        change = "" if a is None or b is None or a == 0 or name in COUNTS else _change(b / a)
+        yield name, _number(a), _number(b), change
+
+
+def _of_last(figure: Callable[[EpochProfile], float]) -> Callable[[RunRecord], float | None]:
+    return lambda record: figure(record.last) if record.epochs else None
+
+
+def _metric(name: str) -> Callable[[RunRecord], float | None]:
+    return lambda record: (record.final_metrics() or ("", {}))[1].get(name)
+
+
+def _slowest(stage: str) -> Callable[[RunRecord], float | None]:
+    return _of_last(lambda profile: max(profile.stage_ms[stage]))
+
+
+FIGURES: dict[str, Callable[[RunRecord], float | None]] = {
+    "ranks": _of_last(lambda profile: profile.world_size),
+    "epochs": lambda record: len(record.epochs),
+    "examples/s": _of_last(lambda profile: profile.throughput),
+    "step ms": _of_last(lambda profile: profile.mean_step_ms),
+    "sampled step ms": _of_last(lambda profile: profile.step_ms),
+    "sampled step at perfect balance, ms": _of_last(lambda profile: profile.balanced_ms),
+    "max/mean of embedding compute": _of_last(compute_imbalance),
+    **{f"{stage}, slowest rank, ms": _slowest(stage) for stage in STAGES},
+    "waits, mean over ranks, ms": _of_last(lambda profile: sum(total_wait_ms(profile)) / profile.world_size),
+    "largest rank's tables, MiB": _of_last(lambda profile: max(profile.table_bytes) / 2**20),
+    "moves": lambda record: sum(decision.get("action") == "moved" for decision in record.decisions),
+    "auc": _metric("auc"),
+    "logloss": _metric("logloss"),
+}
+
+
+def _change(ratio: float) -> str:
+    return f"{ratio - 1:+.1%}" if ratio < 10 else f"{ratio:,.0f} x"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if float(value).is_integer():
+        return f"{value:,.0f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

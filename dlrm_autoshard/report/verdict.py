@@ -1,0 +1,76 @@
+"""A run's verdict: what autoshard did to its speed, who is slowest and why, what placement could save.
+
+for sentence in verdict(record): print(sentence)
+autoshard_in_one_line(record)      # "1 move, 23.9k -> 28.8k examples/s (+21%), paid back after 12 steps"
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.records.run import RunRecord
+
+
+def verdict(record: RunRecord) -> list[str]:
+    """At most three sentences."""
+    said = [f"Autoshard: {autoshard_in_one_line(record)}."] if record.decisions else []
+    if record.epochs:
+        said += [*who_is_slow(record.last), *what_is_left(record.last)]
+    return said
+
+
+def autoshard_in_one_line(record: RunRecord) -> str:
+    """What resharding did, with the speed before its first move and after its last one."""
+    done = Counter(str(decision.get("action")) for decision in record.decisions)
+    moves = [decision for decision in record.decisions if decision.get("action") == "moved"]
+    others = [
+        f"{done[action]} {words}"
+        for action, words in (("rolled_back", "taken back"), ("refused", "refused for want of memory"))
+        if done[action]
+    ]
+    if not moves:
+        kept = f"no move in {count(len(record.decisions), 'decision')}"
+        return ", ".join([kept, *others]) + f" ({_last_reason(record.decisions)})"
+    parts = [count(len(moves), "move"), *others]
+    before, after = moves[0].get("throughput_before"), moves[-1].get("throughput_after")
+    if before and after:
+        parts.append(f"{_thousands(before)} -> {_thousands(after)} examples/s ({after / before - 1:+.0%})")
+    paid = [steps for decision in moves if (steps := decision.get("paid_back_after_steps")) is not None]
+    if paid:
+        parts.append(f"paid back after {' and '.join(f'{steps:,}' for steps in paid[:4])} steps")
+    return ", ".join(parts)
+
+
+def who_is_slow(profile: EpochProfile) -> list[str]:
+    if profile.world_size == 1 or profile.samples == 0:
+        return []
+    if profile.straggler is None:
+        return ["No rank holds the others up: their differences are below 3% of the step."]
+    said = profile.straggler.sentence
+    return [said[0].upper() + said[1:]]
+
+
+def what_is_left(profile: EpochProfile) -> list[str]:
+    """The part of a step that perfect balance would save, as resharding weighs it (`costs.balance_gain`)."""
+    if profile.world_size == 1 or profile.samples == 0:
+        return []
+    if profile.balance_gain < 0.001:
+        return ["Perfect balance would save nothing more."]
+    return [f"Perfect balance would save {profile.balance_gain:.1%} of a step more, at most."]
+
+
+def count(number: int, thing: str) -> str:
+    """'1 move', '3 moves'."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def _thousands(rate: float) -> str:
+    return f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
+
+
+def _last_reason(decisions: tuple[Mapping[str, Any], ...]) -> str:
+    text = str(decisions[-1].get("text") or decisions[-1].get("action"))
+    return text.removeprefix("kept: ")
