@@ -39,6 +39,7 @@ NAMES = (
     "planner-time",
     "planner-quality",
     "planner-scale",
+    "planner-oracle",
     "planner-generalization",
     "profiler-overhead",
     "loop-bad-start",

@@ -1,0 +1,166 @@
+"""A machine to plan for that the planner has never met: GPU-like, fused, non-additive costs, by arithmetic alone.
+
+    oracle = CostOracle(tables, stats, batch_size=65536, devices=4, seed=0)
+    oracle.step_ms(rank_T)                  # the exact cost: sum over stages of the slowest rank
+    oracle.profile(plan)                    # the same as synchronous ranks would report it, with noise
+    oracle.near_optimum(starts)             # what a long search on the exact costs comes to
+
+Written apart from the planner: none of its features, prices or networks occur here. Tables differ in ways that their
+statistics do not show (`hidden`): that is learned by measuring only. Axes: T tables, N sets of tables, W devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dlrm_autoshard.costs import RankCost, StepProfile
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.probe.shard_probe import ShardTime
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+BYTES_PER_MS, CACHE_BYTES, BAGS_IN_FLIGHT = 1.2e9, 40e6, 1.5e5
+LAUNCH_MS, TABLE_MS, SORT_MS_PER_MILLION = 0.03, 0.004, 0.12
+HIDDEN_SPREAD = 0.25
+"""Of the logarithm of what a table takes beside what its shape and statistics say."""
+
+
+class CostOracle:
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        stats: Sequence[TableStats],
+        batch_size: int,
+        devices: int,
+        seed: int = 0,
+        noise: float = 0.02,
+    ) -> None:
+        self.tables, self.stats, self.batch_size, self.devices = tuple(tables), tuple(stats), batch_size, devices
+        self.noise = noise
+        self._noise = np.random.default_rng([seed, 1])
+        hidden = np.random.default_rng([seed, 2])
+        self.dim_T = np.array([table.embedding_dim for table in tables], dtype=np.float64)
+        pooling_T = np.array([stat.mean_pooling for stat in stats])
+        self.ids_T = pooling_T * batch_size
+        # A warp reads 32 floats at a time: a row of 36 takes as long as one of 64.
+        row_bytes_T = 4 * 32 * np.ceil(self.dim_T / 32)
+        distinct_T = self.ids_T / np.array([stat.mean_reuse for stat in stats])
+        self.unique_bytes_T = distinct_T * row_bytes_T
+        spread_T2 = np.exp(HIDDEN_SPREAD * hidden.standard_normal((len(self.tables), 2)))
+        self.read_ms_T = self.ids_T * row_bytes_T / BYTES_PER_MS * spread_T2[:, 0]
+        self.update_ms_T = (2 * self.unique_bytes_T + 0.3 * self.ids_T * row_bytes_T) / BYTES_PER_MS * spread_T2[:, 1]
+        self.write_ms_T = batch_size * 4 * self.dim_T / BYTES_PER_MS
+        self.latency_ms, self.sent_ms, self.received_ms = hidden.uniform([0.05, 0.01, 0.005], [0.2, 0.03, 0.015])
+
+    # -- costs ---------------------------------------------------------------------------------------------------------
+
+    def compute_ms(self, inside_NT: np.ndarray) -> np.ndarray:
+        """[N, 2] fused forward and backward of the sets of tables whose rows in `inside_NT` are 1."""
+        inside_NT = inside_NT.astype(np.float64)
+        count_N = inside_NT.sum(axis=1)
+        # All tables share the L2: what fits is read from there. Few bags leave most of the GPU idle.
+        in_cache_N = CACHE_BYTES / (CACHE_BYTES + inside_NT @ self.unique_bytes_T)
+        bags_N = count_N * self.batch_size
+        idle_N = 1 + BAGS_IN_FLIGHT / np.maximum(bags_N, 1)
+        forward_N = (inside_NT @ self.read_ms_T) * (1 - 0.7 * in_cache_N) + inside_NT @ self.write_ms_T
+        million_N = inside_NT @ self.ids_T * 1e-6
+        backward_N = inside_NT @ self.update_ms_T + SORT_MS_PER_MILLION * million_N * np.log2(2 + million_N)
+        # One table's longest bags are a tail that no parallel work hides.
+        tail_NT = inside_NT * (self.read_ms_T + self.update_ms_T)
+        tail_N = 0.15 * tail_NT.max(axis=1)
+        launch_N = LAUNCH_MS + TABLE_MS * count_N
+        both = np.stack([forward_N, backward_N], axis=1) * idle_N[:, None] + (launch_N + tail_N)[:, None]
+        both[count_N == 0] = 0.0
+        return both
+
+    def exchange_ms(self, dims_NW: np.ndarray) -> np.ndarray:
+        """[N, 2] of synchronous collectives: all ranks take as long as the one with most to send, or to receive."""
+        mb = 4e-6 * self.batch_size / self.devices
+        sent_N = dims_NW.max(axis=1) * mb * (self.devices - 1)
+        received_N = (dims_NW.sum(axis=1) - dims_NW.min(axis=1)) * mb
+        ms_N = self.latency_ms + self.sent_ms * sent_N + self.received_ms * received_N
+        return np.stack([ms_N, 1.1 * ms_N], axis=1)
+
+    def stages_ms(self, rank_T: np.ndarray) -> np.ndarray:
+        """[W, 4] exact stages of every rank, in the order of PLANNED_STAGES."""
+        inside_WT = rank_T == np.arange(self.devices)[:, None]
+        forward_W, backward_W = self.compute_ms(inside_WT).T
+        exchange_2 = self.exchange_ms((inside_WT @ self.dim_T)[None])[0]
+        both_W2 = np.tile(exchange_2, (self.devices, 1))
+        return np.column_stack([forward_W, both_W2, backward_W])
+
+    def step_ms(self, rank_T: np.ndarray) -> float:
+        return float(self.stages_ms(rank_T).max(axis=0).sum())
+
+    # -- measurements --------------------------------------------------------------------------------------------------
+
+    def ranks_of(self, plan: ShardingPlan) -> np.ndarray:
+        return np.array([plan.rank_of[table.name] for table in self.tables])
+
+    def profile(self, plan: ShardingPlan) -> StepProfile:
+        stages_W4 = self.stages_ms(self.ranks_of(plan))
+        stages_W4 = stages_W4 * np.exp(self.noise * self._noise.standard_normal(stages_W4.shape))
+        ranks = tuple(RankCost(*(float(ms) for ms in row)) for row in stages_W4)
+        noise = 1.35 * self.noise  # an interquartile range
+        return StepProfile(plan, self.tables, self.stats, self.batch_size, ranks, "simulated", noise)
+
+    def measure_shards(self, shards: Sequence[Sequence[int]]) -> list[ShardTime]:
+        inside_NT = np.array([np.isin(np.arange(len(self.tables)), shard) for shard in shards])
+        ms_N2 = self.compute_ms(inside_NT)
+        ms_N2 = ms_N2 * np.exp(self.noise * self._noise.standard_normal(ms_N2.shape))
+        return [ShardTime(float(f), float(b), 1.35 * self.noise, 1) for f, b in ms_N2]
+
+    # -- what can be had -------------------------------------------------------------------------------------------------
+
+    def near_optimum(self, starts: Sequence[np.ndarray], kicks: int, seed: int = 0) -> float:
+        """The least cost that descents from `starts`, and from shaken copies of the best, come to."""
+        generator = np.random.default_rng(seed)
+        best = min((self._descend(start) for start in starts), key=lambda found: found[0])
+        for _ in range(kicks):
+            rank_T = best[1].copy()
+            moved = generator.choice(len(rank_T), size=min(int(generator.integers(2, 5)), len(rank_T)), replace=False)
+            rank_T[moved] = generator.integers(self.devices, size=len(moved))
+            best = min(best, self._descend(rank_T), key=lambda found: found[0])
+        return best[0]
+
+    def _descend(self, rank_T: np.ndarray) -> tuple[float, np.ndarray]:
+        """Best move or swap again and again, as long as one helps."""
+        rank_T, now_ms = rank_T.copy(), self.step_ms(rank_T)
+        while True:
+            candidates_NT = self._neighbours(rank_T)
+            step_N = self._steps_ms(rank_T, candidates_NT)
+            best = int(step_N.argmin())
+            if step_N[best] >= now_ms * (1 - 1e-9):
+                return now_ms, rank_T
+            rank_T, now_ms = candidates_NT[best], float(step_N[best])
+
+    def _neighbours(self, rank_T: np.ndarray) -> np.ndarray:
+        """[N, T]: every move and swap of a table of a rank that is slowest in some stage, or has most dims."""
+        stages_W4 = self.stages_ms(rank_T)
+        dims_W = np.bincount(rank_T, weights=self.dim_T, minlength=self.devices)
+        slow = {int(stages_W4[:, 0].argmax()), int(stages_W4[:, 3].argmax()), int(dims_W.argmax())}
+        outs = np.flatnonzero(np.isin(rank_T, list(slow)))
+        moves = [(t, rank, -1) for t in outs for rank in range(self.devices) if rank != rank_T[t]]
+        swaps = [(t, rank_T[o], o) for t in outs for o in np.flatnonzero(rank_T != rank_T[t])]
+        found = np.tile(rank_T, (len(moves) + len(swaps), 1))
+        for row, (table, rank, other) in zip(found, [*moves, *swaps], strict=True):
+            if other >= 0:
+                row[other] = row[table]
+            row[table] = rank
+        return found
+
+    def _steps_ms(self, rank_T: np.ndarray, candidates_NT: np.ndarray) -> np.ndarray:
+        """[N] exact steps. Only the two ranks that differ from `rank_T` are computed anew."""
+        stages_W4 = self.stages_ms(rank_T)
+        compute_NW2 = np.tile(stages_W4[:, [0, 3]], (len(candidates_NT), 1, 1))
+        differ_NT = candidates_NT != rank_T
+        touched_NW = np.zeros((len(candidates_NT), self.devices), dtype=bool)
+        number_N, table_N = np.nonzero(differ_NT)
+        touched_NW[number_N, candidates_NT[number_N, table_N]] = True
+        touched_NW[number_N, rank_T[table_N]] = True
+        number, rank = np.nonzero(touched_NW)
+        compute_NW2[number, rank] = self.compute_ms(candidates_NT[number] == rank[:, None])
+        dims_NW = np.stack([(candidates_NT == w) @ self.dim_T for w in range(self.devices)], axis=1)
+        steps: np.ndarray = compute_NW2.max(axis=1).sum(axis=1) + self.exchange_ms(dims_NW).sum(axis=1)
+        return steps

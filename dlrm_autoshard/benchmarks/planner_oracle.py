@@ -1,0 +1,81 @@
+"""How near to the best plan `auto` comes on machines that it has never met, by exact costs.
+
+    dlrm-autoshard bench planner-oracle [--quick]
+
+Each task is a job's start: shipped costs of another machine, this job's tables measured (alone and in sets), a few
+plans measured on the ranks, all with 2% of noise. What is planned is judged by the oracle's exact cost, against the
+best heuristic's and against what a long search on the exact costs itself comes to.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from dlrm_autoshard.benchmarks.cost_oracle import CostOracle
+from dlrm_autoshard.benchmarks.harness import median_with_interval
+from dlrm_autoshard.plan import Topology
+from dlrm_autoshard.planner.greedy import KEYS, greedy
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.pool import synthetic_pool
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.probe.calibration import start_costs
+
+TITLE = "cost of the planner's plans over the near-optimum, by an oracle written apart from it"
+ROUGH_TIME = "20 min"
+BATCH = 65_536
+CELLS = ((20, 4), (50, 4), (100, 8))
+TARGETS = {(20, 4): ("<= 1.015", "<= 0.87"), (50, 4): ("<= 1.02", "<= 0.85"), (100, 8): ("<= 1.03", "<= 0.77")}
+
+
+def run(quick: bool) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    spread: dict[str, list[float]] = {}
+    targets: dict[str, str] = {}
+    for tables, devices in CELLS[:2] if quick else CELLS:
+        cell = f"{tables}x{devices}"
+        rows = [judged(tables, devices, index) for index in range(4 if quick else 30)]
+        for name in rows[0]:
+            values = [row[name] for row in rows]
+            middle = median_with_interval(values)
+            figures[f"{name}_{cell}"] = float(np.mean(values))
+            spread[f"{name}_{cell}"] = [middle.low, middle.high]
+        over_optimum, over_heuristic = TARGETS[tables, devices]
+        targets |= {f"over_near_optimum_{cell}": over_optimum, f"over_best_heuristic_{cell}": over_heuristic}
+    notes = ["Costs are an oracle's arithmetic, no hardware's; means over tasks, the spread is that of the median."]
+    return {"figures": figures, "targets": targets, "spread": spread, "notes": notes}
+
+
+def judged(tables: int, devices: int, index: int) -> dict[str, float]:
+    """One task's figures."""
+    pool = synthetic_pool(tables, seed=10_000 * tables + index, batch_size=BATCH)
+    task = PlacementTask.build(pool.tables, pool.stats, Topology(devices), batch_size=BATCH)
+    oracle = CostOracle(pool.tables, pool.stats, BATCH, devices, seed=index)
+    planner = Planner("auto", seed=index)
+    began = time.perf_counter()
+    start_costs(
+        planner,
+        pool.tables,
+        pool.stats,
+        BATCH,
+        world_size=devices,
+        fingerprint={},
+        measure_shards=oracle.measure_shards,
+        seed=index,
+    )
+    result = planner.plan(task, measure=lambda plans: [oracle.profile(plan) for plan in plans])
+    seconds = time.perf_counter() - began
+    chosen = oracle.ranks_of(result.plan)
+    chosen_ms = oracle.step_ms(chosen)
+    measured = [c for c in result.candidates if c.measured_ms is not None]
+    least = min(measured, key=lambda candidate: candidate.measured_ms or 0.0)
+    by_key = [greedy(task, name) for name in KEYS]
+    near_ms = oracle.near_optimum([chosen, *by_key], kicks=30)
+    return {
+        "over_near_optimum": chosen_ms / near_ms,
+        "over_best_heuristic": chosen_ms / min(oracle.step_ms(rank_T) for rank_T in by_key),
+        "over_least_measured": chosen_ms / oracle.step_ms(oracle.ranks_of(least.plan)),
+        "planning_seconds": seconds,
+    }
