@@ -111,7 +111,7 @@ class CostOracle:
         ms_N2 = ms_N2 * np.exp(self.noise * self._noise.standard_normal(ms_N2.shape))
         return [ShardTime(float(f), float(b), 1.35 * self.noise, 1) for f, b in ms_N2]
 
-    # -- what can be had -------------------------------------------------------------------------------------------------
+    # -- what can be had -----------------------------------------------------------------------------------------------
 
     def near_optimum(self, starts: Sequence[np.ndarray], kicks: int, seed: int = 0) -> float:
         """The least cost that descents from `starts`, and from shaken copies of the best, come to."""
@@ -141,14 +141,15 @@ class CostOracle:
         dims_W = np.bincount(rank_T, weights=self.dim_T, minlength=self.devices)
         slow = {int(stages_W4[:, 0].argmax()), int(stages_W4[:, 3].argmax()), int(dims_W.argmax())}
         outs = np.flatnonzero(np.isin(rank_T, list(slow)))
-        moves = [(t, rank, -1) for t in outs for rank in range(self.devices) if rank != rank_T[t]]
-        swaps = [(t, rank_T[o], o) for t in outs for o in np.flatnonzero(rank_T != rank_T[t])]
-        found = np.tile(rank_T, (len(moves) + len(swaps), 1))
-        for row, (table, rank, other) in zip(found, [*moves, *swaps], strict=True):
-            if other >= 0:
-                row[other] = row[table]
-            row[table] = rank
-        return found
+        found = []
+        for table in outs:
+            for rank in np.flatnonzero(np.arange(self.devices) != rank_T[table]):
+                found.append(rank_T.copy())
+                found[-1][table] = rank
+            for other in np.flatnonzero(rank_T != rank_T[table]):
+                found.append(rank_T.copy())
+                found[-1][[table, other]] = rank_T[[other, table]]
+        return np.array(found)
 
     def _steps_ms(self, rank_T: np.ndarray, candidates_NT: np.ndarray) -> np.ndarray:
         """[N] exact steps. Only the two ranks that differ from `rank_T` are computed anew."""
