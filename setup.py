@@ -1,15 +1,39 @@
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+VERSION = re.search(r'__version__ = "(.+)"', Path("dlrm_autoshard/__init__.py").read_text())[1]
 
 # fbgemm-gpu and fbgemm-gpu-cpu share one import name, so they are extras: never both, never a hard dependency.
 # fbgemm 1.X is ABI-locked to torch 2.(X+5); `dlrm-autoshard doctor` checks the pair.
 setup(
     name="dlrm_autoshard",
-    version="0.1.0",
+    version=VERSION,
     description="A torch.distributed DLRM trainer that places, measures and moves its embedding tables",
+    long_description=Path("README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="MIT",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10,<3.13",
-    packages=find_packages(include=["dlrm_autoshard", "dlrm_autoshard.*"]),
+    packages=[*find_packages(include=["dlrm_autoshard", "dlrm_autoshard.*"]), "dlrm_autoshard.configs"],
+    package_dir={"dlrm_autoshard.configs": "configs"},  # one copy in the repository, inside the package in a wheel
     package_data={
-        "dlrm_autoshard": ["**/*.pyi", "**/*.npz", "**/*.json", "**/*.html", "**/*.css", "**/*.js", "**/*.md"]
+        "dlrm_autoshard": ["py.typed", *(f"**/*.{end}" for end in ["pyi", "npz", "json", "html", "css", "js", "md"])],
+        "dlrm_autoshard.configs": ["*.yaml"],
     },
     install_requires=[
         "lazy_loader",

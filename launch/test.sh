@@ -12,5 +12,5 @@ export OMP_NUM_THREADS=1
 status=0
 say "ruff:" && ruff check . && ruff format --check --quiet . || status=1
 say "mypy:" && mypy dlrm_autoshard launch tests || status=1
-say "pytest:" && pytest "$@" || status=1
+say "pytest:" && pytest --durations=10 --durations-min=1 "$@" || status=1
 exit $status
