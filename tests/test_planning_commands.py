@@ -56,10 +56,12 @@ def test_tables_then_tasks_then_fit_then_evaluate(tmp_path: Path, capsys: pytest
     simulated = ["--tasks", tasks, "--devices", 2, "--memory-gib", 30, "--costs", "simulated"]
     report = run(capsys, "fit", *simulated, "--iterations", 2, "--placements", 3, "--out", fitted)
     assert report["shards"] >= 6 and max(report["error_after"]) < max(report["error_before"])
-    chosen = ["--algorithm", fitted, "--algorithm", "lookup_greedy"]
+    reference = tmp_path / "reference"
+    run(capsys, "fit", *simulated, "--reference", "--iterations", 2, "--placements", 3, "--out", reference)
+    chosen = ["--algorithm", fitted, "--algorithm", reference, "--algorithm", "lookup_greedy"]
     judged = run(capsys, "evaluate", *simulated, *chosen, "--limit", 2, "--out", tmp_path / "judged.json")
     by_name = {row["algorithm"]: row for row in judged["algorithms"]}
-    assert set(by_name) == {str(fitted), "lookup_greedy", "random"} and judged["costs"] == "simulated"
+    assert set(by_name) == {str(fitted), str(reference), "lookup_greedy", "random"} and judged["costs"] == "simulated"
     assert by_name["random"]["speedup_over_random"] == 1 and by_name["lookup_greedy"]["speedup_over_random"] > 1
     assert json.loads((tmp_path / "judged.json").read_text()) == judged
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from dlrm_autoshard.costs import RankCost, StepProfile
 from dlrm_autoshard.plan import PlanError, ShardingPlan
+from dlrm_autoshard.planner.baselines.reference import BUDGET
 from dlrm_autoshard.planner.candidates import ALGORITHMS, LEARNED, CandidateMakers
 from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings
@@ -59,7 +60,7 @@ class Planner:
         self.seed = seed
         self.costs = LearnedCosts(seed, cost_model)
         self.algorithm = algorithm
-        self.settings = settings or DreamShardSettings()
+        self.settings = settings or (BUDGET if reference else DreamShardSettings())
         self.makers = CandidateMakers(self.settings, seed, reference)
 
     def fit(
@@ -74,25 +75,30 @@ class Planner:
         Generalizes to other tables and numbers of them. The placements measured are the policy's samples and, every
         other time, what `search` makes of them: the cost model must be right where searches end up.
         """
-        if self.makers.reference is not None:
-            self.makers.reference.train(tasks, measure)
-            return FitReport(0, 0, (0.0, 0.0), (0.0, 0.0), 0.0)
         started = time.perf_counter()
-        measured: list[StepProfile] = []
-        reports: list[FitReport] = []
+        placements, reports = 0, list[FitReport]()
+
+        def counted(task: PlacementTask, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
+            nonlocal placements
+            placements += len(plans)
+            profiles = measure(task, plans)
+            if progress is not None:
+                progress(placements, self.settings.iterations * self.settings.placements)
+            return profiles
+
+        if self.makers.reference is not None:
+            self.makers.reference.train(tasks, counted)
+            return FitReport(0, 0, (0.0, 0.0), (0.0, 0.0), time.perf_counter() - started)
 
         def measure_all(rollout: Rollout) -> None:
             task, costs = rollout.mdp.task, rollout.mdp.costs
             for rank_U, overflow in zip(rollout.rank_EU, rollout.overflow_E, strict=True):
                 placement = greedy_on_cost(task, costs) if overflow else rank_U
-                if len(measured) % 2:
+                if placements % 2:
                     placement = improve(task, costs, placement, seed=self.seed, most_swaps=FEW_SWAPS)
-                [profile] = measure(task, [task.plan_from(placement)])
-                measured.append(profile)
+                [profile] = counted(task, [task.plan_from(placement)])
                 self.costs.replay.comms.append(comms_of(profile))
                 self.costs.replay.shards.extend(shards_of(profile))
-                if progress is not None:
-                    progress(len(measured), self.settings.iterations * self.settings.placements)
 
         def fit_costs() -> None:
             reports.append(self.costs.fit_costs(self.settings.cost_updates, 2e-3, None))

@@ -31,6 +31,7 @@ from dlrm_autoshard.planner.mlp import Adam, load_weights, weights_to_json
 from dlrm_autoshard.planner.task import PlacementTask, Room
 
 MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
+BUDGET = DreamShardSettings(cost_updates=300)
 STANDARDISED = slice(1, 4)
 """Rows, pooling factor and size, over the task's own tables; dim and reuse bins go in raw."""
 
@@ -56,7 +57,7 @@ class ReferenceDreamShard:
     Axes: T tables, D devices, E episodes, 3 heads; see `reference_nets` for more.
     """
 
-    def __init__(self, seed: int = 0, settings: DreamShardSettings = DreamShardSettings()) -> None:
+    def __init__(self, seed: int = 0, settings: DreamShardSettings = BUDGET) -> None:
         weights = np.random.default_rng([seed, 1])
         self.settings = settings
         self.generator = np.random.default_rng(seed)
