@@ -7,8 +7,7 @@ Reader's map: `Config` at the bottom lists the sections in the order of a YAML f
 
 from __future__ import annotations
 
-import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +18,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from dlrm_autoshard.config_data import DataConfig, Section
 from dlrm_autoshard.config_errors import sentences
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.json_file import FormatError
+from dlrm_autoshard.formats.yaml_file import parse_yaml, read_yaml
 from dlrm_autoshard.tables import Pooling, TableDtype, TableOptimizer
 
 Algorithm = Literal[
@@ -190,34 +191,12 @@ class Config(Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-3 as a string and lets the last of two equal keys win; this one means what people mean."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key '{key}' is there twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file and applies overrides such as 'train.epochs=3'. ConfigError names what is wrong."""
     try:
-        record = yaml.load(path.read_text(), _Loader)
-    except OSError as error:
-        raise ConfigError(f"config file '{path}' cannot be read: {error.strerror}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config file '{path}' is not YAML: {_one_line(error)}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"config file '{path}' is not text: byte {error.start} is no UTF-8.") from error
+        record = read_yaml(path, "config file")
+    except FormatError as error:
+        raise ConfigError(str(error)) from error
     if not isinstance(record, dict):
         raise ConfigError(f"config file '{path}' has no sections; it needs at least 'data:'.")
     for override in overrides:
@@ -247,12 +226,6 @@ def _apply(record: dict[str, Any], override: str) -> None:
         if not isinstance(record, dict):
             raise ConfigError(f"override '{override}': '{section}' is a value, not a section.")
     try:
-        record[last] = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override '{override}': '{text}' is not YAML: {_one_line(error)}.") from error
-
-
-def _one_line(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    return where + str(getattr(error, "problem", None) or error).strip()
+        record[last] = parse_yaml(text)
+    except FormatError as error:
+        raise ConfigError(f"override '{override}': '{text}' {error}.") from error

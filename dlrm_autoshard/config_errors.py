@@ -13,23 +13,7 @@ from typing import Any, get_args
 
 import pydantic
 
-# pydantic's error type -> what must hold. Types that are not here keep pydantic's own words.
-_ALLOWED = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "string_type": "text (in quotes, if it looks like a number)",
-    "list_type": "a list, such as [a, b]",
-    "dict_type": "a section of 'key: value' lines",
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "{ge:g} or more",
-    "too_short": "a list of at least {min_length}",
-}
+from dlrm_autoshard.formats.sentences import sentence, show
 
 
 def sentences(model: type[pydantic.BaseModel], error: pydantic.ValidationError) -> list[str]:
@@ -63,8 +47,6 @@ def _sentence(key: str, detail: Mapping[str, Any], known: Sequence[str], sources
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
         return f"unknown key '{key}'.{_did_you_mean(nearest_key(known, key)) or _keys_there(known, key)}"
-    if kind == "missing":
-        return f"'{key}' is missing."
     if kind == "union_tag_not_found":
         return f"'{key}.source' is missing; it must be {_one_of(sources)}."
     if kind == "union_tag_invalid":
@@ -74,14 +56,12 @@ def _sentence(key: str, detail: Mapping[str, Any], known: Sequence[str], sources
         )
     if kind == "literal_error":
         allowed = [part.strip(" '") for part in context["expected"].replace(" or ", ", ").split(",")]
-        return f"'{key}' is {_show(value)}; it must be {_one_of(allowed)}.{_nearest(value, allowed)}"
+        return f"'{key}' is {show(value)}; it must be {_one_of(allowed)}.{_nearest(value, allowed)}"
     if kind == "model_type":
-        return f"'{key}' is {_show(value)}; it is a section.{_keys_there(known, key + '.')}"
+        return f"'{key}' is {show(value)}; it is a section.{_keys_there(known, key + '.')}"
     if kind == "value_error":  # written by the config's own checks, as a whole sentence
         return detail["msg"].removeprefix("Value error, ").rstrip(".") + "."
-    if kind in _ALLOWED:
-        return f"'{key}' is {_show(value)}; it must be {_ALLOWED[kind].format(**context)}."
-    return f"'{key}' is {_show(value)}: {detail['msg'][0].lower()}{detail['msg'][1:]}."
+    return sentence(key, detail)
 
 
 def _key(location: Sequence[str | int], tag: str | int | None) -> str:
@@ -121,16 +101,12 @@ def _sources(model: type[pydantic.BaseModel]) -> dict[Any, type[pydantic.BaseMod
     return {get_args(option.model_fields["source"].annotation)[0]: option for option in options}
 
 
-def _show(value: object) -> str:
-    text = "empty" if value is None else repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _one_of(allowed: Sequence[str]) -> str:
     return f"one of {', '.join(allowed)}" if len(allowed) > 1 else allowed[0]
 
 
 def _nearest(value: object, allowed: Sequence[str]) -> str:
+    value = "cuda" if value == "gpu" else value  # nearer in letters to 'cpu'
     close = difflib.get_close_matches(str(value), allowed, n=1, cutoff=0.6)
     return _did_you_mean(close[0] if close else None)
 

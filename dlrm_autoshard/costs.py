@@ -9,12 +9,16 @@ stages of the slowest rank*, not the slowest rank's sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.tables import TableConfig, TableStats
+from typing_extensions import NotRequired, TypedDict
+
+from dlrm_autoshard.formats.json_file import FormatError, checked
+from dlrm_autoshard.formats.numbers import Amount, BatchSize, Count
+from dlrm_autoshard.plan import PlanRecord, ShardingPlan
+from dlrm_autoshard.tables import StatsRecord, TableConfig, TableRecord, TableStats
 
 PLANNED_STAGES = ("fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute")
 """The four stages that placement decides; `RankCost` has one field for each."""
@@ -44,6 +48,28 @@ WAITS = ("input_dist_wait", "fwd_comms_wait", "bwd_comms_wait", "grad_allreduce_
 Source = Literal["measured", "probe", "simulated", "predicted"]
 
 
+class CostRecord(TypedDict):
+    """`RankCost` as JSON, in ms."""
+
+    fwd_compute: Amount
+    fwd_comms: Amount
+    bwd_comms: Amount
+    bwd_compute: Amount
+
+
+class StepRecord(TypedDict):
+    """`StepProfile` as JSON."""
+
+    plan: PlanRecord
+    tables: list[TableRecord]
+    stats: list[StatsRecord]
+    batch_size: BatchSize
+    ranks: list[CostRecord]
+    source: Source
+    noise: Amount
+    hosts: NotRequired[list[Count] | None]
+
+
 @dataclass(frozen=True)
 class RankCost:
     """One rank's cost of the stages that placement decides, in ms per step."""
@@ -65,8 +91,9 @@ class RankCost:
         return {name: self.stage(name) for name in PLANNED_STAGES}
 
     @staticmethod
-    def from_json(record: Mapping[str, float]) -> RankCost:
-        return RankCost(**{f"{name}_ms": float(record[name]) for name in PLANNED_STAGES})
+    def from_json(record: Any) -> RankCost:
+        cost: dict[str, Any] = {**checked(CostRecord, record)}
+        return RankCost(**{f"{name}_ms": float(cost[name]) for name in PLANNED_STAGES})
 
 
 @dataclass(frozen=True)
@@ -96,20 +123,28 @@ class StepProfile:
             "ranks": [rank.to_json() for rank in self.ranks],
             "source": self.source,
             "noise": self.noise,
-            "hosts": self.hosts,
+            "hosts": None if self.hosts is None else list(self.hosts),
         }
 
     @staticmethod
-    def from_json(record: Mapping[str, Any]) -> StepProfile:
+    def from_json(record: Any) -> StepProfile:
+        step = checked(StepRecord, record)
+        plan = ShardingPlan.from_json(step["plan"])
+        named = [table["name"] for table in step["tables"]]
+        hosts = step.get("hosts")
+        if hosts is not None and len(hosts) != plan.world_size:
+            raise FormatError("its hosts are not one for each rank.")
+        if len(step["stats"]) != len(named) or len(step["ranks"]) != plan.world_size or set(named) != set(plan.rank_of):
+            raise FormatError("its plan, tables, stats and ranks are not of one job.")
         return StepProfile(
-            plan=ShardingPlan.from_json(record["plan"]),
-            tables=tuple(TableConfig(**table) for table in record["tables"]),
-            stats=tuple(TableStats.from_json(stat) for stat in record["stats"]),
-            batch_size=int(record["batch_size"]),
-            ranks=tuple(RankCost.from_json(rank) for rank in record["ranks"]),
-            source=record["source"],
-            noise=float(record["noise"]),
-            hosts=None if record.get("hosts") is None else tuple(record["hosts"]),
+            plan=plan,
+            tables=tuple(TableConfig.from_json(table) for table in step["tables"]),
+            stats=tuple(TableStats.from_json(stat) for stat in step["stats"]),
+            batch_size=step["batch_size"],
+            ranks=tuple(RankCost.from_json(rank) for rank in step["ranks"]),
+            source=step["source"],
+            noise=step["noise"],
+            hosts=None if hosts is None else tuple(hosts),
         )
 
 

@@ -15,11 +15,23 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
 
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.json_file import FormatError, checked, read_json
+from dlrm_autoshard.formats.numbers import Count, Name, Ranks
 
 PLAN_SCHEMA = 1
+
+
+class PlanRecord(TypedDict):
+    """A plan as JSON. rank_of: each table's owner, tables in canonical order."""
+
+    schema: Literal[1]
+    world_size: Ranks
+    rank_of: dict[Name, Count]
 
 
 class PlanError(UserError):
@@ -88,12 +100,12 @@ class ShardingPlan:
         return {"schema": PLAN_SCHEMA, "world_size": self.world_size, "rank_of": dict(self.rank_of)}
 
     @staticmethod
-    def from_json(record: Mapping[str, Any]) -> ShardingPlan:
-        if not isinstance(record, Mapping) or not {"schema", "world_size", "rank_of"} <= set(record):
-            raise PlanError("this is not a plan: it needs 'schema', 'world_size' and 'rank_of'.")
-        if record["schema"] != PLAN_SCHEMA:
-            raise PlanError(f"the plan has schema {record['schema']}; this version reads schema {PLAN_SCHEMA}.")
-        return ShardingPlan({str(t): int(r) for t, r in record["rank_of"].items()}, int(record["world_size"]))
+    def from_json(record: Any) -> ShardingPlan:
+        try:
+            plan = checked(PlanRecord, record)
+        except FormatError as error:
+            raise PlanError(f"this is no sharding plan: {error}") from error
+        return ShardingPlan(plan["rank_of"], plan["world_size"])
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,11 +114,10 @@ class ShardingPlan:
     @staticmethod
     def load(path: Path) -> ShardingPlan:
         try:
-            return ShardingPlan.from_json(json.loads(path.read_text()))
-        except OSError as error:
-            raise PlanError(f"plan file '{path}' cannot be read: {error.strerror}.") from error
-        except json.JSONDecodeError as error:
-            raise PlanError(f"plan file '{path}' is not JSON (line {error.lineno}: {error.msg}).") from error
+            plan = read_json(path, PlanRecord, "plan file")
+            return ShardingPlan(plan["rank_of"], plan["world_size"])
+        except FormatError as error:
+            raise PlanError(str(error)) from error
         except PlanError as error:
             raise PlanError(f"plan file '{path}': {error}") from error
 
@@ -128,10 +139,13 @@ class Topology:
     hosts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes", "speed", "hosts"):
-            values = getattr(self, name)
+        entries = {"autoshard.memory_gib": self.memory_bytes, "the ranks' speed": self.speed, "hosts": self.hosts}
+        for name, values in entries.items():
             if values is not None and len(values) != self.world_size:
-                raise PlanError(f"topology.{name} has {len(values)} entries for {self.world_size} ranks")
+                raise PlanError(
+                    f"{name} has {len(values)} entries, and there are {self.world_size} ranks. "
+                    "Give one number for all ranks, or one for each."
+                )
         if len(self.excluded) >= self.world_size:
             raise PlanError("every rank is excluded; at least one must be able to own tables")
 

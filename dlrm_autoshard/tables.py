@@ -10,13 +10,17 @@ W ranks, F dense features, D embedding dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.json_file import checked
+from dlrm_autoshard.formats.numbers import BatchSize, Name
 
 Pooling = Literal["sum", "mean"]
 TableDtype = Literal["fp32", "fp16"]
@@ -26,6 +30,27 @@ NUM_REUSE_BINS = 17
 """Bins (0,1], (1,2], (2,4], ... (16384,32768], (32768,inf) of DreamShard's locality feature (section 3.1)."""
 
 _DTYPE_BYTES: dict[str, int] = {"fp32": 4, "fp16": 2}
+
+
+class StatsRecord(TypedDict):
+    """`TableStats` as JSON."""
+
+    mean_pooling: Annotated[float, Field(ge=0, le=1e9)]
+    reuse_histogram: Annotated[
+        list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=NUM_REUSE_BINS, max_length=NUM_REUSE_BINS)
+    ]
+    mean_reuse: NotRequired[Annotated[float, Field(ge=1, le=1e12)]]
+    batch_size: NotRequired[BatchSize]
+
+
+class TableRecord(TypedDict):
+    """`TableConfig` as JSON."""
+
+    name: Name
+    num_embeddings: Annotated[int, Field(gt=0, le=2**40)]
+    embedding_dim: Annotated[int, Field(gt=0, le=2**16)]
+    pooling: NotRequired[Pooling]
+    dtype: NotRequired[TableDtype]
 
 
 @dataclass(frozen=True)
@@ -39,6 +64,8 @@ class TableConfig:
     dtype: TableDtype = "fp32"
 
     def __post_init__(self) -> None:
+        if not self.name or not self.name.isprintable():
+            raise UserError(f"a table is named {self.name!r}; a name needs characters, and such that can be printed")
         if self.num_embeddings < 1:
             raise UserError(f"table '{self.name}' has {self.num_embeddings} rows; it needs at least 1")
         if self.embedding_dim < 4 or self.embedding_dim % 4:
@@ -58,6 +85,10 @@ class TableConfig:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @staticmethod
+    def from_json(record: Any) -> TableConfig:
+        return TableConfig(**checked(TableRecord, record))
 
 
 @dataclass(frozen=True)
@@ -81,11 +112,12 @@ class TableStats:
             raise UserError(f"reuse_histogram has {len(self.reuse_histogram)} bins; it needs {NUM_REUSE_BINS}")
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"reuse_histogram": list(self.reuse_histogram)}
 
     @staticmethod
-    def from_json(record: Mapping[str, Any]) -> TableStats:
-        return TableStats(**{**record, "reuse_histogram": tuple(record["reuse_histogram"])})
+    def from_json(record: Any) -> TableStats:
+        stats: dict[str, Any] = {**checked(StatsRecord, record)}
+        return TableStats(**stats | {"reuse_histogram": tuple(stats["reuse_histogram"])})
 
 
 def reuse_bins(counts: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "dlrm_autoshard"
 ROOMS = (
     # plain data
-    *("errors", "tables", "plan", "costs", "plug_in", "config_errors", "config_data", "config", "records"),
+    *("errors", "formats", "tables", "plan", "costs", "plug_in", "config_errors", "config_data", "config", "records"),
     # what is trained, and where
     *("data", "model", "distributed"),
     # what is decided

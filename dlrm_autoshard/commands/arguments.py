@@ -60,6 +60,7 @@ def constraints_of(pins: Sequence[str], together: Sequence[str], apart: Sequence
 def planner_of(algorithm: str, seed: int, fitted: Path | None = None) -> Planner:
     """A planner with the costs that `fit` left in the directory, or else with those that the package ships."""
     from dlrm_autoshard.planner.planner import Planner
+    from dlrm_autoshard.planner.saved_state import load_planner
     from dlrm_autoshard.probe.hardware import hardware_fingerprint
     from dlrm_autoshard.probe.shipped_costs import start_warm
 
@@ -67,12 +68,9 @@ def planner_of(algorithm: str, seed: int, fitted: Path | None = None) -> Planner
     if fitted is None:
         start_warm(planner, hardware_fingerprint())
         return planner
-    try:
-        planner.load_state_dict(json.loads((fitted / STATE_FILE).read_text()))
-    except OSError as error:
-        raise UserError(
-            f"'{fitted}' holds no fitted planner ({STATE_FILE}: {error.strerror}). Make one with `dlrm-autoshard fit`."
-        ) from error
+    if not (fitted / STATE_FILE).is_file():
+        raise UserError(f"'{fitted}' holds no fitted planner ({STATE_FILE}). Make one with `dlrm-autoshard fit`.")
+    load_planner(planner, fitted / STATE_FILE)
     return planner
 
 

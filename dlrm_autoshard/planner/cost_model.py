@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dlrm_autoshard.formats.arrays import array_like
 from dlrm_autoshard.planner.features import NUM_NETWORK, WORK, network_features, work
 from dlrm_autoshard.planner.mlp import Mlp, load_weights, weights_to_json
 from dlrm_autoshard.planner.replay import ShardSample
@@ -161,5 +162,5 @@ class CostModel:
 
     def load_json(self, record: Mapping[str, Any]) -> None:
         load_weights(self.nets, record)
-        self.prices_PS = np.array(record["prices_PS"], dtype=np.float32)
-        self.launch_S = np.array(record["launch_S"], dtype=np.float32)
+        self.prices_PS = array_like(record, "prices_PS", self.prices_PS)
+        self.launch_S = array_like(record, "launch_S", self.launch_S)

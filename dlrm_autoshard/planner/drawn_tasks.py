@@ -10,14 +10,29 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.planner.pool import TablePool
+from dlrm_autoshard.formats.json_file import read_json
+from dlrm_autoshard.formats.numbers import BatchSize, Count
+from dlrm_autoshard.planner.pool import PoolRecord, TablePool
 
 TASKS_SCHEMA = 1
+Task = Annotated[list[Count], Field(min_length=1)]
+
+
+class TasksRecord(TypedDict):
+    """tasks.json: tables by their number in the pool."""
+
+    schema: Literal[1]
+    batch_size: BatchSize
+    train: list[Task]
+    test: list[Task]
+    pool: PoolRecord
 
 
 @dataclass(frozen=True)
@@ -52,17 +67,19 @@ class TaskSet:
 
     @staticmethod
     def load(path: Path) -> TaskSet:
+        record = read_json(path, TasksRecord, "task file")
         try:
-            record = json.loads(path.read_text())
-            if record["schema"] != TASKS_SCHEMA:
-                raise UserError(f"it has schema {record['schema']}; this version reads schema {TASKS_SCHEMA}")
             pool = TablePool.from_json(record["pool"])
-            train, test = (tuple(tuple(task) for task in record[name]) for name in ("train", "test"))
-            return TaskSet(pool, train, test, int(record["batch_size"]))
-        except OSError as error:
-            raise UserError(f"task file '{path}' cannot be read: {error.strerror}.") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"task file '{path}' is not one that `dlrm-autoshard tasks` wrote: {error}.") from error
+            for name in ("train", "test"):
+                for number, task in enumerate(record[name]):
+                    bad = next((table for table in task if table >= len(pool)), None)
+                    if bad is not None or len(set(task)) < len(task):
+                        what = "names a table twice" if bad is None else f"names table {bad} of {len(pool)}"
+                        raise UserError(f"'{name}.{number}' {what}; numbers go from 0 to {len(pool) - 1}, each once.")
+        except UserError as error:
+            raise UserError(f"task file '{path}': {error}") from error
+        train, test = (tuple(map(tuple, record[name])) for name in ("train", "test"))
+        return TaskSet(pool, train, test, record["batch_size"])
 
 
 def draw_tasks(pool: TablePool, tables_per_task: int, count: int, seed: int, batch_size: int) -> TaskSet:

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from dlrm_autoshard.formats.arrays import array_like
+
 Backward = Callable[..., np.ndarray]
 """From the gradient of a result to that of its inputs; those of the weights go to `Mlp.gradients` on the way."""
 
@@ -117,12 +119,9 @@ def weights_to_json(nets: Mapping[str, Mlp]) -> dict[str, Any]:
 
 
 def load_weights(nets: Mapping[str, Mlp], record: Mapping[str, Any]) -> None:
-    """ValueError where `record` is of networks of other sizes, KeyError where it lacks one."""
+    """FormatError where `record` lacks a network or is of networks of other sizes."""
     for name, array in _named(nets):
-        given = np.asarray(record[name], dtype=array.dtype)
-        if given.shape != array.shape:
-            raise ValueError(f"'{name}' has shape {list(given.shape)} instead of {list(array.shape)}")
-        array[...] = given
+        array[...] = array_like(record, name, array)
 
 
 def _named(nets: Mapping[str, Mlp]) -> list[tuple[str, np.ndarray]]:

@@ -11,16 +11,20 @@ about the same mean reuse and share of look-ups per reuse bin (`dlrm-autoshard t
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.tables import NUM_REUSE_BINS, TableConfig, TableStats
+from dlrm_autoshard.formats.json_file import read_json
+from dlrm_autoshard.tables import NUM_REUSE_BINS, StatsRecord, TableConfig, TableRecord, TableStats
 
 POOL_SCHEMA = 1
 
@@ -29,6 +33,19 @@ PUBLISHED_REUSE_SHARES = (
     0.050, 0.049, 0.048, 0.048, 0.043, 0.031, 0.023, 0.019,
 )  # fmt: skip
 """Share of the look-ups of `fbgemm_t856_bs65536` that go to ids in each reuse bin; its mean reuse is 6.9."""
+
+
+class PoolTable(TableRecord):
+    """A row of tables.json: a table with its statistics."""
+
+    stats: StatsRecord
+
+
+class PoolRecord(TypedDict):
+    """tables.json."""
+
+    schema: Literal[1]
+    tables: Annotated[list[PoolTable], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -55,14 +72,15 @@ class TablePool:
         }
 
     @staticmethod
-    def from_json(record: Any) -> TablePool:
-        if not isinstance(record, dict) or record.get("schema") != POOL_SCHEMA or "tables" not in record:
-            raise UserError(
-                f"this is not a list of tables of schema {POOL_SCHEMA}; make one with `dlrm-autoshard tables`."
-            )
+    def from_json(record: PoolRecord) -> TablePool:
+        """From a record that was checked."""
+        names = Counter(row["name"] for row in record["tables"])
+        twice = next((name for name, count in names.items() if count > 1), None)
+        if twice is not None:
+            raise UserError(f"there are two tables named '{twice}'; a plan needs to tell them apart.")
         rows = [dict(row) for row in record["tables"]]
         stats = tuple(TableStats.from_json(row.pop("stats")) for row in rows)
-        return TablePool(tuple(TableConfig(**row) for row in rows), stats)
+        return TablePool(tuple(TableConfig.from_json(row) for row in rows), stats)
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,12 +88,12 @@ class TablePool:
 
     @staticmethod
     def load(path: Path) -> TablePool:
+        """UserError names the file, the table and what is wrong with it."""
+        record = read_json(path, PoolRecord, "table file")
         try:
-            return TablePool.from_json(json.loads(path.read_text()))
-        except OSError as error:
-            raise UserError(f"table file '{path}' cannot be read: {error.strerror}.") from error
-        except (UserError, json.JSONDecodeError, KeyError, TypeError) as error:
-            raise UserError(f"table file '{path}' is not a tables.json: {error}.") from error
+            return TablePool.from_json(record)
+        except UserError as error:
+            raise UserError(f"table file '{path}': {error}") from error
 
 
 def synthetic_pool(

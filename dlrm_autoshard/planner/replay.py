@@ -14,10 +14,37 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from typing_extensions import NotRequired, TypedDict
+
 from dlrm_autoshard.costs import StepProfile
-from dlrm_autoshard.tables import TableConfig, TableStats
+from dlrm_autoshard.formats.json_file import FormatError, checked
+from dlrm_autoshard.formats.numbers import Amount, BatchSize, Count
+from dlrm_autoshard.tables import StatsRecord, TableConfig, TableRecord, TableStats
 
 DECAY = 0.8
+
+
+class ShardRecord(TypedDict):
+    """`ShardSample` as JSON."""
+
+    tables: list[TableRecord]
+    stats: list[StatsRecord]
+    batch_size: BatchSize
+    fwd_compute_ms: Amount
+    bwd_compute_ms: Amount
+    noise: NotRequired[Amount]
+    rank: NotRequired[Count | None]
+
+
+class CommsRecord(TypedDict):
+    """`CommsSample` as JSON."""
+
+    dims: list[Count]
+    batch_size: BatchSize
+    fwd_comms_ms: list[Amount]
+    bwd_comms_ms: list[Amount]
+    noise: NotRequired[Amount]
+    hosts: NotRequired[list[Count] | None]
 
 
 @dataclass(frozen=True)
@@ -47,10 +74,13 @@ class ShardSample:
         }
 
     @staticmethod
-    def from_json(record: Mapping[str, Any]) -> ShardSample:
-        tables = tuple(TableConfig(**table) for table in record["tables"])
-        stats = tuple(TableStats.from_json(stat) for stat in record["stats"])
-        return ShardSample(**{**record, "tables": tables, "stats": stats})
+    def from_json(record: Any) -> ShardSample:
+        sample: dict[str, Any] = {**checked(ShardRecord, record)}
+        tables = tuple(TableConfig.from_json(table) for table in sample["tables"])
+        stats = tuple(TableStats.from_json(stat) for stat in sample["stats"])
+        if len(tables) != len(stats):
+            raise FormatError(f"a shard has {len(tables)} tables, and statistics of {len(stats)}.")
+        return ShardSample(**sample | {"tables": tables, "stats": stats})
 
 
 @dataclass(frozen=True)
@@ -70,13 +100,16 @@ class CommsSample:
         return len(self.dims)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     @staticmethod
-    def from_json(record: Mapping[str, Any]) -> CommsSample:
+    def from_json(record: Any) -> CommsSample:
+        sample: dict[str, Any] = {**checked(CommsRecord, record)}
         keys = ("dims", "fwd_comms_ms", "bwd_comms_ms", "hosts")
-        lists = {key: tuple(record[key]) for key in keys if record.get(key) is not None}
-        return CommsSample(**{**record, **lists})
+        lists = {key: tuple(sample[key]) for key in keys if sample.get(key) is not None}
+        if len({len(by_rank) for by_rank in lists.values()}) != 1:
+            raise FormatError("an exchange's dims, times and hosts are not of the same ranks.")
+        return CommsSample(**sample | lists)
 
 
 def shards_of(profile: StepProfile) -> list[ShardSample]:

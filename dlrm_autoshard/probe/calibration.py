@@ -37,11 +37,13 @@ class ShardTimer(Protocol):
 
 @dataclass(frozen=True)
 class Started:
-    """known: shards of these tables that the log had. measured: shards measured now."""
+    """known: shards of these tables that the log had. measured: shards measured now. left_out: lines of the log that
+    could not be used, each in a sentence."""
 
     known: int
     measured: int
     seconds: float
+    left_out: Sequence[str] = ()
 
     @property
     def sentence(self) -> str:
@@ -50,7 +52,11 @@ class Started:
             parts.append(f"{self.known} shards of these tables known from earlier jobs on this hardware")
         if self.measured:
             parts.append(f"{self.measured} shards measured")
-        return (" and ".join(parts) or "nothing measured yet") + f", {self.seconds:.1f} s"
+        said = (" and ".join(parts) or "nothing measured yet") + f", {self.seconds:.1f} s"
+        if self.left_out:
+            more = f" (and {len(self.left_out) - 1} more lines)" if len(self.left_out) > 1 else ""
+            said += f". Left out of the cost log: {self.left_out[0].rstrip('.')}{more}"
+        return said
 
 
 def start_costs(
@@ -100,7 +106,8 @@ def start_costs(
     if learned:
         # Known tables need only be recalled: fewer updates, so that a second start takes less than a second.
         planner.costs.learn(learned, updates=300 if measured else 60, budget_seconds=MEASURING_SHARE * budget_seconds)
-    return Started(len(known), len(measured), time.perf_counter() - begun)
+    left_out = () if log is None else log.left_out
+    return Started(len(known), len(measured), time.perf_counter() - begun, left_out)
 
 
 def calibration_shards(

@@ -5,8 +5,8 @@
     log.read()                           # what this and earlier jobs measured on such hardware
 
 Each fingerprint has its own file, so that another machine's costs are never taken for this one's. Tables are written
-once, named by their content, and shards refer to them. Lines are appended whole; a line that a killed job left
-unfinished is skipped.
+once, named by their content, and shards refer to them. Lines are appended whole; one that a killed job left unfinished,
+or that is damaged, is left out and named.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.json_file import FormatError, checked, parse_json, read_bytes
+from dlrm_autoshard.formats.numbers import Amount, BatchSize
 from dlrm_autoshard.planner.replay import CommsSample, ShardSample
-from dlrm_autoshard.tables import TableConfig, TableStats
+from dlrm_autoshard.tables import StatsRecord, TableConfig, TableRecord, TableStats
 
 SCHEMA = 1
 
@@ -27,33 +32,30 @@ class CostLog:
     def __init__(self, cache_dir: Path, fingerprint: Mapping[str, Any]) -> None:
         self.fingerprint = dict(fingerprint)
         self.path = cache_dir / f"costs-{digest(self.fingerprint)}.jsonl"
+        self.left_out: list[str] = []
         self._written: set[str] = set()  # tables that the file has
 
     def read(self) -> list[ShardSample | CommsSample]:
-        """All samples, oldest first; none where there is no file yet."""
+        """All samples, oldest first; none where there is no file yet. Lines that cannot be used are left out, and
+        named in `left_out`: they must not cost a job more than the measurements that they held."""
         tables: dict[str, tuple[TableConfig, TableStats]] = {}
         samples: list[ShardSample | CommsSample] = []
-        for line in self.path.read_text().splitlines() if self.path.exists() else ():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:
+        self.left_out = []
+        try:
+            lines = read_bytes(self.path, "cost log").split(b"\n") if self.path.exists() else []
+        except FormatError as error:
+            lines = []
+            self.left_out.append(f"'{self.path}' {error}")
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
                 continue
-            if row["kind"] == "table":
-                tables[row["id"]] = (TableConfig(**row["table"]), TableStats.from_json(row["stats"]))
-            elif row["kind"] == "shard" and all(table in tables for table in row["tables"]):
-                members = [tables[table] for table in row.pop("tables")]
-                samples.append(
-                    ShardSample(
-                        tuple(table for table, _ in members),
-                        tuple(stats for _, stats in members),
-                        row["batch_size"],
-                        row["fwd_compute_ms"],
-                        row["bwd_compute_ms"],
-                        row["noise"],
-                    )
-                )
-            elif row["kind"] == "exchange":
-                samples.append(CommsSample.from_json({key: value for key, value in row.items() if key != "kind"}))
+            try:
+                sample = _read_line(parse_json(line), tables)
+            except UserError as error:
+                self.left_out.append(f"'{self.path}', line {number}: {error}")
+                continue
+            if sample is not None:
+                samples.append(sample)
         self._written = set(tables)
         return samples
 
@@ -83,6 +85,44 @@ class CostLog:
         # front ends a line that a killed job left open.
         with self.path.open("a") as file:
             file.write("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+
+
+class TableLine(TypedDict):
+    id: str
+    table: TableRecord
+    stats: StatsRecord
+
+
+class ShardLine(TypedDict):
+    """tables: the ids of lines before."""
+
+    tables: list[str]
+    batch_size: BatchSize
+    fwd_compute_ms: Amount
+    bwd_compute_ms: Amount
+    noise: Amount
+
+
+def _read_line(row: Any, tables: dict[str, tuple[TableConfig, TableStats]]) -> ShardSample | CommsSample | None:
+    """A line's sample; a line about a table is added to `tables`."""
+    row = checked(dict[str, Any], row)
+    kind = row.pop("kind", None)
+    if kind == "table":
+        line = checked(TableLine, row)
+        tables[line["id"]] = TableConfig.from_json(line["table"]), TableStats.from_json(line["stats"])
+    elif kind == "shard":
+        shard: dict[str, Any] = {**checked(ShardLine, row)}
+        unknown = next((name for name in shard["tables"] if name not in tables), None)
+        if unknown is not None:
+            raise FormatError(f"its table '{unknown}' is not described before it.")
+        members = [tables[name] for name in shard["tables"]]
+        pair = {"tables": tuple(table for table, _ in members), "stats": tuple(stats for _, stats in members)}
+        return ShardSample(**shard | pair)
+    elif kind == "exchange":
+        return CommsSample.from_json(row)
+    elif kind != "machine":
+        raise FormatError("'kind' must be machine, table, shard or exchange.")
+    return None
 
 
 def digest(record: Any) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.costs import StepProfile
+from dlrm_autoshard.formats.json_file import checked
+from dlrm_autoshard.formats.numbers import Count
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.baselines.reference_nets import (
     HEADS,
@@ -138,9 +140,9 @@ class ReferenceDreamShard:
         }
 
     def load_json(self, record: Mapping[str, Any]) -> None:
-        load_weights(self.cost_net.nets, record["cost_net"])
-        load_weights(self.policy.nets, record["policy"])
-        self.trained_iterations = int(record["trained_iterations"])
+        load_weights(self.cost_net.nets, record.get("cost_net", {}))
+        load_weights(self.policy.nets, record.get("policy", {}))
+        self.trained_iterations = checked(Count, record.get("trained_iterations"))
 
 
 class Buffer:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from dlrm_autoshard.costs import COMPUTE
+from dlrm_autoshard.formats.arrays import array_like
 from dlrm_autoshard.planner.features import NUM_NETWORK
 from dlrm_autoshard.planner.masked import gumbel_noise
 from dlrm_autoshard.planner.mdp import EstimatedMDP
@@ -85,7 +86,8 @@ class SequencePolicy(nn.Module):
         return {name: tensor.tolist() for name, tensor in self.state_dict().items()}
 
     def load_json(self, record: Mapping[str, Any]) -> None:
-        self.load_state_dict({name: torch.tensor(values) for name, values in record.items()})
+        wanted = self.state_dict()
+        self.load_state_dict({n: torch.from_numpy(array_like(record, n, wanted[n].numpy())) for n in wanted})
 
 
 class SequenceTrainer:

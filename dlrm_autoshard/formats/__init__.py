@@ -1,0 +1,4 @@
+"""Files from outside, read strictly: JSON and YAML of the types asked for, else a sentence with file, key or line.
+
+In: bytes and a type. Out: plain data of that type, or a UserError. Imports nothing of this package but errors.
+"""

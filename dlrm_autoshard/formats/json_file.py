@@ -1,0 +1,119 @@
+"""JSON from outside: no key twice, no NaN, no other types, no numbers out of range; what is wrong is named by its key.
+
+    class PlanRecord(TypedDict): ...
+    read_json(path, PlanRecord, "plan file")   # "plan file 'p.json': 'rank_of.user' is 0.9; it must be a whole number."
+    checked(PlanRecord, record)                # the same for what is in memory
+
+Types are TypedDicts of what `numbers` has: the checked record is plain data again.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import pydantic
+
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.sentences import dotted, sentence
+
+T = TypeVar("T")
+MOST_BYTES = 2**28
+_MOST_SAID = 5
+
+
+class FormatError(UserError):
+    """A file that is not what it should be: the message names the file, and the key or the line."""
+
+
+class NotReadable(FormatError):
+    """Without the file's name: what follows it in a sentence, such as "is not JSON (line 3)"."""
+
+
+def read_json(path: Path, kind: type[T], what: str, *, extra_keys: bool = False) -> T:
+    """what: the file's role, for messages. extra_keys: whether keys that `kind` lacks are left out or refused."""
+    try:
+        value = parse_json(read_bytes(path, what))
+    except NotReadable as error:
+        raise FormatError(f"{what} '{path}' {error}.") from error
+    try:
+        return checked(kind, value, extra_keys=extra_keys)
+    except FormatError as error:
+        raise FormatError(f"{what} '{path}': {error}") from error
+
+
+def read_bytes(path: Path, what: str, most: int = MOST_BYTES) -> bytes:
+    """The file, unless it is larger than such a file can be."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise NotReadable(f"cannot be read: {error.strerror}") from error
+    if len(content) > most:
+        raise NotReadable(f"is larger than {most / 2**20:,.0f} MiB, more than any {what} needs")
+    return content
+
+
+def text_of(content: bytes) -> str:
+    """UTF-8, with or without a byte order mark."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise NotReadable(f"is not text: byte {error.start}, in line {line}, is no UTF-8") from error
+
+
+def parse_json(content: bytes) -> Any:
+    """Its value. NotReadable with the line, or the key that is there twice."""
+    try:
+        text = text_of(content)
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        if "\\u" in text:  # halves of a pair are no text: nothing could print or save them
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except NotReadable:
+        raise
+    except UnicodeEncodeError as error:
+        raise NotReadable("holds half of a surrogate pair (\\ud800 to \\udfff), which is no text") from error
+    except json.JSONDecodeError as error:
+        raise NotReadable(f"is not JSON (line {error.lineno}, column {error.colno}: {error.msg})") from error
+    except RecursionError as error:
+        raise NotReadable("nests lists or objects too deeply") from error
+    except ValueError as error:
+        raise NotReadable("holds a number of over 4,300 digits") from error
+
+
+def checked(kind: type[T], value: Any, *, extra_keys: bool = False) -> T:
+    """`value`, if it is of that kind: numbers are not taken for text, nor true for 1, nor 3.0 for 3."""
+    try:
+        extra: Literal["ignore", "forbid"] = "ignore" if extra_keys else "forbid"
+        found: T = _adapter(kind).validate_python(value, strict=True, extra=extra)
+        return found
+    except pydantic.ValidationError as error:
+        details = error.errors()
+        said = [sentence(dotted(detail["loc"]), detail, "an object, {...}") for detail in details[:_MOST_SAID]]
+        more = f" And {len(details) - len(said)} more." if len(details) > len(said) else ""
+        raise FormatError(" ".join(said) + more) from None
+
+
+_adapters: dict[Any, pydantic.TypeAdapter[Any]] = {}  # building one takes longer than most checks
+
+
+def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
+    if kind not in _adapters:
+        _adapters[kind] = pydantic.TypeAdapter(kind)
+    return _adapters[kind]
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise NotReadable(f"has the key '{twice}' twice in one object")
+    return found
+
+
+def _no_constant(name: str) -> float:
+    raise NotReadable(f"holds {name}, which is no number in JSON")

@@ -1,0 +1,22 @@
+"""The types that files may hold: whole numbers that fit 64 bits, finite numbers, names that a terminal can show."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("it holds characters that cannot be printed")
+    return text
+
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(gt=0, lt=2**63)]
+BatchSize = Annotated[int, Field(gt=0, lt=2**31)]
+Ranks = Annotated[int, Field(gt=0, le=2**16)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_printable)]

@@ -1,0 +1,58 @@
+"""What pydantic found wrong with a value, in words: the key as people write it, what they gave, what is allowed."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# pydantic's error type -> what must hold. Types that are not here keep pydantic's own words.
+ALLOWED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a whole number of 64 bits",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text (in quotes, if it looks like a number)",
+    "list_type": "a list, such as [a, b]",
+    "dict_type": "a section of 'key: value' lines",
+    "greater_than": "more than {gt:,}",
+    "greater_than_equal": "{ge:,} or more",
+    "less_than": "less than {lt:,}",
+    "less_than_equal": "at most {le:,}",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+}
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 76
+
+
+def sentence(key: str, detail: Mapping[str, Any], section: str = ALLOWED["dict_type"]) -> str:
+    """For one of pydantic's `errors()`. section: what a dict is called in the format at hand."""
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    if kind == "missing":
+        return f"'{key}' is missing."
+    if kind == "extra_forbidden":
+        return f"unknown key '{key}'."
+    named = f"'{key}' is" if key else "it is"
+    if kind == "dict_type":
+        return f"{named} {show(value)}; it must be {section}."
+    if kind in ALLOWED:
+        return f"{named} {show(value)}; it must be {ALLOWED[kind].format(**context)}."
+    said = str(detail["msg"]).removeprefix("Value error, ").rstrip(".")
+    return f"{named} {show(value)}: {said[:1].lower()}{said[1:]}."
+
+
+def dotted(location: Sequence[str | int]) -> str:
+    return ".".join(str(part) for part in location if part != "[key]")
+
+
+def show(value: object) -> str:
+    """At most some 80 characters, however large the value is."""
+    text = "empty" if value is None else _SHORT.repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

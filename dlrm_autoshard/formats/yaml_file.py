@@ -1,0 +1,79 @@
+"""YAML as people mean it: 1e-3 is a number, no key twice; and within bounds: no bombs of aliases, no depth without end.
+
+parse_yaml("train: {lr: 1e-3}")            # {"train": {"lr": 0.001}}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dlrm_autoshard.formats.json_file import FormatError, NotReadable, read_bytes, text_of
+
+MOST_BYTES = 2**20
+_MOST_NODES = 2**20  # with every alias counted as often as it is used
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-3 as a string and lets the last of two equal keys win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark)
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key '{key}' is there twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def read_yaml(path: Path, what: str) -> Any:
+    """what: the file's role, for messages."""
+    try:
+        return parse_yaml(text_of(read_bytes(path, what, MOST_BYTES)))
+    except NotReadable as error:
+        raise FormatError(f"{what} '{path}' {error}.") from error
+
+
+def parse_yaml(text: str) -> Any:
+    """Its value; None where it is empty. NotReadable with line and column."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _num_nodes(node, {}) > _MOST_NODES:
+            raise NotReadable("its aliases (*name) stand for more than a million values")
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        said = str(getattr(error, "problem", None) or error).strip()
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise NotReadable(f"is not YAML: {where}{said.partition(chr(10))[0]}") from error
+    except RecursionError as error:
+        raise NotReadable("nests its values too deeply") from error
+    except NotReadable:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:  # of a date, a number, a tag
+        raise NotReadable(f"holds a value that cannot be read ({error})") from error
+
+
+def _num_nodes(node: yaml.Node, known: dict[int, int]) -> int:
+    """Values that the document has when all aliases are written out; a node within itself is an endless one."""
+    if id(node) not in known:
+        known[id(node)] = _MOST_NODES
+        inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        nested = [] if isinstance(node, yaml.ScalarNode) else inner
+        known[id(node)] = 1 + sum(_num_nodes(part, known) for part in nested)
+    return known[id(node)]
