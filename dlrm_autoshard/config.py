@@ -131,7 +131,7 @@ class ReshardConfig(Section):
     min_gain: NonNegativeFloat = 0.02  # of the step time; smaller gains are left alone
     rollback: bool = True
     max_move_gib_per_step: PositiveFloat | None = None
-    checksums: bool = False
+    checksums: bool = False  # of every tensor that moves, compared where it left and where it arrived
 
 
 class RefineConfig(Section):

@@ -1,18 +1,23 @@
-"""The loop in the trainer: decisions are recorded, moves change no bit, a checkpoint after one loads anywhere."""
+"""Resharding in the trainer: decisions are recorded, moves change no bit, a checkpoint after one loads anywhere."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dlrm_autoshard.autoshard.decision import Decision
+from dlrm_autoshard.autoshard.choose_move import MoveChooser
+from dlrm_autoshard.autoshard.controller import Controller
+from dlrm_autoshard.autoshard.decision import Decision, Interval
+from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.benchmarks.moving_job import MovingTrainer, settings
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.distributed import reshard_agree
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.task import PlacementTask
 from tests.ranks import run_ranks
 from tests.trainers import TABLES, config, losses, make_runtime, plan_file, records, tensors, trainer
 
@@ -49,19 +54,19 @@ def test_a_checkpoint_made_after_a_move_loads_on_other_ranks_under_a_new_plan(tm
     assert {steps for _, steps in results} == {11}
 
 
-def run_loop(
-    rank: int, world_size: int, loop: Config, static: Config, folder: Path, full: int | None = None
+def run_both(
+    rank: int, world_size: int, resharded: Config, static: Config, folder: Path, full: int | None = None
 ) -> tuple[list[bool], Any]:
-    """full: a rank that has no memory to spare. Returns what is equal at the end, and the loop's last plan."""
+    """full: a rank that has no memory to spare. Returns what is equal at the end, and the last plan."""
     runtime = make_runtime(rank, world_size)
     if rank == full:
         reshard_agree.free_memory = lambda: 0
     with trainer(static, runtime, folder / "static") as still:
         still.run()
         expected = tensors(still)
-    with trainer(loop, runtime, folder / "loop") as moving:
+    with trainer(resharded, runtime, folder / "resharded") as moving:
         if moving.resharding is not None:
-            force_moves(moving)
+            force_moves(moving.resharding.controller)
         moving.run()
         found = tensors(moving)
     shared = sorted(expected.keys() & found.keys())
@@ -71,54 +76,65 @@ def run_loop(
 PLANS = ("0000", "1100", "0111")
 
 
-def force_moves(made: Any) -> None:
-    """Rank 0's rule always goes for the next of PLANS: what is tested is everything around it."""
-    controller = made.resharding._controller
-    if controller is None:
-        return
-    names = [table["name"] for table in TABLES]
-    plans = [ShardingPlan({n: int(r) for n, r in zip(names, ranks, strict=True)}, 2) for ranks in PLANS]
-
-    def decide(base: Decision, interval: Any, plan: ShardingPlan) -> Decision:
-        new_plan = plans[len(controller._past.moves_at) % len(plans)]
-        return Decision(base.epoch, base.step, "moved", "move", 0.1, throughput_before=1.0, new_plan=new_plan)
-
-    controller._decide = decide
-    controller.attention.reason_not_to_look = lambda: None
-    controller._refine = lambda: None
+class Always(SearchTrigger):
+    def reason_not_to_search(self) -> None:
+        return None
 
 
-def test_the_loop_moves_tables_in_training_and_changes_no_bit(tmp_path: Path) -> None:
+class NextOfPlans(MoveChooser):
+    """Always goes for the next of PLANS: what is tested is everything around it."""
+
+    def choose(self, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> Decision:
+        ranks = PLANS[len(self.history.moves_at) % len(PLANS)]
+        rank_of = {table["name"]: int(rank) for table, rank in zip(TABLES, ranks, strict=True)}
+        return replace(base, action="moved", predicted_gain=0.1, new_plan=ShardingPlan(rank_of, 2), old_plan=plan)
+
+
+def force_moves(controller: Controller | None) -> None:
+    if controller is not None:  # rank 0's
+        controller.trigger = Always(min_gain=0.0)
+        chooser = controller.chooser
+        controller.chooser = NextOfPlans(chooser.config, chooser.planner, chooser.bytes_of, controller.trigger)
+
+
+def test_tables_move_in_training_and_no_bit_changes(tmp_path: Path) -> None:
     shape = {"epochs": 3}
     static = config(tmp_path, train=shape, autoshard={"placement": plan_file(tmp_path, "0101", 2)})
-    loop = config(
+    resharded = config(
         tmp_path,
         train=shape,
-        autoshard={"enabled": True, "measure_plans": 0, "reshard": {"checksums": True, "rollback": False}},
+        autoshard={
+            "enabled": True,
+            "measure_plans": 0,
+            "refine": {"updates": 0},
+            "reshard": {"checksums": True, "rollback": False},
+        },
     )
-    results = run_ranks(run_loop, 2, loop, static, tmp_path)
+    results = run_ranks(run_both, 2, resharded, static, tmp_path)
     assert all(all(same) and same for same, _ in results)
-    assert losses(tmp_path / "loop") == losses(tmp_path / "static")
-    decisions = records(tmp_path / "loop", "decisions.jsonl")
+    assert losses(tmp_path / "resharded") == losses(tmp_path / "static")
+    decisions = records(tmp_path / "resharded", "decisions.jsonl")
     assert [d["action"] for d in decisions] == ["moved"] * 3
     assert [d["epoch"] for d in decisions] == [0, 1, 2]
     assert all(d["bytes_moved"] > 0 and d["move_seconds"] > 0 and d["text"].startswith("moved ") for d in decisions[:1])
     assert decisions[0]["measured_gain"] is not None and decisions[-1]["measured_gain"] is None
-    assert len(list((tmp_path / "loop" / "plan").glob("step_*.json"))) >= 3
-    last = ShardingPlan.from_json(json.loads(sorted((tmp_path / "loop" / "plan").glob("step_*.json"))[-1].read_text()))
+    assert len(list((tmp_path / "resharded" / "plan").glob("step_*.json"))) >= 3
+    last = ShardingPlan.from_json(
+        json.loads(sorted((tmp_path / "resharded" / "plan").glob("step_*.json"))[-1].read_text())
+    )
     assert last.to_json() == results[0][1] == results[1][1]
 
 
 def test_a_rank_without_memory_refuses_and_training_goes_on_under_the_old_plan(tmp_path: Path) -> None:
     shape = {"epochs": 2}
     static = config(tmp_path, train=shape, autoshard={"placement": plan_file(tmp_path, "0101", 2)})
-    loop = config(tmp_path, train=shape, autoshard={"enabled": True, "measure_plans": 0})
-    results = run_ranks(run_loop, 2, loop, static, tmp_path, 1)
+    resharded = config(tmp_path, train=shape, autoshard={"enabled": True, "measure_plans": 0, "refine": {"updates": 0}})
+    results = run_ranks(run_both, 2, resharded, static, tmp_path, 1)
     assert all(all(same) and same for same, _ in results)
-    decisions = records(tmp_path / "loop", "decisions.jsonl")
+    decisions = records(tmp_path / "resharded", "decisions.jsonl")
     assert [d["action"] for d in decisions] == ["refused", "refused"]
     assert all("more for its new tables" in d["text"] and d["bytes_moved"] == 0 for d in decisions)
-    first = ShardingPlan.from_json(json.loads(next((tmp_path / "loop" / "plan").glob("step_*0.json")).read_text()))
+    first = ShardingPlan.from_json(json.loads(next((tmp_path / "resharded" / "plan").glob("step_*0.json")).read_text()))
     assert results[0][1] == results[1][1] == first.to_json()
 
 
@@ -127,7 +143,7 @@ def train_once(rank: int, world_size: int, job: Config, folder: Path) -> None:
         made.run()
 
 
-def test_the_loop_starts_from_a_given_plan(tmp_path: Path) -> None:
+def test_resharding_starts_from_a_given_plan(tmp_path: Path) -> None:
     given = {"enabled": True, "measure_plans": 0, "placement": plan_file(tmp_path, "1000", 2)}
     run_ranks(train_once, 2, config(tmp_path, autoshard=given), tmp_path)
     first = ShardingPlan.load(tmp_path / "run" / "plan" / "step_00000000.json")

@@ -1,157 +1,131 @@
-"""The next move, if there is one: candidates from the planner, weighed by the rule, cut to what may move at a time.
+"""The next move, if there is one: the planner's candidates, weighed by what they pay, cut to what may move at a time.
 
-    next_move = NextMove(config.reshard, planner, problem, attention)
-    choice = next_move.choose(interval, plan, move_cost, past)
-    choice.plan, choice.text                # None, "best candidate 1.2% faster, below min_gain 2%"
+    chooser = MoveChooser(config.reshard, planner, bytes_of, trigger)
+    decision = chooser.choose(base, task, interval, plan)        # base: says when, and what was measured
 
-A gain is a ratio of two predictions, taken of the step that was measured. How sure it is depends on how noisy intervals
-are (attention.py) and on how much of the work would change its rank: the model is anchored at the plan that runs, and
-what it says of plans that have little in common with that one is worth less.
+A gain is what the planner predicts of the planned stages, with its uncertainty, taken of the step that was measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
-from dlrm_autoshard.autoshard.decision import Interval, Problem
+from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, gains, moving
 from dlrm_autoshard.autoshard.partial_move import first_part
-from dlrm_autoshard.autoshard.payoff import MoveCost, Offer, Terms, Verdict, caution_after, saving, should_reshard
-from dlrm_autoshard.autoshard.search_trigger import Attention
+from dlrm_autoshard.autoshard.payoff import MoveCost, caution_after, reason_to_stay, seconds_saved
+from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import ReshardConfig
-from dlrm_autoshard.costs import StepProfile, step_cost_ms
-from dlrm_autoshard.plan import PlanError, ShardingPlan, gib, is_legal
+from dlrm_autoshard.costs import step_cost_ms
+from dlrm_autoshard.plan import PlanError, ShardingPlan, gib
 from dlrm_autoshard.planner.planner import Planner
-
-UNSURE = 0.07
-"""Relative error of a gain's prediction where all work changes its rank; where a part does, that part of it."""
+from dlrm_autoshard.planner.task import PlacementTask
 
 
 @dataclass
-class Past:
-    """What the loop remembers of its own deeds; saved in checkpoints. Times are counted in intervals."""
+class History:
+    """The moves that were made, as far as the next one depends on them. Times are counted in intervals."""
 
     intervals: int = 0
     moves_at: list[int] = field(default_factory=list)
     left_at: dict[str, int] = field(default_factory=dict)  # plan fingerprint -> when it stopped being the live one
     rolled_back: list[str] = field(default_factory=list)
 
-
-@dataclass(frozen=True)
-class Choice:
-    """plan: to adopt; None to stay. part_of: the larger move that this is a part of, in words."""
-
-    text: str
-    predicted_gain: float | None = None
-    plan: ShardingPlan | None = None
-    part_of: str | None = None
+    def caution(self, min_gain: float, plan: ShardingPlan) -> float:
+        """What to ask for beyond min_gain."""
+        name = plan.fingerprint
+        left_ago = self.intervals - self.left_at[name] if name in self.left_at else None
+        return caution_after(
+            min_gain, [self.intervals - at for at in self.moves_at], left_ago, name in self.rolled_back
+        )
 
 
-class NextMove:
-    def __init__(self, config: ReshardConfig, planner: Planner, problem: Problem, attention: Attention) -> None:
-        self.config, self.planner, self.problem, self.attention = config, planner, problem, attention
+class MoveChooser:
+    """bytes_of: weight and optimizer state of each table, which a move carries."""
+
+    def __init__(
+        self, config: ReshardConfig, planner: Planner, bytes_of: Mapping[str, int], trigger: SearchTrigger
+    ) -> None:
+        self.config, self.planner, self.bytes_of, self.trigger = config, planner, bytes_of, trigger
+        self.move_cost, self.history = MoveCost(), History()
         self.target: ShardingPlan | None = None  # of a move that is made in parts, and not yet at its end
 
-    def choose(self, interval: Interval, plan: ShardingPlan, move_cost: MoveCost, past: Past) -> Choice:
+    def choose(self, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> Decision:
         """`plan` is the live one."""
         try:
-            candidates = self._candidates(interval.profile, plan)
+            found = self.planner.propose(task, plan, budget_seconds=self.trigger.search_seconds / 2)
         except PlanError as error:  # no reason to stop training under a plan that works
-            return Choice(str(error))
-        best: tuple[Verdict, Offer, ShardingPlan] | None = None
-        gain = self.gains(interval, plan)
-        for candidate in candidates:
-            offer = self._offer(interval, plan, candidate, gain(candidate))
-            verdict = should_reshard(offer, self._terms(interval.profile, plan, candidate, past), move_cost)
-            if best is None or (verdict.go, verdict.saved_seconds) > (best[0].go, best[0].saved_seconds):
-                best = (verdict, offer, candidate)
-        if best is None:
-            return Choice("no other plan is legal")
-        verdict, offer, candidate = best
-        if not verdict.go:
+            return replace(base, why=str(error))
+        candidates = [candidate.ordered(list(plan.rank_of)) for candidate, _ in found]
+        if self.target is not None and self.target != plan:
+            candidates.append(self.target)
+        proposals = self.proposals(task, interval, plan, candidates)
+        if not proposals:
+            return replace(base, why="no other plan is legal")
+        reasons = [self._reason_to_stay(proposal, interval) for proposal in proposals]
+        best, why = max(
+            zip(proposals, reasons, strict=True),
+            key=lambda pair: (pair[1] is None, seconds_saved(pair[0], interval, self.move_cost)),
+        )
+        base = replace(base, predicted_gain=best.gain, uncertainty=best.uncertainty)
+        if why is not None:
             self.target = None
-            if not verdict.wait:
-                self.attention.found_nothing(verdict.text)
-            return Choice(verdict.text, offer.predicted_gain)
-        self.attention.found()
-        if offer.parts > 1:
-            return self._part_of(candidate, offer, interval, plan, gain)
+            if self._reason_to_stay(best, interval, cautious=False) is not None:  # else time alone may change it
+                self.trigger.found_nothing(why)
+            return replace(base, why=why)
+        self.trigger.found()
         self.target = None
-        return Choice(f"move {verdict.text}", offer.predicted_gain, candidate)
+        if best.parts > 1:
+            return self._part_of(best, base, task, interval, plan)
+        return _moved(base, best, plan)
 
-    def gains(self, interval: Interval, plan: ShardingPlan) -> Callable[[ShardingPlan], float]:
-        """What each plan is predicted to gain over `plan`, the live one: a ratio of two predictions, anchored at what
-        was measured, so that the model's common errors cancel."""
-        profile = interval.profile
-        cost_ms = self.planner.step_costs(self.problem.task(profile))
-        current = cost_ms(plan)
+    def proposals(
+        self, task: PlacementTask, interval: Interval, plan: ShardingPlan, candidates: list[ShardingPlan]
+    ) -> list[Proposal]:
+        """Gains as parts of the whole step. The best of many predictions is one that errs to the good, so none is
+        taken to be beyond perfect balance."""
+        planned = step_cost_ms(interval.profile.ranks) / interval.step_ms
+        proposals = []
+        for candidate, gain in zip(candidates, self.planner.gains(task, plan, candidates), strict=True):
+            tables = [move.table for move in plan.moves_to(candidate)]
+            num_bytes = sum(self.bytes_of[table] for table in tables)
+            proposals.append(
+                Proposal(
+                    candidate,
+                    min(planned * gain.mean, self.trigger.balance_gain),
+                    max(self.trigger.gain_scatter, planned * gain.std),
+                    len(tables),
+                    num_bytes,
+                    1 if self._most_bytes is None else max(1, math.ceil(num_bytes / self._most_bytes)),
+                )
+            )
+        return proposals
 
-        def gain(candidate: ShardingPlan) -> float:
-            if current <= 0:
-                return 0.0
-            saved = (1 - cost_ms(candidate) / current) * step_cost_ms(profile.ranks)
-            # The best of many predictions is one that errs to the good: none is believed beyond perfect balance.
-            return min(saved / interval.step_ms, self.attention.room)
-
-        return gain
-
-    def _candidates(self, profile: StepProfile, plan: ShardingPlan) -> list[ShardingPlan]:
-        proposals = self.planner.propose(
-            self.problem.task(profile), plan, budget_seconds=self.attention.look_seconds / 2
-        )
-        candidates = [candidate.ordered(list(plan.rank_of)) for candidate, _ in proposals]
-        return candidates if self.target in (None, plan) else [*candidates, self.target]
-
-    def _offer(self, interval: Interval, plan: ShardingPlan, candidate: ShardingPlan, gain: float) -> Offer:
-        num_bytes, limit = self.problem.bytes_to_move(plan, candidate), self._most_bytes
-        return Offer(
-            predicted_gain=gain,
-            step_ms=interval.step_ms,
-            remaining_steps=interval.remaining_steps,
-            tables=len(plan.moves_to(candidate)),
-            bytes_to_move=num_bytes,
-            parts=1 if limit is None else max(1, math.ceil(num_bytes / limit)),
-        )
-
-    def _terms(self, profile: StepProfile, plan: ShardingPlan, candidate: ShardingPlan, past: Past) -> Terms:
-        name, min_gain = candidate.fingerprint, self.config.min_gain
-        left = past.left_at.get(name)
-        caution = caution_after(
-            min_gain,
-            [past.intervals - at for at in past.moves_at],
-            None if left is None else past.intervals - left,
-            name in past.rolled_back,
-        )
-        if candidate == self.target:  # decided on before its first part was made
-            caution = 0.0
-        unsure = UNSURE * share_of_work(profile, [move.table for move in plan.moves_to(candidate)])
-        return Terms(min_gain, max(self.attention.gain_noise, unsure), caution)
+    def _reason_to_stay(self, proposal: Proposal, interval: Interval, *, cautious: bool = True) -> str | None:
+        min_gain, caution = self.config.min_gain, 0.0
+        if cautious and proposal.plan != self.target:  # a target was decided on before its first part was made
+            caution = self.history.caution(min_gain, proposal.plan)
+        return reason_to_stay(proposal, interval, self.move_cost, min_gain, caution)
 
     def _part_of(
-        self,
-        target: ShardingPlan,
-        offer: Offer,
-        interval: Interval,
-        plan: ShardingPlan,
-        gain: Callable[[ShardingPlan], float],
-    ) -> Choice:
+        self, whole: Proposal, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan
+    ) -> Decision:
         """As much of a larger move as may be made at a time; the rest follows after the next intervals."""
-        limit, problem, profile = self._most_bytes, self.problem, interval.profile
+        limit = self._most_bytes
         assert limit is not None
-        legal = partial(
-            is_legal, table_bytes=problem.table_bytes, topology=problem.topology, constraints=problem.constraints
-        )
-        cost_ms = self.planner.step_costs(problem.task(profile))
-        part = first_part(plan, target, problem.bytes_of, limit, cost_ms, legal, problem.constraints)
-        whole = f"{offer.tables} tables, {gib(offer.bytes_to_move)}: {saving(offer.predicted_gain)}"
-        self.target = target if part.plan is not None else None
-        if part.plan is None:
-            text = f"it moves {whole}, at most {gib(limit)} may move at a time, and {part.why_not}"
-            self.attention.found_nothing(text)
-            return Choice(text, offer.predicted_gain)
-        return Choice("move", gain(part.plan), part.plan, f"a part of {whole}; at most {gib(limit)} may move at a time")
+        cost_ms = self.planner.step_costs(task)
+        part = first_part(plan, whole.plan, self.bytes_of, limit, cost_ms, task.allows, task.constraints)
+        said = f"{moving(whole.tables, whole.bytes)}: {gains(whole.gain)}"
+        if isinstance(part, str):
+            why = f"it moves {said}, at most {gib(limit)} may move at a time, and {part}"
+            self.trigger.found_nothing(why)
+            return replace(base, why=why)
+        self.target = whole.plan
+        [proposal] = self.proposals(task, interval, plan, [part])
+        said = f"a part of {said}; at most {gib(limit)} may move at a time"
+        return replace(_moved(base, proposal, plan), part_of=said)
 
     @property
     def _most_bytes(self) -> int | None:
@@ -159,9 +133,24 @@ class NextMove:
         limit = self.config.max_move_gib_per_step
         return None if limit is None else int(limit * 2**30)
 
+    # -- state -------------------------------------------------------------------------------------------------------
 
-def share_of_work(profile: StepProfile, tables: Sequence[str]) -> float:
-    """Part of all floats looked up that these tables make."""
-    work = {t.name: t.embedding_dim * s.mean_pooling for t, s in zip(profile.tables, profile.stats, strict=True)}
-    total = sum(work.values())
-    return sum(work[table] for table in tables) / total if total > 0 else 0.0
+    def state_dict(self) -> dict[str, Any]:
+        target = None if self.target is None else self.target.to_json()
+        return {"history": asdict(self.history), "move_cost": asdict(self.move_cost), "target": target}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.history, self.move_cost = History(**state["history"]), MoveCost(**state["move_cost"])
+        self.target = None if state["target"] is None else ShardingPlan.from_json(state["target"])
+
+
+def _moved(base: Decision, proposal: Proposal, plan: ShardingPlan) -> Decision:
+    return replace(
+        base,
+        action="moved",
+        predicted_gain=proposal.gain,
+        uncertainty=proposal.uncertainty,
+        tables_moved=proposal.tables,
+        new_plan=proposal.plan,
+        old_plan=plan,
+    )

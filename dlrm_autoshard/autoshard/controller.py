@@ -1,230 +1,196 @@
-"""The loop on rank 0: after each interval of training, learn from it, judge the last move, decide on the next.
+"""What resharding decides, on rank 0: after each interval learn from it, judge the last move, decide on the next.
 
-    controller = LoopController(config.autoshard, planner, Problem(topology, constraints, ...), write)
-    decision = controller.after_interval(interval, plan)
+    controller = Controller(config.autoshard, planner, task, bytes_of, log)
+    decision = controller.decide(interval, plan)
     if decision.new_plan is not None:
         controller.moved(reshard(embeddings, decision.new_plan, ...))     # or controller.refused(why)
 
-    observe -> refine -> was the last move's gain real? -> propose -> decide
-
-Knows nothing of ranks that run: the trainer broadcasts what is decided, and a simulated cluster can stand in for them.
-`write` takes each finished decision's record (a line of decisions.jsonl). A move's record is finished one interval
-later, when its gain has been measured.
+Knows nothing of ranks that run, so a simulated cluster can stand in for them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
-from dlrm_autoshard.autoshard.choose_move import NextMove, Past
-from dlrm_autoshard.autoshard.decision import LEAST_SAMPLES, Decision, Interval, Problem
-from dlrm_autoshard.autoshard.payoff import MoveCost, is_worse, measured_gain, moving, saving
-from dlrm_autoshard.autoshard.search_trigger import Attention
+from dlrm_autoshard.autoshard import thresholds
+from dlrm_autoshard.autoshard.choose_move import MoveChooser
+from dlrm_autoshard.autoshard.decision import Decision, Interval, gains
+from dlrm_autoshard.autoshard.payoff import measured_gain
+from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import AutoshardConfig
-from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile
+from dlrm_autoshard.costs import PLANNED_STAGES, RankCost
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
-
-GOOD_ERROR = 0.03
-"""Of the cost model: with less there is nothing to refine."""
-RANK_CHANGED = 1.25
-"""Ratio by which one rank has become slower than another since the last interval: more than any move's fault."""
+from dlrm_autoshard.planner.task import PlacementTask
 
 
-class LoopController:
+class Log(Protocol):
+    """What a `records.decisions.DecisionLog` does."""
+
+    def write(self, record: Mapping[str, Any]) -> None: ...
+    def forget_after(self, step: int) -> None: ...
+
+
+class Controller:
     def __init__(
-        self,
-        config: AutoshardConfig,
-        planner: Planner,
-        problem: Problem,
-        write: Callable[[Mapping[str, Any]], None],
+        self, config: AutoshardConfig, planner: Planner, task: PlacementTask, bytes_of: Mapping[str, int], log: Log
     ) -> None:
-        self.config, self.planner, self.problem, self._write = config, planner, problem, write
-        self.move_cost = MoveCost()
-        self.attention = Attention(config.reshard.min_gain)
-        self.next_move = NextMove(config.reshard, planner, problem, self.attention)
-        self._past = Past()
-        self._deciding: tuple[Decision, ShardingPlan] | None = None  # made, and not yet carried out; with the old plan
-        self._unproven: tuple[Decision, ShardingPlan] | None = None  # carried out, gain not yet measured
-        self._slowness_before: list[float] | None = None  # of each rank, after the last interval
+        """task: the tables on these ranks, with what is asked of plans. bytes_of: of each table, which a move carries.
+        log: takes each decision's record when it is made, and a move's again when its gain has been measured."""
+        self.config, self.planner, self.task, self.log = config, planner, task, log
+        self.trigger = SearchTrigger(config.reshard.min_gain, config.budget_seconds)
+        self.chooser = MoveChooser(config.reshard, planner, bytes_of, self.trigger)
+        self._pending: Decision | None = None  # not yet carried out
+        self._unproven: Decision | None = None  # carried out, gain not yet measured
+        self._slowness_before: Sequence[float] | None = None  # of each rank, after the last interval
+        self._last_step = -1  # after which there was a decision
 
     # -- one interval ------------------------------------------------------------------------------------------------
 
-    def after_interval(self, interval: Interval, plan: ShardingPlan) -> Decision:
+    def decide(self, interval: Interval, plan: ShardingPlan) -> Decision:
         """`plan` is the live one, under which the interval ran."""
         started = time.perf_counter()
-        if interval.samples < LEAST_SAMPLES:
-            few = f"kept: only {interval.samples} steps were timed, too few to judge by; lower profile.every_steps"
-            decision = Decision(interval.epoch, interval.step, "kept", few, throughput_before=interval.throughput)
-            self._write(decision.to_json())
-            return decision
-        before = self.error(interval.profile)
-        self.planner.costs.observe(interval.profile, self.problem.topology)
+        self._last_step = interval.step
+        base = Decision(interval.epoch, interval.step, "kept", throughput_before=interval.throughput)
+        if interval.samples < thresholds.LEAST_SAMPLES:
+            few = f"only {interval.samples} steps were timed, too few to judge by; lower profile.every_steps"
+            return self._written(replace(base, why=few))
+        profile = interval.profile
+        task = replace(self.task, stats=profile.stats, batch_size=profile.batch_size)
+        base = replace(base, error_before=prediction_error(self.planner.predict(task, plan), profile.ranks))
+        self.planner.costs.observe(profile, task.topology)
         self.planner.costs.follow()
-        one_host = len(self.problem.topology.ranks_by_host) == 1
-        slowness = self._slowness()
-        self.attention.see(interval, slowness, one_host=one_host)
-        no_look = self.attention.reason_not_to_look()
-        if before > GOOD_ERROR and (no_look is None or self._unproven is not None):
-            self._refine()
-        base = Decision(
-            interval.epoch, interval.step, "kept", "", error_before=before, error_after=self.error(interval.profile),
-            throughput_before=interval.throughput,
-        )  # fmt: skip
-        mistake = self._judge_last_move(interval, a_rank_changed(slowness, self._slowness_before))
+        slowness = [float(slow) for slow in self.planner.rank_slowness(task.world_size, task.topology.speed)]
+        self.trigger.see(interval, slowness, one_host=len(task.topology.ranks_by_host) == 1)
+        no_search = self.trigger.reason_not_to_search()
+        if no_search is None or self._unproven is not None:
+            self._refine(base.error_before or 0.0)
+        base = replace(base, error_after=prediction_error(self.planner.predict(task, plan), profile.ranks))
+        mistake = self._judge_last_move(task, interval, a_rank_changed(slowness, self._slowness_before))
         self._slowness_before = slowness
         if mistake is not None:
-            why, old_plan = mistake
-            decision = replace(base, action="rolled_back", text=f"it was {why}", new_plan=old_plan)
-        elif no_look is not None:
-            decision = replace(base, text=f"kept: {no_look}")
+            decision = _taken_back(base, mistake)
+        elif no_search is not None:
+            decision = replace(base, why=no_search)
         else:
-            decision = self._decide(base, interval, plan)
+            decision = self.chooser.choose(base, task, interval, plan)
         decision = replace(decision, decide_seconds=time.perf_counter() - started)
-        self._past.intervals += 1
+        self.chooser.history.intervals += 1
         if decision.new_plan is None:
-            self._write(decision.to_json())
-        else:
-            self._deciding = (decision, plan)
+            return self._written(decision)
+        self._pending = decision
         return decision
 
     def moved(self, num_bytes: int, seconds: float) -> Decision:
         """The last decision has been carried out on all ranks."""
-        decision, old_plan = self._taken()
-        assert decision.new_plan is not None
-        self.move_cost = self.move_cost.learned(num_bytes, seconds)
-        self._past.moves_at.append(self._past.intervals)
-        self._past.left_at[old_plan.fingerprint] = self._past.intervals
-        moves = len(old_plan.moves_to(decision.new_plan))
-        verb = "moved back" if decision.action == "rolled_back" else "moved"
-        reason = f"; {decision.text}" if decision.action == "rolled_back" else ""
-        gain = f": {saving(decision.predicted_gain)}" if decision.predicted_gain is not None and not reason else ""
-        whole = f"; {decision.part_of}" if decision.part_of is not None else ""
-        text = f"{verb} {moving(moves, num_bytes, seconds)}{gain}{reason}{whole}"
-        decision = replace(decision, text=text, bytes_moved=num_bytes, move_seconds=seconds)
+        decision, self._pending = self._pending, None
+        assert decision is not None and decision.old_plan is not None, "there is no decision to carry out"
+        history = self.chooser.history
+        self.chooser.move_cost = self.chooser.move_cost.learned(num_bytes, seconds)
+        history.moves_at.append(history.intervals)
+        history.left_at[decision.old_plan.fingerprint] = history.intervals
+        decision = replace(decision, bytes_moved=num_bytes, move_seconds=seconds)
         if decision.action == "moved":
-            self._unproven = (decision, old_plan)
+            self._unproven = decision
         else:
-            self.next_move.target = None
-            self._write(decision.to_json())
-        return decision
+            self.chooser.target = None
+        return self._written(decision)
 
     def refused(self, why: str) -> Decision:
         """The ranks could not carry the last decision out; the old plan is still the live one."""
-        decision, _ = self._taken()
-        assert decision.new_plan is not None
-        self._past.rolled_back.append(decision.new_plan.fingerprint)  # asked for again only if it is far better
-        self.next_move.target = None
-        decision = replace(decision, action="refused", text=f"refused: {why}", new_plan=None)
-        self._write(decision.to_json())
-        return decision
-
-    def finish(self) -> None:
-        """No interval will follow: the last move's gain stays unmeasured."""
-        if self._unproven is not None:
-            self._write(self._unproven[0].to_json())
-            self._unproven = None
-
-    def error(self, profile: StepProfile) -> float:
-        """Of the cost model on this profile: sum of |predicted - measured| over sum of measured, all ranks' stages."""
-        predicted = self.planner.predict(self.problem.task(profile), profile.plan)
-        pairs = [
-            (p.stage(s), m.stage(s)) for p, m in zip(predicted, profile.ranks, strict=True) for s in PLANNED_STAGES
-        ]
-        measured = sum(m for _, m in pairs)
-        return sum(abs(p - m) for p, m in pairs) / measured if measured > 0 else 0.0
+        decision, self._pending = self._pending, None
+        assert decision is not None and decision.new_plan is not None, "there is no decision to carry out"
+        self.chooser.history.rolled_back.append(decision.new_plan.fingerprint)  # asked for again if it is far better
+        self.chooser.target = None
+        return self._written(replace(decision, action="refused", why=why, new_plan=None, old_plan=None))
 
     # -- the last move -----------------------------------------------------------------------------------------------
 
-    def _judge_last_move(self, interval: Interval, rank_changed: bool) -> tuple[str, ShardingPlan] | None:
-        """Completes its record. Where the move was a mistake: its gain in words, and the plan to go back to.
-        rank_changed: a rank has become slower or faster meanwhile, which is not the move's fault."""
-        if self._unproven is None:
+    def _judge_last_move(self, task: PlacementTask, interval: Interval, rank_changed: bool) -> Decision | None:
+        """Completes its record. Returned where it was a mistake that it pays to take back. rank_changed: a rank has
+        become slower or faster meanwhile, which is not the move's fault."""
+        move, self._unproven = self._unproven, None
+        if move is None:
             return None
-        (decision, old_plan), self._unproven = self._unproven, None
-        noise = self.attention.noise
-        assert decision.new_plan is not None and decision.throughput_before is not None
-        gain = measured_gain(decision.throughput_before, interval.throughput)
-        saved_seconds = gain * interval.profile.batch_size / decision.throughput_before
-        worse = is_worse(decision.throughput_before, interval.throughput, noise)
-        blamed = worse and not rank_changed and self._old_plan_would_be_faster(interval, old_plan, noise)
-        foreseen = saving(decision.predicted_gain or 0.0)
-        outcome = saving(decision.predicted_gain or 0.0, gain)
-        excuse = "; slower than before, but so would the old plan be now" if worse and not blamed else ""
-        self._write(
-            replace(
-                decision,
-                text=decision.text.replace(foreseen, outcome, 1) + excuse,
-                measured_gain=gain,
-                throughput_after=interval.throughput,
-                paid_back_after_steps=round(decision.move_seconds / saved_seconds) if saved_seconds > 0 else None,
-            ).to_json()
+        new_plan, old_plan = move.new_plan, move.old_plan
+        assert new_plan is not None and old_plan is not None and move.throughput_before is not None
+        gain = measured_gain(move.throughput_before, interval.throughput)
+        saved_seconds = gain * interval.profile.batch_size / move.throughput_before
+        worse = gain < -self.trigger.scatter
+        [back] = self.chooser.proposals(task, interval, new_plan, [old_plan])
+        blamed = worse and not rank_changed and back.gain > -self.trigger.scatter
+        move = replace(
+            move,
+            why="slower than before, but so would the old plan be now" if worse and not blamed else "",
+            measured_gain=gain,
+            throughput_after=interval.throughput,
+            paid_back_after_steps=round(move.move_seconds / saved_seconds) if saved_seconds > 0 else None,
         )
-        lost_seconds = -saved_seconds * interval.remaining_steps
-        pays = lost_seconds > self.move_cost.seconds(decision.bytes_moved)
+        self._written(move)
+        pays = -saved_seconds * interval.remaining_steps > self.chooser.move_cost.seconds(move.bytes_moved)
         if not (blamed and pays and self.config.reshard.rollback):
             return None
-        self._past.rolled_back.append(decision.new_plan.fingerprint)
-        return outcome, old_plan
+        self.chooser.history.rolled_back.append(new_plan.fingerprint)
+        return move
 
-    def _old_plan_would_be_faster(self, interval: Interval, old_plan: ShardingPlan, noise: float) -> bool:
-        """By the cost model, which has learned from both. If not, ranks or data have changed: not the move's fault."""
-        profile = interval.profile
-        return self.next_move.gains(interval, profile.plan)(old_plan) > -noise
-
-    def _decide(self, base: Decision, interval: Interval, plan: ShardingPlan) -> Decision:
-        choice = self.next_move.choose(interval, plan, self.move_cost, self._past)
-        decision = replace(base, text=choice.text, predicted_gain=choice.predicted_gain)
-        if choice.plan is None:
-            return replace(decision, text=f"kept: {choice.text}")
-        return replace(decision, action="moved", part_of=choice.part_of, new_plan=choice.plan)
-
-    def _refine(self) -> None:
-        """Learns from all that was observed."""
+    def _refine(self, error: float) -> None:
+        """Learns from all that was observed, where predictions are further off than intervals scatter."""
         settings = self.config.refine
-        if settings.updates > 0:
-            self.planner.costs.refine(
-                settings.updates, learning_rate=settings.learning_rate, budget_seconds=self.attention.refine_seconds
-            )
+        if settings.updates > 0 and error > self.trigger.scatter:
+            seconds = max(self.trigger.search_seconds / 2, thresholds.LEAST_SEARCH_SECONDS)
+            self.planner.costs.refine(settings.updates, learning_rate=settings.learning_rate, budget_seconds=seconds)
 
-    def _slowness(self) -> list[float]:
-        topology = self.problem.topology
-        return [float(slow) for slow in self.planner.rank_slowness(topology.world_size, topology.speed)]
+    def _written(self, decision: Decision) -> Decision:
+        self.log.write(decision.to_json())
+        return decision
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def _taken(self) -> tuple[Decision, ShardingPlan]:
-        assert self._deciding is not None, "there is no decision to carry out"
-        taken, self._deciding = self._deciding, None
-        return taken
-
     def state_dict(self) -> dict[str, Any]:
-        unproven, target = self._unproven, self.next_move.target
         return {
-            "past": asdict(self._past),
-            "move_cost": asdict(self.move_cost),
-            "attention": self.attention.state_dict(),
-            "target": None if target is None else target.to_json(),
-            "unproven": None
-            if unproven is None
-            else {**vars(unproven[0]), "new_plan": unproven[0].new_plan.to_json(), "old_plan": unproven[1].to_json()},  # type: ignore[union-attr]
+            "last_step": self._last_step,
+            "unproven": None if self._unproven is None else self._unproven.state_dict(),
+            "trigger": self.trigger.state_dict(),
+            "chooser": self.chooser.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._past, self.move_cost = Past(**state["past"]), MoveCost(**state["move_cost"])
-        self.attention.load_state_dict(state["attention"])
-        self.next_move.target = None if state["target"] is None else ShardingPlan.from_json(state["target"])
-        if state["unproven"] is not None:
-            record = dict(state["unproven"])
-            old_plan = ShardingPlan.from_json(record.pop("old_plan"))
-            record["new_plan"] = ShardingPlan.from_json(record["new_plan"])
-            self._unproven = (Decision(**record), old_plan)
+    def load_state_dict(self, state: Mapping[str, Any], *, same_ranks: bool = True) -> None:
+        """Brings the log to what it was then, too: later decisions will be made again. same_ranks: False where the
+        state is of another number of ranks, and says nothing about these."""
+        self._last_step = state["last_step"]
+        self.log.forget_after(self._last_step)
+        unproven = None if state["unproven"] is None else Decision.from_state_dict(state["unproven"])
+        if unproven is not None:
+            self._written(unproven)
+        if same_ranks:
+            self._unproven = unproven
+            self.trigger.load_state_dict(state["trigger"])
+            self.chooser.load_state_dict(state["chooser"])
+
+
+def _taken_back(base: Decision, move: Decision) -> Decision:
+    assert move.predicted_gain is not None and move.new_plan is not None and move.old_plan is not None
+    return replace(
+        base,
+        action="rolled_back",
+        why=f"it was {gains(move.predicted_gain, move.measured_gain)}",
+        tables_moved=len(move.new_plan.moves_to(move.old_plan)),
+        new_plan=move.old_plan,
+        old_plan=move.new_plan,
+    )
+
+
+def prediction_error(predicted: Sequence[RankCost], measured: Sequence[RankCost]) -> float:
+    """Sum of |predicted - measured| over sum of measured, all ranks' planned stages."""
+    pairs = [(p.stage(s), m.stage(s)) for p, m in zip(predicted, measured, strict=True) for s in PLANNED_STAGES]
+    total = sum(m for _, m in pairs)
+    return sum(abs(p - m) for p, m in pairs) / total if total > 0 else 0.0
 
 
 def a_rank_changed(slowness: Sequence[float], before: Sequence[float] | None) -> bool:
     """Whether one rank has become slower, against the others, than it was before."""
-    ratios = [now / then for now, then in zip(slowness, before or slowness, strict=True)]
-    return max(ratios) > RANK_CHANGED * min(ratios)
+    ratios = [now / then for now, then in zip(slowness, slowness if before is None else before, strict=True)]
+    return max(ratios) > thresholds.RANK_CHANGED * min(ratios)

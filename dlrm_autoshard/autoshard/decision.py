@@ -1,82 +1,79 @@
-"""What the loop is told after each interval of training, and what it answers: plain data.
+"""What was measured over an interval, which plan is proposed, and what is decided on it: plain data.
 
-interval = Interval(epoch, step, profile, throughput, remaining_steps)
-decision = controller.after_interval(interval, plan)
-decision.action, decision.text          # "kept", "kept: best candidate 1.2% faster, below min_gain 2%"
-decision.to_json()                      # a line of decisions.jsonl
+Proposal(plan, gain=0.148, uncertainty=0.02, tables=7, bytes=432013312)
+decision.action, decision.text          # "kept", "kept: best candidate saves 1.2%, below min_gain 2%"
+decision.to_json()                      # a line of decisions.jsonl: its text is made here, of the other fields
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, Literal
 
+from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.costs import StepProfile
-from dlrm_autoshard.plan import Constraints, ShardingPlan, Topology
-from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.plan import ShardingPlan, gib
 
 Action = Literal["kept", "moved", "rolled_back", "refused"]
-
-LEAST_SAMPLES = 3
-"""Timed steps from which an interval says anything."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What plans must respect, and what moves weigh. bytes_of: weight and optimizer state of each table."""
-
-    topology: Topology
-    constraints: Constraints
-    table_bytes: Mapping[str, int]
-    bytes_of: Mapping[str, int]
-
-    def task(self, profile: StepProfile) -> PlacementTask:
-        """The tables that were measured, to be placed anew."""
-        return PlacementTask.build(
-            profile.tables,
-            profile.stats,
-            self.topology,
-            batch_size=profile.batch_size,
-            table_bytes=self.table_bytes,
-            constraints=self.constraints,
-        )
-
-    def bytes_to_move(self, plan: ShardingPlan, new_plan: ShardingPlan) -> int:
-        return sum(self.bytes_of[move.table] for move in plan.moves_to(new_plan))
 
 
 @dataclass(frozen=True)
 class Interval:
     """What was measured over an interval that ends after `step`; throughput over all ranks, in examples/s. samples:
-    steps whose stages were timed."""
+    steps whose stages were timed. remaining_steps: that are to come."""
 
     epoch: int
     step: int
     profile: StepProfile
     throughput: float
     remaining_steps: int
-    samples: int = LEAST_SAMPLES
+    samples: int = thresholds.LEAST_SAMPLES
 
     @property
     def step_ms(self) -> float:
         return 1000 * self.profile.batch_size / self.throughput
 
+    @property
+    def standard_error(self) -> float:
+        """Of its typical step, relative: a median's, from the quartiles of its timed steps."""
+        deviation = self.profile.noise / (2 * NormalDist().inv_cdf(0.75))
+        return math.sqrt(math.pi / 2 / self.samples) * deviation
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan that tables could move to. gain: part of the step time that it is predicted to save; uncertainty: standard
+    deviation of that. tables, bytes: what would travel, in so many moves (`parts`)."""
+
+    plan: ShardingPlan
+    gain: float
+    uncertainty: float
+    tables: int
+    bytes: int
+    parts: int = 1
+
 
 @dataclass(frozen=True)
 class Decision:
-    """One line of decisions.jsonl; `new_plan` is what the ranks are to adopt, None where they keep theirs.
+    """One line of decisions.jsonl. Gains are parts of the step time saved: positive is faster.
 
-    error_before, error_after: of the cost model on the interval's stages, before it had seen them and after. part_of:
-    the larger move that this one is a part of, in words. decide_seconds: for which training stood still to learn and
-    decide, the move itself apart."""
+    why: the reason where tables stay; of a move, what else is to be said. new_plan, old_plan: what the ranks are to
+    adopt and to leave; None where they keep theirs. error_before, error_after: of the cost model on the interval's
+    stages, before it had seen them and after. part_of: the larger move that this one is a part of, in words.
+    decide_seconds: for which training stood still to learn and decide, the move itself apart.
+    """
 
     epoch: int
     step: int
     action: Action
-    text: str
+    why: str = ""
     predicted_gain: float | None = None
+    uncertainty: float | None = None
     measured_gain: float | None = None
+    tables_moved: int = 0
     bytes_moved: int = 0
     move_seconds: float = 0.0
     part_of: str | None = None
@@ -87,7 +84,44 @@ class Decision:
     throughput_after: float | None = None
     decide_seconds: float = 0.0
     new_plan: ShardingPlan | None = None
+    old_plan: ShardingPlan | None = None
+
+    @property
+    def text(self) -> str:
+        """The decision in plain words, with its numbers."""
+        if self.action in ("kept", "refused"):
+            return f"{self.action}: {self.why}"
+        verb = "moved" if self.action == "moved" else "moved back"
+        done = f"{verb} {moving(self.tables_moved, self.bytes_moved)}, {self.move_seconds:.2f} s"
+        gain = "" if self.predicted_gain is None else f": {gains(self.predicted_gain, self.measured_gain)}"
+        return "; ".join([done + gain, *(said for said in (self.why, self.part_of) if said)])
 
     def to_json(self) -> dict[str, Any]:
-        record = {name: value for name, value in vars(self).items() if name != "new_plan"}
-        return {**record, "plan": None if self.new_plan is None else self.new_plan.fingerprint}
+        plans, said = ("new_plan", "old_plan"), ("why", "tables_moved")
+        record = {name: value for name, value in vars(self).items() if name not in plans + said}
+        return {**record, "text": self.text, "plan": None if self.new_plan is None else self.new_plan.fingerprint}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All fields, as JSON."""
+        return {name: v.to_json() if isinstance(v, ShardingPlan) else v for name, v in vars(self).items()}
+
+    @staticmethod
+    def from_state_dict(state: Mapping[str, Any]) -> Decision:
+        plans = {name: ShardingPlan.from_json(state[name]) for name in ("new_plan", "old_plan") if state[name]}
+        return Decision(**{**state, **plans})
+
+
+def moving(tables: int, num_bytes: int) -> str:
+    """'7 tables, 412 MiB'"""
+    return f"{tables} table{'s' if tables != 1 else ''}, {gib(num_bytes)}"
+
+
+def gains(predicted: float, measured: float | None = None) -> str:
+    """'predicted gain 14.8%, measured 13.9%'"""
+    text = f"predicted gain {predicted:.1%}"
+    return text if measured is None else f"{text}, measured {measured:.1%}"
+
+
+def percent(part: float) -> str:
+    """'2%', '1.2%'"""
+    return f"{100 * part:.1f}".removesuffix(".0") + "%"

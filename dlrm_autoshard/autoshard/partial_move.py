@@ -1,8 +1,7 @@
 """A move that is larger than may move at a time, made in parts: the part to make now.
 
     part = first_part(plan, target, bytes_of, max_bytes, cost_ms, legal)
-    part.plan                       # some of the tables on their new ranks; None where no part will do
-    part.why_not                    # "table 'ad_id' alone has 0.7 GiB"
+    # a plan with some of the tables on their new ranks; or why not: "the smallest of what moves, 'ad_id', has 0.7 GiB"
 
 Training goes on between the parts, so each is a plan of its own: legal, and by prediction not slower than now.
 Pure arithmetic; `cost_ms` predicts, `legal` says whether memory and constraints allow a plan.
@@ -12,20 +11,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
+from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.plan import Constraints, ShardingPlan, gib
 
-MOST_WEIGHED = 40
-"""Tables (or groups that stay together) weighed against each other; of more, those that help most by themselves."""
-
 Group = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Part:
-    plan: ShardingPlan | None
-    why_not: str = ""
 
 
 def first_part(
@@ -36,20 +26,20 @@ def first_part(
     cost_ms: Callable[[ShardingPlan], float],
     legal: Callable[[ShardingPlan], bool],
     constraints: Constraints = Constraints(),
-) -> Part:
+) -> ShardingPlan | str:
     """Tables go one after another, each time the one whose move leaves the least cost; where none may go alone (two
     full ranks swap), two at once. The best of the plans on the way is the part."""
     groups = _groups([move.table for move in plan.moves_to(target)], constraints)
     too_large = [group for group in groups if _size(group, bytes_of) > max_bytes]
     if not groups:
-        return Part(None, "no table moves")
+        return "no table moves"
     if len(too_large) == len(groups):
         smallest = min(too_large, key=lambda group: _size(group, bytes_of))
         named = " and ".join(f"'{table}'" for table in smallest)
-        return Part(None, f"the smallest of what moves, {named}, has {gib(_size(smallest, bytes_of))}")
+        return f"the smallest of what moves, {named}, has {gib(_size(smallest, bytes_of))}"
     waiting = [group for group in groups if group not in too_large]
-    if len(waiting) > MOST_WEIGHED:
-        waiting = sorted(waiting, key=lambda group: cost_ms(_moved(plan, target, group)))[:MOST_WEIGHED]
+    if len(waiting) > thresholds.MOST_WEIGHED:  # those that help most by themselves
+        waiting = sorted(waiting, key=lambda group: cost_ms(_moved(plan, target, group)))[: thresholds.MOST_WEIGHED]
     now, best, best_ms = plan, None, cost_ms(plan)
     left = max_bytes
     while True:
@@ -61,9 +51,7 @@ def first_part(
         waiting = [group for group in waiting if group[0] not in chosen]
         if ms <= best_ms:
             best, best_ms = now, ms
-    if best is None:
-        return Part(None, "no part of it that small is legal and as fast as the current plan")
-    return Part(best)
+    return best or "no part of it that small is legal and as fast as the current plan"
 
 
 def _steps(

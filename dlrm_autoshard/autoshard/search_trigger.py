@@ -1,13 +1,12 @@
-"""When the loop looks for a better plan, and how sure it is of what intervals say: so that nothing to do costs nothing.
+"""When resharding searches for a better plan, and how far intervals scatter: nothing is spent where nothing is to gain.
 
-    attention = Attention(min_gain=0.02)
-    attention.see(interval, slowness)       # every interval; slowness: of each rank, as the cost model believes
-    attention.reason_not_to_look()          # "even perfect balance would save 1%, below min_gain 2%", or None
-    attention.noise, attention.gain_noise   # of throughput from interval to interval, and of what balance would save
+    trigger = SearchTrigger(min_gain=0.02, budget_seconds=20)
+    trigger.see(interval, slowness)         # every interval; slowness: of each rank, times longer for the same work
+    trigger.reason_not_to_search()          # "even perfect balance would save 1%, below min_gain 2%", or None
 
 A machine that is slower for a while is slower for all ranks: throughput then says little, and which rank waits for
-which still much. So there are two noises: the first judges whether a move made training faster, the second whether a
-predicted gain is more than chance.
+which still much. So there are two scatters: `scatter`, of throughput, by which a move that was made is judged, and
+`gain_scatter`, of what perfect balance would save, by which predicted gains are.
 """
 
 from __future__ import annotations
@@ -16,100 +15,83 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from dlrm_autoshard.autoshard.decision import Interval
-from dlrm_autoshard.autoshard.payoff import percent
+from dlrm_autoshard.autoshard import thresholds
+from dlrm_autoshard.autoshard.decision import Interval, percent
 from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile, balanced_cost_ms, step_cost_ms
 
-NOISE_BELIEVED, NOISE_LEAST = 0.02, 0.005
-"""Relative difference between two intervals of one plan: until some have been seen, and at least."""
-CHANGED = 0.04
-"""Relative difference of measured costs from which something has changed, where they are not noisier than that."""
-LOOKS = 3
-"""Searches in a row that found nothing, before the loop waits for something to change."""
-LOOK_SHARE, LOOK_SECONDS = 0.05, (0.03, 2.0)
-"""A look (refining and searching) may take this part of what there is to gain, within these bounds; below, none is
-taken."""
-MEDIAN_ERROR = 0.93
-"""Standard error of a median: this x interquartile range / sqrt(samples)."""
-REMEMBERED, AVERAGED = 12, 6
-"""Differences kept; and intervals alike over which predictions average (the anchor's), at most."""
 
-
-class Attention:
-    def __init__(self, min_gain: float) -> None:
-        self.min_gain = min_gain
+class SearchTrigger:
+    def __init__(self, min_gain: float, budget_seconds: float = float("inf")) -> None:
+        """budget_seconds: that learning and searching may take after an interval, at most."""
+        self.min_gain, self.budget_seconds = min_gain, budget_seconds
         self.differences: list[float] = []  # of throughput between intervals in which nothing changed
-        self.room_differences: list[float] = []  # of `room`, likewise
-        self.looks = 0  # in a row that found nothing
-        self.room = 0.0  # part of the step time that perfect balance would save
+        self.gain_differences: list[float] = []  # of `balance_gain`, likewise
+        self.searches = 0  # in a row that found nothing
+        self.balance_gain = 0.0  # part of the step time that perfect balance would save
         self._alike = 0  # intervals in a row like the one seen last
         self._seen: Interval | None = None
-        self._settled: StepProfile | None = None  # what was measured when last a whole look found nothing better
+        self._settled: StepProfile | None = None  # what was measured when last a search found nothing better
         self._best_then = ""
 
     def see(self, interval: Interval, slowness: Sequence[float], *, one_host: bool = True) -> None:
-        last, last_room, self._seen = self._seen, self.room, interval
+        last, last_gain, self._seen = self._seen, self.balance_gain, interval
         ranks = interval.profile.ranks
-        self.room = (step_cost_ms(ranks) - balanced_cost_ms(ranks, slowness, exchange=one_host)) / interval.step_ms
+        balanced_ms = balanced_cost_ms(ranks, slowness, exchange=one_host)
+        self.balance_gain = (step_cost_ms(ranks) - balanced_ms) / interval.step_ms
         if last is not None and not differ(last.profile, interval.profile):
-            self._alike = min(self._alike + 1, AVERAGED)
+            self._alike = min(self._alike + 1, thresholds.MEMORY)
             _keep(self.differences, abs(interval.throughput / last.throughput - 1))
-            _keep(self.room_differences, abs(self.room - last_room))
+            _keep(self.gain_differences, abs(self.balance_gain - last_gain))
         else:
             self._alike = 1
         if self._settled is not None and differ(self._settled, interval.profile):
-            self._settled, self.looks = None, 0
+            self._settled, self.searches = None, 0
 
     @property
-    def noise(self) -> float:
+    def scatter(self) -> float:
         """Relative difference of throughput to be expected between intervals in which nothing changes."""
         return _typical(self.differences)
 
     @property
-    def gain_noise(self) -> float:
-        """How far off a predicted gain may be by measurements alone: as what balance would save differs from interval
-        to interval, or as the steps within one scatter, if that is more. Several intervals alike are averaged."""
-        scatter = MEDIAN_ERROR * self._now.profile.noise / self._now.samples**0.5
-        return max(NOISE_LEAST, max(_typical(self.room_differences), scatter) / max(1, self._alike) ** 0.5)
+    def gain_scatter(self) -> float:
+        """How far off a gain may be by measurements alone: as what balance would save differs from interval to
+        interval, or as the steps within one scatter, if that is more. Several intervals alike are averaged."""
+        return max(_typical(self.gain_differences), self._now.standard_error) / max(1, self._alike) ** 0.5
 
     @property
     def seconds_to_gain(self) -> float:
         interval = self._now
-        return self.room * interval.step_ms / 1000 * interval.remaining_steps
+        return self.balance_gain * interval.step_ms / 1000 * interval.remaining_steps
 
     @property
-    def look_seconds(self) -> float:
-        return min(LOOK_SHARE * self.seconds_to_gain, LOOK_SECONDS[1])
+    def search_seconds(self) -> float:
+        """What learning and searching may take, one half each."""
+        return min(thresholds.SEARCH_SHARE * self.seconds_to_gain, self.budget_seconds)
 
-    @property
-    def refine_seconds(self) -> float:
-        """Half a look; also what a move is judged by, which is done whatever there is left to gain."""
-        return max(self.look_seconds / 2, LOOK_SECONDS[0])
-
-    def reason_not_to_look(self) -> str | None:
+    def reason_not_to_search(self) -> str | None:
         """None: there may be something to find."""
         steps = self._now.remaining_steps
         if steps <= 0:
             return "no steps are left"
-        if self.room < self.min_gain:
-            return f"even perfect balance would save {percent(self.room)}, below min_gain {percent(self.min_gain)}"
-        if self.room - self.gain_noise < self.min_gain:  # no candidate gains more, or is surer of it
+        most = f"even perfect balance would save {percent(self.balance_gain)}"
+        if self.balance_gain < self.min_gain:
+            return f"{most}, below min_gain {percent(self.min_gain)}"
+        if self.balance_gain - self.gain_scatter < self.min_gain:  # no candidate gains more, or is surer of it
             return (
-                f"even perfect balance would save {percent(self.room)}, give or take {percent(self.gain_noise)}: "
-                f"not surely above min_gain {percent(self.min_gain)}"
+                f"{most}, give or take {percent(self.gain_scatter)}: not surely above min_gain {percent(self.min_gain)}"
             )
-        if self.looks >= LOOKS:
+        if self.searches >= thresholds.SEARCHES:
             return f"nothing has changed ({self._best_then})"
-        if self.look_seconds < LOOK_SECONDS[0]:
+        if self.search_seconds < thresholds.LEAST_SEARCH_SECONDS:
             return f"at most {self.seconds_to_gain:.2g} s to gain in the {steps} steps left"
         return None
 
     def found(self) -> None:
-        self._settled, self.looks = None, 0
+        self._settled, self.searches = None, 0
 
     def found_nothing(self, best: str) -> None:
         self._settled, self._best_then = self._now.profile, best
-        self.looks += 1
+        self.searches += 1
 
     @property
     def _now(self) -> Interval:
@@ -117,11 +99,11 @@ class Attention:
         return self._seen
 
     def state_dict(self) -> dict[str, Any]:
-        """What was found in earlier looks is not kept, so that a job that goes on looks again."""
-        return {"differences": self.differences, "room_differences": self.room_differences}
+        """What was found in earlier searches is not kept, so that a job that goes on searches again."""
+        return {"differences": self.differences, "gain_differences": self.gain_differences}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.differences, self.room_differences = list(state["differences"]), list(state["room_differences"])
+        self.differences, self.gain_differences = list(state["differences"]), list(state["gain_differences"])
 
 
 def differ(one: StepProfile, other: StepProfile) -> bool:
@@ -132,13 +114,13 @@ def differ(one: StepProfile, other: StepProfile) -> bool:
     changes = [
         abs(a.stage(s) - b.stage(s)) for a, b in zip(one.ranks, other.ranks, strict=True) for s in PLANNED_STAGES
     ]
-    return sum(changes) > max(CHANGED, one.noise, other.noise) * total
+    return sum(changes) > max(thresholds.CHANGED, one.noise, other.noise) * total
 
 
 def _keep(values: list[float], value: float) -> None:
     values.append(value)
-    del values[:-REMEMBERED]
+    del values[: -2 * thresholds.MEMORY]
 
 
 def _typical(differences: Sequence[float]) -> float:
-    return max(NOISE_LEAST, median(differences)) if len(differences) > 1 else NOISE_BELIEVED
+    return median([thresholds.USUAL_SCATTER, *differences])

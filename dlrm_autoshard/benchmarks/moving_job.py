@@ -82,7 +82,7 @@ class RandomMoves:
         self.moved += stats.bytes
         if self._kill:
             self._kill.at("after", self.step)
-        return Decision(0, self.step, "moved", f"moved {len(stats.moves)} tables", new_plan=plan)
+        return Decision(0, self.step, "moved", tables_moved=len(stats.moves), bytes_moved=stats.bytes, new_plan=plan)
 
     def plan_at(self, step: int) -> ShardingPlan:
         draw = np.random.default_rng([self._seed, step])
@@ -91,8 +91,8 @@ class RandomMoves:
             return ShardingPlan(dict.fromkeys(names, int(draw.integers(ranks))), ranks)
         return ShardingPlan({name: int(draw.integers(ranks)) for name in names}, ranks)
 
-    def finish(self) -> None:
-        pass
+    def is_due(self, epoch: int) -> bool:
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         return {}

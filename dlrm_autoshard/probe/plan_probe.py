@@ -30,8 +30,9 @@ from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.shared_memory import connect
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, relative_spread
-from dlrm_autoshard.tables import TableConfig, TableStats
+from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats
 
 T = TypeVar("T")
 Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
@@ -105,6 +106,9 @@ class IsolatedProbe:
         return StepProfile(plan, self.tables, self.stats, self.batch_size, tuple(ranks), "probe", noise)
 
 
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
 class RankProbe:
     """Measures placements and single shards on the running ranks; made on every rank with equal arguments.
 
@@ -130,6 +134,12 @@ class RankProbe:
         self._exchange_repeats, self._rounds, self._seconds = exchange_repeats, rounds, seconds
         self._probe = probe or ShardProbe(device=runtime.device, buffer_gib=0.25, repeats=3)
         self._link = connect(runtime.group) if runtime.device.type == "cpu" else None  # as training does
+
+    @staticmethod
+    def at_start(runtime: Runtime, task: PlacementTask, optimizer: TableOptimizer, exchange_dtype: str) -> RankProbe:
+        """For the few seconds that a job has before its first step: smaller buffers, fewer repetitions."""
+        shards = ShardProbe(optimizer, runtime.device, buffer_gib=0.25, repeats=3, seconds_per_shard=0.1)
+        return RankProbe(runtime, task.tables, task.stats, task.batch_size, shards, _DTYPES[exchange_dtype])
 
     def on_rank_zero(self, function: Callable[[], T]) -> T | None:
         """Runs `function` on rank 0, which may call `measure` and `measure_shards`; returns None elsewhere.

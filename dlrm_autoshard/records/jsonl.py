@@ -29,11 +29,11 @@ class ReportError(UserError):
 
 def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
     """Adds one line and waits until it is on disk. NaN and infinities become null: JSON has no word for them."""
-    line = json.dumps({"schema": SCHEMA, **_finite(record)}, allow_nan=False, separators=(",", ":")) + "\n"
+    line = _line({"schema": SCHEMA, **record})
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as file:
         file.truncate(_whole_lines_end(file.seek(0, os.SEEK_END), path))
-        file.write(line.encode())
+        file.write(line)
         file.flush()
         os.fsync(file.fileno())
 
@@ -52,7 +52,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def drop_after(path: Path, epoch: int) -> None:
     """Removes records of epochs after `epoch` (-1: all that have an epoch), all at once or, in a crash, not at all."""
-    _keep(path, lambda record: int(record.get("epoch", -1)) <= epoch)
+    change_jsonl(path, lambda record: record if int(record.get("epoch", -1)) <= epoch else None)
 
 
 def drop_after_step(path: Path, step: int) -> None:
@@ -63,20 +63,25 @@ def drop_after_step(path: Path, step: int) -> None:
         reached = int(record.get("end_step", record.get("step", -1)))
         return reached < step or (reached == step and record.get("split") not in ("val", "test"))
 
-    _keep(path, is_before)
+    change_jsonl(path, lambda record: record if is_before(record) else None)
 
 
-def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+def change_jsonl(path: Path, change: Callable[[dict[str, Any]], Mapping[str, Any] | None]) -> None:
+    """Every record becomes what `change` makes of it, or goes where that is None; all at once or, in a crash, not."""
     records = read_jsonl(path)
-    kept = [record for record in records if wanted(record)]
-    if len(kept) == len(records):
+    kept = [new for record in records if (new := change(record)) is not None]
+    if kept == records:
         return
     draft = path.with_name(path.name + ".tmp")
     with open(draft, "wb") as file:
-        file.writelines(json.dumps(record, separators=(",", ":")).encode() + b"\n" for record in kept)
+        file.writelines(_line(record) for record in kept)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(_finite(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:

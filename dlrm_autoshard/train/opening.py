@@ -33,7 +33,7 @@ def open_run(
     result = placement.result
     placement.plan.save(run_dir / "plan" / f"step_{step:08d}.json")
     predicted = None if result is None else result.predicted
-    display.show(rank_table(placement.plan, tables, stats, placement.table_bytes, predicted))
+    display.show(rank_table(placement.plan, tables, stats, placement.task.table_bytes, predicted))
     if result is not None:
         append_jsonl(run_dir / "plan" / "evidence.jsonl", {"step": step, **result.to_json()})
         display.show(candidate_table(result))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dlrm_autoshard.autoshard.decision import Interval
@@ -21,7 +21,6 @@ from dlrm_autoshard.data.batch import Split
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
-from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.records.epoch import EpochProfile
 from dlrm_autoshard.train.display import Display, describe
 from dlrm_autoshard.train.evaluation import evaluate
@@ -215,8 +214,7 @@ class Trainer(Job):
         planner, stats, position = self.placement.planner, self.state.stats, self.position
         predicted = None
         if planner is not None:
-            topology = self.placement.topology
-            task = PlacementTask.build(self.source.tables, stats, topology, batch_size=self.global_batch)
+            task = replace(self.placement.task, stats=tuple(stats))
             predicted = planner.predict(task, self.embeddings.plan)
         closed = self.recorder.close(position.epoch, position.step, self.global_batch, stats, predicted)
         record, profile = closed if closed is not None else (None, None)
@@ -234,9 +232,8 @@ class Trainer(Job):
 
     def _maybe_reshard(self, record: EpochProfile | None, profile: StepProfile | None) -> None:
         """Decides on moves, on every rank between intervals; record and profile are rank 0's."""
-        every, position = self.config.autoshard.reshard, self.position
-        due = every.every_steps is not None or (position.epoch + 1) % every.every_epochs == 0
-        if self.resharding is None or not due:
+        position = self.position
+        if self.resharding is None or not self.resharding.is_due(position.epoch):
             return
         interval = None
         if record is not None and profile is not None and record.throughput > 0:
@@ -269,8 +266,6 @@ class Trainer(Job):
 
     def _finish(self) -> None:
         self.checkpoints.finish()
-        if self.resharding is not None:
-            self.resharding.finish()
         report = self.journal.finish()
         if report is not None:
             self.display.line(report)

@@ -1,0 +1,38 @@
+"""What the data does to tables, measured before training begins.
+
+measure_stats(source, global_batch=4096, batches=8)       # one TableStats a table
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dlrm_autoshard.data.batch import DataSource
+from dlrm_autoshard.tables import TableStats, measure_table_stats
+
+MOST_SAMPLES = 1 << 16
+"""Read in all: a second's work, and pooling factors to half a percent."""
+
+
+def measure_stats(source: DataSource, global_batch: int, batches: int) -> tuple[TableStats, ...]:
+    """Statistics of each table from the first batches of training data, each taken as one global batch."""
+    total = source.num_samples("train")
+    size = min(global_batch, total, MOST_SAMPLES)
+    count = max(1, min(batches, total // size, MOST_SAMPLES // size))
+    seen = []
+    for index in range(count):
+        batch = source.read("train", 0, index * size, (index + 1) * size)
+        seen.append(measure_table_stats(batch.lengths_TB.numpy(), batch.values_N.numpy()))
+    return tuple(_average(table) for table in zip(*seen, strict=True))
+
+
+def _average(stats: Sequence[TableStats]) -> TableStats:
+    histogram = np.mean([stat.reuse_histogram for stat in stats], axis=0)
+    return TableStats(
+        float(np.mean([stat.mean_pooling for stat in stats])),
+        tuple(float(share) for share in histogram),
+        float(np.mean([stat.mean_reuse for stat in stats])),
+        stats[0].batch_size,
+    )

@@ -1,0 +1,136 @@
+"""The arithmetic by which tables move: does a move surely gain what is asked, and pay for itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, gains, moving
+from dlrm_autoshard.autoshard.payoff import MoveCost, caution_after, measured_gain, reason_to_stay
+from dlrm_autoshard.costs import RankCost, StepProfile
+from dlrm_autoshard.plan import ShardingPlan
+
+PLAN = ShardingPlan({"a": 0}, 1)
+COST = MoveCost(bytes_per_second=1e9, fixed_seconds=0.1)
+PROPOSAL = Proposal(PLAN, gain=0.148, uncertainty=0.01, tables=7, bytes=412 << 20)
+
+
+def interval(step_ms: float = 20.0, remaining_steps: int = 1000) -> Interval:
+    profile = StepProfile(PLAN, (), (), 64, (RankCost(1.0),), "simulated")
+    return Interval(0, 100, profile, 64_000 / step_ms, remaining_steps)
+
+
+proposals = st.builds(
+    Proposal,
+    plan=st.just(PLAN),
+    gain=st.floats(-1, 0.9),
+    uncertainty=st.floats(0, 0.3),
+    tables=st.integers(0, 100),
+    bytes=st.integers(0, 2**40),
+    parts=st.integers(1, 9),
+)
+intervals = st.builds(interval, st.floats(0.1, 1000), st.integers(0, 10**6))
+asked = st.tuples(st.floats(0, 0.2), st.floats(0, 0.2))
+costs = st.builds(MoveCost, bytes_per_second=st.floats(1e6, 1e11), fixed_seconds=st.floats(0, 10))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({}, None),
+        ({"gain": 0.012}, "best candidate saves 1.2%, below min_gain 2%"),
+        ({"gain": -0.1}, "no candidate is faster than the current plan"),
+        ({"gain": 0.03, "uncertainty": 0.02}, "best candidate saves 3%, give or take 2%: not surely above min_gain 2%"),
+    ],
+)
+def test_says_why_in_plain_words(change: dict[str, float], text: str | None) -> None:
+    assert reason_to_stay(dataclasses.replace(PROPOSAL, **change), interval(), COST, 0.02) == text  # type: ignore[arg-type]
+
+
+def test_says_what_a_move_costs_and_what_caution_asks_for() -> None:
+    assert reason_to_stay(PROPOSAL, interval(remaining_steps=100), COST, 0.02) == (
+        "best candidate saves 14.8%: 0.3 s in the 100 steps left; moving 412 MiB takes 0.53 s"
+    )
+    small = dataclasses.replace(PROPOSAL, gain=0.03, uncertainty=0.0)
+    assert "after recent moves 6% are asked for" in (reason_to_stay(small, interval(), COST, 0.02, 0.04) or "")
+
+
+@given(proposals, intervals, asked, costs)
+def test_goes_exactly_when_it_pays_and_is_sure(
+    proposal: Proposal, measured: Interval, ask: tuple[float, float], cost: MoveCost
+) -> None:
+    min_gain, caution = ask
+    reason = reason_to_stay(proposal, measured, cost, min_gain, caution)
+    gained = proposal.gain * measured.step_ms / 1000 * measured.remaining_steps
+    pays = gained - cost.seconds(proposal.bytes, proposal.parts) > 0
+    certain = proposal.gain - proposal.uncertainty
+    sure = certain >= min_gain and certain >= min_gain + caution and proposal.gain > 0
+    assert (reason is None) == (pays and sure and proposal.tables > 0)
+    assert reason != ""
+
+
+@given(proposals, intervals, asked, costs, st.floats(0, 0.5), st.integers(0, 1000), st.floats(0, 0.5))
+def test_a_better_proposal_is_never_refused_where_a_worse_one_is_taken(
+    proposal: Proposal,
+    measured: Interval,
+    ask: tuple[float, float],
+    cost: MoveCost,
+    more_gain: float,
+    more_steps: int,
+    fewer: float,
+) -> None:
+    better = dataclasses.replace(
+        proposal, gain=proposal.gain + more_gain, bytes=int(proposal.bytes * (1 - fewer)), uncertainty=0.0
+    )
+    longer = dataclasses.replace(measured, remaining_steps=measured.remaining_steps + more_steps)
+    if reason_to_stay(proposal, measured, cost, *ask) is None:
+        assert reason_to_stay(better, longer, cost, *ask) is None
+
+
+@given(st.floats(0.001, 0.1), st.lists(st.integers(0, 20), max_size=5), st.integers(0, 20))
+def test_caution_grows_with_moves_and_fades_with_time(min_gain: float, moves: list[int], left: int) -> None:
+    now = caution_after(min_gain, moves, left, rolled_back=False)
+    assert now >= 0
+    assert caution_after(min_gain, [ago + 1 for ago in moves], left + 1, rolled_back=False) <= now
+    assert caution_after(min_gain, [0, *moves], left, rolled_back=False) > now
+    assert caution_after(min_gain, moves, left, rolled_back=True) > now
+    assert caution_after(min_gain, [9], 9, rolled_back=False) == 0
+
+
+@given(st.floats(1e5, 1e10), st.floats(0.001, 2), st.lists(st.integers(0, 2**32), min_size=1, max_size=6))
+def test_move_cost_learns_a_steady_truth(bandwidth: float, fixed: float, sizes: list[int]) -> None:
+    truth, learned = MoveCost(bandwidth, fixed), MoveCost()
+    for size in sizes:
+        learned = learned.learned(size, truth.seconds(size))
+        assert learned.bytes_per_second > 0 and learned.fixed_seconds > 0
+    for size in sizes[-1:]:  # what was just seen is what is expected the next time, within a factor of 2
+        assert truth.seconds(size) / 2.01 <= learned.seconds(size) <= truth.seconds(size) * 2.01 + 0.2
+
+
+def test_measured_gain_is_a_part_of_the_step_time() -> None:
+    assert measured_gain(100.0, 125.0) == pytest.approx(0.2) and measured_gain(100.0, 80.0) == pytest.approx(-0.25)
+
+
+def test_texts_read_as_in_the_records() -> None:
+    assert moving(7, 412 << 20) == "7 tables, 412 MiB" and moving(1, 2048).startswith("1 table,")
+    assert gains(0.148, 0.139) == "predicted gain 14.8%, measured 13.9%"
+    moved = Decision(
+        0, 500, "moved", predicted_gain=0.148, tables_moved=7, bytes_moved=412 << 20, move_seconds=0.312, new_plan=PLAN
+    )
+    assert moved.text == "moved 7 tables, 412 MiB, 0.31 s: predicted gain 14.8%"
+    judged = dataclasses.replace(
+        moved, measured_gain=-0.021, why="slower than before, but so would the old plan be now"
+    )
+    assert judged.text == f"{moved.text}, measured -2.1%; slower than before, but so would the old plan be now"
+    assert Decision(0, 500, "kept", "no steps are left").text == "kept: no steps are left"
+
+
+def test_a_decision_s_text_is_made_when_it_is_written() -> None:
+    decision = Decision(3, 500, "refused", "rank 1 needs 6 GiB more", predicted_gain=0.1, uncertainty=0.02)
+    record = decision.to_json()
+    assert record["text"] == decision.text and record["action"] == "refused" and record["plan"] is None
+    assert "why" not in record and "new_plan" not in record and record["uncertainty"] == 0.02
+    assert Decision.from_state_dict(decision.state_dict()) == decision

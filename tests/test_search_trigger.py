@@ -1,0 +1,67 @@
+"""When resharding searches, and how far intervals scatter: simulated figures, pure arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+from dlrm_autoshard.autoshard import thresholds
+from dlrm_autoshard.autoshard.decision import Interval
+from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
+from dlrm_autoshard.costs import RankCost, StepProfile, balanced_cost_ms
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+PLAN = ShardingPlan({"a": 0, "b": 1}, 2)
+
+
+def interval(first: float, second: float, step: int = 100, left: int = 10_000, dense: float = 5.0) -> Interval:
+    """Two ranks that look up for so many ms, and a step that takes the slower one's and `dense` ms."""
+    ranks = (RankCost(fwd_compute_ms=first), RankCost(fwd_compute_ms=second))
+    tables, stats = (TableConfig("a", 10, 4), TableConfig("b", 10, 4)), (TableStats(1.0), TableStats(1.0))
+    profile = StepProfile(PLAN, tables, stats, 64, ranks, "simulated")
+    return Interval(0, step, profile, 64_000 / (max(first, second) + dense), left)
+
+
+def test_what_slows_all_ranks_is_scatter_of_throughput_and_none_of_gains() -> None:
+    trigger = SearchTrigger(0.02)
+    for factor in (1.0, 1.03, 1.0, 1.03):
+        trigger.see(interval(20 * factor, 20 * factor), [1.0, 1.0])
+    assert trigger.scatter > 0.015
+    assert trigger.gain_scatter <= 0.005
+
+
+def test_gains_grow_surer_with_intervals_alike_and_unsure_after_a_change() -> None:
+    trigger = SearchTrigger(0.02)
+    for number in range(6):
+        trigger.see(interval(20, 20 + (number % 2)), [1.0, 1.0])
+    several = trigger.gain_scatter
+    trigger.see(interval(20, 40), [1.0, 1.0])
+    assert trigger.gain_scatter > 1.5 * several
+
+
+def test_perfect_balance_gives_a_slow_rank_less_to_do() -> None:
+    ranks = (RankCost(fwd_compute_ms=10), RankCost(fwd_compute_ms=20))
+    assert balanced_cost_ms(ranks) == 15
+    assert balanced_cost_ms(ranks, [1.0, 2.0]) == pytest.approx(20 / 1.5)
+
+
+def test_it_stops_searching_where_nothing_is_found_and_searches_again_when_something_changes() -> None:
+    trigger = SearchTrigger(0.02)
+    for _ in range(thresholds.SEARCHES):
+        trigger.see(interval(20, 30), [1.0, 1.0])
+        assert trigger.reason_not_to_search() is None
+        trigger.found_nothing("best candidate 1% faster")
+    trigger.see(interval(20, 30), [1.0, 1.0])
+    assert trigger.reason_not_to_search() == "nothing has changed (best candidate 1% faster)"
+    trigger.see(interval(20, 45), [1.0, 1.0])
+    assert trigger.reason_not_to_search() is None
+
+
+def test_it_does_not_search_where_balance_would_save_little_or_no_steps_are_left() -> None:
+    trigger = SearchTrigger(0.02)
+    trigger.see(interval(20, 20.2), [1.0, 1.0])
+    assert "even perfect balance would save" in (trigger.reason_not_to_search() or "")
+    trigger.see(interval(20, 30, left=10), [1.0, 1.0])
+    assert "in the 10 steps left" in (trigger.reason_not_to_search() or "")
+    trigger.see(interval(20, 30, left=0), [1.0, 1.0])
+    assert trigger.reason_not_to_search() == "no steps are left"
