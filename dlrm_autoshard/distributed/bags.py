@@ -1,0 +1,294 @@
+"""The tables as one module for any training loop: `loss.backward()` averages their gradients and updates them.
+
+bags = ShardedEmbeddingBags(tables, optimizer=RowwiseAdagrad(lr=0.02))       # ranks: torch.distributed's
+pooled_BD = bags(lengths_TB, values_N)                                       # or bags(keyed_jagged_tensor)
+bags.plan; bags.table_lr = 0.01; bags.state_dict()                           # of the tables that this rank owns
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import get_gradient_edge
+
+from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.data.id_check import IdCheck
+from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.id_distribution import LocalIds
+from dlrm_autoshard.distributed.stage_clock import StageClock
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
+from dlrm_autoshard.tables import TableConfig
+
+
+class BagsError(UserError):
+    """Tables or ids that cannot be looked up: the message says which, and what to change."""
+
+
+def RowwiseAdagrad(lr: float = 0.02, eps: float = 1e-8) -> TableOptimizerConfig:
+    """One sum of squared gradients a row."""
+    return TableOptimizerConfig(name="rowwise_adagrad", lr=lr, eps=eps)
+
+
+def Adagrad(lr: float = 0.02, eps: float = 1e-8) -> TableOptimizerConfig:
+    """One sum of squared gradients an element."""
+    return TableOptimizerConfig(name="adagrad", lr=lr, eps=eps)
+
+
+def SGD(lr: float = 0.02) -> TableOptimizerConfig:
+    return TableOptimizerConfig(name="sgd", lr=lr)
+
+
+def Adam(lr: float = 0.001, eps: float = 1e-8) -> TableOptimizerConfig:
+    """On GPUs only: fbgemm has no CPU kernel for it."""
+    return TableOptimizerConfig(name="adam", lr=lr, eps=eps)
+
+
+class ShardedEmbeddingBags(nn.Module):
+    """All tables of a model; each rank owns those that `plan` gives it. Made and called on every rank of `group`."""
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        *,
+        optimizer: TableOptimizerConfig | None = None,
+        plan: ShardingPlan | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        exchange_dtype: str = "fp32",
+        check_ids: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """optimizer: fused into the backward pass; RowwiseAdagrad() by default. plan: round robin by default.
+
+        group: the ranks; torch.distributed's default group, which is made for this process alone where there is none.
+        exchange_dtype: in which vectors travel between ranks: fp32, fp16 or bf16. check_ids: refuse ids beyond their
+        table (on a GPU that waits for the device). seed: of the initial weights, which no plan changes.
+        """
+        super().__init__()
+        if len({table.pooling for table in tables}) > 1:  # summed by the kernel; means are taken here
+            inner = [TableConfig(t.name, t.num_embeddings, t.embedding_dim, "sum", t.dtype) for t in tables]
+        else:
+            inner = list(tables)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        group = group or dist.group.WORLD
+        assert group is not None
+        ranks = dist.get_process_group_ranks(group)
+        rank, world_size = dist.get_rank(group), len(ranks)
+        self.device = torch.device(device or "cpu")
+        self.tables = tuple(tables)
+        self.control = dist.new_group(ranks, backend="gloo")
+        """For small objects, on every device."""
+        plan = plan or round_robin([table.name for table in tables], Topology(world_size))
+        plan.check_tables(table.name for table in tables)
+        self.sharded = ShardedEmbeddings(
+            inner,
+            plan,
+            TablesConfig(optimizer=optimizer or RowwiseAdagrad()),
+            rank=rank,
+            group=group,
+            id_group=dist.new_group(ranks),  # its own, so that ids never queue behind vectors
+            device=self.device,
+            exchange_dtype=exchange_dtype,
+            seed=seed,
+        )
+        self.clock = StageClock(self.device, self.control if self.device.type == "cpu" else group)
+        self._check = IdCheck(self.tables, "error") if check_ids else None
+        self._columns = _columns_as_given(self.tables, self.sharded.output_tables, self.device)
+        self._between = ExitStack()  # the stage between lookup and gradient, while it lasts
+        self._heard: list[Callable[[LocalIds, int], None]] = []
+
+    # -- what people ask -----------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """The live one."""
+        return self.sharded.plan
+
+    @property
+    def rank(self) -> int:
+        return self.sharded.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.sharded.world_size
+
+    @property
+    def table_lr(self) -> float:
+        """The fused optimizer's learning rate; set it between steps."""
+        return self.sharded.learning_rate
+
+    @table_lr.setter
+    def table_lr(self, lr: float) -> None:
+        self.sharded.set_learning_rate(lr)
+
+    def split(self, pooled_BD: Tensor) -> dict[str, Tensor]:
+        """The columns of each table by its name: [B, dim] each."""
+        parts = pooled_BD.split([table.embedding_dim for table in self.tables], dim=1)
+        return {table.name: part for table, part in zip(self.tables, parts, strict=True)}
+
+    def on_lookup(self, listener: Callable[[LocalIds, int], None]) -> None:
+        """`listener(ids, B)` hears of each training lookup: the ids that reached this rank, the samples of one rank."""
+        self._heard.append(listener)
+
+    def forward(self, ids: Any, values_N: Tensor | None = None) -> Tensor:
+        """[B, sum of dims] float32, columns in the tables' order; B must be the same on every rank.
+
+        ids: lengths [T, B] (or [T * B]) with `values_N`, all of table 0's ids first; or a KeyedJaggedTensor, whose keys
+        are the tables' names in any order.
+        """
+        lengths_TB, values_N = self._as_given(ids, values_N)
+        batch = self._checked(lengths_TB, values_N)
+        training = self.training and torch.is_grad_enabled()
+        clock = self.clock
+        if training:
+            clock.barrier("input_dist")
+        with clock.stage("input_dist"):
+            local = self.sharded.distribute(batch).finish()
+        if training:
+            for listener in self._heard:
+                listener(local, lengths_TB.shape[1])
+            anchor = torch.zeros((), device=self.device, requires_grad=True)
+            pooled: Tensor = _Lookup.apply(anchor, self, local)
+        else:
+            looked_up = self.sharded.lookup(local, training=False).detach()
+            pooled = self.sharded.in_output_order(self.sharded.send_pooled(looked_up).wait())
+        pooled = pooled if self._columns is None else pooled.index_select(1, self._columns)
+        return self._means(pooled, batch.lengths_TB)
+
+    # -- checkpoints: keys that no plan changes ------------------------------------------------------------------------
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Live views of this rank's rows and optimizer state: `NAME.weight`, `NAME.momentum1`."""
+        return {
+            f"{name}.{key}": value
+            for name in self.plan.tables_on(self.rank)
+            for key, value in self.sharded.storage.tensors(name).items()
+        }
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Plain data: what the tensors leave out."""
+        return {"updates": self.sharded.updates, "table_lr": self.table_lr, "plan": self.plan.to_json()}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        self.sharded.set_updates(int(state["updates"]))
+        self.table_lr = float(state["table_lr"])
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update({f"{prefix}{name}": value.detach() for name, value in self.own_tensors().items()})
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, metadata: Any, strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        own = self.own_tensors()
+        known = {table.name for table in self.tables}
+        theirs = {key for key in state_dict if key.startswith(prefix) and key[len(prefix) :].rsplit(".", 1)[0] in known}
+        rest = {key: value for key, value in state_dict.items() if key not in theirs}
+        super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)
+        for name, value in own.items():
+            saved = state_dict.get(prefix + name)
+            if saved is None:
+                missing.append(prefix + name)
+            elif saved.shape != value.shape:
+                errors.append(f"{prefix}{name} is {list(saved.shape)}, the model has {list(value.shape)}")
+            else:
+                value.copy_(saved)
+
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    def _as_given(self, ids: Any, values_N: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(lengths [T, B], values) in the tables' order."""
+        count = len(self.tables)
+        if values_N is None:
+            return self._from_keyed(ids)
+        if ids.numel() % count:
+            raise BagsError(f"lengths are {list(ids.shape)}; {count} tables need [{count}, B].")
+        return ids.reshape(count, -1), values_N
+
+    def _from_keyed(self, ids: Any) -> tuple[Tensor, Tensor]:
+        names = [table.name for table in self.tables]
+        if not all(hasattr(ids, name) for name in ("keys", "lengths", "values")):
+            raise BagsError("ids are lengths [T, B] and values [N], or one KeyedJaggedTensor.")
+        keys = list(ids.keys())
+        if sorted(keys) != sorted(names):
+            unknown = [key for key in keys if key not in names] or [name for name in names if name not in keys]
+            raise BagsError(
+                f"the ids' keys must be the tables' names, each once; '{(unknown or keys)[0]}' is not. Two features "
+                "that share a table: give each a table of its own, or join their bags before."
+            )
+        if getattr(ids, "weights_or_none", lambda: None)() is not None:
+            raise BagsError("ids with weights (weighted bags) are not supported here.")
+        lengths_TB = ids.lengths().reshape(len(keys), -1)
+        if keys == names:
+            return lengths_TB, ids.values()
+        order = [keys.index(name) for name in names]
+        parts = ids.values().split(lengths_TB.sum(1).tolist())
+        return lengths_TB[order], torch.cat([parts[i] for i in order])
+
+    def _checked(self, lengths_TB: Tensor, values_N: Tensor) -> Batch:
+        nothing = torch.zeros(lengths_TB.shape[1], 0)
+        batch = Batch(nothing, lengths_TB.int(), values_N, nothing[:, :0].sum(1), lengths_TB.shape[1], 0)
+        if self._check is not None:
+            host = Batch(nothing, batch.lengths_TB.cpu(), values_N.cpu(), batch.labels_B, batch.size, 0)
+            batch = self._check(host, lambda sample: f"sample {sample} of rank {self.rank}'s batch")
+        return Batch(
+            nothing, batch.lengths_TB.to(self.device), batch.values_N.to(self.device), batch.labels_B, batch.size, 0
+        )
+
+    def _means(self, pooled_BD: Tensor, lengths_TB: Tensor) -> Tensor:
+        """Where tables differ in pooling, those that take the mean are divided by their bags' lengths."""
+        if self.sharded.tables == self.tables:
+            return pooled_BD
+        dims = torch.tensor([table.embedding_dim for table in self.tables], device=self.device)
+        mean = torch.tensor([table.pooling == "mean" for table in self.tables], device=self.device)
+        divisor_TB = torch.where(mean[:, None], lengths_TB.clamp(min=1), torch.ones_like(lengths_TB))
+        return pooled_BD / divisor_TB.T.repeat_interleave(dims, dim=1)
+
+
+class _Lookup(torch.autograd.Function):
+    """Lookup and exchange forward; gradients to their owners and the fused update backward."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, anchor: Tensor, bags: ShardedEmbeddingBags, ids: LocalIds) -> Tensor:
+        sharded, clock = bags.sharded, bags.clock
+        with clock.stage("fwd_compute"), torch.enable_grad():
+            local = sharded.lookup(ids)
+        clock.barrier("fwd_comms")
+        with clock.stage("fwd_comms"):
+            pooled = sharded.in_output_order(sharded.send_pooled(local).wait())
+        ctx.bags, ctx.edge = bags, get_gradient_edge(local)  # type: ignore[attr-defined]
+        bags._between.enter_context(clock.stage("dense_fwd"))
+        return pooled
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient_BD: Tensor) -> tuple[None, None, None]:
+        bags: ShardedEmbeddingBags = ctx.bags  # type: ignore[attr-defined]
+        sharded, clock = bags.sharded, bags.clock
+        bags._between.close()
+        clock.barrier("bwd_comms")
+        with clock.stage("bwd_comms"):  # a mean over ranks, as DDP takes it of the dense part's
+            arrived = sharded.send_gradients((gradient_BD / sharded.world_size).contiguous()).wait()
+        with clock.stage("bwd_compute"):
+            sharded.update(ctx.edge, arrived)  # type: ignore[attr-defined]
+        return None, None, None
+
+
+def _columns_as_given(
+    tables: Sequence[TableConfig], output: Sequence[TableConfig], device: torch.device
+) -> Tensor | None:
+    """Where each given column lies in the exchange's output; None where they lie in one order."""
+    names = [table.name for table in output]
+    starts = dict(zip(names, itertools.accumulate((t.embedding_dim for t in output), initial=0), strict=False))
+    columns = [starts[table.name] + i for table in tables for i in range(table.embedding_dim)]
+    return None if columns == list(range(len(columns))) else torch.tensor(columns, device=device)

@@ -1,0 +1,199 @@
+"""The tables as a module in a plain PyTorch loop: what nn.EmbeddingBag and DDP compute, on any number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dlrm_autoshard.distributed.bags import SGD, Adagrad, BagsError, RowwiseAdagrad, ShardedEmbeddingBags
+from dlrm_autoshard.distributed.embeddings import initialise
+from dlrm_autoshard.distributed.reshard import reshard
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.tables import TableConfig
+from tests.ranks import run_ranks
+
+TABLES = (
+    TableConfig("item", 60, 16),
+    TableConfig("user", 1000, 4),
+    TableConfig("day", 7, 8, pooling="mean"),
+    TableConfig("city", 300, 8),
+)
+SUMS = tuple(replace(table, pooling="sum") for table in TABLES)
+BATCH, STEPS = 6, 4
+
+
+def ids_of(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    lengths = torch.randint(0, 4, (len(TABLES), BATCH), generator=generator)
+    counts = lengths.sum(1).tolist()
+    values = [
+        torch.randint(0, t.num_embeddings, (n,), generator=generator) for t, n in zip(TABLES, counts, strict=True)
+    ]
+    return lengths, torch.cat(values)
+
+
+def labels_of(rank: int, step: int) -> Tensor:
+    return torch.randint(0, 2, (BATCH,), generator=torch.Generator().manual_seed(7000 * step + rank)).float()
+
+
+class Tower(nn.Module):
+    """Dropout is off by its rate and BatchNorm's statistics are each rank's own, so that one process can stand in."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.rest = nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, pooled_BD: Tensor) -> Tensor:
+        return self.rest(pooled_BD).squeeze(1)
+
+
+def plain_loop(world_size: int, tables: tuple[TableConfig, ...]) -> tuple[list[float], dict[str, Tensor]]:
+    """Every rank's losses in turn, by nn.EmbeddingBag, SGD and the mean of the ranks' losses."""
+    bags = {t.name: nn.EmbeddingBag(t.num_embeddings, t.embedding_dim, mode=t.pooling) for t in tables}
+    for table in tables:
+        with torch.no_grad():
+            initialise(bags[table.name].weight, table.name, 0)
+    tower = Tower(sum(t.embedding_dim for t in tables))
+    optimizer = torch.optim.SGD([*(bag.weight for bag in bags.values()), *tower.parameters()], lr=0.5)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for rank in range(world_size):
+            lengths, values = ids_of(rank, step)
+            parts = values.split(lengths.sum(1).tolist())
+            pooled = [
+                bags[t.name](part, torch.cat([torch.zeros(1, dtype=torch.int64), row.cumsum(0)[:-1]]))
+                for t, part, row in zip(tables, parts, lengths, strict=True)
+            ]
+            logits = tower(torch.cat(pooled, 1))
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, labels_of(rank, step))
+            losses.append(loss.item())
+            total = total + loss / world_size
+        total.backward()
+        optimizer.step()
+    return losses, {f"{t.name}.weight": bags[t.name].weight.detach() for t in tables}
+
+
+def our_loop(
+    rank: int, world_size: int, tables: tuple[TableConfig, ...], moves: list[ShardingPlan], keyed: bool
+) -> tuple[list[float], dict[str, Tensor]]:
+    bags = ShardedEmbeddingBags(tables, optimizer=SGD(lr=0.5))
+    tower = DistributedDataParallel(Tower(sum(t.embedding_dim for t in tables)))
+    optimizer = torch.optim.SGD(tower.parameters(), lr=0.5)
+    losses = []
+    for step in range(STEPS):
+        ids = ids_of(rank, step)
+        pooled = bags(KeyedIds(*ids)) if keyed else bags(*ids)
+        loss = nn.functional.binary_cross_entropy_with_logits(tower(pooled), labels_of(rank, step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if step < len(moves):
+            reshard(bags.sharded, moves[step], group=bags.control)
+    weights = {name: value.clone() for name, value in bags.own_tensors().items()}
+    del tower  # before the group goes: gloo's threads abort otherwise
+    return losses, weights
+
+
+class KeyedIds:
+    """What of torchrec's KeyedJaggedTensor is used, in another order of keys."""
+
+    def __init__(self, lengths_TB: Tensor, values_N: Tensor) -> None:
+        parts = values_N.split(lengths_TB.sum(1).tolist())
+        order = [2, 0, 3, 1]
+        self._keys = [TABLES[i].name for i in order]
+        self._lengths, self._values = lengths_TB[order].reshape(-1), torch.cat([parts[i] for i in order])
+
+    def keys(self) -> list[str]:
+        return self._keys
+
+    def lengths(self) -> Tensor:
+        return self._lengths
+
+    def values(self) -> Tensor:
+        return self._values
+
+
+@pytest.mark.parametrize("tables", [SUMS, TABLES], ids=["sums", "sums and means"])
+@pytest.mark.parametrize(("world_size", "keyed"), [(1, False), (2, False), (2, True), (3, False)])
+def test_a_plain_loop_trains_as_embedding_bags_in_one_process(
+    world_size: int, keyed: bool, tables: tuple[TableConfig, ...]
+) -> None:
+    expected, weights = plain_loop(world_size, tables)
+    ranks = run_ranks(our_loop, world_size, tables, [], keyed)
+    losses = [ranks[i % world_size][0][i // world_size] for i in range(len(expected))]
+    assert losses == pytest.approx(expected, abs=1e-5)
+    for _, own in ranks:
+        for name, value in own.items():
+            torch.testing.assert_close(value, weights[name], atol=1e-5, rtol=1e-5)
+
+
+def test_moves_between_steps_change_no_bit() -> None:
+    names = [table.name for table in TABLES]
+    owners = ((1, 1, 1, 1), (0, 1, 0, 0), (0, 0, 0, 1))
+    plans = [ShardingPlan(dict(zip(names, ranks, strict=True)), 2) for ranks in owners]
+    still, moved = run_ranks(our_loop, 2, TABLES, [], False), run_ranks(our_loop, 2, TABLES, plans, False)
+    assert [losses for losses, _ in still] == [losses for losses, _ in moved]
+    one, other = ({name: value for _, own in ranks for name, value in own.items()} for ranks in (still, moved))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def state_round_trip(rank: int, world_size: int) -> tuple[bool, list[str], dict[str, object]]:
+    """Trains, saves, makes another one under another plan, loads what all ranks saved."""
+    bags = ShardedEmbeddingBags(TABLES, optimizer=Adagrad(lr=0.5))
+    for step in range(2):
+        bags(*ids_of(rank, step)).square().sum().backward()
+    states: list[dict[str, object]] = [{}] * world_size
+    dist.all_gather_object(states, bags.state_dict(), group=bags.control)
+    everything = {key: value for state in states for key, value in state.items()}
+    plan = ShardingPlan({table.name: (bags.plan.rank_of[table.name] + 1) % world_size for table in TABLES}, world_size)
+    other = ShardedEmbeddingBags(TABLES, optimizer=Adagrad(lr=0.5), plan=plan, seed=3)
+    result = other.load_state_dict(everything, strict=True)
+    with torch.no_grad():
+        same = torch.equal(bags(*ids_of(rank, 9)), other(*ids_of(rank, 9)))
+    incomplete = {key: value for key, value in everything.items() if "user" not in key}
+    missing = other.load_state_dict(incomplete, strict=False).missing_keys
+    assert not result.missing_keys and not result.unexpected_keys
+    return same, missing, other.get_extra_state()
+
+
+def test_a_state_loads_under_another_plan() -> None:
+    ranks = run_ranks(state_round_trip, 2)
+    assert all(same for same, _, _ in ranks)
+    assert sorted(key for _, missing, _ in ranks for key in missing) == ["user.momentum1", "user.weight"]
+    assert [extra["updates"] for _, _, extra in ranks] == [2, 2]
+
+
+def evaluate_and_complain(rank: int, world_size: int) -> list[str]:
+    bags = ShardedEmbeddingBags(TABLES, optimizer=RowwiseAdagrad(lr=0.5))
+    before = {name: value.clone() for name, value in bags.own_tensors().items()}
+    bags.eval()
+    assert not bags(*ids_of(rank, 0)).requires_grad
+    assert all(torch.equal(before[name], value) for name, value in bags.own_tensors().items())
+    lengths, values = ids_of(rank, 0)
+    said = []
+    for wrong in ((lengths, values + 10**6), (lengths[:3], values), (lengths[:, :2], values)):
+        with pytest.raises(ValueError) as caught:
+            bags(*wrong)
+        said.append(str(caught.value))
+    keyed = KeyedIds(lengths, values)
+    keyed._keys = ["item", "user", "day", "town"]
+    with pytest.raises(BagsError) as unknown:
+        bags(keyed)
+    return [*said, str(unknown.value)]
+
+
+def test_evaluation_changes_nothing_and_wrong_ids_are_named() -> None:
+    for beyond, few, uneven, unknown in run_ranks(evaluate_and_complain, 2):
+        assert "table 'item' has 60 rows" in beyond and "of rank" in beyond
+        assert "4 tables need [4, B]" in few or "add up to" in few
+        assert "add up to" in uneven
+        assert "'town' is not" in unknown
