@@ -38,7 +38,7 @@ class RunConfig(Section):
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_rank: PositiveInt = 1  # on CPU more than one makes fbgemm's backward erratic
-    pin_cores: bool = True  # bind each rank to its own CPU core where there are enough
+    pin_cores: bool = True  # bind each rank to cores that no other job has, where there are enough
     collective_timeout_seconds: PositiveFloat = 300.0
 
     @pydantic.field_validator("name")

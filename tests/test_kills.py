@@ -1,4 +1,4 @@
-"""A rank is killed around a move; torchrun restarts the job, and the model ends as if nothing had happened."""
+"""Ranks and torchruns are killed at any moment; what goes on ends as if nothing had happened, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_autoshard.benchmarks.kills import train
+from dlrm_autoshard.benchmarks.kills import kill_often, left_behind, train
+from dlrm_autoshard.benchmarks.moving_job import MOMENTS, Kill
 
 
-def test_killed_in_the_middle_of_a_move(tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole", steps=14)
-    killed = train(tmp_path / "killed", "--kill", "during", "--at-step", "7", "--kill-rank", "1", steps=14)
-    assert (tmp_path / "killed" / "killed").exists()
-    assert killed == whole and len(whole["digests"]) > 16
+def test_twenty_kills_at_seeded_moments() -> None:
+    outcome = kill_often(20, seed=11)
+    assert (outcome["kills"], outcome["survived"], outcome["notes"]) == (20, 20, [])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["before", "during", "after", "training"])
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_killed_at_any_moment_on_any_rank(tmp_path: Path, moment: str, rank: str) -> None:
-    whole = train(tmp_path / "whole")
-    killed = train(tmp_path / "killed", "--kill", moment, "--at-step", "9", "--kill-rank", rank)
-    assert (tmp_path / "killed" / "killed").exists()
-    assert killed == whole
+@pytest.mark.parametrize("victim", ["rank", "torchrun"])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_at_any_moment_on_any_rank(tmp_path: Path, moment: str, rank: int, victim: str) -> None:
+    whole = train(tmp_path / "whole", steps=14)
+    step = 0 if moment == "planning" else 7
+    killed = train(tmp_path / "killed", [Kill(moment, step, rank, victim)], steps=14)  # type: ignore[arg-type]
+    assert (tmp_path / "killed" / "killed_0").exists()
+    assert killed == whole and len(whole["digests"]) > 16
+    assert not left_behind(tmp_path / "killed")

@@ -174,7 +174,7 @@ def test_what_all_ranks_find_is_said_once_with_a_rank_and_closes_torchruns_summa
 def test_without_torchrun_the_sentence_is_all(config: Path) -> None:
     done = run([sys.executable, TRAIN, "--config", str(config), "run.device=gpu"])
     assert done.returncode == 2
-    assert done.stderr == f"{config}: 'run.device' is 'gpu'; it must be one of auto, cpu, cuda. Did you mean 'cpu'?\n"
+    assert done.stderr == f"{config}: 'run.device' is 'gpu'; it must be one of auto, cpu, cuda. Did you mean 'cuda'?\n"
 
 
 def test_a_bug_keeps_its_traceback(config: Path, tmp_path: Path) -> None:
@@ -254,6 +254,21 @@ def test_the_single_node_starter_trains(config: Path, tmp_path: Path) -> None:
     done = run(["bash", "launch/single_node.sh", "2", str(config), "train.max_steps=5"], PATH=path_with_this_python())
     assert done.returncode == 0, done.stderr
     assert metrics(tmp_path / "runs" / "job", "test")[-1]["step"] == 5
+
+
+def test_a_job_that_is_named_goes_on_under_its_name_and_one_that_is_not_is_new(config: Path, tmp_path: Path) -> None:
+    """Without a rank that died, and without --resume: as a scheduler starts a job again."""
+
+    def starter(steps: int, **environment: str) -> str:
+        command = ["bash", "launch/single_node.sh", "1", str(config), f"train.max_steps={steps}"]
+        done = run(command, PATH=path_with_this_python(), **environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    starter(5, JOB_ID="mine")
+    assert "resumed at step 5" in starter(8, JOB_ID="mine")
+    assert "resumed" not in starter(5)
+    assert (tmp_path / "runs" / "job-2").exists() and not (tmp_path / "runs" / "job-3").exists()
 
 
 def test_two_machines_find_each_other(config: Path, tmp_path: Path) -> None:

@@ -1,74 +1,133 @@
-"""kill -9 of a rank before, in the middle of and after moves: torchrun restarts, and the model must end bit-equal."""
+"""kill -9 at seeded random moments, of a rank or of torchrun: the job is started again, and must end bit-equal."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from dlrm_autoshard.benchmarks.harness import BenchError
-from dlrm_autoshard.benchmarks.moving_job import MOMENTS, MOVE_EVERY
+from dlrm_autoshard.benchmarks.moving_job import MOMENTS, Kill
 
-TITLE = "kill -9 of a rank at seeded moments around moves: how many jobs end bit-equal to the uninterrupted one"
-ROUGH_TIME = "4 min"
+TITLE = "kill -9 of a rank or of torchrun at seeded moments: how many jobs go on and end bit-equal, with nothing left"
+ROUGH_TIME = "20 min"
 
-SEED, STEPS, WORLD_SIZE = 5, 30, 2
+SEED, STEPS, KILLS_A_JOB = 5, 30, 10
+_LAST_KILL = 22  # the step up to which a kill may wait for its moment: moves and saves come every few steps
+_START_SECONDS = 120.0  # of one start of a job, at most
 
 
 def run(quick: bool) -> dict[str, Any]:
-    draw = np.random.default_rng(SEED)
-    kills = 4 if quick else 16
-    with tempfile.TemporaryDirectory() as temporary:
-        whole = train(Path(temporary, "whole"))
-        survived, notes = 0, []
-        for number in range(kills):
-            moment = MOMENTS[number % len(MOMENTS)]
-            step, rank = int(draw.integers(1, STEPS - 2 * MOVE_EVERY)), int(draw.integers(WORLD_SIZE))
-            folder = Path(temporary, f"kill_{number}")
-            final = train(folder, "--kill", moment, "--at-step", str(step), "--kill-rank", str(rank))
-            killed, equal = (folder / "killed").exists(), final == whole
-            survived += killed and equal
-            if not (killed and equal):
-                what = "ended with other bits" if killed else "was never killed"
-                notes.append(f"kill {number} ({moment} a move, rank {rank}, from step {step}) {what}.")
+    outcome = kill_often(20 if quick else 200, SEED)
     return {
-        "figures": {
-            "kills": kills,
-            "survived_bit_equal": survived,
-            "share": survived / kills,
-            "final_loss": whole["loss"],
-        },
-        "targets": {"share": "== 1.0"},
-        "notes": notes or [f"Moments in turn: {', '.join(MOMENTS)}; steps and ranks drawn with seed {SEED}."],
+        "figures": {"kills": outcome["kills"], "survived_bit_equal": outcome["survived"]},
+        "targets": {"survived_bit_equal": f"== {outcome['kills']}", "kills": f">= {20 if quick else 200}"},
+        "notes": outcome["notes"] or [f"In turn: {', '.join(MOMENTS)}; on 2 and 3 ranks, drawn with seed {SEED}."],
     }
 
 
-def train(folder: Path, *options: str, steps: int = STEPS, seed: int = SEED) -> dict[str, Any]:
-    """The job's final loss and the digest of every tensor, after torchrun is through with it."""
-    folder.mkdir(parents=True)
+def kill_often(kills: int, seed: int, each: int = KILLS_A_JOB) -> dict[str, Any]:
+    """kills: how many were made. survived: those of jobs that ended bit-equal and left nothing behind."""
+    draw = np.random.default_rng(seed)
+    whole: dict[int, Any] = {}
+    made = survived = 0
+    notes = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for number in range(-(-kills // each)):
+            ranks = 2 + number % 2
+            if ranks not in whole:
+                whole[ranks] = train(Path(temporary, f"whole_{ranks}"), ranks=ranks)
+            folder = Path(temporary, f"job_{number}")
+            plan = draw_kills(draw, min(each, kills - number * each), ranks, first=number * each)
+            try:
+                final = train(folder, plan, ranks=ranks)
+                problems = [] if final == whole[ranks] else ["it ended with other bits"]
+            except BenchError as error:
+                problems = [str(error)]
+            problems += left_behind(folder)
+            done = len(list(folder.glob("killed_*")))
+            made += done
+            survived += done if not problems else 0
+            if problems or done < len(plan):
+                notes.append(f"job {number} on {ranks} ranks, {done} of {plan}: {'; '.join(problems)}")
+    return {"kills": made, "survived": survived, "notes": notes}
+
+
+def draw_kills(draw: np.random.Generator, count: int, ranks: int, first: int = 0) -> list[Kill]:
+    """Moments in turn, so that each occurs; steps, ranks, victims and the milliseconds into the moment drawn."""
+    moments = [MOMENTS[(first + number) % len(MOMENTS)] for number in range(count)]
+    moments.sort(key=lambda moment: moment != "planning")  # a job plans before its first step, and then no more
+    steps = sorted(int(step) for step in draw.integers(1, _LAST_KILL, count))
+    return [
+        Kill(
+            moment,
+            0 if moment == "planning" else step,
+            int(draw.integers(ranks)),
+            "torchrun" if draw.random() < 0.25 else "rank",
+            float(draw.random()) * (0.3 if moment in ("planning", "starting") else 0.02),
+        )
+        for moment, step in zip(moments, steps, strict=True)
+    ]
+
+
+def train(folder: Path, kills: Sequence[Kill] = (), *, ranks: int = 2, steps: int = STEPS) -> dict[str, Any]:
+    """The job's final loss and the digest of every tensor, after all kills; torchrun is started again where it was
+    killed itself."""
+    (folder / "tmp").mkdir(parents=True)
+    (folder / "kills.json").write_text(json.dumps([asdict(kill) for kill in kills]))
     command = [
-        sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={WORLD_SIZE}", "--max-restarts=2",
-        "--monitor-interval=0.1", "--master-addr=127.0.0.1", f"--master-port={free_port()}",
+        sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--max-restarts=100",
+        "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4().hex}",
         "-m", "dlrm_autoshard.benchmarks.moving_job",
-        "--dir", str(folder), "--seed", str(seed), "--steps", str(steps), *options,
+        "--dir", str(folder), "--seed", str(SEED), "--steps", str(steps),
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
-    if done.returncode != 0:
-        raise BenchError(f"the job ended with status {done.returncode}:\n{done.stderr[-3000:]}")
-    finals = [json.loads((folder / f"final_{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
+    for start in range(len(kills) + 1):
+        said = folder / f"said_{start}.txt"
+        with open(said, "w") as output:
+            job = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            try:
+                status = job.wait(_START_SECONDS * (1 + len(kills)))
+            except subprocess.TimeoutExpired as error:
+                job.kill()
+                raise BenchError(f"the job did not end:\n{said.read_text()[-3000:]}") from error
+        if status == 0:
+            break
+        if status > 0:
+            raise BenchError(f"the job ended with status {status}:\n{said.read_text()[-3000:]}")
+    finals = [json.loads((folder / f"final_{rank}.json").read_text()) for rank in range(ranks)]
     digests = {name: digest for final in finals for name, digest in final["digests"].items()}
     return {"loss": finals[0]["loss"], "digests": digests}
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def left_behind(folder: Path) -> list[str]:
+    """What a job left that it should not have: processes, shared memory, sockets, drafts. A process may take a moment
+    to go."""
+    deadline = time.monotonic() + 5
+    while living := [str(process.pid) for process in psutil.process_iter() if _is_of(process, folder)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    problems = [f"processes {', '.join(living)} still run"] if living else []
+    drafts = [path for path in folder.rglob("*") if path.suffix in (".tmp", ".old", ".new") or ".latest-" in path.name]
+    sockets = [path for path in folder.rglob("*") if path.is_socket()]
+    shared = [path for path in Path("/dev/shm").glob("*dlrm*")]
+    return problems + [f"'{path}' is left" for path in (*drafts, *sockets, *shared)]
+
+
+def _is_of(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return str(folder) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

@@ -1,10 +1,9 @@
-"""A small job whose tables move to a random plan every few steps, and that can kill one of its ranks when told to.
+"""A small job whose tables move to a random plan every few steps, and that kills a rank, or torchrun, when told to.
 
-    torchrun --nproc_per_node=2 --max-restarts=2 -m dlrm_autoshard.benchmarks.moving_job --dir D --seed 3 \
-        --kill during --at-step 12 --kill-rank 1
+    torchrun --nproc_per_node=2 --max-restarts=9 -m dlrm_autoshard.benchmarks.moving_job --dir D --seed 3
 
 Moves and data depend on seed and step alone, so every run of a seed must end with the same bits, killed or not, moved
-or not. Each rank writes the digests of what it holds at the end to D/final_RANK.json.
+or not. Each rank writes the digests of what it holds at the end to D/final_RANK.json. Kills stand in D/kills.json.
 """
 
 from __future__ import annotations
@@ -14,10 +13,12 @@ import hashlib
 import json
 import os
 import signal
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch.distributed as dist
@@ -33,8 +34,19 @@ from dlrm_autoshard.train.run_directory import claimed_run_dir, job_of_this_proc
 from dlrm_autoshard.train.trainer import Trainer
 
 MOVE_EVERY, CHECKPOINT_EVERY = 4, 5
-MOMENTS = ("before", "during", "after", "training")
-"""before, in the middle of and after a move; and a step that has nothing to do with one."""
+_LATER = 1 << 30  # "starting" is no step of its own: it is always reached
+MOMENTS = ("planning", "step", "saving", "during a move", "starting", "before a move", "after a move")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """kill -9, `seconds` after the first `moment` from `step` on, of that rank or of the torchrun above it."""
+
+    moment: str
+    step: int
+    rank: int
+    victim: Literal["rank", "torchrun"] = "rank"
+    seconds: float = 0.0
 
 
 def settings(folder: Path, seed: int, steps: int, optimizer: str = "rowwise_adagrad") -> Config:
@@ -77,11 +89,11 @@ class RandomMoves:
     def after_interval(self, interval: Interval | None) -> Decision:
         plan = self.plan_at(self.step)
         if self._kill:
-            self._kill.at("before", self.step)
+            self._kill.at("before a move", self.step)
         stats = reshard(self._embeddings, plan, group=self._runtime.control, chunk_bytes=1 << 16)
         self.moved += stats.bytes
         if self._kill:
-            self._kill.at("after", self.step)
+            self._kill.at("after a move", self.step)
         return Decision(0, self.step, "moved", tables_moved=len(stats.moves), bytes_moved=stats.bytes, new_plan=plan)
 
     def plan_at(self, step: int) -> ShardingPlan:
@@ -102,10 +114,14 @@ class RandomMoves:
 
 
 class Killer:
-    """kill -9 of this very process, once in the job's life: the mark it leaves outlives it."""
+    """Makes this rank's kills, one a start, each once in the job's life: the marks they leave outlive it."""
 
-    def __init__(self, mark: Path, moment: str, step: int) -> None:
-        self._mark, self._moment, self._step = mark, moment, step
+    def __init__(self, folder: Path, rank: int) -> None:
+        kills = folder / "kills.json"
+        planned = [Kill(**kill) for kill in json.loads(kills.read_text())] if kills.exists() else []
+        self._mark = folder / f"killed_{len(list(folder.glob('killed_*')))}"
+        upcoming = planned[len(list(folder.glob("killed_*"))) :]
+        self._next = upcoming[0] if upcoming and upcoming[0].rank == rank else None
         self._moving_at, self._chunks = -1, 0
         send, receive = dist.isend, dist.irecv
 
@@ -113,7 +129,7 @@ class Killer:
             def wrapped(*args: Any, **options: Any) -> Any:
                 self._chunks += 1
                 if self._chunks == 4:  # some chunks have gone, some not
-                    self.at("during", self._moving_at)
+                    self.at("during a move", self._moving_at)
                 return transfer(*args, **options)
 
             return wrapped
@@ -121,26 +137,45 @@ class Killer:
         dist.isend, dist.irecv = counted(send), counted(receive)
 
     def at(self, moment: str, step: int) -> None:
-        if moment == "before":
+        if moment == "before a move":
             self._moving_at, self._chunks = step, 0
-        if moment == self._moment and step >= self._step and not self._mark.exists():
-            self._mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        kill = self._next
+        if kill is None or moment != kill.moment or step < kill.step:
+            return
+        self._next = None
+        if kill.seconds:
+            timer = threading.Timer(kill.seconds, self._kill, [kill])
+            timer.daemon = True
+            timer.start()
+        else:
+            self._kill(kill)
+
+    def _kill(self, kill: Kill) -> None:
+        self._mark.touch()
+        os.kill(os.getpid() if kill.victim == "rank" else os.getppid(), signal.SIGKILL)
 
 
 class MovingTrainer(Trainer):
     def __init__(self, config: Config, runtime: Runtime, run_dir: Path, *, moves: bool, killer: Killer | None = None):
-        super().__init__(config, runtime, run_dir)
         self._killer = killer
+        if killer is not None:
+            killer.at("planning", 0)
+            killer.at("starting", _LATER)
+        super().__init__(config, runtime, run_dir)
         self.moves = RandomMoves(config.run.seed, self.embeddings, runtime, killer) if moves else None
         self.resharding = self.moves  # type: ignore[assignment]
 
     def _train_step(self, *, sampled: bool) -> None:
+        if self._killer is not None:
+            self._killer.at("step", self.position.step)
         super()._train_step(sampled=sampled)
         if self.moves is not None:
             self.moves.step = self.position.step
+
+    def _save(self) -> None:
         if self._killer is not None:
-            self._killer.at("training", self.position.step)
+            self._killer.at("saving", self.position.step)
+        super()._save()
 
     def digests(self) -> dict[str, str]:
         """Of everything this rank holds."""
@@ -155,15 +190,12 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--kill", choices=MOMENTS)
-    parser.add_argument("--at-step", type=int, default=0)
-    parser.add_argument("--kill-rank", type=int, default=0)
     arguments = parser.parse_args()
     config = settings(arguments.dir, arguments.seed, arguments.steps)
+    planning = {"enabled": True, "budget_seconds": 1.0, "measure_plans": 2}
+    config = config.model_copy(update={"autoshard": config.autoshard.model_copy(update=planning)})
     with Runtime.start(config.run) as runtime, ExitStack() as held:
-        killer = None
-        if arguments.kill and runtime.rank == arguments.kill_rank:
-            killer = Killer(arguments.dir / "killed", arguments.kill, arguments.at_step)
+        killer = Killer(arguments.dir, runtime.rank)
         job = frozenset(filter(None, runtime.all_gather(job_of_this_process())))
         claim = claimed_run_dir(config, None, job)
         run_dir = from_rank_0(runtime, lambda: held.enter_context(claim))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(config: Config, resume: str | None) -> int:
+    from dlrm_autoshard.distributed.signs_of_life import RankFailure
     from dlrm_autoshard.train.stop_signals import Stopped
     from dlrm_autoshard.train.trainer import train
 
@@ -68,13 +68,10 @@ def _train(config: Config, resume: str | None) -> int:
     except Stopped as stopped:
         complain(str(stopped))
         return 128 + stopped.number
-    except RuntimeError as error:
-        if not any(words in str(error).lower() for words in ("connection closed", "connection reset by peer")):
-            raise
-        # torchrun has seen why and ends this rank meanwhile; if not, the other rank is on another machine.
-        time.sleep(3)
-        complain("a rank on another machine went away in the middle of an exchange; what it says there is the cause.")
-        return 3
+    except RankFailure as failure:
+        if not failure.said_here:
+            complain(str(failure))
+        return 2
     except Exception as error:
         text = in_a_sentence(error)
         if text is None:

@@ -10,10 +10,12 @@ rank 0 has samples 0 1 2, rank 1 has 3 4 and one that is empty.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 
 from dlrm_autoshard.data.batch import Batch, DataSource, Split
@@ -24,7 +26,8 @@ class Loader:
     """Iterable once or many times; a sample's place depends on nothing but its position in the epoch.
 
     batch_size: samples a rank. first_sample: position in the epoch to start from (to resume). prefetch_batches: how
-    many to read ahead in a thread; 0 reads in the caller's. global_samples: the epoch's length, if not the source's.
+    many to read ahead in a thread, on `cores` where they are given; 0 reads in the caller's. global_samples: the
+    epoch's length, if not the source's.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class Loader:
         prefetch_batches: int = 2,
         global_samples: int | None = None,
         on_bad_id: OnBadId = "error",
+        cores: Set[int] | None = None,
     ) -> None:
         self._source, self._split, self._epoch = source, split, epoch
         self._rank, self._world_size = rank, world_size
@@ -46,6 +50,7 @@ class Loader:
         self._last_sample = source.num_samples(split) if global_samples is None else global_samples
         self._starts = range(first_sample, self._last_sample, self._global_batch)
         self._prefetch_batches = prefetch_batches
+        self._cores = cores
         self._check = IdCheck(source.tables, on_bad_id)
         # Weak, so that an iterator that its user drops half-way ends at once.
         self._running: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
@@ -77,7 +82,8 @@ class Loader:
     def _read_ahead(self) -> Generator[Batch, None, None]:
         starts = iter(self._starts)
         pending: deque[Future[Batch]] = deque()
-        reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
+        bind = partial(os.sched_setaffinity, 0, self._cores) if self._cores else None  # of the thread alone
+        reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data", initializer=bind)
         try:
             for start in starts:
                 pending.append(reader.submit(self._read, start))

@@ -1,11 +1,12 @@
 """The data-parallel dense part as one flat vector: one all-reduce, one optimizer update, whatever the number of layers.
 
-Parameters become views of `flat`, gradients views of `gradient`. The last element of `gradient` carries the step's
-loss, so that the all-reduce that every step has anyway tells all ranks the global loss.
+Parameters become views of `flat`, gradients views of `gradient`. The last two elements of `gradient` carry the wish to
+stop and the step's loss, so that the all-reduce that every step has anyway tells all ranks both.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 import torch
@@ -36,7 +37,10 @@ class DataParallelDense:
         parameters = list(module.parameters())
         size = sum(parameter.numel() for parameter in parameters)
         self.flat = nn.Parameter(torch.cat([parameter.detach().reshape(-1) for parameter in parameters]))
-        self.gradient = torch.zeros(size + 1, device=device)
+        self.gradient = torch.zeros(size + 2, device=device)
+        self.stop_asked = False  # set it where this rank wants the job to end
+        self.stop_agreed = False  # after a step: whether any rank wanted it; on all ranks alike
+        self._stops: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # on their way from the GPU
         self._views: dict[str, tuple[int, torch.Size]] = {}
         start = 0
         for name, parameter in module.named_parameters():
@@ -45,7 +49,7 @@ class DataParallelDense:
             parameter.data = self.flat.data[start:end].view(parameter.shape)
             parameter.grad = self.gradient[start:end].view(parameter.shape)
             start = end
-        self.flat.grad = self.gradient[:-1]
+        self.flat.grad = self.gradient[:-2]
         self.optimizer = make_optimizer(self.flat, config)
 
     def zero_gradient(self) -> None:
@@ -53,6 +57,7 @@ class DataParallelDense:
 
     def start_all_reduce(self, local_loss: Tensor) -> Pending:
         """Sums gradients and loss over ranks (each rank's loss is its share of the global mean)."""
+        self.gradient[-2] = float(self.stop_asked)
         self.gradient[-1] = local_loss
         if dist.get_world_size(self._group) == 1:
             return Pending(None, self.gradient)
@@ -69,6 +74,20 @@ class DataParallelDense:
         group = self.optimizer.param_groups[0]
         group["lr"] = group["initial_lr"] * lr_scale
         self.optimizer.step()
+        self._read_stop()
+
+    def _read_stop(self) -> None:
+        """On GPUs as it was two steps ago, which waits for nothing."""
+        if self.gradient.device.type == "cpu":
+            self.stop_agreed = bool(self.gradient[-2])
+            return
+        self._stops.append((torch.empty(1, pin_memory=True), torch.cuda.Event()))
+        self._stops[-1][0].copy_(self.gradient[-2:-1], non_blocking=True)
+        self._stops[-1][1].record()
+        if len(self._stops) > 2:
+            stop, arrived = self._stops.popleft()
+            arrived.synchronize()
+            self.stop_agreed = bool(stop)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Live views of everything a checkpoint needs, by names that depend on the model alone."""

@@ -40,6 +40,8 @@ def launch(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    if nodes > 1:  # else torch 2.13 sends a machine that joins later to a store that is gone
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # with more threads a rank, fbgemm's CPU backward becomes erratic
     config = LaunchConfig(
         min_nodes=nodes,

@@ -1,4 +1,4 @@
-"""Where the ranks of one start of a job meet: a store that holds nothing of an earlier start.
+"""The rendezvous of the ranks of one start of a job: a store that holds nothing of an earlier start.
 
 torchrun keeps its store when it restarts the ranks, with the addresses of ranks that are gone still in it; a new rank
 that reads one of them before its owner has written the new one cannot connect. So the ranks first agree on a name that
@@ -21,11 +21,11 @@ from torch.distributed.rendezvous import rendezvous
 from dlrm_autoshard.errors import UserError
 
 
-class MeetingFailed(UserError):
+class RendezvousFailed(UserError):
     """Ranks of this job that did not arrive in time."""
 
 
-def meet(rank: int, world_size: int, timeout: timedelta) -> Store:
+def fresh_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     """The store for `init_process_group`, under torchrun's environment. Every rank calls it once per start."""
     shared, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     store = PrefixStore("dlrm_autoshard", shared)
@@ -49,7 +49,7 @@ def _gather(store: Store, name: str, world_size: int, timeout: timedelta) -> Non
                 store.set(f"name/{store.get(f'hello/{rank}').decode()}", name)
         missing = [rank for rank in missing if not store.check([f"here/{name}/{rank}"])]
         if time.monotonic() > deadline:
-            raise MeetingFailed(
+            raise RendezvousFailed(
                 f"rank(s) {', '.join(map(str, missing))} of {world_size} did not arrive within "
                 f"{timeout.total_seconds():g} s. See what they say, or raise run.collective_timeout_seconds."
             )

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.config import RunConfig
-from dlrm_autoshard.distributed.rendezvous import meet
+from dlrm_autoshard.distributed.cores import take_cores
+from dlrm_autoshard.distributed.heartbeats import Heartbeats
+from dlrm_autoshard.distributed.rendezvous import fresh_store
 from dlrm_autoshard.errors import UserError
 
 T = TypeVar("T")
@@ -33,7 +35,8 @@ class RuntimeFailure(UserError):
 class Runtime:
     """rank, world_size: as torchrun numbers them. group carries tensors of the step; id_group carries the next
     batch's ids, so that the two never queue behind each other. control is gloo on every device: small objects.
-    store: notes that every rank can read, of this start of the job only."""
+    store: notes that every rank can read, of this start of the job only. heartbeats: of all ranks; told the step.
+    loader_cores: for threads that read data; None where they may run where they like."""
 
     rank: int
     world_size: int
@@ -44,37 +47,45 @@ class Runtime:
     id_group: dist.ProcessGroup
     control: dist.ProcessGroup
     store: dist.Store | None = None
+    heartbeats: Heartbeats | None = None
+    loader_cores: frozenset[int] | None = None
 
     @staticmethod
     @contextlib.contextmanager
     def start(config: RunConfig) -> Iterator[Runtime]:
-        """Joins the process group (torchrun's environment; alone without it) and leaves it cleanly at the end."""
+        """Joins the process group (torchrun's environment; alone without it) and leaves it cleanly at the end.
+
+        RankFailure names the rank that is why an exchange in here failed.
+        """
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         device = choose_device(config.device, local_rank)
         torch.set_num_threads(config.threads_per_rank)
+        loader_cores: frozenset[int] | None = None
         if device.type == "cpu":
             keep_freed_memory()
             if config.pin_cores:
-                pin_cores(local_rank, local_world_size, config.threads_per_rank)
+                loader_cores = take_cores(local_rank, local_world_size, config.threads_per_rank).loader
         else:
             torch.cuda.set_device(device)
         timeout = timedelta(seconds=config.collective_timeout_seconds)
         # nccl refuses two ranks on one GPU; gloo takes them.
         backend = "nccl" if device.type == "cuda" and local_world_size <= torch.cuda.device_count() else "gloo"
-        store = meet(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore()
-        dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
-        control = dist.new_group(backend="gloo", timeout=timeout)
-        world = dist.group.WORLD
-        assert world is not None
+        store = fresh_store(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore()
         try:
-            id_group = dist.new_group(timeout=timeout)
-            yield Runtime(rank, world_size, local_rank, local_world_size, device, world, id_group, control, store)
-            dist.barrier(group=control)
+            with Heartbeats(store, rank, world_size, timeout.total_seconds()) as heartbeats:
+                dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
+                control, id_group = dist.new_group(backend="gloo", timeout=timeout), dist.new_group(timeout=timeout)
+                world = dist.group.WORLD
+                assert world is not None
+                places = (rank, world_size, local_rank, local_world_size, device)
+                yield Runtime(*places, world, id_group, control, store, heartbeats, loader_cores)
+                dist.barrier(group=control)
         finally:
             # Objects that hold process groups must go before the groups do, or gloo's threads abort the exit.
             gc.collect()
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     def broadcast(self, value: T | None) -> T:
         """Rank 0's value, on every rank."""
@@ -103,13 +114,6 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def pin_cores(local_rank: int, local_world_size: int, threads: int) -> None:
-    """Binds this process to its own cores where every local rank can have some; else leaves it free."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) >= local_world_size * threads:
-        os.sched_setaffinity(0, cores[local_rank * threads : (local_rank + 1) * threads])
 
 
 def keep_freed_memory() -> None:

@@ -188,13 +188,13 @@ def connect(group: dist.ProcessGroup) -> SharedMemory | None:
     link = None
     with listener, contextlib.suppress(OSError):
         _limit_waits(listener, timeout)
-        link = _meet(rank, [name for _, name in filter(None, places)], listener, timeout)
+        link = _join(rank, [name for _, name in filter(None, places)], listener, timeout)
     made: list[bool] = [False] * world_size
     dist.all_gather_object(made, link is not None, group=group)
     return link if all(made) else None
 
 
-def _meet(rank: int, names: list[str], listener: socket.socket, timeout: timedelta) -> SharedMemory:
+def _join(rank: int, names: list[str], listener: socket.socket, timeout: timedelta) -> SharedMemory:
     """Higher ranks call lower ones; both sides hand over their memory's descriptor."""
     memory = os.memfd_create("dlrm-autoshard")
     os.ftruncate(memory, len(CHANNELS) * _REGION_BYTES)

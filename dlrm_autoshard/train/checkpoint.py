@@ -85,7 +85,7 @@ class Checkpoints:
 
     def newest(self, before: int | None = None) -> Path | None:
         """What `latest` finds, as this rank sees it: no collective."""
-        whole = [path for path in self._whole() if before is None or int(path.name.removeprefix("step_")) < before]
+        whole = [path for path in self._whole() if before is None or step_of(path) < before]
         return whole[-1] if whole else None
 
     def load(
@@ -133,6 +133,10 @@ def _said_for_people(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what} on rank(s) {ranks}: {'; '.join(sorted(reasons))}") from error
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{what}: {error}") from error
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:

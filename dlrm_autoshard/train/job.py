@@ -99,6 +99,7 @@ class Job:
             first_sample=first_sample,
             prefetch_batches=self.config.data.prefetch_batches,
             on_bad_id=self.config.data.on_bad_id,
+            cores=self.runtime.loader_cores,
         )
 
 

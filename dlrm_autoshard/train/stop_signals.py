@@ -1,13 +1,11 @@
 """Ctrl-C, and a scheduler's SIGTERM: the ranks finish the step they are in, write a checkpoint and end.
 
-    with StopSignals() as signals, Runtime.start(...) as runtime:
-        signals.agree_through(runtime.store)
+    with StopSignals() as signals:
         with signals.postponed():                    # between steps only, so that what is saved is whole
-            while not signals.due(step): step = train(step)
+            dense.stop_asked = signals.received is not None
 
-torchrun passes a signal on to every rank, but each notices it at its own moment, and ranks that stop at different steps
-would wait for each other forever. So the first to notice writes down a step that nobody can have passed yet: ranks meet
-in every step, so they are never more than one apart. Ranks that were not told pay one `if` a step.
+Not every rank is sent the signal, and ranks that stop at different steps would wait for each other forever. So the wish
+to stop travels with the dense gradients of every step: all ranks read the same sum, and stop after the same step.
 """
 
 from __future__ import annotations
@@ -18,9 +16,6 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-from torch.distributed import Store
-
-_STEPS_AHEAD = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -33,17 +28,12 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopSignals:
-    """While open, signals raise `Stopped`: at once, or where `postponed`, when the caller asks."""
+    """While open, signals raise `Stopped`: at once, or where `postponed`, when the caller has looked at `received`."""
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._postponed = False
-        self._store: Store | None = None
         self._before: dict[int, Any] = {}
-
-    def agree_through(self, store: Store | None) -> None:
-        """The ranks' common store, of this start of the job only; none where there is one rank."""
-        self._store = store
 
     def __enter__(self) -> StopSignals:
         self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
@@ -62,17 +52,8 @@ class StopSignals:
 
     @contextmanager
     def postponed(self) -> Iterator[None]:
-        """In here a signal waits for `due`; a second one does not."""
-        self._postponed = True
-        try:
-            yield
-        finally:
-            self._postponed = False
-
-    def due(self, step: int) -> bool:
-        """Whether the ranks end before this step."""
-        if self.received is None:
-            return False
-        if self._store is None:
-            return True
-        return step >= int(self._store.compare_set("stop_before_step", "", str(step + _STEPS_AHEAD)))
+        """In here a first signal only sets `received`; a second one raises. So it stays after an error, which ends the
+        job: torchrun may be ending it too."""
+        before, self._postponed = self._postponed, True
+        yield
+        self._postponed = before

@@ -8,7 +8,7 @@ Reading order: `train` -> `Trainer.run` -> `_train_epoch` -> distributed/step.py
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +17,13 @@ from dlrm_autoshard.autoshard.decision import Interval
 from dlrm_autoshard.autoshard.initial_plan import from_rank_0
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.costs import StepProfile
-from dlrm_autoshard.data.batch import Split
+from dlrm_autoshard.data.batch import Batch, Split
 from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.signs_of_life import RankFailure
 from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.train.checkpoint import step_of
 from dlrm_autoshard.train.display import Display, describe
 from dlrm_autoshard.train.evaluation import evaluate
 from dlrm_autoshard.train.job import Job
@@ -53,17 +55,18 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
     with StopSignals() as signals:
         try:
             with Runtime.start(config.run) as runtime, ExitStack() as held:
-                signals.agree_through(runtime.store)
                 job = frozenset(filter(None, runtime.all_gather(job_of_this_process())))
                 claim = claimed_run_dir(config, resume, job)
                 run_dir = from_rank_0(runtime, lambda: held.enter_context(claim))
                 trainer = Trainer(config, runtime, run_dir, signals)
                 from_rank_0(runtime, lambda: record_start(run_dir, config, runtime.world_size))
                 return trainer.run()
-        except RuntimeError as error:
-            if signals.received is None:
+        except RankFailure as failure:
+            if failure.signal is None:
                 raise
-            raise Stopped(signals.received) from error  # another rank was stopped first, in mid-exchange
+            stopped = Stopped(failure.signal)  # as another rank was, in mid-exchange, and told us
+            stopped.args = failure.args
+            raise stopped from failure
 
 
 class Trainer(Job):
@@ -108,7 +111,7 @@ class Trainer(Job):
             self.step.begin_epoch(iter(loader))
             self.recorder.open(position.step)
             self._started_at = position.step
-            while not (self.step.exhausted or self.out_of_steps or self.signals.due(position.step)):
+            while not (self.step.exhausted or self.out_of_steps or self.dense.stop_agreed):
                 self._train_step(sampled=self._profile_due())
                 if self._reshard_due():
                     self._close_interval()
@@ -178,6 +181,9 @@ class Trainer(Job):
         tracing = position.step in config.profile.trace_steps
         trace = self.run_dir / "traces" / f"step_{position.step:08d}_rank_{self.runtime.rank:05d}.json"
         ids, left_out = self.step.ids, False
+        self.dense.stop_asked = self.signals.received is not None
+        if self.runtime.heartbeats is not None:
+            self.runtime.heartbeats.step = position.step
         try:
             with traced(trace, self.clock) if tracing else nullcontext():
                 batch = self.step.run(scale, config.tables.optimizer.lr * scale, sampled=sampled or tracing)
@@ -250,19 +256,30 @@ class Trainer(Job):
         if self.source.num_samples(split) == 0:
             return
         done = self.position.epoch - (self.position.sample == 0 and self.position.epoch > 0)
-        with self.batches(split, done) as loader:
-            metrics = evaluate(self.step.model, self.embeddings, loader, self.runtime, autocast=self.autocast)
+        with self.signals.postponed(), self.batches(split, done) as loader:
+            batches = self._until_asked(loader)
+            metrics = evaluate(self.step.model, self.embeddings, batches, self.runtime, autocast=self.autocast)
         if metrics:
             self.metrics = metrics
             self._log_metrics(split, metrics, epoch=done)
             self.display.line(f"epoch {done}  {split}  {describe(metrics)}")
 
     def _end_if_asked(self) -> None:
-        """After a signal that any rank was sent."""
+        """After a signal that any rank was sent. A collective."""
         received = [number for number in self.runtime.all_gather(self.signals.received) if number is not None]
         if received:
             self.checkpoints.finish()
+            newest = self.checkpoints.latest()
+            if newest is None or step_of(newest) != self.position.step:
+                self._save()
+                self.checkpoints.finish()
             raise Stopped(received[0])
+
+    def _until_asked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for number, batch in enumerate(batches):
+            if number % 16 == 0:
+                self._end_if_asked()
+            yield batch
 
     def _finish(self) -> None:
         self.checkpoints.finish()

@@ -1,4 +1,4 @@
-"""Ranks that start again over the same store meet each other, not what an earlier start left there."""
+"""Ranks that start again over the same store find each other, not what an earlier start left there."""
 
 import os
 from datetime import timedelta
@@ -6,15 +6,15 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from dlrm_autoshard.distributed.rendezvous import meet
+from dlrm_autoshard.distributed.rendezvous import fresh_store
 from tests.ranks import RankError, run_ranks
 
 
-def meet_twice(rank: int, world_size: int, port: int) -> list[str]:
+def start_twice(rank: int, world_size: int, port: int) -> list[str]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     names = []
     for start in range(2):
-        store = meet(rank, world_size, timedelta(seconds=20))
+        store = fresh_store(rank, world_size, timedelta(seconds=20))
         assert not store.check([f"address/{rank}"]), "something of an earlier start is in the store"
         store.set(f"address/{rank}", f"{start}")
         names.append(",".join(store.get(f"address/{peer}").decode() for peer in range(world_size)))
@@ -24,13 +24,13 @@ def meet_twice(rank: int, world_size: int, port: int) -> list[str]:
 def one_stays_away(rank: int, world_size: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     if rank != 2:
-        meet(rank, world_size, timedelta(seconds=2))
+        fresh_store(rank, world_size, timedelta(seconds=2))
 
 
 def test_each_start_finds_an_empty_store_and_only_its_own_ranks() -> None:
     agent = TCPStore("127.0.0.1", 0, is_master=True)
     agent.set("dlrm_autoshard/hello/1", "0123456789abcdef")  # of a rank that is gone
-    assert run_ranks(meet_twice, 3, agent.port) == [["0,0,0", "1,1,1"]] * 3
+    assert run_ranks(start_twice, 3, agent.port) == [["0,0,0", "1,1,1"]] * 3
 
 
 def test_a_rank_that_stays_away_is_named() -> None:

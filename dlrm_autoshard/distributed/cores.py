@@ -1,0 +1,87 @@
+"""Which CPU cores a rank computes on: its own, near its memory, and no other job's.
+
+cores = take_cores(local_rank=1, local_world_size=4, threads=1)       # binds this thread and all that it starts
+cores.loader                                                          # for the threads that read data
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+_NODES = Path("/sys/devices/system/node")
+_claims: list[socket.socket] = []  # held until the process ends, however it ends
+
+
+@dataclass(frozen=True)
+class Cores:
+    """compute: where the step runs. loader: where data is read ahead: other cores, where this rank has any."""
+
+    compute: frozenset[int]
+    loader: frozenset[int]
+
+
+def take_cores(local_rank: int, local_world_size: int, threads: int) -> Cores:
+    """Binds this process to cores of its share that no other job has. Where there are too few it stays free to run on
+    all that the system allows it, as it does for its loader."""
+    allowed = os.sched_getaffinity(0)
+    share = share_of(local_rank, local_world_size, _numa_nodes(allowed))
+    claimed: dict[int, socket.socket] = {}
+    for core in (*share, *sorted(allowed - set(share))) if len(share) >= threads else ():
+        claim = _claim(core) if len(claimed) < threads else None
+        if claim is not None:
+            claimed[core] = claim
+    if not claimed or len(claimed) < threads:
+        return Cores(frozenset(allowed), frozenset(allowed))
+    _claims.extend(claimed.values())
+    compute = frozenset(claimed)
+    os.sched_setaffinity(0, compute)
+    return Cores(compute, frozenset(share) - compute or compute)
+
+
+def share_of(local_rank: int, local_world_size: int, nodes: Sequence[Sequence[int]]) -> list[int]:
+    """A rank's part of the allowed cores, by node: all of one NUMA node where each node has a core for each of its
+    ranks. Parts are disjoint and of equal size but for what is left over; [] where there are more ranks than cores."""
+    node = local_rank * len(nodes) // local_world_size
+    here = [rank for rank in range(local_world_size) if rank * len(nodes) // local_world_size == node]
+    cores, position, ranks = list(nodes[node]), here.index(local_rank), len(here)
+    if len(nodes) > 1 and any(
+        len(cores) < sum(rank * len(nodes) // local_world_size == number for rank in range(local_world_size))
+        for number, cores in enumerate(nodes)
+    ):
+        cores, position, ranks = [core for one in nodes for core in one], local_rank, local_world_size
+    size = len(cores) // ranks
+    return cores[position * size : (position + 1) * size]
+
+
+def _numa_nodes(allowed: Set[int]) -> list[list[int]]:
+    """The allowed cores, by NUMA node."""
+    nodes = []
+    for path in sorted(_NODES.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        try:
+            text = (path / "cpulist").read_text()
+        except OSError:
+            continue
+        cores = {
+            core
+            for first, last in re.findall(r"(\d+)(?:-(\d+))?", text)
+            for core in range(int(first), int(last or first) + 1)
+        }
+        if cores & allowed:
+            nodes.append(sorted(cores & allowed))
+    return nodes if sum(map(len, nodes)) == len(allowed) else [sorted(allowed)]
+
+
+def _claim(core: int) -> socket.socket | None:
+    """Held while the core is to be this process's alone, among jobs of this package on this host. None: it is not."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0dlrm-autoshard-core-{core}")  # a leading zero byte: no file, gone with the process
+    except OSError:
+        claim.close()
+        return None
+    return claim

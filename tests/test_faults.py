@@ -1,0 +1,139 @@
+"""Ranks that are stopped, hang, die or are cut off: the job ends in time, in a sentence that names who and where."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import CONFIG, started, steps_saved, torchrun, until
+
+TIMEOUT = 10  # seconds, configured in the jobs that hang
+HOST = re.escape(platform.node())
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG + f"run: {{name: job, dir: {tmp_path / 'runs'}, collective_timeout_seconds: {TIMEOUT}}}\n")
+    return path
+
+
+def long(config: Path, *settings: str) -> list[str]:
+    return ["--config", str(config), "train.epochs=1000", "checkpoint.every_steps=50", *settings]
+
+
+@pytest.mark.parametrize(("ranks", "told"), [(2, [1]), (3, [0, 2])])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_any_ranks_stops_all_after_the_same_step_with_one_checkpoint(
+    ranks: int, told: list[int], number: signal.Signals, config: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "job"
+    with started(torchrun(ranks, *long(config)), tmp_path) as job:
+        until(lambda: (run / "checkpoints/step_00000050").exists())
+        members, before = job.ranks(), set(steps_saved(run))
+        asked = time.monotonic()
+        for rank in told:
+            members[rank].send_signal(number)
+        until(lambda: not any(member.is_running() for member in members.values()), 30)
+        print(f"{number.name} to exit of all ranks: {time.monotonic() - asked:.1f} s")
+        job.ends_within(30)
+        said = job.said()
+    last = steps_saved(run)[-1]
+    assert last not in before and len(set(steps_saved(run)) - before - {last}) <= 1
+    line = rf"^\[rank \d\] stopped by {number.name} after step {last}\. --resume continues from"
+    assert len(re.findall(line, said, re.MULTILINE)) == 1, said
+    assert "dlrm_autoshard/" not in said, "no traceback of ours"
+
+
+def test_a_signal_to_one_rank_before_training_stops_all(config: Path, tmp_path: Path) -> None:
+    """While rank 0 plans and the others wait for it."""
+    planning = ["autoshard.enabled=true", "autoshard.budget_seconds=60", "autoshard.algorithm=dreamshard"]
+    with started(torchrun(2, *long(config, *planning)), tmp_path) as job:
+        until(lambda: (tmp_path / "runs" / "job" / "job.json").exists())
+        time.sleep(0.5)
+        job.ranks()[1].send_signal(signal.SIGTERM)
+        job.ends_within(40)
+        assert re.search(r"\[rank \d\] stopped by SIGTERM before training began\.", job.said()), job.said()
+        assert "dlrm_autoshard/" not in job.said()
+
+
+@pytest.mark.parametrize("moment", ["training", "sampled steps", "planning"])
+def test_a_rank_that_hangs_is_named_within_the_timeout(moment: str, config: Path, tmp_path: Path) -> None:
+    settings = {
+        "training": [],
+        "sampled steps": ["profile.enabled=true", "profile.every_steps=1", "profile.warmup_steps=0"],
+        "planning": ["autoshard.enabled=true", "autoshard.budget_seconds=60", "autoshard.algorithm=dreamshard"],
+    }[moment]
+    run = tmp_path / "runs" / "job"
+    with started(torchrun(3, *long(config, *settings)), tmp_path) as job:
+        until(lambda: (run / ("job.json" if moment == "planning" else "checkpoints/step_00000050")).exists())
+        time.sleep(0.3)
+        job.ranks()[1].send_signal(signal.SIGSTOP)
+        stopped = time.monotonic()
+        job.ends_within(TIMEOUT + 15)
+        print(f"SIGSTOP while {moment} to the end, timeout {TIMEOUT} s: {time.monotonic() - stopped:.1f} s")
+        where = "before the first step" if moment == "planning" else r"at step \d+"
+        named = (
+            rf"\[rank [02]\] rank 1 on {HOST} hangs or is cut off: no sign of life from it for \d+ s, the last {where}"
+        )
+        said = job.said()
+    assert len(re.findall(named, said)) == 1, said
+    assert "dlrm_autoshard/" not in said, "no traceback of ours"
+
+
+def test_a_rank_that_hangs_in_its_own_code_is_named_with_the_place(config: Path, tmp_path: Path) -> None:
+    """Alive, but stuck where no exchange is: the others wait for it, and not it for them."""
+    source = tmp_path / "stuck.py"
+    source.write_text(
+        "import os, time\nimport dlrm_autoshard.distributed.embeddings as e\nlookup = e.ShardedEmbeddings.lookup\n"
+        "def stuck(self, *a, **k):\n    if self.updates == 30 and os.environ['RANK'] == '2':\n        time.sleep(99)\n"
+        "    return lookup(self, *a, **k)\ne.ShardedEmbeddings.lookup = stuck\n"
+    )
+    factory = "import dlrm_autoshard.model.dlrm\nimport stuck\n"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif 'train.py' in ' '.join(sys.orig_argv) and 'RANK' in __import__('os').environ:\n"
+        + "".join(f"    {line}\n" for line in factory.splitlines())
+    )
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '.')}"
+    with started(torchrun(3, *long(config)), tmp_path, PYTHONPATH=path) as job:
+        job.ends_within(TIMEOUT + 60)
+        said = job.said()
+    assert re.search(rf"\[rank [01]\] rank 2 on {HOST} hangs at step 30, in stuck\.py:6 \(stuck\)", said), said
+
+
+def test_a_rank_that_dies_is_named_and_torchruns_restart_continues(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "job"
+    with started(torchrun(3, *long(config, "train.epochs=4"), restarts=1), tmp_path) as job:
+        until(lambda: (run / "checkpoints/step_00000050").exists())
+        job.ranks()[1].send_signal(signal.SIGKILL)
+        assert job.ends_within(90) == 0, job.said()
+        said = job.said()
+    assert re.search(r"resumed at step \d+", said) and not (tmp_path / "runs" / "job-2").exists()
+
+
+@pytest.mark.parametrize("store_is", ["torchrun's", "rank 0's"])
+def test_a_rank_that_hangs_is_replaced_by_torchruns_restart(store_is: str, config: Path, tmp_path: Path) -> None:
+    """Also the one that keeps the job's store, which rank 0 does on several machines."""
+    run = tmp_path / "runs" / "job"
+    command = torchrun(2, *long(config, "train.epochs=4"), restarts=1)
+    with started(command, tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=str(int(store_is == "rank 0's"))) as job:
+        until(lambda: (run / "checkpoints/step_00000050").exists())
+        job.ranks()[0].send_signal(signal.SIGSTOP)
+        assert job.ends_within(TIMEOUT + 60) == 0, job.said()
+        assert "rank 0 on" in job.said() and "resumed at step" in job.said()
+
+
+def test_ranks_outlive_no_torchrun(config: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "job"
+    with started(torchrun(2, *long(config)), tmp_path) as job:
+        until(lambda: (run / "checkpoints/step_00000050").exists())
+        members = job.ranks()
+        job.process.kill()
+        until(lambda: not any(member.is_running() for member in members.values()), 20)
+        assert "stopped by SIGTERM after step" in job.said()
