@@ -1,8 +1,14 @@
+from .autoshard.autoshard import Autoshard as Autoshard
 from .costs import RankCost as RankCost
 from .costs import StepProfile as StepProfile
 from .data.batch import Batch as Batch
 from .data.resolve_tables import TableRows as TableRows
 from .data.resolve_tables import resolve_tables as resolve_tables
+from .distributed.bags import SGD as SGD
+from .distributed.bags import Adagrad as Adagrad
+from .distributed.bags import Adam as Adam
+from .distributed.bags import RowwiseAdagrad as RowwiseAdagrad
+from .distributed.bags import ShardedEmbeddingBags as ShardedEmbeddingBags
 from .model.dlrm import DenseArch as DenseArch
 from .plan import Constraints as Constraints
 from .plan import PlanError as PlanError

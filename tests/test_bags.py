@@ -97,7 +97,7 @@ def our_loop(
         optimizer.step()
         losses.append(loss.item())
         if step < len(moves):
-            reshard(bags.sharded, moves[step], group=bags.control)
+            reshard(bags.sharded, moves[step], group=bags.runtime.control)
     weights = {name: value.clone() for name, value in bags.own_tensors().items()}
     del tower  # before the group goes: gloo's threads abort otherwise
     return losses, weights
@@ -152,7 +152,7 @@ def state_round_trip(rank: int, world_size: int) -> tuple[bool, list[str], dict[
     for step in range(2):
         bags(*ids_of(rank, step)).square().sum().backward()
     states: list[dict[str, object]] = [{}] * world_size
-    dist.all_gather_object(states, bags.state_dict(), group=bags.control)
+    dist.all_gather_object(states, bags.state_dict(), group=bags.runtime.control)
     everything = {key: value for state in states for key, value in state.items()}
     plan = ShardingPlan({table.name: (bags.plan.rank_of[table.name] + 1) % world_size for table in TABLES}, world_size)
     other = ShardedEmbeddingBags(TABLES, optimizer=Adagrad(lr=0.5), plan=plan, seed=3)

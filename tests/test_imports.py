@@ -16,10 +16,10 @@ ROOMS = (
     *("errors", "formats", "tables", "plan", "costs", "plug_in", "config_errors", "config_data", "config", "records"),
     # what is trained, and where
     *("data", "model", "distributed"),
-    # what is decided
-    *("planner", "probe", "autoshard"),
+    # what is decided, and shown
+    *("planner", "report", "probe", "autoshard"),
     # what people use
-    *("report", "train", "benchmarks", "commands", "__main__"),
+    *("train", "benchmarks", "commands", "__main__"),
 )
 """A module at the package's root, or a folder. Each may import those before it."""
 WITHOUT_RANKS = (*ROOMS[: ROOMS.index("distributed")], "planner", "report")

@@ -28,7 +28,7 @@ from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import start_costs
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.plan_probe import RankProbe
-from dlrm_autoshard.tables import TableStats, memory_bytes
+from dlrm_autoshard.tables import TableOptimizer, TableStats, memory_bytes
 
 T = TypeVar("T")
 
@@ -50,21 +50,37 @@ class Placement:
 def place(config: Config, runtime: Runtime, source: DataSource, current: ShardingPlan | None = None) -> Placement:
     """Decides on rank 0 and tells the others. PlanError, on every rank, before anything is allocated, where tables
     do not fit. current: the plan of a checkpoint that is being resumed, taken as it is where it is for these ranks."""
-    settings = config.autoshard
     task = placement_task(config, runtime, source)
+    return choose_plan(
+        config.autoshard, task, runtime, config.tables.optimizer.name, config.train.exchange_dtype,
+        seed=config.run.seed, current=current,
+    )  # fmt: skip
+
+
+def choose_plan(
+    settings: AutoshardConfig,
+    task: PlacementTask,
+    runtime: Runtime,
+    optimizer: TableOptimizer,
+    exchange_dtype: str,
+    *,
+    seed: int = 0,
+    current: ShardingPlan | None = None,
+) -> Placement:
+    """A plan for the task by these settings, measured on these ranks. Collective. current: as `place` takes it."""
     planner = None
     if settings.enabled and runtime.rank == 0:
-        planner = Planner(settings.algorithm, seed=config.run.seed)
+        planner = Planner(settings.algorithm, seed=seed)
     settled = current if current is not None and current.world_size == runtime.world_size else None
     planning = settings.enabled and settled is None
     probe = None
     if planning and settings.measure_plans > 0 and runtime.world_size > 1:
-        probe = RankProbe.at_start(runtime, task, config.tables.optimizer.name, config.train.exchange_dtype)
+        probe = RankProbe.at_start(runtime, task, optimizer, exchange_dtype)
 
     def decide() -> tuple[ShardingPlan, PlanResult | None]:
         seconds = settings.budget_seconds
         if planning and planner is not None:
-            seconds -= calibrate(planner, task, config, runtime, probe)
+            seconds -= calibrate(planner, task, settings, runtime, probe, seed)
         if planning and planner is not None and settings.placement is None:
             result = planner.plan(
                 task,
@@ -175,10 +191,15 @@ def free_bytes(runtime: Runtime) -> int:
 
 
 def calibrate(
-    planner: Planner, task: PlacementTask, config: Config, runtime: Runtime, probe: RankProbe | None
+    planner: Planner,
+    task: PlacementTask,
+    settings: AutoshardConfig,
+    runtime: Runtime,
+    probe: RankProbe | None,
+    seed: int,
 ) -> float:
     """Readies the planner's costs, by measuring on these ranks or from what earlier jobs did; the seconds it took."""
-    cache_dir = config.autoshard.cache_dir
+    cache_dir = settings.cache_dir
     started = start_costs(
         planner,
         task.tables,
@@ -188,8 +209,8 @@ def calibrate(
         fingerprint=hardware_fingerprint(runtime.device),
         measure_shards=None if probe is None else probe.measure_shards,
         cache_dir=None if cache_dir is None else Path(cache_dir),
-        budget_seconds=config.autoshard.budget_seconds,
-        seed=config.run.seed,
+        budget_seconds=settings.budget_seconds,
+        seed=seed,
     )
     return started.seconds
 

@@ -1,6 +1,6 @@
 """Resharding on all ranks: rank 0 decides, everybody hears of it, tables move, rank 0 writes down what came of it.
 
-    resharding = Resharding(config, runtime, embeddings, placement, run_dir)
+    resharding = Resharding(config.autoshard, runtime, embeddings, placement, run_dir)
     decision = resharding.after_interval(interval)      # on every rank between two steps; interval: rank 0's
     if decision.new_plan is not None: ...               # tables have moved; ids on their way have other owners now
 
@@ -16,7 +16,7 @@ from typing import Any
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.autoshard.initial_plan import Placement, from_rank_0
-from dlrm_autoshard.config import Config
+from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.reshard import ReshardRefused, reshard, tensor_bytes
 from dlrm_autoshard.distributed.runtime import Runtime
@@ -27,19 +27,24 @@ class Resharding:
     """controller: rank 0's, where there is a planner."""
 
     def __init__(
-        self, config: Config, runtime: Runtime, embeddings: ShardedEmbeddings, placement: Placement, run_dir: Path
+        self,
+        settings: AutoshardConfig,
+        runtime: Runtime,
+        embeddings: ShardedEmbeddings,
+        placement: Placement,
+        run_dir: Path,
     ) -> None:
-        self._settings, self._runtime, self._embeddings = config.autoshard.reshard, runtime, embeddings
+        self._settings, self._runtime, self._embeddings = settings.reshard, runtime, embeddings
         self._run_dir = run_dir
         self.controller: Controller | None = None
         if placement.planner is not None:
             bytes_of = {table: sum(tensors.values()) for table, tensors in tensor_bytes(embeddings).items()}
             log = DecisionLog(run_dir / "decisions.jsonl")
-            self.controller = Controller(config.autoshard, placement.planner, placement.task, bytes_of, log)
+            self.controller = Controller(settings, placement.planner, placement.task, bytes_of, log)
 
     @staticmethod
-    def is_wanted(config: Config, world_size: int) -> bool:
-        return config.autoshard.enabled and config.autoshard.reshard.enabled and world_size > 1
+    def is_wanted(settings: AutoshardConfig, world_size: int) -> bool:
+        return settings.enabled and settings.reshard.enabled and world_size > 1
 
     def is_due(self, epoch: int) -> bool:
         """After this interval of `epoch`: each one where they are counted in steps, else its last."""

@@ -8,6 +8,7 @@ bags.plan; bags.table_lr = 0.01; bags.state_dict()                           # o
 from __future__ import annotations
 
 import itertools
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -23,6 +24,7 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.id_check import IdCheck
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.id_distribution import LocalIds
+from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
@@ -82,26 +84,23 @@ class ShardedEmbeddingBags(nn.Module):
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         group = group or dist.group.WORLD
         assert group is not None
-        ranks = dist.get_process_group_ranks(group)
-        rank, world_size = dist.get_rank(group), len(ranks)
-        self.device = torch.device(device or "cpu")
+        self.device, self.exchange_dtype = torch.device(device or "cpu"), exchange_dtype
+        self.runtime = runtime_of(group, self.device)
         self.tables = tuple(tables)
-        self.control = dist.new_group(ranks, backend="gloo")
-        """For small objects, on every device."""
-        plan = plan or round_robin([table.name for table in tables], Topology(world_size))
+        plan = plan or round_robin([table.name for table in tables], Topology(self.runtime.world_size))
         plan.check_tables(table.name for table in tables)
         self.sharded = ShardedEmbeddings(
             inner,
             plan,
             TablesConfig(optimizer=optimizer or RowwiseAdagrad()),
-            rank=rank,
+            rank=self.runtime.rank,
             group=group,
-            id_group=dist.new_group(ranks),  # its own, so that ids never queue behind vectors
+            id_group=self.runtime.id_group,
             device=self.device,
             exchange_dtype=exchange_dtype,
             seed=seed,
         )
-        self.clock = StageClock(self.device, self.control if self.device.type == "cpu" else group)
+        self.clock = StageClock(self.device, self.runtime.control if self.device.type == "cpu" else group)
         self._check = IdCheck(self.tables, "error") if check_ids else None
         self._columns = _columns_as_given(self.tables, self.sharded.output_tables, self.device)
         self._between = ExitStack()  # the stage between lookup and gradient, while it lasts
@@ -254,6 +253,25 @@ class ShardedEmbeddingBags(nn.Module):
         mean = torch.tensor([table.pooling == "mean" for table in self.tables], device=self.device)
         divisor_TB = torch.where(mean[:, None], lengths_TB.clamp(min=1), torch.ones_like(lengths_TB))
         return pooled_BD / divisor_TB.T.repeat_interleave(dims, dim=1)
+
+
+def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
+    """The ranks of a group that somebody else has made, with groups of our own beside it. Collective."""
+    ranks = dist.get_process_group_ranks(group)
+    control = dist.new_group(ranks, backend="gloo")
+    hosts: list[str] = [""] * len(ranks)
+    dist.all_gather_object(hosts, platform.node(), group=control)
+    rank = dist.get_rank(group)
+    return Runtime(
+        rank=rank,
+        world_size=len(ranks),
+        local_rank=hosts[:rank].count(hosts[rank]),
+        local_world_size=hosts.count(hosts[rank]),
+        device=device,
+        group=group,
+        id_group=dist.new_group(ranks),  # so that ids never queue behind vectors
+        control=control,
+    )
 
 
 class _Lookup(torch.autograd.Function):

@@ -63,8 +63,8 @@ class Job:
             all_finite=partial(finite_on_all_ranks, group=runtime.group) if config.train.on_nan == "skip" else None,
         )
         self.resharding: Resharding | None = None
-        if Resharding.is_wanted(config, runtime.world_size):
-            self.resharding = Resharding(config, runtime, self.embeddings, self.placement, run_dir)
+        if Resharding.is_wanted(config.autoshard, runtime.world_size):
+            self.resharding = Resharding(config.autoshard, runtime, self.embeddings, self.placement, run_dir)
         self.state = TrainingState(
             runtime,
             self.checkpoints,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dlrm_autoshard.autoshard.decision import Interval
 from dlrm_autoshard.autoshard.initial_plan import from_rank_0
+from dlrm_autoshard.autoshard.recorder import Recorder
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.data.batch import Batch, Split
@@ -31,7 +32,6 @@ from dlrm_autoshard.train.journal import Journal
 from dlrm_autoshard.train.loss_watch import LossWatch
 from dlrm_autoshard.train.lr_schedule import lr_scale
 from dlrm_autoshard.train.opening import open_run
-from dlrm_autoshard.train.recorder import Recorder
 from dlrm_autoshard.train.run_directory import claimed_run_dir, job_of_this_process, record_start
 from dlrm_autoshard.train.stop_signals import Stopped, StopSignals
 

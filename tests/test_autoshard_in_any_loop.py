@@ -1,0 +1,91 @@
+"""Autoshard in a plain PyTorch loop: plans, profiles, decides, moves, reports, and changes no bit of the training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dlrm_autoshard.autoshard.autoshard import Autoshard
+from dlrm_autoshard.distributed.bags import SGD, ShardedEmbeddingBags
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.records.run import RunRecord
+from dlrm_autoshard.tables import TableConfig
+from tests.ranks import run_ranks
+
+TABLES = tuple(TableConfig(f"t{i}", 2000, 32 if i < 2 else 8) for i in range(8))
+POOLING = (60, 50, 1, 1, 1, 2, 1, 1)
+BATCH, STEPS = 256, 90
+WORST = ShardingPlan({table.name: int(i >= 2) for i, table in enumerate(TABLES)}, 2)
+"""Both dear tables on rank 0."""
+
+
+def ids_of(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * (step % 4) + rank)
+    lengths = torch.tensor(POOLING)[:, None].expand(-1, BATCH)
+    return lengths, torch.randint(0, 2000, (int(lengths.sum()),), generator=generator, dtype=torch.int32)
+
+
+def train(rank: int, world_size: int, run_dir: Path | None) -> tuple[list[float], dict[str, Tensor], dict[str, int]]:
+    bags = ShardedEmbeddingBags(TABLES, optimizer=SGD(lr=0.1), plan=WORST)
+    torch.manual_seed(3)
+    tower = DistributedDataParallel(nn.Sequential(nn.Linear(112, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 1)))
+    optimizer = torch.optim.SGD(tower.parameters(), lr=0.1)
+    autoshard = None
+    if run_dir is not None:
+        autoshard = Autoshard(
+            bags, every_steps=30, sample_every=3, total_steps=10_000, run_dir=run_dir, measure_plans=2
+        )
+    torch.manual_seed(rank)
+    losses = []
+    for step in range(STEPS):
+        loss = nn.functional.softplus(tower(bags(*ids_of(rank, step)))).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if autoshard is not None:
+            autoshard.step()
+    if autoshard is not None:
+        autoshard.finish()
+    weights = {name: value.clone() for name, value in bags.own_tensors().items()}
+    del tower
+    return losses, weights, dict(bags.plan.rank_of)
+
+
+def test_the_worst_plan_is_left_and_not_a_bit_of_the_training_changes(tmp_path: Path) -> None:
+    without = run_ranks(train, 2, None, timeout=120)
+    within = run_ranks(train, 2, tmp_path / "mine", timeout=120)
+    assert [losses for losses, _, _ in without] == [losses for losses, _, _ in within]
+    before, after = ({name: t for _, own, _ in ranks for name, t in own.items()} for ranks in (without, within))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    plan = within[0][2]
+    assert plan["t0"] != plan["t1"], "the two dear tables have a rank each"
+    record = RunRecord.load(tmp_path / "mine")
+    assert len(record.epochs) == 3 and len(record.decisions) == 3
+    assert record.last.samples > 3 and record.last.throughput > 0
+    stages = record.last.stage_ms
+    assert all(min(stages[name]) > 0 for name in ("input_dist", "fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute"))
+    assert (tmp_path / "mine" / "report.html").stat().st_size > 100_000
+
+
+def step_too_early(rank: int, world_size: int, run_dir: Path) -> list[str]:
+    bags = ShardedEmbeddingBags(TABLES)
+    said = []
+    autoshard = Autoshard(bags, run_dir=run_dir)
+    for wrong in (autoshard.step, lambda: Autoshard(bags, run_dir=run_dir.parent / "taken")):
+        with pytest.raises(UserError) as caught:
+            wrong()
+        said.append(str(caught.value))
+    return said
+
+
+def test_mistakes_are_said_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "taken" / "costs").mkdir(parents=True)
+    (tmp_path / "taken" / "costs" / "epochs.jsonl").write_text("")
+    for early, taken in run_ranks(step_too_early, 2, tmp_path / "mine"):
+        assert "before the embeddings were looked up" in early and "records of another run" in taken
