@@ -22,8 +22,7 @@ from tests.jobs import CONFIG, REPOSITORY, TRAIN, started, steps_saved, torchrun
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
     path.write_text(
-        CONFIG + f"run: {{name: job, dir: {tmp_path / 'runs'}, pin_cores: false, collective_timeout_seconds: 10}}\n"
-        "checkpoint: {every_steps: 50}\n"
+        CONFIG + f"run: {{name: job, dir: {tmp_path / 'runs'}, pin_cores: false}}\ncheckpoint: {{every_steps: 50}}\n"
     )
     return path
 
@@ -99,7 +98,11 @@ def test_across_hosts_the_rank_at_fault_is_named(fault: str, link: Link, config:
         with open(tmp_path / f"said_{rank}", "w") as output:
             ranks.append(
                 subprocess.Popen(
-                    [*command, "train.epochs=1000"], env=environment, stdout=output, stderr=output, cwd=REPOSITORY
+                    [*command, "train.epochs=1000", "run.collective_timeout_seconds=10"],
+                    env=environment,
+                    stdout=output,
+                    stderr=output,
+                    cwd=REPOSITORY,
                 )
             )
     try:

@@ -10,6 +10,7 @@ from dlrm_autoshard.benchmarks.kills import kill_often, left_behind, train
 from dlrm_autoshard.benchmarks.moving_job import MOMENTS, Kill
 
 
+@pytest.mark.timeout(600)  # two minutes where nothing else runs
 def test_twenty_kills_at_seeded_moments() -> None:
     outcome = kill_often(20, seed=11)
     assert (outcome["kills"], outcome["survived"], outcome["notes"]) == (20, 20, [])
