@@ -6,6 +6,7 @@ What people can mend (config, data, plan, packages) ends in a sentence and exit 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ def sort_settings(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, leave)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone would be told with torch's own stack
     from dlrm_autoshard.commands.environment_checks import require_pair
     from dlrm_autoshard.config import load_config
 

@@ -174,7 +174,13 @@ class Heartbeats:
             return
         if not self._said_here(cause):
             complain(cause.text)
+        self._let_others_read()
         os._exit(3 if cause.signal is None else 128 + cause.signal)
+
+    def _let_others_read(self) -> None:
+        """Where the store goes with this rank."""
+        if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            time.sleep(2.5 * self._interval)
 
     # -- other ranks -------------------------------------------------------------------------------------------------
 
@@ -232,8 +238,7 @@ class Heartbeats:
                 dict(self._all_beats())
                 cause = self._dead_here() or cause
             cause = self._agree(self._asking, cause)
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and self._rank == 0:
-                time.sleep(2 * self._interval)  # the store goes with this rank: the others read it first
+            self._let_others_read()
         return cause
 
     def _agree(self, store: dist.Store, cause: Cause) -> Cause:
