@@ -18,9 +18,14 @@ class UserError(ValueError):
 def in_a_sentence(error: BaseException) -> str | None:
     """What to say in the place of a traceback; None where only a traceback helps."""
     if isinstance(error, UserError):
-        return str(error)
+        return printable(str(error))
     if isinstance(error, OSError) and error.filename is not None:  # a file that somebody named
-        return f"'{error.filename}': {error.strerror}."
+        return printable(f"'{error.filename}': {error.strerror}.")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{error.strerror}: free some disk space, or write to another disk."
     return None
+
+
+def printable(text: str) -> str:
+    """The text without what would steer a terminal: `\\x1b` in the place of an escape character."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,293 @@
+"""Whatever a file from outside holds: it is used, or a sentence names it; no traceback, no hang, no memory without end.
+
+MUTATIONS=1600 pytest -m slow tests/test_mutated_inputs.py -s      # of each kind; prints the counts
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import gzip
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+
+from dlrm_autoshard.config import TablesConfig, load_config
+from dlrm_autoshard.config_data import CriteoData, DlrmDatasetsData, MovielensData
+from dlrm_autoshard.data.batch import DataSource
+from dlrm_autoshard.data.criteo.preprocess import Contiguous, preprocess
+from dlrm_autoshard.data.criteo.sample import write_sample_layout, write_sample_text
+from dlrm_autoshard.data.criteo.source import CriteoSource
+from dlrm_autoshard.data.dlrm_datasets import DlrmDatasetsSource
+from dlrm_autoshard.data.loader import Loader
+from dlrm_autoshard.data.movielens import MovielensSource
+from dlrm_autoshard.errors import in_a_sentence
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.drawn_tasks import TaskSet, draw_tasks
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.pool import TablePool, synthetic_pool
+from dlrm_autoshard.planner.replay import CommsSample, ShardSample
+from dlrm_autoshard.planner.saved_state import load_planner
+from dlrm_autoshard.probe.cost_log import CostLog
+from tests.mutations import mutated
+from tests.report_records import make_profile, make_tables, write_run
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+FEW = 40
+SECONDS = 10
+MORE_MEMORY = 3 * 2**30
+
+
+class Hang(BaseException):
+    """Not an Exception: nothing may catch it."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """make: writes valid files into a folder. use: reads them as a command would. mutate: names of those to change."""
+
+    make: Callable[[Path], None]
+    use: Callable[[Path], object]
+    mutate: str
+    is_json: bool = False
+
+
+def _make_plan(folder: Path) -> None:
+    ShardingPlan({f"t_{i}": i % 3 for i in range(6)}, 3).save(folder / "plan.json")
+
+
+def _make_pool(folder: Path) -> None:
+    synthetic_pool(6, 0, 4096).save(folder / "tables.json")
+
+
+def _make_tasks(folder: Path) -> None:
+    draw_tasks(synthetic_pool(8, 0, 4096), 3, 2, seed=0, batch_size=4096).save(folder / "tasks.json")
+
+
+def _samples() -> list[ShardSample | CommsSample]:
+    tables, stats = make_tables(3)
+    shards = [ShardSample((table,), (stat,), 512, 0.5, 0.7, 0.1) for table, stat in zip(tables, stats, strict=True)]
+    return [*shards, CommsSample((16, 32), 512, (0.1, 0.2), (0.1, 0.2))]
+
+
+def _make_planner(folder: Path) -> None:
+    planner = Planner("search")
+    for sample in _samples():
+        if isinstance(sample, ShardSample):
+            planner.costs.replay.add_shard(sample)
+        else:
+            planner.costs.replay.add_comms(sample)
+    (folder / "planner.json").write_text(json.dumps(planner.state_dict()))
+
+
+_PLANNER = Planner("search")
+
+
+def _make_log(folder: Path) -> None:
+    CostLog(folder, {"cpu": "x"}).append(_samples())
+
+
+def _use_log(folder: Path) -> None:
+    log = CostLog(folder, {"cpu": "x"})
+    samples = log.read()
+    assert samples or log.left_out or not log.path.read_text(errors="replace").strip()
+    assert all(log.path.name in said for said in log.left_out)
+
+
+def _report(form: str) -> Callable[[Path], object]:
+    def use(folder: Path) -> None:
+        from dlrm_autoshard.commands import report
+
+        parser = argparse.ArgumentParser()
+        report.add_parser(parser.add_subparsers())
+        arguments = parser.parse_args(["report", str(folder), *([form] if form else [])])
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            arguments.run(arguments)
+        assert "\x1b" not in said.getvalue()
+        if form == "--json":
+            assert not {"NaN", "Infinity"} & set(said.getvalue().replace(",", " ").split())
+            json.loads(said.getvalue())
+
+    return use
+
+
+def _make_run(folder: Path) -> None:
+    write_run(folder, epochs=2, tables=4)
+    assert make_profile() is not None
+
+
+def _make_criteo(folder: Path) -> None:
+    shutil.rmtree(folder)
+    write_sample_layout(folder, [30, 20])
+
+
+def _read_some(source: DataSource) -> None:
+    for split in ("train", "val", "test"):
+        with Loader(source, split, 0, 16, 0, 1, prefetch_batches=0) as loader:
+            for number, _ in enumerate(loader):
+                if number == 2:
+                    break
+
+
+def _use_criteo(folder: Path) -> None:
+    for multi_hot in (False, True):
+        _read_some(CriteoSource(CriteoData(source="criteo", dir=str(folder), multi_hot=multi_hot), TablesConfig()))
+
+
+def _make_trace(folder: Path) -> None:
+    lengths = torch.randint(0, 4, (3, 40), generator=torch.Generator().manual_seed(0))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.flatten().cumsum(0)])
+    torch.save((torch.arange(int(offsets[-1])), offsets, lengths), folder / "trace.pt")
+    (folder / "packed.pt.gz").write_bytes(gzip.compress((folder / "trace.pt").read_bytes()))
+
+
+def _use_trace(folder: Path) -> None:
+    (folder / "packed.pt").unlink(missing_ok=True)
+    for name in ("trace.pt", "packed.pt.gz"):
+        data = DlrmDatasetsData(source="dlrm_datasets", files=[str(folder / name)])
+        _read_some(DlrmDatasetsSource(data, TablesConfig()))
+
+
+def _make_movielens(folder: Path) -> None:
+    users = [f"{i}\t{20 + i}\tM\tother\t{10000 + i}" for i in range(1, 6)]
+    items = [f"{i}\tSome film {i}\t19{80 + i}\tDrama War" for i in range(1, 8)]
+    ratings = [f"{1 + i % 5}\t{1 + i % 7}\t{1 + i % 5}\t{880_000_000 + 1000 * i}" for i in range(60)]
+    texts = {
+        "user": ["user_id:token\tage:token\tgender:token\toccupation:token\tzip_code:token", *users],
+        "item": ["item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq", *items],
+        "inter": ["user_id:token\titem_id:token\trating:float\ttimestamp:float", *ratings],
+    }
+    for kind, lines in texts.items():
+        (folder / f"ml-100k.{kind}").write_text("\n".join(lines) + "\n")
+
+
+def _use_text(folder: Path) -> None:
+    shutil.rmtree(folder / "out", ignore_errors=True)
+    preprocess([folder / "train.txt"], folder / "out", Contiguous(1))
+
+
+def _use_override(folder: Path) -> None:
+    override = (folder / "override").read_bytes().decode("utf-8", "surrogateescape")
+    load_config(CONFIGS / "debug_cpu.yaml", [override])
+
+
+KINDS = {
+    "plan": Kind(_make_plan, lambda f: ShardingPlan.load(f / "plan.json"), "plan.json", True),
+    "tables": Kind(_make_pool, lambda f: TablePool.load(f / "tables.json"), "tables.json", True),
+    "tasks": Kind(_make_tasks, lambda f: TaskSet.load(f / "tasks.json").train, "tasks.json", True),
+    "planner": Kind(_make_planner, lambda f: load_planner(_PLANNER, f / "planner.json"), "planner.json", True),
+    "cost log": Kind(_make_log, _use_log, "costs-*.jsonl", True),
+    "report": Kind(_make_run, _report(""), "**/*.jsonl", True),
+    "report --json": Kind(_make_run, _report("--json"), "**/*.jsonl", True),
+    "report --csv": Kind(_make_run, _report("--csv"), "costs/*.jsonl", True),
+    "report's config": Kind(_make_run, _report(""), "config.yaml"),
+    "criteo npy, npz": Kind(_make_criteo, _use_criteo, "*", True),
+    "pt, pt.gz": Kind(_make_trace, _use_trace, "*"),
+    "movielens": Kind(
+        _make_movielens,
+        lambda f: _read_some(MovielensSource(MovielensData(source="movielens", dir=str(f)), TablesConfig())),
+        "ml-100k.*",
+    ),
+    "criteo text": Kind(lambda f: write_sample_text(f / "train.txt", 20), _use_text, "train.txt"),
+    "yaml": Kind(
+        lambda f: (f / "config.yaml").write_bytes((CONFIGS / "synthetic_skewed.yaml").read_bytes()) and None,
+        lambda f: load_config(f / "config.yaml"),
+        "config.yaml",
+    ),
+    "override": Kind(
+        lambda f: (f / "override").write_text("tables.embedding_dims={user: 32, item: 16}") and None,
+        _use_override,
+        "override",
+    ),
+}
+
+
+@contextlib.contextmanager
+def _bounds() -> Iterator[None]:
+    """Of time and of memory."""
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise Hang
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = signal.signal(signal.SIGALRM, late)
+    resource.setrlimit(resource.RLIMIT_AS, (used + MORE_MEMORY, hard))
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.signal(signal.SIGALRM, before)
+
+
+def outcome(use: Callable[[Path], object], folder: Path) -> str:
+    """ "used", "refused", or what must not be: "hang", or a traceback."""
+    try:
+        with _bounds():
+            use(folder)
+        return "used"
+    except Hang:
+        return "hang\n" + traceback.format_exc()[-1500:]
+    except Exception as error:
+        said = in_a_sentence(error)
+        if said is None:
+            return "traceback\n" + traceback.format_exc()[-1500:]
+        if not said.replace("\n", "").isprintable() or len(said) > 20_000:
+            return f"not fit for a terminal: {said[:200]!r}"
+        named = [path.name for path in folder.rglob("*")] + ["override", "config", folder.name]
+        return "refused" if any(name in said for name in named) else f"names no file: {said[:500]}"
+
+
+def _run(kind: Kind, folder: Path, count: int, seed: int) -> collections.Counter[str]:
+    """Outcomes of so many mutations. Those that must not be are kept beside the test, as they were."""
+    folder.mkdir()
+    kind.make(folder)
+    assert outcome(kind.use, folder) == "used"
+    valid = {path: path.read_bytes() for path in sorted(folder.glob(kind.mutate)) if path.is_file()}
+    found: collections.Counter[str] = collections.Counter()
+    draw = random.Random(seed)
+    for number in range(count):
+        path = draw.choice(list(valid))
+        is_json = kind.is_json and path.suffix in (".json", ".jsonl")
+        path.write_bytes(mutated(valid[path], draw, is_json))
+        result = outcome(kind.use, folder)
+        found[result] += 1
+        if result not in ("used", "refused"):
+            shutil.copy(path, folder.parent / f"{number}-{path.name}")
+        path.write_bytes(valid[path])
+    return found
+
+
+def _check(name: str, folder: Path, count: int, seed: int) -> None:
+    found = _run(KINDS[name], folder, count, seed)
+    bad = {result: times for result, times in found.items() if result not in ("used", "refused")}
+    print(f"{name}: {count} mutations, {found['used']} used, {found['refused']} refused, {sum(bad.values())} wrong")
+    assert not bad, "\n\n".join(f"{times} x {result}" for result, times in bad.items())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_damaged_file_is_used_or_named(name: str, tmp_path: Path) -> None:
+    _check(name, tmp_path / "files", FEW, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", KINDS)
+def test_twenty_thousand_damaged_files_are_used_or_named(name: str, tmp_path: Path) -> None:
+    _check(name, tmp_path / "files", int(os.environ.get("MUTATIONS", "1400")), seed=int(os.environ.get("SEED", "1")))
