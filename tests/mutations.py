@@ -25,10 +25,8 @@ ODD_TEXT = [
 def mutated(content: bytes, draw: random.Random, is_json: bool = False) -> bytes:
     """One to three changes."""
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
-        if is_json and draw.random() < 0.7:
-            content = _other_json(content, draw)
-        else:
-            content = draw.choice(_BYTES)(content, draw)
+        change = _other_json if is_json and draw.random() < 0.7 else draw.choice(_BYTES)
+        content = change(content, draw)
     return content
 
 
@@ -64,7 +62,7 @@ def _changed(value: Any, draw: random.Random) -> Any:
         if what < 0.1:
             return value[:place] + value[place + 1 :]
         if what < 0.2:
-            return value + [value[place]]
+            return [*value, value[place]]
         return [*value[:place], _changed(value[place], draw), *value[place + 1 :]]
     return draw.choice(ODD_VALUES)
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from dlrm_autoshard.costs import STAGES, WAITS, RankCost, StageTime
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.records.epoch import EpochProfile, RankEpoch, epochs_file, rank_file
+from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
+from dlrm_autoshard.records.facts import RankEpoch, rank_file
 from dlrm_autoshard.records.jsonl import SCHEMA
 from dlrm_autoshard.tables import TableConfig, TableStats
 

@@ -59,7 +59,7 @@ class Hang(BaseException):
 class Kind:
     """make: writes valid files into a folder. use: reads them as a command would. mutate: names of those to change."""
 
-    make: Callable[[Path], None]
+    make: Callable[[Path], object]
     use: Callable[[Path], object]
     mutate: str
     is_json: bool = False
@@ -204,12 +204,12 @@ KINDS = {
     ),
     "criteo text": Kind(lambda f: write_sample_text(f / "train.txt", 20), _use_text, "train.txt"),
     "yaml": Kind(
-        lambda f: (f / "config.yaml").write_bytes((CONFIGS / "synthetic_skewed.yaml").read_bytes()) and None,
+        lambda f: shutil.copy(CONFIGS / "synthetic_skewed.yaml", f / "config.yaml"),
         lambda f: load_config(f / "config.yaml"),
         "config.yaml",
     ),
     "override": Kind(
-        lambda f: (f / "override").write_text("tables.embedding_dims={user: 32, item: 16}") and None,
+        lambda f: (f / "override").write_text("tables.embedding_dims={user: 32, item: 16}"),
         _use_override,
         "override",
     ),
@@ -250,7 +250,7 @@ def outcome(use: Callable[[Path], object], folder: Path) -> str:
             return "traceback\n" + traceback.format_exc()[-1500:]
         if not said.replace("\n", "").isprintable() or len(said) > 20_000:
             return f"not fit for a terminal: {said[:200]!r}"
-        named = [path.name for path in folder.rglob("*")] + ["override", "config", folder.name]
+        named = [path.name for path in folder.rglob("*")] + ["override", "config", "table '", folder.name]
         return "refused" if any(name in said for name in named) else f"names no file: {said[:500]}"
 
 

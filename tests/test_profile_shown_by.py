@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from dlrm_autoshard.costs import STAGES, WAITS
-from dlrm_autoshard.records.epoch import EpochProfile, RankEpoch
+from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.records.facts import RankEpoch
 from dlrm_autoshard.records.jsonl import read_jsonl
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import summary

@@ -14,7 +14,8 @@ from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, WAITS, RankCost, StageTime
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.diagnosis import table_costs_ms
-from dlrm_autoshard.records.epoch import EpochProfile, RankEpoch, epochs_file, rank_file
+from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
+from dlrm_autoshard.records.facts import RankEpoch, rank_file
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, drop_after, read_jsonl
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import summary, who_was_slow
@@ -116,7 +117,7 @@ times = st.just(0.0) | st.floats(1e-4, 1e4)  # a clock does not tell less apart
 @st.composite
 def profiles(draw: st.DrawFn) -> EpochProfile:
     world = draw(st.integers(1, 5))
-    names = draw(st.lists(st.text(min_size=1, max_size=8), max_size=6, unique=True))
+    names = draw(st.lists(st.text(min_size=1, max_size=8).filter(str.isprintable), max_size=6, unique=True))
     tables = [TableConfig(name, draw(st.integers(1, 10**9)), 4 * draw(st.integers(1, 64))) for name in names]
     stats = [TableStats(draw(st.floats(0, 500)), mean_reuse=draw(st.floats(1, 1e4))) for _ in names]
     plan = ShardingPlan({name: draw(st.integers(0, world - 1)) for name in names}, world)

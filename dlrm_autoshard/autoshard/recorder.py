@@ -19,7 +19,8 @@ from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.id_distribution import LocalIds
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
-from dlrm_autoshard.records.epoch import EpochProfile, RankEpoch, epochs_file, rank_file
+from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
+from dlrm_autoshard.records.facts import RankEpoch, rank_file
 from dlrm_autoshard.records.jsonl import append_jsonl
 from dlrm_autoshard.tables import TableStats, measure_table_stats
 

@@ -58,9 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
         from dlrm_autoshard.report.terminal import print_comparison, print_report
 
         if len(records) == 1:
-            print_report(Console(highlight=False), records[0])
+            print_report(Console(highlight=False, markup=False), records[0])
         else:
-            print_comparison(Console(highlight=False), *records)
+            print_comparison(Console(highlight=False, markup=False), *records)
     return 0
 
 

@@ -31,14 +31,14 @@ class NotReadable(FormatError):
     """Without the file's name: what follows it in a sentence, such as "is not JSON (line 3)"."""
 
 
-def read_json(path: Path, kind: type[T], what: str, *, extra_keys: bool = False) -> T:
-    """what: the file's role, for messages. extra_keys: whether keys that `kind` lacks are left out or refused."""
+def read_json(path: Path, kind: type[T], what: str) -> T:
+    """what: the file's role, for messages."""
     try:
         value = parse_json(read_bytes(path, what))
     except NotReadable as error:
         raise FormatError(f"{what} '{path}' {error}.") from error
     try:
-        return checked(kind, value, extra_keys=extra_keys)
+        return checked(kind, value)
     except FormatError as error:
         raise FormatError(f"{what} '{path}': {error}") from error
 
@@ -84,10 +84,11 @@ def parse_json(content: bytes) -> Any:
         raise NotReadable("holds a number of over 4,300 digits") from error
 
 
-def checked(kind: type[T], value: Any, *, extra_keys: bool = False) -> T:
-    """`value`, if it is of that kind: numbers are not taken for text, nor true for 1, nor 3.0 for 3."""
+def checked(kind: type[T], value: Any, *, extra: Literal["forbid", "ignore", "allow"] = "forbid") -> T:
+    """`value`, if it is of that kind: numbers are not taken for text, nor true for 1, nor 3.0 for 3.
+
+    extra: what becomes of keys that `kind` lacks."""
     try:
-        extra: Literal["ignore", "forbid"] = "ignore" if extra_keys else "forbid"
         found: T = _adapter(kind).validate_python(value, strict=True, extra=extra)
         return found
     except pydantic.ValidationError as error:

@@ -14,12 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dlrm_autoshard.costs import COMPUTE_STAGES, PLANNED_STAGES, STAGES, RankCost, StageTime, imbalance, step_cost_ms
-
-if TYPE_CHECKING:
-    from dlrm_autoshard.records.epoch import EpochProfile, TableUse
+from dlrm_autoshard.records.facts import EpochFacts, TableUse
 
 Cause = Literal["load", "starved of CPU", "slow data"]
 
@@ -69,7 +67,7 @@ class Straggler:
         return {**asdict(self), "tables": [[name, share] for name, share in self.tables], "sentence": self.sentence}
 
 
-def find_straggler(profile: EpochProfile, most_tables: int = 3) -> Straggler | None:
+def find_straggler(profile: EpochFacts, most_tables: int = 3) -> Straggler | None:
     """None where there is one rank, or the ranks are as good as even."""
     excess = {stage: [t - sum(times) / len(times) for t in times] for stage, times in profile.stage_ms.items()}
     held_up = [0.0] * profile.world_size
@@ -91,7 +89,7 @@ def find_straggler(profile: EpochProfile, most_tables: int = 3) -> Straggler | N
     return Straggler(rank, cause, stage, held_up[rank], times[rank], mean, profile.cpu_share[rank], tuple(tables))
 
 
-def _is_starved(profile: EpochProfile, rank: int) -> bool:
+def _is_starved(profile: EpochFacts, rank: int) -> bool:
     """It did not have its core to itself, and by CPU time its work is not what sets it apart from the others.
 
     A rank can be both starved and overloaded: the larger of the two reasons is given. CPU times are compared at the
@@ -126,7 +124,7 @@ def shares_of_stage(tables: Sequence[TableUse], rank: int, stage: str) -> list[t
     return sorted(shares, key=lambda item: -item[1])
 
 
-def table_costs_ms(profile: EpochProfile) -> dict[str, float]:
+def table_costs_ms(profile: EpochFacts) -> dict[str, float]:
     """Estimated ms per step of each table: its owner's measured planned stages, divided by lookups and dims."""
     costs = {table.name: 0.0 for table in profile.tables}
     for rank in range(profile.world_size):
@@ -136,7 +134,7 @@ def table_costs_ms(profile: EpochProfile) -> dict[str, float]:
     return costs
 
 
-def drift(earlier: EpochProfile, later: EpochProfile) -> float:
+def drift(earlier: EpochFacts, later: EpochFacts) -> float:
     """Part of the values looked up that went to other tables than before: half the sum of the shares' changes."""
     shares = []
     for profile in (earlier, later):
@@ -147,7 +145,7 @@ def drift(earlier: EpochProfile, later: EpochProfile) -> float:
     return sum(abs(before.get(name, 0.0) - after.get(name, 0.0)) for name in before | after) / 2
 
 
-def stage_summary(profile: EpochProfile) -> dict[str, dict[str, float]]:
+def stage_summary(profile: EpochFacts) -> dict[str, dict[str, float]]:
     """Of every stage: slowest rank, its time, the mean, and imbalance (max / mean)."""
     return {
         stage: {
@@ -160,7 +158,7 @@ def stage_summary(profile: EpochProfile) -> dict[str, dict[str, float]]:
     }
 
 
-def waited_for(profile: EpochProfile) -> dict[str, dict[str, float]]:
+def waited_for(profile: EpochFacts) -> dict[str, dict[str, float]]:
     """Of every collective: the rank that waited least, for which the others waited, and the longest and mean wait."""
     return {
         name: {"rank": waits.index(min(waits)), "max_ms": max(waits), "mean_ms": sum(waits) / len(waits)}

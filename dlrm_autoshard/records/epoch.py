@@ -1,153 +1,70 @@
-"""What a run writes down about each epoch's steps: a `RankEpoch` by every rank, one `EpochProfile` of them all.
+"""An epoch's profile: the facts of all ranks, and what follows from them, as costs/epochs.jsonl has it.
 
-    mine = RankEpoch(epoch=0, first_step=0, end_step=64, rank=1, host="a", device="cpu", tables=("user",),
-                     table_bytes=60_352, stages={"fwd_compute": StageTime(12.4, 13.0, 0.3, 20), ...},
-                     step_ms=31.0, throughput=33_000.0, cpu_share=0.99, peak_memory_bytes=2**29)
-    append_jsonl(rank_file(run_dir, mine.rank), mine.to_json())             # costs/rank_00001.jsonl, each rank its own
-    profile = EpochProfile.gather(all_ranks, plan, tables, stats, predicted)              # on rank 0
-    append_jsonl(epochs_file(run_dir), profile.to_json())                   # costs/epochs.jsonl
-    profile.straggler                                                       # who, in which stage, why, which tables
-
-An `EpochProfile` keeps facts only; what follows from them (slowest ranks, imbalance, straggler: see diagnosis.py) is
-computed, and written into its JSON for readers that don't have this package. SCHEMA.md lists every key.
+append_jsonl(rank_file(run_dir, mine.rank), mine.to_json())             # costs/rank_00001.jsonl, each rank its own
+profile = EpochProfile.gather(all_ranks, plan, tables, stats, predicted)              # on rank 0
+append_jsonl(epochs_file(run_dir), profile.to_json())                   # costs/epochs.jsonl
+profile.straggler                                                       # who, in which stage, why, which tables
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from dlrm_autoshard.costs import (
-    PLANNED_STAGES,
-    STAGES,
-    WAITS,
-    RankCost,
-    StageTime,
-    balance_gain,
-    balanced_cost_ms,
-    step_cost_ms,
-)
+from typing_extensions import NotRequired, TypedDict
+
+from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, WAITS, CostRecord, RankCost
+from dlrm_autoshard.formats.json_file import FormatError, checked
+from dlrm_autoshard.formats.numbers import Amount, Count, Finite
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records import diagnosis
+from dlrm_autoshard.records.facts import EpochFacts, RankEpoch, TableUse
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError
 from dlrm_autoshard.tables import TableConfig, TableStats
-
-
-def rank_file(run_dir: Path, rank: int) -> Path:
-    return run_dir / "costs" / f"rank_{rank:05d}.jsonl"
 
 
 def epochs_file(run_dir: Path) -> Path:
     return run_dir / "costs" / "epochs.jsonl"
 
 
-@dataclass(frozen=True)
-class RankEpoch:
-    """One rank's epoch: steps [first_step, end_step), timed on sampled steps.
+class TableColumns(TypedDict):
+    """`TableUse` as JSON, all tables column by column."""
 
-    stages: time in each of costs.STAGES and costs.WAITS; one that is not there took no time.
-    step_ms: of a typical sampled step, from the first stage to the last: the sum of its stages and waits.
-    throughput: examples/s of this rank's share of the batch over the whole epoch, sampled or not.
-    cpu_share: CPU time / wall time of the stages that compute; well below 1 means that something else had the rank's
-    core; None where it is not measured (CUDA). table_bytes: weights and optimizer state of the tables owned.
-    peak_memory_bytes: of the process or the device.
-    """
+    name: list[str]
+    rank: list[Count]
+    num_embeddings: list[Count]
+    embedding_dim: list[Count]
+    bytes: list[Count]
+    mean_pooling: list[Amount]
+    mean_reuse: list[Amount]
 
-    epoch: int
-    first_step: int
-    end_step: int
-    rank: int
-    host: str
-    device: str
-    tables: tuple[str, ...]
-    table_bytes: int
-    stages: Mapping[str, StageTime]
-    step_ms: float
-    throughput: float
-    cpu_share: float | None
-    peak_memory_bytes: int
 
-    def __post_init__(self) -> None:
-        unknown = set(self.stages) - set(STAGES) - set(WAITS)
-        if unknown:
-            raise ReportError(f"rank {self.rank} timed stages that do not exist: {', '.join(sorted(unknown))}.")
+class EpochRecord(TypedDict):
+    """`EpochProfile` as JSON, without what follows from its facts."""
 
-    def ms(self, stage: str) -> float:
-        """A stage or a wait in a typical step; 0 where it was not timed."""
-        return self.stages[stage].typical_ms if stage in self.stages else 0.0
-
-    @property
-    def wait_ms(self) -> float:
-        return sum(self.ms(name) for name in WAITS)
-
-    @property
-    def cost(self) -> RankCost:
-        """The stages that placement decides, as the planner knows them: medians, which no odd step moves."""
-        return RankCost(**{f"{n}_ms": self.stages[n].median_ms if n in self.stages else 0.0 for n in PLANNED_STAGES})
-
-    def to_json(self) -> dict[str, Any]:
-        record = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "stages"}
-        return {
-            "schema": SCHEMA,
-            **record,
-            "tables": list(self.tables),
-            **{name: self.ms(name) for name in STAGES},
-            "wait": self.wait_ms,
-            "detail": {name: time.to_json() for name, time in self.stages.items()},
-        }
-
-    @staticmethod
-    def from_json(record: Mapping[str, Any]) -> RankEpoch:
-        try:
-            values = {field.name: record[field.name] for field in fields(RankEpoch) if field.name != "stages"}
-            stages = {name: StageTime(**time) for name, time in record["detail"].items()}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ReportError(f"this is not a rank's epoch: {_missing(error)}.") from error
-        return RankEpoch(**{**values, "tables": tuple(values["tables"])}, stages=stages)
+    epoch: Count
+    first_step: Count
+    end_step: Count
+    batch_size: Count
+    stage_ms: dict[str, list[Finite]]
+    wait_ms: dict[str, list[Finite]]
+    step_ms_by_rank: list[Amount]
+    throughput_by_rank: list[Amount]
+    cpu_share: list[Amount | None]
+    table_bytes: list[Count]
+    peak_memory_bytes: list[Count]
+    hosts: list[str]
+    devices: list[str]
+    samples: Count
+    noise: Amount
+    tables: TableColumns
+    predicted: NotRequired[list[CostRecord] | None]
 
 
 @dataclass(frozen=True)
-class TableUse:
-    """One table in one epoch: where it lived, how large it is and what the data did to it."""
-
-    name: str
-    rank: int
-    num_embeddings: int
-    embedding_dim: int
-    bytes: int
-    mean_pooling: float
-    mean_reuse: float
-
-
-@dataclass(frozen=True)
-class EpochProfile:
-    """All ranks' epoch, column by column: `stage_ms["fwd_compute"][r]` is rank r's in a typical step.
-
-    stage_ms has every one of costs.STAGES and wait_ms every one of costs.WAITS. noise: relative spread of the
-    sampled steps' planned stages, on the noisiest rank. predicted: what the planner had expected of this plan, if it
-    had been asked.
-    """
-
-    epoch: int
-    first_step: int
-    end_step: int
-    batch_size: int
-    stage_ms: Mapping[str, tuple[float, ...]]
-    wait_ms: Mapping[str, tuple[float, ...]]
-    step_ms_by_rank: tuple[float, ...]
-    throughput_by_rank: tuple[float, ...]
-    cpu_share: tuple[float | None, ...]
-    table_bytes: tuple[int, ...]
-    peak_memory_bytes: tuple[int, ...]
-    hosts: tuple[str, ...]
-    devices: tuple[str, ...]
-    samples: int
-    noise: float
-    tables: tuple[TableUse, ...]
-    predicted: tuple[RankCost, ...] | None = None
-
+class EpochProfile(EpochFacts):
     @staticmethod
     def gather(
         ranks: Sequence[RankEpoch],
@@ -190,54 +107,6 @@ class EpochProfile:
         )  # fmt: skip
 
     @property
-    def world_size(self) -> int:
-        return len(self.step_ms_by_rank)
-
-    @property
-    def step_ms(self) -> float:
-        """Measured; ranks meet at every collective, so they differ by little. The slowest counts."""
-        return max(self.step_ms_by_rank)
-
-    @property
-    def mean_step_ms(self) -> float:
-        """Over all steps, sampled or not, from the throughput. Sampled steps take longer: they meet before every
-        collective, and nothing overlaps."""
-        return 1e3 * self.batch_size / self.throughput if self.throughput > 0 else 0.0
-
-    @property
-    def throughput(self) -> float:
-        return sum(self.throughput_by_rank)
-
-    @property
-    def measured(self) -> tuple[RankCost, ...]:
-        return tuple(
-            RankCost(**{f"{name}_ms": self.stage_ms[name][rank] for name in PLANNED_STAGES})
-            for rank in range(self.world_size)
-        )
-
-    @property
-    def slowest_sum_ms(self) -> float:
-        """Sum over all stages of the slowest rank: what the step takes by the stages' own account."""
-        return sum(max(times) for times in self.stage_ms.values())
-
-    @property
-    def balance_gain(self) -> float:
-        """The part of a step that perfect balance of what placement decides would save (`costs.balance_gain`)."""
-        return balance_gain(self.measured, self.mean_step_ms)
-
-    @property
-    def balanced_ms(self) -> float:
-        """The sampled step at perfect balance of what placement decides: the four planned stages."""
-        return self.step_ms - step_cost_ms(self.measured) + balanced_cost_ms(self.measured)
-
-    @property
-    def accounted(self) -> float:
-        """Stages and waits / step time, on the rank where they add up worst. 1.0: nothing missing or counted twice."""
-        every = [*self.stage_ms.values(), *self.wait_ms.values()]
-        shares = [sum(t[r] for t in every) / step for r, step in enumerate(self.step_ms_by_rank) if step > 0]
-        return max(shares, key=lambda share: abs(share - 1.0), default=1.0)
-
-    @property
     def straggler(self) -> diagnosis.Straggler | None:
         return diagnosis.find_straggler(self)
 
@@ -245,10 +114,6 @@ class EpochProfile:
     def prediction_error(self) -> float | None:
         """(predicted - measured) / measured of the step's planned cost; negative: slower than it was expected to be."""
         return diagnosis.prediction_error(self.predicted, self.measured)
-
-    @property
-    def plan(self) -> ShardingPlan:
-        return ShardingPlan({table.name: table.rank for table in self.tables}, self.world_size)
 
     def to_json(self) -> dict[str, Any]:
         facts = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -277,23 +142,34 @@ class EpochProfile:
         }
 
     @staticmethod
-    def from_json(record: Mapping[str, Any]) -> EpochProfile:
-        try:
-            facts = {field.name: record[field.name] for field in fields(EpochProfile)}
-            columns = record["tables"]
-            tables = tuple(
-                TableUse(*row) for row in zip(*(columns[field.name] for field in fields(TableUse)), strict=True)
-            )
-            predicted = facts["predicted"] and tuple(RankCost.from_json(cost) for cost in facts["predicted"])
-            by_stage = {
-                name: {stage: tuple(facts[name][stage]) for stage in stages}
-                for name, stages in (("stage_ms", STAGES), ("wait_ms", WAITS))
-            }
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ReportError(f"this is not an epoch's profile: {_missing(error)}.") from error
-        tuples = {name: tuple(value) for name, value in facts.items() if isinstance(value, list)}
-        return EpochProfile(**{**facts, **tuples, **by_stage, "tables": tables, "predicted": predicted})
+    def from_json(record: Any) -> EpochProfile:
+        """FormatError names the key. Keys that are not known are left out: they follow from the others."""
+        facts: dict[str, Any] = {**checked(EpochRecord, record, extra="ignore")}
+        columns, predicted = facts["tables"], facts.get("predicted")
+        by_stage = {"stage_ms": STAGES, "wait_ms": WAITS}
+        for key, names in by_stage.items():
+            missing = [name for name in names if name not in facts[key]]
+            if missing:
+                raise FormatError(f"'{key}' lacks {', '.join(missing)}.")
+            facts[key] = {name: tuple(facts[key][name]) for name in names}
+        ranks = {"predicted": predicted or facts["hosts"], **facts["stage_ms"], **facts["wait_ms"]}
+        ranks |= {key: value for key, value in facts.items() if isinstance(value, list) and key != "predicted"}
+        _same_length("ranks", "step_ms_by_rank", ranks)
+        _same_length("tables", "name", columns)
+        unknown = any(rank >= len(facts["hosts"]) for rank in columns["rank"])
+        if unknown or len(set(columns["name"])) < len(columns["name"]):
+            raise FormatError("'tables' names a table twice, or a rank that there is not.")
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()
+        }
+        rows = zip(*(columns[field.name] for field in fields(TableUse)), strict=True)
+        values["tables"] = tuple(TableUse(*row) for row in rows)
+        values["predicted"] = None if predicted is None else tuple(RankCost.from_json(cost) for cost in predicted)
+        return EpochProfile(**values)
 
 
-def _missing(error: Exception) -> str:
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
+def _same_length(of_what: str, key: str, lists: Any) -> None:
+    """FormatError unless all lists are as long as that of `key`, and that is not empty."""
+    for name, values in lists.items():
+        if len(values) != len(lists[key]) or (of_what == "ranks" and not values):
+            raise FormatError(f"'{name}' is of {len(values)} {of_what}, '{key}' of {len(lists[key])}.")

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.errors import UserError, printable
+from dlrm_autoshard.formats.json_file import NotReadable, parse_json
 
 SCHEMA = 1
 """Of every record in a run directory. It grows when a key changes its meaning or goes; new keys don't change it."""
@@ -86,12 +87,10 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ReportError(
-            f"{where} is damaged: it is not JSON ({error}). Remove that line to read the rest."
-        ) from error
-    if not isinstance(record, dict) or not isinstance(record.get("schema"), int):
+        record = shown(parse_json(line))
+    except NotReadable as error:
+        raise ReportError(f"{where} is damaged: it {error}. Remove that line to read the rest.") from error
+    if not isinstance(record, dict) or type(record.get("schema")) is not int:
         raise ReportError(f"{where} is not a record: it has no 'schema' number.")
     if record["schema"] > SCHEMA:
         raise ReportError(
@@ -99,6 +98,15 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
             "The run was made by a newer version: update dlrm_autoshard to read it."
         )
     return record
+
+
+def shown(value: Any) -> Any:
+    """The value with text that can be shown: a report's escape sequences are its own, never a file's."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {shown(key): shown(item) for key, item in value.items()}
+    return [shown(item) for item in value] if isinstance(value, list) else value
 
 
 def _whole_lines_end(size: int, path: Path) -> int:

@@ -9,16 +9,22 @@ Terminal, HTML, JSON and CSV reports are functions of this record and nothing el
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import yaml
+from typing_extensions import Required, TypedDict
 
-from dlrm_autoshard.records.epoch import EpochProfile, RankEpoch, epochs_file
-from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, read_jsonl
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.json_file import FormatError, NotReadable, checked, parse_json, read_bytes
+from dlrm_autoshard.formats.numbers import Count, Number
+from dlrm_autoshard.formats.yaml_file import read_yaml
+from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
+from dlrm_autoshard.records.facts import RankEpoch
+from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, read_jsonl, shown
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,24 +47,20 @@ class RunRecord:
         if not run_dir.is_dir():
             raise ReportError(f"'{run_dir}' is not a directory. Name a run's directory, such as runs/movielens.")
         config = _config(run_dir / "config.yaml")
-        metrics = read_jsonl(run_dir / "metrics.jsonl")
-        lines = read_jsonl(epochs_file(run_dir))
-        if not lines and not (metrics and config.get("profile", {}).get("enabled") is False):
+        metrics = _lines(run_dir / "metrics.jsonl", _metrics, "a line of metrics")
+        epochs = _lines(epochs_file(run_dir), EpochProfile.from_json, "an epoch's profile")
+        if not epochs and not (metrics and config.get("profile", {}).get("enabled") is False):
             raise ReportError(_why_nothing(run_dir, config, metrics))
-        epochs = tuple(_named(EpochProfile.from_json, line, epochs_file(run_dir)) for line in lines)
         complete = {epoch.epoch for epoch in epochs}
-        ranks = [
-            _named(RankEpoch.from_json, line, path)
-            for path in sorted((run_dir / "costs").glob("rank_*.jsonl"))
-            for line in read_jsonl(path)
-        ]
+        files = sorted((run_dir / "costs").glob("rank_*.jsonl"))
+        ranks = [rank for path in files for rank in _lines(path, RankEpoch.from_json, "a rank's epoch")]
         return RunRecord(
             name=run_dir.resolve().name,
             config=config,
             epochs=epochs,
             ranks=tuple(rank for rank in ranks if rank.epoch in complete),
-            metrics=tuple(metrics),
-            decisions=tuple(read_jsonl(run_dir / "decisions.jsonl")),
+            metrics=metrics,
+            decisions=_lines(run_dir / "decisions.jsonl", _decision, "a decision"),
             environment=_environment(run_dir / "environment.json"),
             starts=1 + sum(1 for _ in run_dir.glob("starts/*")),
         )
@@ -113,34 +115,94 @@ class RunRecord:
         }
 
 
+class MetricsRecord(TypedDict, total=False):
+    """A line of metrics.jsonl; other keys are other metrics."""
+
+    step: Required[Count]
+    epoch: Count
+    split: str
+    logloss: Number | None
+    auc: Number | None
+    ne: Number | None
+    calibration: Number | None
+    throughput: Number | None
+    step_ms: Number | None
+
+
+class DecisionRecord(TypedDict, total=False):
+    """A line of decisions.jsonl, as far as reports use it."""
+
+    epoch: Count | None
+    step: Count | None
+    action: str
+    text: str | None
+    predicted_gain: Number | None
+    measured_gain: Number | None
+    bytes_moved: Count | None
+    move_seconds: Number | None
+    paid_back_after_steps: Number | None
+    error_before: Number | None
+    error_after: Number | None
+    throughput_before: Number | None
+    throughput_after: Number | None
+
+
+class TrainKeys(TypedDict, total=False):
+    epochs: Count
+    max_steps: Count | None
+
+
+class ProfileKeys(TypedDict, total=False):
+    enabled: bool
+
+
+class ConfigKeys(TypedDict, total=False):
+    """What a report reads of a config; it outlives the config's schema."""
+
+    train: TrainKeys
+    profile: ProfileKeys
+
+
 def _config(path: Path) -> dict[str, Any]:
-    """As it was written, unchecked: a report outlives the config's schema."""
-    try:
-        config = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ReportError(f"'{path}' cannot be read: {error}") from error
-    return config if isinstance(config, dict) else {}
+    config = shown(read_yaml(path, "config file"))
+    try:
+        return {**checked(ConfigKeys, config or {}, extra="allow")}
+    except FormatError as error:
+        raise ReportError(f"config file '{path}': {error}") from error
 
 
 def _environment(path: Path) -> dict[str, Any]:
     """What helps to understand a run, but nothing that a report needs."""
     try:
-        environment = json.loads(path.read_text())
-    except (OSError, ValueError):
+        environment = shown(parse_json(read_bytes(path, "environment")))
+    except NotReadable:
         return {}
     return environment if isinstance(environment, dict) else {}
 
 
-def _named(parse: Any, line: Mapping[str, Any], path: Path) -> Any:
-    try:
-        return parse(line)
-    except ReportError as error:
-        raise ReportError(f"'{path}', epoch {line.get('epoch')}: {error}") from error
+def _lines(path: Path, kind: Callable[[Any], T], what: str) -> tuple[T, ...]:
+    """A file's records as `kind` makes them. what: one of them, for messages."""
+    made = []
+    for line in read_jsonl(path):
+        try:
+            made.append(kind(line))
+        except UserError as error:
+            place = " ".join(f"{key} {line[key]}" for key in ("epoch", "step") if isinstance(line.get(key), int))
+            raise ReportError(f"'{path}', {place or 'a line'}: this is not {what}: {error}") from error
+    return tuple(made)
 
 
-def _why_nothing(run_dir: Path, config: Mapping[str, Any], metrics: list[dict[str, Any]]) -> str:
+def _metrics(line: Any) -> Mapping[str, Any]:
+    return {**checked(MetricsRecord, line, extra="allow")}
+
+
+def _decision(line: Any) -> Mapping[str, Any]:
+    return {**checked(DecisionRecord, line, extra="allow")}
+
+
+def _why_nothing(run_dir: Path, config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:
     there = sorted(path.name + ("/" if path.is_dir() else "") for path in run_dir.iterdir() if path.name[0] != ".")
     if not there:
         return f"'{run_dir}' is empty: nothing to report. Name the directory of a run (<run.dir>/<run.name>)."

@@ -1,0 +1,218 @@
+"""What a run writes down about each epoch's steps, as it was measured: by every rank, and of them all.
+
+mine = RankEpoch(epoch=0, first_step=0, end_step=64, rank=1, host="a", device="cpu", tables=("user",),
+                 table_bytes=60_352, stages={"fwd_compute": StageTime(12.4, 13.0, 0.3, 20), ...},
+                 step_ms=31.0, throughput=33_000.0, cpu_share=0.99, peak_memory_bytes=2**29)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import NotRequired, TypedDict
+
+from dlrm_autoshard.costs import (
+    PLANNED_STAGES,
+    STAGES,
+    WAITS,
+    RankCost,
+    StageTime,
+    balance_gain,
+    balanced_cost_ms,
+    step_cost_ms,
+)
+from dlrm_autoshard.formats.json_file import checked
+from dlrm_autoshard.formats.numbers import Amount, Count, Finite
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.records.jsonl import SCHEMA, ReportError
+
+
+def rank_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / "costs" / f"rank_{rank:05d}.jsonl"
+
+
+class StageRecord(TypedDict):
+    """`StageTime` as JSON."""
+
+    median_ms: Finite
+    p95_ms: Finite
+    iqr_ms: Finite
+    samples: Count
+    mean_ms: NotRequired[Finite | None]
+
+
+class RankRecord(TypedDict):
+    """`RankEpoch` as JSON, without what follows from `detail`."""
+
+    epoch: Count
+    first_step: Count
+    end_step: Count
+    rank: Count
+    host: str
+    device: str
+    tables: list[str]
+    table_bytes: Count
+    step_ms: Amount
+    throughput: Amount
+    cpu_share: Amount | None
+    peak_memory_bytes: Count
+    detail: dict[str, StageRecord]
+
+
+@dataclass(frozen=True)
+class RankEpoch:
+    """One rank's epoch: steps [first_step, end_step), timed on sampled steps.
+
+    stages: time in each of costs.STAGES and costs.WAITS; one that is not there took no time.
+    step_ms: of a typical sampled step, from the first stage to the last: the sum of its stages and waits.
+    throughput: examples/s of this rank's share of the batch over the whole epoch, sampled or not.
+    cpu_share: CPU time / wall time of the stages that compute; well below 1 means that something else had the rank's
+    core; None where it is not measured (CUDA). table_bytes: weights and optimizer state of the tables owned.
+    peak_memory_bytes: of the process or the device.
+    """
+
+    epoch: int
+    first_step: int
+    end_step: int
+    rank: int
+    host: str
+    device: str
+    tables: tuple[str, ...]
+    table_bytes: int
+    stages: Mapping[str, StageTime]
+    step_ms: float
+    throughput: float
+    cpu_share: float | None
+    peak_memory_bytes: int
+
+    def __post_init__(self) -> None:
+        unknown = set(self.stages) - set(STAGES) - set(WAITS)
+        if unknown:
+            raise ReportError(f"rank {self.rank} timed stages that do not exist: {', '.join(sorted(unknown))}.")
+
+    def ms(self, stage: str) -> float:
+        """A stage or a wait in a typical step; 0 where it was not timed."""
+        return self.stages[stage].typical_ms if stage in self.stages else 0.0
+
+    @property
+    def wait_ms(self) -> float:
+        return sum(self.ms(name) for name in WAITS)
+
+    @property
+    def cost(self) -> RankCost:
+        """The stages that placement decides, as the planner knows them: medians, which no odd step moves."""
+        return RankCost(**{f"{n}_ms": self.stages[n].median_ms if n in self.stages else 0.0 for n in PLANNED_STAGES})
+
+    def to_json(self) -> dict[str, Any]:
+        record = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "stages"}
+        return {
+            "schema": SCHEMA,
+            **record,
+            "tables": list(self.tables),
+            **{name: self.ms(name) for name in STAGES},
+            "wait": self.wait_ms,
+            "detail": {name: time.to_json() for name, time in self.stages.items()},
+        }
+
+    @staticmethod
+    def from_json(record: Any) -> RankEpoch:
+        """FormatError names the key. Keys that are not known are left out: other versions write more."""
+        values: dict[str, Any] = {**checked(RankRecord, record, extra="ignore")}
+        stages = {name: StageTime(**time) for name, time in values.pop("detail").items()}
+        return RankEpoch(**values | {"tables": tuple(values["tables"])}, stages=stages)
+
+
+@dataclass(frozen=True)
+class TableUse:
+    """One table in one epoch: where it lived, how large it is and what the data did to it."""
+
+    name: str
+    rank: int
+    num_embeddings: int
+    embedding_dim: int
+    bytes: int
+    mean_pooling: float
+    mean_reuse: float
+
+
+@dataclass(frozen=True)
+class EpochFacts:
+    """All ranks' epoch, column by column: `stage_ms["fwd_compute"][r]` is rank r's in a typical step.
+
+    stage_ms has every one of costs.STAGES and wait_ms every one of costs.WAITS. noise: relative spread of the
+    sampled steps' planned stages, on the noisiest rank. predicted: what the planner had expected of this plan, if it
+    had been asked.
+    """
+
+    epoch: int
+    first_step: int
+    end_step: int
+    batch_size: int
+    stage_ms: Mapping[str, tuple[float, ...]]
+    wait_ms: Mapping[str, tuple[float, ...]]
+    step_ms_by_rank: tuple[float, ...]
+    throughput_by_rank: tuple[float, ...]
+    cpu_share: tuple[float | None, ...]
+    table_bytes: tuple[int, ...]
+    peak_memory_bytes: tuple[int, ...]
+    hosts: tuple[str, ...]
+    devices: tuple[str, ...]
+    samples: int
+    noise: float
+    tables: tuple[TableUse, ...]
+    predicted: tuple[RankCost, ...] | None = None
+
+    @property
+    def world_size(self) -> int:
+        return len(self.step_ms_by_rank)
+
+    @property
+    def step_ms(self) -> float:
+        """Measured; ranks meet at every collective, so they differ by little. The slowest counts."""
+        return max(self.step_ms_by_rank)
+
+    @property
+    def mean_step_ms(self) -> float:
+        """Over all steps, sampled or not, from the throughput. Sampled steps take longer: they meet before every
+        collective, and nothing overlaps."""
+        return 1e3 * self.batch_size / self.throughput if self.throughput > 0 else 0.0
+
+    @property
+    def throughput(self) -> float:
+        return sum(self.throughput_by_rank)
+
+    @property
+    def measured(self) -> tuple[RankCost, ...]:
+        return tuple(
+            RankCost(**{f"{name}_ms": self.stage_ms[name][rank] for name in PLANNED_STAGES})
+            for rank in range(self.world_size)
+        )
+
+    @property
+    def slowest_sum_ms(self) -> float:
+        """Sum over all stages of the slowest rank: what the step takes by the stages' own account."""
+        return sum(max(times) for times in self.stage_ms.values())
+
+    @property
+    def balance_gain(self) -> float:
+        """The part of a step that perfect balance of what placement decides would save (`costs.balance_gain`)."""
+        return balance_gain(self.measured, self.mean_step_ms)
+
+    @property
+    def balanced_ms(self) -> float:
+        """The sampled step at perfect balance of what placement decides: the four planned stages."""
+        return self.step_ms - step_cost_ms(self.measured) + balanced_cost_ms(self.measured)
+
+    @property
+    def accounted(self) -> float:
+        """Stages and waits / step time, on the rank where they add up worst. 1.0: nothing missing or counted twice."""
+        every = [*self.stage_ms.values(), *self.wait_ms.values()]
+        shares = [sum(t[r] for t in every) / step for r, step in enumerate(self.step_ms_by_rank) if step > 0]
+        return max(shares, key=lambda share: abs(share - 1.0), default=1.0)
+
+    @property
+    def plan(self) -> ShardingPlan:
+        return ShardingPlan({table.name: table.rank for table in self.tables}, self.world_size)
