@@ -79,25 +79,18 @@ class Mlp:
 
 
 class Adam:
-    """Adam (Kingma and Ba 2015) with its usual constants. From here on the networks' weights are views of `flat`."""
+    """Adam (Kingma and Ba 2015) with its usual constants, on all networks' weights at once."""
 
     def __init__(self, *nets: Mlp) -> None:
-        arrays = [parameter for net in nets for parameter in net.parameters]
-        self.flat = np.concatenate([array.ravel() for array in arrays])
-        self.gradient = np.zeros_like(self.flat)
-        self._mean, self._square, self._change = (np.zeros_like(self.flat) for _ in range(3))
+        self.nets = nets
         self.updates = 0
-        start = 0
-        for net in nets:
-            for i, array in enumerate(net.parameters):
-                part = slice(start, start + array.size)
-                net.parameters[i] = self.flat[part].reshape(array.shape)
-                net.gradients[i] = self.gradient[part].reshape(array.shape)
-                start += array.size
+        size = sum(parameter.size for net in nets for parameter in net.parameters)
+        self._mean, self._square, self._change = (np.zeros(size, dtype=np.float32) for _ in range(3))
 
     def step(self, learning_rate: float) -> None:
         self.updates += 1
-        gradient, change = self.gradient, self._change
+        gradient = np.concatenate([gradient.ravel() for net in self.nets for gradient in net.gradients])
+        change = self._change
         self._mean *= 0.9
         np.multiply(gradient, np.float32(0.1), out=change)
         self._mean += change
@@ -110,7 +103,11 @@ class Adam:
         change += np.float32(1e-8 * steady)
         np.divide(self._mean, change, out=change)
         change *= np.float32(learning_rate * steady / (1 - 0.9**self.updates))
-        self.flat -= change
+        start = 0
+        for net in self.nets:
+            for parameter in net.parameters:
+                parameter -= change[start : start + parameter.size].reshape(parameter.shape)
+                start += parameter.size
 
 
 def weights_to_json(nets: Mapping[str, Mlp]) -> dict[str, Any]:
