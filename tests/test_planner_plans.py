@@ -18,8 +18,9 @@ from dlrm_autoshard.plan import bytes_per_rank
 from dlrm_autoshard.planner.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.feasible import feasible
 from dlrm_autoshard.planner.greedy import HEURISTICS, KEYS, balance, heuristic
+from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.planner import ALGORITHMS, LEARNED
-from dlrm_autoshard.planner.search import greedy_on_cost, improve, search
+from dlrm_autoshard.planner.search import improve, search
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from tests.planning_problems import (

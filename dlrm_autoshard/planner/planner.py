@@ -27,11 +27,12 @@ from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings
 from dlrm_autoshard.planner.finalists import Measure, best, measure_finalists, order
 from dlrm_autoshard.planner.fit_costs import FitReport
+from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.mdp import Rollout
 from dlrm_autoshard.planner.replay import ReplayBuffer, comms_of, shards_of
 from dlrm_autoshard.planner.result import Candidate, Gain, PlanResult
-from dlrm_autoshard.planner.search import greedy_on_cost, improve, search
+from dlrm_autoshard.planner.search import improve, search
 from dlrm_autoshard.planner.task import PlacementTask
 
 __all__ = ["ALGORITHMS", "LEARNED", "Measure", "MeasureTask", "Planner"]

@@ -1,6 +1,6 @@
-"""Greedy and local search on the predicted fused cost (NeuroShard's idea, without splitting tables).
+"""Local search on the predicted fused cost (NeuroShard's idea, without splitting tables).
 
-    rank_U = greedy_on_cost(task, costs)
+    rank_U = search(task, costs)                         # greedy_on_cost, improved
     rank_U = improve(task, costs, rank_U, seed=0)        # never worse than what it was given
 
 The step takes the sum over stages of the slowest rank, so only the slowest rank of some stage is worth relieving: a
@@ -17,7 +17,7 @@ import time
 import numpy as np
 
 from dlrm_autoshard.planner.feasible import feasible
-from dlrm_autoshard.planner.greedy import balance
+from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.task import PlacementTask, Room
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
@@ -25,30 +25,6 @@ MOST_RANKS = 32
 """Ranks looked at as destinations: the least loaded ones. All of them where there are no more."""
 MOST_SWAPS = 1024
 """Swaps evaluated for one slow rank: those whose costs alone differ by about half of what separates the two ranks."""
-
-
-def greedy_on_cost(task: PlacementTask, costs: TaskCosts) -> np.ndarray:
-    """Dearest unit first, each to the rank whose predicted cost is least after taking it."""
-    units = task.units
-    alone_U = costs.alone_ms()
-    room = Room(units)
-    sums_WK = np.zeros((task.world_size, costs.summary_UK.shape[1]), dtype=np.float32)
-    total_W = costs.stage_ms(sums_WK, np.arange(task.world_size)).sum(axis=1)
-    speed_W = costs.factor_W2.mean(axis=1)
-    for unit in np.argsort(-alone_U, kind="stable"):
-        legal = np.flatnonzero(room.legal_W(int(unit)))
-        if len(legal) == 0:
-            return balance(task, alone_U)
-        if len(legal) > MOST_RANKS:
-            after = total_W[legal] + alone_U[unit] * speed_W[legal]
-            legal = legal[np.argpartition(after, MOST_RANKS)[:MOST_RANKS]]
-        after_N = costs.stage_ms(sums_WK[legal] + costs.summary_UK[unit], legal).sum(axis=1)
-        best = int(after_N.argmin())
-        rank = int(legal[best])
-        room.place(int(unit), rank)
-        sums_WK[rank] += costs.summary_UK[unit]
-        total_W[rank] = after_N[best]
-    return room.rank_U
 
 
 def improve(
