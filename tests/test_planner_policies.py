@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from dlrm_autoshard import Constraints, Planner, SimulatedCluster
+from dlrm_autoshard import Constraints, Planner, ShardingPlan, SimulatedCluster, StepProfile
 from dlrm_autoshard.costs import step_cost_ms
-from dlrm_autoshard.planner.baselines.sequence import SequencePolicy, SequenceTrainer
+from dlrm_autoshard.planner.baselines.sequence import SequencePolicy, SequenceTrainer, measured_balance
 from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings
 from dlrm_autoshard.planner.greedy import HEURISTICS
+from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.masked import entropy_of, gumbel_noise, logit_gradient, masked_log_probs
 from dlrm_autoshard.planner.mdp import EstimatedMDP
 from dlrm_autoshard.planner.policy import DevicePolicy
 from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.train_policy import draw_problem
 from tests.gradients import assert_gradients_of, in_double_precision
 from tests.planning_problems import (
     all_placements,
@@ -193,6 +196,19 @@ def test_fitting_on_measured_placements_improves_costs_and_reports_progress() ->
     assert seen[-1] == (12, 12) and max(report.error_after) < 0.1
 
 
+def test_the_shipped_policy_is_no_worse_than_one_pass_by_cost_and_needs_no_training() -> None:
+    """On tasks and costs that it was not trained on, in the mean."""
+    problems = [draw_problem(np.random.default_rng([9, i])) for i in range(12)]
+    trainer = DreamShard(DevicePolicy.shipped(), DreamShardSettings(), seed=0)
+    ratios = []
+    for problem in problems:
+        greedy_U = greedy_on_cost(problem.task, problem.costs)
+        placed_U = next(iter(trainer.place(problem, samples=16)), greedy_U)
+        problem.task.check(problem.task.plan_from(placed_U))
+        ratios.append(problem.costs.step_ms(placed_U) / problem.costs.step_ms(greedy_U))
+    assert np.mean(ratios) < 1
+
+
 @pytest.mark.parametrize("enriched", [True, False])
 def test_sequence_policies_learn_to_place_better(enriched: bool) -> None:
     problem = mdp(some_task(10, 3, 7))
@@ -202,3 +218,29 @@ def test_sequence_policies_learn_to_place_better(enriched: bool) -> None:
     assert float(trainer.episodes(problem, 64).reward_E.mean()) > reward_before
     for rank_U in trainer.place(problem):
         problem.task.check(problem.task.plan_from(rank_U))
+
+
+def test_autoshards_reward_is_the_balance_that_was_measured() -> None:
+    """As the micro-benchmark says, on legal placements only; an episode that overflows is punished unmeasured."""
+    task, cluster = some_task(8, 2, 4), SimulatedCluster(seed=0)
+    trainer = SequenceTrainer(SequencePolicy(0, enriched=True), seed=0)
+    played = trainer.episodes(mdp(task), 6)
+    overflowing = replace(played, overflow_E=np.array([True, *[False] * 5]))
+    rewards = measured_balance(task, overflowing, measurer(cluster)).numpy()
+    assert rewards[0] == -1
+    for rank_U, reward in zip(played.rank_EU[1:], rewards[1:], strict=True):
+        compute = [
+            r.fwd_compute_ms + r.bwd_compute_ms for r in measurer(cluster)(task, [task.plan_from(rank_U)])[0].ranks
+        ]
+        assert reward == pytest.approx(min(compute) / max(compute), rel=1e-5)
+    asked: list[int] = []
+
+    def counted(task: PlacementTask, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
+        asked.append(len(plans))
+        return measurer(cluster)(task, plans)
+
+    planner = Planner(
+        "autoshard", settings=DreamShardSettings(iterations=1, placements=2, policy_updates=3, episodes=4)
+    )
+    planner.fit([task], counted)
+    assert asked == [1, 1, 4, 4, 4]  # two placements for the cost model, then each update's episodes

@@ -3,7 +3,8 @@
     makers = CandidateMakers(DreamShardSettings(), seed=0)
     for candidate in makers.candidates("auto", task, costs): ...
 
-Policies keep what `Planner.fit` taught them; on a small task a copy is trained on the task itself first.
+DreamShard's policy is the shipped one, or what `Planner.fit` made of it; nothing is trained at plan time but the
+sequence policies, which are there to be compared with.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from dlrm_autoshard.plan import PlanError
 from dlrm_autoshard.planner.baselines.reference import ReferenceDreamShard
-from dlrm_autoshard.planner.baselines.sequence import SequencePolicy, SequenceSettings, SequenceTrainer
+from dlrm_autoshard.planner.baselines.sequence import MeasureTask, SequencePolicy, SequenceSettings, SequenceTrainer
 from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings
 from dlrm_autoshard.planner.greedy import HEURISTICS, heuristic
 from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
@@ -32,7 +33,7 @@ LEARNED = ("dreamshard", "autoshard", "rnn")
 ALGORITHMS = ("auto", *LEARNED, "search", *HEURISTICS)
 KICKS = 20
 SMALL, MEDIUM = 2_000, 30_000
-"""Units x ranks. Small: policies are trained on the task itself. Medium: sampled. Larger: one pass, one search."""
+"""Units x ranks. Small: sequence policies are trained on the task itself. Larger than medium: search alone."""
 
 
 class CandidateMakers:
@@ -41,7 +42,7 @@ class CandidateMakers:
     def __init__(self, settings: DreamShardSettings, seed: int = 0, reference: bool = False) -> None:
         self.settings, self.seed = settings, seed
         self.reference = ReferenceDreamShard(seed, settings) if reference else None
-        self.policy = DevicePolicy(seed)
+        self.policy = DevicePolicy.shipped()
         self.sequences = {
             "autoshard": SequencePolicy(seed, enriched=True),
             "rnn": SequencePolicy(seed, enriched=False),
@@ -84,10 +85,7 @@ class CandidateMakers:
         mdp = EstimatedMDP(task, costs)
         if name == "dreamshard":
             most = 0 if size > MEDIUM else 16 if size > SMALL else self.settings.samples
-            trainer = DreamShard(copy.deepcopy(self.policy), self.settings, self.seed)
-            if size <= SMALL:
-                trainer.train([task], lambda _: costs, deadline=deadline)
-            found = trainer.place(mdp, samples=min(self.settings.samples, most))
+            found = DreamShard(self.policy, self.settings, self.seed).place(mdp, min(self.settings.samples, most))
         else:
             sequence = self.sequence_trainer(copy.deepcopy(self.sequences[name]))
             if size <= SMALL:
@@ -98,9 +96,14 @@ class CandidateMakers:
         return {name: found[0], **({f"{name} sample": found[1]} if len(found) > 1 else {})}
 
     def train_sequence(
-        self, name: str, tasks: Sequence[PlacementTask], costs_of: Callable[[PlacementTask], TaskCosts]
+        self,
+        name: str,
+        tasks: Sequence[PlacementTask],
+        costs_of: Callable[[PlacementTask], TaskCosts],
+        measure: MeasureTask,
     ) -> None:
-        self.sequence_trainer(self.sequences[name]).train(tasks, lambda task: EstimatedMDP(task, costs_of(task)))
+        trainer = self.sequence_trainer(self.sequences[name])
+        trainer.train(tasks, lambda task: EstimatedMDP(task, costs_of(task)), measure=measure)
 
     def sequence_trainer(self, policy: SequencePolicy) -> SequenceTrainer:
         """As many updates and episodes as DreamShard's policy gets."""

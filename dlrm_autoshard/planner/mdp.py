@@ -13,16 +13,16 @@ from typing import Protocol
 import numpy as np
 
 from dlrm_autoshard.planner.features import network_features
+from dlrm_autoshard.planner.greedy_on_cost import StageLoads
 from dlrm_autoshard.planner.mlp import Backward
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
-NUM_FEATURES = 14
-"""Per device: 4 stages now, 4 with the unit, 4 of how far that is above the slowest now, room left, work left."""
-
-
-WITH_UNIT = slice(4, 8)
-"""Among the features: the device's four stages with the unit that is about to be placed."""
+NUM_FEATURES = 15
+"""Per device: 4 stages now, 4 with the unit, 4 of how far that is above the slowest now, room left, work left, RISE."""
+RISE = NUM_FEATURES - 1
+"""How much the device's load (see `StageLoads`) rises by the unit, over where it rises least; in logs."""
+MOST_RISE, LEAST_RISE = 5.0, 1e-20
 
 
 class Policy(Protocol):
@@ -75,6 +75,10 @@ class EstimatedMDP:
         # Costs are shown as fractions of an even share, so that tasks of any size look alike.
         self.share = np.float32(max(float(alone.sum()) / len(task.topology.usable_ranks), 1e-6))
         self.summary = costs.summary_UK[self.order]
+        fastest = int(costs.factor_W2.sum(axis=1).argmin())
+        alone_U4 = costs.stage_ms(costs.summary_UK, np.full(len(alone), fastest)) / self.share
+        empty_4 = costs.stage_ms(np.zeros_like(costs.summary_UK[:1]), np.array([fastest]))[0] / self.share
+        self.loads = StageLoads(alone_U4, empty_4, len(task.topology.usable_ranks))
         left = alone[self.order][::-1].cumsum()[::-1]
         self.work_left = np.append(left[1:], 0.0) / max(left[0], 1e-9)
         self.bytes = units.bytes_U[self.order]
@@ -116,6 +120,7 @@ class EstimatedMDP:
         rows = np.arange(episodes)
         sums = np.zeros((episodes, devices, self.summary.shape[1]), dtype=np.float32)
         stages = self.costs.stages(sums) / self.share
+        loads = self.loads(stages)
         free = np.tile(self.task.units.capacity_W, (episodes, 1))
         overflow = np.zeros(episodes, dtype=bool)
         inputs = np.zeros((episodes, devices, NUM_FEATURES + 2 * unit_UH.shape[1]), dtype=np.float32)
@@ -129,7 +134,10 @@ class EstimatedMDP:
             with_unit = self.costs.stages(sums + self.summary[step]) / self.share
             left = free - self.bytes[step]
             inputs[..., :4] = stages
-            inputs[..., WITH_UNIT] = with_unit
+            inputs[..., 4:8] = with_unit
+            loads_with = self.loads(with_unit)
+            rise = np.log(np.maximum(loads_with - loads, LEAST_RISE))
+            inputs[..., RISE] = np.minimum(rise - rise.min(axis=1, keepdims=True), MOST_RISE)
             inputs[..., 8:12] = with_unit - stages.max(axis=1, keepdims=True)
             inputs[..., 12] = left / self.capacity
             inputs[..., 13] = self.work_left[step]
@@ -144,6 +152,7 @@ class EstimatedMDP:
             sums[rows, action] += self.summary[step]
             held[rows, action] += unit_UH[step]
             stages[rows, action] = with_unit[rows, action]
+            loads[rows, action] = loads_with[rows, action]
             free[rows, action] -= self.bytes[step]
             chosen[:, self.order[step]] = action
             actions[step] = action

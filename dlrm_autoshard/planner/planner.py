@@ -107,7 +107,7 @@ class Planner:
         trainer = DreamShard(self.makers.policy, self.settings, self.seed)
         trainer.train(tasks, self.costs.costs_of, measure_all, fit_costs)
         if self.algorithm in self.makers.sequences:
-            self.makers.train_sequence(self.algorithm, tasks, self.costs.costs_of)
+            self.makers.train_sequence(self.algorithm, tasks, self.costs.costs_of, measure)
         return replace(reports[-1], error_before=reports[0].error_before, seconds=time.perf_counter() - started)
 
     def plan(

@@ -2,26 +2,31 @@
 
 DreamShard's shape (a table network summed over the device's tables, a network for its predicted costs, one logit),
 with two things it lacked: the policy sees the unit that it is about to place, and what each device would cost with it.
-It starts as the greedy on predicted cost (the device that would cost least is the likeliest) and learns to do better.
+It starts as `greedy_on_cost` (the device whose load rises least is the likeliest) and learns to do better; the one
+that the package ships was trained by `python -m dlrm_autoshard.planner.train_policy`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dlrm_autoshard.planner.features import NUM_NETWORK
 from dlrm_autoshard.planner.masked import logit_gradient
-from dlrm_autoshard.planner.mdp import NUM_FEATURES, WITH_UNIT, Rollout
+from dlrm_autoshard.planner.mdp import NUM_FEATURES, RISE, Rollout
 from dlrm_autoshard.planner.mlp import Backward, Mlp, load_weights, weights_to_json
 
+SHIPPED = Path(__file__).parent / "policy.json"
 HIDDEN = 16
 EMBED_SCALE = np.float32(0.1)
 """Sums of embeddings over dozens of tables stay of order one."""
-GREEDINESS = 25.0
-"""How much likelier the cheaper device is at first: e to this power per even share of cost (4% of it: e)."""
+GREEDINESS = 4.0
+"""How much likelier a device is at first than one whose load rises e times as much: e to this power."""
 HELD = slice(NUM_FEATURES, NUM_FEATURES + HIDDEN)
 UNIT = slice(NUM_FEATURES + HIDDEN, NUM_FEATURES + 2 * HIDDEN)
 
@@ -43,8 +48,7 @@ class DevicePolicy:
     def logits(self, inputs_EDF: np.ndarray) -> tuple[np.ndarray, Backward]:
         """[E, D] from [E, D, NUM_FEATURES + 2 HIDDEN]: the MDP's features, the device's units, the unit to place."""
         learned, net_backward = self.device_net.forward(inputs_EDF)
-        greedy = self.greediness * inputs_EDF[..., WITH_UNIT].sum(axis=-1)
-        return learned[..., 0] - greedy, lambda grad: net_backward(grad[..., None])
+        return learned[..., 0] - self.greediness * inputs_EDF[..., RISE], lambda grad: net_backward(grad[..., None])
 
     def reinforce(self, rollout: Rollout, advantage_E: np.ndarray, entropy_weight: float) -> None:
         """REINFORCE's gradient, into the networks: see `logit_gradient` for the loss."""
@@ -58,8 +62,20 @@ class DevicePolicy:
         _, embed_backward = self.embed(mdp.features_TF)
         embed_backward(grad_UH[mdp.step_of_T])
 
+    @staticmethod
+    def shipped() -> DevicePolicy:
+        policy = DevicePolicy()
+        policy.load_json(_shipped_weights())
+        return policy
+
     def to_json(self) -> dict[str, Any]:
         return weights_to_json(self.nets)
 
     def load_json(self, record: Mapping[str, Any]) -> None:
         load_weights(self.nets, record)
+
+
+@lru_cache
+def _shipped_weights() -> dict[str, Any]:
+    weights: dict[str, Any] = json.loads(SHIPPED.read_text())["weights"]
+    return weights

@@ -8,7 +8,7 @@
 An LSTM reads the units in the order of placing; a step's output is matched with a representation of each device. In
 AutoShard that representation is the sum of the device's table vectors, its predicted cost (of computation: AutoShard
 knows no communication) and its size, and the match is a network on [state, device, state x device]; the reward is
-balance, the least device's cost over the largest's, taken from the cost model that the micro-benchmark trained. The
+balance, the least device's cost over the largest's, as measured (at plan time: as the cost model predicts it). The
 RNN baseline sees of a device only how many tables it has, and its reward is minus the predicted cost.
 
 Kept from AutoShard: networks and sizes, actor with a baseline, entropy weight, gradient clip. Not kept: its IMPALA
@@ -23,21 +23,23 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dlrm_autoshard.costs import COMPUTE
+from dlrm_autoshard.costs import COMPUTE, StepProfile
 from dlrm_autoshard.formats.arrays import array_like
+from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.features import NUM_NETWORK
 from dlrm_autoshard.planner.masked import gumbel_noise
 from dlrm_autoshard.planner.mdp import EstimatedMDP
 from dlrm_autoshard.planner.task import PlacementTask
 
 EMBED, HIDDEN = 32, 64
+MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,10 @@ class SequenceTrainer:
         tasks: Sequence[PlacementTask],
         mdp_of: Callable[[PlacementTask], EstimatedMDP],
         deadline: float | None = None,
+        measure: MeasureTask | None = None,
     ) -> int:
+        """Returns the updates made. With `measure`, AutoShard's reward is the balance that was measured, as published;
+        without (at plan time), the cost model's."""
         mdps: dict[int, EstimatedMDP] = {}
         for update in range(self.settings.updates):
             if deadline is not None and time.perf_counter() > deadline:
@@ -111,7 +116,10 @@ class SequenceTrainer:
             if number not in mdps:
                 mdps[number] = mdp_of(tasks[number])
             self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate * (1 - update / self.settings.updates)
-            self._update(self.episodes(mdps[number], self.settings.episodes))
+            played = self.episodes(mdps[number], self.settings.episodes)
+            if measure is not None and self.policy.enriched:
+                played = replace(played, reward_E=measured_balance(tasks[number], played, measure))
+            self._update(played)
         return self.settings.updates
 
     def place(self, mdp: EstimatedMDP) -> list[np.ndarray]:
@@ -193,6 +201,16 @@ class Played:
     log_prob_UE: Tensor
     entropy_UE: Tensor
     states_UH: Tensor
+
+
+def measured_balance(task: PlacementTask, played: Played, measure: MeasureTask) -> Tensor:
+    """[E] least over largest computation of the ranks; an episode that overflowed cannot be measured: -1."""
+    legal = [task.plan_from(rank_U) for rank_U in played.rank_EU[~played.overflow_E]]
+    compute_ED = np.array([[r.fwd_compute_ms + r.bwd_compute_ms for r in p.ranks] for p in measure(task, legal)])
+    reward_E = np.full(len(played.overflow_E), -1.0, dtype=np.float32)
+    if len(legal):
+        reward_E[~played.overflow_E] = compute_ED.min(axis=1) / np.maximum(compute_ED.max(axis=1), 1e-9)
+    return torch.from_numpy(reward_E)
 
 
 def mlp(sizes: Sequence[int], generator: torch.Generator) -> nn.Sequential:
