@@ -40,6 +40,7 @@ class RunConfig(Section):
     threads_per_rank: PositiveInt = 1  # on CPU more than one makes fbgemm's backward erratic
     pin_cores: bool = True  # bind each rank to cores that no other job has, where there are enough
     collective_timeout_seconds: PositiveFloat = 300.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"  # of what is printed
 
     @pydantic.field_validator("name")
     @classmethod
@@ -167,6 +168,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     profile: ProfileConfig = ProfileConfig()
     autoshard: AutoshardConfig = AutoshardConfig()
+    callbacks: list[str] = []  # tensorboard, wandb, mlflow, or package:factory, called as factory(run_dir, config)
 
     @pydantic.model_validator(mode="before")
     @classmethod

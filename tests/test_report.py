@@ -1,7 +1,6 @@
 """Records of a run: what they say about stragglers, that they survive crashes, and how they are read back."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -343,32 +342,3 @@ def test_no_epoch_is_lost_when_intervals_are_shorter_than_epochs(tmp_path: Path)
         append_jsonl(epochs_file(run), {**line, "epoch": 0})
     record = RunRecord.load(run)
     assert [record.label(profile) for profile in record.epochs] == ["0 (0-99)", "0 (100-199)"]
-
-
-def test_scalars_are_what_the_records_say(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    from dlrm_autoshard.train.tensorboard import ScalarWriter
-
-    profile = make_profile(work=(1, 2))
-    scalars = ScalarWriter(tmp_path)
-    scalars.metrics({"schema": 1, "step": 50, "epoch": 0, "split": "val", "auc": 0.75, "ne": None})
-    scalars.profile(profile)
-    scalars.close()
-    read = EventAccumulator(str(tmp_path)).Reload()
-    assert read.Scalars("val/auc")[0].value == 0.75 and read.Scalars("val/auc")[0].step == 50
-    slowest = read.Scalars("stage/fwd_compute/slowest")[0]
-    assert (slowest.step, slowest.value) == (profile.end_step, pytest.approx(max(profile.stage_ms["fwd_compute"])))
-    assert not any(name.split("/")[1] == "ne" for name in read.Tags()["scalars"])
-
-
-def test_without_tensorboard_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dlrm_autoshard.train import tensorboard
-
-    monkeypatch.setattr(tensorboard.importlib.util, "find_spec", lambda name: None)
-    scalars = tensorboard.ScalarWriter(tmp_path / "events")
-    scalars.metrics({"step": 1, "epoch": 0, "split": "train", "logloss": 0.5})
-    scalars.profile(make_profile())
-    scalars.close()
-    assert os.listdir(tmp_path) == []

@@ -1,20 +1,42 @@
-"""What rank 0 shows while training: one progress bar in a terminal, plain lines elsewhere; nothing on other ranks."""
+"""What rank 0 shows while training: a progress bar in a terminal, a line now and then elsewhere.
+
+All lines are Python's logging, under the name `dlrm_autoshard`: add a handler to it to have them elsewhere too.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
 from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+LOG = logging.getLogger("dlrm_autoshard")
+
+
+class _OnConsole(logging.Handler):
+    """Lines above the progress bar, not through it."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(self.format(record), markup=False)
+
 
 class Display:
     """`with Display(active, total_steps, first_step) as display: display.step(loss)`."""
 
-    def __init__(self, active: bool, total_steps: int, done: int = 0) -> None:
+    def __init__(self, active: bool, total_steps: int, done: int = 0, level: str = "info") -> None:
+        """level: lines below it are not shown."""
         self.console = Console(stderr=False, quiet=not active, soft_wrap=True, highlight=False)
+        self._handler = _OnConsole(self.console) if active else logging.NullHandler()
+        self._total_steps, self._last_done, self._last_time = total_steps, done, time.perf_counter()
+        LOG.setLevel(level.upper())
         self._bar: Progress | None = None
         if active and sys.stdout.isatty():
             self._bar = Progress(
@@ -29,6 +51,7 @@ class Display:
             self._task = self._bar.add_task("training", total=total_steps, completed=done, note="")
 
     def __enter__(self) -> Display:
+        LOG.addHandler(self._handler)
         if self._bar is not None:
             self._bar.start()
         return self
@@ -38,18 +61,39 @@ class Display:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+        LOG.removeHandler(self._handler)
 
     def step(self, loss: float | None = None) -> None:
         if self._bar is not None:
             note = {} if loss is None else {"note": f"loss {loss:.4f}"}
             self._bar.update(self._task, advance=1, **note)  # type: ignore[arg-type]
 
-    def line(self, text: str) -> None:
-        self.console.print(text, markup=False)
+    def line(self, text: str, level: int = logging.INFO) -> None:
+        LOG.log(level, text)
+
+    def progress(self, done: int, loss: float, batch_size: int) -> None:
+        """A line for those who see no bar: how fast since the last such line, and how long it will take.
+
+        done: steps. batch_size: over all ranks.
+        """
+        now = time.perf_counter()
+        seconds_a_step = (now - self._last_time) / max(1, done - self._last_done)
+        self._last_done, self._last_time = done, now
+        if self._bar is None:
+            left = duration((self._total_steps - done) * seconds_a_step)
+            speed = f"{batch_size / seconds_a_step:,.0f} examples/s"
+            self.line(f"step {done} of {self._total_steps}  {speed}  loss {loss:.4f}  eta {left}")
 
     def show(self, renderable: RenderableType) -> None:
         """A table, at the terminal's width."""
         self.console.print(renderable, soft_wrap=False)
+
+
+def duration(seconds: float) -> str:
+    """'42 s', '7 min', '3.5 h'."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def describe(metrics: Mapping[str, float]) -> str:

@@ -1,47 +1,83 @@
-"""What rank 0 writes down for people: metrics.jsonl, TensorBoard scalars, and report.html at the end.
+"""What rank 0 writes down for people and programs: metrics.jsonl, result.json and report.html, and the callbacks' part.
 
-journal = Journal(run_dir, active=runtime.rank == 0)
+journal = Journal(run_dir, callbacks, active=runtime.rank == 0)
 journal.metrics(step=50, epoch=0, split="train", metrics={"logloss": 0.61})
-journal.profile(record); journal.finish()
+for sentence in journal.finish(plan, seconds): ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.epoch import EpochProfile
-from dlrm_autoshard.records.jsonl import ReportError, append_jsonl
+from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.train.tensorboard import ScalarWriter
+from dlrm_autoshard.report.summary import moves_in_one_line
+from dlrm_autoshard.train.callbacks import Callback, metric_scalars, profile_scalars
 
 
 class Journal:
     """Does nothing on ranks where it is not `active`."""
 
-    def __init__(self, run_dir: Path, *, active: bool) -> None:
-        self._run_dir = run_dir
-        self._scalars = ScalarWriter(run_dir / "tensorboard") if active else None
+    def __init__(self, run_dir: Path, callbacks: Sequence[Callback] = (), *, active: bool) -> None:
+        self._run_dir, self._callbacks, self._active = run_dir, callbacks, active
 
     def metrics(self, step: int, epoch: int, split: str, metrics: Mapping[str, float]) -> None:
-        if self._scalars is not None:
+        if self._active:
             line = {"step": step, "epoch": epoch, "split": split, **metrics}
             append_jsonl(self._run_dir / "metrics.jsonl", line)
-            self._scalars.metrics(line)
+            self._tell(step, metric_scalars(line))
 
     def profile(self, record: EpochProfile) -> None:
-        """An interval's stages, as TensorBoard scalars (the recorder has written its line already)."""
-        if self._scalars is not None:
-            self._scalars.profile(record)
+        """An interval's stages (the recorder has written its line already)."""
+        self._tell(record.end_step, profile_scalars(record))
 
-    def finish(self) -> str | None:
-        """Writes the report; a sentence that says where it is, or why there is none."""
-        if self._scalars is None:
-            return None
-        self._scalars.close()
+    def finish(self, plan: ShardingPlan, seconds: Mapping[str, float]) -> list[str]:
+        """Writes the result and the report. Returns last words: what moves gained, and where the report is.
+
+        seconds: by phase (training, evaluation, checkpoints, planning, resharding).
+        """
+        if not self._active:
+            return []
         from dlrm_autoshard.report.html import write_html  # the plotting library, which training has no use for
 
         try:
-            return f"report: {write_html(self._run_dir, RunRecord.load(self._run_dir))}"
+            record = RunRecord.load(self._run_dir)
+            result = result_of(record, plan, seconds)
+            (self._run_dir / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+            for callback in self._callbacks:
+                callback.finish(result)
+            report = f"report: {write_html(self._run_dir, record)}"
         except (ReportError, OSError) as error:
-            return f"no report.html: {error}"
+            return [f"no report.html: {error}"]
+        return [moves_in_one_line(record), report] if record.decisions else [report]
+
+    def _tell(self, step: int, values: Mapping[str, float]) -> None:
+        for callback in self._callbacks:
+            callback.scalars(step, values)
+
+
+def result_of(record: RunRecord, plan: ShardingPlan, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """A finished run in one small object: what scripts and sweeps read."""
+    split, metrics = record.final_metrics() or (None, {})
+    moves = [d for d in record.decisions if d.get("action") in ("moved", "rolled_back")]
+    speeds = [line["throughput"] for line in record.metrics_of("train") if "throughput" in line]
+    known = ("schema", "step", "epoch", "split")
+    return {
+        "schema": SCHEMA,
+        "name": record.name,
+        "steps": max((int(line["step"]) for line in record.metrics), default=0),
+        "split": split,
+        "metrics": {name: value for name, value in metrics.items() if name not in known},
+        "throughput": speeds[-1] if speeds else None,
+        "plan": plan.to_json(),
+        "moves": [
+            {key: d.get(key) for key in ("step", "action", "bytes_moved", "predicted_gain", "measured_gain")}
+            for d in moves
+        ],
+        "seconds": {phase: round(value, 3) for phase, value in seconds.items()},
+    }

@@ -20,6 +20,8 @@ import os
 import platform
 import secrets
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -260,4 +262,18 @@ def environment(world_size: int) -> dict[str, object]:
         "cores": os.cpu_count(),
         "world_size": world_size,
         "versions": versions,
+        "commit": commit(),
+        "command": sys.orig_argv,
     }
+
+
+def commit() -> str | None:
+    """Of the checkout that this code runs from; '-dirty' where it has uncommitted changes. None for a wheel."""
+    repository = Path(__file__).parents[2]
+    if not (repository / ".git").exists():
+        return None
+    try:
+        git = ["git", "-C", str(repository), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+        return subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from dlrm_autoshard.distributed.signs_of_life import RankFailure
 from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.train.callbacks import Callback, make_callbacks
 from dlrm_autoshard.train.checkpoint import step_of
 from dlrm_autoshard.train.display import Display, describe
 from dlrm_autoshard.train.evaluation import evaluate
@@ -77,9 +78,12 @@ class Trainer(Job):
         super().__init__(config, runtime, run_dir)
         self.signals = signals or StopSignals()
         self.recorder = Recorder(run_dir, runtime, self.embeddings, self.clock)
-        self.journal = Journal(run_dir, active=runtime.rank == 0)
+        callbacks: list[Callback] = []
+        from_rank_0(runtime, lambda: callbacks.extend(make_callbacks(config.callbacks, run_dir, config)))
+        self.journal = Journal(run_dir, callbacks, active=runtime.rank == 0)
+        self.seconds = dict.fromkeys(("total", "evaluation", "checkpoints", "resharding"), 0.0)  # of this start
         self.watch = LossWatch(runtime, self.step, self.state)
-        self.display = Display(runtime.rank == 0, self.total_steps, self.position.step)
+        self.display = Display(runtime.rank == 0, self.total_steps, self.position.step, config.run.log_level)
         self.metrics: Mapping[str, float] = {}
         self.throughput = 0.0
 
@@ -88,7 +92,7 @@ class Trainer(Job):
     def run(self) -> TrainResult:
         """All epochs that are left, an evaluation after each, the test split's at the end."""
         try:
-            with self.display:
+            with self.display, self._timed("total"):
                 self._begin()
                 while not self.finished:
                     with self.signals.postponed():
@@ -97,6 +101,8 @@ class Trainer(Job):
                     if not self.out_of_steps:
                         self._evaluate(self.split_between_epochs)
                 self._evaluate("test")
+                self.checkpoints.finish()
+            with self.display:
                 self._finish()
         except Stopped as stopped:
             newest = self.checkpoints.newest()
@@ -207,13 +213,13 @@ class Trainer(Job):
         loss = self.watch.look(position.step)
         if logging:
             self._log_metrics("train", {"logloss": loss})
+            self.display.progress(position.step, loss, self.global_batch)
         self.display.step(loss)
 
     def _save(self) -> None:
         if self.config.checkpoint.enabled:
-            started = time.perf_counter()
-            self.state.save(self.position)
-            self.recorder.exclude(time.perf_counter() - started)
+            with self._timed("checkpoints"):
+                self.state.save(self.position)
 
     def _close_interval(self) -> None:
         """Writes what was measured, then decides on moves."""
@@ -245,7 +251,8 @@ class Trainer(Job):
         if record is not None and profile is not None and record.throughput > 0:
             left = self.total_steps - position.step
             interval = Interval(position.epoch, position.step, profile, record.throughput, left, record.samples)
-        decision = self.resharding.after_interval(interval)
+        with self._timed("resharding"):
+            decision = self.resharding.after_interval(interval)
         if decision is not None:
             self.display.line(f"step {position.step}  {decision.text}")
             if decision.new_plan is not None:
@@ -256,7 +263,7 @@ class Trainer(Job):
         if self.source.num_samples(split) == 0:
             return
         done = self.position.epoch - (self.position.sample == 0 and self.position.epoch > 0)
-        with self.signals.postponed(), self.batches(split, done) as loader:
+        with self._timed("evaluation"), self.signals.postponed(), self.batches(split, done) as loader:
             batches = self._until_asked(loader)
             metrics = evaluate(self.step.model, self.embeddings, batches, self.runtime, autocast=self.autocast)
         if metrics:
@@ -282,10 +289,19 @@ class Trainer(Job):
             yield batch
 
     def _finish(self) -> None:
-        self.checkpoints.finish()
-        report = self.journal.finish()
-        if report is not None:
-            self.display.line(report)
+        result, seconds = self.placement.result, self.seconds
+        seconds["training"] = 2 * seconds["total"] - sum(seconds.values())
+        seconds["planning"] = 0.0 if result is None else result.seconds
+        for line in self.journal.finish(self.embeddings.plan, seconds):
+            self.display.line(line)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """What is not training is left out of an interval's throughput."""
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - started
+        self.recorder.exclude(time.perf_counter() - started)
 
     def _log_metrics(self, split: str, metrics: Mapping[str, float], epoch: int | None = None) -> None:
         self.journal.metrics(self.position.step, self.position.epoch if epoch is None else epoch, split, metrics)

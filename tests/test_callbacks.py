@@ -1,0 +1,97 @@
+"""Figures leave a job: result.json, lines in a log, and the callbacks that the YAML names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrm_autoshard.config import parse_config
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.train.callbacks import make_callbacks, metric_scalars, profile_scalars
+from dlrm_autoshard.train.display import duration
+from tests.report_records import make_profile
+
+REPOSITORY = Path(__file__).parents[1]
+CONFIG = parse_config({"data": {"source": "movielens"}})
+TRACKER = """
+import json
+class Tracker:
+    def __init__(self, run_dir, config):
+        self.file = open(run_dir / "tracked.jsonl", "a")
+        self.seed = config.run.seed
+    def scalars(self, step, values):
+        print(json.dumps([step, dict(values)]), file=self.file)
+    def finish(self, result):
+        print(json.dumps([self.seed, result["metrics"]]), file=self.file, flush=True)
+"""
+
+
+def test_a_job_leaves_lines_a_result_and_what_its_callback_was_told(tmp_path: Path) -> None:
+    (tmp_path / "tracker.py").write_text(TRACKER)
+    keys = ["train.epochs=1", "train.log_every_steps=10", "callbacks=['tracker.py:Tracker']", "autoshard.enabled=true"]
+    command = [sys.executable, "-m", "dlrm_autoshard", "train", "debug_cpu", "--ranks=2", *keys]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step ") and "eta" in line]
+    assert [line.split("  ")[0] for line in lines] == [f"step {n} of 40" for n in (10, 20, 30, 40)]
+    assert all("examples/s" in line and "loss 0." in line for line in lines)
+
+    run = tmp_path / "runs/debug_cpu"
+    result = json.loads((run / "result.json").read_text())
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert result["steps"] == 40 and result["split"] == "test"
+    assert result["metrics"]["auc"] == metrics[-1]["auc"] and result["moves"] == []
+    assert set(result["plan"]["rank_of"]) == {"user", "item", "clicked", "country", "coupon"}
+    seconds = result["seconds"]
+    assert seconds["planning"] > 0 and seconds["evaluation"] > 0 and seconds["training"] > 0
+    parts = sum(seconds[phase] for phase in ("training", "evaluation", "checkpoints", "resharding"))
+    assert parts == pytest.approx(seconds["total"], abs=0.01)
+
+    environment = json.loads((run / "environment.json").read_text())
+    assert "callbacks=['tracker.py:Tracker']" in environment["command"] and "commit" in environment
+
+    tracked = [json.loads(line) for line in (run / "tracked.jsonl").read_text().splitlines()]
+    assert tracked[-1] == [0, result["metrics"]]
+    assert [step for step, values in tracked[:-1] if "train/logloss" in values] == [10, 20, 30, 40]
+    assert any("stage/fwd_compute/slowest" in values for _, values in tracked[:-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("tensorbord", "'tensorbord' is none of tensorboard, wandb, mlflow, nor of the form package:factory."),
+        ("nobody.py:Tracker", "callbacks: there is no file 'nobody.py'"),
+    ],
+)
+def test_a_callback_that_is_not_there_is_a_sentence(name: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=sentence.replace(".", r"\.")):
+        make_callbacks([name], tmp_path, CONFIG)
+
+
+def test_scalars_are_named_after_split_and_stage() -> None:
+    line = {"schema": 1, "step": 50, "epoch": 0, "split": "val", "auc": 0.75, "ne": None}
+    assert metric_scalars(line) == {"val/auc": 0.75}
+    profile = make_profile(work=(1, 2))
+    values = profile_scalars(profile)
+    assert values["stage/fwd_compute/slowest"] == max(profile.stage_ms["fwd_compute"])
+    assert values["step/balanced_ms"] == profile.balanced_ms
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [writer] = make_callbacks(["tensorboard"], tmp_path, CONFIG)
+    writer.scalars(50, {"val/auc": 0.75})
+    writer.finish({})
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("val/auc")[0]
+    assert (read.step, read.value) == (50, 0.75)
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(41.6, "42 s"), (400.0, "7 min"), (12600.0, "3.5 h")])
+def test_durations_are_for_people(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
