@@ -52,6 +52,7 @@ class Display:
 
     def __enter__(self) -> Display:
         LOG.addHandler(self._handler)
+        LOG.propagate = False  # libraries that training imports give the root logger a handler of their own
         if self._bar is not None:
             self._bar.start()
         return self
@@ -62,6 +63,7 @@ class Display:
         if self._bar is not None:
             self._bar.stop()
         LOG.removeHandler(self._handler)
+        LOG.propagate = True
 
     def step(self, loss: float | None = None) -> None:
         if self._bar is not None:
