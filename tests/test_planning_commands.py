@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlrm_autoshard.commands.evaluate import Outcome, summarise
+from dlrm_autoshard.commands.compare_planners import Outcome, summarise
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan, torchrec_plan
 from dlrm_autoshard.plan import ShardingPlan, Topology
@@ -59,7 +59,7 @@ def test_tables_then_tasks_then_fit_then_evaluate(tmp_path: Path, capsys: pytest
     reference = tmp_path / "reference"
     run(capsys, "fit", *simulated, "--reference", "--iterations", 2, "--placements", 3, "--out", reference)
     chosen = ["--algorithm", fitted, "--algorithm", reference, "--algorithm", "lookup_greedy"]
-    judged = run(capsys, "evaluate", *simulated, *chosen, "--limit", 2, "--out", tmp_path / "judged.json")
+    judged = run(capsys, "compare-planners", *simulated, *chosen, "--limit", 2, "--out", tmp_path / "judged.json")
     by_name = {row["algorithm"]: row for row in judged["algorithms"]}
     assert set(by_name) == {str(fitted), str(reference), "lookup_greedy", "random"} and judged["costs"] == "simulated"
     assert by_name["random"]["speedup_over_random"] == 1 and by_name["lookup_greedy"]["speedup_over_random"] > 1
@@ -68,7 +68,16 @@ def test_tables_then_tasks_then_fit_then_evaluate(tmp_path: Path, capsys: pytest
 
 def test_evaluate_measures_with_fbgemm_by_default(tasks_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     judged = run(
-        capsys, "evaluate", "--tasks", tasks_file, "--devices", 2, "--algorithm", "size_lookup_greedy", "--limit", 1
+        capsys,
+        "compare-planners",
+        "--tasks",
+        tasks_file,
+        "--devices",
+        2,
+        "--algorithm",
+        "size_lookup_greedy",
+        "--limit",
+        1,
     )
     assert judged["costs"] == "measured"
     assert all(row["mean_ms"] > 0 and row["infeasible"] == 0 for row in judged["algorithms"])
@@ -138,7 +147,7 @@ def test_explain_names_the_slow_rank_and_its_heaviest_table(
     assert len(record["predicted"]) == 2
 
 
-@pytest.mark.parametrize("command", ["tables", "plan", "explain", "evaluate"])
+@pytest.mark.parametrize("command", ["tables", "plan", "explain", "compare-planners"])
 def test_tables_for_people_fit_into_80_columns(
     command: str, tables_file: Path, tasks_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -151,7 +160,7 @@ def test_tables_for_people_fit_into_80_columns(
         "tables": ["--synthetic", "5"],
         "plan": ["--tables", tables_file, "--devices", "2", "--algorithm", "search"],
         "explain": [tmp_path / "plan.json", "--tables", tables_file, "--memory-gib", "40"],
-        "evaluate": ["--tasks", tasks_file, "--devices", "2", "--algorithm", "search", "--costs", "simulated"],
+        "compare-planners": ["--tasks", tasks_file, "--devices", "2", "--algorithm", "search", "--costs", "simulated"],
     }
     assert main([command, *map(str, choices[command])]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -67,8 +67,7 @@ def _preprocess_criteo(arguments: argparse.Namespace) -> None:
     print(
         f"{sum(result.rows_per_day):,} samples in {len(result.rows_per_day)} day(s), "
         f"{sum(result.table_rows):,} rows in 26 tables (largest {max(result.table_rows):,}): {arguments.out}\n"
-        f"Train with: torchrun --nproc_per_node=2 launch/train.py --config configs/criteo_kaggle.yaml "
-        f"data.dir={arguments.out}"
+        f"Train with: dlrm-autoshard train criteo_kaggle data.dir={arguments.out}"
     )
 
 

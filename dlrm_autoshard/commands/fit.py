@@ -1,4 +1,4 @@
-"""`dlrm-autoshard fit`: fits cost model and policies to the training tasks; DIR serves `plan` and `evaluate`."""
+"""`dlrm-autoshard fit`: fits cost model and policies to the training tasks; DIR is for `plan`, `compare-planners`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,10 @@ from dlrm_autoshard.report.summary import summary
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("report", help="what a run's steps cost, by rank and stage, and why")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory; two are set side by side")
+    latest = [Path("runs/latest")]
+    parser.add_argument(
+        "runs", nargs="*", type=Path, metavar="RUN", default=latest, help="a run, or two (default: runs/latest)"
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument(
         "--html",

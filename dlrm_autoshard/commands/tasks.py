@@ -18,7 +18,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--count", type=int, default=50, help="training tasks, and as many test tasks")
     parser.add_argument("--batch-size", type=int, help="global batch (default: the one the tables were measured with)")
     parser.add_argument("--seed", type=int, default=0)
-    add_output(parser, "tasks.json, for `fit` and `evaluate`", required=True)
+    add_output(parser, "tasks.json, for `fit` and `compare-planners`", required=True)
     parser.set_defaults(run=run)
 
 

@@ -1,4 +1,4 @@
-"""Costs of placements for `fit` and `evaluate`: measured with fbgemm in isolated mode, simulated, or predicted.
+"""Costs of placements for `fit` and `compare-planners`: measured with fbgemm in isolated mode, simulated, or predicted.
 
 costs = Costs("measured", exchange)
 [profile] = costs.measure(task, [plan])        # a StepProfile whose `source` says where it comes from

@@ -1,0 +1,59 @@
+"""`dlrm-autoshard export RUN --to pt|numpy|torchrec`: a trained model, for programs that don't have this package.
+
+pt        a program: torch.export.load(FILE).module()(dense_BF, values, offsets) gives probabilities
+numpy     an .npz with every weight under its name
+torchrec  a state dict whose tables have the names of TorchRec's EmbeddingBagCollection
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dlrm_autoshard.commands.evaluate import add_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dlrm_autoshard.train.saved_model import SavedModel
+
+_ENDINGS = {"pt": ".pt2", "numpy": ".npz", "torchrec": ".pt"}
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("export", help="a trained model, for programs without this package")
+    add_model(parser)
+    parser.add_argument("--to", choices=list(_ENDINGS), default="pt", help="form of the file (default: pt)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/model with the form's ending")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import numpy as np
+    import torch
+
+    from dlrm_autoshard.train.saved_model import export_plain, saved_model
+
+    out = arguments.out or (arguments.model / "model").with_suffix(_ENDINGS[arguments.to])
+    with saved_model(arguments.model, arguments.checkpoint) as saved:
+        if arguments.to == "pt":
+            export_plain(saved, out)
+        elif arguments.to == "numpy":
+            with out.open("wb") as file:
+                arrays: dict[str, Any] = {name: w.float().numpy() for name, w in weights(saved, "tables.").items()}
+                np.savez(file, **arrays)
+        else:
+            torch.save(weights(saved, "embedding_bags."), out)
+        step = saved.position.step
+    print(f"the model of step {step}: {out}")
+    return 0
+
+
+def weights(saved: SavedModel, tables: str) -> dict[str, Tensor]:
+    """tables: what stands before a table's name. The dense part's names begin with `dense.`."""
+    found = {
+        f"{tables}{table.name}.weight": saved.embeddings.storage.tensors(table.name)["weight"].detach().cpu()
+        for table in saved.embeddings.tables
+    }
+    return found | {f"dense.{name}": value.detach().cpu() for name, value in saved.dense.state_dict().items()}

@@ -1,0 +1,104 @@
+"""A trained model leaves the house: its metrics and predictions again, and the same ones without this package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.wheels import REPOSITORY
+
+ALONE = """
+import sys, json
+import numpy as np, torch
+model = torch.export.load("model.pt2").module()
+batch = np.load("batch.npz")
+tables = [name[4:] for name in batch if name.startswith("ids_")]
+values = [torch.from_numpy(batch[f"ids_{t}"]) for t in tables]
+offsets = [torch.from_numpy(batch[f"offsets_{t}"]) for t in tables]
+np.save("alone.npy", model(torch.from_numpy(batch["dense"]), values, offsets).numpy())
+assert not any(name.startswith("dlrm_autoshard") or name.startswith("fbgemm") for name in sys.modules)
+"""
+
+
+def dlrm(*arguments: str, cwd: Path) -> str:
+    command = [sys.executable, "-m", "dlrm_autoshard", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained on two ranks; dims of 16 and 8, bags that are empty."""
+    folder = tmp_path_factory.mktemp("trained")
+    dlrm("train", "debug_cpu", "--ranks=2", "train.epochs=1", "tables.embedding_dims={item: 8}", cwd=folder)
+    return folder / "runs/debug_cpu"
+
+
+def test_evaluate_gives_the_metrics_that_training_ended_with(run: Path) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    again = json.loads(dlrm("evaluate", str(run), "--json", cwd=run))
+    assert again["step"] == 40
+    for name in ("auc", "logloss", "ne", "calibration", "accuracy"):
+        assert again[name] == pytest.approx(lines[-1][name], abs=1e-6)
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}, "a reader writes nothing"
+
+
+def test_the_exported_program_predicts_the_same_without_this_package(run: Path, tmp_path: Path) -> None:
+    dlrm("predict", str(run), "--out", str(tmp_path / "ours.npy"), cwd=tmp_path)
+    dlrm("export", str(run), "--to", "pt", "--out", str(tmp_path / "model.pt2"), cwd=tmp_path)
+    ours = np.load(tmp_path / "ours.npy")
+    first = len(ours) // 2  # a batch size that export has not seen
+    write_batch(run, tmp_path / "batch.npz", first)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", ALONE], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    alone = np.load(tmp_path / "alone.npy")
+    assert len(alone) == first
+    np.testing.assert_allclose(alone, ours[:first], atol=1e-6, rtol=0)
+
+
+def write_batch(run: Path, path: Path, size: int) -> None:
+    from dlrm_autoshard.config import load_config
+    from dlrm_autoshard.data.open import open_source
+
+    config = load_config(run / "config.yaml")
+    source = open_source(config.data, config.tables)
+    batch = source.read("test", 0, 0, size)
+    arrays: dict[str, Any] = {"dense": batch.dense_BF.numpy()}
+    ends = batch.lengths_TB.sum(1).cumsum(0).tolist()
+    for number, table in enumerate(source.tables):
+        lengths = batch.lengths_TB[number].numpy().astype(np.int64)
+        ids = batch.values_N[ends[number] - lengths.sum() : ends[number]].numpy()
+        arrays[f"ids_{table.name}"] = ids.astype(np.int64)
+        arrays[f"offsets_{table.name}"] = np.cumsum(lengths) - lengths
+    np.savez(path, **arrays)
+
+
+def test_weights_are_exported_by_name(run: Path, tmp_path: Path) -> None:
+    import torch
+
+    dlrm("export", str(run), "--to", "numpy", "--out", str(tmp_path / "w.npz"), cwd=tmp_path)
+    dlrm("export", str(run), "--to", "torchrec", "--out", str(tmp_path / "w.pt"), cwd=tmp_path)
+    arrays, state = np.load(tmp_path / "w.npz"), torch.load(tmp_path / "w.pt", weights_only=True)
+    assert arrays["tables.item.weight"].shape == (2000, 8)
+    assert np.array_equal(arrays["tables.item.weight"], state["embedding_bags.item.weight"].numpy())
+    assert any(name.startswith("dense.over_mlp.") for name in state)
+
+
+def test_what_is_no_run_is_a_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dlrm_autoshard", "evaluate", str(REPOSITORY / "configs")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert (
+        done.stderr.endswith("configs' is no run directory: it has no config.yaml.\n")
+        and "Traceback" not in done.stderr
+    )
