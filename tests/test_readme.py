@@ -1,12 +1,17 @@
 """The README's promises: files that are linked exist, its YAML loads, its scripts and configs are there."""
 
+import json
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
 from dlrm_autoshard.config import parse_config
+from tests.wheels import bare, build_wheel, install_beside_our_packages
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
@@ -26,3 +31,73 @@ def test_scripts_and_configs_are_there(path: str) -> None:
 def test_its_yaml_is_valid(block: str) -> None:
     record = {"data": {"source": "movielens"}, **yaml.safe_load(block)}
     assert parse_config(record).to_yaml()
+
+
+# Its commands, from a wheel ------------------------------------------------------------------------------------------
+
+COMMANDS = [
+    line.partition("  #")[0].strip()
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line.strip()
+]
+OURS = ("dlrm-autoshard", "OMP_NUM_THREADS=1 torchrun")
+QUICK = [line for line in COMMANDS if line.startswith(OURS) and "demo" not in line]
+SLOW = ["dlrm-autoshard train demo --ranks 2", "bash launch/quickstart.sh"]
+ELSEWHERE = {
+    "pip install": "test_wheel.py, in a bare environment",
+    "NNODES=2 RANKS_PER_NODE=4": "test_launch.py, two agents on one machine",
+    "sbatch --nodes=2": "nowhere: it needs SLURM; test_launch.py checks that it is bash",
+}
+
+
+def test_every_command_is_run_by_some_test() -> None:
+    assert set(SLOW) <= set(COMMANDS)
+    assert not [line for line in COMMANDS if line not in QUICK + SLOW and not line.startswith(tuple(ELSEWHERE))]
+
+
+def shell(command: str, folder: Path, programs: Path | None = None, limit: float = 280) -> str:
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}" if programs else os.environ["PATH"]
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env={**bare(), "PATH": path}, capture_output=True, text=True, timeout=limit
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those of an environment with the wheel, and nothing else of this repository."""
+    folder = tmp_path_factory.mktemp("environment")
+    programs = install_beside_our_packages(build_wheel(folder), folder / "env")
+    (programs / "torchrun").write_text(f'#!/bin/sh\nexec "{programs}/python" -m torch.distributed.run "$@"\n')
+    (programs / "torchrun").chmod(0o755)
+    return programs
+
+
+def test_its_commands_work_in_their_order(programs: Path, tmp_path: Path) -> None:
+    for name in ("launch", "configs"):
+        shutil.copytree(REPOSITORY / name, tmp_path / name)
+    for command in QUICK:
+        shell(command, tmp_path, programs)
+    for made in ("mine.yaml", "predictions.npy", "model.pt2", "runs/debug_cpu/result.json"):
+        assert (tmp_path / made).exists(), made
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_demo_moves_tables_where_the_data_drift_and_says_what_it_gained(programs: Path, tmp_path: Path) -> None:
+    said = shell("dlrm-autoshard train demo --ranks 2", tmp_path, programs, limit=800)
+    assert re.search(r"^\d+ moves?, [\d.]+k -> [\d.]+k examples/s \(\+\d+%\)", said, re.MULTILINE), said
+    decisions = [json.loads(line) for line in (tmp_path / "runs/demo/decisions.jsonl").read_text().splitlines()]
+    assert any(decision["action"] == "moved" and decision["step"] >= 384 for decision in decisions)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_quickstart_starts_from_a_bare_clone(tmp_path: Path) -> None:
+    for name in ("dlrm_autoshard", "launch", "configs"):
+        shutil.copytree(REPOSITORY / name, tmp_path / "clone" / name)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, tmp_path / "clone")
+    assert "test AUC" in shell("bash launch/quickstart.sh --cpu", tmp_path / "clone", limit=1700)

@@ -107,7 +107,7 @@ def _bag(table: TableConfig, saved: SavedModel) -> nn.EmbeddingBag:
 
 def export_plain(saved: SavedModel, out: Path) -> None:
     """A program that torch.export.load(out).module() runs without this package, for any batch size."""
-    model, samples = PlainModel(saved).eval(), 3
+    model, samples = PlainModel(saved).eval().requires_grad_(False), 3
     tables = saved.embeddings.tables
     dense = torch.zeros(samples, saved.source.num_dense)
     values = [torch.zeros(2 * samples + number, dtype=torch.int64) for number in range(len(tables))]
