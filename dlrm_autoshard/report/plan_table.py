@@ -25,8 +25,12 @@ def rank_table(
     stats: Sequence[TableStats],
     table_bytes: Mapping[str, int],
     predicted: Sequence[RankCost] | None = None,
+    budget_bytes: Sequence[int] | None = None,
 ) -> Table:
-    """One row a rank: tables, bytes, lookups a sample, predicted ms by stage. 80 columns are enough."""
+    """One row a rank: tables, bytes, lookups a sample, predicted ms by stage. 80 columns are enough.
+
+    budget_bytes: for tables on each rank, where it is limited.
+    """
     lookups = {table.name: stat.mean_pooling for table, stat in zip(tables, stats, strict=True)}
     memory = bytes_per_rank(plan, table_bytes)
     grid = Table(title="sharding plan", title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
@@ -39,17 +43,47 @@ def rank_table(
             f"predicted, ms a step; {step_cost_ms(predicted):.2f} in all (each stage's slowest rank), "
             f"{balanced_cost_ms(predicted):.2f} if perfectly balanced"
         )
+    if budget_bytes is not None:
+        grid.caption = f"{grid.caption or ''}\nmemory: in brackets the part of the rank's budget for tables".lstrip()
     for rank in range(plan.world_size):
         if plan.world_size > _MOST_RANKS and _MOST_RANKS // 2 <= rank < plan.world_size - _MOST_RANKS // 2:
             if rank == _MOST_RANKS // 2:
                 grid.add_row(*["..."] * len(grid.columns))
             continue
         owned = plan.tables_on(rank)
-        row = [str(rank), str(len(owned)), gib(memory[rank]), f"{sum(lookups[name] for name in owned):.1f}"]
+        share = "" if budget_bytes is None else f" ({memory[rank] / max(budget_bytes[rank], 1):.0%})"
+        row = [str(rank), str(len(owned)), gib(memory[rank]) + share, f"{sum(lookups[name] for name in owned):.1f}"]
         if predicted is not None:
             row += [f"{predicted[rank].stage(stage):.2f}" for stage in PLANNED_STAGES]
         grid.add_row(*row)
     return grid
+
+
+def tables_by_rank(
+    plan: ShardingPlan, tables: Sequence[TableConfig], stats: Sequence[TableStats], most: int = 6
+) -> list[str]:
+    """'rank 0: ad, user and 4 more': a rank's tables by the values looked up in them, most first."""
+    work = {t.name: t.embedding_dim * s.mean_pooling for t, s in zip(tables, stats, strict=True)}
+    said = []
+    for rank in range(min(plan.world_size, _MOST_RANKS)):
+        names = sorted(plan.tables_on(rank), key=lambda name: -work[name])
+        more = f" and {len(names) - most} more" if len(names) > most else ""
+        said.append(f"rank {rank}: {', '.join(names[:most]) or 'no tables'}{more}")
+    return said
+
+
+def why_not_the_fastest(result: PlanResult) -> str | None:
+    """A sentence where another plan than the chosen one was measured faster."""
+    measured = [c for c in result.candidates if c.measured_ms is not None]
+    fastest = min(measured, key=lambda c: c.measured_ms or 0.0, default=None)
+    chosen = result.chosen
+    if fastest is None or fastest.plan.fingerprint == chosen.plan.fingerprint or chosen.measured_ms is None:
+        return None
+    return (
+        f"'{fastest.name}' was measured faster ({fastest.measured_ms:.2f} ms, the chosen {chosen.measured_ms:.2f}),"
+        f" but single measurements scatter: with its prediction ({fastest.predicted_ms:.2f} ms) it is expected to take "
+        f"{fastest.estimate_ms:.2f} ms, the chosen plan {chosen.estimate_ms:.2f}"
+    )
 
 
 def candidate_table(result: PlanResult, most: int = 12) -> Table:
@@ -58,7 +92,10 @@ def candidate_table(result: PlanResult, most: int = 12) -> Table:
     grid = Table(
         title="chosen from",
         title_justify="left",
-        caption=f"ms a step; predictions from {result.costs_from}",
+        caption=(
+            f"ms a step. predicted: by {result.costs_from}. measured: on these ranks. expected: the best "
+            "guess from both, a noisy measurement counting less; the least is chosen. v chosen: by it, or predicted"
+        ),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
     )

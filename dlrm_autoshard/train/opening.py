@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dlrm_autoshard.autoshard.initial_plan import Placement
 from dlrm_autoshard.records.jsonl import append_jsonl
-from dlrm_autoshard.report.plan_table import candidate_table, rank_table
+from dlrm_autoshard.report.plan_table import candidate_table, rank_table, tables_by_rank, why_not_the_fastest
 from dlrm_autoshard.tables import TableConfig, TableStats
 from dlrm_autoshard.train.display import Display
 from dlrm_autoshard.train.run_directory import changes_since_last_start
@@ -33,8 +33,14 @@ def open_run(
     result = placement.result
     placement.plan.save(run_dir / "plan" / f"step_{step:08d}.json")
     predicted = None if result is None else result.predicted
-    display.show(rank_table(placement.plan, tables, stats, placement.task.table_bytes, predicted))
+    task = placement.task
+    display.show(rank_table(placement.plan, tables, stats, task.table_bytes, predicted, task.topology.memory_bytes))
+    for line in tables_by_rank(placement.plan, tables, stats):
+        display.line(line)
     if result is not None:
         append_jsonl(run_dir / "plan" / "evidence.jsonl", {"step": step, **result.to_json()})
         display.show(candidate_table(result))
+        reason = why_not_the_fastest(result)
+        if reason is not None:
+            display.line(reason)
         display.line(f"planned in {result.seconds:.1f} s by '{result.algorithm}'")

@@ -1,0 +1,52 @@
+"""What a job says of its plan before the first step: tables of each rank, how full it is, why not another plan."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+from dlrm_autoshard.costs import RankCost
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.result import Candidate, PlanResult
+from dlrm_autoshard.report.plan_table import candidate_table, rank_table, tables_by_rank, why_not_the_fastest
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+TABLES = tuple(TableConfig(f"t{number}", 1000, 16) for number in range(9))
+STATS = tuple(TableStats(float(number + 1)) for number in range(9))
+PLAN = ShardingPlan({table.name: int(table.name == "t8") for table in TABLES}, 2)
+OTHER = ShardingPlan(dict.fromkeys(PLAN.rank_of, 0), 2)
+
+
+def shown(table: Table) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(table)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return " ".join(text.split())
+
+
+def result(chosen_ms: float, other_ms: float) -> PlanResult:
+    chosen = Candidate("search", PLAN, 5.0, chosen_ms, "probe", expected_ms=5.1)
+    other = Candidate("dim_greedy", OTHER, 7.0, other_ms, "probe", expected_ms=6.0)
+    cost = RankCost(fwd_compute_ms=1.0, fwd_comms_ms=1.0, bwd_comms_ms=1.0, bwd_compute_ms=1.0)
+    return PlanResult(PLAN, "auto", chosen, (cost, cost), (chosen, other), "a cost model", 1.0, 0)
+
+
+def test_ranks_are_told_with_their_tables_dearest_first_and_the_part_of_their_memory() -> None:
+    assert tables_by_rank(PLAN, TABLES, STATS) == ["rank 0: t7, t6, t5, t4, t3, t2 and 2 more", "rank 1: t8"]
+    bytes_of = {table.name: 1 << 20 for table in TABLES}
+    assert "8 MiB (50%)" in shown(rank_table(PLAN, TABLES, STATS, bytes_of, None, (16 << 20, 16 << 20)))
+    assert "%" not in shown(rank_table(PLAN, TABLES, STATS, bytes_of))
+
+
+def test_a_plan_that_was_measured_faster_and_not_chosen_is_explained() -> None:
+    said = why_not_the_fastest(result(chosen_ms=5.5, other_ms=5.0))
+    assert said is not None and said.startswith("'dim_greedy' was measured faster (5.00 ms, the chosen 5.50)")
+    assert why_not_the_fastest(result(chosen_ms=5.0, other_ms=5.5)) is None
+
+
+def test_the_columns_of_the_candidates_are_defined_below_them() -> None:
+    text = shown(candidate_table(result(5.0, 5.5)))
+    for column in ("predicted", "measured", "expected", "v chosen"):
+        assert f"{column}: " in text
