@@ -102,3 +102,13 @@ def test_what_is_no_run_is_a_sentence(tmp_path: Path) -> None:
         done.stderr.endswith("configs' is no run directory: it has no config.yaml.\n")
         and "Traceback" not in done.stderr
     )
+
+
+def test_a_run_can_be_planned_for_and_explained(run: Path, tmp_path: Path) -> None:
+    pool = json.loads(dlrm("tables", "--from-run", str(run), "--json", cwd=tmp_path))
+    assert [table["name"] for table in pool["tables"]] == ["user", "item", "clicked", "country", "coupon"]
+    assert pool["tables"][2]["stats"]["mean_pooling"] == pytest.approx(8, rel=0.1)
+    planned = json.loads(dlrm("plan", str(run), "--json", cwd=tmp_path))
+    assert planned["plan"]["world_size"] == 2, "as many ranks as the run had"
+    explained = json.loads(dlrm("explain", str(run), "--json", cwd=tmp_path))
+    assert set(explained["plan"]["rank_of"]) == {"user", "item", "clicked", "country", "coupon"}

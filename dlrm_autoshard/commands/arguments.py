@@ -18,8 +18,8 @@ T = TypeVar("T")
 STATE_FILE = "planner.json"
 
 
-def add_devices(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", type=int, required=True, metavar="N", help="ranks to place tables on")
+def add_devices(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    parser.add_argument("--devices", type=int, required=required, metavar="N", help="ranks to place tables on")
     parser.add_argument(
         "--memory-gib", type=float, metavar="GIB", help="memory for tables on each device (default: not limited)"
     )
@@ -80,6 +80,14 @@ def with_progress(items: Iterable[T], total: int, description: str, quiet: bool)
     from rich.progress import track
 
     return iter(track(items, description, total, console=Console(stderr=True, quiet=quiet), transient=True))
+
+
+def last_plan(run: Path) -> Path:
+    """The file of the plan that a run ended with, or is at."""
+    plans = sorted((run / "plan").glob("step_*.json"))
+    if not plans:
+        raise UserError(f"'{run}' is no run: it has no plan.")
+    return plans[-1]
 
 
 def write_json(path: Path | None, record: Any) -> None:

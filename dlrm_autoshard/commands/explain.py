@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlrm_autoshard.commands.arguments import planner_of
+from dlrm_autoshard.commands.arguments import last_plan, planner_of
+from dlrm_autoshard.commands.tables import pool_of_run
+from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
     from dlrm_autoshard.costs import RankCost
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("explain", help="say who has what in a plan, and what limits it")
-    parser.add_argument("plan", type=Path, metavar="PLAN", help="a plan file")
-    parser.add_argument("--tables", type=Path, required=True, metavar="FILE", help="tables.json of `tables`")
+    parser.add_argument("plan", type=Path, metavar="PLAN|RUN", help="a plan file, or a run: its last plan")
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="tables.json of `tables`: for a plan file")
     parser.add_argument("--memory-gib", type=float, metavar="GIB", help="memory for tables on each device")
     parser.add_argument("--batch-size", type=int, help="global batch (default: the one the tables were measured with)")
     parser.add_argument("--fitted", type=Path, metavar="DIR", help="costs that `fit` left (default: the shipped ones)")
@@ -33,8 +35,13 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.planner.task import PlacementTask
     from dlrm_autoshard.tables import memory_bytes
 
-    pool = TablePool.load(arguments.tables)
-    plan = ShardingPlan.load(arguments.plan).ordered([table.name for table in pool.tables])
+    if arguments.plan.is_dir():
+        pool, plan_file = pool_of_run(arguments.plan, quiet=arguments.json), last_plan(arguments.plan)
+    elif arguments.tables is None:
+        raise UserError("a plan file needs --tables FILE: what its tables are like. `tables` makes one.")
+    else:
+        pool, plan_file = TablePool.load(arguments.tables), arguments.plan
+    plan = ShardingPlan.load(plan_file).ordered([table.name for table in pool.tables])
     batch_size = arguments.batch_size or pool.stats[0].batch_size
     planner = planner_of("search", 0, arguments.fitted)
     table_bytes = memory_bytes(pool.tables, pool.stats, "rowwise_adagrad", batch_size)

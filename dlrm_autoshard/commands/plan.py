@@ -11,19 +11,23 @@ from dlrm_autoshard.commands.arguments import (
     add_devices,
     add_output,
     constraints_of,
+    last_plan,
     planner_of,
     topology_of,
     write_json,
 )
+from dlrm_autoshard.commands.tables import pool_of_run
+from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
     from dlrm_autoshard.planner.result import PlanResult
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("plan", help="place the tables of a file on devices")
-    parser.add_argument("--tables", type=Path, required=True, metavar="FILE", help="tables.json of `tables`")
-    add_devices(parser)
+    parser = subparsers.add_parser("plan", help="place the tables of a run, or of a file, on devices")
+    parser.add_argument("of_run", nargs="?", type=Path, metavar="RUN", help="its tables (default devices: its ranks)")
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="tables.json of `tables`, instead of a run")
+    add_devices(parser, required=False)
     parser.add_argument("--algorithm", default="auto", metavar="NAME|DIR", help="an algorithm, or what `fit` made")
     parser.add_argument("--batch-size", type=int, help="global batch (default: the one the tables were measured with)")
     parser.add_argument("--optimizer", choices=["rowwise_adagrad", "adagrad", "sgd", "adam"], default="rowwise_adagrad")
@@ -44,13 +48,22 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.distributed.torchrec_plan import torchrec_plan
+    from dlrm_autoshard.plan import ShardingPlan
     from dlrm_autoshard.planner.planner import ALGORITHMS
     from dlrm_autoshard.planner.pool import TablePool
     from dlrm_autoshard.planner.task import PlacementTask
     from dlrm_autoshard.probe.measured import Costs
     from dlrm_autoshard.tables import memory_bytes
 
-    pool = TablePool.load(arguments.tables)
+    if (arguments.of_run is None) == (arguments.tables is None):
+        raise UserError("give either a run or --tables FILE.")
+    if arguments.of_run is not None:
+        arguments.devices = arguments.devices or ShardingPlan.load(last_plan(arguments.of_run)).world_size
+        pool = pool_of_run(arguments.of_run, quiet=arguments.json)
+    elif arguments.devices is None:
+        raise UserError("--devices N is missing: how many ranks to place the tables on.")
+    else:
+        pool = TablePool.load(arguments.tables)
     batch_size = arguments.batch_size or pool.stats[0].batch_size
     fitted = None if arguments.algorithm in ALGORITHMS else Path(arguments.algorithm)
     planner = planner_of("dreamshard" if fitted else arguments.algorithm, arguments.seed, fitted)

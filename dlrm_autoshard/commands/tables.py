@@ -11,12 +11,14 @@ from dlrm_autoshard.commands.arguments import add_output, with_progress
 from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
+    from dlrm_autoshard.data.batch import DataSource
     from dlrm_autoshard.planner.pool import TablePool
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("tables", help="measure the tables of dlrm_datasets files, or make synthetic ones")
     parser.add_argument("files", nargs="*", metavar="FILE", help="fbgemm_t*_bs*.pt.gz files of dlrm_datasets")
+    parser.add_argument("--from-run", type=Path, metavar="RUN", help="the tables of a run, as its data use them")
     parser.add_argument("--synthetic", type=int, metavar="N", help="N synthetic tables with the same statistics")
     parser.add_argument("--dim", type=int, default=16, help="embedding dim of tables from files (default 16)")
     parser.add_argument(
@@ -28,8 +30,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if bool(arguments.files) == (arguments.synthetic is not None):
-        raise UserError("give either files of dlrm_datasets or --synthetic N.")
+    if (bool(arguments.files), arguments.synthetic is not None, arguments.from_run is not None).count(True) != 1:
+        raise UserError("give files of dlrm_datasets, or --from-run RUN, or --synthetic N.")
     if arguments.batch_size < 1:
         raise UserError(f"--batch-size is {arguments.batch_size}; it must be 1 or more.")
     if arguments.synthetic is not None:
@@ -38,8 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.synthetic < 1:
             raise UserError(f"--synthetic is {arguments.synthetic}; it must be 1 or more.")
         pool = synthetic_pool(arguments.synthetic, arguments.seed, arguments.batch_size)
+    elif arguments.from_run is not None:
+        pool = pool_of_run(arguments.from_run, quiet=arguments.json)
     else:
-        pool = _measured_pool(arguments.files, arguments.dim, arguments.batch_size, quiet=arguments.json)
+        pool = _pool_of_files(arguments.files, arguments.dim, arguments.batch_size, quiet=arguments.json)
     if arguments.out is not None:
         pool.save(arguments.out)
     if arguments.json:
@@ -49,15 +53,41 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measured_pool(files: list[str], dim: int, batch_size: int, quiet: bool) -> TablePool:
-    """Statistics of each table over the first batch of the files' samples."""
+def pool_of_run(run: Path, quiet: bool) -> TablePool:
+    """A run's tables, with reuse as in its first global batch and pooling as last measured."""
+    from dataclasses import replace
+
+    from dlrm_autoshard.config import load_config
+    from dlrm_autoshard.data.open import open_source
+    from dlrm_autoshard.records.run import RunRecord
+
+    record = RunRecord.load(run)
+    if not record.epochs:
+        raise UserError(f"'{run}' has no profiled epoch (profile.enabled: false), so nothing is known of its tables.")
+    config = load_config(run / "config.yaml")
+    pool = _measured(open_source(config.data, config.tables), record.last.batch_size, quiet)
+    pooling = {table.name: table.mean_pooling for table in record.last.tables}
+    stats = [
+        replace(s, mean_pooling=pooling.get(t.name, s.mean_pooling))
+        for t, s in zip(pool.tables, pool.stats, strict=True)
+    ]
+    return replace(pool, stats=tuple(stats))
+
+
+def _pool_of_files(files: list[str], dim: int, batch_size: int, quiet: bool) -> TablePool:
     from dlrm_autoshard.config import TablesConfig
     from dlrm_autoshard.config_data import DlrmDatasetsData
     from dlrm_autoshard.data.dlrm_datasets import DlrmDatasetsSource
+
+    source = DlrmDatasetsSource(DlrmDatasetsData(source="dlrm_datasets", files=files), TablesConfig(embedding_dim=dim))
+    return _measured(source, batch_size, quiet)
+
+
+def _measured(source: DataSource, batch_size: int, quiet: bool) -> TablePool:
+    """Statistics of each table over the first batch of the training samples."""
     from dlrm_autoshard.planner.pool import TablePool
     from dlrm_autoshard.tables import measure_table_stats
 
-    source = DlrmDatasetsSource(DlrmDatasetsData(source="dlrm_datasets", files=files), TablesConfig(embedding_dim=dim))
     batch = source.read("train", 0, 0, min(batch_size, source.num_samples("train")))
     ends = batch.lengths_TB.sum(1).cumsum(0).tolist()
     stats = []
