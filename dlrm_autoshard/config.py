@@ -67,6 +67,7 @@ class TablesConfig(Section):
     dtype: TableDtype = "fp32"
     optimizer: TableOptimizerConfig = TableOptimizerConfig()
     location: Literal["device", "managed_caching"] = "device"  # managed_caching: CUDA, tables larger than the device
+    cache_load_factor: Annotated[float, Field(gt=0, le=1)] = 0.2  # of all rows, cached on the device: managed_caching
 
 
 class ModelConfig(Section):

@@ -91,6 +91,12 @@ class TableConfig:
         return TableConfig(**checked(TableRecord, record))
 
 
+def output_order(tables: Sequence[TableConfig]) -> list[int]:
+    """Numbers of the tables by dim (stable): tables of one dim lie side by side in lookups and in the pooled output,
+    whatever the plan."""
+    return sorted(range(len(tables)), key=lambda i: tables[i].embedding_dim)
+
+
 @dataclass(frozen=True)
 class TableStats:
     """What the data does to one table.

@@ -58,7 +58,8 @@ def reference(world_size: int) -> dict[str, torch.Tensor]:
     """The same steps with nn.EmbeddingBag and plain SGD in one process."""
     plan = ShardingPlan({t.name: 0 for t in TABLES}, 1)
     bags = {}
-    from dlrm_autoshard.distributed.embeddings import initialise, output_order
+    from dlrm_autoshard.distributed.embeddings import initialise
+    from dlrm_autoshard.tables import output_order
 
     for table in TABLES:
         bag = torch.nn.EmbeddingBag(table.num_embeddings, table.embedding_dim, mode="sum")

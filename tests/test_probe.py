@@ -19,7 +19,7 @@ from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.pool import TablePool, synthetic_pool, zipf_stats
 from dlrm_autoshard.probe.drawn_ids import draw_ids
 from dlrm_autoshard.probe.plan_probe import IsolatedProbe, ProbeError, RankProbe, median_profile
-from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime
+from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, in_fewer_rows
 from dlrm_autoshard.tables import TableConfig, TableStats, measure_table_stats
 from tests.ranks import run_ranks
 
@@ -90,6 +90,15 @@ def test_tables_beyond_the_buffer_are_measured_with_the_rows_that_fit() -> None:
     assert time.bwd_compute_ms > 0
 
 
+@given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=60), min_size=1, max_size=4))
+def test_rows_of_a_table_that_does_not_fit_repeat_as_its_ids_do(draws: list[list[int]]) -> None:
+    placed = [ids.tolist() for ids in in_fewer_rows([torch.tensor(ids, dtype=torch.int32) for ids in draws], 240)]
+    assert [len(ids) for ids in placed] == [len(ids) for ids in draws]
+    pairs = {pair for ids, rows in zip(draws, placed, strict=True) for pair in zip(ids, rows, strict=True)}
+    assert len({i for i, _ in pairs}) == len({row for _, row in pairs}) == len(pairs)  # one to one, over all draws
+    assert all(0 <= row < 240 for _, row in pairs)
+
+
 def test_given_ids_must_have_the_batch_size() -> None:
     def too_few(table: TableConfig, stats: TableStats, batch_size: int, draw: int) -> tuple[np.ndarray, np.ndarray]:
         return np.ones(3, dtype=np.int64), np.zeros(3, dtype=np.int64)
@@ -144,12 +153,13 @@ def test_rounds_are_told_as_their_median() -> None:
 
 @pytest.mark.slow
 def test_windows_of_one_buffer_cost_what_real_tables_cost() -> None:
-    from dlrm_autoshard.config import TableOptimizerConfig
-    from dlrm_autoshard.distributed.storage import HostStorage
+    from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
+    from dlrm_autoshard.distributed.storage import Storage
 
     class OnRealTables(ShardProbe):
         def _module(self, tables: Any, rows: Any) -> Any:
-            storage = HostStorage(tables, TableOptimizerConfig(lr=1e-6))
+            config = TablesConfig(optimizer=TableOptimizerConfig(lr=1e-6))
+            storage = Storage(tables, config, torch.device("cpu"))
             storage.hold([table.name for table in tables])
             self.kept = storage
             return storage.lookup

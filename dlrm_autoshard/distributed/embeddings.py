@@ -11,7 +11,6 @@ The live plan is here, identical on every rank.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -24,17 +23,12 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.exchange import Exchange, Pending, Room
 from dlrm_autoshard.distributed.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.shared_memory import connect
-from dlrm_autoshard.distributed.storage import DeviceStorage, HostStorage, Storage
+from dlrm_autoshard.distributed.storage import Storage
+from dlrm_autoshard.distributed.table_init import initialise as initialise
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import TableConfig, output_order
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_INIT_ROWS = 1 << 12  # rows initialised at a time: what is allocated for it stays in the process
-
-
-def output_order(tables: Sequence[TableConfig]) -> list[int]:
-    """Tables sorted by dim (stable): tables of one dim lie side by side in the pooled output, whatever the plan."""
-    return sorted(range(len(tables)), key=lambda i: tables[i].embedding_dim)
 
 
 class ShardedEmbeddings:
@@ -53,22 +47,22 @@ class ShardedEmbeddings:
         exchange_dtype: str = "fp32",
         seed: int = 0,
         shared_memory: bool = True,
+        initial_values: bool = True,
+        storage: Storage | None = None,
     ) -> None:
-        """shared_memory: exchange through it where the ranks are all on one host."""
+        """shared_memory: exchange through it where the ranks are all on one host. initial_values: False where a
+        checkpoint is about to be loaded over them. storage: of all these tables, if not the device's usual one."""
         self.tables = tuple(tables)
         self.config, self.rank, self.device = config, rank, device
-        self._groups, self._exchange_dtype = (group, id_group), _DTYPES[exchange_dtype]
+        self.groups, self._exchange_dtype = (group, id_group), _DTYPES[exchange_dtype]
         self._link = connect(group) if shared_memory and device.type == "cpu" else None
         self.updates = 0  # training lookups so far: fbgemm's `iter`, which must survive a rebuild
         self.learning_rate = config.optimizer.lr
-        self.storage: Storage = (
-            HostStorage(tables, config.optimizer)
-            if device.type == "cpu"
-            else DeviceStorage(tables, config.optimizer, device, config.location)
-        )
+        self.storage = storage or Storage(tables, config, device)
         self.adopt(plan)
-        for name in plan.tables_on(rank):
-            initialise(self.storage.tensors(name)["weight"], name, seed)
+        if initial_values:
+            for name in plan.tables_on(rank):
+                initialise(self.storage.tensors(name)["weight"], name, seed)
 
     @property
     def output_tables(self) -> tuple[TableConfig, ...]:
@@ -87,13 +81,11 @@ class ShardedEmbeddings:
     def adopt(self, plan: ShardingPlan) -> None:
         """Makes `plan` the live one. The bytes of arriving tables must lie in `storage.tensors(name)` already."""
         self.plan = plan.ordered([table.name for table in self.tables])
-        order = output_order(self.tables)
-        group, id_group = self._groups
+        group, id_group = self.groups
         self._exchange = Exchange(
-            self.tables, order, self.plan, self.rank, group, id_group, self.device, self._exchange_dtype, self._link
+            self.tables, self.plan, self.rank, group, id_group, self.device, self._exchange_dtype, self._link
         )
-        owned = set(self.plan.tables_on(self.rank))
-        self.storage.hold([self.tables[i].name for i in order if self.tables[i].name in owned])
+        self.storage.hold([t.name for t in self.output_tables if self.plan.rank_of[t.name] == self.rank])
         self._restore_counters()
         self.set_learning_rate(self.learning_rate)
 
@@ -107,7 +99,7 @@ class ShardedEmbeddings:
         if self.storage.lookup is None:
             self.updates += training  # a rank without tables counts too: it may be given some
             return torch.zeros(self.world_size * ids.batch_size, 0, device=self.device, requires_grad=training)
-        pooled: Tensor = self.storage.lookup(ids.values_N, ids.offsets)
+        pooled = self.storage.look_up(ids.values_N, ids.offsets)
         if training:
             self.updates += 1
         else:
@@ -147,13 +139,3 @@ class ShardedEmbeddings:
             for counter in (getattr(tbe, "iter", None), getattr(tbe, "iter_cpu", None)):
                 if counter is not None:
                     counter.fill_(self.updates)
-
-
-def initialise(weight: Tensor, table: str, seed: int) -> None:
-    """Uniform in +-1/sqrt(rows), from a generator seeded by the table's name: the same under any placement."""
-    digest = hashlib.sha256(f"{seed}/{table}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    bound = weight.shape[0] ** -0.5
-    for start in range(0, weight.shape[0], _INIT_ROWS):
-        rows = weight[start : start + _INIT_ROWS]
-        rows.copy_(torch.empty(rows.shape).uniform_(-bound, bound, generator=generator))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dlrm_autoshard.distributed.shared_memory import Put, SharedMemory
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import TableConfig, output_order
 
 Room = tuple[int, int]
 """Columns left free before and after the pooled vectors, for the model to fill."""
@@ -58,11 +58,10 @@ class Pending:
 class Exchange:
     """Who sends what to whom under one plan. Made anew when the plan changes; holds no rows.
 
-    batch_tables: tables in the batch's order. output_order: indices into them, in the order of the pooled output.
+    batch_tables: tables in the batch's order; `output_order` of them is that of the pooled output.
     """
 
     batch_tables: Sequence[TableConfig]
-    output_order: Sequence[int]
     plan: ShardingPlan
     rank: int
     group: dist.ProcessGroup
@@ -74,8 +73,9 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self.world_size = self.plan.world_size
-        ordered = [self.batch_tables[i] for i in self.output_order]
-        owned = [[i for i in self.output_order if self.plan.rank_of[self.batch_tables[i].name] == r]
+        order = output_order(self.batch_tables)
+        ordered = [self.batch_tables[i] for i in order]
+        owned = [[i for i in order if self.plan.rank_of[self.batch_tables[i].name] == r]
                  for r in range(self.world_size)]  # fmt: skip
         self.num_local = len(owned[self.rank])
         ends = [0]

@@ -63,8 +63,9 @@ def reshard(
 ) -> ReshardStats:
     """Moves the tables on which `new_plan` differs and makes it the live plan. Call it between steps, on every rank.
 
-    group: gloo, of all ranks. free_bytes: memory this rank may use beyond what it holds (default: what the system
-    says). checksums: of every tensor that moves, taken at its source before and at its destination after.
+    group: gloo, of all ranks. free_bytes: memory this rank may use beyond what it holds, on its device where that is
+    not the CPU (default: what the system says). checksums: of every tensor that moves, taken at its source before and
+    at its destination after.
     """
     started = time.perf_counter()
     if new_plan.world_size != embeddings.world_size:
@@ -72,11 +73,15 @@ def reshard(
     new_plan = new_plan.ordered([table.name for table in embeddings.tables])
     moves = embeddings.plan.moves_to(new_plan)
     chunk_bytes = max(PAGE, chunk_bytes // PAGE * PAGE)
-    agree(embeddings, new_plan, group, chunk_bytes, free_bytes)
+    by_host = agree(embeddings, new_plan, group, chunk_bytes, free_bytes)
 
     sums_before = checksums_of(embeddings, moves, at="source") if checksums else {}
     transfer_started = time.perf_counter()
-    transfer(embeddings, in_common_order(moves, tensor_bytes(embeddings), chunk_bytes), group)
+    if by_host:
+        embeddings.storage.leave_device(move.table for move in moves if move.source == embeddings.rank)
+    step_group, _ = embeddings.groups
+    carrier = step_group if dist.get_backend(step_group) == "nccl" and not by_host else group
+    transfer(embeddings, in_common_order(moves, tensor_bytes(embeddings), chunk_bytes), carrier)
     transfer_seconds = time.perf_counter() - transfer_started
     sums_after = checksums_of(embeddings, moves, at="destination") if checksums else {}
     _all_have_arrived(sums_before, sums_after, group)

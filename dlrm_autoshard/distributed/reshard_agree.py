@@ -1,6 +1,6 @@
 """A move's first step: every rank votes for this very plan and says what memory it needs and has. All go on, or none.
 
-    agree(embeddings, new_plan, group, chunk_bytes, free_bytes)        # ReshardRefused on every rank, or on none
+    by_host = agree(embeddings, new_plan, group, chunk_bytes, free_bytes)     # ReshardRefused on every rank, or on none
 
 Nothing has moved yet, so a refusal costs nothing: training goes on under the old plan.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.reshard_transfer import IN_FLIGHT, ReshardError, tensor_bytes
+from dlrm_autoshard.distributed.reshard_transfer import IN_FLIGHT, ReshardError
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan, gib
 
@@ -27,13 +27,18 @@ class ReshardRefused(UserError):
     """Some rank has no memory for its new tables. Nothing has moved; the old plan is as live as before."""
 
 
+Demand = tuple[str, int, int]
+"""(place, bytes needed there beyond what is held, bytes free there)."""
+
+
 @dataclass(frozen=True)
 class _Vote:
-    """rank's readiness. demands: (place, bytes needed beyond what is held, bytes free there)."""
+    """rank's readiness, and what it needs if tables go straight to their new place, or by the host."""
 
     rank: int
     plans: tuple[str, str]
-    demands: tuple[tuple[str, int, int], ...]
+    direct: tuple[Demand, ...]
+    by_host: tuple[Demand, ...] | None
 
 
 def agree(
@@ -42,10 +47,15 @@ def agree(
     group: dist.ProcessGroup,
     chunk_bytes: int,
     free_bytes: int | None,
-) -> None:
-    """Raises the same error on every rank, or on none."""
+) -> bool:
+    """Raises the same error on every rank, or on none. True: departing tables must leave the device before anything
+    arrives, for some rank's device cannot hold both."""
     plans = (embeddings.plan.fingerprint, new_plan.fingerprint)
-    vote = _Vote(embeddings.rank, plans, tuple(_demands(embeddings, new_plan, chunk_bytes, free_bytes)))
+    direct = tuple(_demands(embeddings, new_plan, chunk_bytes, free_bytes, by_host=False))
+    by_host = None
+    if embeddings.storage.can_leave_device:
+        by_host = tuple(_demands(embeddings, new_plan, chunk_bytes, free_bytes, by_host=True))
+    vote = _Vote(embeddings.rank, plans, direct, by_host)
     votes: list[_Vote | None] = [None] * embeddings.world_size
     try:
         dist.all_gather_object(votes, vote, group=group)
@@ -55,41 +65,62 @@ def agree(
     if len({vote.plans for vote in voted}) > 1:
         said = ", ".join(f"rank {vote.rank}: {vote.plans[0]} to {vote.plans[1]}" for vote in voted)
         raise ReshardError(f"the ranks were told to make different moves ({said}). Broadcast one plan to all of them.")
+    lacking = _lacking({vote.rank: vote.direct for vote in voted})
+    if lacking is None:
+        return False
+    if all(vote.by_host is not None for vote in voted):
+        lacking = _lacking({vote.rank: vote.by_host or () for vote in voted})
+    if lacking is not None:
+        raise ReshardRefused(lacking)
+    return True
+
+
+def _lacking(demands_of_rank: Mapping[int, Sequence[Demand]]) -> str | None:
+    """Which rank needs how much more than there is, if any does."""
     needs: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-    for vote in voted:
-        for place, need, free in vote.demands:
-            needs[place].append((need, free, vote.rank))
+    for rank, demands in demands_of_rank.items():
+        for place, need, free in demands:
+            needs[place].append((need, free, rank))
     for place, entries in needs.items():
         total, free = sum(need for need, _, _ in entries), min(free for _, free, _ in entries)
         if total > free:
             neediest = max(entries)
             others = f" (all ranks there: {gib(total)})" if len(entries) > 1 else ""
-            raise ReshardRefused(
+            return (
                 f"rank {neediest[2]} needs {gib(neediest[0])} more for its new tables{others}, "
                 f"but {place} has {gib(free)} free"
             )
+    return None
 
 
 def _demands(
-    embeddings: ShardedEmbeddings, new_plan: ShardingPlan, chunk_bytes: int, free_bytes: int | None
-) -> Iterable[tuple[str, int, int]]:
-    """Memory that this rank's part of the move takes, place by place; nothing where it has no part."""
-    rank, host = embeddings.rank, socket.gethostname()
-    sizes = {table: sum(tensors.values()) for table, tensors in tensor_bytes(embeddings).items()}
+    embeddings: ShardedEmbeddings, new_plan: ShardingPlan, chunk_bytes: int, free_bytes: int | None, *, by_host: bool
+) -> Iterable[Demand]:
+    """The most memory that this rank's part of the move takes at once, place by place; nothing where it has no part."""
+    rank, storage, on_cpu = embeddings.rank, embeddings.storage, embeddings.device.type == "cpu"
     held, wanted = set(embeddings.plan.tables_on(rank)), set(new_plan.tables_on(rank))
     if held == wanted:
         return
-    growth = max(0, sum(sizes[table] for table in wanted) - sum(sizes[table] for table in held))
+    come, go = storage.bytes_of(wanted - held), storage.bytes_of(held - wanted)
+    if by_host:  # what departs lies in host memory until it is sent; what arrives takes its place
+        need = {"device": max(0, come["device"] - go["device"]), "host": go["device"]}
+    elif storage.in_pieces:
+        need = {"device": 0, "host": max(0, come["host"] - go["host"])}
+    else:  # a departing table keeps its memory until all of it has arrived elsewhere
+        need = dict(come)
+    need["device"] += max(0, storage.cache_bytes(wanted) - storage.cache_bytes(held))
+    if free_bytes is None:
+        need["host"] += min(IN_FLIGHT * chunk_bytes, sum(come.values()) + sum(go.values()))
+    host = socket.gethostname()
     memory = f"rank {rank}" if free_bytes is not None else f"the memory of {host}"
-    free = free_memory() if free_bytes is None else free_bytes
-    in_flight = min(IN_FLIGHT * chunk_bytes, sum(sizes[table] for table in held ^ wanted))
-    if embeddings.device.type == "cpu":
-        yield memory, growth + (in_flight if free_bytes is None else 0), free
-    else:
-        yield memory, sum(sizes[table] for table in wanted) + in_flight, free  # the new layout is staged in host memory
-        on_device, _ = torch.cuda.mem_get_info(embeddings.device)
-        cached = torch.cuda.memory_reserved(embeddings.device) - torch.cuda.memory_allocated(embeddings.device)
-        yield f"GPU {embeddings.device.index} of {host}", growth, on_device + cached
+    yield memory, need["host"], free_memory() if free_bytes is None or not storage.in_pieces else free_bytes
+    if on_cpu and not storage.in_pieces:
+        yield f"the device of rank {rank}", need["device"], free_memory() if free_bytes is None else free_bytes
+    elif not on_cpu:
+        free, _ = torch.cuda.mem_get_info(embeddings.device)
+        free += torch.cuda.memory_reserved(embeddings.device) - torch.cuda.memory_allocated(embeddings.device)
+        place = torch.cuda.get_device_properties(embeddings.device).uuid
+        yield f"GPU {place} of {host}", need["device"], free if free_bytes is None else free_bytes
 
 
 def free_memory() -> int:

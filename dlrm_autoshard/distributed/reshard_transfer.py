@@ -5,8 +5,8 @@ will.
 
 Why it can't deadlock: all chunks stand in one order, the same on every rank. A rank works through those that concern
 it, a few at a time, so the first unfinished chunk is always under way at both of its ends.
-Why it needs little memory: that order lets every pair of ranks progress at the same rate, and a sender gives back the
-pages of a chunk as soon as it is sent. A rank never holds more than the larger of its two layouts and a few chunks.
+Why it needs little memory on CPU: that order lets every pair of ranks progress at the same rate, and a sender gives
+back the pages of a chunk as soon as it is sent. A rank holds at most the larger of its two layouts and a few chunks.
 """
 
 from __future__ import annotations
@@ -72,15 +72,19 @@ def in_common_order(moves: Sequence[Move], sizes: dict[str, dict[str, int]], chu
 
 
 def transfer(embeddings: ShardedEmbeddings, chunks: Sequence[Chunk], group: dist.ProcessGroup) -> None:
+    """group: nccl, which carries chunks from device memory to device memory, or gloo, which carries host memory."""
     rank = embeddings.rank
     views = _Views(embeddings)
-    under_way: deque[tuple[dist.Work, Chunk, Tensor]] = deque()
+    from_device = dist.get_backend(group) == "nccl"
+    under_way: deque[tuple[dist.Work, Chunk, Tensor, Tensor]] = deque()
 
     def finish_oldest() -> None:
-        work, chunk, _kept_alive = under_way.popleft()
+        work, chunk, part, carried = under_way.popleft()
         work.wait()
         if chunk.move.source == rank:
             embeddings.storage.release_part(chunk.move.table, chunk.tensor, chunk.start, chunk.stop)
+        elif carried is not part:
+            part.copy_(carried)
 
     try:
         # The tag is the chunk's number in the common order: equal at both ends by construction.
@@ -91,15 +95,21 @@ def transfer(embeddings: ShardedEmbeddings, chunks: Sequence[Chunk], group: dist
             if len(under_way) == IN_FLIGHT:
                 finish_oldest()
             part = views.bytes_of(move.table, chunk.tensor)[chunk.start : chunk.stop]
+            carried = part
             if move.source == rank:
-                part = part.cpu()  # no copy where it is in host memory already
-                work = dist.isend(part, group_dst=move.destination, group=group, tag=tag)
+                if not from_device:
+                    carried = part.cpu()  # no copy where it is in host memory already
+                work = dist.isend(carried, group_dst=move.destination, group=group, tag=tag)
             else:
-                work = dist.irecv(part, group_src=move.source, group=group, tag=tag)
+                if not from_device and part.device.type != "cpu":
+                    carried = torch.empty_like(part, device="cpu")
+                work = dist.irecv(carried, group_src=move.source, group=group, tag=tag)
             assert work is not None
-            under_way.append((work, chunk, part))
+            under_way.append((work, chunk, part, carried))
         while under_way:
             finish_oldest()
+        if embeddings.device.type == "cuda":
+            torch.cuda.synchronize(embeddings.device)  # "it has arrived" must be true when it is said
     except RuntimeError as error:
         raise ReshardError(f"a move broke off half-way, so this job ends; resume it. {error}") from error
 

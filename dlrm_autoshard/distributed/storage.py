@@ -1,64 +1,36 @@
-"""Where a rank's rows and optimizer state live, and the fused lookup (fbgemm's TBE) that reads and updates them.
+"""Where a rank's rows and optimizer state live, and the fused lookup that reads and updates them.
 
-On CPU every rank *reserves* address space for all tables of the model, each at a fixed place, and only pages of the
-tables it owns are ever touched. A new plan then moves nothing that stays: arriving tables are received in place,
-departing ones give their pages back, and the lookup is rebuilt from offsets alone in milliseconds.
+    storage.tensors("user")                # {"weight": [rows, dim], "momentum1": [rows]}, live
+    storage.hold(["user", "item"])         # these tables can be looked up, in this order; the others' memory goes
 
-On CUDA the memory is fbgemm's own (device or UVM cache), and a new plan rebuilds it through the host.
+On CPU memory is reserved (table_memory.py): arriving tables are received in place, departing ones give their pages back
+while they are sent. On a GPU each table is an allocation. Either way what stays stays where it is.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    ComputeDevice,
-    SplitTableBatchedEmbeddingBagsCodegen,
-)
 from torch import Tensor
 
-from dlrm_autoshard.config import TableOptimizerConfig
-from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.distributed.table_memory import (
+    Allocate,
+    Allocated,
+    Reserved,
+    Shapes,
+    StorageError,
+    TableMemory,
+    on_device,
+    on_host_for,
+)
+from dlrm_autoshard.distributed.tbe import Tbe, make_tbe
 from dlrm_autoshard.tables import TableConfig, TableDtype, TableOptimizer
 
-_OPTIMIZERS = {
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "sgd": EmbOptimType.EXACT_SGD,
-    "adam": EmbOptimType.ADAM,
-}
-_WEIGHTS = {"fp32": (SparseType.FP32, torch.float32), "fp16": (SparseType.FP16, torch.float16)}
-_POOLING = {"sum": PoolingMode.SUM, "mean": PoolingMode.MEAN}
-_ALIGN = 4096
-"""Elements to which a table's place is aligned: whole pages for any dtype, and the same place, counted in elements, for
-a weight and a state of its shape, which fbgemm's fp16 Adagrad on CPU takes for granted (it crashes otherwise)."""
-
-_HUGE_PAGE = 1 << 21
-_MAP_NORESERVE = 0x4000  # not in Python 3.10's mmap; the same number on every Linux that fbgemm runs on
-
-
-class StorageError(UserError):
-    """Tables that cannot be held: the message says which and why."""
-
-
-class Storage(Protocol):
-    """`hold(names)` makes exactly these tables lookable, in this order; `tensors(name)` are views of its bytes."""
-
-    lookup: SplitTableBatchedEmbeddingBagsCodegen | None
-
-    def hold(self, names: Sequence[str]) -> None: ...
-
-    def tensors(self, name: str) -> dict[str, Tensor]: ...
-
-    def release_part(self, name: str, tensor: str, start: int, stop: int) -> None:
-        """Bytes [start, stop) of a departing table have been sent: their memory is free for what arrives."""
-        ...
+_DTYPES: dict[TableDtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
+_CACHE_SLOT, _CACHE_ROW = 16, 4
+"""Bytes on the device beside a cached row (tag and age), and for every row, cached or not (its table's number)."""
 
 
 def state_shapes(table: TableConfig, optimizer: TableOptimizer) -> dict[str, tuple[int, ...]]:
@@ -73,196 +45,128 @@ def state_shapes(table: TableConfig, optimizer: TableOptimizer) -> dict[str, tup
     return shapes[optimizer]
 
 
-class Reservation:
-    """Address space for one tensor of every table, page-aligned, with no memory behind it until it is written."""
+class Storage:
+    """One dtype and pooling for all tables, as one fused lookup has one."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        self._shapes, self._item = shapes, torch.empty((), dtype=dtype).element_size()
-        self.offsets: dict[str, int] = {}  # in elements, as fbgemm counts them
-        end = 0
-        for name in shapes:
-            self.offsets[name] = end
-            end += self._extent(name)
-        size = max(end, 1) * self._item
-        try:
-            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-        except OSError as error:
-            raise StorageError(
-                f"the system refuses to reserve {size / 2**30:.1f} GiB of address space for the tables "
-                f"({error.strerror}). Lift `ulimit -v`, or set vm.overcommit_memory to 0 or 1."
-            ) from error
-        self.flat = torch.frombuffer(self._memory, dtype=dtype)
-        for name in shapes:
-            self._use_huge_pages(name)
-
-    def view(self, name: str) -> Tensor:
-        shape = self._shapes[name]
-        start = self.offsets[name]
-        return self.flat[start : start + torch.Size(shape).numel()].view(shape)
-
-    def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """Gives pages (all of the table's, or its bytes [start, stop)) back to the system; they then read as zeros."""
-        stop = self._extent(name) * self._item if stop is None else stop
-        self._memory.madvise(mmap.MADV_DONTNEED, self.offsets[name] * self._item + start, stop - start)
-
-    def _use_huge_pages(self, name: str) -> None:
-        """Rows lie at random places: with 4 KiB pages each costs a walk through the page tables (5% of the lookup and
-        its backward). Only whole huge pages inside a table, so that a small table takes no more memory than it has."""
-        first = self.flat.data_ptr()
-        start = first + self.offsets[name] * self._item
-        stop = start + torch.Size(self._shapes[name]).numel() * self._item
-        start, stop = -(-start // _HUGE_PAGE) * _HUGE_PAGE, stop // _HUGE_PAGE * _HUGE_PAGE
-        if stop > start:
-            with contextlib.suppress(OSError, AttributeError):  # not every kernel or Python has them
-                self._memory.madvise(mmap.MADV_HUGEPAGE, start - first, stop - start)
-
-    def _extent(self, name: str) -> int:
-        return -(-torch.Size(self._shapes[name]).numel() // _ALIGN) * _ALIGN
-
-
-class HostStorage:
-    """Tables in host memory at fixed addresses. One dtype for all tables, as one fused lookup has one."""
-
-    def __init__(self, tables: Sequence[TableConfig], optimizer: TableOptimizerConfig) -> None:
-        if optimizer.name == "adam":
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        config: TablesConfig,
+        device: torch.device,
+        allocate: Allocate | None = None,
+    ) -> None:
+        """allocate: gives each table's tensors. None: the device's memory on a GPU, reserved memory on CPU."""
+        if config.optimizer.name == "adam" and device.type == "cpu":
             raise StorageError(
                 "tables.optimizer.name 'adam' is for CUDA only; on CPU use rowwise_adagrad, adagrad or sgd."
             )
-        self._tables = {table.name: table for table in tables}
-        self._optimizer = optimizer
+        self._tables, self._config, self._device = {table.name: table for table in tables}, config, device
         self._dtype, self._pooling = shared_format(tables)
-        self._weight = Reservation(
-            {t.name: (t.num_embeddings, t.embedding_dim) for t in tables}, _WEIGHTS[self._dtype][1]
-        )
-        states: dict[str, dict[str, tuple[int, ...]]] = {}
+        self._allocate, self.in_pieces = allocate, allocate is None and device.type == "cpu"
+        """in_pieces: memory is taken and given back piece by piece, not table by table."""
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {"weight": {}}
         for table in tables:
-            for state, shape in state_shapes(table, optimizer.name).items():
-                states.setdefault(state, {})[table.name] = shape
-        self._states = {state: Reservation(shapes, torch.float32) for state, shapes in states.items()}
+            shapes["weight"][table.name] = (table.num_embeddings, table.embedding_dim)
+            for state, shape in state_shapes(table, config.optimizer.name).items():
+                shapes.setdefault(state, {})[table.name] = shape
+        self._memory = {tensor: self._memory_for(tensor, of_tables) for tensor, of_tables in shapes.items()}
         self._held: tuple[str, ...] = ()
-        self.lookup: SplitTableBatchedEmbeddingBagsCodegen | None = None
+        self._cache_is_newer = False
+        self.lookup: Tbe | None = None
+
+    @property
+    def can_leave_device(self) -> bool:
+        return not self.in_pieces and not self._on_host("weight")
+
+    def look_up(self, values_N: Tensor, offsets: Tensor) -> Tensor:
+        """Pooled vectors [B, D] of the held tables, of which there is at least one."""
+        assert self.lookup is not None
+        self._cache_is_newer = True
+        pooled: Tensor = self.lookup(values_N, offsets)
+        return pooled
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Live views {weight, momentum1, ...} of any table of the model, held or about to be."""
-        return {"weight": self._weight.view(name), **{s: r.view(name) for s, r in self._states.items()}}
-
-    def release_part(self, name: str, tensor: str, start: int, stop: int) -> None:
-        (self._weight if tensor == "weight" else self._states[tensor]).release(name, start, stop)
+        """Live views {weight, momentum1, ...} of a table that is held or about to be."""
+        self._flush()
+        return {tensor: memory.view(name) for tensor, memory in self._memory.items()}
 
     def hold(self, names: Sequence[str]) -> None:
+        """All of `names` have been asked for by `tensors`, which is where their values were put."""
+        self._flush()
+        self.lookup = None  # with its cache, before there is another
         for name in set(self._held) - set(names):
-            for reservation in (self._weight, *self._states.values()):
-                reservation.release(name)
+            for memory in self._memory.values():
+                memory.release(name)
         self._held = tuple(names)
-        self.lookup = self._build() if names else None
-
-    def _build(self) -> SplitTableBatchedEmbeddingBagsCodegen:
-        tables = [self._tables[name] for name in self._held]
-        # Made with one row a table, so that it allocates nothing; then pointed at the reserved memory.
-        tbe = make_tbe(
-            [(1, t.embedding_dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for t in tables],
-            self._optimizer,
-            self._dtype,
-            self._pooling,
-        )
-        rows = torch.tensor([0] + [t.num_embeddings for t in tables])
-        tbe.hash_size_cumsum = torch.cumsum(rows, 0)
-        tbe.total_hash_size = int(rows.sum())
-        tbe.total_hash_size_bits = tbe.total_hash_size.bit_length()
-        tbe.rows_per_table = rows[1:]
-        tbe.embedding_specs = [
-            (t.num_embeddings, t.embedding_dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for t in tables
-        ]
-        _point(tbe, "weights", self._weight, self._held)
-        for state, reservation in self._states.items():
-            _point(tbe, state, reservation, self._held)
-        return tbe
-
-
-class DeviceStorage:
-    """Tables in fbgemm's own memory on a GPU; `managed_caching` keeps rows in host memory behind a device cache."""
-
-    def __init__(
-        self, tables: Sequence[TableConfig], optimizer: TableOptimizerConfig, device: torch.device, location: str
-    ) -> None:
-        self._tables = {table.name: table for table in tables}
-        self._optimizer, self._device = optimizer, device
-        self._dtype, self._pooling = shared_format(tables)
-        self._location = (
-            EmbeddingLocation.MANAGED_CACHING if location == "managed_caching" else EmbeddingLocation.DEVICE
-        )
-        self._staged: dict[str, dict[str, Tensor]] = {}
-        self._held: tuple[str, ...] = ()
-        self.lookup: SplitTableBatchedEmbeddingBagsCodegen | None = None
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """Live device views of a held table; host buffers of a table about to be."""
-        if name in self._held and self.lookup is not None:
-            self.lookup.flush()  # the cache's newer rows, before anybody reads the backing memory
-            index = self._held.index(name)
-            states = self.lookup.split_optimizer_states() if self._optimizer.name != "sgd" else []
-            names = state_shapes(self._tables[name], self._optimizer.name)
-            values = states[index] if states else []
-            return {"weight": self.lookup.split_embedding_weights()[index], **dict(zip(names, values, strict=True))}
-        if name not in self._staged:
-            table = self._tables[name]
-            dtype = _WEIGHTS[self._dtype][1]
-            self._staged[name] = {
-                "weight": torch.empty(table.num_embeddings, table.embedding_dim, dtype=dtype),
-                **{s: torch.zeros(shape) for s, shape in state_shapes(table, self._optimizer.name).items()},
-            }
-        return self._staged[name]
+        if names:
+            for name in names:
+                self.tensors(name)
+            self.lookup = self._build()
 
     def release_part(self, name: str, tensor: str, start: int, stop: int) -> None:
-        """Nothing: fbgemm holds its tables in one piece, which goes when the lookup is rebuilt."""
+        """Bytes [start, stop) of a departing table have been sent."""
+        self._memory[tensor].release_part(name, start, stop)
 
-    def hold(self, names: Sequence[str]) -> None:
-        """Through the host, one layout at a time: needs no room on the device for two."""
-        for name in self._held:
-            if name in names:
-                live = self.tensors(name)
-                self._staged[name] = {key: value.to("cpu", copy=True) for key, value in live.items()}
-        arriving = {name: self._staged.pop(name) for name in names if name in self._staged}
-        self.lookup, self._held, self._staged = None, tuple(names), {}
-        if not names:
-            return
-        torch.cuda.empty_cache()
+    def leave_device(self, names: Iterable[str]) -> None:
+        """Departing tables wait in host memory, so that what arrives can have their place. No lookup until `hold`."""
+        self._flush()
+        self.lookup = None
+        for name in names:
+            for memory in self._memory.values():
+                if isinstance(memory, Allocated):
+                    memory.to_host(name)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def bytes_of(self, names: Iterable[str]) -> dict[str, int]:
+        """What these tables take: {"device": bytes, "host": bytes}, without the cache."""
+        sizes = {"device": 0, "host": 0}
+        for table in (self._tables[name] for name in names):
+            sizes["host" if self._on_host("weight") else "device"] += table.weight_bytes
+            for state, shape in state_shapes(table, self._config.optimizer.name).items():
+                sizes["host" if self._on_host(state) else "device"] += 4 * torch.Size(shape).numel()
+        return sizes
+
+    def cache_bytes(self, names: Iterable[str]) -> int:
+        """Of the device's cache where all weights are in host memory beside a GPU."""
         tables = [self._tables[name] for name in names]
-        self.lookup = make_tbe(
-            [(t.num_embeddings, t.embedding_dim, self._location, ComputeDevice.CUDA) for t in tables],
-            self._optimizer,
+        if not tables or self._config.location != "managed_caching" or self._device.type == "cpu":
+            return 0
+        rows = sum(table.num_embeddings for table in tables)
+        row = max(table.embedding_dim for table in tables) * _DTYPES[self._dtype].itemsize
+        return int(self._config.cache_load_factor * rows * (row + _CACHE_SLOT)) + _CACHE_ROW * rows
+
+    def _flush(self) -> None:
+        """Rows of which the cache has newer values, to where `tensors` looks: once, however often it is asked."""
+        if self._cache_is_newer and self.lookup is not None:
+            self.lookup.flush()
+        self._cache_is_newer = False
+
+    def _on_host(self, tensor: str) -> bool:
+        if self._device.type == "cpu" or self._config.location == "device":
+            return self.in_pieces  # not in pieces on CPU: memory that stands for a device's
+        return tensor == "weight" or self._config.optimizer.name != "rowwise_adagrad"  # as fbgemm has it
+
+    def _memory_for(self, tensor: str, shapes: Shapes) -> TableMemory:
+        dtype = _DTYPES[self._dtype] if tensor == "weight" else torch.float32
+        if self.in_pieces:
+            return Reserved(shapes, dtype)
+        default = on_host_for(self._device) if self._on_host(tensor) else on_device(self._device)
+        return Allocated(shapes, dtype, self._allocate or default, zeros=tensor != "weight")
+
+    def _build(self) -> Tbe:
+        tables = [self._tables[name] for name in self._held]
+        names = {"weight": "weights"}  # what fbgemm calls it
+        return make_tbe(
+            [(table.num_embeddings, table.embedding_dim) for table in tables],
+            {names.get(tensor, tensor): memory.addressed(self._held) for tensor, memory in self._memory.items()},
+            self._config.optimizer,
             self._dtype,
             self._pooling,
             self._device,
+            self._config.location,
+            self._config.cache_load_factor,
         )
-        for name, staged in arriving.items():
-            live = self.tensors(name)
-            for key, value in staged.items():
-                live[key].copy_(value)
-        if self._location is EmbeddingLocation.MANAGED_CACHING:
-            self.lookup.reset_cache_states()  # it was filled behind the cache's back
-
-
-def make_tbe(
-    specs: list[tuple[int, int, EmbeddingLocation, ComputeDevice]],
-    optimizer: TableOptimizerConfig,
-    dtype: TableDtype,
-    pooling: str,
-    device: torch.device | None = None,
-) -> SplitTableBatchedEmbeddingBagsCodegen:
-    return SplitTableBatchedEmbeddingBagsCodegen(
-        specs,
-        optimizer=_OPTIMIZERS[optimizer.name],
-        learning_rate=optimizer.lr,
-        eps=optimizer.eps,
-        weights_precision=_WEIGHTS[dtype][0],
-        pooling_mode=_POOLING[pooling],
-        # The loader has checked every id and names table and sample; TBE's own check would cost 15% of a lookup.
-        bounds_check_mode=BoundsCheckMode.NONE,
-        # Rounding fp16 weights at random would make a run depend on how its tables are grouped.
-        stochastic_rounding=False,
-        device=device,
-    )
 
 
 def shared_format(tables: Sequence[TableConfig]) -> tuple[TableDtype, str]:
@@ -270,10 +174,3 @@ def shared_format(tables: Sequence[TableConfig]) -> tuple[TableDtype, str]:
     if len(formats) != 1:
         raise StorageError(f"all tables must share one dtype and pooling; these have {sorted(formats)}.")
     return formats.pop()
-
-
-def _point(tbe: Any, name: str, reservation: Reservation, held: Sequence[str]) -> None:
-    offsets = [reservation.offsets[table] for table in held]
-    setattr(tbe, f"{name}_host", torch.nn.Parameter(reservation.flat))
-    setattr(tbe, f"{name}_offsets", torch.tensor(offsets))
-    setattr(tbe, f"{name}_physical_offsets", offsets)

@@ -38,6 +38,9 @@ T = TypeVar("T")
 Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
 
 _STOP, _PLANS, _SHARDS = 0, 1, 2  # what rank 0 asks of the others
+_ROUNDS, _ROUNDS_SECONDS = 2, 3.0
+"""Times that each of several plans is measured, in turns with the others, so that when the machine is slow for a moment
+all of them are; the median counts. No round but the first begins after so many seconds."""
 
 
 class ProbeError(UserError):
@@ -113,8 +116,7 @@ class RankProbe:
     """Measures placements and single shards on the running ranks; made on every rank with equal arguments.
 
     Rank 0 measures inside `on_rank_zero`, while the others serve it. batch_size: the global batch, a multiple of the
-    number of ranks. rounds: times that each of several plans is measured, in turns with the others, so that a slow
-    spell of the machine falls on all of them; the median counts. seconds: no round but the first begins later.
+    number of ranks.
     """
 
     def __init__(
@@ -126,19 +128,18 @@ class RankProbe:
         probe: ShardProbe | None = None,
         exchange_dtype: torch.dtype = torch.float32,
         exchange_repeats: int = 5,
-        rounds: int = 2,
-        seconds: float = 3.0,
     ) -> None:
         self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size
         self._runtime, self._dtype = runtime, exchange_dtype
-        self._exchange_repeats, self._rounds, self._seconds = exchange_repeats, rounds, seconds
+        self._exchange_repeats = exchange_repeats
         self._probe = probe or ShardProbe(device=runtime.device, buffer_gib=0.25, repeats=3)
         self._link = connect(runtime.group) if runtime.device.type == "cpu" else None  # as training does
 
     @staticmethod
     def at_start(runtime: Runtime, task: PlacementTask, optimizer: TableOptimizer, exchange_dtype: str) -> RankProbe:
         """For the few seconds that a job has before its first step: smaller buffers, fewer repetitions."""
-        shards = ShardProbe(optimizer, runtime.device, buffer_gib=0.25, repeats=3, seconds_per_shard=0.1)
+        buffer_gib = 0.25 if runtime.device.type == "cpu" else 4.0  # far beyond a GPU's cache
+        shards = ShardProbe(optimizer, runtime.device, buffer_gib=buffer_gib, repeats=3, seconds_per_shard=0.1)
         return RankProbe(runtime, task.tables, task.stats, task.batch_size, shards, _DTYPES[exchange_dtype])
 
     def on_rank_zero(self, function: Callable[[], T]) -> T | None:
@@ -158,9 +159,9 @@ class RankProbe:
         """Rank 0: each plan's profile, measured by all ranks together."""
         names = [table.name for table in self.tables]
         placements = [[plan.rank_of[name] for name in names] for plan in plans]
-        deadline = time.perf_counter() + self._seconds
+        deadline = time.perf_counter() + _ROUNDS_SECONDS
         rounds: list[list[StepProfile]] = []
-        while not rounds or (len(rounds) < self._rounds and time.perf_counter() < deadline):
+        while not rounds or (len(rounds) < _ROUNDS and time.perf_counter() < deadline):
             self._ask(_PLANS, placements)
             rounds.append([self._measure_plan(placement) for placement in placements])
         return [median_profile(profiles) for profiles in zip(*rounds, strict=True)]
@@ -248,9 +249,8 @@ class RankProbe:
         runtime = self._runtime
         if runtime.world_size == 1:
             return [0.0], [0.0]
-        order = sorted(range(len(self.tables)), key=lambda i: self.tables[i].embedding_dim)
         exchange = Exchange(
-            self.tables, order, plan, runtime.rank, runtime.group, runtime.id_group, runtime.device, self._dtype,
+            self.tables, plan, runtime.rank, runtime.group, runtime.id_group, runtime.device, self._dtype,
             self._link,
         )  # fmt: skip
         local = torch.zeros(self.batch_size, exchange.local_dim, device=runtime.device)

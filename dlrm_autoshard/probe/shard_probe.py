@@ -4,9 +4,9 @@
     time = probe.measure(tables, stats, batch_size=4096)     # any number of tables, none included
     time.fwd_compute_ms, time.bwd_compute_ms                 # medians; `noise` is their relative spread
 
-Real tables are never touched (a probing backward would train them). On CPU throwaway tables are windows, at different
-places, of one resident buffer: measuring a shard of 50 GiB takes no 50 GiB, and pages are faulted in once, not for
-every shard. Ids are scattered over a table, so windows that overlap share next to no hot rows.
+Real tables are never touched (a probing backward would train them). Throwaway tables are windows, at different places,
+of one resident buffer: measuring a shard of 50 GiB takes no 50 GiB, and pages are faulted in once, not for every shard.
+Ids are scattered over a window, so windows that overlap share next to no hot rows.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlrm_autoshard.config import TableOptimizerConfig
 from dlrm_autoshard.distributed.runtime import keep_freed_memory
+from dlrm_autoshard.distributed.storage import shared_format
+from dlrm_autoshard.distributed.tbe import make_tbe
 from dlrm_autoshard.probe.drawn_ids import IdSource, draw_ids
-from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats
+from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats, output_order
 
 _MOST_CACHED_IDS = 100_000_000  # drawn ids kept for the next shard with the same table (400 MB)
 _ALIGN = 4096  # elements; real tables start at whole pages too
+_DRAWS = 4
+"""Batches that take turns, so that no shard is timed on rows that its last step left in the cache: with two of them a
+table of 5 MiB a batch looked 40% cheaper than with eight, with four it does not."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,8 @@ class ShardProbe:
     """Measures shards on one device; buffers and drawn ids are kept from one shard to the next.
 
     ids: what is looked up; the default draws ids that repeat as the statistics say.
-    buffer_gib: memory for throwaway weights; a table that is larger is measured with as many rows as fit.
+    buffer_gib: memory for throwaway weights; of a table that is larger, the rows that are looked up have a place.
     warmup, repeats, seconds_per_shard: at least `repeats` timed steps, up to four times as many while there is time.
-    draws: batches that take turns, so that no shard is timed on rows that its last step left in the cache: with two
-        draws a table of 5 MiB a batch looked 40% cheaper than with eight, with four it does not.
     undisturbed: steps during which another process took this core are timed again (CPU only; for isolated mode,
         which asks what the shard itself takes). On running ranks such steps count: ranks may have to share cores.
     """
@@ -60,12 +64,11 @@ class ShardProbe:
         warmup: int = 4,
         repeats: int = 5,
         seconds_per_shard: float = 0.25,
-        draws: int = 4,
         undisturbed: bool = False,
     ) -> None:
         self.optimizer: TableOptimizer = optimizer
         self.device = device
-        self.warmup, self.repeats, self.seconds_per_shard, self.draws = warmup, repeats, seconds_per_shard, draws
+        self.warmup, self.repeats, self.seconds_per_shard = warmup, repeats, seconds_per_shard
         self.undisturbed = undisturbed and device.type == "cpu"
         self._ids = ids
         self._buffer_bytes = int(buffer_gib * 2**30)
@@ -79,12 +82,11 @@ class ShardProbe:
         """Time of the tables fused on one rank, for the global batch; an empty shard takes none."""
         if not tables:
             return ShardTime()
-        # In the order of the trainer's fused lookup: by dim.
-        order = sorted(range(len(tables)), key=lambda i: tables[i].embedding_dim)
+        order = output_order(tables)  # as in the trainer's fused lookup
         tables, stats = [tables[i] for i in order], [stats[i] for i in order]
-        rows = [self._rows(table, len(tables)) for table in tables]
+        rows = [self._rows(table) for table in tables]
         module = self._module(tables, rows)
-        batches = [self._batch(tables, stats, rows, batch_size, draw) for draw in range(self.draws)]
+        batches = self._batches(tables, stats, rows, batch_size)
         gradient = torch.full((batch_size, sum(table.embedding_dim for table in tables)), 1e-3, device=self.device)
         forward, backward = self._timed_steps(module, batches, gradient)
         return ShardTime(
@@ -105,7 +107,7 @@ class ShardProbe:
             len(forward) < 4 * self.repeats and time.perf_counter() < started + self.seconds_per_shard
         ):
             start, start_cpu = self._now(), time.thread_time()
-            pooled = module(*batches[step % self.draws])
+            pooled = module(*batches[step % _DRAWS])
             middle = self._now()
             pooled.backward(gradient)
             end, cpu = self._now(), time.thread_time() - start_cpu
@@ -119,23 +121,26 @@ class ShardProbe:
             backward.append(1e3 * (end - middle))
         return forward, backward
 
-    def _batch(
-        self,
-        tables: Sequence[TableConfig],
-        stats: Sequence[TableStats],
-        rows: Sequence[int],
-        batch_size: int,
-        draw: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Ids and bag offsets of all tables, table-major, as fbgemm takes them."""
-        drawn = [self._drawn_ids(table, stat, batch_size, draw) for table, stat in zip(tables, stats, strict=True)]
-        offsets = torch.zeros(len(tables) * batch_size + 1, dtype=torch.int32)
-        torch.cumsum(torch.cat([lengths_B for lengths_B, _ in drawn]), 0, out=offsets[1:])
-        ids = [
-            ids_N % count if count < table.num_embeddings else ids_N
-            for table, count, (_, ids_N) in zip(tables, rows, drawn, strict=True)
-        ]
-        return torch.cat(ids).to(self.device), offsets.to(self.device)
+    def _batches(
+        self, tables: Sequence[TableConfig], stats: Sequence[TableStats], rows: Sequence[int], batch_size: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Of each draw, ids and bag offsets of all tables, table-major, as fbgemm takes them."""
+        lengths: list[list[Tensor]] = [[] for _ in range(_DRAWS)]
+        ids: list[list[Tensor]] = [[] for _ in range(_DRAWS)]
+        for table, stat, count in zip(tables, stats, rows, strict=True):
+            drawn = [self._drawn_ids(table, stat, batch_size, draw) for draw in range(_DRAWS)]
+            of_table = [ids_N for _, ids_N in drawn]
+            if count < table.num_embeddings:
+                of_table = in_fewer_rows(of_table, count)
+            for draw, ((lengths_B, _), ids_N) in enumerate(zip(drawn, of_table, strict=True)):
+                lengths[draw].append(lengths_B)
+                ids[draw].append(ids_N)
+        batches = []
+        for draw in range(_DRAWS):
+            offsets = torch.zeros(len(tables) * batch_size + 1, dtype=torch.int32)
+            torch.cumsum(torch.cat(lengths[draw]), 0, out=offsets[1:])
+            batches.append((torch.cat(ids[draw]).to(self.device), offsets.to(self.device)))
+        return batches
 
     def _drawn_ids(self, table: TableConfig, stats: TableStats, batch_size: int, draw: int) -> tuple[Tensor, Tensor]:
         """Lengths and ids of one table, remembered between shards."""
@@ -152,44 +157,25 @@ class ShardProbe:
         self._drawn.move_to_end(key)
         return self._drawn[key]
 
-    def _rows(self, table: TableConfig, num_tables: int) -> int:
-        """Rows with which the table is measured: all, if the memory allows."""
-        room = self._buffer_bytes if self.device.type == "cpu" else self._buffer_bytes // num_tables
+    def _rows(self, table: TableConfig) -> int:
+        """Rows that the table's window holds: all, if the memory allows."""
         bytes_per_row = table.weight_bytes // table.num_embeddings
-        return max(1, min(table.num_embeddings, room // bytes_per_row, 2**31 - 1))
+        return max(1, min(table.num_embeddings, self._buffer_bytes // bytes_per_row, 2**31 - 1))
 
     def _module(self, tables: Sequence[TableConfig], rows: Sequence[int]) -> Any:
-        from dlrm_autoshard.config import TableOptimizerConfig
-        from dlrm_autoshard.distributed.storage import ComputeDevice, EmbeddingLocation, make_tbe, shared_format
-
+        """On windows of the resident buffers. On a GPU with the tables' true numbers of rows, by whose bits ids are
+        sorted; on CPU its backward wants memory for every row."""
         dtype, pooling = shared_format(tables)
-        optimizer = TableOptimizerConfig(name=self.optimizer, lr=1e-6)
-        dims = [table.embedding_dim for table in tables]
-        if self.device.type == "cuda":
-            specs = [
-                (count, dim, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
-                for count, dim in zip(rows, dims, strict=True)
-            ]
-            return make_tbe(specs, optimizer, dtype, pooling, self.device)
-        module = make_tbe(
-            [(1, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for dim in dims], optimizer, dtype, pooling
-        )
-        self._open_windows(module, dims, rows, torch.float16 if dtype == "fp16" else torch.float32)
-        return module
-
-    def _open_windows(self, module: Any, dims: Sequence[int], rows: Sequence[int], dtype: torch.dtype) -> None:
-        """Points a module of one-row tables at windows of the resident buffers, with the real numbers of rows."""
-        weights, starts = self._windows(dtype, [count * dim for count, dim in zip(rows, dims, strict=True)], "weights")
-        ends = torch.cumsum(torch.tensor([0, *rows]), 0)
-        module.hash_size_cumsum = ends
-        module.total_hash_size = int(ends[-1])
-        module.total_hash_size_bits = module.total_hash_size.bit_length()
-        module.rows_per_table = torch.tensor(rows)
-        _point(module, "weights", weights, starts)
+        told = rows if self.device.type == "cpu" else [table.num_embeddings for table in tables]
+        shapes = [(count, table.embedding_dim) for count, table in zip(told, tables, strict=True)]
+        sizes = [count * table.embedding_dim for count, table in zip(rows, tables, strict=True)]
+        weights, starts = self._windows(torch.float16 if dtype == "fp16" else torch.float32, sizes, "weights")
+        memory = {"weights": (weights, starts)}
         if self.optimizer == "adagrad":  # its state has the weights' shape, and must have their offsets
-            _point(module, "momentum1", self._buffer("state", torch.float32, weights.numel()), starts)
+            memory["momentum1"] = self._buffer("state", torch.float32, weights.numel()), starts
         elif self.optimizer == "rowwise_adagrad":
-            _point(module, "momentum1", *self._windows(torch.float32, rows, "state"))
+            memory["momentum1"] = self._windows(torch.float32, rows, "state")
+        return make_tbe(shapes, memory, TableOptimizerConfig(name=self.optimizer, lr=1e-6), dtype, pooling, self.device)
 
     def _windows(self, dtype: torch.dtype, sizes: Sequence[int], kind: str) -> tuple[Tensor, list[int]]:
         """A resident buffer that holds the largest window, and where each window starts in it."""
@@ -199,11 +185,11 @@ class ShardProbe:
 
     def _buffer(self, kind: str, dtype: torch.dtype, elements: int) -> Tensor:
         """The resident buffer of a kind, grown to `elements`; its values only have to be finite."""
-        have = self._buffers.pop((kind, dtype), torch.empty(0, dtype=dtype))
+        have = self._buffers.pop((kind, dtype), torch.empty(0, dtype=dtype, device=self.device))
         if have.numel() < elements:
             size = max(elements, min(2 * have.numel(), self._buffer_bytes // dtype.itemsize))
             del have
-            have = torch.full((size,), 1e-3, dtype=dtype)
+            have = torch.full((size,), 1e-3, dtype=dtype, device=self.device)
         self._buffers[kind, dtype] = have
         return have
 
@@ -213,10 +199,13 @@ class ShardProbe:
         return time.perf_counter()
 
 
-def _point(module: Any, name: str, buffer: Tensor, starts: Sequence[int]) -> None:
-    setattr(module, f"{name}_host", torch.nn.Parameter(buffer, requires_grad=name == "weights"))
-    setattr(module, f"{name}_offsets", torch.tensor(starts))
-    setattr(module, f"{name}_physical_offsets", list(starts))
+def in_fewer_rows(draws: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """Ids of several batches, one to one, in a table of so few rows: what repeats is what repeated. Where they are more
+    than the rows, some come to share one."""
+    distinct, positions = np.unique(torch.cat(list(draws)).numpy(), return_inverse=True)
+    place = np.random.default_rng(len(distinct)).permutation(rows)[: len(distinct)]
+    scattered = torch.from_numpy(place[positions % len(place)].astype(np.int32))
+    return list(scattered.split([len(draw) for draw in draws]))
 
 
 def relative_spread(values: Sequence[float]) -> float:

@@ -48,6 +48,7 @@ class Job:
             device=runtime.device,
             exchange_dtype=config.train.exchange_dtype,
             seed=config.run.seed,
+            initial_values=self.resumed_from is None,
         )
         model = make_model(self.source.num_dense, self.embeddings.output_tables, config.model, config.run.seed)
         self.dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)

@@ -1,0 +1,43 @@
+"""Initial rows of tables: uniform in +-1/sqrt(rows), each element a hash of its table, row and column.
+
+    initialise(weight, "user", seed=0)            # the same bits on CPU and GPU, under any placement and sharding
+
+The hash is Wellons' `lowbias32` (nullprogram.com, 2018), in arithmetic on integers of 32 bits that wrap around.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
+_COLUMN_STEP = 0x9E3779B9 - (1 << 32)  # 2^32 over the golden ratio: neighbours' inputs differ in many bits
+_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 26}  # hashed at a time: what fits a core's cache; what fills a GPU
+
+
+def initialise(weight: Tensor, table: str, seed: int, first_column: int = 0) -> None:
+    """weight: [rows, columns], all of the table's rows and its columns from `first_column` on."""
+    digest = hashlib.sha256(f"{seed}/{table}".encode()).digest()
+    row_key, column_key = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
+    rows, columns = weight.shape
+    columns_D = torch.arange(first_column, first_column + columns, dtype=torch.int32, device=weight.device)
+    columns_D = columns_D.mul_(_COLUMN_STEP) ^ column_key
+    at_a_time = max(1, _ELEMENTS.get(weight.device.type, 1 << 16) // columns)
+    for start in range(0, rows, at_a_time):
+        stop = min(rows, start + at_a_time)
+        rows_R = torch.arange(start, stop, dtype=torch.int32, device=weight.device) ^ row_key
+        hashed = _hash(_hash(rows_R)[:, None] ^ columns_D)
+        # 24 bits, as many as a float32 holds: exact until the one rounding of the last product.
+        uniform = hashed.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).to(torch.float32)
+        weight[start:stop].copy_(uniform.mul_(2.0**-24).sub_(0.5).mul_(2.0 * rows**-0.5))
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Of int32 taken as 32 bits; in place."""
+    for shift, factor in ((16, _FIRST), (15, _SECOND), (16, 1)):
+        x ^= (x >> shift).bitwise_and_((1 << (32 - shift)) - 1)  # >> would copy the sign down
+        if factor != 1:
+            x *= factor
+    return x
