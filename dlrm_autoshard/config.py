@@ -106,7 +106,8 @@ class TrainConfig(Section):
     eval_batch_size: PositiveInt | None = None  # per rank; default: batch_size
     on_nan: Literal["stop", "skip"] = "stop"
     exchange_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
-    dense_dtype: Literal["fp32", "bf16"] = "fp32"
+    dense_dtype: Literal["fp32", "bf16"] = "fp32"  # bf16: products of the dense part; its parameters stay fp32
+    tf32: bool = True  # on GPUs: fp32 products with 10 bits of mantissa, several times as fast
     overlap: bool = True  # the next batch's ids and the dense gradients travel while the step computes
     log_every_steps: PositiveInt = 50
 

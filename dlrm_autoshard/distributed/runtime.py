@@ -34,9 +34,9 @@ class RuntimeFailure(UserError):
 @dataclass(frozen=True)
 class Runtime:
     """rank, world_size: as torchrun numbers them. group carries tensors of the step; id_group carries the next
-    batch's ids, so that the two never queue behind each other. control is gloo on every device: small objects.
-    store: notes that every rank can read, of this start of the job only. heartbeats: of all ranks; told the step.
-    loader_cores: for threads that read data; None where they may run where they like."""
+    batch's ids (and host tensors beside device ones), so that the two never queue behind each other. control is gloo
+    on every device: small objects. store: notes that every rank can read, of this start of the job only. heartbeats:
+    of all ranks; told the step. loader_cores: for threads that read data; None where they may run where they like."""
 
     rank: int
     world_size: int
@@ -69,13 +69,18 @@ class Runtime:
         else:
             torch.cuda.set_device(device)
         timeout = timedelta(seconds=config.collective_timeout_seconds)
-        # nccl refuses two ranks on one GPU; gloo takes them.
-        backend = "nccl" if device.type == "cuda" and local_world_size <= torch.cuda.device_count() else "gloo"
         store = fresh_store(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore()
+        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")  # the flight recorder: what hung, on which rank
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         try:
             with Heartbeats(store, rank, world_size, timeout.total_seconds()) as heartbeats:
-                dist.init_process_group(backend, rank=rank, world_size=world_size, store=store, timeout=timeout)
-                control, id_group = dist.new_group(backend="gloo", timeout=timeout), dist.new_group(timeout=timeout)
+                backend = choose_backend(name_of(device), rank, world_size, store)
+                own = device if backend == "nccl" else None
+                dist.init_process_group(
+                    backend, rank=rank, world_size=world_size, store=store, timeout=timeout, device_id=own
+                )
+                control = dist.new_group(backend="gloo", timeout=timeout)
+                id_group = dist.new_group(backend="cpu:gloo,cuda:nccl" if own else None, timeout=timeout)
                 world = dist.group.WORLD
                 assert world is not None
                 places = (rank, world_size, local_rank, local_world_size, device)
@@ -114,6 +119,19 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def name_of(device: torch.device) -> str:
+    """No two devices of a job have the same, except CPUs."""
+    return "cpu" if device.type == "cpu" else f"GPU {torch.cuda.get_device_properties(device).uuid}"
+
+
+def choose_backend(device: str, rank: int, world_size: int, store: dist.Store) -> str:
+    """nccl where every rank has a GPU of its own, whatever each of them can see; else gloo, which takes two ranks on
+    one. The same on all ranks, which wait for each other here. device: this rank's `name_of`."""
+    store.set(f"device/{rank}", device)
+    devices = {store.get(f"device/{other}") for other in range(world_size)}
+    return "nccl" if len(devices) == world_size and b"cpu" not in devices else "gloo"
 
 
 def keep_freed_memory() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from dlrm_autoshard.autoshard.initial_plan import Placement, place
 from dlrm_autoshard.autoshard.resharding import Resharding
 from dlrm_autoshard.config import Config
@@ -54,6 +56,7 @@ class Job:
         self.dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
         self.clock = StageClock(runtime.device, runtime.control if runtime.device.type == "cpu" else runtime.group)
         self.autocast = config.train.dense_dtype == "bf16"
+        torch.backends.cuda.matmul.allow_tf32 = config.train.tf32
         self.step = TrainStep(
             model,
             self.dense,
