@@ -269,7 +269,8 @@ def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
         local_world_size=hosts.count(hosts[rank]),
         device=device,
         group=group,
-        id_group=dist.new_group(ranks),  # so that ids never queue behind vectors
+        # So that ids never queue behind vectors; beside nccl, gloo carries what the host must know of them.
+        id_group=dist.new_group(ranks, backend="cpu:gloo,cuda:nccl" if dist.get_backend(group) == "nccl" else None),
         control=control,
     )
 

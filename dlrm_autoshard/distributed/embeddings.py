@@ -12,6 +12,7 @@ The live plan is here, identical on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,11 @@ from torch.autograd.graph import GradientEdge
 
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.device_ids import DeviceIdDistribution
 from dlrm_autoshard.distributed.exchange import Exchange, Pending, Room
 from dlrm_autoshard.distributed.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.shared_memory import connect
+from dlrm_autoshard.distributed.side_streams import SideStreams
 from dlrm_autoshard.distributed.storage import Storage
 from dlrm_autoshard.distributed.table_init import initialise as initialise
 from dlrm_autoshard.plan import ShardingPlan
@@ -49,9 +52,10 @@ class ShardedEmbeddings:
         shared_memory: bool = True,
         initial_values: bool = True,
         storage: Storage | None = None,
+        streams: SideStreams | None = None,
     ) -> None:
         """shared_memory: exchange through it where the ranks are all on one host. initial_values: False where a
-        checkpoint is about to be loaded over them. storage: of all these tables, if not the device's usual one."""
+        checkpoint is about to be loaded over them. storage, streams: if not the device's usual ones."""
         self.tables = tuple(tables)
         self.config, self.rank, self.device = config, rank, device
         self.groups, self._exchange_dtype = (group, id_group), _DTYPES[exchange_dtype]
@@ -59,6 +63,7 @@ class ShardedEmbeddings:
         self.updates = 0  # training lookups so far: fbgemm's `iter`, which must survive a rebuild
         self.learning_rate = config.optimizer.lr
         self.storage = storage or Storage(tables, config, device)
+        self.streams = streams or (None if device.type == "cpu" else SideStreams(device))
         self.adopt(plan)
         if initial_values:
             for name in plan.tables_on(rank):
@@ -89,9 +94,17 @@ class ShardedEmbeddings:
         self._restore_counters()
         self.set_learning_rate(self.learning_rate)
 
-    def distribute(self, batch: Batch) -> IdDistribution:
-        """Sends the batch's ids on their way to the owners."""
+    def distribute(self, batch: Batch) -> IdDistribution | DeviceIdDistribution:
+        """Sends the batch's ids, which are in host memory, on their way to the owners."""
+        if self.streams is not None:
+            return DeviceIdDistribution(self._exchange, batch, self.streams)
         return IdDistribution(self._exchange, batch)
+
+    def dense_on_device(self, batch: Batch) -> Batch:
+        """Dense features and labels on their way to the device; ids stay, for `distribute`."""
+        if self.streams is None:
+            return batch
+        return replace(batch, dense_BF=self.streams.copy(batch.dense_BF), labels_B=self.streams.copy(batch.labels_B))
 
     def lookup(self, ids: LocalIds, *, training: bool = True) -> Tensor:
         """Pooled vectors of the local tables for the global batch: [W * B, D_local], with a fused update as its

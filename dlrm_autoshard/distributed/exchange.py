@@ -86,6 +86,9 @@ class Exchange:
         self.send_order: Tensor | None = None  # where the batch's order is not the owners' already
         if self.owners_order != sorted(self.owners_order):
             self.send_order = torch.tensor(self.owners_order, dtype=torch.int32, device=self.device)
+        by_table = [rank * self.num_local + t for t in range(self.num_local) for rank in range(self.world_size)]
+        self.table_major = torch.tensor(by_table, dtype=torch.int32, device=self.device)
+        """Of what arrives rank by rank, each table's parts in turn."""
         self.dims = [sum(self.batch_tables[i].embedding_dim for i in tables) for tables in owned]
         self.total_dim = sum(self.dims)
         # The output order, in chunks as wide as every table's dim allows: where each chunk lies among what arrives.

@@ -34,7 +34,7 @@ class IdDistribution:
         e = exchange
         self._lengths, self._values = batch.lengths_TB, batch.values_N
         if e.world_size == 1:
-            if e.send_order is not None:  # on the device: that the host need not wait to know how many there are
+            if e.send_order is not None:
                 self._lengths, self._values, _ = torch.ops.fbgemm.permute_2D_sparse_data(
                     e.send_order, batch.lengths_TB, batch.values_N, None, batch.values_N.numel()
                 )

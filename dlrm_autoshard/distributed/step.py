@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.dense import DataParallelDense
+from dlrm_autoshard.distributed.device_ids import DeviceIdDistribution
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.exchange import Pending
 from dlrm_autoshard.distributed.id_distribution import IdDistribution, LocalIds
@@ -152,12 +153,12 @@ class TrainStep:
 
     def _fetch(self) -> Batch | None:
         batch = next(self._batches, None)
-        return batch if batch is None or self._device.type == "cpu" else to_device(batch, self._device)
+        return None if batch is None else self.embeddings.dense_on_device(batch)
 
-    def _send_lengths(self, batch: Batch | None) -> IdDistribution | None:
+    def _send_lengths(self, batch: Batch | None) -> IdDistribution | DeviceIdDistribution | None:
         return self.embeddings.distribute(batch) if batch is not None and self._overlaps else None
 
-    def _advance(self, following: Batch | None, ids: IdDistribution | None) -> None:
+    def _advance(self, following: Batch | None, ids: IdDistribution | DeviceIdDistribution | None) -> None:
         """Brings the following batch's ids home."""
         if following is not None and ids is None:
             self.clock.barrier("input_dist")
@@ -187,21 +188,9 @@ def share_of_loss(logits_B: Tensor, batch: Batch) -> Tensor:
 @torch.no_grad()
 def predict(model: DenseArch, embeddings: ShardedEmbeddings, batch: Batch, *, autocast: bool) -> Tensor:
     """Probabilities [size] of the batch's real samples. A collective: every rank calls it for every batch."""
-    if embeddings.device.type != "cpu":
-        batch = to_device(batch, embeddings.device)
+    batch = embeddings.dense_on_device(batch)
     local = embeddings.lookup(embeddings.distribute(batch).finish(), training=False)
     pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait(), model.room)
     with torch.autocast(embeddings.device.type, torch.bfloat16, enabled=autocast):
         logits = model.top(model.bottom(batch.dense_BF), pooled)
     return torch.sigmoid(logits[: batch.size].float())
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    return Batch(
-        batch.dense_BF.to(device, non_blocking=True),
-        batch.lengths_TB.to(device, non_blocking=True),
-        batch.values_N.to(device, non_blocking=True),
-        batch.labels_B.to(device, non_blocking=True),
-        batch.size,
-        batch.global_size,
-    )

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dlrm_autoshard.config import TableOptimizerConfig
 from dlrm_autoshard.distributed.runtime import keep_freed_memory
-from dlrm_autoshard.distributed.storage import shared_format
+from dlrm_autoshard.distributed.storage import shared_format, state_shapes
 from dlrm_autoshard.distributed.tbe import make_tbe
 from dlrm_autoshard.probe.drawn_ids import IdSource, draw_ids
 from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats, output_order
@@ -171,10 +171,11 @@ class ShardProbe:
         sizes = [count * table.embedding_dim for count, table in zip(rows, tables, strict=True)]
         weights, starts = self._windows(torch.float16 if dtype == "fp16" else torch.float32, sizes, "weights")
         memory = {"weights": (weights, starts)}
-        if self.optimizer == "adagrad":  # its state has the weights' shape, and must have their offsets
-            memory["momentum1"] = self._buffer("state", torch.float32, weights.numel()), starts
-        elif self.optimizer == "rowwise_adagrad":
-            memory["momentum1"] = self._windows(torch.float32, rows, "state")
+        for state, shape in state_shapes(tables[0], self.optimizer).items():
+            if len(shape) == 1:
+                memory[state] = self._windows(torch.float32, rows, state)
+            else:  # of the weights' shape, and on CPU it must have their offsets
+                memory[state] = self._buffer(state, torch.float32, weights.numel()), starts
         return make_tbe(shapes, memory, TableOptimizerConfig(name=self.optimizer, lr=1e-6), dtype, pooling, self.device)
 
     def _windows(self, dtype: torch.dtype, sizes: Sequence[int], kind: str) -> tuple[Tensor, list[int]]:

@@ -1,0 +1,43 @@
+"""What happens on a GPU beside the stream that computes: copies from the host, and ids on their way between ranks.
+
+on_device = streams.copy(host_tensor)               # queued; the host goes on
+with streams.travel(): ...collectives...            # queued behind the copies
+streams.join(on_device)                             # the computing stream waits for all that
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+class SideStreams:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies, self._travels = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def copy(self, host: Tensor) -> Tensor:
+        """From pinned memory, so that nobody waits; a tensor that is on the device already is given back."""
+        if host.device.type != "cpu":
+            return host
+        with torch.cuda.stream(self._copies):
+            copied = host.pin_memory().to(self._device, non_blocking=True)
+        copied.record_stream(self._travels)
+        return copied
+
+    @contextlib.contextmanager
+    def travel(self) -> Iterator[None]:
+        self._travels.wait_stream(self._copies)
+        with torch.cuda.stream(self._travels):
+            yield
+
+    def join(self, *made_beside: Tensor) -> None:
+        """made_beside: that the computing stream is about to use."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._copies)
+        current.wait_stream(self._travels)
+        for tensor in made_beside:
+            tensor.record_stream(current)
