@@ -70,7 +70,7 @@ class Runtime:
             torch.cuda.set_device(device)
         timeout = timedelta(seconds=config.collective_timeout_seconds)
         store = fresh_store(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore()
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")  # the flight recorder: what hung, on which rank
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder: what hung, on which rank
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         try:
             with Heartbeats(store, rank, world_size, timeout.total_seconds()) as heartbeats:
