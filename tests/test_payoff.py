@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, gains, moving
 from dlrm_autoshard.autoshard.payoff import MoveCost, caution_after, measured_gain, reason_to_stay
 from dlrm_autoshard.costs import RankCost, StepProfile
@@ -43,7 +44,10 @@ costs = st.builds(MoveCost, bytes_per_second=st.floats(1e6, 1e11), fixed_seconds
         ({}, None),
         ({"gain": 0.012}, "best candidate saves 1.2%, below min_gain 2%"),
         ({"gain": -0.1}, "no candidate is faster than the current plan"),
-        ({"gain": 0.03, "uncertainty": 0.02}, "best candidate saves 3%, give or take 2%: not surely above min_gain 2%"),
+        (
+            {"gain": 0.03, "uncertainty": 0.02},
+            "best candidate saves 3%, give or take 3.3%: not surely above min_gain 2%",
+        ),
     ],
 )
 def test_says_why_in_plain_words(change: dict[str, float], text: str | None) -> None:
@@ -66,7 +70,7 @@ def test_goes_exactly_when_it_pays_and_is_sure(
     reason = reason_to_stay(proposal, measured, cost, min_gain, caution)
     gained = proposal.gain * measured.step_ms / 1000 * measured.remaining_steps
     pays = gained - cost.seconds(proposal.bytes, proposal.parts) > 0
-    certain = proposal.gain - proposal.uncertainty
+    certain = proposal.gain - thresholds.SURE * proposal.uncertainty
     sure = certain >= min_gain and certain >= min_gain + caution and proposal.gain > 0
     assert (reason is None) == (pays and sure and proposal.tables > 0)
     assert reason != ""

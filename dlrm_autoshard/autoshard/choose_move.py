@@ -32,6 +32,15 @@ class History:
     moves_at: list[int] = field(default_factory=list)
     left_at: dict[str, int] = field(default_factory=dict)  # plan fingerprint -> when it stopped being the live one
     rolled_back: list[str] = field(default_factory=list)
+    in_parts: bool = False  # the last move was a part of a larger one
+
+    def moved(self, old_plan: ShardingPlan, *, in_parts: bool) -> None:
+        """A move in parts counts once, when its last part is made."""
+        if self.in_parts:
+            self.moves_at.pop()
+        self.moves_at.append(self.intervals)
+        self.left_at[old_plan.fingerprint] = self.intervals
+        self.in_parts = in_parts
 
     def caution(self, min_gain: float, plan: ShardingPlan) -> float:
         """What to ask for beyond min_gain."""
@@ -105,7 +114,9 @@ class MoveChooser:
 
     def _reason_to_stay(self, proposal: Proposal, interval: Interval, *, cautious: bool = True) -> str | None:
         min_gain, caution = self.config.min_gain, 0.0
-        if cautious and proposal.plan != self.target:  # a target was decided on before its first part was made
+        if proposal.plan == self.target:  # was sure enough before its first part was made
+            proposal = replace(proposal, uncertainty=0.0)
+        elif cautious:
             caution = self.history.caution(min_gain, proposal.plan)
         return reason_to_stay(proposal, interval, self.move_cost, min_gain, caution)
 

@@ -46,15 +46,15 @@ def reason_to_stay(
     proposal: Proposal, interval: Interval, cost: MoveCost, min_gain: float, caution: float = 0.0
 ) -> str | None:
     """None where the move surely gains `min_gain` and what caution asks for beyond it, and pays for itself."""
-    gain, sure = proposal.gain, proposal.gain - proposal.uncertainty
+    gain, margin = proposal.gain, thresholds.SURE * proposal.uncertainty
     best = f"best candidate saves {percent(gain)}"
     if not math.isfinite(gain) or gain <= 0 or proposal.tables == 0:
         return "no candidate is faster than the current plan"
     if gain < min_gain:
         return f"{best}, below min_gain {percent(min_gain)}"
-    if sure < min_gain:
-        return f"{best}, give or take {percent(proposal.uncertainty)}: not surely above min_gain {percent(min_gain)}"
-    if sure < min_gain + caution:
+    if gain - margin < min_gain:
+        return f"{best}, give or take {percent(margin)}: not surely above min_gain {percent(min_gain)}"
+    if gain - margin < min_gain + caution:
         return f"{best}; after recent moves {percent(min_gain + caution)} are asked for"
     net = seconds_saved(proposal, interval, cost)
     if net <= 0:

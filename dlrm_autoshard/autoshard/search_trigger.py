@@ -76,10 +76,9 @@ class SearchTrigger:
         most = f"even perfect balance would save {percent(self.balance_gain)}"
         if self.balance_gain < self.min_gain:
             return f"{most}, below min_gain {percent(self.min_gain)}"
-        if self.balance_gain - self.gain_scatter < self.min_gain:  # no candidate gains more, or is surer of it
-            return (
-                f"{most}, give or take {percent(self.gain_scatter)}: not surely above min_gain {percent(self.min_gain)}"
-            )
+        margin = thresholds.SURE * self.gain_scatter
+        if self.balance_gain - margin < self.min_gain:  # no candidate gains more, or is surer of it
+            return f"{most}, give or take {percent(margin)}: not surely above min_gain {percent(self.min_gain)}"
         if self.searches >= thresholds.SEARCHES:
             return f"nothing has changed ({self._best_then})"
         if self.search_seconds < thresholds.LEAST_SEARCH_SECONDS:
@@ -114,7 +113,7 @@ def differ(one: StepProfile, other: StepProfile) -> bool:
     changes = [
         abs(a.stage(s) - b.stage(s)) for a, b in zip(one.ranks, other.ranks, strict=True) for s in PLANNED_STAGES
     ]
-    return sum(changes) > max(thresholds.CHANGED, one.noise, other.noise) * total
+    return sum(changes) > max(thresholds.SURE * thresholds.USUAL_SCATTER, one.noise, other.noise) * total
 
 
 def _keep(values: list[float], value: float) -> None:

@@ -10,13 +10,14 @@ USUAL_SCATTER = 0.02
 """Part of the step. How far two intervals of one plan differ, until more is known: one observation among those that
 are made (the median counts). From `bench loop-steady`: two epochs of one plan differ by 1 to 4%."""
 
-CHANGED = 2 * USUAL_SCATTER
-"""Part of the measured costs. Two intervals that differ by more are of other data or other ranks, where steps are not
-noisier than that. Twice the usual scatter: what one pair of intervals in twenty exceeds by chance."""
+SURE = 1.64
+"""Standard deviations. By so many a gain must exceed min_gain, and by so many times the usual scatter must measured
+costs differ to have changed: of normal errors one in twenty is larger. With one standard deviation simulated jobs in
+which nothing changes made moves that gained nothing."""
 
 RANK_CHANGED = 1.25
 """Ratio. A rank that has become slower than another by so much has changed by itself, and no move is blamed for it.
-More than any placement does to a rank's slowness in simulation (1.1), less than half a core taken away (1.5 to 2)."""
+More than any placement does to a rank's slowness, less than what half a core taken away does (1.5 to 2)."""
 
 MEMORY = 6
 """Intervals. How long moves ask for more caution, and twice as many differences between intervals are kept: of these

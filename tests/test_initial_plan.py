@@ -1,0 +1,51 @@
+"""The plan a job starts with: what is wrong with its settings is said with the key, with a planner and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dlrm_autoshard.autoshard.initial_plan import check_settings, find_topology
+from dlrm_autoshard.config import AutoshardConfig
+from dlrm_autoshard.distributed.reshard_agree import free_memory
+from dlrm_autoshard.plan import PlanError
+from tests.ranks import run_ranks
+from tests.trainers import config, make_runtime, trainer
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            {"pinned": {"usr": 0}},
+            "autoshard.pinned names table 'usr', which the model does not have; it has user, it",
+        ),
+        ({"together": [["user", "itm"]]}, "autoshard.together names table 'itm'"),
+        ({"apart": [["user", "itm"]]}, "autoshard.apart names table 'itm'"),
+        ({"pinned": {"user": 2}}, r"autoshard.pinned puts table 'user' on rank 2, but there are 2 ranks \(0 to 1\)"),
+        ({"exclude_ranks": [3]}, "autoshard.exclude_ranks names rank 3, but there are 2 ranks"),
+        ({"memory_gib": [1.0, 2.0, 3.0]}, "autoshard.memory_gib has 3 entries, but there are 2 ranks"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named(enabled: bool, setting: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        check_settings(AutoshardConfig(enabled=enabled, **setting), ["user", "item"], 2)
+
+
+def start(rank: int, world_size: int, folder: str) -> tuple[str, list[int]]:
+    runtime = make_runtime(rank, world_size)
+    said = ""
+    try:
+        with trainer(config(folder, autoshard={"pinned": {"usr": 0}}), runtime, folder):  # type: ignore[arg-type]
+            pass
+    except PlanError as error:
+        said = str(error)
+    return said, list(find_topology(AutoshardConfig(), runtime).memory_bytes or ())
+
+
+def test_every_rank_says_so_before_anything_is_read_and_memory_is_shared_by_the_ranks_of_a_host(tmp_path: Any) -> None:
+    for said, memory in run_ranks(start, 2, tmp_path):
+        assert said.startswith("autoshard.pinned names table 'usr'")
+        assert len(memory) == 2 and sum(memory) <= 1.1 * free_memory()
