@@ -12,7 +12,7 @@ from dlrm_autoshard.benchmarks.moving_job import MOMENTS, Kill
 
 @pytest.mark.timeout(600)  # two minutes where nothing else runs
 def test_twenty_kills_at_seeded_moments() -> None:
-    outcome = kill_often(20, seed=11)
+    outcome = kill_often(20, seed=11, each=14)  # 14 on 2 ranks, 6 on 3
     assert (outcome["kills"], outcome["survived"], outcome["notes"]) == (20, 20, [])
 
 
