@@ -57,7 +57,7 @@ def test_weights_travel_as_json_under_torchs_names() -> None:
     load_weights({"a_net": other}, record)
     inputs = np.ones((1, 3), dtype=np.float32)
     np.testing.assert_array_equal(net(inputs), other(inputs))
-    with pytest.raises(ValueError, match=r"shape \[5, 3\] instead of \[4, 3\]"):
+    with pytest.raises(ValueError, match=r"'a_net.0.weight' must be numbers of shape \[4, 3\]"):
         load_weights({"a_net": Mlp([3, 4, 2], np.random.default_rng(0))}, record)
 
 
