@@ -26,14 +26,14 @@ class DataSection(Section):
     """Keys that every source has."""
 
     on_bad_id: Literal["error", "clip", "hash"] = "error"
-    prefetch_batches: NonNegativeInt = 2
+    prefetch_batches: Annotated[int, Field(ge=0, le=1000)] = 2
 
 
 class SyntheticTable(Section):
     name: str
-    num_embeddings: PositiveInt
-    embedding_dim: PositiveInt | None = None  # default: tables.embedding_dim
-    mean_pooling: NonNegativeFloat = 1.0  # ids per sample
+    num_embeddings: Annotated[int, Field(gt=0, le=2**40)]
+    embedding_dim: Annotated[int, Field(gt=0, le=2**16)] | None = None  # default: tables.embedding_dim
+    mean_pooling: Annotated[float, Field(ge=0, le=1e5)] = 1.0  # ids per sample
     alpha: NonNegativeFloat = 1.05  # skew: p(i-th hottest row) ~ i^-alpha; 0 is uniform
 
 
@@ -48,7 +48,7 @@ class Drift(Section):
 class SyntheticData(DataSection):
     source: Literal["synthetic"]
     tables: list[SyntheticTable] = Field(min_length=1)
-    num_dense: NonNegativeInt = 13
+    num_dense: Annotated[int, Field(ge=0, le=10**6)] = 13
     train_samples: PositiveInt = 65536
     val_samples: NonNegativeInt = 0
     test_samples: NonNegativeInt = 8192

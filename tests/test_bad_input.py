@@ -167,3 +167,21 @@ def test_a_loss_that_is_nan_names_step_rank_and_the_last_good_checkpoint(criteo:
     steps = {line["step"]: line for line in lines if "logloss" in line or "skipped_not_finite" in line}
     assert [step for step, line in steps.items() if "skipped_not_finite" in line] == [6]  # counted when done, from 1
     assert len([line for line in lines if "logloss" in line and line["split"] == "train"]) == 13
+
+
+def test_sizes_that_no_machine_has_are_refused_with_what_is_asked_and_what_is_there(config: Path) -> None:
+    cases = {
+        "train.batch_size=100000000 data.train_samples=1000000000000": "a batch of 100,000,000 samples needs at least",
+        "model.dense_arch_layer_sizes=[1000000,1000000,16]": "the dense layers have 1,000,",
+        table(mean_pooling=1e12): "mean_pooling' is 1000000000000; it must be at most 100,000",
+        "train.batch_size=yes": "'train.batch_size' is True; it must be a whole number",
+        "run.device=gpu": "Did you mean 'cuda'?",
+    }
+    jobs = [
+        ["--config", str(config), *(change.split() if change.startswith("train") else [change])] for change in cases
+    ]
+    ended = command("-c", MANY, stdin=json.dumps(jobs))
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    for sentence, line in zip(cases.values(), ended.stdout.splitlines(), strict=True):
+        status, _, err = json.loads(line)
+        assert status == 2 and sentence in err and "Traceback" not in err, err

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,7 +35,7 @@ from dlrm_autoshard.data.criteo.source import CriteoSource
 from dlrm_autoshard.data.dlrm_datasets import DlrmDatasetsSource
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.movielens import MovielensSource
-from dlrm_autoshard.errors import in_a_sentence
+from dlrm_autoshard.errors import UserError, in_a_sentence
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.drawn_tasks import TaskSet, draw_tasks
 from dlrm_autoshard.planner.planner import Planner
@@ -291,3 +292,70 @@ def test_a_damaged_file_is_used_or_named(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_twenty_thousand_damaged_files_are_used_or_named(name: str, tmp_path: Path) -> None:
     _check(name, tmp_path / "files", int(os.environ.get("MUTATIONS", "1400")), seed=int(os.environ.get("SEED", "1")))
+
+
+def refusal(use: Callable[[], object]) -> str:
+    with pytest.raises(UserError) as caught:
+        use()
+    return str(caught.value)
+
+
+def test_what_was_taken_in_silence_is_refused_by_name(tmp_path: Path) -> None:
+    _make_plan(tmp_path)
+    plan = tmp_path / "plan.json"
+    whole = plan.read_text()
+    for rank, said in (("0.9", "'rank_of.t_1' is 0.9"), ("true", "'rank_of.t_1' is True"), ("-1", "is -1")):
+        plan.write_text(whole.replace('"t_1": 1', f'"t_1": {rank}'))
+        complaint = refusal(lambda: ShardingPlan.load(plan))
+        assert said in complaint and "plan.json" in complaint
+    plan.write_text(whole.replace('"t_1"', '"t_0"'))
+    assert "the key 't_0' twice" in refusal(lambda: ShardingPlan.load(plan))
+
+    _make_pool(tmp_path)
+    pool = tmp_path / "tables.json"
+    record = json.loads(pool.read_text())
+    for value, said in ((float("nan"), "holds NaN"), (-1.0, "'tables.0.stats.mean_pooling' is -1.0")):
+        record["tables"][0]["stats"]["mean_pooling"] = value
+        pool.write_text(json.dumps(record))
+        assert said in refusal(lambda: TablePool.load(pool))
+
+    _make_tasks(tmp_path)
+    tasks = tmp_path / "tasks.json"
+    record = json.loads(tasks.read_text())
+    tasks.write_text(json.dumps({**record, "train": [[-1]]}))
+    assert "'train.0.0' is -1; it must be 0 or more" in refusal(lambda: TaskSet.load(tasks))
+
+    _make_movielens(tmp_path)
+    ratings = tmp_path / "ml-100k.inter"
+    ratings.write_text(ratings.read_text().replace("2\t2\t2\t", "2\t2\t99\t", 1))
+    assert "has the rating 99; it must be 1 to 5" in refusal(lambda: KINDS["movielens"].use(tmp_path))
+
+
+def test_a_byte_order_mark_costs_no_line_and_uint64_ids_are_ids(tmp_path: Path) -> None:
+    write_sample_text(tmp_path / "train.txt", 20)
+    (tmp_path / "train.txt").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "train.txt").read_bytes())
+    assert preprocess([tmp_path / "train.txt"], tmp_path / "npy", Contiguous(1)).rows_per_day == [20]
+    source = CriteoSource(CriteoData(source="criteo", dir=str(tmp_path / "npy")), TablesConfig())
+    signed = source.read("train", 0, 0, 8).values_N
+    path = tmp_path / "npy" / "day_0_sparse.npy"
+    np.save(path, np.load(path).astype(np.uint64))
+    source = CriteoSource(CriteoData(source="criteo", dir=str(tmp_path / "npy")), TablesConfig())
+    assert torch.equal(source.read("train", 0, 0, 8).values_N, signed.long())
+
+
+def test_one_bad_line_of_a_cost_log_costs_that_line_and_is_named(tmp_path: Path) -> None:
+    _make_log(tmp_path)
+    log = CostLog(tmp_path, {"cpu": "x"})
+    whole = log.read()
+    for line in (b"5", b"{}", b"\xff", b"[[[["):
+        log.path.write_bytes(log.path.read_bytes() + line + b"\n")
+    assert log.read() == whole and len(log.left_out) == 4
+    assert all(f"{log.path.name}', line " in said for said in log.left_out)
+
+
+def test_names_cannot_steer_reports_or_terminals(tmp_path: Path) -> None:
+    _make_run(tmp_path / "run")
+    for path in (tmp_path / "run").glob("**/*.jsonl"):
+        path.write_text(path.read_text().replace("cat_1", "[/]").replace("cat_2", "\\u001b[2J"))
+    for form in ("", "--json", "--csv"):
+        _report(form)(tmp_path / "run")

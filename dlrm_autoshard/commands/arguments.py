@@ -30,6 +30,14 @@ def add_output(parser: argparse.ArgumentParser, out_help: str, required: bool = 
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
+def positive(text: str) -> int:
+    """An argument's type: a whole number from 1 to 2**31 - 1."""
+    number = int(text)
+    if not 1 <= number < 2**31:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {2**31 - 1:,}")
+    return number
+
+
 def topology_of(arguments: argparse.Namespace) -> Topology:
     from dlrm_autoshard.plan import Topology
 
@@ -37,7 +45,7 @@ def topology_of(arguments: argparse.Namespace) -> Topology:
         raise UserError(f"--devices is {arguments.devices}; it must be 1 or more.")
     if arguments.memory_gib is None:
         return Topology(arguments.devices)
-    if arguments.memory_gib <= 0:
+    if not 0 < arguments.memory_gib < 2**30:
         raise UserError(f"--memory-gib is {arguments.memory_gib:g}; it must be more than 0.")
     return Topology(arguments.devices, (int(arguments.memory_gib * 2**30),) * arguments.devices)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlrm_autoshard.commands.arguments import last_plan, planner_of
+from dlrm_autoshard.commands.arguments import last_plan, planner_of, positive
 from dlrm_autoshard.commands.tables import pool_of_run
 from dlrm_autoshard.errors import UserError
 
@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN|RUN", help="a plan file, or a run: its last plan")
     parser.add_argument("--tables", type=Path, metavar="FILE", help="tables.json of `tables`: for a plan file")
     parser.add_argument("--memory-gib", type=float, metavar="GIB", help="memory for tables on each device")
-    parser.add_argument("--batch-size", type=int, help="global batch (default: the one the tables were measured with)")
+    parser.add_argument("--batch-size", type=positive, help="global batch (default: the tables' own)")
     parser.add_argument("--fitted", type=Path, metavar="DIR", help="costs that `fit` left (default: the shipped ones)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)

@@ -13,6 +13,7 @@ from dlrm_autoshard.commands.arguments import (
     constraints_of,
     last_plan,
     planner_of,
+    positive,
     topology_of,
     write_json,
 )
@@ -29,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--tables", type=Path, metavar="FILE", help="tables.json of `tables`, instead of a run")
     add_devices(parser, required=False)
     parser.add_argument("--algorithm", default="auto", metavar="NAME|DIR", help="an algorithm, or what `fit` made")
-    parser.add_argument("--batch-size", type=int, help="global batch (default: the one the tables were measured with)")
+    parser.add_argument("--batch-size", type=positive, help="global batch (default: the tables' own)")
     parser.add_argument("--optimizer", choices=["rowwise_adagrad", "adagrad", "sgd", "adam"], default="rowwise_adagrad")
     parser.add_argument("--pin", action="append", default=[], metavar="TABLE=RANK")
     parser.add_argument("--together", action="append", default=[], metavar="A,B,...", help="on one rank")

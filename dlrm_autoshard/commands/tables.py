@@ -32,6 +32,11 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if (bool(arguments.files), arguments.synthetic is not None, arguments.from_run is not None).count(True) != 1:
         raise UserError("give files of dlrm_datasets, or --from-run RUN, or --synthetic N.")
+    for name in arguments.files:
+        if not name.endswith((".pt", ".pt.gz")):
+            raise UserError(f"'{name}' is no .pt or .pt.gz file of dlrm_datasets; `tables` reads those.")
+    if arguments.dim < 4 or arguments.dim % 4:
+        raise UserError(f"--dim is {arguments.dim}; fbgemm needs a multiple of 4.")
     if arguments.batch_size < 1:
         raise UserError(f"--batch-size is {arguments.batch_size}; it must be 1 or more.")
     if arguments.synthetic is not None:

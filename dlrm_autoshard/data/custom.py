@@ -34,6 +34,13 @@ def open_custom(data: CustomData, tables: TablesConfig) -> DataSource:
 
 
 def _check(source: Any, factory: str) -> None:
+    for split in ("train", "val", "test"):
+        samples = source.num_samples(split)
+        if not isinstance(samples, int) or samples < 0:
+            raise DataError(
+                f"data.factory: num_samples('{split}') of '{factory}' is {samples!r}; it must be a whole number: "
+                "samples are read by their position, so a source has to know how many it has."
+            )
     count = min(_LOOKED_AT, source.num_samples("train"))
     if count == 0:
         raise DataError(f"data.factory: '{factory}' has no samples to train on: num_samples('train') is 0.")

@@ -174,7 +174,7 @@ def _load_old_format(path: Path, unpacked: Path) -> object:
     """Files of torch before 1.6 have no zip around them and cannot be mapped: they are loaded."""
     try:
         return torch.load(unpacked, weights_only=True)
-    except _NOT_TORCH as error:
+    except Exception as error:  # torch's reader fails in many ways on what is not its own
         size = unpacked.stat().st_size
         raise DataError(
             f"'{path}' ({size} bytes unpacked) is no file of torch.save, or truncated. Fetch it again."

@@ -84,8 +84,8 @@ class MovielensSource:
         self.tables = resolve_tables([TableRows(bags.name, bags.num_rows) for bags in self._bags], tables)
         self._users_S = _places(directory / "ml-100k.inter", "user_id", ratings, users)
         self._items_S = _places(directory / "ml-100k.inter", "item_id", ratings, items)
-        stars_S = _numbers(directory / "ml-100k.inter", "rating", ratings)
-        seconds_S = _numbers(directory / "ml-100k.inter", "timestamp", ratings)
+        stars_S = _numbers(directory / "ml-100k.inter", "rating", ratings, 1, 5)
+        seconds_S = _numbers(directory / "ml-100k.inter", "timestamp", ratings, 0, 1e10)
         self._labels_S = (stars_S >= 4).astype(np.float32)
         self._dense_SF = _time_features(seconds_S)
         self._seed = data.seed
@@ -175,10 +175,12 @@ def _places(
         ) from error
 
 
-def _numbers(path: Path, column: str, ratings: dict[str, list[str]]) -> NDArray[np.float64]:
+def _numbers(path: Path, column: str, ratings: dict[str, list[str]], least: float, most: float) -> NDArray[np.float64]:
     for line, text in enumerate(ratings[column], start=2):
         try:
-            float(text)
+            number = float(text)
         except ValueError as error:
             raise DataError(f"'{path}' line {line} has the {column} '{text}', which is no number.") from error
+        if not least <= number <= most:
+            raise DataError(f"'{path}' line {line} has the {column} {text}; it must be {least:g} to {most:g}.")
     return np.array(ratings[column], np.float64)

@@ -18,12 +18,14 @@ from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.dense import DataParallelDense, finite_on_all_ranks
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.reshard_agree import free_memory
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.model.dlrm import make_model
 from dlrm_autoshard.records.jsonl import drop_after_step
 from dlrm_autoshard.train.checkpoint import Checkpoints
+from dlrm_autoshard.train.sizes import check_sizes
 from dlrm_autoshard.train.state import Position, TrainingState, plan_of
 
 
@@ -33,6 +35,7 @@ class Job:
     def __init__(self, config: Config, runtime: Runtime, run_dir: Path) -> None:
         self.config, self.runtime, self.run_dir = config, runtime, run_dir
         self.source = open_source(config.data, config.tables)
+        check_sizes(config, self.source, runtime.world_size, free_memory())
         self.global_batch = config.train.batch_size * runtime.world_size
         self.checkpoints = Checkpoints(
             run_dir / "checkpoints", runtime, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous

@@ -80,7 +80,7 @@ class CriteoSource:
         values = []
         for table, config in enumerate(self.tables):
             ids = [day.ids_T[table][start:stop].reshape(-1) for day, start, stop in pieces]
-            values_N = np.concatenate([np.empty(0, np.int32), *ids])
+            values_N = np.concatenate([np.empty(0, np.int32), *map(_signed, ids)])
             values.append(values_N % config.num_embeddings if self._modulo else values_N)
         dense = [day.dense[start:stop] for day, start, stop in pieces]
         labels = [day.labels[start:stop].reshape(-1) for day, start, stop in pieces]
@@ -167,6 +167,11 @@ def _expect_shape(path: Path, array: NDArray[Any], rows: int, columns: int | Non
             f"'{path}' holds {array.dtype} {list(array.shape)}; it should be {kind}s [{rows}, {columns or 'any'}], "
             "with as many rows as the day has labels."
         )
+
+
+def _signed(ids: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Beside int32, uint64 would become float64. What does not fit comes out negative, and is refused as such."""
+    return ids.astype(np.int64) if ids.dtype.kind == "u" else ids
 
 
 def _recorded_rows(directory: Path) -> list[int] | None:

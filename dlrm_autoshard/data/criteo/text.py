@@ -49,6 +49,7 @@ def read_blocks(path: Path, block_bytes: int = _BLOCK_BYTES) -> Iterator[TextBlo
     with path.open("rb") as raw:
         for text in _whole_lines(path, raw, block_bytes):
             if not separator:
+                text = text.removeprefix(b"\xef\xbb\xbf")  # a byte order mark is no part of the first label
                 separator, header_bytes = _look_at_first_line(path, text)
                 text = text[header_bytes:]
                 first_line += bool(header_bytes)

@@ -1,0 +1,37 @@
+"""What a job's batch and dense part will take, before anything of that size is asked for."""
+
+from __future__ import annotations
+
+import itertools
+
+from dlrm_autoshard.config import Config
+from dlrm_autoshard.config_data import SyntheticData
+from dlrm_autoshard.data.batch import DataSource
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.plan import gib
+
+_COPIES = 4
+"""Of the dense weights: themselves, gradients and at most two of optimizer state."""
+
+
+def check_sizes(config: Config, source: DataSource, world_size: int, free_bytes: int) -> None:
+    """UserError where one rank's batch or dense layers need more than is free. Estimates from below: what passes may
+    still be too much, what is refused surely is."""
+    samples = source.num_samples("train")
+    batch_size = min(config.train.batch_size, -(-samples // world_size))
+    pooling = sum(t.mean_pooling for t in config.data.tables) if isinstance(config.data, SyntheticData) else 0.0
+    vectors = sum(table.embedding_dim for table in source.tables)
+    widest = max(config.model.dense_arch_layer_sizes + config.model.over_arch_layer_sizes)
+    per_sample = 4 * (source.num_dense + len(source.tables) + 2 * vectors + 2 * widest) + 8 * pooling
+    if batch_size * per_sample > free_bytes:
+        raise UserError(
+            f"a batch of {batch_size:,} samples needs at least {gib(batch_size * per_sample)} on each rank, but "
+            f"{gib(free_bytes)} are free. Lower train.batch_size ({config.train.batch_size:,})."
+        )
+    bottom = [source.num_dense, *config.model.dense_arch_layer_sizes]
+    weights = sum(a * b for sizes in (bottom, config.model.over_arch_layer_sizes) for a, b in itertools.pairwise(sizes))
+    if config.model.factory is None and 4 * _COPIES * weights > free_bytes:
+        raise UserError(
+            f"the dense layers have {weights:,} weights and need at least {gib(4 * _COPIES * weights)} on each rank, "
+            f"but {gib(free_bytes)} are free. Make model.dense_arch_layer_sizes or over_arch_layer_sizes smaller."
+        )
