@@ -12,7 +12,7 @@ from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-NAMES = ["movielens", "debug_cpu", "synthetic_skewed", "criteo_kaggle", "mlperf_dcnv2"]
+NAMES = ["movielens", "debug_cpu", "demo", "synthetic_skewed", "criteo_kaggle", "mlperf_dcnv2"]
 
 
 def test_these_are_all() -> None:
@@ -24,12 +24,12 @@ def test_a_config_loads_and_says_how_to_run_it(name: str) -> None:
     path = CONFIGS / f"{name}.yaml"
     config = load_config(path)
     assert config.run.name == name
-    assert f"launch/train.py --config configs/{name}.yaml" in path.read_text()
+    assert f"dlrm-autoshard train {name}" in path.read_text()
     if config.model.interaction == "dot":
         assert config.model.dense_arch_layer_sizes[-1] == config.tables.embedding_dim
 
 
-@pytest.mark.parametrize("name", ["debug_cpu", "synthetic_skewed"])
+@pytest.mark.parametrize("name", ["debug_cpu", "demo", "synthetic_skewed"])
 def test_synthetic_configs_open(name: str) -> None:
     config = load_config(CONFIGS / f"{name}.yaml")
     source = open_source(config.data, config.tables)
