@@ -197,3 +197,37 @@ def test_evaluation_changes_nothing_and_wrong_ids_are_named() -> None:
         assert "4 tables need [4, B]" in few or "add up to" in few
         assert "add up to" in uneven
         assert "'town' is not" in unknown
+
+
+def weighted(rank: int, world_size: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """What the bags give with weights, what EmbeddingBags give, and the tables after a step."""
+    bags = ShardedEmbeddingBags(SUMS, optimizer=SGD(lr=1.0))
+    lengths, values = ids_of(rank, 0)
+    weights = torch.rand(len(values), generator=torch.Generator().manual_seed(rank))
+    expected = []
+    parts, by_table = (t.split(lengths.sum(1).tolist()) for t in (values, weights))
+    for table, ids, own, row in zip(SUMS, parts, by_table, lengths, strict=True):
+        plain = nn.EmbeddingBag(table.num_embeddings, table.embedding_dim, mode="sum")
+        with torch.no_grad():
+            initialise(plain.weight, table.name, 0)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), row.cumsum(0)[:-1]])
+        expected.append(plain(ids, offsets, per_sample_weights=own))
+    pooled = bags(lengths, values, weights)
+    pooled.sum().backward()
+    return pooled.detach(), torch.cat(expected, 1).detach(), {n: t.clone() for n, t in bags.own_tensors().items()}
+
+
+def test_weighted_bags_are_those_of_torch_and_their_gradients_too() -> None:
+    ranks = run_ranks(weighted, 2)
+    for pooled, expected, _ in ranks:
+        torch.testing.assert_close(pooled, expected, atol=1e-5, rtol=1e-5)
+    item = next(own["item.weight"] for _, _, own in ranks if "item.weight" in own)
+    before = torch.empty_like(item)
+    initialise(before, "item", 0)
+    used = torch.zeros(SUMS[0].num_embeddings)
+    for rank in range(2):
+        lengths, values = ids_of(rank, 0)
+        count = int(lengths[0].sum())
+        weights = torch.rand(len(values), generator=torch.Generator().manual_seed(rank))
+        used.index_add_(0, values[:count], weights[:count])
+    torch.testing.assert_close(before - item, (used / 2)[:, None].expand_as(item), atol=1e-5, rtol=1e-5)

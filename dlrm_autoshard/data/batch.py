@@ -25,7 +25,8 @@ class Batch:
     ranks have the same B when the last global batch is uneven.
 
     dense_BF: float32. lengths_TB: int32, ids per table and sample. values_N: int32 or int64, N = lengths_TB.sum().
-    labels_B: float32, 0 or 1. global_size: real samples over all ranks.
+    labels_B: float32, 0 or 1. global_size: real samples over all ranks. weights_N: float32, one
+    an id, by which its row is multiplied before pooling; None: all 1.
     """
 
     dense_BF: Tensor
@@ -34,6 +35,7 @@ class Batch:
     labels_B: Tensor
     size: int
     global_size: int
+    weights_N: Tensor | None = None
 
     @property
     def padded_size(self) -> int:
@@ -52,6 +54,7 @@ class Batch:
             labels_B=pad(self.labels_B, (0, missing)),
             size=self.size,
             global_size=global_size,
+            weights_N=self.weights_N,
         )
 
 

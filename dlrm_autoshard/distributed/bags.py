@@ -1,7 +1,7 @@
 """The tables as one module for any training loop: `loss.backward()` averages their gradients and updates them.
 
 bags = ShardedEmbeddingBags(tables, optimizer=RowwiseAdagrad(lr=0.02))       # ranks: torch.distributed's
-pooled_BD = bags(lengths_TB, values_N)                                       # or bags(keyed_jagged_tensor)
+pooled_BD = bags(lengths_TB, values_N)               # or with weights_N; or bags(keyed_jagged_tensor)
 bags.plan; bags.table_lr = 0.01; bags.state_dict()                           # of the tables that this rank owns
 """
 
@@ -11,6 +11,7 @@ import itertools
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -139,14 +140,16 @@ class ShardedEmbeddingBags(nn.Module):
         """`listener(ids, B)` hears of each training lookup: the ids that reached this rank, the samples of one rank."""
         self._heard.append(listener)
 
-    def forward(self, ids: Any, values_N: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> Tensor:
         """[B, sum of dims] float32, columns in the tables' order; B must be the same on every rank.
 
         ids: lengths [T, B] (or [T * B]) with `values_N`, all of table 0's ids first; or a KeyedJaggedTensor, whose keys
-        are the tables' names in any order.
+        are the tables' names in any order. weights_N: by which each id's row is multiplied; on every rank or on none.
         """
-        lengths_TB, values_N = self._as_given(ids, values_N)
-        batch = self._checked(lengths_TB, values_N)
+        lengths_TB, values_N, weights_N = self._as_given(ids, values_N, weights_N)
+        if weights_N is not None and any(table.pooling == "mean" for table in self.tables):
+            raise BagsError("weights need tables that are summed (pooling 'sum'): a weighted mean is yours to divide.")
+        batch = self._checked(lengths_TB, values_N, weights_N)
         training = self.training and torch.is_grad_enabled()
         clock = self.clock
         if training:
@@ -206,16 +209,20 @@ class ShardedEmbeddingBags(nn.Module):
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
-    def _as_given(self, ids: Any, values_N: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(lengths [T, B], values) in the tables' order."""
+    def _as_given(
+        self, ids: Any, values_N: Tensor | None, weights_N: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(lengths [T, B], values, weights) in the tables' order."""
         count = len(self.tables)
         if values_N is None:
             return self._from_keyed(ids)
         if ids.numel() % count:
             raise BagsError(f"lengths are {list(ids.shape)}; {count} tables need [{count}, B].")
-        return ids.reshape(count, -1), values_N
+        if weights_N is not None and weights_N.shape != values_N.shape:
+            raise BagsError(f"there are {len(weights_N)} weights for {len(values_N)} ids; each id needs one.")
+        return ids.reshape(count, -1), values_N, weights_N
 
-    def _from_keyed(self, ids: Any) -> tuple[Tensor, Tensor]:
+    def _from_keyed(self, ids: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         names = [table.name for table in self.tables]
         if not all(hasattr(ids, name) for name in ("keys", "lengths", "values")):
             raise BagsError("ids are lengths [T, B] and values [N], or one KeyedJaggedTensor.")
@@ -226,24 +233,25 @@ class ShardedEmbeddingBags(nn.Module):
                 f"the ids' keys must be the tables' names, each once; '{(unknown or keys)[0]}' is not. Two features "
                 "that share a table: give each a table of its own, or join their bags before."
             )
-        if getattr(ids, "weights_or_none", lambda: None)() is not None:
-            raise BagsError("ids with weights (weighted bags) are not supported here.")
+        weights_N = getattr(ids, "weights_or_none", lambda: None)()
         lengths_TB = ids.lengths().reshape(len(keys), -1)
         if keys == names:
-            return lengths_TB, ids.values()
-        order = [keys.index(name) for name in names]
-        parts = ids.values().split(lengths_TB.sum(1).tolist())
-        return lengths_TB[order], torch.cat([parts[i] for i in order])
+            return lengths_TB, ids.values(), weights_N
+        order, counts = [keys.index(name) for name in names], lengths_TB.sum(1).tolist()
 
-    def _checked(self, lengths_TB: Tensor, values_N: Tensor) -> Batch:
-        nothing = torch.zeros(lengths_TB.shape[1], 0)
-        batch = Batch(nothing, lengths_TB.int(), values_N, nothing[:, :0].sum(1), lengths_TB.shape[1], 0)
+        def reordered(of_ids_N: Tensor) -> Tensor:
+            parts = of_ids_N.split(counts)
+            return torch.cat([parts[i] for i in order])
+
+        return lengths_TB[order], reordered(ids.values()), None if weights_N is None else reordered(weights_N)
+
+    def _checked(self, lengths_TB: Tensor, values_N: Tensor, weights_N: Tensor | None) -> Batch:
+        nothing, samples = torch.zeros(lengths_TB.shape[1], 0), lengths_TB.shape[1]
+        batch = Batch(nothing, lengths_TB.int(), values_N, torch.zeros(samples), samples, 0, None if weights_N is None else weights_N.float())
         if self._check is not None:
-            host = Batch(nothing, batch.lengths_TB.cpu(), values_N.cpu(), batch.labels_B, batch.size, 0)
+            host = replace(batch, lengths_TB=batch.lengths_TB.cpu(), values_N=values_N.cpu())
             batch = self._check(host, lambda sample: f"sample {sample} of rank {self.rank}'s batch")
-        return Batch(
-            nothing, batch.lengths_TB.to(self.device), batch.values_N.to(self.device), batch.labels_B, batch.size, 0
-        )
+        return batch
 
     def _means(self, pooled_BD: Tensor, lengths_TB: Tensor) -> Tensor:
         """Where tables differ in pooling, those that take the mean are divided by their bags' lengths."""
@@ -251,7 +259,7 @@ class ShardedEmbeddingBags(nn.Module):
             return pooled_BD
         dims = torch.tensor([table.embedding_dim for table in self.tables], device=self.device)
         mean = torch.tensor([table.pooling == "mean" for table in self.tables], device=self.device)
-        divisor_TB = torch.where(mean[:, None], lengths_TB.clamp(min=1), torch.ones_like(lengths_TB))
+        divisor_TB = torch.where(mean[:, None], lengths_TB.to(self.device).clamp(min=1), 1)
         return pooled_BD / divisor_TB.T.repeat_interleave(dims, dim=1)
 
 

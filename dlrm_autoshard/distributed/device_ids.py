@@ -22,7 +22,9 @@ class DeviceIdDistribution:
         self._exchange, self._streams, self._batch_size = exchange, streams, batch.padded_size
         e = exchange
         self._lengths, self._values = streams.copy(batch.lengths_TB), streams.copy(batch.values_N)
+        self._weights = None if batch.weights_N is None else streams.copy(batch.weights_N)
         self._values_pending: Pending | None = None
+        self._weights_pending: Pending | None = None
         if e.world_size > 1:
             counts_T = batch.lengths_TB.cpu().sum(1)[e.owners_order]
             self._leaving = [int(counts_T[first:end].sum()) for first, end in e.table_ranges]
@@ -37,8 +39,8 @@ class DeviceIdDistribution:
             )
         with streams.travel():
             if e.send_order is not None:
-                self._lengths, self._values, _ = torch.ops.fbgemm.permute_2D_sparse_data(
-                    e.send_order, self._lengths, self._values, None, batch.values_N.numel()
+                self._lengths, self._values, self._weights = torch.ops.fbgemm.permute_2D_sparse_data(
+                    e.send_order, self._lengths, self._values, self._weights, batch.values_N.numel()
                 )
             if e.world_size > 1:
                 self._lengths_pending = e.all_to_all(
@@ -59,19 +61,23 @@ class DeviceIdDistribution:
         with self._streams.travel():
             received = self._values.new_empty(sum(arriving))
             self._values_pending = e.all_to_all("values", received, self._values, arriving, self._leaving)
+            if self._weights is not None:
+                received = self._weights.new_empty(sum(arriving))
+                self._weights_pending = e.all_to_all("weights", received, self._weights, arriving, self._leaving)
 
     def finish(self) -> LocalIds:
-        e, lengths, values = self._exchange, self._lengths, self._values
+        e, lengths, values, weights = self._exchange, self._lengths, self._values, self._weights
         if e.world_size > 1 and self._values_pending is None:
             self.send_values()
         with self._streams.travel():
             if self._values_pending is not None:
                 lengths = self._lengths_pending.wait().view(-1, self._batch_size)
                 values = self._values_pending.wait()
+                weights = None if self._weights_pending is None else self._weights_pending.wait()
                 if e.num_local:  # from rank-major to table-major
-                    lengths, values, _ = torch.ops.fbgemm.permute_2D_sparse_data(
-                        e.table_major, lengths, values, None, values.numel()
+                    lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(
+                        e.table_major, lengths, values, weights, values.numel()
                     )
             offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1).to(values.dtype))
-        self._streams.join(values, offsets)
-        return LocalIds(values, offsets, self._batch_size)
+        self._streams.join(values, offsets, *(() if weights is None else (weights,)))
+        return LocalIds(values, offsets, self._batch_size, weights)

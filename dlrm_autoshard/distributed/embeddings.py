@@ -112,7 +112,7 @@ class ShardedEmbeddings:
         if self.storage.lookup is None:
             self.updates += training  # a rank without tables counts too: it may be given some
             return torch.zeros(self.world_size * ids.batch_size, 0, device=self.device, requires_grad=training)
-        pooled = self.storage.look_up(ids.values_N, ids.offsets)
+        pooled = self.storage.look_up(ids.values_N, ids.offsets, ids.weights_N)
         if training:
             self.updates += 1
         else:

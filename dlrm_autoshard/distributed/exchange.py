@@ -172,7 +172,7 @@ class Exchange:
             for rank, part in enumerate(sent.split(send_splits)):
                 if len(part):
                     put(rank, part)
-        group = self.id_group if channel in ("lengths", "values") else self.group
+        group = self.id_group if channel in ("lengths", "values", "weights") else self.group
         work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=group, async_op=True)
         return Pending(work.wait, received, sent)
 

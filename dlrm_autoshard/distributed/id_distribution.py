@@ -26,24 +26,23 @@ class LocalIds:
     values_N: Tensor
     offsets: Tensor  # [T_local * W * B + 1]
     batch_size: int  # B, of one rank
+    weights_N: Tensor | None = None
 
 
 class IdDistribution:
     def __init__(self, exchange: Exchange, batch: Batch) -> None:
         self._exchange, self._batch_size = exchange, batch.padded_size
         e = exchange
-        self._lengths, self._values = batch.lengths_TB, batch.values_N
+        self._lengths, self._values, self._weights = batch.lengths_TB, batch.values_N, batch.weights_N
         if e.world_size == 1:
             if e.send_order is not None:
-                self._lengths, self._values, _ = torch.ops.fbgemm.permute_2D_sparse_data(
-                    e.send_order, batch.lengths_TB, batch.values_N, None, batch.values_N.numel()
+                self._lengths, self._values, self._weights = torch.ops.fbgemm.permute_2D_sparse_data(
+                    e.send_order, batch.lengths_TB, batch.values_N, batch.weights_N, batch.values_N.numel()
                 )
             return
-        by_table = list(batch.values_N.split(batch.lengths_TB.sum(1).tolist()))
+        self._counts: list[int] = batch.lengths_TB.sum(1).tolist()
         if e.send_order is not None:
             self._lengths = batch.lengths_TB.index_select(0, e.send_order)
-            by_table = [by_table[i] for i in e.owners_order]
-        self._sent = [by_table[first:end] for first, end in e.table_ranges]
         received = self._lengths.new_empty(e.world_size * e.num_local * self._batch_size)
         self._lengths_pending = e.all_to_all(
             "lengths",
@@ -53,6 +52,7 @@ class IdDistribution:
             [(end - first) * self._batch_size for first, end in e.table_ranges],
         )
         self._values_pending: Pending | None = None
+        self._weights_pending: Pending | None = None
 
     def send_values(self) -> None:
         e = self._exchange
@@ -60,27 +60,42 @@ class IdDistribution:
             return
         self._received_lengths = self._lengths_pending.wait().view(e.world_size, e.num_local, self._batch_size)
         self._arriving: list[list[int]] = self._received_lengths.sum(2).tolist()
+        self._values_pending = self._send("values", self._values)
+        if self._weights is not None:
+            self._weights_pending = self._send("weights", self._weights)
+
+    def finish(self) -> LocalIds:
+        e = self._exchange
+        lengths, values, weights = self._lengths, self._values, self._weights
+        if e.world_size > 1:
+            if self._values_pending is None:
+                self.send_values()
+            assert self._values_pending is not None
+            values = self._table_major(self._values_pending.wait())
+            if self._weights_pending is not None:
+                weights = self._table_major(self._weights_pending.wait())
+            lengths = self._received_lengths.transpose(0, 1)
+        offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1).to(values.dtype))
+        return LocalIds(values, offsets, self._batch_size, weights)
+
+    def _send(self, channel: str, of_ids_N: Tensor) -> Pending:
+        """One number an id, to the owners of the ids' tables."""
+        e = self._exchange
+        by_table = of_ids_N.split(self._counts)
+        sent = [[by_table[i] for i in e.owners_order[first:end]] for first, end in e.table_ranges]
         splits = [sum(counts) for counts in self._arriving]
-        sent = self._sent
-        self._values_pending = e.all_to_all(
-            "values",
-            self._values.new_empty(sum(splits)),
+        return e.all_to_all(
+            channel,
+            of_ids_N.new_empty(sum(splits)),
             lambda rank, into: torch.cat(sent[rank], out=into),
             splits,
             [sum(len(part) for part in parts) for parts in sent],
         )
 
-    def finish(self) -> LocalIds:
-        e = self._exchange
-        lengths, values = self._lengths, self._values
-        if e.world_size > 1:
-            if self._values_pending is None:
-                self.send_values()
-            assert self._values_pending is not None
-            values = self._values_pending.wait()
-            lengths = self._received_lengths.transpose(0, 1)
-            if e.num_local:  # from rank-major to table-major
-                parts = values.split([count for counts in self._arriving for count in counts])
-                values = torch.cat([part for table in range(e.num_local) for part in parts[table :: e.num_local]])
-        offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1).to(values.dtype))
-        return LocalIds(values, offsets, self._batch_size)
+    def _table_major(self, arrived_N: Tensor) -> Tensor:
+        """From rank-major, as it arrived."""
+        tables = self._exchange.num_local
+        if not tables:
+            return arrived_N
+        parts = arrived_N.split([count for counts in self._arriving for count in counts])
+        return torch.cat([part for table in range(tables) for part in parts[table::tables]])

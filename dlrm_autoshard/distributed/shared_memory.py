@@ -33,7 +33,7 @@ from torch import Tensor
 
 from dlrm_autoshard.errors import UserError
 
-CHANNELS = ("lengths", "values", "vectors", "reduce", "reduced")
+CHANNELS = ("lengths", "values", "weights", "vectors", "reduce", "reduced")
 _REGION_BYTES = 1 << 34  # of address space; memory is taken only where something was written
 _READY, _DONE = 0, 1
 _MESSAGE = struct.Struct("<BBqq")  # channel, READY or DONE, first byte, number of bytes

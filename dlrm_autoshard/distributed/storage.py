@@ -78,11 +78,11 @@ class Storage:
     def can_leave_device(self) -> bool:
         return not self.in_pieces and not self._on_host("weight")
 
-    def look_up(self, values_N: Tensor, offsets: Tensor) -> Tensor:
-        """Pooled vectors [B, D] of the held tables, of which there is at least one."""
+    def look_up(self, values_N: Tensor, offsets: Tensor, weights_N: Tensor | None = None) -> Tensor:
+        """Pooled vectors [B, D] of the held tables, of which there is at least one. weights_N: of the ids, if any."""
         assert self.lookup is not None
         self._cache_is_newer = True
-        pooled: Tensor = self.lookup(values_N, offsets)
+        pooled: Tensor = self.lookup(values_N, offsets, weights_N)
         return pooled
 
     def tensors(self, name: str) -> dict[str, Tensor]:
