@@ -247,7 +247,15 @@ class ShardedEmbeddingBags(nn.Module):
 
     def _checked(self, lengths_TB: Tensor, values_N: Tensor, weights_N: Tensor | None) -> Batch:
         nothing, samples = torch.zeros(lengths_TB.shape[1], 0), lengths_TB.shape[1]
-        batch = Batch(nothing, lengths_TB.int(), values_N, torch.zeros(samples), samples, 0, None if weights_N is None else weights_N.float())
+        batch = Batch(
+            nothing,
+            lengths_TB.int(),
+            values_N,
+            torch.zeros(samples),
+            samples,
+            0,
+            None if weights_N is None else weights_N.float(),
+        )
         if self._check is not None:
             host = replace(batch, lengths_TB=batch.lengths_TB.cpu(), values_N=values_N.cpu())
             batch = self._check(host, lambda sample: f"sample {sample} of rank {self.rank}'s batch")
