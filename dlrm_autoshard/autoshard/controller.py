@@ -62,7 +62,6 @@ class Controller:
         task = replace(self.task, stats=profile.stats, batch_size=profile.batch_size)
         base = replace(base, error_before=prediction_error(self.planner.predict(task, plan), profile.ranks))
         self.planner.costs.observe(profile, task.topology)
-        self.planner.costs.follow()
         slowness = [float(slow) for slow in self.planner.rank_slowness(task.world_size, task.topology.speed)]
         self.trigger.see(interval, slowness, one_host=len(task.topology.ranks_by_host) == 1)
         no_search = self.trigger.reason_not_to_search()

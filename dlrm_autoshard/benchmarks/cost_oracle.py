@@ -66,11 +66,12 @@ class CostOracle:
         forward_N = (inside_NT @ self.read_ms_T) * (1 - 0.7 * in_cache_N) + inside_NT @ self.write_ms_T
         million_N = inside_NT @ self.ids_T * 1e-6
         backward_N = inside_NT @ self.update_ms_T + SORT_MS_PER_MILLION * million_N * np.log2(2 + million_N)
-        # One table's longest bags are a tail that no parallel work hides.
-        tail_NT = inside_NT * (self.read_ms_T + self.update_ms_T)
-        tail_N = 0.15 * tail_NT.max(axis=1)
+        # One table's longest bags are a tail of its stage that no parallel work hides.
+        tail_N2 = 0.05 * np.stack(
+            [(inside_NT * ms_T).max(axis=1) for ms_T in (self.read_ms_T, self.update_ms_T)], axis=1
+        )
         launch_N = LAUNCH_MS + TABLE_MS * count_N
-        both = np.stack([forward_N, backward_N], axis=1) * idle_N[:, None] + (launch_N + tail_N)[:, None]
+        both = np.stack([forward_N, backward_N], axis=1) * idle_N[:, None] + launch_N[:, None] + tail_N2
         both[count_N == 0] = 0.0
         return both
 

@@ -1,15 +1,10 @@
-"""What an exchange of pooled vectors takes: a latency, one more for each peer, and a price per byte sent and received.
+"""What an exchange of pooled vectors takes: a latency, one more for each peer, and prices of the bytes that travel.
 
-    model.ms(dims_W, batch_size=4096)                        # [W, 2]: forward and backward of ranks with dims_W
-    model.ms(dims_W, batch_size=4096, hosts=(0, 0, 1, 1))    # bytes between hosts have prices of their own
+    model.ms(dims_W, batch_size=4096)                        # [2]: forward and backward of ranks that own dims_W
+    model.ms(dims_W, batch_size=4096, hosts=(0, 0, 1, 1))    # what leaves and enters each host has prices of its own
 
-Rank r looks up its tables for the whole global batch and keeps 1/W of it: it sends dims_r x B/W values to each of the
-other W - 1 ranks, and receives the others' dims for its own B/W samples. The gradients travel the same way back. What
-leaves a host and what enters it goes over one link that its ranks share, and a host may have a slow one: each has its
-own prices, as far as measurements say that it is unlike the others. There are few parameters on purpose: it
-extrapolates to world sizes that were never measured.
-
-Axes: W ranks, H hosts, P = 6 prices, S = 2 stages.
+A collective ends on all ranks when the slowest has sent and received, so one figure a plan and stage is fitted: the
+slowest rank's, by the most that a rank sends. README.md says why.
 """
 
 from __future__ import annotations
@@ -22,94 +17,137 @@ from dlrm_autoshard.planner.least_squares import fit_nonnegative
 from dlrm_autoshard.planner.replay import CommsSample
 
 BYTES_PER_VALUE = 4
-PRIOR = np.array([0.15, 0.05, 0.30, 0.15, 0.30, 0.30])
-"""ms, ms per peer, ms per MB sent, ms per MB received: gloo on loopback or a 10 to 25 Gbit/s network. The same again
-per MB that leaves the rank's host, and that enters it."""
+PRIOR = np.array([0.15, 0.05, 0.30, 0.15])
+"""ms, ms a peer, ms per MB that the rank with most dims sends, and that ranks receive on average. gloo on
+loopback, or a 10 to 25 Gbit/s network. Only their proportions count once anything was measured."""
+PRIOR_HOST = 0.30
+"""ms per MB that leaves a host, and that enters it."""
+PULL, PULL_BETWEEN_HOSTS, PULL_HOST = 0.002, 2.0, 0.05
+"""How many measurements a price's prior counts as; the second where ranks are on several hosts. Between hosts the link
+is what nobody knows: before plans differ enough to tell the prices apart, a slow exchange is put down to it."""
 
-PULL, PULL_BETWEEN_HOSTS = np.full(6, 0.05), np.array([2.0, 2.0, 2.0, 2.0, 0.05, 0.05])
-"""How firmly the prior of each price holds. Between hosts the link is what nobody knows: before plans differ enough to
-tell the prices apart, an exchange that takes longer than expected is put down to it."""
+STEADY = 0.03
+"""Noise from which a measurement counts half: a prior's proportions must not bend to one that is noisier."""
 
 
 class ExchangeModel:
-    """prices_SP: of all hosts together."""
+    """prices_SP: forward and backward, in the order of `exchange_work`, those of hosts last."""
 
     def __init__(self) -> None:
-        self.prices_SP = np.stack([PRIOR, PRIOR])
-        self._by_host: dict[int, np.ndarray] = {}  # [S, P] of hosts that were measured
+        self.prior_SP = np.stack([PRIOR, PRIOR])
+        self.prices_SP = self.prior_SP
+        self._hosts: tuple[int, ...] | None = None  # of the ranks that the prices of hosts are for
 
-    def ms(
-        self, dims_W: np.ndarray, batch_size: int, hosts: Sequence[int] | None = None, total_dims: float | None = None
-    ) -> np.ndarray:
-        """[W, 2] forward and backward exchange of ranks that own `dims_W` (of `total_dims`; None: these are all).
+    def ms(self, dims_W: np.ndarray, batch_size: int, hosts: Sequence[int] | None = None) -> np.ndarray:
+        """[2] forward and backward exchange of ranks that own `dims_W`; 0 of one rank alone.
 
         hosts: number of each rank's host; None: all ranks are on one.
         """
         if len(dims_W) == 1:
-            return np.zeros((1, 2))
-        hosts = hosts or (0,) * len(dims_W)
-        total_dims = float(dims_W.sum()) if total_dims is None else total_dims
-        prices_WSP = np.stack([self._by_host.get(host, self.prices_SP) for host in hosts])
-        ms: np.ndarray = np.einsum("wp,wsp->ws", exchange_work(dims_W, total_dims, batch_size, hosts), prices_WSP)
+            return np.zeros(2)
+        work_P = exchange_work(dims_W, batch_size, hosts)
+        prices_SP = self._prices_for(hosts, len(work_P))
+        ms: np.ndarray = prices_SP @ work_P
         return ms
 
     def lines(
         self, total_dims: float, batch_size: int, world_size: int, hosts: Sequence[int] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """([W, 2], [W, 2]): each rank's exchange with no dims of its own, and what each dim adds.
+        """([W, 2], [W, 2]): the exchange if this rank is the slowest and owns no dims, and what each dim adds.
 
         A straight line, so that a search need not know the other ranks' dims: those of the same host are taken to own
-        as much as the rank itself, which they do where plans are balanced; far from there the line falls below 0.
+        as much as the rank itself and the others to share the rest, as they do where plans are balanced.
         """
-        at_0, at_1 = (self.ms(np.full(world_size, d), batch_size, hosts, total_dims) for d in (0.0, 1.0))
-        return at_0, at_1 - at_0
+        if world_size == 1:
+            return np.zeros((1, 2)), np.zeros((1, 2))
+        host_W = np.zeros(world_size, dtype=int) if hosts is None else np.array(hosts)
+        at = []
+        for dims in (0.0, 1.0):
+            rows = []
+            for rank in range(world_size):
+                mates_W = host_W == host_W[rank]
+                left = (total_dims - dims * mates_W.sum()) / max(1, world_size - mates_W.sum())
+                dims_W = np.where(mates_W, dims, left)
+                work_P = exchange_work(dims_W, batch_size, hosts, slowest=rank, total_dims=total_dims)
+                rows.append(self._prices_for(hosts, len(work_P)) @ work_P)
+                if hosts is None:  # all ranks are alike
+                    rows *= world_size
+                    break
+            at.append(np.array(rows))
+        return at[0], at[1] - at[0]
 
     def fit(self, samples: Sequence[CommsSample], weights: Sequence[float]) -> None:
-        """Fits the prices to measured exchanges, in relative error; what they leave open stays as it was."""
-        rows, times, counts, host_of = [], [], [], []
-        for sample, weight in zip(samples, weights, strict=True):
-            if sample.world_size > 1 and sum(sample.dims) > 0:
-                dims, hosts = np.array(sample.dims, dtype=np.float64), sample.hosts or (0,) * sample.world_size
-                rows.append(exchange_work(dims, dims.sum(), sample.batch_size, hosts))
-                times.append(np.stack([sample.fwd_comms_ms, sample.bwd_comms_ms], axis=1))
-                counts.append(np.full(len(dims), weight))
-                host_of.append(np.array(hosts))
-        if not rows:
+        """Fits the prices to the slowest rank of each measured exchange, in relative error. Prices that the samples
+        leave open keep their proportions to the others, as the prior has them."""
+        kept = [(s, w) for s, w in zip(samples, weights, strict=True) if s.world_size > 1 and sum(s.dims) > 0]
+        if not kept:
             return
-        work_NP, ms_NS, weight_N, host_N = map(np.concatenate, (rows, times, counts, host_of))
-        self.prices_SP = _fitted(work_NP, ms_NS, weight_N, self.prices_SP)
-        self._by_host = {}
-        for host in np.unique(host_N).tolist() if host_N.any() else []:
-            own = host_N == host
-            self._by_host[host] = _fitted(work_NP[own], ms_NS[own], weight_N[own], self.prices_SP)
+        self._hosts = hosts = _several(kept[-1][0].hosts)
+        # Prices of hosts can only be learned from ranks on the same hosts.
+        kept = [(s, w) for s, w in kept if _several(s.hosts) in (None, hosts)]
+        size = len(PRIOR) + (0 if hosts is None else 2 * len(set(hosts)))
+        work_NP = np.zeros((len(kept), size))
+        for row, (sample, _) in zip(work_NP, kept, strict=True):
+            work_P = exchange_work(np.array(sample.dims, dtype=np.float64), sample.batch_size, _several(sample.hosts))
+            row[: len(work_P)] = work_P
+        ms_NS = np.array([[max(s.fwd_comms_ms), max(s.bwd_comms_ms)] for s, _ in kept])
+        weight_N = np.array([weight / (1 + (s.noise / STEADY) ** 2) for s, weight in kept])
+        prior_SP = self._prices_for(hosts, size, prior=True)
+        pull_P = np.full(size, PULL if hosts is None else PULL_BETWEEN_HOSTS)
+        pull_P[len(PRIOR) :] = PULL_HOST
+        fitted = []
+        for stage, prior_P in enumerate(prior_SP):
+            if hosts is None:
+                prior_P = prior_P * _weighted_median(ms_NS[:, stage] / (work_NP @ prior_P), weight_N)
+            fitted.append(fit_nonnegative(work_NP, ms_NS[:, stage], weight_N, prior_P, pull_P))
+        self.prices_SP = np.stack(fitted)
 
     def load_prices(self, prices: Sequence[Sequence[float]]) -> None:
-        """As they were saved; before hosts had prices of their own there were four."""
-        self.prices_SP = np.stack([PRIOR, PRIOR])
-        self.prices_SP[:, : len(prices[0])] = np.array(prices)
-        self._by_host = {}  # measured anew: another job, other hosts
+        """Prices that were fitted elsewhere, as the prior from now on."""
+        self.prior_SP = np.array(prices)[:, : len(PRIOR)]  # those of hosts are this job's own
+        self.prices_SP, self._hosts = self.prior_SP, None
+
+    def _prices_for(self, hosts: Sequence[int] | None, size: int, *, prior: bool = False) -> np.ndarray:
+        known = self.prior_SP if prior or (size > len(PRIOR) and _several(hosts) != self._hosts) else self.prices_SP
+        if size <= known.shape[1]:
+            return known[:, :size]
+        count = (size - known.shape[1]) // 2
+        return np.concatenate([known, np.full((2, 2 * count), PRIOR_HOST / count)], axis=1)
 
 
-def _fitted(work_NP: np.ndarray, ms_NS: np.ndarray, weight_N: np.ndarray, prior_SP: np.ndarray) -> np.ndarray:
-    pull = PULL_BETWEEN_HOSTS if work_NP[:, 4:].any() else PULL
-    return np.stack([fit_nonnegative(work_NP, ms_NS[:, s], weight_N, prior_SP[s], pull) for s in range(len(prior_SP))])
-
-
-def exchange_work(dims_W: np.ndarray, total_dims: float, batch_size: int, hosts: Sequence[int]) -> np.ndarray:
-    """[W, P]: one exchange, peers, MB sent, MB received, MB that leave and that enter the rank's host."""
-    world_size = len(hosts)
-    host_W = np.array(hosts)
-    mates_W = (host_W == host_W[:, None]).sum(axis=1)
-    host_dims_W = (dims_W * (host_W == host_W[:, None])).sum(axis=1)
+def exchange_work(
+    dims_W: np.ndarray,
+    batch_size: int,
+    hosts: Sequence[int] | None = None,
+    *,
+    slowest: int | None = None,
+    total_dims: float | None = None,
+) -> np.ndarray:
+    """[P]: one exchange, peers, MB that the rank with most dims sends, MB that ranks receive on average; then, where
+    there are several hosts, MB that leave each of them, and MB that enter each.
+    slowest: the rank that counts as that one."""
+    world_size = len(dims_W)
     mb_per_dim = batch_size / world_size * BYTES_PER_VALUE * 1e-6
-    return np.stack(
-        [
-            np.ones(world_size),
-            np.full(world_size, world_size - 1.0),
-            dims_W * mb_per_dim * (world_size - 1),
-            (total_dims - dims_W) * mb_per_dim,
-            host_dims_W * mb_per_dim * (world_size - mates_W),
-            (total_dims - host_dims_W) * mb_per_dim * mates_W * (mates_W < world_size),
-        ],
-        axis=1,
+    total = float(dims_W.sum()) if total_dims is None else total_dims
+    sent = dims_W.max() if slowest is None else dims_W[slowest]
+    received = total * (1 - 1 / world_size)
+    work = [1.0, world_size - 1.0, sent * (world_size - 1) * mb_per_dim, received * mb_per_dim]
+    hosts = _several(hosts)
+    if hosts is None:
+        return np.array(work)
+    inside_HW = np.array(hosts) == np.unique(hosts)[:, None]
+    own_H, ranks_H = inside_HW @ dims_W, inside_HW.sum(axis=1)
+    return np.concatenate(
+        [work, own_H * mb_per_dim * (world_size - ranks_H), (total - own_H).clip(0) * mb_per_dim * ranks_H]
     )
+
+
+def _several(hosts: Sequence[int] | None) -> tuple[int, ...] | None:
+    """None where all ranks are on one host."""
+    return tuple(hosts) if hosts is not None and len(set(hosts)) > 1 else None
+
+
+def _weighted_median(values: np.ndarray, weights: np.ndarray) -> float:
+    order = np.argsort(values)
+    total = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(total, total[-1] / 2)])

@@ -1,4 +1,4 @@
-"""Which plans to measure, and what to believe afterwards: `auto`'s contest where plans can be measured.
+"""Which plans to measure, and what to expect of them afterwards: `auto`'s contest where plans can be measured.
 
     candidates = measure_finalists(costs, task, candidates, measure, measure_plans=3)
     best(candidates)
@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.candidates import KICKS, MEDIUM, late
-from dlrm_autoshard.planner.evidence import Evidence
 from dlrm_autoshard.planner.greedy import KEYS
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.result import Candidate
@@ -27,7 +28,7 @@ from dlrm_autoshard.planner.search import improve, search
 from dlrm_autoshard.planner.task import PlacementTask
 
 WORTH_MEASURING = 0.003
-"""The part of a step that a plan must be expected to save before it is measured."""
+"""The part of a step that a plan must be likely enough to save (a standard deviation above the mean) to be measured."""
 Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
 
 
@@ -40,41 +41,44 @@ def measure_finalists(
     deadline: float | None = None,
 ) -> list[Candidate]:
     """All candidates and those found on the way, with what was measured and what is expected of each."""
-    believed = costs.costs_of(task)
-    evidence = Evidence(task, believed)
     profiles: dict[str, StepProfile] = {}
+    predicted = costs.costs_of(task)
 
-    def look_at(plans: Sequence[ShardingPlan]) -> float:
+    def measured(plans: Sequence[ShardingPlan]) -> float:
         started = time.perf_counter()
-        measured = measure(plans)
-        for profile in measured:
+        for profile in measure(plans):
             profiles[profile.plan.fingerprint] = profile
             costs.observe(profile, task.topology)
-        costs.learn_speed()
-        evidence.add(measured, costs.costs_of(task))
         return (time.perf_counter() - started) / len(plans)
 
     ranked = sorted(candidates, key=lambda candidate: candidate.predicted_ms)
     first = {c.plan.fingerprint: c.plan for c in (ranked[0], next(c for c in ranked if c.name in KEYS), *ranked)}
-    seconds = look_at(list(first.values())[: min(2, measure_plans)])
+    seconds = measured(list(first.values())[: min(2, measure_plans)])
     found = list(candidates)
     kicks = KICKS if len(task.units) * task.world_size <= MEDIUM else 0
     while len(profiles) < measure_plans and not late(deadline, seconds):
-        leading = min(
-            (profile.plan for profile in profiles.values()), key=lambda p: evidence.step_ms(task.ranks_from(p))
-        )
+        plans = [profile.plan for profile in profiles.values()]
+        leading = plans[int(costs.estimates(task, plans).step_ms.argmin())]
+        leading_U = task.ranks_from(leading)
+        corrected = costs.costs_of(task)
         better = [
-            improve(task, evidence.costs, task.ranks_from(leading), kicks=kicks, seed=costs.seed, deadline=deadline),
-            search(task, evidence.costs, kicks=kicks, seed=costs.seed, deadline=deadline),
+            improve(task, corrected, leading_U, kicks=kicks, seed=costs.seed, deadline=deadline),
+            search(task, corrected, kicks=kicks, seed=costs.seed, deadline=deadline),
         ]
-        rank_U = min(better, key=evidence.costs.step_ms)
-        plan = task.plan_from(rank_U)
-        hoped = evidence.costs.step_ms(rank_U)
-        if plan.fingerprint in profiles or hoped > (1 - WORTH_MEASURING) * evidence.step_ms(task.ranks_from(leading)):
+        found += [Candidate("measured+search", task.plan_from(rank_U), predicted.step_ms(rank_U)) for rank_U in better]
+        open_ = [candidate for candidate in found if candidate.plan.fingerprint not in profiles]
+        estimated = costs.estimates(task, [leading, *(candidate.plan for candidate in open_)])
+        gains = [estimated.gain(0, number + 1) for number in range(len(open_))]
+        hoped = [gain.mean + gain.std for gain in gains]
+        if not hoped or max(hoped) < WORTH_MEASURING:
             break
-        seconds = look_at([plan])
-        found.append(Candidate("measured+search", plan, believed.step_ms(rank_U)))
-    return [_judged(candidate, evidence, task, profiles.get(candidate.plan.fingerprint)) for candidate in found]
+        seconds = measured([open_[int(np.argmax(hoped))].plan])
+    found = list({candidate.plan.fingerprint: candidate for candidate in reversed(found)}.values())[::-1]
+    expected = costs.estimates(task, [candidate.plan for candidate in found]).step_ms
+    return [
+        _judged(candidate, float(ms), profiles.get(candidate.plan.fingerprint))
+        for candidate, ms in zip(found, expected, strict=True)
+    ]
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:
@@ -87,10 +91,9 @@ def order(candidate: Candidate) -> tuple[bool, float]:
     return candidate.measured_ms is None, candidate.estimate_ms
 
 
-def _judged(candidate: Candidate, evidence: Evidence, task: PlacementTask, profile: StepProfile | None) -> Candidate:
-    expected = evidence.step_ms(task.ranks_from(candidate.plan))
+def _judged(candidate: Candidate, expected_ms: float, profile: StepProfile | None) -> Candidate:
     if profile is None:
-        return replace(candidate, expected_ms=expected)
+        return replace(candidate, expected_ms=expected_ms)
     return replace(
-        candidate, expected_ms=expected, measured_ms=step_cost_ms(profile.ranks), measured_source=profile.source
+        candidate, expected_ms=expected_ms, measured_ms=step_cost_ms(profile.ranks), measured_source=profile.source
     )

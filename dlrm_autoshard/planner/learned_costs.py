@@ -2,33 +2,38 @@
 
 costs = LearnedCosts(seed=0)
 costs.learn(samples)                     # ShardSamples and CommsSamples of the micro-benchmark
-costs.observe(profile); costs.follow()   # after each epoch: what it says of the plan that runs
-costs.refine()                           # where that pays: each rank's speed, then the cost model
+costs.observe(profile)                   # after each interval: corrects predictions at once
+costs.refine()                           # where that pays: trains the cost model on what was observed
 costs.predict(task, plan)                # [W] RankCosts
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
 from dlrm_autoshard.plan import PlanError, ShardingPlan, Topology
-from dlrm_autoshard.planner.anchor import Anchor
+from dlrm_autoshard.planner.corrections import Corrections
 from dlrm_autoshard.planner.cost_model import CostModel
+from dlrm_autoshard.planner.estimates import Estimates, estimates
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.fit_costs import FitReport, fit_cost_model
-from dlrm_autoshard.planner.rank_speed import RankSpeed
 from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample, comms_of, shards_of
 from dlrm_autoshard.planner.result import RefineReport
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
 FEW_SHARDS = 100
-"""With fewer start-up shards than this, refining holds on to what was known (`_anchors`)."""
+"""With fewer start-up shards than this, refining holds on to what was known (`_rehearsed`)."""
+
+
+MOST_START_UP = 200
+"""Start-up shards that corrections are conditioned on."""
 
 
 class LearnedCosts:
@@ -38,14 +43,13 @@ class LearnedCosts:
         self.seed = seed
         self.cost_model = cost_model or CostModel(seed)
         self.exchange = ExchangeModel()
-        self.speed = RankSpeed()
-        self.anchor = Anchor()
+        self.corrections = Corrections()
         self.replay = ReplayBuffer()
         self.costs_from = "an analytic prior (bytes and lookups); nothing was measured"
 
     def costs_of(self, task: PlacementTask) -> TaskCosts:
         """The costs as far as they are known now, seen from one task."""
-        return TaskCosts(task, self.cost_model, self.exchange, self.speed, self.anchor)
+        return TaskCosts(task, self.cost_model, self.exchange, self.corrections)
 
     def learn(
         self,
@@ -64,7 +68,7 @@ class LearnedCosts:
         return self.fit_costs(updates, learning_rate, budget_seconds)
 
     def observe(self, profile: StepProfile, topology: Topology | None = None) -> None:
-        """Keeps a profile of real steps (or of the probe on these ranks) to be learned from by `refine`.
+        """Takes in a profile of real steps (or of the probe on these ranks): arithmetic, no training of networks.
 
         topology: of the ranks that were measured, where the profile does not say on which hosts they are.
         """
@@ -73,18 +77,20 @@ class LearnedCosts:
         if profile.hosts is None and topology is not None:
             profile = replace(profile, hosts=topology.hosts)
         self.replay.add_profile(profile)
+        self.corrections.observe(profile)
+        self._fit_exchange()
+        self._correct()
 
     def refine(
         self, updates: int = 300, *, learning_rate: float = 5e-4, budget_seconds: float | None = None
     ) -> RefineReport:
-        """Learns each rank's speed, then fine-tunes the cost model, on start-up samples and observed profiles."""
+        """Fine-tunes the cost model on start-up samples and observed profiles."""
         started = time.perf_counter()
         if not self.replay.profiles:
             raise PlanError("there is nothing to refine from: observe a profile first.")
         newest = self.replay.profiles[-1]
         before = self.stage_errors(newest)
         report = self.fit_costs(updates, learning_rate, budget_seconds)
-        self.follow()
         return RefineReport(
             error_before=before,
             error_after=self.stage_errors(newest),
@@ -93,16 +99,6 @@ class LearnedCosts:
             updates=report.updates,
             seconds=time.perf_counter() - started,
         )
-
-    def follow(self) -> None:
-        """Brings predictions of the plan that runs to what was measured of late: arithmetic, no fitting."""
-        self.learn_speed()
-
-        def predict(profile: StepProfile) -> np.ndarray:
-            ranks = self.predict(task_of(profile), profile.plan)
-            return np.array([[rank.stage(stage) for stage in PLANNED_STAGES] for rank in ranks])
-
-        self.anchor.learn(self.replay.profiles, predict)
 
     def stage_errors(self, profile: StepProfile) -> dict[str, float]:
         """Mean over ranks of |predicted / observed - 1|, by stage; ranks where a stage took no time are left out."""
@@ -121,34 +117,33 @@ class LearnedCosts:
 
     def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:
         """[W] times longer that each rank takes to compute the same work. expected_speed: of ranks never observed."""
-        slowness: np.ndarray = self.speed.factors_W2(world_size, expected_speed).mean(axis=1)
+        slowness: np.ndarray = self.corrections.rank_factors_W2(world_size, expected_speed).mean(axis=1)
         return slowness
+
+    def estimates(self, task: PlacementTask, plans: Sequence[ShardingPlan]) -> Estimates:
+        """What plans, legal or not, are expected to cost by all that was measured, and how sure that is."""
+        free = task.unconstrained
+        return estimates(free, self.costs_of(free), self.corrections, [free.ranks_from(plan) for plan in plans])
 
     def fit_costs(self, updates: int, learning_rate: float, budget_seconds: float | None) -> FitReport:
         """Start-up samples and observed profiles, half of the weight each where there are both."""
         samples, weights = list(self.replay.shards), [1.0] * len(self.replay.shards)
-        comms, comms_weights = list(self.replay.comms), [1.0] * len(self.replay.comms)
+        weights_of = {id(profile): weight for profile, weight in self.replay.weighted_profiles()}
         observed: list[tuple[ShardSample, float]] = []
-        observed_comms: list[tuple[CommsSample, float]] = []
-        for (profile, weight), factors in zip(self.replay.weighted_profiles(), self.learn_speed(), strict=True):
+        for profile, factors_W2 in zip(self.corrections.profiles, self.corrections.rank_factors_then(), strict=True):
             for shard in shards_of(profile):
-                forward, backward = factors.get(shard.rank or 0, (1.0, 1.0))
+                forward, backward = factors_W2[shard.rank or 0]
                 usual = replace(
                     shard, fwd_compute_ms=shard.fwd_compute_ms / forward, bwd_compute_ms=shard.bwd_compute_ms / backward
                 )
-                observed.append((usual, weight))
-            observed_comms.append((comms_of(profile), weight))
+                observed.append((usual, weights_of[id(profile)]))
         if observed and len(samples) < FEW_SHARDS:
-            anchors = self._anchors(self.replay.profiles[-1])
+            anchors = self._rehearsed(self.replay.profiles[-1])
             samples, weights = samples + anchors, weights + [1.0] * len(anchors)
         scale = _mass_for(len(samples), observed)
         samples += [shard for shard, _ in observed]
         weights += [weight * scale for _, weight in observed]
-        scale = _mass_for(len(comms), observed_comms)
-        comms += [sample for sample, _ in observed_comms]
-        comms_weights += [weight * scale for _, weight in observed_comms]
-        if comms:
-            self.exchange.fit(comms, comms_weights)
+        self._fit_exchange()
         report = fit_cost_model(
             self.cost_model,
             samples,
@@ -159,13 +154,14 @@ class LearnedCosts:
             budget_seconds=budget_seconds,
         )
         if report.samples:
+            self._correct()
             sources = sorted({profile.source for profile in self.replay.profiles})
             self.costs_from = f"a cost model fitted to {len(self.replay.shards)} start-up shards" + (
                 f" and {len(self.replay.profiles)} {' and '.join(sources)} profiles" if sources else ""
             )
         return report
 
-    def _anchors(self, profile: StepProfile) -> list[ShardSample]:
+    def _rehearsed(self, profile: StepProfile) -> list[ShardSample]:
         """Random shards of the profile's tables at the costs now predicted.
 
         A planner that started from shipped weights has few samples of its own: fine-tuned on one plan alone it would
@@ -184,21 +180,34 @@ class LearnedCosts:
             for shard, (forward, backward) in zip(shards, predicted, strict=True)
         ]
 
-    def learn_speed(self) -> list[dict[int, tuple[float, float]]]:
-        """Every rank's speed now, and its factors at the time of each observed profile."""
-        ratios, weights = [], []
-        for profile, weight in self.replay.weighted_profiles():
-            shards = shards_of(profile)
-            predicted = self.cost_model.shard_ms(shards) if shards else np.zeros((0, 2))
-            ratios.append(
-                {
-                    shard.rank or 0: (shard.fwd_compute_ms / forward, shard.bwd_compute_ms / backward)
-                    for shard, (forward, backward) in zip(shards, predicted, strict=True)
-                    if shard.fwd_compute_ms > 0 and shard.bwd_compute_ms > 0
-                }
-            )
-            weights.append(weight**3)
-        return self.speed.learn(ratios, weights)
+    def _fit_exchange(self) -> None:
+        """To start-up samples and observed profiles, half of the weight each where there are both."""
+        kept, observed = self.replay.comms, [(comms_of(p), weight) for p, weight in self.replay.weighted_profiles()]
+        scale = _mass_for(len(kept), observed)
+        weights = [1.0] * len(kept) + [weight * scale for _, weight in observed]
+        if weights:
+            self.exchange.fit([*kept, *(sample for sample, _ in observed)], weights)
+
+    def _correct(self) -> None:
+        self.corrections.fit(self.cost_model, self.exchange, self.replay.shards[-MOST_START_UP:])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "cost_model": self.cost_model.to_json(),
+            "comms": self.exchange.prior_SP.tolist(),
+            "corrections": self.corrections.to_json(),
+            "replay": self.replay.to_json(),
+            "costs_from": self.costs_from,
+        }
+
+    def load_json(self, record: Mapping[str, Any]) -> None:
+        self.cost_model.load_json(record["cost_model"])
+        self.exchange.load_prices(record["comms"])
+        self.replay = ReplayBuffer.from_json(record["replay"])
+        self.corrections.load_json(record["corrections"], self.replay.profiles)
+        self.costs_from = record["costs_from"]
+        self._fit_exchange()
+        self._correct()
 
 
 def task_of(profile: StepProfile) -> PlacementTask:

@@ -30,17 +30,17 @@ from dlrm_autoshard.planner.fit_costs import FitReport
 from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.mdp import Rollout
-from dlrm_autoshard.planner.replay import ReplayBuffer, comms_of, shards_of
+from dlrm_autoshard.planner.relabel import relabelled
+from dlrm_autoshard.planner.replay import comms_of, shards_of
 from dlrm_autoshard.planner.result import Candidate, Gain, PlanResult
 from dlrm_autoshard.planner.search import improve, search
 from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.task_costs import TaskCosts
 
 __all__ = ["ALGORITHMS", "LEARNED", "Measure", "MeasureTask", "Planner"]
 
 FEW_SWAPS = 128
 """Looked at in a round of the searches of `fit`, which need not be thorough: there are dozens."""
-UNSURE = 0.07
-"""Relative error of a gain's prediction where all work changes its rank; where a part does, that part of it."""
 MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
 
 
@@ -155,12 +155,20 @@ class Planner:
             near += [Candidate("current", task.plan_from(current_U), costs.step_ms(current_U))]
         candidates = near + self._away_from_hosts(task, deadline)
         candidates += self.makers.candidates("auto", task, costs, deadline)
+        current_T = np.array([current.rank_of[name] for name in task.names])
+        candidates = near + [self._relabelled(task, costs, c, current_T) for c in candidates[len(near) :]]
         different = {candidate.plan.fingerprint: candidate for candidate in reversed(candidates)}
         ranked = sorted(different.values(), key=lambda c: c.predicted_ms)
         kept = ranked[:most]
         if near and near[0] not in kept:
             kept[-1] = near[0]
         return [(candidate.plan, candidate.predicted_ms) for candidate in kept]
+
+    def _relabelled(
+        self, task: PlacementTask, costs: TaskCosts, candidate: Candidate, current_T: np.ndarray
+    ) -> Candidate:
+        rank_U = relabelled(task, costs, task.ranks_from(candidate.plan), current_T)
+        return replace(candidate, plan=task.plan_from(rank_U), predicted_ms=costs.step_ms(rank_U))
 
     def _away_from_hosts(self, task: PlacementTask, deadline: float | None) -> list[Candidate]:
         """For each host, a plan that leaves it empty: no single move shows what a slow link costs to all behind it."""
@@ -192,16 +200,8 @@ class Planner:
 
     def gains(self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan]) -> list[Gain]:
         """What each candidate saves over `current`, as a part of its predicted step."""
-        step_ms = self.step_costs(task)
-        current_ms = step_ms(current)
-        work = {t.name: t.embedding_dim * s.mean_pooling for t, s in zip(task.tables, task.stats, strict=True)}
-        total = sum(work.values())
-
-        def gain(candidate: ShardingPlan) -> Gain:
-            moved = sum(work[move.table] for move in current.moves_to(candidate)) / total if total > 0 else 0.0
-            return Gain(1 - step_ms(candidate) / current_ms if current_ms > 0 else 0.0, UNSURE * moved)
-
-        return [gain(candidate) for candidate in candidates]
+        found = self.costs.estimates(task, [current, *candidates])
+        return [found.gain(0, number) for number in range(1, len(candidates) + 1)]
 
     def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:
         """[W] times longer that each rank takes to compute the same work. expected_speed: of ranks never observed."""
@@ -212,24 +212,13 @@ class Planner:
     def state_dict(self) -> dict[str, Any]:
         """Everything that was learned and observed, as plain lists and numbers (JSON)."""
         return {
-            "schema": 1,
-            "cost_model": self.costs.cost_model.to_json(),
-            "comms": self.costs.exchange.prices_SP.tolist(),
-            "speed": self.costs.speed.to_json(),
-            "anchor": self.costs.anchor.to_json(),
-            "replay": self.costs.replay.to_json(),
-            "costs_from": self.costs.costs_from,
+            "schema": 2,
+            "costs": self.costs.to_json(),
             **self.makers.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("schema") != 1:
-            raise PlanError(f"the planner's state has schema {state.get('schema')}; this version reads schema 1.")
-        self.costs.cost_model.load_json(state["cost_model"])
-        self.costs.exchange.load_prices(state["comms"])
-        self.costs.speed.load_json(state["speed"])
-        if "anchor" in state:  # checkpoints of before there were any go on without
-            self.costs.anchor.load_json(state["anchor"])
-        self.costs.replay = ReplayBuffer.from_json(state["replay"])
-        self.costs.costs_from = state["costs_from"]
+        if state.get("schema") != 2:
+            raise PlanError(f"the planner's state has schema {state.get('schema')}; this version reads schema 2.")
+        self.costs.load_json(state["costs"])
         self.makers.load_state_dict(state)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from dlrm_autoshard.costs import StepRecord
 from dlrm_autoshard.errors import UserError
@@ -17,16 +17,12 @@ from dlrm_autoshard.formats.arrays import MOST
 from dlrm_autoshard.formats.json_file import FormatError, read_json
 from dlrm_autoshard.planner.replay import CommsRecord, ShardRecord
 
-Factor = Annotated[float, Field(ge=-MOST, le=MOST)]
 Price = Annotated[float, Field(ge=0, le=MOST)]
-Pair = Annotated[list[Factor], Field(min_length=2, max_length=2)]
-RankNumber = Annotated[str, Field(pattern=r"^[0-9]{1,5}$")]
 Weights = dict[str, Any]
 
 
-class AnchorRecord(TypedDict):
-    tables: dict[str, Pair]
-    exchange: dict[RankNumber, Pair]
+class CorrectionsRecord(TypedDict):
+    eras: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2)]]
 
 
 class ReplayRecord(TypedDict):
@@ -40,16 +36,21 @@ class Sequences(TypedDict):
     rnn: Weights
 
 
+class CostsRecord(TypedDict):
+    """What `LearnedCosts.to_json` gives."""
+
+    cost_model: Weights
+    comms: Annotated[list[Annotated[list[Price], Field(min_length=4, max_length=4)]], Field(min_length=2, max_length=2)]
+    corrections: CorrectionsRecord
+    replay: ReplayRecord
+    costs_from: str
+
+
 class PlannerRecord(TypedDict):
     """What `Planner.state_dict` gives."""
 
-    schema: Literal[1]
-    cost_model: Weights
-    comms: Annotated[list[Annotated[list[Price], Field(min_length=4, max_length=6)]], Field(min_length=2, max_length=2)]
-    speed: dict[RankNumber, Pair]
-    anchor: NotRequired[AnchorRecord]  # checkpoints of before there were any have none
-    replay: ReplayRecord
-    costs_from: str
+    schema: Literal[2]
+    costs: CostsRecord
     policy: Weights
     sequences: Sequences
     reference: Weights | None

@@ -1,6 +1,6 @@
-"""The cost model seen from one task: cheap predictions for any sets of its units on any of its ranks.
+"""The costs seen from one task: cheap predictions for any sets of its units on any of its ranks.
 
-    costs = TaskCosts(task, cost_model, exchange_model, rank_speed, anchor)
+    costs = TaskCosts(task, cost_model, exchange_model, corrections)
     costs.rank_ms(rank_U)                        # [W, 4] stages of every rank under a placement
     costs.step_ms(rank_U)                        # sum over stages of the slowest rank
     costs.stage_ms(sums_NK, ranks_N)             # the same for any device summaries: what search and rollouts call
@@ -16,10 +16,9 @@ from __future__ import annotations
 import numpy as np
 
 from dlrm_autoshard.costs import COMPUTE, EXCHANGE, PLANNED_STAGES, RankCost
-from dlrm_autoshard.planner.anchor import Anchor
+from dlrm_autoshard.planner.corrections import Corrections
 from dlrm_autoshard.planner.cost_model import COST, DIM, CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
-from dlrm_autoshard.planner.rank_speed import RankSpeed
 from dlrm_autoshard.planner.task import PlacementTask
 
 CHUNK = 65_536
@@ -31,35 +30,29 @@ class TaskCosts:
         task: PlacementTask,
         model: CostModel,
         exchange: ExchangeModel,
-        speed: RankSpeed,
-        anchor: Anchor | None = None,
+        corrections: Corrections | None = None,
     ) -> None:
-        anchor = anchor or Anchor()
+        corrections = corrections or Corrections()
+        world_size, topology = task.world_size, task.topology
         summary_TK = model.summaries(task.tables, task.stats, task.batch_size)
-        summary_TK[:, COST] *= anchor.factors_T2(task.names)
-        self.model, self.device_ms = model, model.device_ms
-        self.world_size = task.world_size
+        summary_TK[:, COST] *= corrections.table_factors_T2(task.tables)
+        self.device_ms = model.device_ms
+        self.launch_S = model.launch_S
+        self.world_size = world_size
+        self.summary_TK = summary_TK
         self.summary_UK = task.units.sum_over_tables(summary_TK)
-        self.factor_W2 = speed.factors_W2(task.world_size, task.topology.speed).astype(np.float32)
+        self.factor_W2 = corrections.rank_factors_W2(world_size, topology.speed).astype(np.float32)
         total_dims = float(sum(table.embedding_dim for table in task.tables))
-        base_W2, per_dim_W2 = exchange.lines(total_dims, task.batch_size, task.world_size, task.topology.hosts)
-        exchange_W2 = anchor.exchange_W2(task.world_size).astype(np.float32)
+        base_W2, per_dim_W2 = exchange.lines(total_dims, task.batch_size, world_size, topology.hosts)
+        exchange_W2 = corrections.exchange_factors_W2(world_size).astype(np.float32)
         self.comms_base_W2 = base_W2.astype(np.float32) * exchange_W2
         self.comms_per_dim_W2 = per_dim_W2.astype(np.float32) * exchange_W2
 
         def exchange_ms(dims_W: np.ndarray) -> np.ndarray:
-            ms: np.ndarray = exchange.ms(dims_W, task.batch_size, task.topology.hosts, total_dims) * exchange_W2
+            ms: np.ndarray = exchange.ms(dims_W, task.batch_size, topology.hosts) * exchange_W2
             return ms
 
-        self._exchange_ms = exchange_ms if len(task.topology.ranks_by_host) > 1 else None
-
-    def scale_exchange(self, factor_2: np.ndarray) -> None:
-        """Every rank's exchanges, forward and backward, take `factor_2` of what was predicted."""
-        self.comms_base_W2 = self.comms_base_W2 * factor_2.astype(np.float32)
-        self.comms_per_dim_W2 = self.comms_per_dim_W2 * factor_2.astype(np.float32)
-        between_hosts = self._exchange_ms
-        if between_hosts is not None:
-            self._exchange_ms = lambda dims_W: between_hosts(dims_W) * factor_2
+        self._exchange_ms = exchange_ms
 
     def stages(self, sums_NDK: np.ndarray, ranks_D: np.ndarray | slice = slice(None)) -> np.ndarray:
         """[..., 4] of the devices of ranks `ranks_D`: of all of them, in order, where nothing is said."""
@@ -82,10 +75,10 @@ class TaskCosts:
         return sums
 
     def rank_ms(self, rank_U: np.ndarray) -> np.ndarray:
+        """[W, 4]; in an exchange, which ends on all ranks at once, all take as long as the slowest."""
         sums = self.sums(rank_U)
         ms_W4 = self.stage_ms(sums, np.arange(self.world_size))
-        if self._exchange_ms is not None:  # all ranks are known here, so what crosses between hosts is, too
-            ms_W4[:, EXCHANGE] = self._exchange_ms(sums[:, DIM].ravel().astype(np.float64))
+        ms_W4[:, EXCHANGE] = self._exchange_ms(sums[:, DIM].ravel().astype(np.float64))
         return ms_W4
 
     def step_ms(self, rank_U: np.ndarray) -> float:

@@ -23,7 +23,7 @@ from dlrm_autoshard.probe.cost_log import CostLog
 from dlrm_autoshard.probe.shipped_costs import start_warm
 from dlrm_autoshard.tables import TableConfig, TableStats
 
-MOST_SHARDS = 64
+MOST_SETS, MOST_ALONE = 32, 128
 MEASURING_SHARE = 0.3  # of the budget; as much again goes to fitting, the rest to planning
 MOST_FITTED = 400  # samples of other tables in the log that are learned from
 STATS_DIFFER = 0.1  # tables whose pooling and reuse are this close to the log's are the same tables
@@ -102,7 +102,7 @@ def start_costs(
             log.append(measured)
     taken = set(map(id, known))
     others = [sample for sample in logged if id(sample) not in taken] if measured else []
-    learned: list[ShardSample | CommsSample] = [*others[-MOST_FITTED:], *known[-MOST_SHARDS:], *measured]
+    learned: list[ShardSample | CommsSample] = [*others[-MOST_FITTED:], *known[-(MOST_SETS + MOST_ALONE) :], *measured]
     if learned:
         # Known tables need only be recalled: fewer updates, so that a second start takes less than a second.
         planner.costs.learn(learned, updates=300 if measured else 60, budget_seconds=MEASURING_SHARE * budget_seconds)
@@ -113,15 +113,17 @@ def start_costs(
 def calibration_shards(
     tables: Sequence[TableConfig], stats: Sequence[TableStats], world_size: int, seed: int
 ) -> list[list[int]]:
-    """Sets of table numbers: all on one rank's share first (what plans are made of), then the heaviest alone."""
+    """Sets of table numbers, in turns: as many as a rank will own (what plans are made of), and each alone, dearest
+    first."""
     generator = np.random.default_rng(seed)
     share = max(1, round(len(tables) / world_size))
     sets: dict[tuple[int, ...], None] = {}
     heaviest = sorted(range(len(tables)), key=lambda i: -tables[i].embedding_dim * stats[i].mean_pooling)
-    for position in range(MOST_SHARDS // 2):
-        size = int(np.clip(round(share * generator.uniform(0.5, 1.5)), 1, len(tables)))
-        sets.setdefault(tuple(sorted(generator.choice(len(tables), size, replace=False).tolist())))
-        if position < len(heaviest):
+    for position in range(max(MOST_SETS, MOST_ALONE)):
+        if position < MOST_SETS:
+            size = int(np.clip(round(share * generator.uniform(0.5, 1.5)), 1, len(tables)))
+            sets.setdefault(tuple(sorted(generator.choice(len(tables), size, replace=False).tolist())))
+        if position < min(MOST_ALONE, len(heaviest)):
             sets.setdefault((heaviest[position],))
     return [list(chosen) for chosen in sets]
 

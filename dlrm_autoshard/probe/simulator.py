@@ -46,11 +46,13 @@ class SimulatedCluster:
         rank_T = np.array([plan.rank_of[table.name] for table in tables])
         done_TP = work(tables, stats, batch_size)
         dims_T = np.array([float(table.embedding_dim) for table in tables])
+        own_W = [dims_T[rank_T == rank].sum() for rank in range(plan.world_size)]
+        # A collective ends on all ranks when the slowest has sent and received.
+        exchange = max(self._exchange(own, dims_T.sum(), batch_size, plan.world_size) for own in own_W)
         ranks = []
         for rank in range(plan.world_size):
             mine = rank_T == rank
             forward, backward = self._compute(done_TP[mine])
-            exchange = self._exchange(dims_T[mine].sum(), dims_T.sum(), batch_size, plan.world_size)
             slower = self.slowdown.get(rank, 1.0)
             costs = np.array([forward * slower, exchange, 1.05 * exchange, backward * slower])
             costs *= np.exp(self.noise * self.noise_generator.standard_normal(4))

@@ -1,4 +1,4 @@
-"""The anchor: predictions of the plan that runs meet what was measured of late. Costs here are simulated."""
+"""Corrections: predictions follow what was measured at once; noise is averaged away. Costs here are simulated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def error(planner: Planner, profile: StepProfile) -> float:
 def follow(planner: Planner, *profiles: StepProfile) -> None:
     for profile in profiles:
         planner.costs.observe(profile)
-        planner.costs.follow()
 
 
 def slower(profile: StepProfile, rank: int, factor: float) -> StepProfile:
@@ -41,7 +40,7 @@ def slower(profile: StepProfile, rank: int, factor: float) -> StepProfile:
 def test_one_interval_is_enough_to_predict_the_next_and_several_average_the_noise_away(seed: int) -> None:
     planner, cluster = Planner(seed=0), SimulatedCluster(seed, noise=0.05)
     exact = SimulatedCluster(seed).profile(TABLES, STATS, EVEN, 1024)
-    assert error(planner, exact) > 0.15
+    assert error(planner, exact) > 0.1
     errors = []
     for _ in range(6):
         follow(planner, cluster.profile(TABLES, STATS, EVEN, 1024))
@@ -74,7 +73,7 @@ def test_exchanges_are_learned_rank_by_rank() -> None:
     far = replace(profile.ranks[1], fwd_comms_ms=2.5 * profile.ranks[1].fwd_comms_ms)
     follow(planner, replace(profile, ranks=(profile.ranks[0], far)))
     near, distant = planner.predict(TASK, EVEN)
-    assert distant.fwd_comms_ms / near.fwd_comms_ms == pytest.approx(far.fwd_comms_ms / profile.ranks[0].fwd_comms_ms)
+    assert distant.fwd_comms_ms / near.fwd_comms_ms == pytest.approx(2.5, rel=0.1)
 
 
 def test_an_empty_rank_is_no_division_by_zero() -> None:

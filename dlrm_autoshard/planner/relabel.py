@@ -1,0 +1,39 @@
+"""Which of several equal ranks is called what decides nothing but how much has to move.
+
+rank_U = relabelled(task, costs, rank_U, current_T)      # as cheap as before, as much as possible stays where it is
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.task_costs import TaskCosts
+
+AS_CHEAP = 1e-3
+"""Part of a step by which two placements count as equally cheap: less than any measurement tells."""
+
+
+def relabelled(task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray, current_T: np.ndarray) -> np.ndarray:
+    """Exchanges names of two ranks after another, always the pair that saves most bytes, as long as the plan stays
+    legal and as cheap. current_T: rank of each table now."""
+    bytes_T = np.array([task.table_bytes[name] for name in task.names], dtype=np.float64)
+    most_ms = costs.step_ms(rank_U) * (1 + AS_CHEAP)
+    refused: set[tuple[int, int]] = set()
+    while True:
+        stays_WW = np.zeros((task.world_size, task.world_size))
+        np.add.at(stays_WW, (rank_U[task.units.unit_of_T], current_T), bytes_T)
+        own_W = np.diag(stays_WW)
+        saved_WW = np.triu(stays_WW + stays_WW.T - own_W - own_W[:, None], k=1)
+        for one, other in refused:
+            saved_WW[one, other] = 0.0
+        one, other = (int(rank) for rank in np.unravel_index(saved_WW.argmax(), saved_WW.shape))
+        if saved_WW[one, other] <= 0:
+            return rank_U
+        name_W = np.arange(task.world_size)
+        name_W[[one, other]] = other, one
+        swapped_U = name_W[rank_U]
+        if task.allows(task.plan_from(swapped_U)) and costs.step_ms(swapped_U) <= most_ms:
+            rank_U = swapped_U
+        else:
+            refused.add((one, other))
