@@ -45,6 +45,7 @@ setup(
         "altair>=5.3",
         "vl-convert-python",
         "psutil",
+        "xxhash",
     ],
     extras_require={
         "cpu": ["torch==2.13.0", "fbgemm-gpu-cpu==1.8.0"],

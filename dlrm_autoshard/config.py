@@ -116,8 +116,10 @@ class CheckpointConfig(Section):
     enabled: bool = True
     every_steps: PositiveInt | None = None  # beside the one at each epoch's end
     every_epochs: PositiveInt = 1
+    initial: bool = True  # one of the untouched initial weights, before the first step
     keep: PositiveInt = 2
-    asynchronous: bool = False
+    asynchronous: bool = False  # written while training goes on, from a copy of the tables in host memory
+    on_error: Literal["stop", "warn"] = "stop"  # where one cannot be written: warn and train on
 
 
 class ProfileConfig(Section):

@@ -72,11 +72,11 @@ def make_runtime(rank: int, world_size: int) -> Runtime:
 
 
 @contextlib.contextmanager
-def trainer(settings: Config, runtime: Runtime, run_dir: Path) -> Iterator[Trainer]:
+def trainer(settings: Config, runtime: Runtime, run_dir: Path, **options: Any) -> Iterator[Trainer]:
     if runtime.rank == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
     runtime.barrier()
-    yield Trainer(settings, runtime, run_dir)
+    yield Trainer(settings, runtime, run_dir, **options)
     gc.collect()
 
 

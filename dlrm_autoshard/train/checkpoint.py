@@ -1,169 +1,298 @@
 """Checkpoints that outlive a kill at any moment, and load under any placement and number of ranks.
 
     checkpoints = Checkpoints(run_dir / "checkpoints", runtime, keep=2)
-    checkpoints.save(tensors, {"step": 640, ...})           # checkpoints/step_00000640
-    state = checkpoints.load(checkpoints.latest(), tensors)
+    checkpoints.save(tensors, SavedState(step=640))         # checkpoints/step_00000640
+    state, extra = checkpoints.load(path, tensors, shapes)
 
-Tensors go through torch.distributed.checkpoint under names that depend on the model alone
-(`tables.user.weight`, `dense.over_mlp.0.bias`), so that whoever owns a table later finds it. A checkpoint is written
-beside its final name and renamed when every rank is done: a folder with the final name is whole.
+    step_00000640/  manifest.json  extra.json  rank_00000.bin  rank_00001.bin      JSON and raw bytes: nothing executes
+
+Tensors have names that depend on the model alone (`tables.user.weight`, `dense.over_mlp.0.bias`), so that whoever owns
+a table later finds it. A checkpoint is written beside its final name, fsynced, and renamed when rank 0 sees every file
+of every rank: a folder with the final name is whole.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import pickle
+import os
+import platform
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from dlrm_autoshard.distributed.runtime import Runtime
-from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.records.jsonl import SCHEMA
+from dlrm_autoshard.train.digest import ALGORITHM
+from dlrm_autoshard.train.manifest import (
+    EXTRA,
+    MANIFEST,
+    SCHEMA,
+    CheckpointError,
+    DamagedCheckpoint,
+    Manifest,
+    SavedState,
+    SavedTensor,
+    bytes_digest,
+    check_shapes,
+    folder_name,
+    read_extra,
+    read_manifest,
+)
+from dlrm_autoshard.train.tensor_file import read_tensors, write_tensors
 
-_STATE, _EXTRA = "state.json", "extra.pt"
-
-
-class CheckpointError(UserError):
-    """A checkpoint that cannot be used: the message says which, and what differs."""
+T = TypeVar("T")
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder that all ranks see. Every method is a collective."""
+    """The checkpoints of one run, in one folder that all ranks see. Methods are collectives unless they say so."""
 
-    def __init__(self, folder: Path, runtime: Runtime, *, keep: int = 2, asynchronous: bool = False) -> None:
-        self.folder, self._runtime, self._keep, self._asynchronous = folder, runtime, keep, asynchronous
-        self._writing: tuple[Future[Any], Path] | None = None
-        # Of its own: a checkpoint that is written while training goes on must not mix its messages with training's.
-        self._group = dist.new_group(backend="gloo")
+    def __init__(
+        self,
+        folder: Path,
+        runtime: Runtime,
+        *,
+        keep: int = 2,
+        asynchronous: bool = False,
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        """asynchronous: `save` returns once there is a copy of the tensors in host memory, and a thread writes it."""
+        self.folder, self._keep, self._asynchronous = folder, keep, asynchronous
+        # A group of its own: what is written while training goes on must not mix its messages with training's.
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        self._ranks = replace(runtime, control=group)
+        self._thread: Thread | None = None
+        self._failure: CheckpointError | None = None
 
-    def save(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any], extra: Any = None) -> Path:
-        """state: small JSON, `step` among it. extra: anything torch.save takes, from rank 0. Returns the final path."""
+    # -- writing -----------------------------------------------------------------------------------------------------
+
+    def save(self, tensors: Mapping[str, Tensor], state: SavedState, extra: Any = None) -> Path:
+        """Returns the final path. tensors: each by one rank, or by several alike.
+        extra: JSON of any size, rank 0's. CheckpointError, with no draft left, where it cannot be written."""
         self.finish()
-        final = self.folder / f"step_{state['step']:08d}"
-        draft = final.with_name(final.name + ".tmp")
-        if self._runtime.rank == 0:
-            for left in (*self.folder.glob("*.tmp"), *self.folder.glob("*.old")):  # by a kill
-                shutil.rmtree(left)
-            draft.mkdir(parents=True)
-            (draft / _STATE).write_text(json.dumps({"schema": SCHEMA, **state}, indent=1))
-            torch.save(extra, draft / _EXTRA)
-        self._runtime.barrier()
-        writer = dcp.FileSystemWriter(str(draft), sync_files=True)
-        if self._asynchronous:
-            future = dcp.async_save(dict(tensors), storage_writer=writer, process_group=self._group)
-            self._writing = (future, final)  # type: ignore[assignment]
-        else:
-            with _said_for_people(f"checkpoint '{final}' cannot be written"):
-                dcp.save(dict(tensors), storage_writer=writer, process_group=self._group)
-            self._publish(final)
+        final, text = self.folder / folder_name(state.step), json.dumps(extra).encode()
+        if not self._asynchronous:
+            self._write(tensors, state, text, final)
+            return final
+        copies = {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
+
+        def write() -> None:
+            try:
+                self._write(copies, state, text, final)
+            except CheckpointError as error:
+                self._failure = error
+
+        self._thread = Thread(target=write, name="checkpoint", daemon=True)
+        self._thread.start()
         return final
 
     def finish(self) -> None:
-        """Waits for a checkpoint that is being written and publishes it."""
-        if self._writing is not None:
-            future, final = self._writing
-            self._writing = None
-            with _said_for_people(f"checkpoint '{final}' cannot be written"):
-                future.result()
-            self._publish(final)
+        """Waits for a checkpoint that is being written; CheckpointError where it could not be."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _write(self, tensors: Mapping[str, Tensor], state: SavedState, extra: bytes, final: Path) -> None:
+        ranks, draft = self._ranks, final.with_name(final.name + ".tmp")
+        self._on_rank_0(lambda: self._make_draft(draft), final)
+        saved: dict[str, SavedTensor] = {}
+        problem = None
+        try:
+            saved = write_tensors(draft / f"rank_{ranks.rank:05d}.bin", tensors)
+        except OSError as error:
+            problem = f"{error.strerror} (rank {ranks.rank} on '{platform.node()}')"
+        written = ranks.gather((saved, problem)) or []
+
+        def publish() -> None:
+            problems = [what for _, what in written if what is not None]
+            if problems:
+                raise OSError(0, "; ".join(problems))
+            (draft / EXTRA).write_bytes(extra)
+            _sync(draft / EXTRA)
+            manifest = _manifest(draft, state, extra, [tensors for tensors, _ in written])
+            (draft / MANIFEST).write_bytes(manifest.to_bytes())
+            for path in (draft / MANIFEST, draft):
+                _sync(path)
+            if final.exists():
+                final.rename(final.with_name(final.name + ".old"))
+            draft.rename(final)
+            _sync(self.folder)
+            _remove(final.with_name(final.name + ".old"))
+            for old in self._whole()[: -self._keep]:
+                # Out of sight first, so that a kill in mid-deletion leaves no folder that looks whole.
+                _remove(old.rename(old.with_name(old.name + ".old")))
+
+        self._on_rank_0(publish, final, draft)
+
+    def _make_draft(self, draft: Path) -> None:
+        for left in (*self.folder.glob("*.tmp"), *self.folder.glob("*.old")):  # by a kill
+            _remove(left)
+        draft.mkdir(parents=True)
+
+    def _on_rank_0(self, action: Callable[[], None], final: Path, draft: Path | None = None) -> None:
+        """CheckpointError on all ranks, and no draft left, where `action` fails there."""
+        failure = None
+        if self._ranks.rank == 0:
+            try:
+                action()
+            except OSError as error:
+                if draft is not None:
+                    _remove(draft)
+                failure = (
+                    f"checkpoint '{final}' cannot be written: {error.strerror or error}. The newest whole one: "
+                    f"{self.newest() or 'none'}. Free some space, or let training go on without by "
+                    "checkpoint.on_error: warn."
+                )
+        failure = self._ranks.broadcast(failure)
+        if failure is not None:
+            raise CheckpointError(failure)
+
+    # -- finding -----------------------------------------------------------------------------------------------------
 
     def latest(self, before: int | None = None) -> Path | None:
-        """The newest whole checkpoint (of a step below `before`), the same on every rank."""
-        found = None
-        if self._runtime.rank == 0:
-            found = self.newest(before)
-        return self._runtime.broadcast(found)
+        """The newest checkpoint (of a step below `before`), the same on every rank."""
+        return self._ranks.broadcast(self.newest(before) if self._ranks.rank == 0 else None)
 
     def newest(self, before: int | None = None) -> Path | None:
         """What `latest` finds, as this rank sees it: no collective."""
-        whole = [path for path in self._whole() if before is None or step_of(path) < before]
-        return whole[-1] if whole else None
+        found = [path for path in self._whole() if before is None or step_of(path) < before]
+        return found[-1] if found else None
+
+    def choose(self, asked: Path | None, *, fall_back: bool) -> tuple[Path | None, list[str]]:
+        """The checkpoint to start from, with what there is to say about it; no collective: rank 0's task.
+
+        asked: it, and none else. fall_back: past damaged ones to the newest that is whole, as far as its manifest and
+        the sizes of its files tell; else DamagedCheckpoint offers that one.
+        """
+        path = asked or self.newest()
+        said: list[str] = []
+        while path is not None:
+            try:
+                read_manifest(path)
+                break
+            except DamagedCheckpoint as error:
+                path, sentence = self.instead_of(path, error, fall_back=fall_back)
+                said.append(sentence)
+        return path, said
+
+    def instead_of(self, path: Path, damage: DamagedCheckpoint, *, fall_back: bool) -> tuple[Path, str]:
+        """The next older checkpoint, and a sentence that it is taken. DamagedCheckpoint, which offers it, where it is
+        not to be taken; no collective."""
+        older = self.newest(before=step_of(path))
+        if older is None:
+            raise DamagedCheckpoint(f"{damage} There is no checkpoint before it: start a new run.")
+        if not fall_back:
+            raise DamagedCheckpoint(f"{damage} The one before it: --resume {older}")
+        return older, f"{damage} Continuing from the one before it, '{older}'."
+
+    def set_aside_after(self, step: int) -> list[str]:
+        """Renames checkpoints of later steps, which are of training that will now be done otherwise, so that no start
+        takes them for its own. Returns sentences; no collective: rank 0's task."""
+        said = []
+        for path in self._whole():
+            if step_of(path) > step:
+                names = (path.with_name(f"{path.name}.set_aside{n or ''}") for n in range(10_000))
+                aside = path.rename(next(name for name in names if not name.exists()))
+                said.append(f"'{path.name}' is of a later step; set aside as '{aside}'.")
+        return said
+
+    def _whole(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("step_*") if path.name.removeprefix("step_").isdigit())
+
+    # -- loading -----------------------------------------------------------------------------------------------------
 
     def load(
         self, path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
-    ) -> tuple[dict[str, Any], Any]:
+    ) -> tuple[SavedState, Any]:
         """Fills `tensors` (this rank's) in place; returns (state, extra). shapes: of every tensor of the model.
 
-        CheckpointError, with nothing loaded, where the checkpoint is of another model.
+        CheckpointError, with nothing loaded, where it is of another model; DamagedCheckpoint, on all ranks and perhaps
+        with some tensors loaded, where its bytes are not those that were written.
         """
-        state = read_state(path)
+
+        def check() -> tuple[Manifest, Any]:
+            manifest = read_manifest(path)
+            check_shapes(path, manifest.shapes(), shapes)
+            for name, tensor in tensors.items():
+                if str(tensor.dtype) != f"torch.{manifest.tensors[name].dtype}":
+                    raise CheckpointError(
+                        f"checkpoint '{path}' is of another model: {name} is {manifest.tensors[name].dtype}, the "
+                        f"model's is {str(tensor.dtype).removeprefix('torch.')}. Nothing was loaded."
+                    )
+            return manifest, read_extra(path, manifest)
+
+        manifest, extra = self._on_all_ranks(check)
+        self._on_all_ranks(lambda: read_tensors(path, manifest, tensors))
+        return manifest.state, extra
+
+    def _on_all_ranks(self, action: Callable[[], T]) -> T:
+        """Its result here; where it fails on any rank, the first such rank's error on every one."""
+        result, failure = None, None
         try:
-            saved = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"checkpoint '{path}' cannot be read: {error}") from error
-        check_shapes(path, {name: tuple(value.size) for name, value in saved.items()}, shapes)  # type: ignore[union-attr]
-        with _said_for_people(f"checkpoint '{path}' cannot be read"):
-            dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(str(path)), process_group=self._group)
-            extra = torch.load(path / _EXTRA, weights_only=False, map_location="cpu")
-        return state, extra
-
-    def _publish(self, final: Path) -> None:
-        self._runtime.barrier()
-        if self._runtime.rank == 0:
-            if final.exists():
-                final.rename(final.with_name(final.name + ".old"))
-            final.with_name(final.name + ".tmp").rename(final)
-            shutil.rmtree(final.with_name(final.name + ".old"), ignore_errors=True)
-            for old in self._whole()[: -self._keep]:
-                # Out of sight first, so that a kill in mid-deletion leaves no folder that looks whole.
-                shutil.rmtree(old.rename(old.with_name(old.name + ".old")))
-        self._runtime.barrier()
-
-    def _whole(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("step_*") if path.suffix == "")
+            result = action()
+        except CheckpointError as error:
+            failure = error
+        failures = [error for error in self._ranks.all_gather(failure) if error is not None]
+        if failures:
+            raise failures[0]
+        return result  # type: ignore[return-value]
 
 
-@contextlib.contextmanager
-def _said_for_people(what: str) -> Iterator[None]:
-    """torch.distributed.checkpoint's errors hold every rank's traceback; people need the last line of each."""
+def run_and_checkpoint(resume: str | None) -> tuple[str | None, Path | None]:
+    """What --resume asks for: RUN/checkpoints/step_00000400 is that checkpoint of RUN; else the newest of a run."""
+    path = Path(resume or "").absolute()
+    if resume and path.name.startswith("step_") and path.parent.name == "checkpoints":
+        return str(path.parents[1]), path
+    return resume, None
+
+
+def _manifest(draft: Path, state: SavedState, extra: bytes, saved: list[dict[str, SavedTensor]]) -> Manifest:
+    """OSError where this rank does not see, whole, what the others have written."""
+    tensors: dict[str, SavedTensor] = {}
+    sizes = {EXTRA: len(extra)}
+    for rank, own in enumerate(saved):
+        name = f"rank_{rank:05d}.bin"
+        sizes[name] = sum(chunk.bytes for tensor in own.values() for chunk in tensor.chunks)
+        found = (draft / name).stat().st_size if (draft / name).exists() else None
+        if found != sizes[name]:
+            what = "no such file" if found is None else f"{found} bytes"
+            raise OSError(0, f"rank {rank} has written {sizes[name]} bytes to '{name}', rank 0 sees {what}")
+        tensors = own | tensors  # the lowest rank's, where several have one
+    return Manifest(
+        schema=SCHEMA,
+        state=state,
+        algorithm=ALGORITHM,
+        files=sizes,
+        extra=bytes_digest(extra),
+        tensors=tensors,
+    )
+
+
+def step_of(path: Path) -> int:
+    digits = path.name.removeprefix("step_")
+    return int(digits) if digits.isdigit() else -1
+
+
+def _sync(path: Path) -> None:
+    """Until it is on disk; of a folder: its names."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        yield
-    except dcp.api.CheckpointException as error:
-        reasons = {f"{type(e).__name__}: {e}" for e, _ in error.failures.values()}
-        ranks = ", ".join(str(rank) for rank in sorted(error.failures))
-        raise CheckpointError(f"{what} on rank(s) {ranks}: {'; '.join(sorted(reasons))}") from error
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{what}: {error}") from error
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
-
-
-def check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    missing, foreign = sorted(set(wanted) - set(saved)), sorted(set(saved) - set(wanted))
-    other = [
-        f"{name} is {list(saved[name])}, the model has {list(wanted[name])}"
-        for name in sorted(set(wanted) & set(saved))
-        if saved[name] != tuple(wanted[name])
-    ]
-    differences = [f"{name} is not in it" for name in missing] + [f"{name} is not in the model" for name in foreign]
-    check_same(path, other + differences)
-
-
-def check_same(path: Path, differences: Sequence[str]) -> None:
-    """CheckpointError where there are any between a checkpoint and the model."""
-    if differences:
-        more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
-        raise CheckpointError(
-            f"checkpoint '{path}' is of another model: {'; '.join(differences[:5])}{more}. Nothing was loaded. "
-            "Use the config it was made with (config.yaml in its run directory), or start a new run."
-        )
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """The small facts of a checkpoint: step, epoch, plan and so on."""
-    try:
-        state: dict[str, Any] = json.loads((path / _STATE).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint '{path}' cannot be read: {error}") from error
-    return state
+def _remove(path: Path) -> None:
+    """A folder, or somebody's link to one."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)

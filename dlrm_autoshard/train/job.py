@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dlrm_autoshard.autoshard.initial_plan import Placement, place
+from dlrm_autoshard.autoshard.initial_plan import Placement, from_rank_0, place
 from dlrm_autoshard.autoshard.resharding import Resharding
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import Split
@@ -25,6 +25,8 @@ from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.model.dlrm import make_model
 from dlrm_autoshard.records.jsonl import drop_after_step
 from dlrm_autoshard.train.checkpoint import Checkpoints
+from dlrm_autoshard.train.manifest import DamagedCheckpoint
+from dlrm_autoshard.train.random_state import seed_all
 from dlrm_autoshard.train.sizes import check_sizes
 from dlrm_autoshard.train.state import Position, TrainingState, plan_of
 
@@ -32,15 +34,31 @@ from dlrm_autoshard.train.state import Position, TrainingState, plan_of
 class Job:
     """position: where training goes on. total_steps: those done (perhaps on another number of ranks) and to come."""
 
-    def __init__(self, config: Config, runtime: Runtime, run_dir: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        run_dir: Path,
+        checkpoint: Path | None = None,
+        *,
+        fall_back: bool = True,
+    ) -> None:
+        """checkpoint: to start from; None: the newest. fall_back: where that is damaged, to the one before it."""
+        seed_all(config.run.seed, runtime.rank)
         self.config, self.runtime, self.run_dir = config, runtime, run_dir
         self.source = open_source(config.data, config.tables)
         check_sizes(config, self.source, runtime.world_size, free_memory())
         self.global_batch = config.train.batch_size * runtime.world_size
         self.checkpoints = Checkpoints(
-            run_dir / "checkpoints", runtime, keep=config.checkpoint.keep, asynchronous=config.checkpoint.asynchronous
+            run_dir / "checkpoints",
+            runtime,
+            keep=config.checkpoint.keep,
+            asynchronous=config.checkpoint.asynchronous,
+            timeout_seconds=config.run.collective_timeout_seconds,
         )
-        self.resumed_from = self.checkpoints.latest()
+        self.resumed_from, self.notes = from_rank_0(
+            runtime, lambda: self.checkpoints.choose(checkpoint, fall_back=fall_back)
+        )
         current = plan_of(self.resumed_from, self.source.tables)
         self.placement: Placement = place(config, runtime, self.source, current=current)
         self.embeddings = ShardedEmbeddings(
@@ -81,9 +99,24 @@ class Job:
             self.resharding,
             self.placement.stats,
         )
-        self.position = Position() if self.resumed_from is None else self.state.resume(self.resumed_from)
+        self.position = self._resume(fall_back)
         forget_after(run_dir, runtime, -1 if self.resumed_from is None else self.position.step)
         self.total_steps = self._count_steps()
+
+    def _resume(self, fall_back: bool) -> Position:
+        checkpoints, runtime = self.checkpoints, self.runtime
+        while self.resumed_from is not None:
+            damaged = self.resumed_from
+            try:
+                position = self.state.resume(damaged)
+            except DamagedCheckpoint as damage:
+                older = partial(checkpoints.instead_of, damaged, damage, fall_back=fall_back)
+                self.resumed_from, note = from_rank_0(runtime, older)
+                self.notes.append(note)
+            else:
+                self.notes += from_rank_0(runtime, partial(checkpoints.set_aside_after, position.step))
+                return position
+        return Position()
 
     def _count_steps(self) -> int:
         samples, position, train = self.source.num_samples("train"), self.position, self.config.train

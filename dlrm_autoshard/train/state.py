@@ -6,6 +6,7 @@ position = state.resume(checkpoint)                          # weights, both opt
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,9 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.tables import TableConfig, TableStats
-from dlrm_autoshard.train.checkpoint import Checkpoints, check_same, read_state
+from dlrm_autoshard.train.checkpoint import Checkpoints
+from dlrm_autoshard.train.manifest import CheckpointError, SavedState, check_same, read_manifest
+from dlrm_autoshard.train.random_state import random_state, restore_random_state
 
 
 class TrainError(UserError):
@@ -53,36 +56,43 @@ class TrainingState:
 
     def save(self, position: Position) -> None:
         self._check_weights(position)
-        state = {
-            "step": position.step,
-            "epoch": position.epoch,
-            "sample": position.sample,
-            "plan": self.embeddings.plan.to_json(),
-            "table_updates": self.embeddings.updates,
-            "optimizer_steps": self.dense.optimizer_steps,
+        state = SavedState(
+            step=position.step,
+            epoch=position.epoch,
+            sample=position.sample,
+            plan=self.embeddings.plan.to_json(),
+            table_updates=self.embeddings.updates,
+            optimizer_steps=self.dense.optimizer_steps,
+        )
+        extra: dict[str, Any] = {
+            "random": self.runtime.gather(random_state(self.runtime.device)),
+            "stats": [stats.to_json() for stats in self.stats],
         }
-        extra: dict[str, Any] = {"rng": torch.get_rng_state(), "stats": self.stats}
         if self.planner is not None:
             extra["planner"] = self.planner.state_dict()
         if self.resharding is not None:
             extra["resharding"] = self.resharding.state_dict()
-        self.checkpoints.save(self.tensors(), state, extra)
+        replicated = {} if self.runtime.rank == 0 else dict(self.dense.named_tensors())
+        own = {name: value for name, value in self.tensors().items() if name not in replicated}
+        self.checkpoints.save(own, state, extra)
 
     def resume(self, checkpoint: Path) -> Position:
         state, extra = self.checkpoints.load(checkpoint, self.tensors(), self._shapes())
-        self.embeddings.set_updates(state["table_updates"])
-        self.dense.set_optimizer_steps(state["optimizer_steps"])
-        torch.set_rng_state(extra["rng"])
-        self.stats = extra["stats"]
+        self.embeddings.set_updates(state.table_updates)
+        self.dense.set_optimizer_steps(state.optimizer_steps)
+        if self.runtime.rank < len(extra["random"]):
+            restore_random_state(extra["random"][self.runtime.rank], self.runtime.device)
+        self.stats = tuple(TableStats.from_json(stats) for stats in extra["stats"])
         if self.planner is not None and "planner" in extra:
             self.planner.load_state_dict(extra["planner"])
         if self.resharding is not None and extra.get("resharding"):
             self.resharding.load_state_dict(extra["resharding"])
-        return Position(state["epoch"], state["sample"], state["step"])
+        return Position(state.epoch, state.sample, state.step)
 
     def last_good(self, before: int) -> str:
         """A sentence: the newest checkpoint of a step below `before`, and what to try."""
-        self.checkpoints.finish()
+        with contextlib.suppress(CheckpointError):
+            self.checkpoints.finish()
         return (
             f"Last good checkpoint: {self.checkpoints.latest(before) or 'none'}. "
             "Lower the learning rates, warm up longer, or look at the data; train.on_nan: skip leaves such batches out."
@@ -126,7 +136,10 @@ def plan_of(checkpoint: Path | None, tables: Sequence[TableConfig]) -> ShardingP
     """The plan under which a checkpoint of these tables was written."""
     if checkpoint is None:
         return None
-    plan = ShardingPlan.from_json(read_state(checkpoint)["plan"])
+    saved = read_manifest(checkpoint).state.plan
+    if saved is None:
+        return None
+    plan = ShardingPlan.from_json(saved)
     check_same(
         checkpoint,
         [f"table '{table.name}' is not in it" for table in tables if table.name not in plan.rank_of]

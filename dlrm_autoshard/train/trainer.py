@@ -8,7 +8,7 @@ Reading order: `train` -> `Trainer.run` -> `_train_epoch` -> distributed/step.py
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,13 +25,14 @@ from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.records.epoch import EpochProfile
 from dlrm_autoshard.train.callbacks import Callback, make_callbacks
-from dlrm_autoshard.train.checkpoint import step_of
+from dlrm_autoshard.train.checkpoint import run_and_checkpoint, step_of
 from dlrm_autoshard.train.display import Display, describe
 from dlrm_autoshard.train.evaluation import evaluate
 from dlrm_autoshard.train.job import Job
 from dlrm_autoshard.train.journal import Journal
 from dlrm_autoshard.train.loss_watch import LossWatch
 from dlrm_autoshard.train.lr_schedule import lr_scale
+from dlrm_autoshard.train.manifest import CheckpointError
 from dlrm_autoshard.train.opening import open_run
 from dlrm_autoshard.train.run_directory import claimed_run_dir, job_of_this_process, record_start
 from dlrm_autoshard.train.stop_signals import Stopped, StopSignals
@@ -50,16 +51,18 @@ class TrainResult:
 def train(config: Config, resume: str | None = None) -> TrainResult:
     """Runs a job on this rank, from its config to its last evaluation.
 
-    resume: None starts a new run; "" continues the newest run of the config's name; else the run directory to continue.
-    A job that is started again continues by itself. SIGINT and SIGTERM end it with a checkpoint, and raise `Stopped`.
+    resume: None starts a new run; "" continues the newest run of the config's name; else the run directory to continue,
+    or a checkpoint in one. A job that is started again continues by itself, past checkpoints that are damaged. SIGINT
+    and SIGTERM end it with a checkpoint, and raise `Stopped`.
     """
     with StopSignals() as signals:
         try:
             with Runtime.start(config.run) as runtime, ExitStack() as held:
                 job = frozenset(filter(None, runtime.all_gather(job_of_this_process())))
-                claim = claimed_run_dir(config, resume, job)
+                run, checkpoint = run_and_checkpoint(resume)
+                claim = claimed_run_dir(config, run, job)
                 run_dir = from_rank_0(runtime, lambda: held.enter_context(claim))
-                trainer = Trainer(config, runtime, run_dir, signals)
+                trainer = Trainer(config, runtime, run_dir, signals, checkpoint, fall_back=resume is None)
                 from_rank_0(runtime, lambda: record_start(run_dir, config, runtime.world_size))
                 return trainer.run()
         except RankFailure as failure:
@@ -73,9 +76,18 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
 class Trainer(Job):
     """A job that runs, and says what it does."""
 
-    def __init__(self, config: Config, runtime: Runtime, run_dir: Path, signals: StopSignals | None = None) -> None:
-        """signals: those that end the job between two steps."""
-        super().__init__(config, runtime, run_dir)
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        run_dir: Path,
+        signals: StopSignals | None = None,
+        checkpoint: Path | None = None,
+        *,
+        fall_back: bool = True,
+    ) -> None:
+        """signals: those that end the job between two steps. checkpoint, fall_back: as a `Job` takes them."""
+        super().__init__(config, runtime, run_dir, checkpoint, fall_back=fall_back)
         self.signals = signals or StopSignals()
         self.recorder = Recorder(run_dir, runtime, self.embeddings, self.clock)
         callbacks: list[Callback] = []
@@ -101,7 +113,7 @@ class Trainer(Job):
                     if not self.out_of_steps:
                         self._evaluate(self.split_between_epochs)
                 self._evaluate("test")
-                self.checkpoints.finish()
+                self._written(self.checkpoints.finish)
             with self.display:
                 self._finish()
         except Stopped as stopped:
@@ -176,9 +188,11 @@ class Trainer(Job):
                 self.display, self.run_dir, self.placement, self.source.tables, self.state.stats,
                 step=position.step, steps=steps,
             )  # fmt: skip
-        if self.resumed_from is None:
+        for note in self.notes:
+            self.display.line(note)
+        if self.resumed_from is None and self.config.checkpoint.initial:
             self._save()  # so that there is always a good one to name and to go back to
-        elif position.step and position.sample == 0 and not self.out_of_steps:
+        if position.step and position.sample == 0 and not self.out_of_steps:
             self._evaluate(self.split_between_epochs)  # its checkpoint came first, so a kill may have come between
 
     def _train_step(self, *, sampled: bool) -> None:
@@ -219,7 +233,16 @@ class Trainer(Job):
     def _save(self) -> None:
         if self.config.checkpoint.enabled:
             with self._timed("checkpoints"):
-                self.state.save(self.position)
+                self._written(self.checkpoints.finish)
+                self._written(lambda: self.state.save(self.position))
+
+    def _written(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except CheckpointError as error:
+            if self.config.checkpoint.on_error == "stop":
+                raise
+            self.display.line(f"step {self.position.step}  {error}")
 
     def _close_interval(self) -> None:
         """Writes what was measured, then decides on moves."""
@@ -275,11 +298,11 @@ class Trainer(Job):
         """After a signal that any rank was sent. A collective."""
         received = [number for number in self.runtime.all_gather(self.signals.received) if number is not None]
         if received:
-            self.checkpoints.finish()
+            self._written(self.checkpoints.finish)
             newest = self.checkpoints.latest()
             if newest is None or step_of(newest) != self.position.step:
                 self._save()
-                self.checkpoints.finish()
+                self._written(self.checkpoints.finish)
             raise Stopped(received[0])
 
     def _until_asked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
