@@ -20,6 +20,7 @@ from types import TracebackType
 
 from dlrm_autoshard.data.batch import Batch, DataSource, Split
 from dlrm_autoshard.data.id_check import IdCheck, OnBadId
+from dlrm_autoshard.data.label_check import check_labels
 
 
 class Loader:
@@ -102,7 +103,10 @@ class Loader:
         first = start + min(num_samples, self._rank * share)
         last = start + min(num_samples, (self._rank + 1) * share)
         batch = self._source.read(self._split, self._epoch, first, last)
-        batch = self._check(
-            batch, lambda sample: f"sample {first + sample} (from 0) of split '{self._split}' in epoch {self._epoch}"
-        )
+
+        def describe(sample: int) -> str:
+            return f"sample {first + sample} (from 0) of split '{self._split}' in epoch {self._epoch}"
+
+        batch = self._check(batch, describe)
+        check_labels(batch, describe)
         return batch.padded_to(share, num_samples)
