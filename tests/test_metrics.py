@@ -37,8 +37,12 @@ def formulas(predictions: list[float], labels: list[int]) -> dict[str, float]:
 @given(st.lists(st.tuples(st.integers(1, 19).filter(lambda p: p != 10), st.booleans()), min_size=1, max_size=30))
 def test_metrics_are_their_formulas(samples: list[tuple[int, bool]]) -> None:
     predictions, labels = [p / 20 for p, _ in samples], [int(y) for _, y in samples]
-    seen = binary_metrics(torch.tensor(predictions, dtype=torch.float64), torch.tensor(labels).float())
+    seen = binary_metrics(torch.logit(torch.tensor(predictions, dtype=torch.float64)), torch.tensor(labels).float())
     assert seen == pytest.approx(formulas(predictions, labels), abs=1e-6)
+
+
+def test_a_sure_and_wrong_prediction_costs_what_its_logit_says() -> None:
+    assert binary_metrics(torch.tensor([300.0, -300.0]), torch.tensor([0.0, 1.0]))["logloss"] == pytest.approx(300.0)
 
 
 def test_no_sample_has_no_metric() -> None:
@@ -55,7 +59,7 @@ def evaluate(rank: int, world_size: int, run_dir: Path) -> tuple[list[float], li
         made.run()
         source = open_source(made_with.data, made_with.tables)
         batch = source.read("test", 0, 0, 101)
-        probabilities = predict(made.step.model, made.embeddings, batch, autocast=False)
+        probabilities = torch.sigmoid(predict(made.step.model, made.embeddings, batch, autocast=False))
         return probabilities.tolist(), batch.labels_B.int().tolist()
 
 

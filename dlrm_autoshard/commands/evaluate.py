@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.train.saved_model import saved_model
 
     with saved_model(arguments.model, arguments.checkpoint) as saved:
-        metrics = binary_metrics(*saved.predictions(arguments.split))
+        metrics = binary_metrics(*saved.logits(arguments.split))
         step = saved.position.step
     if arguments.json:
         print(json.dumps({"step": step, "split": arguments.split, **metrics}, indent=1))
@@ -55,8 +55,8 @@ def run_predict(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.train.saved_model import saved_model
 
     with saved_model(arguments.model, arguments.checkpoint) as saved:
-        probabilities, _ = saved.predictions(arguments.split)
+        logits, _ = saved.logits(arguments.split)
     with arguments.out.open("wb") as file:
-        np.save(file, probabilities.numpy())
-    print(f"{len(probabilities):,} predictions: {arguments.out}")
+        np.save(file, logits.sigmoid().numpy())
+    print(f"{len(logits):,} predictions: {arguments.out}")
     return 0

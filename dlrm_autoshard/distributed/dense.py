@@ -36,7 +36,8 @@ class DataParallelDense:
         self._link = connect(group) if shared_memory and device.type == "cpu" else None
         parameters = list(module.parameters())
         size = sum(parameter.numel() for parameter in parameters)
-        self.flat = nn.Parameter(torch.cat([parameter.detach().reshape(-1) for parameter in parameters]))
+        empty = torch.zeros(0, device=device)  # for a module without parameters
+        self.flat = nn.Parameter(torch.cat([empty, *(parameter.detach().reshape(-1) for parameter in parameters)]))
         self.gradient = torch.zeros(size + 2, device=device)
         self.stop_asked = False  # set it where this rank wants the job to end
         self.stop_agreed = False  # after a step: whether any rank wanted it; on all ranks alike
@@ -51,6 +52,22 @@ class DataParallelDense:
             start = end
         self.flat.grad = self.gradient[:-2]
         self.optimizer = make_optimizer(self.flat, config)
+        kept = module.state_dict().keys() - self._views.keys()
+        self._buffers = {name: buffer for name, buffer in module.named_buffers() if name in kept}
+
+    def broadcast(self) -> None:
+        """Rank 0's weights and buffers, on every rank."""
+        dist.broadcast(self.flat.data, src=0, group=self._group)
+        self.broadcast_buffers()
+
+    def broadcast_buffers(self) -> None:
+        """Rank 0's: BatchNorm's statistics, say, which each rank gathers from its own samples."""
+        for buffer in self._buffers.values():
+            dist.broadcast(buffer, src=0, group=self._group)
+
+    def fingerprint(self) -> int:
+        """The same for the same weights, bit by bit; any single change changes it."""
+        return int(self.flat.data.view(torch.int32).sum(dtype=torch.int64))
 
     def zero_gradient(self) -> None:
         self.gradient.zero_()
@@ -93,6 +110,8 @@ class DataParallelDense:
         """Live views of everything a checkpoint needs, by names that depend on the model alone."""
         for name in self._views:
             yield f"dense.{name}", self._view(self.flat.data, name)
+        for name, buffer in self._buffers.items():
+            yield f"dense_buffers.{name}", buffer
         for state, value in self.optimizer.state[self.flat].items():
             if isinstance(value, Tensor) and value.dim() > 0:
                 for name in self._views:

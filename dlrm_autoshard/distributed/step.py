@@ -119,7 +119,8 @@ class TrainStep:
                 gradients = self._settle(embeddings.send_gradients(_taken_gradient(pooled), model.room))
                 del pooled
             with clock.stage("dense_bwd"):
-                bottom.backward(bottom_leaf.grad)
+                if bottom.requires_grad:  # one without parameters has nothing to learn
+                    bottom.backward(bottom_leaf.grad)
             reduced = None
             if self._overlaps:
                 if following_ids is not None:
@@ -187,10 +188,10 @@ def share_of_loss(logits_B: Tensor, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def predict(model: DenseArch, embeddings: ShardedEmbeddings, batch: Batch, *, autocast: bool) -> Tensor:
-    """Probabilities [size] of the batch's real samples. A collective: every rank calls it for every batch."""
+    """Logits [size] of the batch's real samples. A collective: every rank calls it for every batch."""
     batch = embeddings.dense_on_device(batch)
     local = embeddings.lookup(embeddings.distribute(batch).finish(), training=False)
     pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait(), model.room)
     with torch.autocast(embeddings.device.type, torch.bfloat16, enabled=autocast):
         logits = model.top(model.bottom(batch.dense_BF), pooled)
-    return torch.sigmoid(logits[: batch.size].float())
+    return logits[: batch.size].float()

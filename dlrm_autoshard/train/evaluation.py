@@ -5,9 +5,11 @@ metrics = evaluate(model, embeddings, loader, runtime, autocast=False)     # a c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
@@ -20,12 +22,25 @@ from dlrm_autoshard.train.metrics import binary_metrics
 def evaluate(
     model: DenseArch, embeddings: ShardedEmbeddings, batches: Iterable[Batch], runtime: Runtime, *, autocast: bool
 ) -> dict[str, float]:
-    """batches: this rank's slices, as many on every rank."""
-    predictions, labels = [], []
-    for batch in batches:
-        predictions.append(predict(model, embeddings, batch, autocast=autocast).cpu())
-        labels.append(batch.labels_B[: batch.size])
-    gathered = runtime.gather((torch.cat(predictions), torch.cat(labels)))
+    """batches: this rank's slices, as many on every rank. Dropout is off, BatchNorm uses its running statistics."""
+    logits, labels = [], []
+    with evaluating(model):
+        for batch in batches:
+            logits.append(predict(model, embeddings, batch, autocast=autocast).cpu())
+            labels.append(batch.labels_B[: batch.size])
+    gathered = runtime.gather((torch.cat(logits), torch.cat(labels)))
     if gathered is None:
         return {}
     return binary_metrics(torch.cat([p for p, _ in gathered]), torch.cat([y for _, y in gathered]))
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode in here; afterwards what was in training mode is again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

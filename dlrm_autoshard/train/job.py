@@ -24,6 +24,7 @@ from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.model.dlrm import make_model
 from dlrm_autoshard.records.jsonl import drop_after_step
+from dlrm_autoshard.train.agreement import agree_on_dense
 from dlrm_autoshard.train.checkpoint import Checkpoints
 from dlrm_autoshard.train.manifest import DamagedCheckpoint
 from dlrm_autoshard.train.random_state import seed_all
@@ -75,6 +76,7 @@ class Job:
         )
         model = make_model(self.source.num_dense, self.embeddings.output_tables, config.model, config.run.seed)
         self.dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
+        agree_on_dense(self.dense, runtime)
         self.clock = StageClock(runtime.device, runtime.control if runtime.device.type == "cpu" else runtime.group)
         self.autocast = config.train.dense_dtype == "bf16"
         torch.backends.cuda.matmul.allow_tf32 = config.train.tf32

@@ -27,6 +27,17 @@ class LossWatch:
             self._stop(f"is {loss} at", steps_done)
         return loss
 
+    def compare_replicas(self, steps_done: int) -> None:
+        """TrainError where the dense weights are not the same on all ranks, bit by bit. A collective."""
+        fingerprints = self._runtime.all_gather(self._step.dense.fingerprint())
+        other = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
+        if other:
+            raise TrainError(
+                f"the dense weights of rank(s) {', '.join(map(str, other))} are not those of rank 0 after step "
+                f"{steps_done - 1}: a rank's memory or arithmetic is at fault, or the model's code changes them on one "
+                f"rank only. {self._state.last_checkpoint(steps_done)}"
+            )
+
     def updated(self) -> None:
         """The last step's batch was learned from."""
         self._left_out = 0

@@ -7,16 +7,18 @@ from torch import Tensor
 from torchmetrics.functional.classification import binary_accuracy, binary_auroc
 
 
-def binary_metrics(predictions: Tensor, labels: Tensor) -> dict[str, float]:
-    """predictions: probabilities [N]; labels: 0 or 1 [N], of all ranks.
+def binary_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """logits: [N]; labels: 0 or 1 [N], of all ranks.
 
     ne: logloss over the entropy of the mean label (He et al. 2014, section 3); calibration: mean prediction over mean
     label. Where only one class occurs, what is not defined is left out.
     """
     if len(labels) == 0:
         return {}
-    predictions, labels = predictions.double(), labels.double()
-    logloss = float(torch.nn.functional.binary_cross_entropy(predictions, labels))
+    logits, labels = logits.double(), labels.double()
+    predictions = torch.sigmoid(logits)
+    # From logits: a sure and wrong prediction costs what it costs, where log(1 - sigmoid) would be cut off at 100.
+    logloss = float(torch.nn.functional.binary_cross_entropy_with_logits(logits, labels))
     result = {"logloss": logloss, "accuracy": float(binary_accuracy(predictions, labels.long()))}
     base = labels.mean()
     if 0 < base < 1:

@@ -1,7 +1,7 @@
 """A trained model, read from a run in one process: to evaluate, to predict with, to take elsewhere.
 
 with saved_model(Path("runs/mine")) as model:
-    model.predictions("test")                    # [S] probabilities and [S] labels
+    model.logits("test")                         # [S] logits and [S] labels
 export = PlainModel(model)                       # an nn.Module of nn.EmbeddingBags and the dense part
 """
 
@@ -42,8 +42,8 @@ class SavedModel:
     dense: DenseArch
     position: Position
 
-    def predictions(self, split: Split) -> tuple[Tensor, Tensor]:
-        """Probabilities [S] and labels [S] of the split's samples, in order."""
+    def logits(self, split: Split) -> tuple[Tensor, Tensor]:
+        """Logits [S] and labels [S] of the split's samples, in order."""
         if self.source.num_samples(split) == 0:
             raise UserError(f"the data has no samples in split '{split}'.")
         batch_size = self.config.train.eval_batch_size or self.config.train.batch_size

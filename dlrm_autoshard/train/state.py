@@ -55,6 +55,7 @@ class TrainingState:
     stats: Sequence[TableStats]
 
     def save(self, position: Position) -> None:
+        self.dense.broadcast_buffers()  # all go on with what is saved
         self._check_weights(position)
         state = SavedState(
             step=position.step,
@@ -91,12 +92,15 @@ class TrainingState:
 
     def last_good(self, before: int) -> str:
         """A sentence: the newest checkpoint of a step below `before`, and what to try."""
-        with contextlib.suppress(CheckpointError):
-            self.checkpoints.finish()
         return (
-            f"Last good checkpoint: {self.checkpoints.latest(before) or 'none'}. "
+            f"{self.last_checkpoint(before)} "
             "Lower the learning rates, warm up longer, or look at the data; train.on_nan: skip leaves such batches out."
         )
+
+    def last_checkpoint(self, before: int) -> str:
+        with contextlib.suppress(CheckpointError):
+            self.checkpoints.finish()
+        return f"Last good checkpoint: {self.checkpoints.latest(before) or 'none'}."
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything this rank saves and loads, by names that no placement changes."""

@@ -24,6 +24,7 @@ from dlrm_autoshard.distributed.signs_of_life import RankFailure
 from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.train.agreement import agree, check_shared
 from dlrm_autoshard.train.callbacks import Callback, make_callbacks
 from dlrm_autoshard.train.checkpoint import run_and_checkpoint, step_of
 from dlrm_autoshard.train.display import Display, describe
@@ -58,10 +59,12 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
     with StopSignals() as signals:
         try:
             with Runtime.start(config.run) as runtime, ExitStack() as held:
+                agree(config, runtime)
                 job = frozenset(filter(None, runtime.all_gather(job_of_this_process())))
                 run, checkpoint = run_and_checkpoint(resume)
                 claim = claimed_run_dir(config, run, job)
                 run_dir = from_rank_0(runtime, lambda: held.enter_context(claim))
+                check_shared(run_dir, runtime)
                 trainer = Trainer(config, runtime, run_dir, signals, checkpoint, fall_back=resume is None)
                 from_rank_0(runtime, lambda: record_start(run_dir, config, runtime.world_size))
                 return trainer.run()
@@ -226,6 +229,7 @@ class Trainer(Job):
             return self.display.step()  # looking at the loss would make the GPU's queue run dry
         loss = self.watch.look(position.step)
         if logging:
+            self.watch.compare_replicas(position.step)
             self._log_metrics("train", {"logloss": loss})
             self.display.progress(position.step, loss, self.global_batch)
         self.display.step(loss)
@@ -286,6 +290,7 @@ class Trainer(Job):
         if self.source.num_samples(split) == 0:
             return
         done = self.position.epoch - (self.position.sample == 0 and self.position.epoch > 0)
+        self.dense.broadcast_buffers()
         with self._timed("evaluation"), self.signals.postponed(), self.batches(split, done) as loader:
             batches = self._until_asked(loader)
             metrics = evaluate(self.step.model, self.embeddings, batches, self.runtime, autocast=self.autocast)

@@ -1,0 +1,101 @@
+"""Before the first step: all ranks see one run directory, and run one code under one config.
+
+agree(config, runtime)                  # UserError, on every rank, names the key and the rank that differ
+check_shared(run_dir, runtime)          # ... the host that does not see what rank 0 writes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dlrm_autoshard
+from dlrm_autoshard.config import Config
+from dlrm_autoshard.distributed.dense import DataParallelDense
+from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.errors import UserError
+
+_NOTE = ".seen_by_all_ranks"
+_PATIENCE_SECONDS = 10.0
+"""That a network file system may take to show one host what another has written."""
+
+
+class DisagreementError(UserError):
+    """Ranks that do not train the same thing, or not in the same place."""
+
+
+def agree(config: Config, runtime: Runtime) -> None:
+    """DisagreementError where configs, dlrm_autoshard's code or torch differ between ranks."""
+    mine = {**dict(_flat(config.model_dump(mode="json"))), "dlrm_autoshard": code_digest(), "torch": torch.__version__}
+    everybody = runtime.all_gather((platform.node(), mine))
+    _, first = everybody[0]
+    for rank, (host, other) in enumerate(everybody):
+        for key in {**first, **other}:
+            if first.get(key) != other.get(key):
+                cure = "Install one version everywhere" if key in ("dlrm_autoshard", "torch") else "Give all one config"
+                raise DisagreementError(
+                    f"rank {rank} on '{host}' has {key} {other.get(key)!r}, rank 0 has {first.get(key)!r}. {cure}."
+                )
+
+
+def agree_on_dense(dense: DataParallelDense, runtime: Runtime) -> None:
+    """Gives all ranks rank 0's dense weights; DisagreementError where they are of other names or shapes."""
+    mine = {name: f"{value.dtype} {list(value.shape)}" for name, value in dense.named_tensors()}
+    for rank, other in enumerate(everybody := runtime.all_gather(mine)):
+        for name in {**mine, **other}:
+            if everybody[0].get(name) != other.get(name):
+                raise DisagreementError(
+                    f"the model of rank {rank} has {name} as {other.get(name)}, rank 0's as {everybody[0].get(name)}. "
+                    "model.factory must build the same model on every rank."
+                )
+    dense.broadcast()
+
+
+def check_shared(run_dir: Path, runtime: Runtime) -> None:
+    """DisagreementError where a rank does not see in `run_dir` what rank 0 writes there."""
+    note = run_dir / _NOTE
+    nonce = secrets.token_hex(8)
+    if runtime.rank == 0:
+        note.write_text(nonce)
+    nonce = runtime.broadcast(nonce)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not (seen := _read(note) == nonce) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for rank, (host, sees) in enumerate(runtime.all_gather((platform.node(), seen))):
+        if not sees:
+            raise DisagreementError(
+                f"rank {rank} on host '{host}' does not see what rank 0 writes to the run directory '{run_dir}': its "
+                "tables could not be saved. Set run.dir to a folder that all hosts share, by its full path."
+            )
+    if runtime.rank == 0:
+        note.unlink()
+
+
+def code_digest() -> str:
+    """Of every source file of the package."""
+    digest, package = hashlib.blake2b(digest_size=6), Path(dlrm_autoshard.__file__).parent
+    for file in sorted(package.rglob("*.py")):
+        digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(note: Path) -> str | None:
+    try:
+        return note.read_text()
+    except OSError:
+        return None
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
