@@ -40,4 +40,5 @@ MOST_WEIGHED = 40
 """Tables or groups of them, weighed against each other for a part of a large move: the time grows with its square."""
 
 MEMORY_SHARE = 0.9
-"""Intervals. How long moves ask for more caution; of twice as many the differences are kept. Chosen by hand."""
+"""Of a rank's free memory. What tables may take of it at the start; the rest is for activations and the system. Chosen
+by hand."""
