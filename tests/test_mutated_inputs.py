@@ -103,8 +103,7 @@ def _make_log(folder: Path) -> None:
 
 def _use_log(folder: Path) -> None:
     log = CostLog(folder, {"cpu": "x"})
-    samples = log.read()
-    assert samples or log.left_out or not log.path.read_text(errors="replace").strip()
+    log.read()
     assert all(log.path.name in said for said in log.left_out)
 
 

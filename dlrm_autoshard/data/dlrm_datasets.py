@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import pickle
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,6 @@ from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
 
 _ROUND_ROWS_TO = 64
 _CALIBRATION_SAMPLES = 1024
-_NOT_TORCH = (RuntimeError, ValueError, OSError, EOFError, pickle.UnpicklingError)  # what torch.load says no with
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ def _open_trace(path: Path, chosen: Sequence[int] | None) -> _Trace:
     unpacked = _unpacked(path) if path.suffix == ".gz" else path
     try:
         content = torch.load(unpacked, mmap=True, weights_only=True)
-    except _NOT_TORCH:
+    except Exception:  # torch's reader fails in many ways on what is not its own
         content = _load_old_format(path, unpacked)
     if not (isinstance(content, tuple | list) and len(content) == 3 and all(map(torch.is_tensor, content))):
         raise DataError(f"'{path}' should hold the tensors (indices, offsets, lengths), but holds something else.")
@@ -174,7 +172,7 @@ def _load_old_format(path: Path, unpacked: Path) -> object:
     """Files of torch before 1.6 have no zip around them and cannot be mapped: they are loaded."""
     try:
         return torch.load(unpacked, weights_only=True)
-    except Exception as error:  # torch's reader fails in many ways on what is not its own
+    except Exception as error:
         size = unpacked.stat().st_size
         raise DataError(
             f"'{path}' ({size} bytes unpacked) is no file of torch.save, or truncated. Fetch it again."
