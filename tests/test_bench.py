@@ -4,12 +4,13 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_autoshard.benchmarks import harness
+from dlrm_autoshard.benchmarks import harness, readme
 from dlrm_autoshard.commands import main as cli
 
 
@@ -44,12 +45,13 @@ def test_a_met_target_exits_zero_and_the_record_is_written(
         "targets": {"speedup": ">= 1.2", "moves": "== 0"},
         "spread": {"speedup": [1.21, 1.3]},
     }
+    monkeypatch.setattr(harness, "QUIET_LOAD", 1e9)  # whatever else runs on this machine
     add_benchmark(monkeypatch, tmp_path, repr(outcome))
     assert cli.main(["bench", "soak", "--out", str(tmp_path / "out" / "soak.json")]) == 0
     printed = capsys.readouterr().out
     assert "1.25" in printed and ">= 1.2" in printed and "met" in printed and "1.21 .. 1.3" in printed
     record = json.loads((tmp_path / "out" / "soak.json").read_text())
-    assert record["met"] and record["met_by_target"] == {"speedup": True, "moves": True}
+    assert record["verdict"] == "met" and record["verdicts"] == {"speedup": "met", "moves": "met"}
     assert record["figures"] == outcome["figures"] and record["environment"]["cores"] >= 1
     assert record["environment"]["packages"]["torch"]
 
@@ -61,6 +63,42 @@ def test_a_target_that_is_missed_or_not_measured_exits_one(
     add_benchmark(monkeypatch, tmp_path, f"{{'figures': {figures}, 'targets': {{'speedup': '>= 1.2'}}}}")
     assert cli.main(["bench", "soak"]) == 1
     assert "missed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("figure", "interval", "target", "expected"),
+    [
+        (1.3, [1.21, 1.4], ">= 1.2", "met"),
+        (1.3, [1.19, 1.4], ">= 1.2", "inconclusive"),
+        (1.1, [1.05, 1.25], ">= 1.2", "inconclusive"),
+        (1.1, [1.05, 1.19], ">= 1.2", "missed"),
+        (0.9, [0.8, 1.05], "<= 1.0", "inconclusive"),
+        (0, None, "== 0", "met"),
+        (1, [0, 1], "== 0", "inconclusive"),
+        (None, [1.3, 1.4], ">= 1.2", "missed"),
+        (1.3, [], ">= 1.2", "missed"),
+        (1.3, [1.25, float("nan")], ">= 1.2", "missed"),
+    ],
+)
+def test_a_target_is_judged_on_the_interval(
+    figure: float | None, interval: list[float] | None, target: str, expected: str
+) -> None:
+    assert harness.verdict(figure, target, interval) == expected
+
+
+@given(st.floats(0.1, 10), st.floats(0.1, 10), st.floats(0.1, 10))
+def test_what_is_met_by_an_interval_is_met_by_all_of_it(low: float, middle: float, high: float) -> None:
+    low, middle, high = sorted((low, middle, high))
+    verdicts = {harness.verdict(value, "<= 2") for value in (low, middle, high)}
+    given_interval = harness.verdict(middle, "<= 2", [low, high])
+    assert given_interval == (verdicts.pop() if len(verdicts) == 1 else "inconclusive")
+
+
+def test_no_quick_run_and_none_beside_other_work_meets_a_target() -> None:
+    outcome = {"figures": {"a": 1, "b": 5}, "targets": {"a": "<= 2", "b": "<= 2"}}
+    for record in (harness.finish("soak", True, outcome, 1.0), harness.finish("soak", False, outcome, 1.0, 1e3)):
+        assert record["verdicts"] == {"a": "inconclusive", "b": "missed"} and record["verdict"] == "missed"
+        assert record["reservations"]
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_names(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,3 +129,43 @@ def test_a_slow_spell_that_hits_both_leaves_the_paired_ratio_alone(spells: list[
 def test_the_interval_covers_the_spread_of_the_rounds() -> None:
     found = harness.paired_ratio([1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 5)
     assert found.median == 3.0 and 1.0 <= found.low < 3.0 < found.high <= 5.0
+
+
+# The README's figures -------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_says_what_the_records_say() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    written, _ = readme.table()
+    assert f"{readme.FIRST}\n{written}\n{readme.LAST}" in text, "run `dlrm-autoshard bench readme`"
+
+
+def test_a_record_stands_in_the_readme_only_where_it_counts(tmp_path: Path) -> None:
+    record: dict[str, Any] = {
+        "state": harness.STATE,
+        "figures": {"moves": 0, "overhead": 0.004},
+        "spread": {"overhead": [0.003, 0.0123]},
+        "targets": {"moves": "== 0", "overhead": "<= 0.01"},
+        "verdicts": {"moves": "met", "overhead": "inconclusive"},
+        "reservations": [],
+        "environment": {"commit": "abc1234"},
+    }
+    path, page = tmp_path / "loop-steady.json", tmp_path / "README.md"
+    page.write_text(f"before\n{readme.FIRST}\nold\n{readme.LAST}\nafter\n")
+    path.write_text(json.dumps(record))
+    readme.rewrite(page, tmp_path)
+    said = page.read_text()
+    assert "| 0.004 (0.003 to 0.0123) | <= 0.01 | inconclusive | abc1234 |" in said
+    assert said.startswith("before\n") and said.endswith("after\n") and "old" not in said
+    for change in ({"state": None}, {"reservations": ["quick"]}, {"environment": {"commit": "abc1234+"}}):
+        path.write_text(json.dumps(record | change))
+        complaint = readme.rewrite(page, tmp_path)
+        assert "0.004" not in page.read_text() and "loop-steady does not count" in complaint
+    assert "`loop-steady`" in page.read_text()
+
+
+def test_a_readme_without_the_marks_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(harness.BenchError, match="repository's root"):
+        readme.rewrite(tmp_path / "README.md", tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"

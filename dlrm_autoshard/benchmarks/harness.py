@@ -10,7 +10,7 @@ A benchmark is a module `dlrm_autoshard.benchmarks.<name with underscores>` with
         return {"figures": {"speedup": ratio.median}, "targets": {"speedup": ">= 1.0"},
                 "spread": {"speedup": [ratio.low, ratio.high]}}            # "notes": [sentences], if there are any
 
-and its name stands in NAMES. `finish` adds whether each target is met and on what machine.
+and its name stands in NAMES. `finish` adds the verdict on each target, and on what machine.
 """
 
 from __future__ import annotations
@@ -28,13 +28,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import numpy as np
 
 from dlrm_autoshard.errors import UserError
 
-SCHEMA = 1
+SCHEMA = 2
+STATE = 1
+"""Raised when figures must be taken again: what is measured, or how, is no longer what older records say. Records of
+before there were states have none."""
+QUIET_LOAD = 0.5
+"""Of the cores, by other work, at a benchmark's start: under more of it no figure counts."""
 NAMES = (
     "planner-time",
     "planner-quality",
@@ -54,10 +59,15 @@ NAMES = (
     "train-options",
     "kills",
     "soak",
+    "race",
+    "race-simulated",
     "gpu-all",
     "criteo-preprocessing",
 )
 _PACKAGES = ("dlrm_autoshard", "torch", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec", "numpy")
+
+
+Verdict: TypeAlias = Literal["met", "inconclusive", "missed"]
 
 
 class BenchError(UserError):
@@ -92,35 +102,66 @@ def run_benchmark(name: str, quick: bool) -> dict[str, Any]:
     names = [listing.name for listing in available()]
     if name not in names:
         raise BenchError(f"there is no benchmark '{name}'. There are: {', '.join(names) or 'none yet'}.")
-    started = time.perf_counter()
+    load, started = os.getloadavg()[0], time.perf_counter()
     outcome = importlib.import_module(_module(name)).run(quick)
-    return finish(name, quick, outcome, time.perf_counter() - started)
+    return finish(name, quick, outcome, time.perf_counter() - started, load)
 
 
-def finish(name: str, quick: bool, outcome: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The whole record. A target whose figure is missing, None or not a number is not met."""
-    figures, targets = outcome["figures"], outcome.get("targets", {})
-    met_by_target = {figure: meets(figures.get(figure), target) for figure, target in targets.items()}
+def finish(name: str, quick: bool, outcome: dict[str, Any], seconds: float, load_before: float = 0.0) -> dict[str, Any]:
+    """The whole record. load_before: the load average when the benchmark began, which is other work's."""
+    figures, targets, spread = outcome["figures"], outcome.get("targets", {}), outcome.get("spread", {})
+    cores = len(os.sched_getaffinity(0))
+    reservations = ["a quick run: fewer rounds, smaller sizes"] if quick else []
+    if load_before > QUIET_LOAD * cores:
+        reservations.append(f"other work ran beside it: a load of {load_before:.1f} on {cores} cores when it began")
+    verdicts = {figure: verdict(figures.get(figure), target, spread.get(figure)) for figure, target in targets.items()}
+    if reservations:
+        verdicts = {figure: "inconclusive" if given == "met" else given for figure, given in verdicts.items()}
     return {
         "schema": SCHEMA,
+        "state": STATE,
         "name": name,
         "quick": quick,
         "figures": figures,
         "targets": targets,
-        "met_by_target": met_by_target,
-        "met": all(met_by_target.values()),
-        "spread": outcome.get("spread", {}),
+        "verdicts": verdicts,
+        "verdict": max(verdicts.values(), key=VERDICTS.index, default="met"),
+        "reservations": reservations,
+        "spread": spread,
         "notes": outcome.get("notes", []),
         "seconds": round(seconds, 1),
-        "environment": environment(),
+        "environment": environment() | {"load_before": round(load_before, 2)},
     }
+
+
+VERDICTS: tuple[Verdict, ...] = ("met", "inconclusive", "missed")
+"""From good to bad: a benchmark's is the worst of its targets'."""
+
+
+def verdict(figure: object, target: str, interval: Sequence[float] | None = None) -> Verdict:
+    """Met where the whole 95% interval passes, missed where none of it does. A figure without an interval is a count,
+    or exact: it is its own. One that is missing, None or not a number is a miss; so is one whose interval is."""
+    if not _is_number(figure):
+        return "missed"
+    ends = [figure] if interval is None else list(interval)
+    if not ends or not all(map(_is_number, ends)):
+        return "missed"
+    passed = [meets(end, target) for end in (min(ends), max(ends))]
+    if all(passed):
+        return "met"
+    inside = target.startswith("==") and min(ends) < float(target.split()[1]) < max(ends)
+    return "inconclusive" if any(passed) or inside else "missed"
+
+
+def _is_number(figure: object) -> TypeGuard[float]:
+    return isinstance(figure, (int, float)) and not isinstance(figure, bool) and figure == figure
 
 
 def meets(figure: object, target: str) -> bool:
     """`meets(1.2, ">= 1.0")` is True. Targets are '<= x', '>= x' or '== x'."""
     relation, _, text = target.partition(" ")
     bound = float(text)
-    if isinstance(figure, bool) or not isinstance(figure, (int, float)) or figure != figure:
+    if not _is_number(figure):
         return False
     if relation == "<=":
         return figure <= bound

@@ -10,7 +10,9 @@ from typing import Any
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="list the benchmarks, or run one and compare it with its targets")
-    parser.add_argument("name", nargs="?", help="a benchmark; without one they are listed")
+    parser.add_argument(
+        "name", nargs="?", help="a benchmark, without one they are listed; readme: write their records into README.md"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes: a look, not a figure")
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the record to FILE as well")
@@ -18,11 +20,16 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit status 0 if every target is met, 1 if one is missed."""
+    """Exit status 0 if every target is met, 1 if one is missed or cannot be told."""
     from dlrm_autoshard.benchmarks.harness import run_benchmark
 
     if arguments.name is None:
         _list(arguments.json)
+        return 0
+    if arguments.name == "readme":
+        from dlrm_autoshard.benchmarks.readme import rewrite
+
+        print(rewrite(Path("README.md")))
         return 0
     record = run_benchmark(arguments.name, arguments.quick)
     text = json.dumps(record, indent=2)
@@ -33,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(text)
     else:
         _print(record)
-    return 0 if record["met"] else 1
+    return 0 if record["verdict"] == "met" else 1
 
 
 def _list(as_json: bool) -> None:
@@ -59,21 +66,21 @@ def _print(record: dict[str, Any]) -> None:
     console = Console()
     table = Table("figure", "value", "spread", "target", "", box=None, pad_edge=False, header_style="bold")
     for name, value in record["figures"].items():
-        met = record["met_by_target"].get(name)
+        verdict = record["verdicts"].get(name, "")
         spread = record["spread"].get(name)
         table.add_row(
             name,
             _text(value),
             "" if spread is None else _text(spread),
             record["targets"].get(name, ""),
-            "" if met is None else ("met" if met else "[red]missed[/red]"),
+            f"[red]{verdict}[/red]" if verdict == "missed" else verdict,
         )
     for name in record["targets"]:
         if name not in record["figures"]:
             table.add_row(name, "not measured", "", record["targets"][name], "[red]missed[/red]")
     console.print(f"[bold]{record['name']}[/bold]{' (quick)' if record['quick'] else ''}, {record['seconds']} s")
     console.print(table)
-    for note in record["notes"]:
+    for note in [*record["reservations"], *record["notes"]]:
         console.print(note, markup=False)
     machine = record["environment"]
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())

@@ -1,0 +1,108 @@
+"""The README's figures, from the records in results/: `dlrm-autoshard bench readme` writes them between two marks.
+
+A figure counts where its record is of the current STATE, full, of a clean commit, and was taken on a quiet machine;
+others are left out, and the benchmarks that would have to be run for them are named. Nobody writes a figure by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dlrm_autoshard.benchmarks.harness import STATE, BenchError
+
+RESULTS = Path(__file__).parent / "results"
+FIRST, LAST = "<!-- figures: written by `dlrm-autoshard bench readme` -->", "<!-- end of figures -->"
+
+
+@dataclass(frozen=True)
+class Row:
+    """what is measured, in words, for each figure of a benchmark that the README shows."""
+
+    benchmark: str
+    figure: str
+    what: str
+
+
+ROWS = (
+    Row("race", "calm: loop on / loop off", "a whole job where nothing changes: seconds with the loop over without"),
+    Row("race", "abrupt: recovered", "pooling permuted in mid-job: recovered of a clairvoyant's gain over static"),
+    Row("race", "gradual: recovered", "pooling drifts every epoch: the same"),
+    Row("race", "hot-ids: recovered", "hot rows move, pooling stays: the same"),
+    Row("race", "straggler: recovered", "half of one rank's core taken for a third of the job: the same"),
+    Row("race", "calm: torchrec / loop on", "a whole job, TorchRec with its own planner over ours: seconds"),
+    Row("race-simulated", "8 ranks, abrupt: recovered", "200 tables on 8 simulated ranks, pooling permuted"),
+    Row("race-simulated", "64 ranks, abrupt: recovered", "the same on 64 ranks (simulated)"),
+    Row("loop-bad-start", "of_best_known", "from the worst heuristic's plan: of the best plan known, held-out rounds"),
+    Row("loop-drift", "recovered", "pooling permuted in mid-run: recovered of the gap between static and clairvoyant"),
+    Row("loop-straggler", "recovered", "half of a core taken: recovered of what the best plan known recovers"),
+    Row("loop-straggler", "after_it_ended", "after it ends, of the healthy plan's speed"),
+    Row("loop-steady", "moves", "moves in 10 epochs where nothing changes"),
+    Row("loop-steady", "overhead", "part of the job's time, start-up planning and profiling included"),
+    Row("loop-steady", "next_epoch_error", "cost model's error on the next epoch, median over epochs 3 to 9"),
+    Row("loop-netem", "gain_over_static", "four ranks, one behind 50 Mbit/s: gain over the plan it began with"),
+    Row("reshard-speed", "share_of_raw_1024_mib", "moving 1 GiB between 2 ranks, of gloo's raw bandwidth"),
+    Row("profiler-overhead", "overhead at 2 ranks, percent", "profiling at its defaults on 2 ranks, % of throughput"),
+    Row("train-wemb", "1 rank: over torchrec", "lookup-heavy training over torchrec, 1 rank"),
+    Row("train-wemb", "2 ranks: over torchrec", "2 ranks, torchrec with its own planner, ours through shared memory"),
+    Row("train-wemb", "2 ranks: tcp, over torchrec", "the same, ours through TCP as torchrec"),
+    Row("train-wemb", "2 ranks: share of limit", "share of the kernels' limit on 2 ranks"),
+    Row("train-wsmall", "1 rank: over torchrec", "MLP-heavy training over torchrec, 1 rank"),
+    Row("train-wsmall", "2 ranks: over torchrec", "the same on 2 ranks"),
+    Row("planner-time", "dreamshard_seconds_50_tables", "DreamShard, 50 tables x 4 devices (simulated costs), seconds"),
+    Row("planner-quality", "all cells: auto / best heuristic", "plans' cost over the best heuristic's, unseen tables"),
+    Row("planner-quality", "all cells: auto: excess removed", "of the best heuristic's excess over perfect balance"),
+    Row("planner-generalization", "fitted on 20x4 / fitted on 100x8, dreamshard", "planning 100 x 8, fitted on 20 x 4"),
+    Row("criteo-preprocessing", "speedup_contiguous", "Criteo text to npy over a pandas script"),
+)  # fmt: skip
+
+
+def objections(record: Mapping[str, Any]) -> list[str]:
+    """Why a record's figures cannot stand in the README."""
+    commit = record["environment"].get("commit") or "+"
+    found = [] if record.get("state") == STATE else [f"it is of state {record.get('state')}, not {STATE}"]
+    found += ["it is not of a clean commit"] if commit.endswith("+") else []
+    return [*found, *record.get("reservations", [])]
+
+
+def rewrite(readme: Path, results: Path = RESULTS) -> str:
+    """Writes the table into the README, and returns what a person should know of it."""
+    text = readme.read_text() if readme.exists() else ""
+    if FIRST not in text or LAST not in text:
+        raise BenchError(f"'{readme}' has no '{FIRST}' and '{LAST}'; run this from the repository's root.")
+    written, left_out = table(results)
+    before, after = text.partition(FIRST)[0], text.partition(LAST)[2]
+    readme.write_text(f"{before}{FIRST}\n{written}\n{LAST}{after}")
+    return "\n".join([f"{readme} has the figures of {results}.", *left_out])
+
+
+def table(results: Path = RESULTS) -> tuple[str, list[str]]:
+    """The README's text, and a sentence for each record that does not count."""
+    records = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    left_out = {name: found for name, record in records.items() if (found := objections(record))}
+    lines, missing = [], dict[str, None]()
+    for row in ROWS:
+        record = records.get(row.benchmark)
+        if record is None or row.benchmark in left_out:
+            missing[row.benchmark] = None
+            continue
+        measured = cell(record["figures"].get(row.figure), record["spread"].get(row.figure))
+        target, verdict = record["targets"].get(row.figure, ""), record["verdicts"].get(row.figure, "")
+        commit = record["environment"]["commit"]
+        lines.append(f"| {row.what} | `bench {row.benchmark}` | {measured} | {target} | {verdict} | {commit} |")
+    head = ["| what | command | measured (95%) | target | | commit |", "| --- | --- | --- | --- | --- | --- |"]
+    text = [*head, *lines] if lines else []
+    if missing:
+        named = ", ".join(f"`{name}`" for name in missing)
+        text += [*([""] if lines else []), f"Not measured at this state of the code yet, so not shown: {named}."]
+    return "\n".join(text), [f"{name} does not count: {'; '.join(found)}." for name, found in left_out.items()]
+
+
+def cell(figure: object, interval: list[float] | None) -> str:
+    """'1.30 (1.22 to 1.34)'"""
+    if not isinstance(figure, (int, float)):
+        return "not measured"
+    return f"{figure:.3g}" + (f" ({interval[0]:.3g} to {interval[-1]:.3g})" if interval else "")
