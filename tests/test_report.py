@@ -18,7 +18,7 @@ from dlrm_autoshard.records.facts import RankEpoch, rank_file
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, drop_after, read_jsonl
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import summary, who_was_slow
-from dlrm_autoshard.report.verdict import autoshard_in_one_line
+from dlrm_autoshard.report.verdict import autoshard_in_one_line, left_to_save
 from dlrm_autoshard.tables import TableConfig, TableStats
 from tests.report_records import make_profile, make_ranks, make_tables, write_run
 
@@ -342,3 +342,12 @@ def test_no_epoch_is_lost_when_intervals_are_shorter_than_epochs(tmp_path: Path)
         append_jsonl(epochs_file(run), {**line, "epoch": 0})
     record = RunRecord.load(run)
     assert [record.label(profile) for profile in record.epochs] == ["0 (0-99)", "0 (100-199)"]
+
+
+def test_the_page_and_the_last_decision_name_one_figure_for_perfect_balance(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run", ranks=2, epochs=3))
+    assert left_to_save(record) == record.last.balance_gain
+    decided = [*record.decisions[:-1], {**record.decisions[-1], "balance_gain": 0.0123}]
+    assert left_to_save(replace(record, decisions=tuple(decided))) == 0.0123
+    earlier = [{**decision, "step": 0} for decision in decided]
+    assert left_to_save(replace(record, decisions=tuple(earlier))) == record.last.balance_gain

@@ -64,6 +64,7 @@ class Controller:
         self.planner.costs.observe(profile, task.topology)
         slowness = [float(slow) for slow in self.planner.rank_slowness(task.world_size, task.topology.speed)]
         self.trigger.see(interval, slowness, one_host=len(task.topology.ranks_by_host) == 1)
+        base = replace(base, balance_gain=self.trigger.balance_gain)
         no_search = self.trigger.reason_not_to_search()
         if no_search is None or self._unproven is not None:
             self._refine(base.error_before or 0.0)

@@ -61,7 +61,8 @@ class Decision:
     """One line of decisions.jsonl. Gains are parts of the step time saved: positive is faster.
 
     why: the reason where tables stay; of a move, what else is to be said. new_plan, old_plan: what the ranks are to
-    adopt and to leave; None where they keep theirs. error_before, error_after: of the cost model on the interval's
+    adopt and to leave; None where they keep theirs. balance_gain: what perfect balance would save, given the ranks'
+    speeds (`costs.balance_gain`). error_before, error_after: of the cost model on the interval's
     stages, before it had seen them and after. part_of: the larger move that this one is a part of, in words.
     decide_seconds: for which training stood still to learn and decide, the move itself apart.
     """
@@ -78,6 +79,7 @@ class Decision:
     move_seconds: float = 0.0
     part_of: str | None = None
     paid_back_after_steps: int | None = None
+    balance_gain: float | None = None
     error_before: float | None = None
     error_after: float | None = None
     throughput_before: float | None = None

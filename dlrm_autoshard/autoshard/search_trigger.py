@@ -17,7 +17,7 @@ from typing import Any
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Interval, percent
-from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile, balanced_cost_ms, step_cost_ms
+from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile, balance_gain
 
 
 class SearchTrigger:
@@ -36,8 +36,7 @@ class SearchTrigger:
     def see(self, interval: Interval, slowness: Sequence[float], *, one_host: bool = True) -> None:
         last, last_gain, self._seen = self._seen, self.balance_gain, interval
         ranks = interval.profile.ranks
-        balanced_ms = balanced_cost_ms(ranks, slowness, exchange=one_host)
-        self.balance_gain = (step_cost_ms(ranks) - balanced_ms) / interval.step_ms
+        self.balance_gain = balance_gain(ranks, interval.step_ms, slowness, exchange=one_host)
         if last is not None and not differ(last.profile, interval.profile):
             self._alike = min(self._alike + 1, thresholds.MEMORY)
             _keep(self.differences, abs(interval.throughput / last.throughput - 1))

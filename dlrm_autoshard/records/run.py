@@ -137,6 +137,7 @@ class DecisionRecord(TypedDict, total=False):
     action: str
     text: str | None
     predicted_gain: Number | None
+    balance_gain: Number | None
     measured_gain: Number | None
     bytes_moved: Count | None
     move_seconds: Number | None

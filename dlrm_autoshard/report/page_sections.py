@@ -17,7 +17,7 @@ from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.chart_style import LETTERS, SEGMENTS
 from dlrm_autoshard.report.comparison import side_by_side
 from dlrm_autoshard.report.summary import compute_imbalance, details
-from dlrm_autoshard.report.verdict import autoshard_in_one_line, verdict
+from dlrm_autoshard.report.verdict import autoshard_in_one_line, left_to_save, verdict
 
 NOTHING = "\N{EN DASH}"
 STAGE_MEANINGS = {
@@ -84,7 +84,7 @@ def _key_figures(record: RunRecord) -> str:
         last = record.last
         shown = [
             ("Step, last epoch", f"{last.mean_step_ms:.3g} ms", "mean of all steps"),
-            ("Placement could save", f"{last.balance_gain:.1%}", "of a step, at perfect balance"),
+            ("Placement could save", f"{left_to_save(record):.1%}", "of a step, at perfect balance"),
             ("Examples a second", f"{last.throughput:,.0f}", "all ranks"),
             ("Embedding compute", f"{compute_imbalance(last):.2f}", "slowest / mean"),
             ("Largest rank's tables", gib(max(last.table_bytes)), f"of {gib(sum(last.table_bytes))}"),

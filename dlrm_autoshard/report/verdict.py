@@ -18,7 +18,7 @@ def verdict(record: RunRecord) -> list[str]:
     """At most three sentences."""
     said = [f"Autoshard: {autoshard_in_one_line(record)}."] if record.decisions else []
     if record.epochs:
-        said += [*who_is_slow(record.last), *what_is_left(record.last)]
+        said += [*who_is_slow(record.last), *what_is_left(record.last, left_to_save(record))]
     return said
 
 
@@ -53,13 +53,23 @@ def who_is_slow(profile: EpochProfile) -> list[str]:
     return [said[0].upper() + said[1:]]
 
 
-def what_is_left(profile: EpochProfile) -> list[str]:
-    """The part of a step that perfect balance would save, as resharding weighs it (`costs.balance_gain`)."""
+def left_to_save(record: RunRecord) -> float:
+    """The part of the last epoch's step that perfect balance would save: the figure that autoshard decided by, which
+    knows the ranks' speeds, where it decided on that epoch."""
+    for decision in reversed(record.decisions):
+        if decision.get("step") == record.last.end_step and decision.get("balance_gain") is not None:
+            return float(decision["balance_gain"])
+    return record.last.balance_gain
+
+
+def what_is_left(profile: EpochProfile, gain: float | None = None) -> list[str]:
+    """gain: what perfect balance would save of a step, where more is known than the profile says."""
     if profile.world_size == 1 or profile.samples == 0:
         return []
-    if profile.balance_gain < 0.001:
+    gain = profile.balance_gain if gain is None else gain
+    if gain < 0.001:
         return ["Perfect balance would save nothing more."]
-    return [f"Perfect balance would save {profile.balance_gain:.1%} of a step more, at most."]
+    return [f"Perfect balance would save {gain:.1%} of a step more, at most."]
 
 
 def count(number: int, thing: str) -> str:
