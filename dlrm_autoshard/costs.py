@@ -1,6 +1,5 @@
 """What a training step costs, in milliseconds, by stage and rank.
 
-    profile.ranks[1].fwd_compute_ms        # 12.4: fused lookup on rank 1
     step_cost_ms(profile.ranks)            # what placement makes every step take
 
 Each stage of a step ends at a collective, so all ranks wait there for the slowest: the step takes the *sum over

@@ -1,11 +1,9 @@
-"""Which rank owns which table, and what it takes for that to be legal.
+"""Which rank owns which table, and what it takes for that to be legal. A table lives whole on exactly one rank.
 
-    plan = ShardingPlan({"user": 0, "item": 1}, world_size=2)
-    plan.tables_on(1)                        # ("item",)
-    plan.moves_to(other)                     # (Move("user", source=0, destination=1),)
-    check_plan(plan, memory, topology)       # PlanError where a rank overflows
-
-Whole tables only (table-wise model parallelism): a table lives on exactly one rank.
+plan = ShardingPlan({"user": 0, "item": 1}, world_size=2)
+plan.tables_on(1)                        # ("item",)
+plan.moves_to(other)                     # (Move("user", source=0, destination=1),)
+check_plan(plan, memory, topology)       # PlanError where a rank overflows
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Embedding tables as plain data: their shape, and the statistics that decide their cost.
 
-    user = TableConfig("user", num_embeddings=943, embedding_dim=32)
-    stats = measure_table_stats(lengths_TB, values_N)        # one TableStats per table
-    stats[0].mean_pooling, stats[0].reuse_histogram          # 1.0, (0.1, 0.2, ...)
-
-Axis suffixes used in the whole package: T tables, B samples of one rank's batch, N ids of one batch,
-W ranks, F dense features, D embedding dim.
+user = TableConfig("user", num_embeddings=943, embedding_dim=32)
+stats = measure_table_stats(lengths_TB, values_N)        # one TableStats per table
+stats[0].mean_pooling, stats[0].reuse_histogram          # 1.0, (0.1, 0.2, ...)
 """
 
 from __future__ import annotations
@@ -21,6 +18,9 @@ from typing_extensions import NotRequired, TypedDict
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import checked
 from dlrm_autoshard.formats.numbers import BatchSize, Name
+
+# Axis suffixes used in the whole package: T tables, B samples of one rank's batch, N ids of one batch, W ranks, F dense
+# features, D embedding dim.
 
 Pooling = Literal["sum", "mean"]
 TableDtype = Literal["fp32", "fp16"]

@@ -1,9 +1,7 @@
 """What resharding decides, on rank 0: after each interval learn from it, judge the last move, decide on the next.
 
-    controller = Controller(config.autoshard, planner, task, bytes_of, log)
     decision = controller.decide(interval, plan)
-    if decision.new_plan is not None:
-        controller.moved(reshard(embeddings, decision.new_plan, ...))     # or controller.refused(why)
+    controller.moved(stats)                     # of `reshard` to decision.new_plan; or controller.refused(why)
 
 Knows nothing of ranks that run, so a simulated cluster can stand in for them.
 """

@@ -1,7 +1,6 @@
 """A move that is larger than may move at a time, made in parts: the part to make now.
 
     part = first_part(plan, target, bytes_of, max_bytes, cost_ms, legal)
-    # a plan with some of the tables on their new ranks; or why not: "the smallest of what moves, 'ad_id', has 0.7 GiB"
 
 Training goes on between the parts, so each is a plan of its own: legal, and by prediction not slower than now.
 Pure arithmetic; `cost_ms` predicts, `legal` says whether memory and constraints allow a plan.

@@ -1,10 +1,9 @@
 """Resharding on all ranks: rank 0 decides, everybody hears of it, tables move, rank 0 writes down what came of it.
 
-    resharding = Resharding(config.autoshard, runtime, embeddings, placement, run_dir)
     decision = resharding.after_interval(interval)      # on every rank between two steps; interval: rank 0's
-    if decision.new_plan is not None: ...               # tables have moved; ids on their way have other owners now
 
-What to decide and why is controller.py's; how tables travel is distributed/reshard.py's.
+Where decision.new_plan is set, tables have moved, and ids on their way have other owners now. What to decide and why is
+controller.py's; how tables travel is distributed/reshard.py's.
 """
 
 from __future__ import annotations

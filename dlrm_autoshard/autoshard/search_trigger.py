@@ -1,12 +1,8 @@
 """When resharding searches for a better plan, and how far intervals scatter: nothing is spent where nothing is to gain.
 
-    trigger = SearchTrigger(min_gain=0.02, budget_seconds=20)
-    trigger.see(interval, slowness)         # every interval; slowness: of each rank, times longer for the same work
-    trigger.reason_not_to_search()          # "even perfect balance would save 1%, below min_gain 2%", or None
-
-A machine that is slower for a while is slower for all ranks: throughput then says little, and which rank waits for
-which still much. So there are two scatters: `scatter`, of throughput, by which a move that was made is judged, and
-`gain_scatter`, of what perfect balance would save, by which predicted gains are.
+trigger = SearchTrigger(min_gain=0.02, budget_seconds=20)
+trigger.see(interval, slowness)         # every interval; slowness: of each rank, times longer for the same work
+trigger.reason_not_to_search()          # "even perfect balance would save 1%, below min_gain 2%", or None
 """
 
 from __future__ import annotations
@@ -21,6 +17,11 @@ from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile, balance_gain
 
 
 class SearchTrigger:
+    """Two scatters: `scatter`, of throughput, by which a move that was made is judged, and `gain_scatter`, of what
+    perfect balance would save, by which predicted gains are. A machine that is slower for a while is slower for all
+    ranks: throughput then says little, and which rank waits for which still much.
+    """
+
     def __init__(self, min_gain: float, budget_seconds: float = float("inf")) -> None:
         """budget_seconds: that learning and searching may take after an interval, at most."""
         self.min_gain, self.budget_seconds = min_gain, budget_seconds

@@ -1,12 +1,9 @@
-"""A machine to plan for that the planner has never met: GPU-like, fused, non-additive costs, by arithmetic alone.
+"""A machine that the planner knows nothing of: GPU-like, fused, non-additive costs, by arithmetic alone.
 
-    oracle = CostOracle(tables, stats, batch_size=65536, devices=4, seed=0)
-    oracle.step_ms(rank_T)                  # the exact cost: sum over stages of the slowest rank
-    oracle.profile(plan)                    # the same as synchronous ranks would report it, with noise
-    oracle.near_optimum(starts)             # what a long search on the exact costs comes to
-
-Written apart from the planner: none of its features, prices or networks occur here. Tables differ in ways that their
-statistics do not show (`hidden`): that is learned by measuring only. Axes: T tables, N sets of tables, W devices.
+oracle = CostOracle(tables, stats, batch_size=65536, devices=4, seed=0)
+oracle.step_ms(rank_T)                  # the exact cost: sum over stages of the slowest rank
+oracle.profile(plan)                    # the same as synchronous ranks would report it, with noise
+oracle.near_optimum(starts)             # what a long search on the exact costs comes to
 """
 
 from __future__ import annotations
@@ -19,6 +16,9 @@ from dlrm_autoshard.costs import RankCost, StepProfile
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.probe.shard_probe import ShardTime
 from dlrm_autoshard.tables import TableConfig, TableStats
+
+# Written apart from the planner: none of its features, prices or networks occur here. Tables differ in ways that their
+# statistics do not show (`hidden`): that is learned by measuring only. Axes: T tables, N sets of tables, W devices.
 
 BYTES_PER_MS, CACHE_BYTES, BAGS_IN_FLIGHT = 1.2e9, 40e6, 1.5e5
 LAUNCH_MS, TABLE_MS, SORT_MS_PER_MILLION = 0.03, 0.004, 0.12

@@ -1,16 +1,9 @@
 """What every benchmark shares: the registry, paired timing, pinned ranks, and the record that is printed.
 
-A benchmark is a module `dlrm_autoshard.benchmarks.<name with underscores>` with
+    ratio = paired_ratio(*alternate(ours, theirs, rounds=9))           # A B A B on the same machine
 
-    TITLE = "what it measures, in a line"
-    ROUGH_TIME = "2 min"
-
-    def run(quick: bool) -> dict[str, Any]:
-        ratio = paired_ratio(*alternate(ours, theirs, rounds=9))           # A B A B on the same machine
-        return {"figures": {"speedup": ratio.median}, "targets": {"speedup": ">= 1.0"},
-                "spread": {"speedup": [ratio.low, ratio.high]}}            # "notes": [sentences], if there are any
-
-and its name stands in NAMES. `finish` adds the verdict on each target, and on what machine.
+A benchmark is a module `dlrm_autoshard.benchmarks.<name with underscores>` that NAMES lists, with TITLE, ROUGH_TIME
+("2 min") and `run(quick)`, which returns what `finish` takes.
 """
 
 from __future__ import annotations
@@ -108,7 +101,11 @@ def run_benchmark(name: str, quick: bool) -> dict[str, Any]:
 
 
 def finish(name: str, quick: bool, outcome: dict[str, Any], seconds: float, load_before: float = 0.0) -> dict[str, Any]:
-    """The whole record. load_before: the load average when the benchmark began, which is other work's."""
+    """The whole record. load_before: the load average when the benchmark began, which is other work's.
+
+    `found` has "figures" ({name: number}), "targets" ({name: ">= 1.0"}), "spread" ({name: [low, high]}) and, if there
+    are any, "notes" (sentences).
+    """
     figures, targets, spread = outcome["figures"], outcome.get("targets", {}), outcome.get("spread", {})
     cores = len(os.sched_getaffinity(0))
     reservations = ["a quick run: fewer rounds, smaller sizes"] if quick else []

@@ -1,18 +1,9 @@
 """TorchRec on the same workloads: the peer that people would pick instead.
 
-    job = TorchrecJob(W_EMB, rank, batches)
+    job = TorchrecJob(W_EMB, batches)
     seconds = job.run(10)
 
-Its own DLRM, planner (table-wise, fused kernel) and row-wise Adagrad, SGD on the dense part. TorchRec is no dependency
-of ours: put it (1.8 for torch 2.13) into a directory of its own and name that in DLRM_AUTOSHARD_TORCHREC:
-
-    pip install --no-deps --target DIR "torchrec==1.8.*" tensordict iopath pyre-extensions portalocker orjson \
-        cloudpickle pyvers typing_inspect
-    DLRM_AUTOSHARD_TORCHREC=DIR dlrm-autoshard bench train-wemb
-
-It runs as it comes: plain forward and backward, int32 ids, DDP with a static graph, and fbgemm's bounds check of ids
-in every lookup, which our loader does beside the step instead. Its planner is told each table's mean pooling. Its
-pipelines (TrainPipelineSparseDist) overlap by CUDA streams and are not used.
+It is no dependency of ours: `find_torchrec` says where it is taken from.
 """
 
 from __future__ import annotations
@@ -34,7 +25,14 @@ DIRECTORY = "DLRM_AUTOSHARD_TORCHREC"
 
 
 def find_torchrec() -> str | None:
-    """None where TorchRec can be imported (after this call), else the reason why not."""
+    """None where TorchRec can be imported (after this call), else the reason why not.
+
+    Put torchrec (1.8 for torch 2.13) into a directory of its own and name that in DLRM_AUTOSHARD_TORCHREC:
+
+        pip install --no-deps --target DIR "torchrec==1.8.*" tensordict iopath pyre-extensions portalocker orjson
+            cloudpickle pyvers typing_inspect
+        DLRM_AUTOSHARD_TORCHREC=DIR dlrm-autoshard bench train-wemb
+    """
     extra = os.environ.get(DIRECTORY)
     if extra and extra not in sys.path:
         sys.path.append(extra)
@@ -44,7 +42,13 @@ def find_torchrec() -> str | None:
 
 
 class TorchrecJob:
-    """One rank's trainer on a workload. Collective: every rank makes one, with its own slices of the batches."""
+    """One rank's trainer on a workload. Collective: every rank makes one, with its own slices of the batches.
+
+    Its own DLRM, planner (table-wise, fused kernel; told each table's mean pooling) and row-wise Adagrad, SGD on the
+    dense part. It runs as it comes: plain forward and backward, int32 ids, DDP with a static graph, and fbgemm's bounds
+    check of ids in every lookup, which our loader does beside the step instead. Its pipelines (TrainPipelineSparseDist)
+    overlap by CUDA streams and are not used.
+    """
 
     def __init__(self, workload: Workload, batches: list[Batch]) -> None:
         reason = find_torchrec()

@@ -1,12 +1,8 @@
 """Does a planner fitted to small tasks place large ones? 20 tables on 4 devices, then 100 tables on 8.
 
-    dlrm-autoshard bench planner-generalization [--quick]
-
 Two planners start from nothing: one is fitted (DreamShard's training, policy and cost model) to tasks of 20 tables on
 4 devices only, the other to tasks of 100 tables on 8, from the same pool. Both then place the same 100 x 8 tasks, whose
-tables neither saw. Costs are measured with fbgemm on one core in isolated mode, plans of a task in turns. Tables are
-small ones (see `_pool`), so that the two trainings take a minute and not an hour; `--quick` trains on a fifth of the
-published number of placements and tests on fewer tasks.
+tables neither saw. Costs are measured with fbgemm on one core in isolated mode, plans of a task in turns.
 """
 
 from __future__ import annotations
@@ -37,6 +33,9 @@ ALGORITHMS = ("dreamshard", "search")
 
 
 def run(quick: bool) -> dict[str, Any]:
+    """Tables are small ones (see `_pool`), so that the two trainings take a minute and not an hour; `quick` trains on a
+    fifth of the reference's number of placements and tests on fewer tasks.
+    """
     import torch
 
     from dlrm_autoshard.probe.shard_probe import ShardProbe

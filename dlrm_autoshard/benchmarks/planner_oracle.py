@@ -1,6 +1,4 @@
-"""How near to the best plan `auto` comes on machines that it has never met, by exact costs.
-
-    dlrm-autoshard bench planner-oracle [--quick]
+"""How near to the best plan `auto` comes on machines that it knows nothing of, by exact costs.
 
 Each task is a job's start: shipped costs of another machine, this job's tables measured (alone and in sets), a few
 plans measured on the ranks, all with 2% of noise. What is planned is judged by the oracle's exact cost, against the

@@ -1,13 +1,9 @@
 """Do the planner's plans cost less than the heuristics', measured, on tasks whose tables the planner never saw?
 
-    dlrm-autoshard bench planner-quality [--quick]
     python -m dlrm_autoshard.benchmarks.planner_quality --rows rows.jsonl --cell 50x4 --seconds 100     # in slices
     python -m dlrm_autoshard.benchmarks.planner_quality --rows rows.jsonl --record planner-quality.json
 
-Isolated mode: every shard is timed with fbgemm on one core; exchanges follow a law fitted to real gloo exchanges. The
-cost model is the shipped one (fitted to other tables). `auto` measures its finalists, as in a job; then every plan of
-a task, its finalists included, is measured anew, in turns and `ROUNDS` times, and only that counts: a plan that was
-lucky in the first measurement gains nothing by it. Rows keep every round; `planner_quality_record` makes figures.
+Rows keep every round; `planner_quality_record` makes figures.
 """
 
 from __future__ import annotations
@@ -65,7 +61,13 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def measure_task(cell: Cell, index: int) -> dict[str, Any]:
-    """Plans one task with every algorithm and measures all plans, in turns."""
+    """Plans one task with every algorithm and measures all plans, in turns.
+
+    Isolated mode: every shard is timed with fbgemm on one core; exchanges follow a model fitted to real gloo exchanges.
+    The cost model is the shipped one (fitted to other tables). `auto` measures its finalists, as in a job; then every
+    plan of the task, its finalists included, is measured anew, in turns and `ROUNDS` times, and only that counts: a
+    plan that was lucky in the first measurement gains nothing by it.
+    """
     from dlrm_autoshard.probe.plan_probe import IsolatedProbe
     from dlrm_autoshard.probe.shard_probe import ShardProbe
 

@@ -1,12 +1,6 @@
 """What the rows of `planner_quality` say: each algorithm against the best heuristic and against perfect balance.
 
-    summarise(rows, ["20x2", "20x4"], tasks=20)         # figures, targets, spread, notes; a pure function of the rows
-
-A step takes the slowest rank's time, and the largest of noisy figures is too large, the more so the better balanced the
-ranks are. So rounds are combined where they were measured: a stage of a rank is the median of its rounds, and the step
-is made of these medians. Beside each figure stands the same with the least of the rounds: what else runs on a machine
-only ever adds time, so the least round repeats better ("two halves of the rounds differ by"). Targets are held against
-the medians.
+summarise(rows, ["20x2", "20x4"], tasks=20)         # figures, targets, spread, notes; a pure function of the rows
 """
 
 from __future__ import annotations
@@ -25,7 +19,14 @@ Row = dict[str, Any]
 
 
 def summarise(rows: Sequence[Row], cells: Sequence[str], tasks: int) -> dict[str, Any]:
-    """A cell of `cells` that was not measured, or on fewer than `tasks` tasks, is a missed target."""
+    """A cell of `cells` that was not measured, or on fewer than `tasks` tasks, is a missed target.
+
+    A step takes the slowest rank's time, and the largest of noisy figures is too large, the more so the better balanced
+    the ranks are. So rounds are combined where they were measured: a stage of a rank is the median of its rounds, and
+    the step is made of these medians. Beside each figure stands the same with the least of the rounds: what else runs
+    on a machine only ever adds time, so the least round repeats better ("two halves of the rounds differ by"). Targets
+    are held against the medians.
+    """
     figures: dict[str, Any] = {}
     targets: dict[str, str] = {}
     spread: dict[str, Any] = {}

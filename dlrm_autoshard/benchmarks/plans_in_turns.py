@@ -1,10 +1,7 @@
 """What plans are worth beside one another: one job on two pinned ranks whose tables move from plan to plan.
 
-    rates = plans_in_turns(W_EMB, {"static": Turn(plan), "busy": Turn(plan, busy=True)}, rounds=8)
-    rates["static"][0]                         # examples/s in the first round
-
-Separate jobs minutes apart differ by a fifth on a shared machine, whatever their plans; turns of a second or so within
-one job see the same machine. A round has one turn of each; every other round has them in the opposite order.
+rates = plans_in_turns(W_EMB, {"static": Turn(plan), "busy": Turn(plan, busy=True)}, rounds=8)
+rates["static"][0]                         # examples/s in the first round
 """
 
 from __future__ import annotations
@@ -48,7 +45,11 @@ class Turn:
 
 
 def plans_in_turns(workload: Workload, turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
-    """Examples/s over both ranks: by turn, and round."""
+    """Examples/s over both ranks: by turn, and round.
+
+    Separate jobs minutes apart differ by a fifth on a shared machine, whatever their plans; turns of a second or so
+    within one job see the same machine. A round has one turn of each; every other round has them in the opposite order.
+    """
     rates: dict[str, list[float]] = on_pinned_ranks(_rank, WORLD_SIZE, workload, dict(turns), rounds, timeout=900)[0]
     return rates
 

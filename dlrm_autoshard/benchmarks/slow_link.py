@@ -1,11 +1,8 @@
 """Two hosts with a slow link between them, as two network namespaces of this machine: real sockets, a real queue.
 
-    why_not = cannot_make_link()                       # a reason, or None
-    with slow_link(mbit_per_s=50) as link:
-        link.run(["python", "-m", ...], hosts=(0, 0, 0, 1), timeout=60)      # a process for each rank, on its host
-
-The second host's uplink is slow; what comes down to it is not. netem makes it where the kernel has it (with a delay),
-else tbf, which limits the rate alone. Needs root and iproute2; everything is gone afterwards.
+why_not = cannot_make_link()                       # a reason, or None
+with slow_link(mbit_per_s=50) as link:
+    link.run(["python", "-m", ...], hosts=(0, 0, 0, 1), timeout=60)      # a process for each rank, on its host
 """
 
 from __future__ import annotations
@@ -67,6 +64,9 @@ class Link:
 
 @contextlib.contextmanager
 def slow_link(mbit_per_s: float, delay_ms: float = 1.0) -> Iterator[Link]:
+    """The second host's uplink is slow; what comes down to it is not. netem makes it where the kernel has it (with a
+    delay), else tbf, which limits the rate alone. Needs root and iproute2; everything is gone afterwards.
+    """
     hosts = (f"autoshard-a-{os.getpid()}", f"autoshard-b-{os.getpid()}")
     try:
         for host in hosts:

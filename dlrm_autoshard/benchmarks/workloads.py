@@ -1,11 +1,7 @@
 """The two workloads on which training speed is compared, and the job of our trainer on them.
 
-    job = OurJob(W_EMB, plan, rank, W_EMB.batches(rank, world_size))
-    seconds = job.run(10)                      # ten steps over a few batches that lie in memory, reused in turn
-
-W-small has large MLPs and few lookups, so that the dense part decides; W-emb has four times the lookups and small
-MLPs. Both: 26 tables of dim 64, rows log-spaced from 1e3 to 1e6, ids by a power law with exponent 1.05, bag lengths
-uniform on [P/2, 3P/2], row-wise Adagrad on the tables, SGD on the dense part, 2,048 samples a step over all ranks.
+job = OurJob(W_EMB, plan, rank, W_EMB.batches(rank, world_size))
+seconds = job.run(10)                      # ten steps over a few batches that lie in memory, reused in turn
 """
 
 from __future__ import annotations
@@ -39,7 +35,13 @@ TABLE_LR, DENSE_LR = 0.02, 0.02
 
 @dataclass(frozen=True)
 class Workload:
-    """pooling: mean ids a sample, by table. batch_size: over all ranks. num_batches: distinct ones."""
+    """pooling: mean ids a sample, by table. batch_size: over all ranks. num_batches: distinct ones.
+
+    W-small has large MLPs and few lookups, so that the dense part decides; W-emb has four times the lookups and small
+    MLPs. Both: 26 tables of dim 64, rows log-spaced from 1e3 to 1e6, ids Zipf-distributed with exponent 1.05, bag
+    lengths uniform on [P/2, 3P/2], row-wise Adagrad on the tables, SGD on the dense part, 2,048 samples a step over all
+    ranks.
+    """
 
     name: str
     rows: tuple[int, ...]

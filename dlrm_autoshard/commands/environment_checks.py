@@ -1,8 +1,6 @@
-"""Is this environment fit to train? Each check says what it found and, where it fails, the exact line that mends it.
+"""Is this environment fit to train? Each check says what it found and, where it fails, the exact line that fixes it.
 
-    check_pair(version_of={"torch": "2.13.0", "fbgemm-gpu-cpu": "1.6.0"}.get)
-    # -> Check("torch/fbgemm pair", "fail", "fbgemm-gpu-cpu 1.6.0 needs torch 2.11, but torch is 2.13.0.",
-    #          "python -m pip install fbgemm-gpu-cpu==1.8.0")
+    check_pair(version_of={"torch": "2.13.0", "fbgemm-gpu-cpu": "1.6.0"}.get).finding
 
 fbgemm 1.X is built against torch 2.(X+5) and crashes beside any other, so the pair is read from package metadata before
 either is imported. This module imports only the standard library: it has to work where nothing else does.

@@ -3,10 +3,6 @@
     files: [fbgemm_t856_bs65536_0.pt.gz, ...]       each one batch: (indices, offsets, lengths), as torch.save wrote it
     lengths [T, B], offsets [T * B + 1], indices [N]     table-major: all of table 0's bags, then table 1's
 
-The traces have neither rows nor labels nor dense features. Rows are `num_embeddings`, or the largest id of each table
-plus one, rounded up to the next multiple of 64; labels come from the hidden model of synthetic data, dense features are
-uniform. The last tenth of the samples, in the order of the files, is "test", the rest "train", "val" is empty.
-
 A .pt is mapped. A .pt.gz is unpacked once to a .pt beside it (7 GB each for the large ones), which later runs map.
 """
 
@@ -61,6 +57,12 @@ class _Trace:
 
 
 class DlrmDatasetsSource:
+    """The traces have neither rows nor labels nor dense features. Rows are `num_embeddings`, or the largest id of each
+    table plus one, rounded up to the next multiple of 64; labels come from the hidden model of synthetic data, dense
+    features are uniform. The last tenth of the samples, in the order of the files, is "test", the rest "train", "val"
+    is empty.
+    """
+
     reuse_batches: int | None = None
 
     def __init__(self, data: DlrmDatasetsData, tables: TablesConfig) -> None:

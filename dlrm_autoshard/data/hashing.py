@@ -1,11 +1,9 @@
 """Random numbers as a function of position: the same for every reader, every chunk and every version of numpy.
 
-    key = key_of(seed, "train", epoch)
     uniform(mix64(np.arange(100, 200, dtype=np.uint64) * GOLDEN + key))   # draws 100 to 199 of the stream `key`
 
 A generator with state would have to be wound forward to read a slice; a hash of the position needs no state, so
-reading by rank, resuming in mid-epoch and reading twice give the same samples by construction. The mixer is the
-finaliser of SplitMix64 (Steele, Lea and Flood, 2014), whose stream is mix64(key), mix64(key + GOLDEN), ...
+reading by rank, resuming in mid-epoch and reading twice give the same samples by construction.
 """
 
 from __future__ import annotations
@@ -33,7 +31,10 @@ def key_of(*parts: int | str) -> np.uint64:
 
 
 def mix64(states: Keys) -> Keys:
-    """Scrambles `states` in place: equal inputs stay equal, different ones become independent-looking."""
+    """Scrambles `states` in place: equal inputs stay equal, different ones become independent-looking.
+
+    The finaliser of SplitMix64 (Steele, Lea and Flood, 2014), whose stream is mix64(key), mix64(key + GOLDEN), ...
+    """
     scratch = states >> _SHIFT_1
     states ^= scratch
     states *= _MULTIPLIER_1

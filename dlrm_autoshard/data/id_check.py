@@ -1,7 +1,6 @@
 """Ids are checked in every batch, before a kernel can read beyond a table: cheap, by each table's largest id.
 
-check = IdCheck(source.tables, on_bad_id="error")
-batch = check(batch, "sample 4096 of train, epoch 0")
+batch = IdCheck(source.tables, on_bad_id="error")(batch, describe_sample)
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """One rank's batches of one epoch, read ahead in the background.
 
-    with Loader(source, "train", epoch=0, batch_size=1024, rank=0, world_size=2) as loader:
-        for batch in loader: ...
-
-Global batch i is the samples [i * W * B, (i + 1) * W * B) of the epoch and rank r takes the r-th slice of it. Of an
-uneven last one with n samples each rank takes ceil(n / W), padded where there are fewer left. Example, n = 5, W = 2:
-rank 0 has samples 0 1 2, rank 1 has 3 4 and one that is empty.
+with Loader(source, "train", epoch=0, batch_size=1024, rank=0, world_size=2) as loader:
+    batch = next(iter(loader))
 """
 
 from __future__ import annotations
@@ -29,6 +25,10 @@ class Loader:
     batch_size: samples a rank. first_sample: position in the epoch to start from (to resume). prefetch_batches: how
     many to read ahead in a thread, on `cores` where they are given; 0 reads in the caller's. global_samples: the
     epoch's length, if not the source's.
+
+    Global batch i is the samples [i * W * B, (i + 1) * W * B) of the epoch and rank r takes the r-th slice of it. Of an
+    uneven last one with n samples each rank takes ceil(n / W), padded where there are fewer left. Example, n = 5, W =
+    2: rank 0 has samples 0 1 2, rank 1 has 3 4 and one that is empty.
     """
 
     def __init__(

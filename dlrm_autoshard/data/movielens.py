@@ -1,13 +1,8 @@
 """MovieLens-100K: will a user rate a movie 4 or 5? A hundred thousand real ratings, small enough for any machine.
 
-    <dir>/ml-100k.inter  user_id item_id rating timestamp            -> tables user, item; label rating >= 4; dense
-    <dir>/ml-100k.user   user_id age gender occupation zip_code      -> tables age, gender, occupation, zip
-    <dir>/ml-100k.item   item_id movie_title release_year class      -> tables title, year, genres
-
-Nine tables, of which title (its words) and genres are multi-hot; five dense features, all from the time of rating.
-Split "random" tests on a fixed tenth of all ratings, drawn by seed; "time" on the newest tenth, which is harder, as
-many of its users and movies are new. The other nine tenths are "train", in a fresh order each epoch; "val" is empty:
-hold out by the test split alone, or choose by the training loss.
+<dir>/ml-100k.inter  user_id item_id rating timestamp            -> tables user, item; label rating >= 4; dense
+<dir>/ml-100k.user   user_id age gender occupation zip_code      -> tables age, gender, occupation, zip
+<dir>/ml-100k.item   item_id movie_title release_year class      -> tables title, year, genres
 """
 
 from __future__ import annotations
@@ -62,6 +57,12 @@ class _Bags:
 
 
 class MovielensSource:
+    """Nine tables, of which title (its words) and genres are multi-hot; five dense features, all from the time of
+    rating. Split "random" tests on a fixed tenth of all ratings, drawn by seed; "time" on the newest tenth, which is
+    harder, as many of its users and movies are new. The other nine tenths are "train", in a fresh order each epoch;
+    "val" is empty: hold out by the test split alone, or choose by the training loss.
+    """
+
     num_dense = 5
     reuse_batches: int | None = None
 

@@ -1,8 +1,6 @@
 """A folder that appears complete or not at all.
 
-    with new_folder(Path("data/criteo")) as partial:       # data/criteo.partial
-        (partial / "day_0_dense.npy").write_bytes(...)
-    # now data/criteo
+    with new_folder(Path("data/criteo")) as partial:       # data/criteo.partial; renamed at the end
 
 Whatever stops the work, a kill included, `data/criteo` never holds half of it; the next attempt removes the remains.
 """

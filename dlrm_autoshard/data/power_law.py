@@ -1,11 +1,7 @@
 """Row numbers with a bounded power law: the i-th hottest of n rows is drawn with a probability ~ i^-alpha.
 
-    law = PowerLaw.scattered(num_rows=1_000_000, alpha=1.05, key=key_of("hot rows"))
-    law.rows(np.array([0.0, 0.5, 0.999]))     # from uniform draws to rows
-
-The i-th probability is taken as the area under x^-alpha from i - 1/2 to i + 1/2, which has a closed-form inverse: no
-table of n probabilities, whatever n. The midpoint rule is off by 10% at i = 1, so the area starts where the first is
-exactly 1; what is left is 2.3% too much at i = 2 and 1% at i = 3 (alpha 1.05).
+hot = PowerLaw.scattered(num_rows=1_000_000, alpha=1.05, key=key_of("hot rows"))
+hot.rows(np.array([0.0, 0.5, 0.999]))     # from uniform draws to rows
 """
 
 from __future__ import annotations
@@ -25,6 +21,10 @@ class PowerLaw:
 
     Row numbers are computed in float64 (vectorised where 64-bit integer division is not): the multiplier is kept so
     small that i * multiplier + offset is exact.
+
+    The i-th probability is taken as the area under x^-alpha from i - 1/2 to i + 1/2, which has a closed-form inverse:
+    no table of n probabilities, whatever n. The midpoint rule is off by 10% at i = 1, so the area starts where the
+    first is exactly 1; what is left is 2.3% too much at i = 2 and 1% at i = 3 (alpha 1.05).
     """
 
     num_rows: int

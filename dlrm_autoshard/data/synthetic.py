@@ -1,12 +1,8 @@
 """Synthetic click logs of any size: skewed ids, multi-hot bags, labels that can be learnt, and drift by schedule.
 
-Every draw is a hash of (seed, split, epoch, sample, table, place in the bag), so any slice can be read at any time:
-
-    source = SyntheticSource(data, tables)
     source.read("train", epoch=0, first=4096, last=5120)    # no need to have read the 4096 before
 
-Bag lengths are uniform integers on [ceil(P/2), P + floor(P/2)] for mean pooling P. Where P is no integer, each bag
-takes the integer below or above it by chance, so that the mean still is P (0.7 is a bag of one id in 7 of 10 samples).
+Every draw is a hash of (seed, split, epoch, sample, table, place in the bag), so any slice can be read at any time.
 Epochs of "train" are fresh samples; "val" and "test" are the same draws in each epoch, until a drift moves them.
 """
 
@@ -38,6 +34,11 @@ class _Phase:
 
 
 class SyntheticSource:
+    """Bag lengths are uniform integers on [ceil(P/2), P + floor(P/2)] for mean pooling P. Where P is no integer, each
+    bag takes the integer below or above it by chance, so that the mean still is P (0.7 is a bag of one id in 7 of 10
+    samples).
+    """
+
     def __init__(self, data: SyntheticData, tables: tuple[TableConfig, ...]) -> None:
         self.tables = tables
         self.num_dense = data.num_dense

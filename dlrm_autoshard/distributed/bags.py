@@ -1,7 +1,7 @@
 """The tables as one module for any training loop: `loss.backward()` averages their gradients and updates them.
 
 bags = ShardedEmbeddingBags(tables, optimizer=RowwiseAdagrad(lr=0.02))       # ranks: torch.distributed's
-pooled_BD = bags(lengths_TB, values_N)               # or with weights_N; or bags(keyed_jagged_tensor)
+pooled_BD = bags.forward(lengths_TB, values_N)       # or with weights_N; or a KeyedJaggedTensor; called as a module
 bags.plan; bags.table_lr = 0.01; bags.state_dict()                           # of the tables that this rank owns
 """
 

@@ -1,12 +1,9 @@
 """Embedding tables sharded table-wise: each rank holds whole tables, looks up the global batch, updates in backward.
 
-    embeddings = ShardedEmbeddings(tables, plan, runtime, config.tables)
-    ids = embeddings.distribute(batch).finish()
-    local = embeddings.lookup(ids)                               # [W * B, D_local]
-    pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait())    # [B, D]
-    embeddings.update(local, embeddings.send_gradients(pooled_gradient).wait())
-
-The live plan is here, identical on every rank.
+ids = embeddings.distribute(batch).finish()
+local = embeddings.lookup(ids)                               # [W * B, D_local]
+pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait())    # [B, D]
+embeddings.update(local, embeddings.send_gradients(pooled_gradient).wait())
 """
 
 from __future__ import annotations
@@ -35,7 +32,10 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class ShardedEmbeddings:
-    """All tables of the model, of which this rank owns `plan.tables_on(rank)`."""
+    """All tables of the model, of which this rank owns `plan.tables_on(rank)`.
+
+    The live plan is here, identical on every rank.
+    """
 
     def __init__(
         self,

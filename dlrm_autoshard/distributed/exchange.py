@@ -1,11 +1,8 @@
-"""What travels between ranks in a step: pooled vectors from the tables' owners, gradients back to them; and ids, whose
-packing is in id_distribution.py.
+"""What travels between ranks in a step: pooled vectors from the tables' owners, gradients back to them, ids to them.
 
 Vectors need no packing: the owner's lookup computes the whole global batch, so the rows for one rank are contiguous
 already. On arrival one `index_select` puts them in the output order, which no plan changes: that is why placement
-cannot change a single bit of the model. The output may leave room beside the vectors (see `DLRM.room`).
-
-Axes: B samples a rank, W ranks, D embedding dims.
+cannot change a single bit of the model.
 """
 
 from __future__ import annotations
@@ -22,6 +19,8 @@ from torch import Tensor
 from dlrm_autoshard.distributed.shared_memory import Put, SharedMemory
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig, output_order
+
+# Axes: B samples a rank, W ranks, D embedding dims. How ids are packed: id_distribution.py.
 
 Room = tuple[int, int]
 """Columns left free before and after the pooled vectors, for the model to fill."""

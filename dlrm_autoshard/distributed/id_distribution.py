@@ -1,11 +1,8 @@
 """One batch's ids on their way to the tables' owners: lengths first, then ids, whose number the lengths tell.
 
-    ids = IdDistribution(exchange, batch)        # lengths are on their way
-    ids.send_values()                            # so are the ids; may be left to `finish`
-    local = ids.finish()                         # LocalIds: this rank's tables, the whole global batch
-
-Ids are copied by table (a table's ids lie side by side), from the batch straight to where they are sent from, and from
-where they arrive straight into the owner's order. Axes: T tables, B samples a rank, W ranks, N ids.
+ids = IdDistribution(exchange, batch)        # lengths are on their way
+ids.send_values()                            # so are the ids; may be left to `finish`
+local = ids.finish()                         # LocalIds: this rank's tables, the whole global batch
 """
 
 from __future__ import annotations
@@ -17,6 +14,9 @@ from torch import Tensor
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.exchange import Exchange, Pending
+
+# Ids are copied by table (a table's ids lie side by side), from the batch straight to where they are sent from, and
+# from where they arrive straight into the owner's order. Axes: T tables, B samples a rank, W ranks, N ids.
 
 
 @dataclass(frozen=True)

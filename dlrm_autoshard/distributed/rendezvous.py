@@ -3,10 +3,6 @@
 torchrun keeps its store when it restarts the ranks, with the addresses of ranks that are gone still in it; a new rank
 that reads one of them before its owner has written the new one cannot connect. So the ranks first agree on a name that
 only this start knows. Restart counts would not do: each machine's torchrun counts its own.
-
-    rank 1: "rank 1 here, my number is 7f3a"         hello/1 = 7f3a
-    rank 0: answers every number it sees             name/7f3a = c09e      (a stale number's answer is read by nobody)
-    rank 1: "got c09e"                               here/c09e/1
 """
 
 from __future__ import annotations
@@ -26,7 +22,12 @@ class RendezvousFailed(UserError):
 
 
 def fresh_store(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """The store for `init_process_group`, under torchrun's environment. Every rank calls it once per start."""
+    """The store for `init_process_group`, under torchrun's environment. Every rank calls it once per start.
+
+    rank 1: "rank 1 here, my number is 7f3a"         hello/1 = 7f3a
+    rank 0: answers every number it sees             name/7f3a = c09e      (a stale one's answer: read by nobody)
+    rank 1: "got c09e"                               here/c09e/1
+    """
     shared, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
     store = PrefixStore("dlrm_autoshard", shared)
     number = secrets.token_hex(8)

@@ -1,12 +1,6 @@
-"""A move's second step: weights and optimizer state travel as raw bytes, in chunks, from where they live to where they
-will.
+"""A move's second step: weights and optimizer state travel as raw bytes, in chunks, straight to where they will live.
 
-    transfer(embeddings, in_common_order(moves, tensor_bytes(embeddings), chunk_bytes), group)
-
-Why it can't deadlock: all chunks stand in one order, the same on every rank. A rank works through those that concern
-it, a few at a time, so the first unfinished chunk is always under way at both of its ends.
-Why it needs little memory on CPU: that order lets every pair of ranks progress at the same rate, and a sender gives
-back the pages of a chunk as soon as it is sent. A rank holds at most the larger of its two layouts and a few chunks.
+transfer(embeddings, in_common_order(moves, tensor_bytes(embeddings), chunk_bytes), group)
 """
 
 from __future__ import annotations
@@ -72,7 +66,15 @@ def in_common_order(moves: Sequence[Move], sizes: dict[str, dict[str, int]], chu
 
 
 def transfer(embeddings: ShardedEmbeddings, chunks: Sequence[Chunk], group: dist.ProcessGroup) -> None:
-    """group: nccl, which carries chunks from device memory to device memory, or gloo, which carries host memory."""
+    """group: nccl, which carries chunks from device memory to device memory, or gloo, which carries host memory.
+
+    Why it can't deadlock: all chunks stand in one order, the same on every rank. A rank works through those that
+    concern it, a few at a time, so the first unfinished chunk is always under way at both of its ends.
+
+    Why it needs little memory on CPU: that order lets every pair of ranks progress at the same rate, and a sender gives
+    back the pages of a chunk as soon as it is sent. A rank holds at most the larger of its two layouts and a few
+    chunks.
+    """
     rank = embeddings.rank
     views = _Views(embeddings)
     from_device = dist.get_backend(group) == "nccl"

@@ -1,15 +1,7 @@
-"""Collectives between ranks of one host through memory that they all map: what TCP over loopback takes 3 ms to carry,
-a copy carries in a few tenths.
+"""Collectives between ranks of one host through memory that they all map: a tenth of what TCP over loopback takes.
 
-    link = connect(group)                        # None where the ranks are not all on one host: use the group itself
-    pending = link.all_to_all("vectors", received, sent, receive_splits, send_splits)
-    pending()                                    # fills `received`
-
-Each rank owns one sparse memory file with a region per channel, and shares its descriptor with the others over Unix
-sockets. Writing goes to the own region, followed by a READY message to each reader; a reader copies and answers DONE;
-before a region is written again, everybody's DONE must have come. A channel carries one message at a time. Messages
-for other channels that arrive in between are kept, so channels are waited for in any order. Nothing has a name in the
-file system, so nothing is left behind by a crash, and a rank that dies closes its sockets, which ends the wait of all.
+link = connect(group)                        # None where the ranks are not all on one host: use the group itself
+link.all_to_all("vectors", received, sent, receive_splits, send_splits)()     # its result, called, waits
 """
 
 from __future__ import annotations
@@ -46,7 +38,15 @@ class RankGone(RuntimeError):
 
 
 class SharedMemory:
-    """The mapped memory of all ranks, this one's included, and a socket to each of the others."""
+    """The mapped memory of all ranks, this one's included, and a socket to each of the others.
+
+    Each rank owns one sparse memory file with a region per channel, and shares its descriptor with the others over Unix
+    sockets. Writing goes to the own region, followed by a READY message to each reader; a reader copies and answers
+    DONE; before a region is written again, everybody's DONE must have come. A channel carries one message at a time.
+    Messages for other channels that arrive in between are kept, so channels are waited for in any order. Nothing has a
+    name in the file system, so nothing is left behind by a crash, and a rank that dies closes its sockets, which ends
+    the wait of all.
+    """
 
     def __init__(self, rank: int, memories: list[Tensor], sockets: dict[int, socket.socket]) -> None:
         self.rank, self.world_size = rank, len(memories)

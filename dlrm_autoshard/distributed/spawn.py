@@ -1,15 +1,8 @@
 """Runs a function on N local processes joined by a process group, under a hard time limit: for tests and benchmarks.
 
-    def total(rank: int, world_size: int, offset: int) -> int:          # module level, so that it can be pickled
-        value = torch.tensor(rank + offset)
-        dist.all_reduce(value)
-        return int(value)
+    run_ranks(total, 3, 10)          # def total(rank, world_size, offset): ... -> one result per rank
 
-    run_ranks(total, 3, 10)          # -> [33, 33, 33], one result per rank
-
-Training does not come this way: there torchrun starts the ranks. Processes are forked from one server that has already
-imported torch, so that a rank starts in hundredths of a second. A rank that raises, dies or hangs ends all of them, and
-the error names it.
+Training does not come this way: there torchrun starts the ranks.
 """
 
 from __future__ import annotations
@@ -28,6 +21,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+# Processes are forked from one server that has already imported torch, so that a rank starts in hundredths of a second.
+# A rank that raises, dies or hangs ends all of them, and the error names it. Functions are pickled: module level only.
 
 _PRELOAD = ["torch", "torch.distributed", "dlrm_autoshard.distributed.spawn"]
 _GRACE_SECONDS = 5.0  # between a rank's result and its exit

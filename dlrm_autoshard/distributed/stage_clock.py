@@ -1,10 +1,8 @@
 """Where a step's time goes, marked inside the real step.
 
-with clock.step(sampled=True):
-    with clock.stage("fwd_compute"): ...lookup...
-    clock.barrier("fwd_comms")                     # in sampled steps: waits for all ranks (fwd_comms_wait)
-    with clock.stage("fwd_comms"): ...all-to-all...
-clock.summary(), clock.step_ms                     # {"fwd_compute": StageTime(...), ...} and their sum
+clock.step(sampled=True), clock.stage("fwd_compute")      # contexts
+clock.barrier("fwd_comms")                     # in sampled steps: waits for all ranks (fwd_comms_wait)
+clock.summary(), clock.step_ms                 # {"fwd_compute": StageTime(...), ...} and their sum
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Where a rank's rows and optimizer state live, and the fused lookup that reads and updates them.
 
-    storage.tensors("user")                # {"weight": [rows, dim], "momentum1": [rows]}, live
-    storage.hold(["user", "item"])         # these tables can be looked up, in this order; the others' memory goes
-
-On CPU memory is reserved (table_memory.py): arriving tables are received in place, departing ones give their pages back
-while they are sent. On a GPU each table is an allocation. Either way what stays stays where it is.
+storage.tensors("user")                # {"weight": [rows, dim], "momentum1": [rows]}, live
+storage.hold(["user", "item"])         # these tables can be looked up, in this order; the others' memory goes
 """
 
 from __future__ import annotations
@@ -46,7 +43,11 @@ def state_shapes(table: TableConfig, optimizer: TableOptimizer) -> dict[str, tup
 
 
 class Storage:
-    """One dtype and pooling for all tables, as one fused lookup has one."""
+    """One dtype and pooling for all tables, as one fused lookup has one.
+
+    On CPU memory is reserved (table_memory.py): arriving tables are received in place, departing ones give their pages
+    back while they are sent. On a GPU each table is an allocation. Either way what stays stays where it is.
+    """
 
     def __init__(
         self,

@@ -1,10 +1,8 @@
-"""Memory behind the tables: one tensor of every table (its weights, or one state of the optimizer), table by table.
+"""Memory behind the tables, each table's its own, so that a new plan moves nothing that stays.
 
-    memory.view("user")                    # [rows, dim], live; memory is taken where there was none
-    memory.release("user")
-    memory.addressed(["user", "item"])     # a flat tensor and where each table starts, counted from its first element
-
-A table's memory is its own, so a new plan moves nothing that stays.
+memory.view("user")                    # [rows, dim], live; memory is taken where there was none
+memory.release("user")
+memory.addressed(["user", "item"])     # a flat tensor and where each table starts, counted from its first element
 """
 
 from __future__ import annotations
@@ -36,6 +34,8 @@ class StorageError(UserError):
 
 
 class TableMemory(Protocol):
+    """One tensor of every table: its weights, or one state of the optimizer."""
+
     def view(self, name: str) -> Tensor: ...
 
     def release(self, name: str) -> None: ...

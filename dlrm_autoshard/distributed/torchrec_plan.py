@@ -1,10 +1,7 @@
 """A plan as TorchRec's DistributedModelParallel takes it.
 
-    record = torchrec_plan(plan, tables, module="sparse_arch.embedding_bag_collection")
-    sharding_plan = to_sharding_plan(record)             # with torchrec installed: DistributedModelParallel(plan=...)
-
-The record is plain JSON, {module: {table: {sharding_type, compute_kernel, ranks, sharding_spec}}}, so that making one
-needs no torchrec; `to_sharding_plan` turns it into torchrec's own classes.
+record = torchrec_plan(plan, tables, module="sparse_arch.embedding_bag_collection")
+sharding_plan = to_sharding_plan(record)             # with torchrec installed: DistributedModelParallel(plan=...)
 """
 
 from __future__ import annotations
@@ -21,7 +18,11 @@ DEFAULT_MODULE = "embedding_bag_collection"
 def torchrec_plan(
     plan: ShardingPlan, tables: Sequence[TableConfig], module: str = DEFAULT_MODULE, device: str = "cpu"
 ) -> dict[str, Any]:
-    """Table-wise sharding of every table, fused kernel; `device` is 'cpu' or 'cuda'."""
+    """Table-wise sharding of every table, fused kernel; `device` is 'cpu' or 'cuda'.
+
+    Plain JSON, {module: {table: {sharding_type, compute_kernel, ranks, sharding_spec}}}, so that making one needs no
+    torchrec; `to_sharding_plan` turns it into torchrec's own classes.
+    """
     plan.check_tables(table.name for table in tables)
     return {
         module: {

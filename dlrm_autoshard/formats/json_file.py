@@ -1,6 +1,5 @@
 """JSON from outside: no key twice, no NaN, no other types, no numbers out of range; what is wrong is named by its key.
 
-    class PlanRecord(TypedDict): ...
     read_json(path, PlanRecord, "plan file")   # "plan file 'p.json': 'rank_of.user' is 0.9; it must be a whole number."
     checked(PlanRecord, record)                # the same for what is in memory
 

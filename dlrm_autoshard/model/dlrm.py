@@ -1,6 +1,5 @@
 """The dense part of DLRM: bottom MLP, projections to a common dim, interaction, top MLP. No distribution in here.
 
-    model = DLRM(num_dense=13, tables=embeddings.output_tables, config=config.model, seed=0)
     logits_B = model.top(model.bottom(dense_BF), pooled_BD)
 
 The two halves are separate because the bottom MLP needs no vectors: it runs while they travel. `make_model` gives DLRM,

@@ -1,7 +1,6 @@
 """Makes the plans that compete: every heuristic, the searches, the learned policies, and what search makes of each.
 
-    makers = CandidateMakers(DreamShardSettings(), seed=0)
-    for candidate in makers.candidates("auto", task, costs): ...
+    makers.candidates("auto", task, costs)
 
 DreamShard's policy is the shipped one, or what `Planner.fit` made of it; nothing is trained at plan time but the
 sequence policies, which are there to be compared with.

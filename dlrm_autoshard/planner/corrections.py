@@ -1,12 +1,9 @@
 """Measured over predicted: one posterior of what predictions are off by, with its uncertainty, wherever that is asked.
 
-    corrections.observe(profile)
-    corrections.fit(cost_model, exchange_model, shards)      # conditions on all that is remembered
+    corrections.fit(cost_model, exchange_model, shards)      # conditions on all that `observe` remembers
     corrections.table_factors_T2(tables), corrections.rank_factors_W2(world_size, None)
 
-    log(measured / predicted) = scale + rank + sum of (share x table) + these tables together + noise
-
-README.md derives it. Axes: N observations (a rank's stage in a profile, or a start-up shard's), T tables, W ranks.
+log(measured / predicted) = scale + rank + sum of (share x table) + these tables together + noise; README.md derives it.
 """
 
 from __future__ import annotations
@@ -23,6 +20,8 @@ from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.gaussian import Posterior, condition
 from dlrm_autoshard.planner.replay import ShardSample, comms_of
 from dlrm_autoshard.tables import TableConfig, TableStats
+
+# Axes: N observations (a rank's stage in a profile, or a start-up shard's), T tables, W ranks.
 
 
 @dataclass(frozen=True)

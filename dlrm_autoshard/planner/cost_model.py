@@ -1,11 +1,10 @@
 """Predicts what a fused shard's computation takes, from its tables alone.
 
-    model = CostModel(seed=0)
     fit_cost_model(model, samples)                    # ShardSamples of the micro-benchmark or training (`fit_costs`)
     model.shard_ms(samples)                           # [N, 2] forward and backward in ms
 
-DreamShard's shape (a shared table network, a sum over the device's tables, a head for each stage) on a physical base:
-see `CostModel`."""
+DreamShard's shape (a shared table network, a sum over tables, a head for each stage) on physics: see `CostModel`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """DreamShard: a cost network learned from measured placements, a policy learned on the MDP that it estimates.
 
-    trainer = DreamShard(policy, settings, seed=0)
-    trainer.train(tasks, costs_of, measure)          # the paper's loop; without `measure` the costs stay as they are
+    trainer.train(tasks, costs_of, measure)          # algorithm 1; without `measure` the costs stay as they are
     rank_U = trainer.place(mdp, samples=64)[0]       # likeliest devices and samples; the least predicted cost wins
 
 Reads down in the paper's order (algorithm 1): collect, cost network, policy. The reference's budget is the default.

@@ -1,7 +1,6 @@
 """What an exchange of pooled vectors takes: a latency, one more for each peer, and prices of the bytes that travel.
 
-    model.ms(dims_W, batch_size=4096)                        # [2]: forward and backward of ranks that own dims_W
-    model.ms(dims_W, batch_size=4096, hosts=(0, 0, 1, 1))    # what leaves and enters each host has prices of its own
+    model.ms(dims_W, batch_size=4096, hosts=(0, 0, 1, 1))    # [2] forward, backward; hosts: of each rank
 
 A collective ends on all ranks when the slowest has sent and received, so one figure a plan and stage is fitted: the
 slowest rank's, by the most that a rank sends. README.md says why.

@@ -2,9 +2,7 @@
 
     rank_U = feasible(task)      # PlanError: "table 'ad_id' needs 6.2 GiB; ..." where nothing fits
 
-Bin packing is NP-hard, so this goes from cheap to thorough: largest unit first to the rank with most room, then to the
-tightest rank that takes it, each with a repair step (make room by sending one smaller unit elsewhere); then a
-depth-first search with a bound on its steps. Only a search that came to its end proves that nothing fits.
+Bin packing is NP-hard, so it goes from cheap to thorough; only a search that came to its end proves that nothing fits.
 """
 
 from __future__ import annotations
@@ -18,7 +16,11 @@ SEARCH_STEPS = 20_000
 
 
 def feasible(task: PlacementTask) -> np.ndarray:
-    """One rank a unit; PlanError where none is legal (or none was found; the message says which)."""
+    """One rank a unit; PlanError where none is legal (or none was found; the message says which).
+
+    Largest unit first to the rank with most room, then to the tightest rank that takes it, each with a repair step
+    (make room by sending one smaller unit elsewhere); then a depth-first search with a bound on its steps.
+    """
     units = task.units
     _check_each_fits(task)
     order = sorted(

@@ -1,11 +1,8 @@
 """What the networks see of a table: numbers that depend on the table and the batch, never on its companions.
 
-    raw_features(tables, stats)              # [T, 21] raw, as in DreamShard section 3.1
-    network_features(tables, stats, batch_size)    # [T, 29] logs with fixed scaling
-    work(tables, stats, batch_size)                # [T, 12] physical work: ids, bytes, distinct rows, ...
-
-`work` is what a lookup does, in millions of operations: its coefficients are nanoseconds each, so a cost model that is
-linear in it is already sensible and the networks only have to learn the deviation.
+raw_features(tables, stats)                    # [T, 21] raw, as in DreamShard section 3.1
+network_features(tables, stats, batch_size)    # [T, 29] logs with fixed scaling
+work(tables, stats, batch_size)                # [T, 12] physical work: ids, bytes, distinct rows, ...
 """
 
 from __future__ import annotations
@@ -61,7 +58,11 @@ def distinct_rows(raw_TF: np.ndarray, reuse_T: np.ndarray, seen_T: np.ndarray, b
 
 
 def work(tables: Sequence[TableConfig], stats: Sequence[TableStats], batch_size: BatchSize) -> np.ndarray:
-    """[T, 12] in millions, in the order of WORK."""
+    """[T, 12] in millions, in the order of WORK.
+
+    In a linear model its coefficients are nanoseconds each, so a cost model that is linear in it is already
+    sensible and the networks only have to learn the deviation.
+    """
     raw = raw_features(tables, stats)
     dim, rows, pooling, size = raw[:, :4].T
     row_bytes = size / rows

@@ -1,13 +1,7 @@
 """Which plans to measure, and what to expect of them afterwards: `auto`'s contest where plans can be measured.
 
-    candidates = measure_finalists(costs, task, candidates, measure, measure_plans=3)
-    best(candidates)
-
-The plan with the least predicted cost and the best heuristic are measured first. What that says about the tables
-corrects the predictions; the search goes on with these, and what it finds is measured too: and so on, until
-`measure_plans` are, or nothing better is in sight. Every candidate gets `expected_ms`, the best estimate from all of
-it, and the least one that was measured wins: the best heuristic is among them, so the winner is never expected to be
-worse.
+candidates = measure_finalists(costs, task, candidates, measure, measure_plans=3)
+best(candidates)
 """
 
 from __future__ import annotations
@@ -40,7 +34,14 @@ def measure_finalists(
     measure_plans: int,
     deadline: float | None = None,
 ) -> list[Candidate]:
-    """All candidates and those found on the way, with what was measured and what is expected of each."""
+    """All candidates and those found on the way, with what was measured and what is expected of each.
+
+    The plan with the least predicted cost and the best heuristic are measured first. What that says about the tables
+    corrects the predictions; the search goes on with these, and what it finds is measured too: and so on, until
+    `measure_plans` are, or nothing better is in sight. Every candidate gets `expected_ms`, the best estimate from all
+    of it, and the least one that was measured wins: the best heuristic is among them, so the winner is never expected
+    to be worse.
+    """
     profiles: dict[str, StepProfile] = {}
     predicted = costs.costs_of(task)
 

@@ -1,6 +1,5 @@
 """What a planner knows of costs, and how it learns: from start-up samples, and from profiles of real steps.
 
-costs = LearnedCosts(seed=0)
 costs.learn(samples)                     # ShardSamples and CommsSamples of the micro-benchmark
 costs.observe(profile)                   # after each interval: corrects predictions at once
 costs.refine()                           # where that pays: trains the cost model on what was observed

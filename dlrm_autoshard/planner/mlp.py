@@ -1,8 +1,7 @@
 """The planner's one kind of network: a small multi-layer perceptron with its gradients and Adam, in numpy.
 
-    net = Mlp([29, 64, 2], np.random.default_rng(0)); adam = Adam(net)
     outputs, backward = net.forward(inputs)              # net(inputs) where no gradient is wanted
-    backward(gradient_of_outputs); adam.step(1e-3)
+    backward(gradient_of_outputs); adam.step(1e-3)       # adam = Adam(net)
 
 For networks of a few thousand weights torch costs several times the arithmetic, an operation.
 """

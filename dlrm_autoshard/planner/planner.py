@@ -1,10 +1,6 @@
 """The planner: learned costs, algorithms by name, and `auto`, which takes the best of them all.
 
-    planner = Planner(seed=0)
-    planner.costs.learn(samples)                              # ShardSamples and CommsSamples, if there are any
-    task = PlacementTask.build(tables, stats, topology, batch_size=4096)
-    result = planner.plan(task)
-    planner.costs.observe(profile); planner.costs.refine(); planner.propose(task, result.plan)
+    result = planner.plan(PlacementTask.build(tables, stats, topology, batch_size=4096))
 
 Seeded: the same calls give the same plan (unless `budget_seconds` cuts them short). No torch.distributed here: where
 ranks can measure plans, the caller hands in `measure`.

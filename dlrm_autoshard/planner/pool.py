@@ -1,11 +1,8 @@
 """Pools of tables to plan for: read from a file, or synthetic ones with the statistics of a published data set.
 
-    pool = synthetic_pool(856, seed=0, batch_size=65536)
-    pool.tables[3], pool.stats[3]
-    pool.save(Path("tables.json"))
-
-The synthetic pool follows `dlrm_datasets` (856 tables): the same spread of rows and pooling and, over the whole pool,
-about the same mean reuse and share of look-ups per reuse bin (`dlrm-autoshard tables --synthetic 856` prints both).
+pool = synthetic_pool(856, seed=0, batch_size=65536)
+pool.tables[3], pool.stats[3]
+pool.save(Path("tables.json"))
 """
 
 from __future__ import annotations
@@ -107,6 +104,9 @@ def synthetic_pool(
     """Tables with log-spaced rows, dims in multiples of 4, skewed pooling and Zipf reuse of mixed skew.
 
     Statistics are the expected ones at `batch_size`; the same seed gives the same tables at every batch size.
+
+    Follows `dlrm_datasets` (856 tables): the same spread of rows and pooling and, over the whole pool, about the same
+    mean reuse and share of look-ups per reuse bin (`dlrm-autoshard tables --synthetic 856` prints both).
     """
     generator = np.random.default_rng(seed)
     tables, stats = [], []

@@ -1,11 +1,7 @@
 """Measured costs to learn from: shards timed at start-up, and whole steps from training.
 
-    buffer = ReplayBuffer()
-    buffer.add_shard(ShardSample(tables, stats, 4096, fwd_compute_ms=1.2, bwd_compute_ms=2.9))
-    buffer.add_profile(profile)             # a StepProfile of real steps; newer ones count more
-
-Start-up samples are kept for good (they are clean and cover many table sets); of training's own profiles the newest
-64 are kept, and each older one counts 0.8 of its successor, because data and machines drift.
+buffer.add_shard(ShardSample(tables, stats, 4096, fwd_compute_ms=1.2, bwd_compute_ms=2.9))
+buffer.add_profile(profile)             # a StepProfile of real steps; newer ones count more
 """
 
 from __future__ import annotations
@@ -141,7 +137,11 @@ def comms_of(profile: StepProfile) -> CommsSample:
 
 
 class ReplayBuffer:
-    """What has been measured, bounded, oldest first."""
+    """What has been measured, bounded, oldest first.
+
+    Start-up samples are kept for good (they are clean and cover many table sets); of training's own profiles the newest
+    64 are kept, and each older one counts 0.8 of its successor, because data and machines drift.
+    """
 
     def __init__(self, max_shards: int = 20_000, max_profiles: int = 64) -> None:
         self.max_shards = max_shards

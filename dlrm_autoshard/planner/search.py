@@ -1,13 +1,7 @@
 """Local search on the predicted fused cost (NeuroShard's idea, without splitting tables).
 
-    rank_U = search(task, costs)                         # greedy_on_cost, improved
-    rank_U = improve(task, costs, rank_U, seed=0)        # never worse than what it was given
-
-The step takes the sum over stages of the slowest rank, so only the slowest rank of some stage is worth relieving: a
-round looks at each of those (at most four), evaluates every move of one of its units to another rank and the promising
-swaps, and takes the best. When none helps, a few random kicks are tried from the best placement so far.
-
-Axes: U units, W ranks, N candidates, K summary columns, 4 stages.
+rank_U = search(task, costs)                         # greedy_on_cost, improved
+rank_U = improve(task, costs, rank_U, seed=0)        # never worse than what it was given
 """
 
 from __future__ import annotations
@@ -20,6 +14,8 @@ from dlrm_autoshard.planner.feasible import feasible
 from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.task import PlacementTask, Room
 from dlrm_autoshard.planner.task_costs import TaskCosts
+
+# Axes: U units, W ranks, N candidates, K summary columns, 4 stages.
 
 MOST_RANKS = 32
 """Ranks looked at as destinations: the least loaded ones. All of them where there are no more."""
@@ -37,7 +33,12 @@ def improve(
     deadline: float | None = None,
     most_swaps: int = MOST_SWAPS,
 ) -> np.ndarray:
-    """Local search from a legal placement until nothing helps, then `kicks` times from a shaken copy of the best."""
+    """Local search from a legal placement until nothing helps, then `kicks` times from a shaken copy of the best.
+
+    The step takes the sum over stages of the slowest rank, so only the slowest rank of some stage is worth relieving: a
+    round takes each of those (at most four), evaluates every move of one of its units to another rank and the promising
+    swaps, and takes the best. When none helps, a few random kicks are tried from the best placement so far.
+    """
     best = _Search(task, costs, rank_U, most_swaps)
     best.descend(deadline)
     generator = np.random.default_rng(seed)

@@ -1,14 +1,8 @@
 """One placement problem, and the units it really places.
 
-    task = PlacementTask.build(tables, stats, topology, batch_size=4096)
-    task.units.members                       # ((0,), (1, 4), (2,), ...): tables 1 and 4 must stay together
-    task.plan_from(np.array([0, 1, 0, ...])) # one rank a unit -> ShardingPlan
-
-Tables that must stay together are merged into one unit, so that no algorithm has to know of such groups: bytes, costs
-and network embeddings of a unit are sums over its tables. What else is asked (pins, exclusions, groups kept apart,
-memory) becomes `Room.legal_W`, the one mask that every algorithm obeys.
-
-Axes: T tables, U units, W ranks.
+task = PlacementTask.build(tables, stats, topology, batch_size=4096)
+task.units.members                       # ((0,), (1, 4), (2,), ...): tables 1 and 4 must stay together
+task.plan_from(np.array([0, 1, 0, ...])) # one rank a unit -> ShardingPlan
 """
 
 from __future__ import annotations
@@ -21,6 +15,8 @@ import numpy as np
 
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, check_plan, is_legal
 from dlrm_autoshard.tables import TableConfig, TableStats, memory_bytes
+
+# Axes: T tables, U units, W ranks.
 
 UNLIMITED = np.iinfo(np.int64).max // 4
 
@@ -48,7 +44,12 @@ class Units:
 
 @dataclass(frozen=True)
 class PlacementTask:
-    """Tables, what the data does to them, the ranks, and what is asked. `batch_size` is the global batch."""
+    """Tables, what the data does to them, the ranks, and what is asked. `batch_size` is the global batch.
+
+    Tables that must stay together are merged into one unit, so that no algorithm has to know of such groups: bytes,
+    costs and network embeddings of a unit are sums over its tables. What else is asked (pins, exclusions, groups kept
+    apart, memory) becomes `Room.legal_W`, the one mask that every algorithm obeys.
+    """
 
     tables: tuple[TableConfig, ...]
     stats: tuple[TableStats, ...]

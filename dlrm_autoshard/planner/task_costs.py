@@ -1,14 +1,8 @@
 """The costs seen from one task: cheap predictions for any sets of its units on any of its ranks.
 
-    costs = TaskCosts(task, cost_model, exchange_model, corrections)
-    costs.rank_ms(rank_U)                        # [W, 4] stages of every rank under a placement
-    costs.step_ms(rank_U)                        # sum over stages of the slowest rank
-    costs.stage_ms(sums_NK, ranks_N)             # the same for any device summaries: what search and rollouts call
-
-Everything a device's cost depends on adds up over its units, so a candidate (one unit more here, one less there) is a
-vector addition and one small network away; thousands are evaluated in one go.
-
-Axes: U units, W ranks, N candidates, K summary columns, 4 stages in the order of PLANNED_STAGES.
+costs.rank_ms(rank_U)                        # [W, 4] stages of every rank under a placement
+costs.step_ms(rank_U)                        # sum over stages of the slowest rank
+costs.stage_ms(sums_NK, ranks_N)             # the same for any device summaries: what search and rollouts call
 """
 
 from __future__ import annotations
@@ -21,10 +15,16 @@ from dlrm_autoshard.planner.cost_model import COST, DIM, CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.task import PlacementTask
 
+# Axes: U units, W ranks, N candidates, K summary columns, 4 stages in the order of PLANNED_STAGES.
+
 CHUNK = 65_536
 
 
 class TaskCosts:
+    """Everything a device's cost depends on adds up over its units, so a candidate (one unit more here, one less there)
+    is a vector addition and one small network away; thousands are evaluated in one go.
+    """
+
     def __init__(
         self,
         task: PlacementTask,

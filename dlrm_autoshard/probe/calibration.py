@@ -1,10 +1,7 @@
-"""What a planner knows when a job starts: shipped costs, what earlier jobs measured here, and a short look of its own.
+"""What a planner knows when a job starts: shipped costs, what earlier jobs measured here, and a short probe of its own.
 
-    started = start_costs(planner, tables, stats, batch_size, probe=probe, cache_dir=..., budget_seconds=20)
-    started.sentence             # "31 shards of these tables measured in 2.4 s"
-
-A job whose tables were measured on this hardware before starts from the log, in well under a second. Otherwise a few
-dozen shards of its own tables are measured on the running ranks: tables alone, and sets as large as a rank will own.
+started = start_costs(planner, tables, stats, batch_size, world_size=2, fingerprint=hardware_fingerprint())
+started.sentence             # "31 shards of these tables measured in 2.4 s"
 """
 
 from __future__ import annotations
@@ -72,7 +69,12 @@ def start_costs(
     budget_seconds: float = 20.0,
     seed: int = 0,
 ) -> Started:
-    """Readies the planner's costs within about 60% of the budget."""
+    """Readies the planner's costs within about 60% of the budget.
+
+    A job whose tables were measured on this hardware before starts from the log, in well under a second. Otherwise a
+    few dozen shards of its own tables are measured on the running ranks: tables alone, and sets as large as a rank will
+    own.
+    """
     begun = time.perf_counter()
     start_warm(planner, fingerprint)
     log = None if cache_dir is None else CostLog(cache_dir, {**fingerprint, "world_size": world_size})

@@ -1,14 +1,9 @@
 """Measures fused shards of a synthetic pool: the data behind the warm start that the package ships.
 
-    python -m dlrm_autoshard.probe.collect --out shards.jsonl --shards 1500 --seconds 110
-
-Shard i is the same whatever came before, so the command can be called again and again, in slices of a quiet machine,
-and goes on where it stopped. Every tenth shard is measured a second time, later: how much a measurement differs
-from itself is the floor under any cost model's error. Then
-
-    python -m dlrm_autoshard.probe.collect --out shards.jsonl --exchanges       # gloo exchanges of 2 to 4 ranks
-    python -m dlrm_autoshard.probe.collect --out shards.jsonl --pack            # fits, prints errors, writes cpu.npz
-    python -m dlrm_autoshard.probe.collect --refit                              # where only the model changed
+python -m dlrm_autoshard.probe.collect --out shards.jsonl --shards 1500 --seconds 110
+python -m dlrm_autoshard.probe.collect --out shards.jsonl --exchanges       # gloo exchanges of 2 to 4 ranks
+python -m dlrm_autoshard.probe.collect --out shards.jsonl --pack            # fits, prints errors, writes cpu.npz
+python -m dlrm_autoshard.probe.collect --refit                              # where only the model changed
 """
 
 from __future__ import annotations
@@ -77,7 +72,12 @@ def schedule(num_shards: int) -> Iterator[tuple[int, int]]:
 
 
 def collect(out: Path, num_shards: int, seconds: float, core: int) -> int:
-    """Measures what is missing in `out` for at most `seconds`; returns how many measurements are still missing."""
+    """Measures what is missing in `out` for at most `seconds`; returns how many measurements are still missing.
+
+    Shard i is the same whatever came before, so the command can be called again and again, in slices of a quiet
+    machine, and goes on where it stopped. Every tenth shard is measured a second time, later: how much a measurement
+    differs from itself is the floor under any cost model's error.
+    """
     import torch
 
     from dlrm_autoshard.probe.shard_probe import ShardProbe

@@ -1,12 +1,8 @@
 """Measured costs kept between jobs on the same hardware: one JSON object a line, appended, never rewritten.
 
-    log = CostLog(Path(cache_dir), hardware_fingerprint())
-    log.append(samples)                  # ShardSamples and CommsSamples
-    log.read()                           # what this and earlier jobs measured on such hardware
-
-Each fingerprint has its own file, so that another machine's costs are never taken for this one's. Tables are written
-once, named by their content, and shards refer to them. Lines are appended whole; one that a killed job left unfinished,
-or that is damaged, is left out and named.
+log = CostLog(Path(cache_dir), hardware_fingerprint())
+log.append(samples)                  # ShardSamples and CommsSamples
+log.read()                           # what this and earlier jobs measured on such hardware
 """
 
 from __future__ import annotations
@@ -29,6 +25,11 @@ SCHEMA = 1
 
 
 class CostLog:
+    """Each fingerprint has its own file, so that another machine's costs are never taken for this one's. Tables are
+    written once, named by their content, and shards refer to them. Lines are appended whole; one that a killed job left
+    unfinished, or that is damaged, is left out and named.
+    """
+
     def __init__(self, cache_dir: Path, fingerprint: Mapping[str, Any]) -> None:
         self.fingerprint = dict(fingerprint)
         self.path = cache_dir / f"costs-{digest(self.fingerprint)}.jsonl"

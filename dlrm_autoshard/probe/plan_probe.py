@@ -1,15 +1,9 @@
 """The micro-benchmark of whole placements, in two modes that give the same StepProfile (source 'probe').
 
-    isolated = IsolatedProbe(tables, stats, batch_size, ShardProbe(), exchange)      # one process, any number of ranks
-    [profile] = isolated.measure([plan])
+    IsolatedProbe(tables, stats, batch_size, ShardProbe(), exchange)      # one process, any number of ranks
+    RankProbe(runtime, tables, stats, batch_size)                         # on the running ranks
 
-    probe = RankProbe(runtime, tables, stats, batch_size)                            # on the running ranks
-    result = probe.on_rank_zero(lambda: planner.plan(..., measure=probe.measure))
-
-Isolated: each shard's computation in turn on this one core or GPU; exchanges by a model fitted to measured ones. On
-ranks: all at once, as in training, so that they compete for memory bandwidth as they will; exchanges are real, and each
-starts behind a barrier, so that waiting for a slow rank is never taken for communication. Every stage is timed on its
-own, none is a difference of two timings: nothing can come out negative.
+Every stage is timed on its own, none is a difference of two timings: nothing can come out negative.
 """
 
 from __future__ import annotations
@@ -57,6 +51,8 @@ class IsolatedProbe:
     """Measures placements without the ranks they are for. Shards that were measured are remembered by their tables.
 
     rounds: times that each new shard is measured, in turns with the others; its median counts.
+
+    Each shard's computation in turn on this one core or GPU; exchanges by a model fitted to measured ones.
     """
 
     def __init__(
@@ -117,6 +113,11 @@ class RankProbe:
 
     Rank 0 measures inside `on_rank_zero`, while the others serve it. batch_size: the global batch, a multiple of the
     number of ranks.
+
+    All ranks at once, as in training, so that they compete for memory bandwidth as they will; exchanges are real, and
+    each starts behind a barrier, so that waiting for a slow rank is never taken for communication.
+
+        result = probe.on_rank_zero(lambda: planner.plan(..., measure=probe.measure))
     """
 
     def __init__(

@@ -1,12 +1,8 @@
 """Times one shard's fused lookup and fused backward + update on throwaway tables: the micro-benchmark's core.
 
-    probe = ShardProbe("rowwise_adagrad")
-    time = probe.measure(tables, stats, batch_size=4096)     # any number of tables, none included
-    time.fwd_compute_ms, time.bwd_compute_ms                 # medians; `noise` is their relative spread
-
-Real tables are never touched (a probing backward would train them). Throwaway tables are windows, at different places,
-of one resident buffer: measuring a shard of 50 GiB takes no 50 GiB, and pages are faulted in once, not for every shard.
-Ids are scattered over a window, so windows that overlap share next to no hot rows.
+probe = ShardProbe("rowwise_adagrad")
+time = probe.measure(tables, stats, batch_size=4096)     # any number of tables, none included
+time.fwd_compute_ms, time.bwd_compute_ms                 # medians; `noise` is their relative spread
 """
 
 from __future__ import annotations
@@ -53,6 +49,10 @@ class ShardProbe:
     warmup, repeats, seconds_per_shard: at least `repeats` timed steps, up to four times as many while there is time.
     undisturbed: steps during which another process took this core are timed again (CPU only; for isolated mode,
         which asks what the shard itself takes). On running ranks such steps count: ranks may have to share cores.
+
+    Real tables are never touched (a probing backward would train them). Throwaway tables are windows, at different
+    places, of one resident buffer: measuring a shard of 50 GiB takes no 50 GiB, and pages are faulted in once, not for
+    every shard. Ids are scattered over a window, so windows that overlap share next to no hot rows.
     """
 
     def __init__(

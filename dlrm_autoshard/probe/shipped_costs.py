@@ -1,11 +1,7 @@
 """The costs that the package ships: shards measured on CPU, and what exchanges took, as a start for any planner.
 
-    samples = read_samples(WARM_START)                       # ShardSamples and CommsSamples
-    start_warm(planner, hardware_fingerprint())              # says in `planner.costs.costs_from` whose machine it was
-
-`cpu.npz` holds the measurements (made by `python -m dlrm_autoshard.probe.collect`), `cpu.json` the machine they were
-made on, the command, and the cost model fitted to them, so that starting warm takes no fitting. On hardware with
-another fingerprint these are another machine's costs: proportions that are better than none, and they are called so.
+samples = read_samples(WARM_START)                       # ShardSamples and CommsSamples
+start_warm(planner, hardware_fingerprint())              # says in `planner.costs.costs_from` whose machine it was
 """
 
 from __future__ import annotations
@@ -20,6 +16,10 @@ import numpy as np
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.replay import CommsSample, ShardSample
 from dlrm_autoshard.tables import TableConfig, TableStats
+
+# `cpu.npz` holds the measurements (made by `python -m dlrm_autoshard.probe.collect`), `cpu.json` the machine they were
+# made on, the command, and the cost model fitted to them, so that starting warm takes no fitting. On hardware with
+# another fingerprint these are another machine's costs: proportions that are better than none, and they are called so.
 
 WARM_START = Path(__file__).parent / "shipped" / "cpu.npz"
 

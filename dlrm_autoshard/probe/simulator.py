@@ -2,11 +2,8 @@
 
     cluster = SimulatedCluster(seed=0)
     profile = cluster.profile(tables, stats, plan, batch_size=4096)
-    profile.source                                       # 'simulated'
 
-For tests and for timing planners, not for predicting hardware. It has what makes placement hard: tables that share a
-rank compete for its cache (so a shard's cost is not the sum of its tables'), hot rows are cheap (reuse), the backward
-pass sorts its ids, exchanges have latency and bandwidth, ranks may be slower than others, measurements have noise.
+For tests and for timing planners, not for predicting hardware.
 """
 
 from __future__ import annotations
@@ -22,7 +19,12 @@ from dlrm_autoshard.tables import TableConfig, TableStats
 
 
 class SimulatedCluster:
-    """`slowdown[rank]`: times longer that a rank computes. `noise`: relative standard deviation of a measurement."""
+    """`slowdown[rank]`: times longer that a rank computes. `noise`: relative standard deviation of a measurement.
+
+    It has what makes placement hard: tables that share a rank compete for its cache (so a shard's cost is not the sum
+    of its tables'), hot rows are cheap (reuse), the backward pass sorts its ids, exchanges have latency and bandwidth,
+    ranks may be slower than others, measurements have noise.
+    """
 
     def __init__(self, seed: int = 0, noise: float = 0.0, slowdown: dict[int, float] | None = None) -> None:
         hidden = np.random.default_rng([seed, 1])

@@ -1,12 +1,9 @@
 """What an epoch's times say: who holds the others up, in which stage, why, and because of which tables.
 
-    straggler = find_straggler(profile)
-    straggler.rank, straggler.stage, straggler.cause     # 1, "fwd_compute", "load"
-    straggler.tables                                     # (("ad_id", 0.61), ("user", 0.22))
-    straggler.sentence                                   # for people
-
-Pure arithmetic on a profile. A rank's *excess* in a stage is its time minus the ranks' mean: what it costs the
-others, since they meet it at the next collective.
+straggler = find_straggler(profile)
+straggler.rank, straggler.stage, straggler.cause     # 1, "fwd_compute", "load"
+straggler.tables                                     # (("ad_id", 0.61), ("user", 0.22))
+straggler.sentence                                   # for people
 """
 
 from __future__ import annotations
@@ -18,6 +15,9 @@ from typing import Any, Literal
 
 from dlrm_autoshard.costs import COMPUTE_STAGES, PLANNED_STAGES, STAGES, RankCost, StageTime, imbalance, step_cost_ms
 from dlrm_autoshard.records.facts import EpochFacts, TableUse
+
+# Pure arithmetic on a profile. A rank's *excess* in a stage is its time minus the ranks' mean: what it costs the
+# others, since they wait for it at the next collective.
 
 Cause = Literal["load", "starved of CPU", "slow data"]
 

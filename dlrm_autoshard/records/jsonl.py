@@ -1,11 +1,8 @@
 """The run directory's files of records: one JSON object a line, written so that a crash loses at most the last line.
 
-    append_jsonl(run / "metrics.jsonl", {"schema": 1, "step": 50, "epoch": 0, "split": "train", "logloss": 0.61})
-    read_jsonl(run / "metrics.jsonl")           # [{"schema": 1, ...}]
-    drop_after(run / "metrics.jsonl", epoch=2)  # a run that resumes at epoch 3 forgets what it did beyond epoch 2
-
-A line counts once its newline is on disk. What follows the last newline is a torn line: reading ignores it and the
-next append writes over it. Each file has one writer.
+append_jsonl(run / "metrics.jsonl", {"schema": 1, "step": 50, "epoch": 0, "split": "train", "logloss": 0.61})
+read_jsonl(run / "metrics.jsonl")           # [{"schema": 1, ...}]
+drop_after(run / "metrics.jsonl", epoch=2)  # a run that resumes at epoch 3 forgets what it did beyond epoch 2
 """
 
 from __future__ import annotations
@@ -19,6 +16,9 @@ from typing import Any
 
 from dlrm_autoshard.errors import UserError, printable
 from dlrm_autoshard.formats.json_file import NotReadable, parse_json
+
+# A line counts once its newline is on disk. What follows the last newline is a torn line: reading ignores it and the
+# next append writes over it. Each file has one writer.
 
 SCHEMA = 1
 """Of every record in a run directory. It grows when a key changes its meaning or goes; new keys don't change it."""

@@ -1,10 +1,8 @@
-"""Everything that a run wrote down, read back from its directory.
+"""Everything that a run wrote down, read back from its directory: all that terminal, HTML, JSON and CSV reports read.
 
-    record = RunRecord.load(Path("runs/movielens"))
-    record.last.straggler                      # of the last complete epoch
-    record.metrics_of("val")                   # [{"step": ..., "auc": ...}, ...]
-
-Terminal, HTML, JSON and CSV reports are functions of this record and nothing else.
+record = RunRecord.load(Path("runs/movielens"))
+record.last.straggler                      # of the last complete epoch
+record.metrics_of("val")                   # [{"step": ..., "auc": ...}, ...]
 """
 
 from __future__ import annotations

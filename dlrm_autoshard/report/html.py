@@ -1,11 +1,7 @@
 """A run as one self-contained HTML file: opens from disk, fetches nothing, fits a phone and grey paper.
 
-    write_html(Path("runs/movielens"), RunRecord.load(Path("runs/movielens")))      # runs/movielens/report.html
-    render_html(record)                                                             # the same text, a pure function
-
-Text and headings come from page_sections.py, figures from page_data.py, charts from charts.py; page.js draws them with
-the Vega libraries, which vl-convert bundles into the page once. The page forbids itself the network with a
-Content-Security-Policy.
+write_html(Path("runs/movielens"), RunRecord.load(Path("runs/movielens")))      # runs/movielens/report.html
+render_html(record)                                                             # the same text, a pure function
 """
 
 from __future__ import annotations
@@ -24,6 +20,10 @@ from dlrm_autoshard.report.charts import Chart, charts, comparison_charts
 from dlrm_autoshard.report.page_data import comparison_data, page_data
 from dlrm_autoshard.report.page_sections import comparison_sections, page_sections
 from dlrm_autoshard.report.summary import where_it_ran
+
+# Text and headings come from page_sections.py, figures from page_data.py, charts from charts.py; page.js draws them
+# with the Vega libraries, which vl-convert bundles into the page once. The page forbids itself the network with a
+# Content-Security-Policy.
 
 
 def write_html(run_dir: Path, record: RunRecord) -> Path:

@@ -1,6 +1,6 @@
 """A run's costs as tables that fit 80 columns and are read in a minute.
 
-    print_report(Console(), RunRecord.load(Path("runs/movielens")))
+    print_report(Console(), RunRecord.load(run_dir))
     print_comparison(Console(), one, other)
 
 Order: what matters in sentences, the last epoch by stage, by rank and by prediction, then the run over its epochs.

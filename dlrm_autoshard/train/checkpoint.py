@@ -1,14 +1,9 @@
 """Checkpoints that outlive a kill at any moment, and load under any placement and number of ranks.
 
-    checkpoints = Checkpoints(run_dir / "checkpoints", runtime, keep=2)
     checkpoints.save(tensors, SavedState(step=640))         # checkpoints/step_00000640
     state, extra = checkpoints.load(path, tensors, shapes)
 
-    step_00000640/  manifest.json  extra.json  rank_00000.bin  rank_00001.bin      JSON and raw bytes: nothing executes
-
-Tensors have names that depend on the model alone (`tables.user.weight`, `dense.over_mlp.0.bias`), so that whoever owns
-a table later finds it. A checkpoint is written beside its final name, fsynced, and renamed when rank 0 sees every file
-of every rank: a folder with the final name is whole.
+Files: manifest.json, extra.json, rank_00000.bin, rank_00001.bin, ...: JSON and raw bytes, so nothing executes.
 """
 
 from __future__ import annotations
@@ -50,7 +45,12 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder that all ranks see. Methods are collectives unless they say so."""
+    """The checkpoints of one run, in one folder that all ranks see. Methods are collectives unless they say so.
+
+    Tensors have names that depend on the model alone (`tables.user.weight`, `dense.over_mlp.0.bias`), so that whoever
+    owns a table later finds it. A checkpoint is written beside its final name, fsynced, and renamed when rank 0 sees
+    every file of every rank: a folder with the final name is whole.
+    """
 
     def __init__(
         self,

@@ -1,14 +1,7 @@
 """Where a run writes: `runs/<name>/`, with `runs/latest` pointing at the newest.
 
-    with claimed_run_dir(config, resume=None, job=frozenset()) as path:      # no other job can have it meanwhile
-        ...build and load everything that the run needs...
-        record_start(path, config, world_size=2)                             # only now is it this start's
-
-config.yaml  environment.json  plan/  metrics.jsonl  costs/  decisions.jsonl  checkpoints/  report.html
-
-config.yaml and environment.json are those of the latest start. A run that is continued keeps the earlier ones in
-`starts/<when>/`, so that what a step was trained with can always be found out. `job.json` names the job whose run it
-is: a start of the same job, by whoever and wherever, continues the run.
+with claimed_run_dir(config, resume=None, job=frozenset()) as path:      # no other job can have it meanwhile
+    record_start(path, config, world_size=2)             # once all is built and loaded: only now it is this start's
 """
 
 from __future__ import annotations
@@ -34,6 +27,10 @@ import yaml
 
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.errors import UserError
+
+# In a run directory: config.yaml  environment.json  job.json  plan/  metrics.jsonl  costs/  decisions.jsonl
+# checkpoints/  report.html. `job.json` names the job whose run it is: a start of the same job, by whoever and wherever,
+# continues the run.
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 _LOCK, _JOB = ".lock", "job.json"
@@ -151,7 +148,11 @@ def lock_directory(path: Path, patience: float = 0.0) -> int | None:
 
 def record_start(run: Path, config: Config, world_size: int) -> None:
     """Writes down what this start runs with. A start that fails before (another model's checkpoint, say) leaves the
-    run as it was; one that is killed in here leaves the earlier start's files or its own."""
+    run as it was; one that is killed in here leaves the earlier start's files or its own.
+
+    config.yaml and environment.json are those of the latest start. A run that is continued keeps the earlier ones in
+    `starts/<when>/`, so that what a step was trained with can always be found out.
+    """
     keep_earlier_start(run)
     write_whole(run / CONFIG, config.to_yaml())
     write_whole(run / ENVIRONMENT, json.dumps(environment(world_size), indent=1) + "\n")

@@ -1,11 +1,7 @@
 """Ctrl-C, and a scheduler's SIGTERM: the ranks finish the step they are in, write a checkpoint and end.
 
-    with StopSignals() as signals:
-        with signals.postponed():                    # between steps only, so that what is saved is whole
-            dense.stop_asked = signals.received is not None
-
-Not every rank is sent the signal, and ranks that stop at different steps would wait for each other forever. So the wish
-to stop travels with the dense gradients of every step: all ranks read the same sum, and stop after the same step.
+with signals.postponed():                    # between steps only, so that what is saved is whole
+    dense.stop_asked = signals.received is not None
 """
 
 from __future__ import annotations
@@ -15,6 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
+
+# Not every rank is sent the signal, and ranks that stop at different steps would wait for each other forever. So the
+# wish to stop travels with the dense gradients of every step: all ranks read the same sum, and stop after the same
+# step.
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

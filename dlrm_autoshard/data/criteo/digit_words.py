@@ -1,11 +1,8 @@
 """Numbers from text, many fields at once: a field's last eight characters are one 64-bit word.
 
-The digits of a word are summed within it: neighbours first, then pairs, then fours. For "00001234", from the left:
-
-    0 0 0 0 1 2 3 4  ->  00 00 12 34  ->  0000 1234  ->  1234
-
-That is three steps for a whole array of fields, whatever they hold. A field shorter than eight characters is filled
-up with zeros; the ones that are longer, or hold anything but digits, are returned as odd, for the caller to judge.
+The digits of a word are summed within it: neighbours first, then pairs, then fours, three steps for a whole array of
+fields: 0 0 0 0 1 2 3 4  ->  00 00 12 34  ->  0000 1234  ->  1234. A field shorter than eight characters is filled up
+with zeros; those that are longer, or hold anything but digits, are returned as odd, for the caller to judge.
 """
 
 from __future__ import annotations

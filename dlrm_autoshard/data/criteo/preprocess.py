@@ -1,13 +1,6 @@
 """Criteo text to the npy layout that MLPerf's and TorchRec's users have: a pass over the text, a pass over the ids.
 
-    preprocess([Path("train.txt")], Path("data/criteo"), Contiguous(min_frequency=3))
-
-    data/criteo/day_0_dense.npy     float32 [n, 13]   log(x + 3), missing as 0, x below -2 as -2
-    data/criteo/day_0_sparse.npy    int32   [n, 26]   rows of the tables
-    data/criteo/day_0_labels.npy    int32   [n, 1]
-    data/criteo/tables.json         rows of each table, and how the ids were made
-
-The folder appears complete or not at all (see `new_folder`).
+preprocess([Path("train.txt")], Path("data/criteo"), Contiguous(min_frequency=3))
 """
 
 from __future__ import annotations
@@ -61,7 +54,15 @@ def no_progress(doing: str, done: int, total: int) -> None:
 def preprocess(
     inputs: Sequence[Path], out: Path, encoding: Contiguous | Modulo, progress: Progress = no_progress
 ) -> Preprocessed:
-    """The i-th input becomes day i of the new folder `out`. DataError names the file and line that cannot be used."""
+    """The i-th input becomes day i of the new folder `out`. DataError names the file and line that cannot be used.
+
+    Writes, as a folder that appears complete or not at all (see `new_folder`):
+
+        day_0_dense.npy     float32 [n, 13]   log(x + 3), missing as 0, x below -2 as -2
+        day_0_sparse.npy    int32   [n, 26]   rows of the tables
+        day_0_labels.npy    int32   [n, 1]
+        tables.json         rows of each table, and how the ids were made
+    """
     for path in inputs:
         if not path.is_file():
             raise DataError(f"'{path}' does not exist, or is no file.")

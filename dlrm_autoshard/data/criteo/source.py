@@ -1,12 +1,7 @@
 """Criteo's click logs in the npy layout of MLPerf and TorchRec, mapped, not loaded: memory holds a batch.
 
-    <dir>/day_0_dense.npy [n, 13], day_0_sparse.npy [n, 26], day_0_labels.npy [n, 1], day_1_dense.npy, ...
-    <dir>/day_0_sparse_multi_hot.npz    instead of _sparse.npy with `multi_hot`: arrays "0" to "25" [n, ids a sample]
-
-Rows of the tables, the first that there is: `num_embeddings` of the config; tables.json, which our preprocessing
-writes; the largest id of each column, found by a look at all days. Days are read in the order of the log, as its users
-do: "train" is all days but the last, of which the first half is "val" and the second "test". A single day counts as
-seven (Kaggle's train.txt is a week): six sevenths to train on, the rest halved.
+<dir>/day_0_dense.npy [n, 13], day_0_sparse.npy [n, 26], day_0_labels.npy [n, 1], day_1_dense.npy, ...
+<dir>/day_0_sparse_multi_hot.npz    instead of _sparse.npy with `multi_hot`: arrays "0" to "25" [n, ids a sample]
 """
 
 from __future__ import annotations
@@ -51,6 +46,12 @@ _Piece = tuple[_Day, int, int]
 
 
 class CriteoSource:
+    """Rows of the tables, the first that there is: `num_embeddings` of the config; tables.json, which our preprocessing
+    writes; the largest id of each column, found by one pass over all days. Days are read in the order of the log, as
+    its users do: "train" is all days but the last, of which the first half is "val" and the second "test". A single day
+    counts as seven (Kaggle's train.txt is a week): six sevenths to train on, the rest halved.
+    """
+
     num_dense = NUM_INTEGERS
     reuse_batches: int | None = None
 

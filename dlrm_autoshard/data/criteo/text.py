@@ -1,10 +1,8 @@
 """Criteo's click logs as text, parsed a block of lines at a time without a Python object per field.
 
-    for block in read_blocks(Path("train.txt")):       # or day_0.gz, or a .csv with a header
-        block.labels_B, block.integers_BF, block.categories_BT
+    blocks = read_blocks(Path("train.txt"))       # or day_0.gz, or a .csv with a header
 
-A line is a label, 13 integers and 26 categories in hexadecimal (`68fd1e64`), between tabs or commas; an empty field
-is a missing one and reads as 0. One scan for separators finds all fields of a block; `digit_words` then reads digits.
+One scan for separators finds all fields of a block; `digit_words` then reads digits.
 """
 
 from __future__ import annotations
@@ -43,7 +41,11 @@ class TextBlock:
 
 
 def read_blocks(path: Path, block_bytes: int = _BLOCK_BYTES) -> Iterator[TextBlock]:
-    """In bounded memory. DataError names the file and the line, or the byte, that cannot be used."""
+    """In bounded memory. DataError names the file and the line, or the byte, that cannot be used.
+
+    A line is a label, 13 integers and 26 categories in hexadecimal (`68fd1e64`), between tabs or commas; an empty field
+    is a missing one and reads as 0.
+    """
     first_line = 1
     separator = b""
     with path.open("rb") as raw:

@@ -1,6 +1,5 @@
 """Raw 32-bit categories to the rows of a table: contiguous by how often they occur, or by modulo.
 
-    counter = FrequencyCounter()
     counter.add(np.array([7, 7, 9, 0], np.uint32))
     counter.vocabulary(min_frequency=2).encode(np.array([7, 9, 0], np.uint32))      # [2, 1, 0]
 

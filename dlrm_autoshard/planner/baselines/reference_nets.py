@@ -4,9 +4,6 @@
     policy.gradients(features_RF, episodes, 1e-3)        # REINFORCE, log-probabilities over all devices
 
 Sizes, ReLUs (after table and cost embeddings, too) and the uniform start are the reference's.
-
-Axes: R tables of all tasks (the last row, all zero, is what an empty device holds), B of a batch, D devices,
-T tables in the order of placing, E episodes, 3 heads, 32 numbers an embedding.
 """
 
 from __future__ import annotations
@@ -19,6 +16,9 @@ import numpy as np
 from dlrm_autoshard.planner.features import NUM_RAW
 from dlrm_autoshard.planner.masked import logit_gradient
 from dlrm_autoshard.planner.mlp import Backward, Mlp
+
+# Axes: R tables of all tasks (the last row, all zero, is what an empty device holds), B of a batch, D devices, T tables
+# in the order of placing, E episodes, 3 heads, 32 numbers an embedding.
 
 HEADS = ("fwd_compute", "bwd_compute", "bwd_comms")
 EMBED = 32

@@ -1,21 +1,9 @@
 """The two sequence policies that DreamShard is compared with: AutoShard's (Zha et al., KDD 2022) and a plain RNN.
 
-    policy = SequencePolicy(seed=0, enriched=True)      # AutoShard; enriched=False: the RNN baseline
-    trained = SequenceTrainer(policy, settings, seed=0)
-    trained.train(tasks, mdp_of)
-    trained.place(mdp)                                  # legal placements, best predicted first
-
-An LSTM reads the units in the order of placing; a step's output is matched with a representation of each device. In
-AutoShard that representation is the sum of the device's table vectors, its predicted cost (of computation: AutoShard
-knows no communication) and its size, and the match is a network on [state, device, state x device]; the reward is
-balance, the least device's cost over the largest's, as measured (at plan time: as the cost model predicts it). The
-RNN baseline sees of a device only how many tables it has, and its reward is minus the predicted cost.
-
-Kept from AutoShard: networks and sizes, actor with a baseline, entropy weight, gradient clip. Not kept: its IMPALA
-machinery and 100,000 steps (episodes are simulated in a batch, so on-policy updates do), and memory by penalty (the
-mask of all our algorithms).
-
-Axes: U units, E episodes, D devices, H hidden.
+policy = SequencePolicy(seed=0, enriched=True)      # AutoShard; enriched=False: the RNN baseline
+trained = SequenceTrainer(policy, settings, seed=0)
+trained.train(tasks, mdp_of)
+trained.place(mdp)                                  # legal placements, best predicted first
 """
 
 from __future__ import annotations
@@ -38,6 +26,8 @@ from dlrm_autoshard.planner.masked import gumbel_noise
 from dlrm_autoshard.planner.mdp import EstimatedMDP
 from dlrm_autoshard.planner.task import PlacementTask
 
+# Axes: U units, E episodes, D devices, H hidden.
+
 EMBED, HIDDEN = 32, 64
 MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
 
@@ -54,6 +44,12 @@ class SequenceSettings:
 
 
 class SequencePolicy(nn.Module):
+    """An LSTM reads the units in the order of placing; a step's output is matched with a representation of each device.
+    In AutoShard that representation is the sum of the device's table vectors, its predicted cost (of computation:
+    AutoShard knows no communication) and its size, and the match is a network on [state, device, state x device]. The
+    RNN baseline sees of a device only how many tables it has.
+    """
+
     def __init__(self, seed: int = 0, enriched: bool = True) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
@@ -93,6 +89,14 @@ class SequencePolicy(nn.Module):
 
 
 class SequenceTrainer:
+    """AutoShard's reward is balance, the least device's cost over the largest's, as measured (at plan time: as the cost
+    model predicts it); the RNN baseline's is minus the predicted cost.
+
+    Kept from AutoShard: networks and sizes, actor with a baseline, entropy weight, gradient clip. Not kept: its IMPALA
+    machinery and 100,000 steps (episodes are simulated in a batch, so on-policy updates do), and memory by penalty (the
+    mask of all our algorithms).
+    """
+
     def __init__(self, policy: SequencePolicy, settings: SequenceSettings = SequenceSettings(), seed: int = 0) -> None:
         self.policy = policy
         self.settings = settings

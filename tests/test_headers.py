@@ -1,0 +1,74 @@
+"""A module's header is short and true: what its example names is there, and takes what the example gives it."""
+
+import ast
+import builtins
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "dlrm_autoshard"
+MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
+MOST_LINES = 6
+Definition = ast.FunctionDef | ast.ClassDef
+
+
+def header(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
+def examples(path: Path) -> Iterator[ast.Module]:
+    """Each line that is Python, by itself; prose is not."""
+    for line in header(path).splitlines()[1:]:
+        code = line.strip()
+        try:
+            yield ast.parse(f"{code} pass" if code.endswith(":") else code)
+        except SyntaxError:
+            continue
+
+
+def definitions() -> dict[str, list[Definition]]:
+    found: dict[str, list[Definition]] = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.setdefault(node.name, []).append(node)
+    return found
+
+
+DEFINED = definitions()
+
+
+def takes(node: Definition, call: ast.Call) -> bool:
+    """Whether the definition has room for the call's arguments, by number and by name."""
+    if isinstance(node, ast.ClassDef):
+        inits = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"]
+        if not inits:  # a dataclass, or what it inherits
+            fields = {ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)}
+            return bool(node.bases) or fields.issuperset(keyword.arg for keyword in call.keywords if keyword.arg)
+        node = inits[0]
+    arguments = node.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    own = names[1:] if names[:1] in (["self"], ["cls"]) else names
+    enough = arguments.vararg is not None or len(call.args) <= len(own)
+    by_name = {*own, *(argument.arg for argument in arguments.kwonlyargs)}
+    return enough and (arguments.kwarg is not None or all(k.arg in by_name for k in call.keywords if k.arg))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_a_header_is_short_and_its_example_is_true(path: Path) -> None:
+    lines = header(path).splitlines()
+    assert len(lines) <= MOST_LINES, f"{len(lines)} lines"
+    elsewhere = set(dir(builtins)) | imported(path)
+    for example in examples(path):
+        for call in (node for node in ast.walk(example) if isinstance(node, ast.Call)):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            if name in DEFINED:
+                assert any(takes(node, call) for node in DEFINED[name]), f"{ast.unparse(call)}: no '{name}' takes that"
+            elif isinstance(call.func, ast.Name):
+                assert name in elsewhere, f"'{name}' of the example is nowhere in the package"
+
+
+def imported(path: Path) -> set[str]:
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {alias.asname or alias.name for node in nodes for alias in node.names}
