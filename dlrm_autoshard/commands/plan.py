@@ -43,6 +43,7 @@ def add_parser(subparsers: Any) -> None:
         "--module", default="embedding_bag_collection", help="torchrec: path of the EmbeddingBagCollection"
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="torchrec: where its shards live")
+    parser.add_argument("--ranks-per-host", type=int, metavar="N", help="torchrec: GPUs of a host; default: all ranks")
     add_output(parser, "the plan; `autoshard.placement: FILE` starts a job with it")
     parser.set_defaults(run=run)
 
@@ -81,7 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
         budget_seconds=arguments.budget_seconds,
     )
     if arguments.format == "torchrec":
-        record: dict[str, Any] = torchrec_plan(result.plan, pool.tables, arguments.module, arguments.device)
+        record: dict[str, Any] = torchrec_plan(
+            result.plan, pool.tables, arguments.module, arguments.device, arguments.ranks_per_host
+        )
         write_json(arguments.out, record)
     else:
         record = result.to_json()

@@ -16,9 +16,14 @@ DEFAULT_MODULE = "embedding_bag_collection"
 
 
 def torchrec_plan(
-    plan: ShardingPlan, tables: Sequence[TableConfig], module: str = DEFAULT_MODULE, device: str = "cpu"
+    plan: ShardingPlan,
+    tables: Sequence[TableConfig],
+    module: str = DEFAULT_MODULE,
+    device: str = "cpu",
+    ranks_per_host: int | None = None,
 ) -> dict[str, Any]:
-    """Table-wise sharding of every table, fused kernel; `device` is 'cpu' or 'cuda'.
+    """Table-wise sharding of every table, fused kernel. device: 'cpu' or 'cuda', which TorchRec numbers on each host
+    anew; ranks_per_host: all of them by default.
 
     Plain JSON, {module: {table: {sharding_type, compute_kernel, ranks, sharding_spec}}}, so that making one needs no
     torchrec; `to_sharding_plan` turns it into torchrec's own classes.
@@ -35,7 +40,9 @@ def torchrec_plan(
                         {
                             "shard_offsets": [0, 0],
                             "shard_sizes": [table.num_embeddings, table.embedding_dim],
-                            "placement": _placement(plan.rank_of[table.name], device),
+                            "placement": _placement(
+                                plan.rank_of[table.name], device, ranks_per_host or plan.world_size
+                            ),
                         }
                     ]
                 },
@@ -71,5 +78,5 @@ def to_sharding_plan(record: Mapping[str, Any]) -> Any:
     )
 
 
-def _placement(rank: int, device: str) -> str:
-    return f"rank:{rank}/cpu" if device == "cpu" else f"rank:{rank}/cuda:{rank}"
+def _placement(rank: int, device: str, ranks_per_host: int) -> str:
+    return f"rank:{rank}/cpu" if device == "cpu" else f"rank:{rank}/cuda:{rank % ranks_per_host}"
