@@ -88,15 +88,15 @@ class IsolatedProbe:
         """The profile from what has been measured of the plan's shards."""
         dim_of = {table.name: table.embedding_dim for table in self.tables}
         dims = np.array([sum(dim_of[name] for name in plan.tables_on(rank)) for rank in range(plan.world_size)])
-        comms = self._exchange.ms(dims.astype(np.float64), self.batch_size)
+        forward_ms, backward_ms = self._exchange.ms(dims.astype(np.float64), self.batch_size)
         ranks, noise = [], 0.0
         for rank in range(plan.world_size):
             times = self.shard_times[frozenset(plan.tables_on(rank))]
             ranks.append(
                 RankCost(
                     fwd_compute_ms=float(np.median([t.fwd_compute_ms for t in times])),
-                    fwd_comms_ms=float(comms[rank, 0]),
-                    bwd_comms_ms=float(comms[rank, 1]),
+                    fwd_comms_ms=float(forward_ms),
+                    bwd_comms_ms=float(backward_ms),
                     bwd_compute_ms=float(np.median([t.bwd_compute_ms for t in times])),
                 )
             )
