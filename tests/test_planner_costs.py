@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from dlrm_autoshard import Planner, RankCost, ShardingPlan, SimulatedCluster, Topology
 from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile, step_cost_ms
+from dlrm_autoshard.formats.json_file import FormatError, checked
 from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel, exchange_work
 from dlrm_autoshard.planner.fit_costs import HUBER, gradients
 from dlrm_autoshard.planner.least_squares import fit_nonnegative, solve_nonnegative
 from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample
+from dlrm_autoshard.planner.saved_state import PlannerRecord
 from dlrm_autoshard.planner.shard_set import ShardSet
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableConfig, TableStats
@@ -232,6 +234,27 @@ def test_a_slow_rank_is_learned_given_less_and_forgiven_when_it_recovers(fitted:
         observed(planner, SimulatedCluster(seed=0), even, tables, stats)
         planner.costs.refine(50)
     assert np.divide(*planner.rank_slowness(2)[[1, 0]]) < 1.25
+
+
+def test_the_state_of_a_planner_that_observed_is_what_the_strict_reader_expects(fitted: Planner) -> None:
+    planner = Planner("auto", seed=0)
+    planner.load_state_dict(fitted.state_dict())
+    tables, stats = some_tables(16, seed=10)
+    for slowdown in ({}, {1: 2.0}):
+        cluster = SimulatedCluster(seed=0, slowdown=slowdown)
+        observed(planner, cluster, {t.name: i % 2 for i, t in enumerate(tables)}, tables, stats)
+    state = planner.state_dict()
+    assert checked(PlannerRecord, state) == state
+    damaged: list[tuple[str, dict[str, Any]]] = [
+        ("policy", {key: value for key, value in state.items() if key != "policy"}),
+        ("speed", {**state, "speed": [1.0, 2.0]}),
+        ("costs.corrections.eras", {**state, "costs": {**state["costs"], "corrections": {"eras": [[0]]}}}),
+        ("costs.replay", {**state, "costs": {**state["costs"], "replay": None}}),
+    ]
+    for key, record in damaged:
+        with pytest.raises(FormatError, match=f"'{key}"):
+            planner.load_state_dict(record)
+    assert planner.state_dict() == state  # as it was
 
 
 def test_a_few_per_cent_between_ranks_are_not_taken_for_a_slow_rank(fitted: Planner) -> None:

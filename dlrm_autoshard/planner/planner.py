@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.costs import RankCost, StepProfile
+from dlrm_autoshard.formats.json_file import checked
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.planner.baselines.reference import BUDGET
 from dlrm_autoshard.planner.candidates import ALGORITHMS, LEARNED, CandidateMakers
@@ -29,6 +30,7 @@ from dlrm_autoshard.planner.mdp import Rollout
 from dlrm_autoshard.planner.relabel import relabelled
 from dlrm_autoshard.planner.replay import comms_of, shards_of
 from dlrm_autoshard.planner.result import Candidate, Gain, PlanResult
+from dlrm_autoshard.planner.saved_state import PlannerRecord
 from dlrm_autoshard.planner.search import improve, search
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
@@ -209,12 +211,15 @@ class Planner:
         """Everything that was learned and observed, as plain lists and numbers (JSON)."""
         return {
             "schema": 2,
+            "algorithm": self.algorithm,
             "costs": self.costs.to_json(),
             **self.makers.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The algorithm stays this planner's. FormatError names the key that is missing, unknown or wrong."""
         if state.get("schema") != 2:
             raise PlanError(f"the planner's state has schema {state.get('schema')}; this version reads schema 2.")
-        self.costs.load_json(state["costs"])
-        self.makers.load_state_dict(state)
+        record = checked(PlannerRecord, state)
+        self.costs.load_json(record["costs"])
+        self.makers.load_state_dict(record)

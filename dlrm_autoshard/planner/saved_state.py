@@ -50,6 +50,7 @@ class PlannerRecord(TypedDict):
     """What `Planner.state_dict` gives."""
 
     schema: Literal[2]
+    algorithm: str
     costs: CostsRecord
     policy: Weights
     sequences: Sequences
@@ -57,8 +58,8 @@ class PlannerRecord(TypedDict):
 
 
 def load_planner(planner: Any, path: Path) -> None:
-    """Into a Planner. FormatError names the file, and the key that is wrong."""
-    state = read_json(path, PlannerRecord, "planner file")
+    """Into a Planner, which checks it. FormatError names the file, and the key that is wrong."""
+    state = read_json(path, dict[str, Any], "planner file")
     try:
         planner.load_state_dict(state)
     except UserError as error:
