@@ -1,0 +1,100 @@
+"""The terms that a measured stage's logarithm consists of, and how they vary before anything was measured.
+
+rows = rows_of(stage_N, share_NT, source=0, rank=1, eras=(0, 0))
+rows.covariance(rows, Spreads(), frozenset())            # [N, N], prior
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+# Axes: N observations (a rank's stage in a profile, or a start-up shard's), T tables.
+
+
+@dataclass(frozen=True)
+class Spreads:
+    """Prior standard deviations of log factors. Those with a GRID take the likeliest value, the prior's being likelier
+    than its neighbours; the others hardly matter once anything was measured."""
+
+    table: float = 0.1  # a table's own, in every plan: held-out single tables of the shipped costs
+    together: float = 0.03  # of one set of tables, beside its tables': held-out sets of the shipped costs
+    noise: float = 0.01  # of an interval's figures, beside what the profile itself reports
+    scale: float = 0.5  # all tables of a stage: another machine, a GPU instead of a CPU
+    rank: float = 0.02  # ranks of one machine
+    slow_rank: float = 0.7  # a rank whose core is shared by one or two other processes
+    exchange: float = 0.1  # one rank's exchanges, beside the others'
+
+
+GRID: Mapping[str, tuple[float, ...]] = {
+    "table": (0.05, 0.1, 0.2, 0.4),
+    "together": (0.01, 0.03, 0.06, 0.12),
+    "noise": (0.003, 0.01, 0.03, 0.06),
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a stage's logarithm consists of. source: where its scale comes from. rank: -1 where it is nobody's. Eras are
+    numbers of stretches of time in which ranks, and data, stayed as they were."""
+
+    stage_N: np.ndarray
+    source_N: np.ndarray
+    rank_N: np.ndarray
+    rank_era_N: np.ndarray
+    data_era_N: np.ndarray
+    share_NT: np.ndarray
+
+    def covariance(self, other: Rows, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
+        """[N, M] prior covariance."""
+        same_stage = self.stage_N[:, None] == other.stage_N
+        same_data = self.data_era_N[:, None] == other.data_era_N
+        # What probes and training are off by has much in common.
+        found = spreads.scale**2 * np.where(self.source_N[:, None] == other.source_N, 1.0, 0.9)
+        # Half of what is wrong about a table outlasts a change of its data.
+        overlap = self.share_NT @ other.share_NT.T
+        found = found + spreads.table**2 * overlap * np.where(same_data, 1.0, 0.5)
+        # Sets of tables that have most in common are fused alike.
+        lengths = np.sqrt((self.share_NT**2).sum(axis=1))[:, None] * np.sqrt((other.share_NT**2).sum(axis=1))
+        alike = overlap / np.maximum(lengths, 1e-12)
+        found = (found + spreads.together**2 * alike**8 * same_data) * same_stage
+        key_N, key_M = self.rank_keys, other.rank_keys
+        variance_N = np.where(np.isin(key_N, list(slow)), spreads.slow_rank, spreads.rank) ** 2
+        covariance: np.ndarray = found + np.where((key_N[:, None] == key_M) & (key_M >= 0), variance_N[:, None], 0.0)
+        return covariance
+
+    @property
+    def rank_keys(self) -> np.ndarray:
+        """One number a rank and era; -1 of nobody's."""
+        keys: np.ndarray = np.where(self.rank_N < 0, -1, self.rank_era_N * 1_000_000 + self.rank_N)
+        return keys
+
+
+def rows_of(
+    stage_N: np.ndarray,
+    share_NT: np.ndarray,
+    *,
+    source: int,
+    rank: int | np.ndarray,
+    eras: tuple[int, int],
+) -> Rows:
+    count = len(stage_N)
+    return Rows(
+        stage_N,
+        np.full(count, source),
+        np.broadcast_to(rank, count),
+        np.full(count, eras[0]),
+        np.full(count, eras[1]),
+        share_NT,
+    )
+
+
+def exchange_covariance(one: np.ndarray, other: np.ndarray, spreads: Spreads) -> np.ndarray:
+    """A stage's own, of all ranks and of each, as long as they stay as they are; each plan's; and what always is."""
+    same = one[:, None, :] == other
+    stage, rank, era, plan = (same[..., i] for i in range(4))
+    ranks = spreads.exchange**2 * (rank & era) + spreads.scale**2 * era
+    covariance: np.ndarray = stage * (ranks + spreads.together**2 * plan + spreads.exchange**2)
+    return covariance

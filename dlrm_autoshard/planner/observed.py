@@ -1,0 +1,174 @@
+"""Measurements beside what was predicted without corrections: what `Corrections` is conditioned on.
+
+observed = Observed.of(profiles, shards, cost_model, exchange_model)
+rows, values, noise = observed.rows(eras, None)          # of computation, as logarithms
+observed.exchange_factors(eras, spreads)                 # of each rank's exchanges, as logarithms
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dlrm_autoshard.costs import EXCHANGE, PLANNED_STAGES, StepProfile
+from dlrm_autoshard.planner.correction_terms import Rows, Spreads, exchange_covariance
+from dlrm_autoshard.planner.cost_model import COST, CostModel
+from dlrm_autoshard.planner.exchange_model import ExchangeModel
+from dlrm_autoshard.planner.gaussian import Posterior, condition
+from dlrm_autoshard.planner.replay import ShardSample, comms_of
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+MOST_ROWS = 600
+"""Stages of profiles and of start-up shards: the system stays small."""
+IQR_OF_NORMAL = 1.35
+"""A profile's noise is an interquartile range: so many standard deviations."""
+_SOURCES = ("probe", "measured", "simulated")
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Measurements beside their predictions, uncorrected. N sets of tables: a rank's in a profile, or a start-up shard;
+    inside_NT: which tables are in each."""
+
+    profiles: Sequence[StepProfile]
+    tables: tuple[TableConfig, ...]
+    summary_NTK: list[np.ndarray]  # of each different list of tables; `kind_N` says which
+    kind_N: np.ndarray
+    inside_NT: np.ndarray
+    measured_N2: np.ndarray
+    noise_N: np.ndarray
+    profile_N: np.ndarray  # -1 of a start-up shard
+    rank_N: np.ndarray
+    model: CostModel
+    exchange_off: list[np.ndarray]  # of each profile: [W, 2] log measured / predicted
+
+    @property
+    def newest_source(self) -> int:
+        return _SOURCES.index(self.profiles[-1].source) if self.profiles else 0
+
+    @staticmethod
+    def of(
+        profiles: Sequence[StepProfile], shards: Sequence[ShardSample], model: CostModel, exchange: ExchangeModel
+    ) -> Observed:
+        tables = profiles[-1].tables if profiles else tuple(dict.fromkeys(t for s in shards for t in s.tables))
+        column = {table: i for i, table in enumerate(tables)}
+        batch_size = profiles[-1].batch_size if profiles else shards[-1].batch_size
+        kinds: dict[tuple[int, ...], int] = {}
+        summaries: list[np.ndarray] = []
+        rows: list[tuple[int, np.ndarray, tuple[float, float], float, int, int]] = []
+
+        def kind_of(own: Sequence[TableConfig], stats: Sequence[TableStats]) -> int:
+            key = (*map(id, own), *map(id, stats))
+            if key not in kinds:
+                own_TK = model.summaries(own, stats, batch_size)
+                summary = np.zeros((len(tables), own_TK.shape[1]))
+                summary[[column[table] for table in own]] = own_TK
+                kinds[key] = len(summaries)
+                summaries.append(summary)
+            return kinds[key]
+
+        left = MOST_ROWS
+        for number in range(len(profiles) - 1, -1, -1):
+            profile = profiles[number]
+            known = all(table in column for table in profile.tables)
+            if not known or profile.batch_size != batch_size or (left <= 0 and number < len(profiles) - 1):
+                continue
+            number_of_kind = kind_of(profile.tables, profile.stats)
+            rank_T = np.array([profile.plan.rank_of.get(table.name, -1) for table in tables])
+            for rank, cost in enumerate(profile.ranks):
+                pair = (cost.fwd_compute_ms, cost.bwd_compute_ms)
+                if min(pair) > 0:
+                    rows.append((number_of_kind, rank_T == rank, pair, profile.noise, number, rank))
+                    left -= 2
+        for shard in shards:
+            known = all(table in column for table in shard.tables) and shard.batch_size == batch_size
+            pair = (shard.fwd_compute_ms, shard.bwd_compute_ms)
+            if left > 0 and known and min(pair) > 0:
+                inside = np.zeros(len(tables), dtype=bool)
+                inside[[column[table] for table in shard.tables]] = True
+                number_of_kind = kind_of(shard.tables, shard.stats)
+                rows.append((number_of_kind, inside, pair, shard.noise, -1, -1))
+                left -= 2
+        kinds_N, insides, pairs, noises, numbers, ranks = zip(*rows, strict=True) if rows else ((),) * 6
+        return Observed(
+            profiles,
+            tuple(tables),
+            summaries,
+            np.array(kinds_N, dtype=int),
+            np.array(insides, dtype=bool).reshape(-1, len(tables)),
+            np.array(pairs, dtype=np.float64).reshape(-1, 2),
+            np.array(noises, dtype=np.float64),
+            np.array(numbers, dtype=int),
+            np.array(ranks, dtype=int),
+            model,
+            [_exchange_off(profile, exchange) for profile in profiles],
+        )
+
+    def rows(self, eras: Sequence[tuple[int, int]], table_T2: np.ndarray | None) -> tuple[Rows, np.ndarray, np.ndarray]:
+        """(rows, their log measured / predicted, covariance of their noise); forward, then backward.
+        table_T2: log factors of the tables, about which shares are taken."""
+        log_T2 = np.zeros((len(self.tables), 2)) if table_T2 is None else table_T2
+        sums = np.zeros((len(self.kind_N), self.summary_NTK[0].shape[1])) if self.summary_NTK else np.zeros((0, 1))
+        share_N2T = np.zeros((len(self.kind_N), 2, len(self.tables)))
+        for kind, summary_TK in enumerate(self.summary_NTK):
+            own = np.flatnonzero(self.kind_N == kind)
+            corrected = summary_TK.copy()
+            corrected[:, COST] *= np.exp(log_T2)
+            sums[own] = self.inside_NT[own] @ corrected
+            for stage in (0, 1):
+                share_N2T[own, stage] = self.inside_NT[own] * corrected[:, COST.start + stage]
+        if len(sums):
+            share_N2T /= (sums[:, COST] + self.model.launch_S)[:, :, None]
+        predicted_N2 = self.model.device_ms(sums.astype(np.float32)).astype(np.float64)
+        off_N2 = np.log(self.measured_N2 / predicted_N2) + np.einsum("nst,ts->ns", share_N2T, log_T2)
+        count = len(self.kind_N)
+        era_N = np.array([eras[number] if number >= 0 else (0, 0) for number in self.profile_N]).reshape(-1, 2)
+        source_N = np.array([_SOURCES.index(self.profiles[n].source) if n >= 0 else 0 for n in self.profile_N])
+        rows = Rows(
+            np.repeat([0, 1], count),
+            np.tile(source_N, 2),
+            np.tile(self.rank_N, 2),
+            np.tile(era_N[:, 0], 2),
+            np.tile(era_N[:, 1], 2),
+            np.concatenate([share_N2T[:, 0], share_N2T[:, 1]]),
+        )
+        # Half of a profile's noise is its own moment's, the same for all of its ranks and stages.
+        noise_N, profile_N = np.tile(self.noise_N / IQR_OF_NORMAL, 2), np.tile(self.profile_N, 2)
+        together = (profile_N[:, None] == profile_N) & (profile_N >= 0)
+        noise_NN = np.outer(noise_N, noise_N) * np.where(np.eye(2 * count, dtype=bool), 1.0, 0.5 * together)
+        return rows, off_N2.T.ravel(), noise_NN
+
+    def _exchange_rows(self, eras: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(values, noise, [N, 4] stage, rank, era, profile's plan)."""
+        values, noise, keys = [], [], []
+        plans = [profile.plan.fingerprint for profile in self.profiles]
+        for number, off_W2 in enumerate(self.exchange_off):
+            for rank, stage in zip(*np.nonzero(np.isfinite(off_W2)), strict=True):
+                values.append(off_W2[rank, stage])
+                noise.append(self.profiles[number].noise / IQR_OF_NORMAL)
+                keys.append((stage, rank, eras[number][0], plans.index(plans[number])))
+        return np.array(values), np.array(noise), np.array(keys, dtype=int).reshape(-1, 4)
+
+    def exchange_posterior(self, eras: Sequence[tuple[int, int]], spreads: Spreads) -> Posterior:
+        values, noise, keys = self._exchange_rows(eras)
+        covariance = exchange_covariance(keys, keys, spreads)
+        return condition(covariance + np.diag(noise**2 + spreads.noise**2), values)
+
+    def exchange_factors(self, eras: Sequence[tuple[int, int]], spreads: Spreads) -> dict[int, tuple[float, float]]:
+        """Log factors of each rank's exchanges, now."""
+        world_size = self.profiles[-1].plan.world_size
+        wanted = np.array([(stage, rank, eras[-1][0], -1) for rank in range(world_size) for stage in (0, 1)])
+        _, _, keys = self._exchange_rows(eras)
+        mean = self.exchange_posterior(eras, spreads).mean(exchange_covariance(wanted, keys, spreads))
+        return {rank: (float(f), float(b)) for rank, (f, b) in enumerate(mean.reshape(-1, 2))}
+
+
+def _exchange_off(profile: StepProfile, exchange: ExchangeModel) -> np.ndarray:
+    sample = comms_of(profile)
+    predicted_2 = exchange.ms(np.array(sample.dims, dtype=np.float64), profile.batch_size, profile.hosts)
+    measured_W4 = np.array([[rank.stage(stage) for stage in PLANNED_STAGES] for rank in profile.ranks])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        off: np.ndarray = np.log(measured_W4[:, EXCHANGE] / predicted_2)
+    return off
