@@ -1,4 +1,4 @@
-"""What went wrong, told apart: people's to mend, in a sentence; or ours, with its traceback.
+"""What went wrong, told apart: for people to fix, in a sentence; or ours, with its traceback.
 
     raise DataError("'day_0.npy' is cut short at byte 96. Copy it again.")       # every error for people is a UserError
     in_a_sentence(error)      # that text; None for a bug
@@ -12,7 +12,7 @@ import errno
 
 
 class UserError(ValueError):
-    """What people can mend: the message says in full sentences what, where, how much, and what to try."""
+    """What people can fix: the message says in full sentences what, where, how much, and what to try."""
 
 
 def in_a_sentence(error: BaseException) -> str | None:

@@ -15,7 +15,7 @@ case "${1:-}" in
     -*) die "quickstart.sh knows --cpu, --cuda (or --gpu) and --help, not '$1'." ;;
 esac
 use_env "" "$variant"
-# Says what is wrong, and the line that mends it, before anything is trained.
+# Says what is wrong, and the line that fixes it, before anything is trained.
 dlrm-autoshard doctor --ranks 2 >"$VENV/doctor.log" 2>&1 || { cat "$VENV/doctor.log"; exit 1; }
 
 dlrm-autoshard data movielens --dir data/movielens-100k

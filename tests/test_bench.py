@@ -120,8 +120,8 @@ def test_contenders_alternate_and_warmup_is_not_counted() -> None:
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=20), st.floats(0.5, 2.0))
-def test_a_slow_spell_that_hits_both_leaves_the_paired_ratio_alone(spells: list[float], ratio: float) -> None:
-    found = harness.paired_ratio([spell * ratio for spell in spells], spells)
+def test_a_slow_stretch_that_hits_both_leaves_the_paired_ratio_alone(slowdowns: list[float], ratio: float) -> None:
+    found = harness.paired_ratio([slowdown * ratio for slowdown in slowdowns], slowdowns)
     assert found.median == pytest.approx(ratio)
     assert found.low <= found.median * 1.000001 and found.high >= found.median * 0.999999
 

@@ -206,7 +206,7 @@ def test_a_move_that_made_it_worse_is_taken_back_once_and_not_tried_again() -> N
     job = Training(1)
     job.run(2)
     good = job.plan
-    job.plan = ShardingPlan({t.name: int(i % 5 == 0) for i, t in enumerate(job.tables)}, 2)  # room to look for
+    job.plan = ShardingPlan({t.name: int(i % 5 == 0) for i, t in enumerate(job.tables)}, 2)  # a bad one
     start = job.plan
     job.controller = job.make_controller(liar(job))
     job.log.forget_after(-1)

@@ -161,11 +161,11 @@ def test_an_id_out_of_range_is_an_error_that_says_where(bad: int, rank: int) -> 
         assert part in message
 
 
-@pytest.mark.parametrize(("on_bad_id", "mended"), [("clip", [0, 99, 99, 3]), ("hash", [99, 0, 2**40 % 100, 3])])
-def test_bad_ids_are_mended_where_asked(on_bad_id: str, mended: list[int]) -> None:
+@pytest.mark.parametrize(("on_bad_id", "repaired"), [("clip", [0, 99, 99, 3]), ("hash", [99, 0, 2**40 % 100, 3])])
+def test_bad_ids_are_repaired_where_asked(on_bad_id: str, repaired: list[int]) -> None:
     source = Scripted(rows=100, ids={0: -1, 1: 100, 2: 2**40})
     batch = next(iter(Loader(source, "train", 0, 4, 0, 1, on_bad_id=on_bad_id)))  # type: ignore[arg-type]
-    assert batch.values_N.tolist() == mended
+    assert batch.values_N.tolist() == repaired
 
 
 def test_ids_travel_as_int32_unless_a_table_is_too_long_for_it() -> None:

@@ -1,4 +1,4 @@
-"""The doctor finds wrong packages from metadata, before any import, and has the line that mends each problem."""
+"""The doctor finds wrong packages from metadata, before any import, and has the line that fixes each problem."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def pretend(folder: Path, **versions: str) -> dict[str, str]:
 def test_fbgemm_1_x_belongs_to_torch_2_x_plus_5_and_to_no_other(fbgemm: int, torch: int, variant: str) -> None:
     check = check_pair({"torch": f"2.{torch}.0+cpu", variant: f"1.{fbgemm}.0"}.get)
     assert (check.status != "fail") == (torch == fbgemm + 5)
-    assert (check.mend is None) == (check.status == "ok")
+    assert (check.fix is None) == (check.status == "ok")
 
 
 def test_the_tested_pair_is_well_and_is_what_setup_installs() -> None:
@@ -51,22 +51,22 @@ def test_the_tested_pair_is_well_and_is_what_setup_installs() -> None:
 def test_the_mending_line_changes_only_the_half_that_is_off() -> None:
     old_fbgemm = check_pair({"torch": TORCH, "fbgemm-gpu-cpu": "1.6.0"}.get)
     assert old_fbgemm.finding == f"fbgemm-gpu-cpu 1.6.0 needs torch 2.11, but torch is {TORCH}."
-    assert old_fbgemm.mend == f"{PIP} install fbgemm-gpu-cpu=={FBGEMM}"
+    assert old_fbgemm.fix == f"{PIP} install fbgemm-gpu-cpu=={FBGEMM}"
     old_torch = check_pair({"torch": "2.11.0", "fbgemm-gpu": FBGEMM}.get)
-    assert old_torch.mend == f"{PIP} install torch=={TORCH}"
+    assert old_torch.fix == f"{PIP} install torch=={TORCH}"
     both_old = check_pair({"torch": "2.10.0", "fbgemm-gpu": "1.6.0"}.get)
-    assert both_old.mend == f"{PIP} install torch=={TORCH} fbgemm-gpu=={FBGEMM}"
+    assert both_old.fix == f"{PIP} install torch=={TORCH} fbgemm-gpu=={FBGEMM}"
 
 
 def test_torch_for_cpu_comes_from_the_index_without_cuda() -> None:
     check = check_pair({"torch": "2.11.0", "fbgemm-gpu-cpu": FBGEMM}.get)
-    assert check.mend == f"{PIP} install torch=={TORCH} --extra-index-url https://download.pytorch.org/whl/cpu"
+    assert check.fix == f"{PIP} install torch=={TORCH} --extra-index-url https://download.pytorch.org/whl/cpu"
 
 
 def test_two_fbgemms_at_once_are_an_error_whatever_their_versions() -> None:
     check = check_pair({"torch": TORCH, "fbgemm-gpu": FBGEMM, "fbgemm-gpu-cpu": FBGEMM}.get)
     assert check.status == "fail" and "overwrite" in check.finding
-    assert (check.mend or "").startswith(f"{PIP} uninstall -y fbgemm-gpu fbgemm-gpu-cpu && {PIP} install fbgemm-gpu")
+    assert (check.fix or "").startswith(f"{PIP} uninstall -y fbgemm-gpu fbgemm-gpu-cpu && {PIP} install fbgemm-gpu")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_two_fbgemms_at_once_are_an_error_whatever_their_versions() -> None:
 )
 def test_what_is_missing_or_unknown_is_named(versions: dict[str, str], finding: str) -> None:
     check = check_pair(versions.get)
-    assert check.status == "fail" and finding in check.finding and f"{PIP} install" in (check.mend or "")
+    assert check.status == "fail" and finding in check.finding and f"{PIP} install" in (check.fix or "")
 
 
 def test_require_pair_raises_a_sentence_with_the_line() -> None:
@@ -97,7 +97,7 @@ def test_pythons_outside_of_the_pins_fail(version: tuple[int, int], status: str)
 def test_fewer_cores_than_ranks_or_little_memory_are_warnings_with_figures() -> None:
     assert check_cores(ranks=2, cores=2).status == "ok"
     assert check_cores(ranks=4, cores=2).status == "warn"
-    assert check_cores(ranks=4, cores=2).mend == "--nproc_per_node=2"
+    assert check_cores(ranks=4, cores=2).fix == "--nproc_per_node=2"
     assert check_memory(ranks=2, available_bytes=8 * 2**30).status == "ok"
     assert "0.5 GiB for each of 2 ranks" in check_memory(ranks=2, available_bytes=2**30).finding
 
@@ -120,7 +120,7 @@ def test_a_wrong_pair_is_reported_before_fbgemm_is_imported(tmp_path: Path) -> N
     command = [sys.executable, "-X", "importtime", "-m", "dlrm_autoshard.commands.main", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 1
-    assert f"mend:    {PIP} install fbgemm-gpu-cpu==1.8.0" in done.stdout
+    assert f"fix:     {PIP} install fbgemm-gpu-cpu==1.8.0" in done.stdout
     assert "fbgemm_gpu" not in done.stderr and "| torch\n" not in done.stderr
 
 

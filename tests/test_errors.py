@@ -1,4 +1,4 @@
-"""What is people's to mend is a sentence everywhere; a bug keeps its traceback everywhere."""
+"""What is for people to fix is a sentence everywhere; a bug keeps its traceback everywhere."""
 
 from __future__ import annotations
 

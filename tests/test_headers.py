@@ -40,7 +40,7 @@ DEFINED = definitions()
 
 
 def takes(node: Definition, call: ast.Call) -> bool:
-    """Whether the definition has room for the call's arguments, by number and by name."""
+    """Whether the definition takes the call's arguments, by number and by name."""
     if isinstance(node, ast.ClassDef):
         inits = [item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"]
         if not inits:  # a dataclass, or what it inherits

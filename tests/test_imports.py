@@ -1,4 +1,4 @@
-"""Imports run one way, through the rooms in the order of ROOMS; MAY_USE says who may use torch.distributed and fbgemm.
+"""Imports run one way, through LAYERS in their order; MAY_USE says who may use torch.distributed and fbgemm.
 
 Read from the source, so that an import inside a function counts."""
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "dlrm_autoshard"
-ROOMS = (
+LAYERS = (
     # plain data
     *("errors", "formats", "tables", "plan", "costs", "plug_in", "config_errors", "config_data", "config", "records"),
     # what is trained, and where
@@ -22,14 +22,14 @@ ROOMS = (
     *("train", "benchmarks", "commands", "__main__"),
 )
 """A module at the package's root, or a folder. Each may import those before it."""
-WITHOUT_RANKS = (*ROOMS[: ROOMS.index("distributed")], "planner", "report")
+WITHOUT_RANKS = (*LAYERS[: LAYERS.index("distributed")], "planner", "report")
 MAY_USE = {
     "torch.distributed": ("distributed/", "probe/", "benchmarks/", "train/checkpoint.py", "train/stop_signals.py"),
     "fbgemm_gpu": ("distributed/", "benchmarks/", "probe/shard_probe.py"),
 }
 
 
-def room_of(module: str) -> str:
+def layer_of(module: str) -> str:
     return [*module.split("."), "__init__"][1]
 
 
@@ -66,16 +66,16 @@ def own_imports() -> Iterator[tuple[str, str]]:
             yield name, imported
 
 
-def test_every_module_is_in_a_room_of_the_list() -> None:
-    assert {room_of(module) for module in modules()} == {*ROOMS, "__init__"}
+def test_every_module_is_in_a_layer_of_the_list() -> None:
+    assert {layer_of(module) for module in modules()} == {*LAYERS, "__init__"}
     at_the_root = [path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__")]
     assert len(at_the_root) <= 8, at_the_root
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_rooms_before_it(room: str) -> None:
-    above = set(ROOMS[ROOMS.index(room) + 1 :])
-    wrong = [(one, other) for one, other in own_imports() if room_of(one) == room and room_of(other) in above]
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_imports_only_layers_before_it(layer: str) -> None:
+    above = set(LAYERS[LAYERS.index(layer) + 1 :])
+    wrong = [(one, other) for one, other in own_imports() if layer_of(one) == layer and layer_of(other) in above]
     assert not wrong
 
 
@@ -96,10 +96,10 @@ def test_no_module_imports_itself_through_others() -> None:
         follow(module, ())
 
 
-@pytest.mark.parametrize("room", WITHOUT_RANKS)
-def test_rooms_that_know_no_ranks_import_none(room: str) -> None:
+@pytest.mark.parametrize("layer", WITHOUT_RANKS)
+def test_layers_that_know_no_ranks_import_none(layer: str) -> None:
     for module, path in modules().items():
-        if room_of(module) == room:
+        if layer_of(module) == layer:
             assert not reaches(path, "torch.distributed", "fbgemm_gpu", "dlrm_autoshard.distributed"), path
 
 
@@ -112,11 +112,11 @@ def test_libraries_of_ranks_are_used_where_it_is_said(library: str) -> None:
 
 def test_what_runs_on_ranks_knows_no_planner_report_or_trainer() -> None:
     for module, path in modules().items():
-        if room_of(module) in ("distributed", "model"):
+        if layer_of(module) in ("distributed", "model"):
             assert not reaches(path, *(f"dlrm_autoshard.{name}" for name in ("planner", "report", "records"))), path
 
 
-def test_every_room_says_what_it_is() -> None:
+def test_every_layer_says_what_it_is() -> None:
     for path in PACKAGE.rglob("__init__.py"):
         said = ast.get_docstring(ast.parse(path.read_text()))
         assert said and len(said.splitlines()) <= 6, path

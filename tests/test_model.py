@@ -21,7 +21,7 @@ def inputs(batch: int, tables: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def beside(bottom: Tensor, vectors: Tensor, padding: int) -> Tensor:
-    """As the model does it: vectors with room around them."""
+    """As the model does it: vectors with a margin around them."""
     return with_dense(bottom, torch.nn.functional.pad(vectors, (0, 0, 1, padding), value=float("nan")), padding)
 
 
@@ -90,5 +90,5 @@ def test_a_model_depends_on_its_seed_alone_and_needs_no_dense_features(interacti
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
-    logits = first.top(first.bottom(torch.zeros(3, 0)), torch.randn(3, 12 + sum(first.room)))
+    logits = first.top(first.bottom(torch.zeros(3, 0)), torch.randn(3, 12 + sum(first.margin)))
     assert logits.shape == (3,) and bool(torch.isfinite(logits).all())

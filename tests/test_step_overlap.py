@@ -136,8 +136,8 @@ def test_dot_interaction_and_its_gradient(num_tables: int) -> None:
     rows = [bottom, *vectors.unbind(1)]
     pairs = [(rows[i] * rows[j]).sum(1, keepdim=True) for i in range(len(rows)) for j in range(i)]
     expected = torch.cat([bottom, *pairs], 1)
-    room = torch.nn.functional.pad(vectors, (0, 0, 1, interaction.padding))
-    actual = interaction(with_dense(bottom, room, interaction.padding))
+    margin = torch.nn.functional.pad(vectors, (0, 0, 1, interaction.padding))
+    actual = interaction(with_dense(bottom, margin, interaction.padding))
     assert actual.shape[1] == interaction.out_features
     torch.testing.assert_close(actual, expected)
     gradient = torch.randn(expected.shape, generator=generator, dtype=torch.float64)

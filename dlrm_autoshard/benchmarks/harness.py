@@ -182,7 +182,7 @@ class Ratio:
 
 
 def alternate(*contenders: Callable[[], float | None], rounds: int, warmup: int = 1) -> tuple[list[float], ...]:
-    """Runs the contenders in turn, A B A B ..., so that a slow spell of the machine falls on all of them alike.
+    """Runs the contenders in turn, A B A B ..., so that a slow stretch of the machine falls on all of them alike.
 
     Returns each contender's seconds by round. A contender that returns a float has timed itself; None is timed here.
     """

@@ -1,4 +1,4 @@
-"""A job that starts from the worst of the heuristics: what the loop makes of it, beside staying and the best plan."""
+"""A job that starts from the worst of the heuristics: what resharding makes of it, beside staying and the best plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlrm_autoshard.planner.greedy import HEURISTICS
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 
-TITLE = "from the worst heuristic's plan: throughput static, with the loop, and under the best plan known"
+TITLE = "from the worst heuristic's plan: throughput static, with resharding, and under the best plan known"
 ROUGH_TIME = "2 min"
 
 

@@ -1,4 +1,4 @@
-"""The tables' pooling factors are permuted at epoch 3 of 9: what the loop recovers, beside staying and clairvoyance."""
+"""The tables' pooling factors are permuted at epoch 3 of 9: what resharding recovers, beside staying or knowing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.plan import ShardingPlan
 
-TITLE = "pooling factors permuted at epoch 3 of 9: throughput after it static, with the loop, and re-planned at once"
+TITLE = "pooling factors permuted at epoch 3 of 9: throughput after it static, with resharding, and re-planned at once"
 ROUGH_TIME = "3 min"
 
 
@@ -73,10 +73,10 @@ def run(quick: bool) -> dict[str, Any]:
         "notes": [
             "The job starts from the plan that a job before it ended with. Of ten permutations it gets the one that "
             f"unbalances that plan most: {share:.0%} of all lookups on one of the two ranks.",
-            "static, in_loop, clairvoyant: the plan of before the drift, the one the loop ended with, and that of a "
-            "job planned for the drifted data from the start, with the loop on; examples/s on the drifted data within "
+            "static, in_loop, clairvoyant: the plan of before the drift, the one resharding ended with, and that of a "
+            "job planned for the drifted data from the start, with resharding on; examples/s on drifted data within "
             "one job whose tables move from plan to plan (medians over the rounds, ratios paired). loop_job_*: as the "
-            "loop's job ran, minutes earlier; since_the_drift counts the epoch in which it could not know yet.",
+            "resharding job ran, minutes earlier; since_the_drift counts the epoch in which it could not know yet.",
             *runs["loop"].texts,
         ],
     }

@@ -1,4 +1,4 @@
-"""What the loop's benchmarks share: an embedding-heavy job, run on two pinned ranks, one setting after another.
+"""What resharding's benchmarks share: an embedding-heavy job, run on two pinned ranks, one setting after another.
 
 runs = run_jobs([Job("static", config), Job("loop", other)], folder)
 runs["loop"].throughput(first=2)             # examples/s over epochs 2, 3, ...

@@ -1,4 +1,4 @@
-"""Three ranks on one host, one on another behind a slow uplink: the loop learns that crossing is dear.
+"""Three ranks on one host, one on another behind a slow uplink: resharding learns that crossing is dear.
 
     python -m dlrm_autoshard.benchmarks.loop_netem CONFIG      # one rank of a job, under torchrun's environment
 
@@ -21,7 +21,7 @@ from dlrm_autoshard.benchmarks.slow_link import Link, cannot_make_link, slow_lin
 from dlrm_autoshard.config import load_config
 from dlrm_autoshard.plan import ShardingPlan
 
-TITLE = "a slow link to one of four ranks: throughput static, with the loop, and with its tables elsewhere"
+TITLE = "a slow link to one of four ranks: throughput static, with resharding, and with its tables elsewhere"
 ROUGH_TIME = "3 min"
 
 HOSTS = (0, 0, 0, 1)

@@ -1,4 +1,4 @@
-"""Nothing changes: the loop must leave everything alone, and cost next to nothing."""
+"""Nothing changes: resharding must leave everything alone, and cost next to nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dlrm_autoshard.benchmarks.loop_job import Job, fixed_plan, run_jobs, settin
 from dlrm_autoshard.costs import PLANNED_STAGES as STAGES
 from dlrm_autoshard.records.epoch import EpochProfile
 
-TITLE = "nothing changes: moves in 10 epochs (none wanted), and the loop's part of the training time"
+TITLE = "nothing changes: moves in 10 epochs (none wanted), and resharding's part of the training time"
 ROUGH_TIME = "3 min"
 
 

@@ -1,4 +1,4 @@
-"""A busy process takes half of one rank's core in epochs 3 to 6 of 9: what the loop recovers, and its way back.
+"""A busy process takes half of one rank's core in epochs 3 to 6 of 9: what resharding recovers, and its way back.
 
 What can be recovered is measured, not reckoned: plans made for the busy time by someone who knew of it beforehand run
 under the same busy process, and the fastest of them leaves the unavoidable.
@@ -29,7 +29,7 @@ TITLE = "half of one rank's core is taken in epochs 3 to 6 of 9: what is recover
 ROUGH_TIME = "6 min"
 
 SPEEDS = (0.3, 0.4, 0.5, 0.65)
-"""Of the busy rank, as those believe who know of it beforehand: half a core, and what scheduling may make of it."""
+"""Of the busy rank, as who knew of it beforehand would assume: half a core, and what scheduling may make of it."""
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def run(quick: bool) -> dict[str, Any]:
     for half in (0, 1):
         chosen.append(max([*in_loop, *known], key=lambda name: median(rates[name][half::2])))
         rates["best_known"][1 - half :: 2] = rates[chosen[-1]][1 - half :: 2]
-    # What the loop ran with in each busy epoch, at the speed of the turns, and the time it stood still for.
+    # What resharding ran with in each busy epoch, at the speed of the turns, and the time it stood still for.
     stalled = sum(d["decide_seconds"] + d["move_seconds"] for d in loop.decisions if first <= d["epoch"] < last)
     training = sum((e.end_step - e.first_step) * e.batch_size / e.throughput for e in ran)
     mean_in_loop = np.mean([rates[record.plan.fingerprint] for record in ran], axis=0)
@@ -77,14 +77,14 @@ def run(quick: bool) -> dict[str, Any]:
         "spread": {"recovered": interval, "after_it_ended": [after.low, after.high]},
         "notes": [
             "recovered: of what the static plan loses beyond the unavoidable, over the epochs after the one in which "
-            "the loop first saw it. The unavoidable is what the best known plan loses too: the fastest of the plans "
-            f"searched for a rank of speed {', '.join(map(str, SPEEDS))} and the loop's own. Each half of the rounds "
+            "resharding first saw it. The unavoidable is what the best known plan loses too: the fastest of the plans "
+            f"searched for a rank of speed {', '.join(map(str, SPEEDS))} and resharding's own. Each half of the rounds "
             f"measures the one that the other half chose; here {' and '.join(dict.fromkeys(chosen))}.",
             "turn_*: examples/s of all plans, on the healthy machine and beside the busy process, within one job whose "
-            "tables move from one to the next (medians over the rounds). in_loop: the plans that the loop ran in those "
-            "epochs, at that speed, less the time for which it stood still to look and move. after_it_ended: the plan "
-            "that the loop went back to beside the one it had at first.",
-            "loop_job_of_its_healthy_epochs: the same epochs as the loop's job ran them, beside its own healthy ones "
+            "tables move from one to the next (medians over the rounds). in_loop: the plans that resharding ran in "
+            "those epochs, at that speed, less the time it stood still to search and move. after_it_ended: the plan "
+            "that resharding went back to beside the one it had at first.",
+            "loop_job_of_its_healthy_epochs: the same epochs as resharding's job ran them, beside its own healthy ones "
             "before.",
             *(f"step {d['step']}: {d['text']}" for d in loop.decisions),
         ],
@@ -102,7 +102,7 @@ def plan_for(speed: float, healthy: Sequence[EpochProfile]) -> ShardingPlan:
 
 
 def recovered(rates: Mapping[str, np.ndarray]) -> tuple[float | None, list[float]]:
-    """Part of the way from the static plan to the best known one that the loop went, by the medians over the rounds;
+    """Part of the way from the static plan to the best known one that resharding went, by the medians over the rounds;
     and 95% of what other draws of these rounds give. None where no plan known is faster than the static one."""
     ways = np.stack([rates["in_loop"], rates["static"], rates["best_known"]])
     draws = np.random.default_rng(0).integers(0, ways.shape[1], size=(2000, ways.shape[1]))

@@ -74,7 +74,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
     began = time.perf_counter()
     task = cell.task(index)
     problem = PlacementTask.build(task.tables, task.stats, Topology(cell.num_devices), batch_size=BATCH_SIZE)
-    # Many short looks in turns: a slow spell of the machine is longer than a shard's measurement.
+    # Many short measurements in turns: a slow stretch of the machine is longer than a shard's measurement.
     probe = ShardProbe(undisturbed=True, warmup=2, repeats=2, seconds_per_shard=0.0)
     predictor = _warm("auto")
     plans: dict[str, ShardingPlan] = {}

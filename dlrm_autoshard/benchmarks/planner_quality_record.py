@@ -64,7 +64,7 @@ def summarise(rows: Sequence[Row], cells: Sequence[str], tasks: int) -> dict[str
                 np.mean([cell.ratio(algorithm) for cell in chosen])
             )
             figures[f"all cells: {algorithm}: excess removed{words}"] = _removed_in_all(chosen, algorithm)
-    notes.append("costs: shards measured with fbgemm on one core; exchanges by the law fitted to gloo exchanges")
+    notes.append("costs: shards measured with fbgemm on one core; exchanges by the model fitted to gloo exchanges")
     notes.append("excess: above the balance bound, the sum over ranks / ranks of the best heuristic's plan")
     notes.append("what whole tables allow: no stage below the dearest table's, measured alone")
     _add_cost_network(figures, targets, notes)

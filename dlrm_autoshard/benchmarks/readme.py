@@ -28,7 +28,7 @@ class Row:
 
 
 ROWS = (
-    Row("race", "calm: loop on / loop off", "a whole job where nothing changes: seconds with the loop over without"),
+    Row("race", "calm: loop on / loop off", "a whole job where nothing changes: seconds with resharding over without"),
     Row("race", "abrupt: recovered", "pooling permuted in mid-job: recovered of a clairvoyant's gain over static"),
     Row("race", "gradual: recovered", "pooling drifts every epoch: the same"),
     Row("race", "hot-ids: recovered", "hot rows move, pooling stays: the same"),

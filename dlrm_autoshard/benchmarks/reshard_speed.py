@@ -50,7 +50,7 @@ def run(quick: bool) -> dict[str, Any]:
         "spread": {f"seconds_{size}_mib": [min(times), max(times)] for size, times in moved.items()},
         "notes": [
             "Raw: one isend and irecv of as many bytes between buffers that both ranks have already touched; our moves "
-            "fault fresh pages in, vote before and meet after.",
+            "fault fresh pages in, vote before and a barrier after.",
             beside,
             "0.11 s is a twentieth of the 2.2 s that was measured for torchrec 1.8 on two cores. It rebuilds every "
             "local table, and its tags come from hash(): it only works where all ranks hash alike, as they do here.",

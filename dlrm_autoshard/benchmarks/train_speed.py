@@ -21,7 +21,7 @@ import torch.distributed as dist
 from dlrm_autoshard.benchmarks.harness import Ratio, median_with_interval, on_pinned_ranks, paired_ratio
 from dlrm_autoshard.benchmarks.peer_torchrec import TorchrecJob, find_torchrec
 from dlrm_autoshard.benchmarks.workloads import OurJob, Workload, make_groups
-from dlrm_autoshard.distributed.exchange import with_room, without_room
+from dlrm_autoshard.distributed.exchange import with_margin, without_margin
 from dlrm_autoshard.distributed.runtime import keep_freed_memory
 from dlrm_autoshard.distributed.step import share_of_loss
 from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
@@ -163,11 +163,11 @@ def limit_parts(job: OurJob, rounds: int) -> tuple[float, float, float]:
         marks.append(marks[-1] + time.perf_counter() - started)
         started = time.perf_counter()
         job.dense.zero_gradient()
-        leaf = with_room(pooled, job.model.room).requires_grad_()
+        leaf = with_margin(pooled, job.model.margin).requires_grad_()
         loss = share_of_loss(job.model.top(job.model.bottom(batch.dense_BF), leaf), batch)
         loss.backward()
         assert leaf.grad is not None
-        without_room(leaf.grad, job.model.room)
+        without_margin(leaf.grad, job.model.margin)
         job.dense.step(0.0)
         marks.append(marks[-1] + time.perf_counter() - started)
         for column, (a, b) in zip(times, itertools.pairwise(marks), strict=True):

@@ -13,7 +13,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "name", nargs="?", help="a benchmark, without one they are listed; readme: write their records into README.md"
     )
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes: a look, not a figure")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes: rough figures only")
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the record to FILE as well")
     parser.set_defaults(run=run)

@@ -1,4 +1,4 @@
-"""`dlrm-autoshard doctor`: a table of checks, the line that mends each problem, exit status 1 if one fails."""
+"""`dlrm-autoshard doctor`: a table of checks, the line that fixes each problem, exit status 1 if one fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         width = max(len(check.name) for check in checks)
         for check in checks:
             print(f"{check.name:<{width}}  {_MARKS[check.status]:<7}  {check.finding}")
-            if check.mend:
+            if check.fix:
                 # On a line of its own and unwrapped, so that it can be copied.
-                print(f"{'':<{width}}  {'mend:':<7}  {check.mend}")
+                print(f"{'':<{width}}  {'fix:':<7}  {check.fix}")
     return 1 if any(check.status == "fail" for check in checks) else 0

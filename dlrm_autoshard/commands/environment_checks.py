@@ -32,7 +32,7 @@ VersionOf = Callable[[str], str | None]
 
 
 class EnvironmentProblem(UserError):
-    """Packages that cannot work together: the message names them and the line that mends it."""
+    """Packages that cannot work together: the message names them and the line that fixes it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Check:
     name: str
     status: Literal["ok", "warn", "fail"]
     finding: str
-    mend: str | None = None
+    fix: str | None = None
 
 
 def installed_version(package: str) -> str | None:
@@ -63,7 +63,7 @@ def require_pair(version_of: VersionOf = installed_version) -> None:
     """For programs that are about to import fbgemm: raises instead of letting a wrong pair crash."""
     check = check_pair(version_of)
     if check.status == "fail":
-        raise EnvironmentProblem(f"{check.finding} Mend it with:\n    {check.mend}")
+        raise EnvironmentProblem(f"{check.finding} Fix it with:\n    {check.fix}")
 
 
 def check_python(version: tuple[int, int]) -> Check:
@@ -84,8 +84,8 @@ def check_pair(version_of: VersionOf = installed_version) -> Check:
     if len(variants) == 2:
         wanted = "fbgemm-gpu" if shutil.which("nvidia-smi") else "fbgemm-gpu-cpu"
         finding = "fbgemm-gpu and fbgemm-gpu-cpu are both installed; they overwrite each other's files."
-        mend = f"{_PIP} uninstall -y fbgemm-gpu fbgemm-gpu-cpu && {_install(wanted, torch, fbgemm=None)}"
-        return Check(name, "fail", finding, mend)
+        fix = f"{_PIP} uninstall -y fbgemm-gpu fbgemm-gpu-cpu && {_install(wanted, torch, fbgemm=None)}"
+        return Check(name, "fail", finding, fix)
     if torch is None or not variants:
         missing = "torch" if torch is None else "fbgemm"
         return Check(name, "fail", f"{missing} is not installed.", _install(variant, torch, variants.get(variant)))
@@ -127,19 +127,19 @@ def check_by_running(version_of: VersionOf) -> list[Check]:
     ]
     if variant == "fbgemm-gpu" and not facts["torch_cuda"]:
         finding = "fbgemm-gpu is installed, but torch is a CPU build."
-        mend = f"{_PIP} install --force-reinstall --index-url https://pypi.org/simple torch=={TORCH}"
-        checks.append(Check("device", "fail", finding, mend))
+        fix = f"{_PIP} install --force-reinstall --index-url https://pypi.org/simple torch=={TORCH}"
+        checks.append(Check("device", "fail", finding, fix))
     elif variant == "fbgemm-gpu" and not facts["gpus"]:
-        mend = f"{_PIP} uninstall -y fbgemm-gpu && {_install('fbgemm-gpu-cpu', None, None)}"
-        checks.append(Check("device", "warn", "fbgemm-gpu is installed, but torch sees no GPU: training on CPU.", mend))
+        fix = f"{_PIP} uninstall -y fbgemm-gpu && {_install('fbgemm-gpu-cpu', None, None)}"
+        checks.append(Check("device", "warn", "fbgemm-gpu is installed, but torch sees no GPU: training on CPU.", fix))
     else:
         checks.append(Check("device", "ok", ", ".join(facts["gpus"]) or "cpu"))
     if facts["exchange_error"] is None:
         nccl = ", nccl" if facts["nccl"] else ""
         checks.append(Check("backend", "ok", f"gloo{nccl}; two ranks exchanged tensors"))
     else:
-        mend = "GLOO_SOCKET_IFNAME=lo (one machine) or the name of the interface that the nodes share (`ip addr`)"
-        checks.append(Check("backend", "fail", facts["exchange_error"], mend))
+        fix = "GLOO_SOCKET_IFNAME=lo (one machine) or the name of the interface that the nodes share (`ip addr`)"
+        checks.append(Check("backend", "fail", facts["exchange_error"], fix))
     return checks
 
 

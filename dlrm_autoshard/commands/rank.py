@@ -1,6 +1,6 @@
 """One rank of a training job: what `dlrm-autoshard train` and `torchrun launch/train.py` start.
 
-What people can mend (config, data, plan, packages) ends in a sentence and exit status 2, all else in a traceback.
+What people can fix (config, data, plan, packages) ends in a sentence and exit status 2, all else in a traceback.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The error of this room, apart from `batch` so that reading text needs no torch."""
+"""The error of this folder, apart from `batch` so that reading text needs no torch."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ OnBadId = Literal["error", "clip", "hash"]
 
 
 class IdCheck:
-    """Ids outside [0, rows) are an error, or are mended: `clip` to the nearest row, `hash` to id mod rows.
+    """Ids outside [0, rows) are an error, or are repaired: `clip` to the nearest row, `hash` to id mod rows.
 
-    Mended or not, ids come back as int32 where every table's row numbers fit.
+    Repaired or not, ids come back as int32 where every table's row numbers fit.
     """
 
     def __init__(self, tables: Sequence[TableConfig], on_bad_id: OnBadId) -> None:
@@ -78,5 +78,5 @@ class IdCheck:
             f"table '{table.name}' has {table.num_embeddings} rows (ids 0 to {table.num_embeddings - 1}), but "
             f"{describe_sample(sample)} has id {values_N[place]}"
             + (f", and {others} more ids of this batch are out of range" if others else "")
-            + ". Mend the data or the table's rows, or set data.on_bad_id to 'clip' or 'hash'."
+            + ". Fix the data or the table's rows, or set data.on_bad_id to 'clip' or 'hash'."
         )

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.device_ids import DeviceIdDistribution
-from dlrm_autoshard.distributed.exchange import Exchange, Pending, Room
+from dlrm_autoshard.distributed.exchange import Exchange, Margin, Pending
 from dlrm_autoshard.distributed.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.shared_memory import connect
 from dlrm_autoshard.distributed.side_streams import SideStreams
@@ -122,12 +122,12 @@ class ShardedEmbeddings:
     def send_pooled(self, local: Tensor) -> Pending:
         return self._exchange.send_pooled(local.detach())
 
-    def in_output_order(self, arrived: Tensor, room: Room = (0, 0)) -> Tensor:
-        """[B, room + D + room] pooled vectors of this rank's samples, columns as in `output_tables`."""
-        return self._exchange.in_output_order(arrived, room)
+    def in_output_order(self, arrived: Tensor, margin: Margin = (0, 0)) -> Tensor:
+        """[B, margin + D + margin] pooled vectors of this rank's samples, columns as in `output_tables`."""
+        return self._exchange.in_output_order(arrived, margin)
 
-    def send_gradients(self, gradient_BD: Tensor, room: Room = (0, 0)) -> Pending:
-        return self._exchange.send_gradients(gradient_BD, room)
+    def send_gradients(self, gradient_BD: Tensor, margin: Margin = (0, 0)) -> Pending:
+        return self._exchange.send_gradients(gradient_BD, margin)
 
     def update(self, lookup: Tensor | GradientEdge, gradient: Tensor) -> None:
         """Fused backward and optimizer step of the local tables. lookup: what `lookup` gave, or its gradient edge.

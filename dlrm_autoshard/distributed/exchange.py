@@ -22,21 +22,21 @@ from dlrm_autoshard.tables import TableConfig, output_order
 
 # Axes: B samples a rank, W ranks, D embedding dims. How ids are packed: id_distribution.py.
 
-Room = tuple[int, int]
+Margin = tuple[int, int]
 """Columns left free before and after the pooled vectors, for the model to fill."""
 
 
-def with_room(pooled_BD: Tensor, room: Room) -> Tensor:
-    """[B, room + D + room], anything in the rooms."""
-    before, after = room
+def with_margin(pooled_BD: Tensor, margin: Margin) -> Tensor:
+    """[B, margin + D + margin], anything in the margins."""
+    before, after = margin
     output = pooled_BD.new_empty(len(pooled_BD), before + pooled_BD.shape[1] + after)
     output[:, before : before + pooled_BD.shape[1]] = pooled_BD
     return output
 
 
-def without_room(output: Tensor, room: Room) -> Tensor:
+def without_margin(output: Tensor, margin: Margin) -> Tensor:
     """[B, D], contiguous."""
-    before, after = room
+    before, after = margin
     return output[:, before : output.shape[1] - after].contiguous()
 
 
@@ -68,7 +68,7 @@ class Exchange:
     device: torch.device
     dtype: torch.dtype = torch.float32
     link: SharedMemory | None = None
-    _layouts: dict[tuple[int, Room], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
+    _layouts: dict[tuple[int, Margin], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.world_size = self.plan.world_size
@@ -122,27 +122,27 @@ class Exchange:
             [batch_size * self.local_dim] * self.world_size,
         )
 
-    def in_output_order(self, arrived: Tensor, room: Room = (0, 0)) -> Tensor:
-        """[B, room + D + room] float32 in the output order, from what `send_pooled` brought; anything in the rooms."""
-        if self.world_size == 1 and not any(room):
+    def in_output_order(self, arrived: Tensor, margin: Margin = (0, 0)) -> Tensor:
+        """[B, margin + D + margin] float32 in the output order, from what `send_pooled` brought; margins: anything."""
+        if self.world_size == 1 and not any(margin):
             return arrived
         if self.world_size == 1:
-            return with_room(arrived, room)
+            return with_margin(arrived, margin)
         batch_size = arrived.numel() // self.total_dim
-        index, _ = self._layout(batch_size, room)
+        index, _ = self._layout(batch_size, margin)
         return arrived.view(-1, self._chunk).index_select(0, index).view(batch_size, -1).float()
 
-    def send_gradients(self, gradient_BD: Tensor, room: Room = (0, 0)) -> Pending:
+    def send_gradients(self, gradient_BD: Tensor, margin: Margin = (0, 0)) -> Pending:
         """Gradients of the pooled output, as `in_output_order` gave it, to the owners; arrives as [W * B, D_local],
         times `gradient_scale(W * B)`."""
         if self.world_size == 1:
-            return Pending(None, without_room(gradient_BD, room))
+            return Pending(None, without_margin(gradient_BD, margin))
         batch_size = gradient_BD.shape[0]
         scale = self.gradient_scale(batch_size * self.world_size)
         if scale != 1.0:
             gradient_BD = gradient_BD * scale
         chunks = gradient_BD.to(self.dtype).view(-1, self._chunk)
-        _, rows = self._layout(batch_size, room)
+        _, rows = self._layout(batch_size, margin)
         return self.all_to_all(
             "vectors",
             chunks.new_empty(self.world_size * batch_size * self.local_dim),
@@ -175,13 +175,13 @@ class Exchange:
         work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=group, async_op=True)
         return Pending(work.wait, received, sent)
 
-    def _layout(self, batch_size: int, room: Room) -> tuple[Tensor, list[Tensor]]:
+    def _layout(self, batch_size: int, margin: Margin) -> tuple[Tensor, list[Tensor]]:
         """Which chunk of what arrives each chunk of the output takes, and for each rank, which chunks of the output
         are its tables'. Two batch sizes occur in a run, so both are kept."""
-        key = (batch_size, room)
+        key = (batch_size, margin)
         if key not in self._layouts:
             base, stride, column = self._where
-            before, after = (columns // self._chunk for columns in room)
+            before, after = (columns // self._chunk for columns in margin)
             rows = torch.arange(batch_size, device=self.device)[:, None]
             source = base * batch_size + rows * stride + column
             index = torch.nn.functional.pad(source, (before, after)).reshape(-1)

@@ -101,7 +101,7 @@ class TrainStep:
             with clock.stage("dense_fwd"), self._autocast():
                 bottom = model.bottom(batch.dense_BF)
             with clock.stage("fwd_comms"):
-                pooled = embeddings.in_output_order(vectors.wait(), model.room).detach().requires_grad_()
+                pooled = embeddings.in_output_order(vectors.wait(), model.margin).detach().requires_grad_()
                 del vectors
             with clock.stage("dense_fwd"), self._autocast():
                 bottom_leaf = bottom.detach().requires_grad_()
@@ -116,7 +116,7 @@ class TrainStep:
                 del loss  # its graph holds the vectors and their gradient
             clock.barrier("bwd_comms")
             with clock.stage("bwd_comms"):
-                gradients = self._settle(embeddings.send_gradients(_taken_gradient(pooled), model.room))
+                gradients = self._settle(embeddings.send_gradients(_taken_gradient(pooled), model.margin))
                 del pooled
             with clock.stage("dense_bwd"):
                 if bottom.requires_grad:  # one without parameters has nothing to learn
@@ -191,7 +191,7 @@ def predict(model: DenseArch, embeddings: ShardedEmbeddings, batch: Batch, *, au
     """Logits [size] of the batch's real samples. A collective: every rank calls it for every batch."""
     batch = embeddings.dense_on_device(batch)
     local = embeddings.lookup(embeddings.distribute(batch).finish(), training=False)
-    pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait(), model.room)
+    pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait(), model.margin)
     with torch.autocast(embeddings.device.type, torch.bfloat16, enabled=autocast):
         logits = model.top(model.bottom(batch.dense_BF), pooled)
     return logits[: batch.size].float()

@@ -138,7 +138,7 @@ class Storage:
         return int(self._config.cache_load_factor * rows * (row + _CACHE_SLOT)) + _CACHE_ROW * rows
 
     def _flush(self) -> None:
-        """Rows of which the cache has newer values, to where `tensors` looks: once, however often it is asked."""
+        """Rows of which the cache has newer values, to where `tensors` reads them: once, however often it is asked."""
         if self._cache_is_newer and self.lookup is not None:
             self.lookup.flush()
         self._cache_is_newer = False

@@ -25,7 +25,7 @@ class DenseArch(nn.Module):
     """What the training step asks of a dense part. tables: in the order of the pooled columns."""
 
     @property
-    def room(self) -> tuple[int, int]:
+    def margin(self) -> tuple[int, int]:
         """Columns to be left free before and after the pooled ones, for `top` to write to."""
         return (0, 0)
 
@@ -34,7 +34,7 @@ class DenseArch(nn.Module):
         raise NotImplementedError
 
     def top(self, bottom_BD: Tensor, pooled_BD: Tensor) -> Tensor:
-        """Logits [B]. pooled_BD: every table's vectors side by side, with `room`."""
+        """Logits [B]. pooled_BD: every table's vectors side by side, with `margin`."""
         raise NotImplementedError
 
 
@@ -74,14 +74,14 @@ class DLRM(DenseArch):
         return result
 
     @property
-    def room(self) -> tuple[int, int]:
+    def margin(self) -> tuple[int, int]:
         """Columns that `top` wants free before and after the pooled ones, so that the dense vector and the padding
         can take their places without anything being copied; none where vectors are projected, which copies them."""
         dim = self.projection.dim
         return (0, 0) if self.projection.weights else (dim, dim * self.interaction.padding)
 
     def top(self, bottom_BD: Tensor, pooled_BD: Tensor) -> Tensor:
-        """Logits [B] from the dense vector and the concatenated pooled vectors, `room` around them, which is written
+        """Logits [B] from the dense vector and the concatenated pooled vectors, `margin` around them, which is written
         to."""
         x_BFD = with_dense(bottom_BD, self.projection(pooled_BD), self.interaction.padding)
         result: Tensor = self.over_mlp(self.interaction(x_BFD))
@@ -97,9 +97,9 @@ def make_interaction(num_tables: int, dim: int, config: ModelConfig) -> DotInter
 
 
 class Projection(nn.Module):
-    """Pooled vectors of several dims to one, with room for the dense vector before and `padding` vectors after them:
+    """Pooled vectors of several dims to one, with a margin for the dense vector before and `padding` vectors after:
     [B, sum of dims] -> [B, 1 + T + padding, dim]; one matrix a table where dims differ. Where all have the right one,
-    the input has the room already (`DLRM.room`) and only changes its shape."""
+    the input has the margin already (`DLRM.margin`) and only changes its shape."""
 
     def __init__(self, tables: Sequence[TableConfig], dim: int, padding: int) -> None:
         super().__init__()
@@ -126,8 +126,8 @@ class Projection(nn.Module):
                 group = torch.bmm(group.transpose(0, 1), self.weights[str(own)].to(group.dtype)).transpose(0, 1)
             projected.append(group)
             start += own * count
-        room = [projected[0].new_zeros(num_samples, count, self.dim) for count in (1, self.padding)]
-        return torch.cat([room[0], *(group.to(room[0].dtype) for group in projected), room[1]], 1)
+        margin = [projected[0].new_zeros(num_samples, count, self.dim) for count in (1, self.padding)]
+        return torch.cat([margin[0], *(group.to(margin[0].dtype) for group in projected), margin[1]], 1)
 
 
 def mlp(sizes: Sequence[int], *, last_activation: bool) -> nn.Sequential:

@@ -1,7 +1,7 @@
 """How DLRM combines the dense vector with the pooled vectors: `dot`, `cat`, or `dcn`.
 
 Input everywhere: x_BFD [B, F, D], the dense vector, the pooled vectors of T tables, and `padding` vectors of zeros that
-`dot` asks for. The pooled vectors come with room around them, so `with_dense` makes x where they lie, copying nothing.
+`dot` asks for. The pooled vectors come with a margin, so `with_dense` makes x where they lie, copying nothing.
 The dot interaction is the costly one, so it has its own backward: with Z = X Xt, and S the symmetric matrix of Z's
 gradients, the gradient of X is one product S X.
 """
@@ -31,7 +31,7 @@ class _WithDense(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         (gradient,) = gradients
-        return gradient[:, 0], gradient, None  # what it says of the room is for nobody
+        return gradient[:, 0], gradient, None  # what it says of the margin is for nobody
 
 
 class _PairwiseDots(torch.autograd.Function):
@@ -68,7 +68,7 @@ class DotInteraction(nn.Module):
         self.register_buffer("pairs", row * width + column, persistent=False)
         # Where each entry of the symmetric matrix finds its gradient. Column 0 of the slice that backward takes is the
         # dense vector's last one: a place to point the diagonal at, which is zeroed afterwards, and the padding, which
-        # meets the zeros of x, or makes gradients that nobody takes.
+        # is multiplied by the zeros of x, or makes gradients that nobody takes.
         where = torch.zeros(width, width, dtype=torch.int64)
         where[row, column] = where[column, row] = torch.arange(len(row)) + 1
         self.register_buffer("where", where.flatten(), persistent=False)

@@ -27,7 +27,7 @@ NUM_SUMMARY = 1 + NUM_LOGS + EMBED
 """A table's summary, which adds up over a device: 1, dim, forward ms, backward ms, loads, and a learned embedding.
 
 The loads compete for caches, so what fusion changes depends on their sums; the embedding is small on purpose: what a
-search looks for is where the model errs in its favour, and a large one errs somewhere.
+search finds is where the model errs in its favour, and a large one errs somewhere.
 """
 DIM, COST = slice(1, 2), slice(2, 4)
 LOGGED, EMBEDDED = slice(2, 1 + NUM_LOGS), slice(1 + NUM_LOGS, NUM_SUMMARY)

@@ -68,7 +68,7 @@ def make_room(room: Room, unit: int) -> bool:
 
 
 def _depth_first(units: Units, order: list[int]) -> tuple[np.ndarray | None, bool]:
-    """(placement or None, whether the search came to its end). Ranks that look alike are tried once."""
+    """(placement or None, whether the search came to its end). Ranks that are alike are tried once."""
     room = Room(units)
     choices: list[list[int]] = []
     for _ in range(SEARCH_STEPS):

@@ -72,7 +72,7 @@ class EstimatedMDP:
         units = task.units
         alone = costs.alone_ms()
         self.order = np.argsort(-alone, kind="stable")
-        # Costs are shown as fractions of an even share, so that tasks of any size look alike.
+        # Costs are shown as fractions of an even share, so that tasks of any size are alike.
         self.share = np.float32(max(float(alone.sum()) / len(task.topology.usable_ranks), 1e-6))
         self.summary = costs.summary_UK[self.order]
         fastest = int(costs.factor_W2.sum(axis=1).argmin())

@@ -114,7 +114,7 @@ def synthetic_pool(
         num_rows = int(10 ** generator.uniform(*np.log10(rows)))
         dim = 4 * int(generator.integers(dims[0] // 4, dims[1] // 4 + 1))
         mean_pooling = float(np.exp(generator.uniform(*np.log(pooling))))
-        # Chosen so that the whole pool's reuse comes near the published one.
+        # Chosen so that the whole pool's reuse comes near the data set's.
         skew, head = float(generator.uniform(0.7, 1.2)), float(10 ** generator.uniform(0, 4))
         tables.append(TableConfig(f"t_{index}", num_rows, dim))
         stats.append(zipf_stats(num_rows, mean_pooling, skew, head, batch_size))

@@ -171,12 +171,12 @@ class EpochFacts:
 
     @property
     def step_ms(self) -> float:
-        """Measured; ranks meet at every collective, so they differ by little. The slowest counts."""
+        """Measured; ranks wait at every collective, so they differ by little. The slowest counts."""
         return max(self.step_ms_by_rank)
 
     @property
     def mean_step_ms(self) -> float:
-        """Over all steps, sampled or not, from the throughput. Sampled steps take longer: they meet before every
+        """Over all steps, sampled or not, from the throughput. Sampled steps take longer: a barrier before every
         collective, and nothing overlaps."""
         return 1e3 * self.batch_size / self.throughput if self.throughput > 0 else 0.0
 

@@ -1,1 +1,1 @@
-"""What people look at, made from records alone: the terminal's tables, one HTML page, its charts."""
+"""What people read, made from records alone: the terminal's tables, one HTML page, its charts."""

@@ -2,7 +2,7 @@
 
     charts(record)          # [Chart(id="step-time", data="epochs", spec={...}), ...]
 
-Their data are columns of page_data.py. What they show: run_charts.py, epoch_charts.py; how they look: chart_style.py.
+Their data are columns of page_data.py. What they show: run_charts.py, epoch_charts.py; their style: chart_style.py.
 """
 
 from __future__ import annotations

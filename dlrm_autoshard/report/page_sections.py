@@ -143,7 +143,7 @@ def _one_epoch(record: RunRecord) -> str:
         '<p id="epoch-text" aria-live="polite"></p>'
         + _figure("stages", "By stage",
                   "Every stage's time, from the fastest rank to the slowest; the stroke is the mean, the dot the "
-                  "slowest rank. Ranks meet after each stage, so the step takes the sum of the dots.")
+                  "slowest rank. Ranks wait for each other after each stage, so the step takes the sum of the dots.")
         + _figure("ranks", "By rank",
                   "Each bar is one rank's step. The hatched end is time that it waited for slower ranks.",
                   f'<ul class="legend" aria-label="Stages">{legend}</ul>', tall=tall)

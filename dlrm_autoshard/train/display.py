@@ -99,6 +99,6 @@ def duration(seconds: float) -> str:
 
 
 def describe(metrics: Mapping[str, float]) -> str:
-    """'auc 0.7901  logloss 0.5512', in the order people look for them."""
+    """'auc 0.7901  logloss 0.5512', in the order people expect them."""
     order = ("auc", "logloss", "ne", "calibration", "accuracy")
     return "  ".join(f"{name} {metrics[name]:.4f}" for name in order if name in metrics)

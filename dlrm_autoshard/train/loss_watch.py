@@ -1,6 +1,6 @@
 """Whether the loss is finite, after every step on CPU and seldom on GPUs; and the end of a job whose loss is not.
 
-loss = watch.look(steps_done)       # both raise TrainError, on all ranks alike, where there is no going on
+loss = watch.check(steps_done)       # both raise TrainError, on all ranks alike, where there is no going on
 watch.left_out(steps_done)          # a batch that was left out because of its loss (train.on_nan: skip)
 """
 
@@ -20,7 +20,7 @@ class LossWatch:
         self._runtime, self._step, self._state = runtime, step, state
         self._left_out = 0  # batches in a row
 
-    def look(self, steps_done: int) -> float:
+    def check(self, steps_done: int) -> float:
         """The last step's global loss, a finite one."""
         loss = float(self._step.dense.global_loss)
         if not math.isfinite(loss):

@@ -88,14 +88,14 @@ class PlainModel(nn.Module):
     def __init__(self, saved: SavedModel) -> None:
         super().__init__()
         self.dense = saved.dense.cpu()
-        self.room = saved.dense.room
+        self.margin = saved.dense.margin
         names = [table.name for table in saved.embeddings.tables]
         self.order = [names.index(table.name) for table in saved.embeddings.output_tables]
         self.bags = nn.ModuleList(_bag(table, saved) for table in saved.embeddings.tables)
 
     def forward(self, dense_BF: Tensor, values: list[Tensor], offsets: list[Tensor]) -> Tensor:
         pooled = [bag(ids, starts) for bag, ids, starts in zip(self.bags, values, offsets, strict=True)]
-        before, after = (dense_BF.new_zeros(dense_BF.shape[0], columns) for columns in self.room)
+        before, after = (dense_BF.new_zeros(dense_BF.shape[0], columns) for columns in self.margin)
         pooled_BD = torch.cat([before, *(pooled[table] for table in self.order), after], 1)
         return torch.sigmoid(self.dense.top(self.dense.bottom(dense_BF), pooled_BD))
 

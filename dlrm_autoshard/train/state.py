@@ -94,7 +94,7 @@ class TrainingState:
         """A sentence: the newest checkpoint of a step below `before`, and what to try."""
         return (
             f"{self.last_checkpoint(before)} "
-            "Lower the learning rates, warm up longer, or look at the data; train.on_nan: skip leaves such batches out."
+            "Lower the learning rates, warm up longer, or check the data; train.on_nan: skip leaves such batches out."
         )
 
     def last_checkpoint(self, before: int) -> str:

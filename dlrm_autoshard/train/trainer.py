@@ -227,7 +227,7 @@ class Trainer(Job):
         logging = position.step % config.train.log_every_steps == 0
         if not logging and self.runtime.device.type != "cpu":
             return self.display.step()  # looking at the loss would make the GPU's queue run dry
-        loss = self.watch.look(position.step)
+        loss = self.watch.check(position.step)
         if logging:
             self.watch.compare_replicas(position.step)
             self._log_metrics("train", {"logloss": loss})

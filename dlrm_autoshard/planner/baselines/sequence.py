@@ -110,7 +110,7 @@ class SequenceTrainer:
         deadline: float | None = None,
         measure: MeasureTask | None = None,
     ) -> int:
-        """Returns the updates made. With `measure`, AutoShard's reward is the balance that was measured, as published;
+        """Returns the updates made. With `measure`, AutoShard's reward is the measured balance, as in the paper;
         without (at plan time), the cost model's."""
         mdps: dict[int, EstimatedMDP] = {}
         for update in range(self.settings.updates):
