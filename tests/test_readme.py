@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,36 @@ def test_scripts_and_configs_are_there(path: str) -> None:
 def test_its_yaml_is_valid(block: str) -> None:
     record = {"data": {"source": "movielens"}, **yaml.safe_load(block)}
     assert parse_config(record).to_yaml()
+
+
+# Its training loop -------------------------------------------------------------------------------------------------
+
+MADE_UP = """
+import torch
+from dlrm_autoshard import TableConfig
+
+tables = [TableConfig(f"table_{i}", 1000, 8) for i in range(4)]
+lengths_TB = torch.ones(4, 64, dtype=torch.int32)
+batches = [(lengths_TB, torch.randint(1000, (256,)), torch.randint(2, (64,)).float()) for _ in range(101)]
+"""
+
+
+def test_its_training_loop_runs_on_two_ranks(tmp_path: Path) -> None:
+    (loop,) = (block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "Autoshard(" in block)
+    assert len(loop.splitlines()) <= 25
+    (tmp_path / "loop.py").write_text(MADE_UP + loop)
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node=2 loop.py"
+    done = subprocess.run(
+        torchrun.split(),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    decisions = (tmp_path / "runs/mine/decisions.jsonl").read_text().splitlines()
+    assert len(decisions) == 1 and (tmp_path / "runs/mine/report.html").exists()
 
 
 # Its commands, from a wheel ------------------------------------------------------------------------------------------
