@@ -152,6 +152,22 @@ def step_cost_ms(ranks: Sequence[RankCost]) -> float:
     return sum(max(rank.stage(name) for rank in ranks) for name in PLANNED_STAGES)
 
 
+def prediction_error(
+    predicted: Sequence[RankCost], measured: Sequence[RankCost], stages: Sequence[str] = PLANNED_STAGES
+) -> float | None:
+    """Sum of |predicted - measured| over sum of measured, all ranks' `stages`; None where nothing took time."""
+    pairs = [(p.stage(stage), m.stage(stage)) for p, m in zip(predicted, measured, strict=True) for stage in stages]
+    total = sum(took for _, took in pairs)
+    return sum(abs(expected - took) for expected, took in pairs) / total if total > 0 else None
+
+
+def prediction_bias(predicted: Sequence[RankCost], measured: Sequence[RankCost]) -> float | None:
+    """(predicted - measured) / measured of the step cost: positive where the step was expected to cost more than it
+    did. On each rank errors may be far larger, and cancel: `prediction_error`."""
+    cost = step_cost_ms(measured)
+    return (step_cost_ms(predicted) - cost) / cost if cost > 0 else None
+
+
 def balanced_cost_ms(
     ranks: Sequence[RankCost], slowness: Sequence[float] | None = None, *, exchange: bool = True
 ) -> float:

@@ -91,6 +91,11 @@ class TableConfig:
         return TableConfig(**checked(TableRecord, record))
 
 
+def lookup_work(embedding_dim: int, mean_pooling: float) -> float:
+    """Floats read, and later updated, for one sample: what tables are weighed by where there is no cost model."""
+    return embedding_dim * mean_pooling
+
+
 def output_order(tables: Sequence[TableConfig]) -> list[int]:
     """Numbers of the tables by dim (stable): tables of one dim lie side by side in lookups and in the pooled output,
     whatever the plan."""

@@ -103,9 +103,15 @@ def test_prediction_error_is_of_the_step_and_of_each_stage() -> None:
     half = [RankCost(*(0.5 * rank.cost.stage(stage) for stage in PLANNED_STAGES)) for rank in ranks]
     low = EpochProfile.gather(ranks, plan, tables, stats, 2048, half)
     assert exact.prediction_error == pytest.approx(0.0)
-    assert low.prediction_error == pytest.approx(-0.5)
+    assert low.prediction_error == pytest.approx(0.5) and low.prediction_bias == pytest.approx(-0.5)
     assert low.to_json()["prediction_error_by_stage"]["bwd_compute"] == pytest.approx(0.5)
-    assert EpochProfile.gather(ranks, plan, tables, stats, 2048).prediction_error is None
+    # Ranks that were mistaken for each other: the step was foreseen, and no rank was.
+    swapped = EpochProfile.gather(ranks, plan, tables, stats, 2048, [rank.cost for rank in reversed(ranks)])
+    assert swapped.prediction_bias == pytest.approx(0.0)
+    assert swapped.prediction_error is not None and swapped.prediction_error > 0.3
+    nothing = EpochProfile.gather(ranks, plan, tables, stats, 2048)
+    assert nothing.prediction_error is nothing.prediction_bias is None
+    assert nothing.to_json()["prediction_error_by_stage"] is None
 
 
 # -- records and files -------------------------------------------------------------------------------------------------

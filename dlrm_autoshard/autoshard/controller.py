@@ -19,7 +19,7 @@ from dlrm_autoshard.autoshard.decision import Decision, Interval, gains
 from dlrm_autoshard.autoshard.payoff import measured_gain
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import AutoshardConfig
-from dlrm_autoshard.costs import PLANNED_STAGES, RankCost
+from dlrm_autoshard.costs import prediction_error
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
@@ -177,13 +177,6 @@ def _taken_back(base: Decision, move: Decision) -> Decision:
         new_plan=move.old_plan,
         old_plan=move.new_plan,
     )
-
-
-def prediction_error(predicted: Sequence[RankCost], measured: Sequence[RankCost]) -> float:
-    """Sum of |predicted - measured| over sum of measured, all ranks' planned stages."""
-    pairs = [(p.stage(s), m.stage(s)) for p, m in zip(predicted, measured, strict=True) for s in PLANNED_STAGES]
-    total = sum(m for _, m in pairs)
-    return sum(abs(p - m) for p, m in pairs) / total if total > 0 else 0.0
 
 
 def a_rank_changed(slowness: Sequence[float], before: Sequence[float] | None) -> bool:

@@ -83,6 +83,7 @@ def explain(
     """Sentences: how balanced, which stage and rank the step waits for and for which table, what memory says."""
     from dlrm_autoshard.costs import PLANNED_STAGES, balanced_cost_ms, imbalance, step_cost_ms
     from dlrm_autoshard.plan import bytes_per_rank, gib
+    from dlrm_autoshard.tables import lookup_work
 
     step, bound = step_cost_ms(costs), balanced_cost_ms(costs)
     sentences = [
@@ -101,10 +102,10 @@ def explain(
             f"Most of that is {worst}: rank {rank} takes {values[rank]:.2f} ms, {imbalance(values):.2f} times the mean."
         )
         of = {t.name: (t, s) for t, s in zip(pool.tables, pool.stats, strict=True)}
-        heaviest = max(plan.tables_on(rank), key=lambda n: of[n][0].embedding_dim * of[n][1].mean_pooling, default=None)
+        work = {name: lookup_work(t.embedding_dim, s.mean_pooling) for name, (t, s) in of.items()}
+        heaviest = max(plan.tables_on(rank), key=lambda name: work[name], default=None)
         if heaviest is not None:
             table, stat = of[heaviest]
-            work = {n: t.embedding_dim * s.mean_pooling for n, (t, s) in of.items()}
             share = work[heaviest] / max(sum(work[n] for n in plan.tables_on(rank)), 1e-12)
             sentences.append(
                 f"Its heaviest table is '{heaviest}' (dim {table.embedding_dim}, {stat.mean_pooling:.1f} ids a "

@@ -15,13 +15,15 @@ import numpy as np
 
 from dlrm_autoshard.planner.feasible import feasible, make_room
 from dlrm_autoshard.planner.task import PlacementTask, Room
-from dlrm_autoshard.tables import TableConfig, TableStats
+from dlrm_autoshard.tables import TableConfig, TableStats, lookup_work
 
 KEYS: dict[str, Callable[[TableConfig, TableStats], float]] = {
     "size_greedy": lambda t, s: float(t.num_embeddings * t.embedding_dim),
     "dim_greedy": lambda t, s: float(t.embedding_dim),
-    "lookup_greedy": lambda t, s: t.embedding_dim * s.mean_pooling,
-    "size_lookup_greedy": lambda t, s: t.embedding_dim * s.mean_pooling * math.log10(max(t.num_embeddings, 2)),
+    "lookup_greedy": lambda t, s: lookup_work(t.embedding_dim, s.mean_pooling),
+    "size_lookup_greedy": lambda t, s: (
+        lookup_work(t.embedding_dim, s.mean_pooling) * math.log10(max(t.num_embeddings, 2))
+    ),
 }
 HEURISTICS = (*KEYS, "random")
 

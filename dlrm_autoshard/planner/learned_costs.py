@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
+from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, prediction_error
 from dlrm_autoshard.plan import PlanError, ShardingPlan, Topology
 from dlrm_autoshard.planner.corrections import Corrections
 from dlrm_autoshard.planner.cost_model import CostModel
@@ -100,14 +100,10 @@ class LearnedCosts:
         )
 
     def stage_errors(self, profile: StepProfile) -> dict[str, float]:
-        """Mean over ranks of |predicted / observed - 1|, by stage; ranks where a stage took no time are left out."""
+        """`costs.prediction_error` of each planned stage that took time."""
         predicted = self.predict(task_of(profile), profile.plan)
-        errors = {}
-        for stage in PLANNED_STAGES:
-            pairs = [(p.stage(stage), o.stage(stage)) for p, o in zip(predicted, profile.ranks, strict=True)]
-            relative = [abs(p / o - 1) for p, o in pairs if o > 0]
-            errors[stage] = float(np.mean(relative)) if relative else 0.0
-        return errors
+        errors = {stage: prediction_error(predicted, profile.ranks, (stage,)) for stage in PLANNED_STAGES}
+        return {stage: error for stage, error in errors.items() if error is not None}
 
     def predict(self, task: PlacementTask, plan: ShardingPlan) -> tuple[RankCost, ...]:
         """[W] what each rank takes under `plan`, whether or not it is legal."""

@@ -97,7 +97,7 @@ class PlanResult:
 
 @dataclass(frozen=True)
 class RefineReport:
-    """Relative error of each planned stage, averaged over ranks, on the newest profile, before and after."""
+    """`costs.prediction_error` of each planned stage on the newest profile, before and after."""
 
     error_before: dict[str, float]
     error_after: dict[str, float]

@@ -18,7 +18,7 @@ from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.replay import CommsSample, ShardSample
 from dlrm_autoshard.probe.cost_log import CostLog
 from dlrm_autoshard.probe.shipped_costs import start_warm
-from dlrm_autoshard.tables import TableConfig, TableStats
+from dlrm_autoshard.tables import TableConfig, TableStats, lookup_work
 
 MOST_SETS, MOST_ALONE = 32, 128
 MEASURING_SHARE = 0.3  # of the budget; as much again goes to fitting, the rest to planning
@@ -120,7 +120,7 @@ def calibration_shards(
     generator = np.random.default_rng(seed)
     share = max(1, round(len(tables) / world_size))
     sets: dict[tuple[int, ...], None] = {}
-    heaviest = sorted(range(len(tables)), key=lambda i: -tables[i].embedding_dim * stats[i].mean_pooling)
+    heaviest = sorted(range(len(tables)), key=lambda i: -lookup_work(tables[i].embedding_dim, stats[i].mean_pooling))
     for position in range(max(MOST_SETS, MOST_ALONE)):
         if position < MOST_SETS:
             size = int(np.clip(round(share * generator.uniform(0.5, 1.5)), 1, len(tables)))

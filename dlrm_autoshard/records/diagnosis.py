@@ -9,12 +9,13 @@ straggler.sentence                                   # for people
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dlrm_autoshard.costs import COMPUTE_STAGES, PLANNED_STAGES, STAGES, RankCost, StageTime, imbalance, step_cost_ms
+from dlrm_autoshard.costs import COMPUTE_STAGES, PLANNED_STAGES, STAGES, StageTime, imbalance
 from dlrm_autoshard.records.facts import EpochFacts, TableUse
+from dlrm_autoshard.tables import lookup_work
 
 # Pure arithmetic on a profile. A rank's *excess* in a stage is its time minus the ranks' mean: what it costs the
 # others, since they wait for it at the next collective.
@@ -108,7 +109,7 @@ def _is_starved(profile: EpochFacts, rank: int) -> bool:
 def table_work(table: TableUse, stage: str) -> float:
     """How much of a stage's work a table makes, in units that compare tables within that stage; 0 where none."""
     if stage in ("fwd_compute", "bwd_compute"):
-        return table.mean_pooling * table.embedding_dim  # floats read or updated per sample
+        return lookup_work(table.embedding_dim, table.mean_pooling)
     if stage in ("fwd_comms", "bwd_comms"):
         return float(table.embedding_dim)  # one pooled vector per sample
     if stage == "input_dist":
@@ -164,27 +165,6 @@ def waited_for(profile: EpochFacts) -> dict[str, dict[str, float]]:
         name: {"rank": waits.index(min(waits)), "max_ms": max(waits), "mean_ms": sum(waits) / len(waits)}
         for name, waits in profile.wait_ms.items()
     }
-
-
-def prediction_error(predicted: Sequence[RankCost] | None, measured: Sequence[RankCost]) -> float | None:
-    if predicted is None:
-        return None
-    cost = step_cost_ms(measured)
-    return (step_cost_ms(predicted) - cost) / cost if cost > 0 else None
-
-
-def prediction_error_by_stage(
-    predicted: Sequence[RankCost] | None, measured: Sequence[RankCost]
-) -> Mapping[str, float | None] | None:
-    """Of each planned stage: mean absolute error over the ranks / their mean measured time."""
-    if predicted is None:
-        return None
-    errors: dict[str, float | None] = {}
-    for stage in PLANNED_STAGES:
-        total = sum(cost.stage(stage) for cost in measured)
-        off = sum(abs(p.stage(stage) - m.stage(stage)) for p, m in zip(predicted, measured, strict=True))
-        errors[stage] = off / total if total > 0 else None
-    return errors
 
 
 def relative_spread(times: Sequence[StageTime | None]) -> float:

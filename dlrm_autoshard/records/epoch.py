@@ -15,7 +15,15 @@ from typing import Any
 
 from typing_extensions import NotRequired, TypedDict
 
-from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, WAITS, CostRecord, RankCost
+from dlrm_autoshard.costs import (
+    PLANNED_STAGES,
+    STAGES,
+    WAITS,
+    CostRecord,
+    RankCost,
+    prediction_bias,
+    prediction_error,
+)
 from dlrm_autoshard.formats.json_file import FormatError, checked
 from dlrm_autoshard.formats.numbers import Amount, Count, Finite
 from dlrm_autoshard.plan import ShardingPlan
@@ -112,8 +120,13 @@ class EpochProfile(EpochFacts):
 
     @property
     def prediction_error(self) -> float | None:
-        """(predicted - measured) / measured of the step's planned cost; negative: slower than it was expected to be."""
-        return diagnosis.prediction_error(self.predicted, self.measured)
+        """`costs.prediction_error` of what the planner expected of this plan; None where it expected nothing."""
+        return None if self.predicted is None else prediction_error(self.predicted, self.measured)
+
+    @property
+    def prediction_bias(self) -> float | None:
+        """`costs.prediction_bias`: positive where the step was expected to cost more than it did."""
+        return None if self.predicted is None else prediction_bias(self.predicted, self.measured)
 
     def to_json(self) -> dict[str, Any]:
         facts = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -138,7 +151,10 @@ class EpochProfile(EpochFacts):
             "waited_for": diagnosis.waited_for(self),
             "straggler": None if straggler is None else straggler.to_json(),
             "prediction_error": self.prediction_error,
-            "prediction_error_by_stage": diagnosis.prediction_error_by_stage(self.predicted, self.measured),
+            "prediction_bias": self.prediction_bias,
+            "prediction_error_by_stage": None
+            if self.predicted is None
+            else {stage: prediction_error(self.predicted, self.measured, (stage,)) for stage in PLANNED_STAGES},
         }
 
     @staticmethod

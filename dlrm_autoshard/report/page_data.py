@@ -69,7 +69,7 @@ def _event_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
 
 def _epoch_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
     for at, profile in enumerate(record.epochs):
-        errors, sampled = profile.prediction_error, profile.samples > 0
+        bias, sampled = profile.prediction_bias, profile.samples > 0
         yield {
             "at": at,
             "label": record.label(profile),
@@ -80,7 +80,7 @@ def _epoch_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
             "embedding compute": compute_imbalance(profile) if sampled else None,
             "communication": comms_imbalance(profile) if sampled else None,
             "memory": imbalance(profile.peak_memory_bytes),
-            "error": None if errors is None else 100 * errors,
+            "error": None if bias is None else 100 * bias,
             "text": " ".join([step_time(profile), *who_is_slow(profile), *what_is_left(profile)]),
         }
 

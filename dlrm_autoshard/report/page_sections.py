@@ -167,7 +167,7 @@ def _rank_options(record: RunRecord) -> str:
 
 def _prediction(record: RunRecord) -> str:
     last = next(profile for profile in reversed(record.epochs) if profile.predicted)
-    error = last.prediction_error or 0.0
+    error = last.prediction_bias or 0.0
     return (
         f"<p>For epoch {escape(record.label(last))} the cost model expected the four stages that placement decides to "
         f"take {abs(error):.1%} {'more' if error > 0 else 'less'} than they did.</p><div class=\"pair\">"

@@ -14,7 +14,7 @@ from rich.table import Table
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, balanced_cost_ms, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, bytes_per_rank, gib
 from dlrm_autoshard.planner.result import Candidate, PlanResult
-from dlrm_autoshard.tables import TableConfig, TableStats
+from dlrm_autoshard.tables import TableConfig, TableStats, lookup_work
 
 _MOST_RANKS = 16  # rows shown before the middle is left out
 
@@ -63,7 +63,7 @@ def tables_by_rank(
     plan: ShardingPlan, tables: Sequence[TableConfig], stats: Sequence[TableStats], most: int = 6
 ) -> list[str]:
     """'rank 0: ad, user and 4 more': a rank's tables by the values looked up in them, most first."""
-    work = {t.name: t.embedding_dim * s.mean_pooling for t, s in zip(tables, stats, strict=True)}
+    work = {t.name: lookup_work(t.embedding_dim, s.mean_pooling) for t, s in zip(tables, stats, strict=True)}
     said = []
     for rank in range(min(plan.world_size, _MOST_RANKS)):
         names = sorted(plan.tables_on(rank), key=lambda name: -work[name])

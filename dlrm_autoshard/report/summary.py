@@ -23,7 +23,7 @@ def details(record: RunRecord) -> list[str]:
     sentences = []
     if record.epochs:
         sentences += [where_it_ran(record), step_time(record.last), *who_was_slow(record), *all_starved(record.last)]
-        if record.last.prediction_error is not None:
+        if record.last.prediction_bias is not None:
             sentences.append(prediction(record.last))
         if record.last.samples and abs(record.last.accounted - 1) > 0.03:
             sentences.append(
@@ -99,7 +99,7 @@ def all_starved(profile: EpochProfile) -> list[str]:
 
 
 def prediction(profile: EpochProfile) -> str:
-    error = profile.prediction_error or 0.0
+    error = profile.prediction_bias or 0.0
     if abs(error) < 0.005:
         return "The cost model's prediction of this plan was right within half a percent."
     return (

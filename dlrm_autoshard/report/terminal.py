@@ -143,7 +143,7 @@ def _epochs(record: RunRecord) -> Table:
     evaluated = {line.get("epoch"): line for split in ("test", "val") for line in record.metrics_of(split)}
     shown = record.epochs if len(record.epochs) <= 20 else record.epochs[-20:]
     for profile in shown:
-        straggler, error, metrics = profile.straggler, profile.prediction_error, evaluated.get(profile.epoch, {})
+        straggler, error, metrics = profile.straggler, profile.prediction_bias, evaluated.get(profile.epoch, {})
         blame = "-" if straggler is None else f"{straggler.rank}: {_CAUSES[straggler.cause]}"
         quality = [f"{metrics[name]:.4f}" if metrics.get(name) is not None else "-" for name in ("auc", "logloss")]
         table.add_row(
@@ -154,7 +154,7 @@ def _epochs(record: RunRecord) -> Table:
     skipped = len(record.epochs) - len(shown)
     table.caption = (
         "step: mean of all, ms. sampled: with nothing overlapped. even: that, at perfect balance. uneven: max / mean "
-        "of embedding compute. slowest: the rank that held the others up. pred.: error of the predicted cost."
+        "of embedding compute. slowest: the rank that held the others up. pred.: predicted step cost over the measured."
         + (f" {skipped} earlier epochs are not shown." if skipped else "")
     )
     return table

@@ -118,4 +118,6 @@ def profile_scalars(profile: EpochProfile) -> dict[str, float]:
     values["step/balanced_ms"] = profile.balanced_ms
     if profile.prediction_error is not None:
         values["step/prediction_error"] = profile.prediction_error
+    if profile.prediction_bias is not None:
+        values["step/prediction_bias"] = profile.prediction_bias
     return values

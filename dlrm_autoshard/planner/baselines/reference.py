@@ -27,7 +27,7 @@ from dlrm_autoshard.planner.baselines.reference_nets import (
 )
 from dlrm_autoshard.planner.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.features import NUM_RAW, raw_features
-from dlrm_autoshard.planner.greedy import balance
+from dlrm_autoshard.planner.greedy import greedy
 from dlrm_autoshard.planner.masked import gumbel_noise
 from dlrm_autoshard.planner.mlp import Adam, load_weights, weights_to_json
 from dlrm_autoshard.planner.task import PlacementTask, Room
@@ -194,7 +194,6 @@ def _legal_units(task: PlacementTask, order: np.ndarray, actions_T: np.ndarray) 
     for unit, members in enumerate(task.units.members):
         rank = int(rank_T[members[0]])
         if not room.legal_W(unit)[rank]:
-            lookups = [t.embedding_dim * s.mean_pooling for t, s in zip(task.tables, task.stats, strict=True)]
-            return balance(task, task.units.sum_over_tables(np.array(lookups)))
+            return greedy(task, "lookup_greedy")
         room.place(unit, rank)
     return room.rank_U
