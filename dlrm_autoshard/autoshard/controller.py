@@ -1,7 +1,7 @@
 """What resharding decides, on rank 0: after each interval learn from it, judge the last move, decide on the next.
 
     decision = controller.decide(interval, plan)
-    controller.moved(stats)                     # of `reshard` to decision.new_plan; or controller.refused(why)
+    controller.moved(stats.bytes, stats.seconds)      # of `reshard` to decision.new_plan; or controller.refused(why)
 
 Knows nothing of ranks that run, so a simulated cluster can stand in for them.
 """
