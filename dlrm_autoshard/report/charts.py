@@ -16,6 +16,7 @@ import altair as alt
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report import epoch_charts, run_charts
 from dlrm_autoshard.report.chart_style import SEGMENTS, Layers
+from dlrm_autoshard.report.page_data import event_rows
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,9 @@ def charts(record: RunRecord) -> Iterator[Chart]:
         ranks = max(profile.world_size for profile in record.epochs)
         rows = ranks * (28 if ranks <= 16 else 15)
         points = len(record.epochs)
-        yield _chart("speed", ("speed", "events"), run_charts.speed(), height=240)
+        yield _chart(
+            "speed", ("speed", "events"), run_charts.speed(marked=any(True for _ in event_rows(record))), height=240
+        )
     if any(profile.samples for profile in record.epochs):
         yield _chart("step-time", "epochs", run_charts.step_time(), height=230, points=points)
         yield _chart("imbalance", "epochs", run_charts.imbalance(), height=200, points=points)

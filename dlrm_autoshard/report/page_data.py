@@ -29,7 +29,7 @@ MOST_POINTS = 400
 def page_data(record: RunRecord) -> dict[str, Any]:
     return {
         "speed": _columns(_speed_rows(record)),
-        "events": _columns(_event_rows(record)),
+        "events": _columns(event_rows(record)),
         "epochs": _columns(_epoch_rows(record)),
         "ranks": _columns(_rank_rows(record)),
         "stages": _columns(_stage_rows(record)),
@@ -51,7 +51,7 @@ def _speed_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
             yield {"run": record.name, "step": step, "examples": profile.throughput, "label": record.label(profile)}
 
 
-def _event_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
+def event_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
     """Moves, moves taken back or refused, and drift of the data."""
     for decision in record.decisions:
         action = str(decision.get("action")).replace("_", " ")

@@ -16,10 +16,10 @@ ACTIONS = ["moved", "kept", "rolled back", "refused"]
 EVENTS = ["moved", "rolled back", "refused", "drift"]
 
 
-def speed(several: bool = False) -> Layers:
+def speed(*, marked: bool = True, several: bool = False) -> Layers:
     """Examples/s of all steps, interval by interval; resharding's moves and the data's drift are marked.
 
-    several: one line a run, for the comparison of runs; without marks."""
+    marked: there are such events. several: one line a run, for the comparison of runs; without marks."""
     y = alt.Y("examples:Q", title="examples/s", axis=alt.Axis(tickCount=5, format="~s"), scale=alt.Scale(zero=True))
     tips = [tip("label:N", "epoch"), tip("examples:Q", "examples/s", ",.0f")]
     if several:
@@ -31,7 +31,7 @@ def speed(several: bool = False) -> Layers:
         "event:N",
         title=None,
         scale=palette(EVENTS, ["triangle-up", "triangle-down", "cross", "diamond"]),
-        legend=alt.Legend(columns=4),
+        legend=alt.Legend(columns=4) if marked else None,
     )
     said = [tip("step:Q", "step", ",d"), tip("event:N", "what"), tip("text:N", "in words")]
     rules = events.mark_rule(color=GREY, strokeDash=[3, 3]).encode(x=step_axis(), tooltip=said)

@@ -82,5 +82,6 @@ def _thousands(rate: float) -> str:
 
 
 def _last_reason(decisions: tuple[Mapping[str, Any], ...]) -> str:
-    text = str(decisions[-1].get("text") or decisions[-1].get("action"))
-    return text.removeprefix("kept: ")
+    """Why tables stayed: the last reason that says something of the plan, not of the run's end."""
+    reasons = [str(d.get("text") or d.get("action")).removeprefix("kept: ") for d in decisions]
+    return next((reason for reason in reversed(reasons) if reason != "no steps are left"), reasons[-1])
