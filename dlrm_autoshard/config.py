@@ -28,6 +28,9 @@ Algorithm = Literal[
 ]  # fmt: skip
 
 
+ChoiceMetric = Literal["auc", "logloss", "ne"]  # of the val split; of auc more is better, of the others less
+
+
 class ConfigError(UserError):
     """A config that cannot be used: the message names the key and what is allowed."""
 
@@ -99,11 +102,20 @@ class ScheduleConfig(Section):
     end_lr_ratio: NonNegativeFloat = 0.0
 
 
+class EarlyStopping(Section):
+    """Training ends when so many evaluations in a row were no better than the best before them."""
+
+    metric: ChoiceMetric = "logloss"
+    patience: PositiveInt = 3
+
+
 class TrainConfig(Section):
     batch_size: PositiveInt = 1024  # per rank
     epochs: PositiveInt = 1
     max_steps: PositiveInt | None = None  # stop after so many steps in all
     eval_batch_size: PositiveInt | None = None  # per rank; default: batch_size
+    eval_every_steps: PositiveInt | None = None  # beside the evaluation at each epoch's end; on val where there is one
+    early_stopping: EarlyStopping | None = None
     on_nan: Literal["stop", "skip"] = "stop"
     exchange_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     dense_dtype: Literal["fp32", "bf16"] = "fp32"  # bf16: products of the dense part; its parameters stay fp32
@@ -118,6 +130,7 @@ class CheckpointConfig(Section):
     every_epochs: PositiveInt = 1
     initial: bool = True  # one of the untouched initial weights, before the first step
     keep: PositiveInt = 2
+    keep_best: ChoiceMetric | None = None  # beside those, as checkpoints/best, the best one by an evaluation on val
     asynchronous: bool = False  # written while training goes on, from a copy of the tables in host memory
     on_error: Literal["stop", "warn"] = "stop"  # where one cannot be written: warn and train on
 
@@ -186,6 +199,8 @@ class Config(Section):
     def _sections_agree(self) -> Config:
         if self.model.over_arch_layer_sizes[-1] != 1:
             raise ValueError("model.over_arch_layer_sizes must end in 1: the last layer is the logit")
+        if self.checkpoint.keep_best and not self.checkpoint.enabled:
+            raise ValueError("checkpoint.keep_best needs checkpoint.enabled: true")
         for name, dim in [("tables.embedding_dim", self.tables.embedding_dim)] + [
             (f"tables.embedding_dims.{table}", dim) for table, dim in self.tables.embedding_dims.items()
         ]:

@@ -27,7 +27,9 @@ def add_parser(subparsers: Any) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="RUN", help="a run's directory")
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="one of its checkpoints (default: the newest)")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="one of its checkpoints, or best (default: the newest)"
+    )
 
 
 def add_split(parser: argparse.ArgumentParser) -> None:

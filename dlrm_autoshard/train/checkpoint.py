@@ -42,6 +42,8 @@ from dlrm_autoshard.train.manifest import (
 from dlrm_autoshard.train.tensor_file import read_tensors, write_tensors
 
 T = TypeVar("T")
+BEST = "best"
+"""Beside the checkpoints: a link to the best one."""
 
 
 class Checkpoints:
@@ -126,11 +128,16 @@ class Checkpoints:
             draft.rename(final)
             _sync(self.folder)
             _remove(final.with_name(final.name + ".old"))
-            for old in self._whole()[: -self._keep]:
-                # Out of sight first, so that a kill in mid-deletion leaves no folder that looks whole.
-                _remove(old.rename(old.with_name(old.name + ".old")))
+            self._remove_old()
 
         self._on_rank_0(publish, final, draft)
+
+    def _remove_old(self) -> None:
+        best = self.best()
+        for old in self._whole()[: -self._keep]:
+            if old != best:
+                # Out of sight first, so that a kill in mid-deletion leaves no folder that looks whole.
+                _remove(old.rename(old.with_name(old.name + ".old")))
 
     def _make_draft(self, draft: Path) -> None:
         for left in (*self.folder.glob("*.tmp"), *self.folder.glob("*.old")):  # by a kill
@@ -165,6 +172,23 @@ class Checkpoints:
         """What `latest` finds, as this rank sees it: no collective."""
         found = [path for path in self._whole() if before is None or step_of(path) < before]
         return found[-1] if found else None
+
+    def best(self) -> Path | None:
+        """The checkpoint that `point_best_at` named, as this rank sees it: no collective."""
+        link = self.folder / BEST
+        path = link.with_name(os.readlink(link)) if link.is_symlink() else None
+        return path if path in self._whole() else None
+
+    def point_best_at(self, step: int) -> None:
+        """The checkpoint of `step`, if there is one, is kept until another is the best; no collective: rank 0's task.
+        `best` beside it is a link, replaced whole or not at all."""
+        path = self.folder / folder_name(step)
+        if path in self._whole() and path != self.best():
+            draft = self.folder / f"{BEST}.tmp"
+            draft.unlink(missing_ok=True)
+            draft.symlink_to(path.name)
+            draft.replace(self.folder / BEST)
+            self._remove_old()
 
     def choose(self, asked: Path | None, *, fall_back: bool) -> tuple[Path | None, list[str]]:
         """The checkpoint to start from, with what there is to say about it; no collective: rank 0's task.
@@ -247,11 +271,16 @@ class Checkpoints:
 
 
 def run_and_checkpoint(resume: str | None) -> tuple[str | None, Path | None]:
-    """What --resume asks for: RUN/checkpoints/step_00000400 is that checkpoint of RUN; else the newest of a run."""
-    path = Path(resume or "").absolute()
+    """What --resume asks for: RUN/checkpoints/step_00000400 (or best) is that checkpoint of RUN; else the newest."""
+    path = behind_best(Path(resume or "").absolute())
     if resume and path.name.startswith("step_") and path.parent.name == "checkpoints":
         return str(path.parents[1]), path
     return resume, None
+
+
+def behind_best(path: Path) -> Path:
+    """The checkpoint itself, where `path` is the link to a run's best."""
+    return path.with_name(os.readlink(path)) if path.name == BEST and path.is_symlink() else path
 
 
 def _manifest(draft: Path, state: SavedState, extra: bytes, saved: list[dict[str, SavedTensor]]) -> Manifest:

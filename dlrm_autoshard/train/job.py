@@ -28,6 +28,7 @@ from dlrm_autoshard.train.agreement import agree_on_dense
 from dlrm_autoshard.train.checkpoint import Checkpoints
 from dlrm_autoshard.train.manifest import DamagedCheckpoint
 from dlrm_autoshard.train.random_state import seed_all
+from dlrm_autoshard.train.selection import Selection
 from dlrm_autoshard.train.sizes import check_sizes
 from dlrm_autoshard.train.state import Position, TrainingState, plan_of
 
@@ -100,6 +101,7 @@ class Job:
             self.placement.planner,
             self.resharding,
             self.placement.stats,
+            Selection(config.checkpoint.keep_best, config.train.early_stopping),
         )
         self.position = self._resume(fall_back)
         forget_after(run_dir, runtime, -1 if self.resumed_from is None else self.position.step)

@@ -27,7 +27,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.model.dlrm import DenseArch, make_model
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
-from dlrm_autoshard.train.checkpoint import Checkpoints
+from dlrm_autoshard.train.checkpoint import BEST, Checkpoints, behind_best
 from dlrm_autoshard.train.run_directory import CONFIG
 from dlrm_autoshard.train.state import Position, TrainingState
 
@@ -65,7 +65,9 @@ def saved_model(run: Path, checkpoint: Path | None = None) -> Iterator[SavedMode
     source = open_source(config.data, config.tables)
     with Runtime.start(config.run) as runtime:
         checkpoints = Checkpoints(run / "checkpoints", runtime)
-        checkpoint = checkpoint or checkpoints.newest()
+        if checkpoint == Path(BEST):
+            checkpoint = checkpoints.folder / BEST
+        checkpoint = behind_best(checkpoint) if checkpoint is not None else checkpoints.newest()
         if checkpoint is None:
             raise UserError(f"'{run}' has no checkpoint.")
         plan = ShardingPlan({table.name: 0 for table in source.tables}, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.tables import TableConfig, TableStats
-from dlrm_autoshard.train.checkpoint import Checkpoints
+from dlrm_autoshard.train.checkpoint import Checkpoints, step_of
 from dlrm_autoshard.train.manifest import CheckpointError, SavedState, check_same, read_manifest
 from dlrm_autoshard.train.random_state import random_state, restore_random_state
+from dlrm_autoshard.train.selection import Selection
 
 
 class TrainError(UserError):
@@ -53,6 +54,7 @@ class TrainingState:
     planner: Planner | None
     resharding: Resharding | None
     stats: Sequence[TableStats]
+    selection: Selection = field(default_factory=Selection)
 
     def save(self, position: Position) -> None:
         self.dense.broadcast_buffers()  # all go on with what is saved
@@ -68,6 +70,7 @@ class TrainingState:
         extra: dict[str, Any] = {
             "random": self.runtime.gather(random_state(self.runtime.device)),
             "stats": [stats.to_json() for stats in self.stats],
+            "selection": self.selection.state_dict(),
         }
         if self.planner is not None:
             extra["planner"] = self.planner.state_dict()
@@ -88,6 +91,8 @@ class TrainingState:
             self.planner.load_state_dict(extra["planner"])
         if self.resharding is not None and extra.get("resharding"):
             self.resharding.load_state_dict(extra["resharding"])
+        best = self.runtime.broadcast(self.checkpoints.best())
+        self.selection.load_state_dict(extra.get("selection", {}), None if best is None else step_of(best))
         return Position(state.epoch, state.sample, state.step)
 
     def last_good(self, before: int) -> str:

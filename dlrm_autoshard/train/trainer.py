@@ -23,6 +23,7 @@ from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.signs_of_life import RankFailure
 from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.records.epoch import EpochProfile
 from dlrm_autoshard.train.agreement import agree, check_shared
 from dlrm_autoshard.train.callbacks import Callback, make_callbacks
@@ -41,7 +42,7 @@ from dlrm_autoshard.train.stop_signals import Stopped, StopSignals
 
 @dataclass(frozen=True)
 class TrainResult:
-    """metrics: of the last evaluation, rank 0 only. throughput: examples/s over all ranks, of the last epoch."""
+    """metrics: of the last evaluation. throughput: examples/s over all ranks, of the last epoch."""
 
     run_dir: Path
     steps: int
@@ -100,6 +101,13 @@ class Trainer(Job):
         self.watch = LossWatch(runtime, self.step, self.state)
         self.display = Display(runtime.rank == 0, self.total_steps, self.position.step, config.run.log_level)
         self.metrics: Mapping[str, float] = {}
+        self._evaluated_step = -1  # the last evaluation's
+        self.selection = self.state.selection
+        if self.selection.wanted and self.source.num_samples("val") == 0:
+            raise UserError(
+                "checkpoint.keep_best and train.early_stopping choose by evaluations on the val split, and this data "
+                "has no val samples (choosing by the test split would make its metrics too good)."
+            )
         self.throughput = 0.0
 
     # -- the rhythm --------------------------------------------------------------------------------------------------
@@ -113,7 +121,7 @@ class Trainer(Job):
                     with self.signals.postponed():
                         self._train_epoch()
                         self._end_if_asked()
-                    if not self.out_of_steps:
+                    if self._evaluation_due:
                         self._evaluate(self.split_between_epochs)
                 self._evaluate("test")
                 self._written(self.checkpoints.finish)
@@ -132,13 +140,15 @@ class Trainer(Job):
             self.step.begin_epoch(iter(loader))
             self.recorder.open(position.step)
             self._started_at = position.step
-            while not (self.step.exhausted or self.out_of_steps or self.dense.stop_agreed):
+            while not (self.step.exhausted or self.finished or self.dense.stop_agreed):
                 self._train_step(sampled=self._profile_due())
                 if self._reshard_due():
                     self._close_interval()
                 if self._checkpoint_due():
                     self._save()
-        stopped = not (self.step.exhausted or self.out_of_steps)
+                if not (self.step.exhausted or self.out_of_steps) and self._evaluation_due:
+                    self._evaluate(self.split_between_epochs)
+        stopped = not (self.step.exhausted or self.finished)
         if position.step > self.recorder.first_step and not stopped:
             self._close_interval()
         if self.step.exhausted:
@@ -148,7 +158,7 @@ class Trainer(Job):
 
     @property
     def finished(self) -> bool:
-        return self.position.epoch >= self.config.train.epochs or self.out_of_steps
+        return self.position.epoch >= self.config.train.epochs or self.out_of_steps or self.selection.stop
 
     @property
     def out_of_steps(self) -> bool:
@@ -157,6 +167,13 @@ class Trainer(Job):
     @property
     def split_between_epochs(self) -> Split:
         return "val" if self.source.num_samples("val") else "test"
+
+    @property
+    def _evaluation_due(self) -> bool:
+        """After an epoch and every so many steps; after the last step where something is chosen by it."""
+        every, position = self.config.train.eval_every_steps, self.position
+        due = position.sample == 0 or self.out_of_steps or (every is not None and position.step % every == 0)
+        return due and self._evaluated_step != position.step and (self.selection.wanted or not self.out_of_steps)
 
     def _profile_due(self) -> bool:
         profile, position = self.config.profile, self.position
@@ -195,7 +212,7 @@ class Trainer(Job):
             self.display.line(note)
         if self.resumed_from is None and self.config.checkpoint.initial:
             self._save()  # so that there is always a good one to name and to go back to
-        if position.step and position.sample == 0 and not self.out_of_steps:
+        if position.step and self._evaluation_due:
             self._evaluate(self.split_between_epochs)  # its checkpoint came first, so a kill may have come between
 
     def _train_step(self, *, sampled: bool) -> None:
@@ -276,7 +293,7 @@ class Trainer(Job):
             return
         interval = None
         if record is not None and profile is not None and record.throughput > 0:
-            left = self.total_steps - position.step
+            left = 0 if self.selection.stop else self.total_steps - position.step
             interval = Interval(position.epoch, position.step, profile, record.throughput, left, record.samples)
         with self._timed("resharding"):
             decision = self.resharding.after_interval(interval)
@@ -286,7 +303,7 @@ class Trainer(Job):
                 self.step.redistribute()
 
     def _evaluate(self, split: Split) -> None:
-        """Metrics over all ranks' samples, on rank 0."""
+        """Metrics over all ranks' samples, and what follows from those of the val split."""
         if self.source.num_samples(split) == 0:
             return
         done = self.position.epoch - (self.position.sample == 0 and self.position.epoch > 0)
@@ -294,10 +311,31 @@ class Trainer(Job):
         with self._timed("evaluation"), self.signals.postponed(), self.batches(split, done) as loader:
             batches = self._until_asked(loader)
             metrics = evaluate(self.step.model, self.embeddings, batches, self.runtime, autocast=self.autocast)
-        if metrics:
-            self.metrics = metrics
-            self._log_metrics(split, metrics, epoch=done)
-            self.display.line(f"epoch {done}  {split}  {describe(metrics)}")
+        self.metrics, self._evaluated_step = self.runtime.broadcast(metrics), self.position.step
+        self._log_metrics(split, self.metrics, epoch=done)
+        where = f"step {self.position.step}" if self.position.sample else f"epoch {done}"
+        self.display.line(f"{where}  {split}  {describe(self.metrics)}")
+        if split == "val":
+            self._select()
+
+    def _select(self) -> None:
+        """Keeps the checkpoint of the best evaluation, and says so where training ends early. A collective."""
+        step, kept, watched = self.position.step, self.selection.kept, self.selection.watched
+        best = kept is not None and kept.improves(step, self.metrics)
+        if best:
+            self._written(self.checkpoints.finish)
+            newest = self.checkpoints.latest()
+            if newest is None or step_of(newest) != step:
+                self._save()  # as before this evaluation: what goes on from here makes it again
+                self._written(self.checkpoints.finish)
+        self.selection.add(step, self.metrics)
+        if best and self.runtime.rank == 0:
+            self.checkpoints.point_best_at(step)
+        if watched is not None and self.selection.stop:
+            self.display.line(
+                f"step {step}  training ends early: {watched.worse} evaluations in a row were no better than "
+                f"{watched.metric} {watched.value:.5f} of step {watched.step} (train.early_stopping)"
+            )
 
     def _end_if_asked(self) -> None:
         """After a signal that any rank was sent. A collective."""

@@ -1,0 +1,124 @@
+"""Evaluations within an epoch, the best checkpoint, early stopping: the same whether or not a job is interrupted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dlrm_autoshard.config import Config, ConfigError
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.train.checkpoint import run_and_checkpoint
+from dlrm_autoshard.train.metrics import binary_metrics
+from dlrm_autoshard.train.saved_model import saved_model
+from dlrm_autoshard.train.trainer import TrainResult
+from tests.ranks import run_ranks
+from tests.trainers import config, losses, make_runtime, records, trainer
+
+PATIENCE = 3
+
+
+def settings(run_dir: Path | str = "runs", **changes: Any) -> Config:
+    """250 samples in epochs of 16 steps on 2 ranks, learning so fast that it overfits; evaluated every 3 steps."""
+    sections: dict[str, Any] = {
+        "data": {"val_samples": 60, "test_samples": 60},
+        "train": {"epochs": 12, "eval_every_steps": 3},
+        "checkpoint": {"enabled": True, "every_steps": 5, "keep": 1, "keep_best": "auc"},
+        "tables": {"optimizer": {"name": "sgd", "lr": 2.0}},
+    }
+    for section, values in changes.items():
+        sections[section] = {**sections.get(section, {}), **values}
+    return config(run_dir, **sections)
+
+
+def run_once(rank: int, world_size: int, folder: Path, made_with: Config) -> TrainResult:
+    with trainer(made_with, make_runtime(rank, world_size), folder) as made:
+        return made.run()
+
+
+def run_in_pieces(rank: int, world_size: int, folder: Path, made_with: Config, stops: list[int]) -> TrainResult:
+    """Stopped after each of these steps, and resumed."""
+    runtime = make_runtime(rank, world_size)
+    for stop in stops:
+        train = made_with.train.model_copy(update={"max_steps": stop})
+        with trainer(made_with.model_copy(update={"train": train}), runtime, folder) as made:
+            made.run()
+    return run_once(rank, world_size, folder, made_with)
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    return [line for line in records(folder) if line["split"] == "val"]
+
+
+def test_evaluations_within_an_epoch_change_no_bit_and_the_best_checkpoint_outlives_newer_ones(tmp_path: Path) -> None:
+    only_training: dict[str, Any] = {
+        "train": {"epochs": 2, "eval_every_steps": None},
+        "checkpoint": {"enabled": False, "keep_best": None},
+    }
+    run_ranks(run_once, 2, tmp_path / "never", settings(**only_training), timeout=90)
+    run_ranks(run_once, 2, tmp_path / "often", settings(tmp_path, train={"epochs": 2}), timeout=90)
+    assert losses(tmp_path / "often") == losses(tmp_path / "never")
+    steps = [line["step"] for line in evaluations(tmp_path / "often")]
+    assert steps == [*range(3, 16, 3), 16, *range(18, 32, 3), 32]
+
+    best = max(evaluations(tmp_path / "often"), key=lambda line: (line["auc"], -line["step"]))
+    checkpoints = tmp_path / "often" / "checkpoints"
+    name = f"step_{best['step']:08d}"
+    assert os.readlink(checkpoints / "best") == name
+    assert {path.name for path in checkpoints.iterdir()} == {"best", name, "step_00000032"}
+    (tmp_path / "often" / "config.yaml").write_text(settings(tmp_path, train={"epochs": 2}).to_yaml())
+    with saved_model(tmp_path / "often", Path("best")) as saved:
+        again = binary_metrics(*saved.logits("val"))
+    assert saved.position.step == best["step"] and again["auc"] == pytest.approx(best["auc"], abs=1e-6)
+    assert run_and_checkpoint(str(checkpoints / "best")) == (str(tmp_path / "often"), checkpoints / name)
+
+
+@pytest.mark.parametrize("stops", [[7, 18], [16, 21, 30]], ids=str)
+def test_early_stopping_ends_at_the_same_step_however_often_it_was_interrupted(
+    stops: list[int], tmp_path: Path
+) -> None:
+    patient = settings(train={"early_stopping": {"metric": "logloss", "patience": PATIENCE}})
+    whole = run_ranks(run_once, 2, tmp_path / "whole", patient, timeout=90)
+    pieces = run_ranks(run_in_pieces, 2, tmp_path / "pieces", patient, stops, timeout=90)
+    found = evaluations(tmp_path / "whole")
+    best = min(range(len(found)), key=lambda number: found[number]["logloss"])
+    assert len(found) == best + 1 + PATIENCE, "it ends when so many in a row were no better"
+    assert whole[0].steps == found[-1]["step"] < 12 * 16
+    assert [result.steps for result in pieces] == [whole[0].steps] * 2
+    # A piece that ends is evaluated where it ended; those of the whole run are among them, alike.
+    extra = [line for line in evaluations(tmp_path / "pieces") if line["step"] in stops and line["step"] % 3]
+    assert [line for line in evaluations(tmp_path / "pieces") if line not in extra or line["step"] == 16] == found
+    assert losses(tmp_path / "pieces") == losses(tmp_path / "whole")
+    ends = [
+        run_ranks(weights_of, 1, tmp_path / run / "checkpoints" / "best", timeout=60)[0] for run in ("whole", "pieces")
+    ]
+    assert ends[0] == ends[1]
+
+    again = run_ranks(run_once, 2, tmp_path / "whole", patient, timeout=90)
+    assert again[0].steps == whole[0].steps, "a job that has ended early goes on no further"
+
+
+def weights_of(rank: int, world_size: int, checkpoint: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in checkpoint.glob("rank_*.bin")}
+
+
+def no_val(rank: int, world_size: int, folder: Path) -> str:
+    with (
+        pytest.raises(UserError) as caught,
+        trainer(settings(data={"val_samples": 0}), make_runtime(rank, world_size), folder),
+    ):
+        pass
+    return str(caught.value)
+
+
+def test_nothing_is_chosen_by_the_test_split(tmp_path: Path) -> None:
+    assert (
+        "choose by evaluations on the val split, and this data has no val samples" in run_ranks(no_val, 1, tmp_path)[0]
+    )
+
+
+def test_the_best_of_no_checkpoints_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.keep_best needs checkpoint\.enabled: true"):
+        settings(checkpoint={"enabled": False})
