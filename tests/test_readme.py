@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from dlrm_autoshard.config import parse_config
+from tests.test_imports import LAYERS
 from tests.wheels import bare, build_wheel, install_beside_our_packages
 
 REPOSITORY = Path(__file__).parents[1]
@@ -32,6 +33,26 @@ def test_scripts_and_configs_are_there(path: str) -> None:
 def test_its_yaml_is_valid(block: str) -> None:
     record = {"data": {"source": "movielens"}, **yaml.safe_load(block)}
     assert parse_config(record).to_yaml()
+
+
+# Its map of the code -----------------------------------------------------------------------------------------------
+
+PACKAGE = REPOSITORY / "dlrm_autoshard"
+CODE = README.split("\n## The code, in reading order\n")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize("path", re.findall(r'\["([\w/]+\.py)"\]', CODE))
+def test_each_file_of_its_diagram_is_there(path: str) -> None:
+    assert (PACKAGE / path).is_file()
+
+
+def test_every_folder_is_named_in_the_order_of_imports() -> None:
+    named = re.findall(r"\]\(dlrm_autoshard/([\w/]+)\)", CODE)
+    files = (path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if path.is_file())
+    folders = {path.parent.as_posix() for path in files if "__pycache__" not in path.parts} - {"."}
+    assert set(named) == folders
+    layers = [LAYERS.index(folder.split("/")[0]) for folder in named]
+    assert layers == sorted(layers)
 
 
 # Its training loop -------------------------------------------------------------------------------------------------
