@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from dlrm_autoshard.commands.arguments import planner_of
 from dlrm_autoshard.commands.compare_planners import Outcome, summarise
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan, torchrec_plan
@@ -64,6 +65,39 @@ def test_tables_then_tasks_then_fit_then_evaluate(tmp_path: Path, capsys: pytest
     assert set(by_name) == {str(fitted), str(reference), "lookup_greedy", "random"} and judged["costs"] == "simulated"
     assert by_name["random"]["speedup_over_random"] == 1 and by_name["lookup_greedy"]["speedup_over_random"] > 1
     assert json.loads((tmp_path / "judged.json").read_text()) == judged
+
+
+def test_fitted_costs_serve_every_algorithm_and_a_fitted_directory_is_its_own(
+    tables_file: Path, tasks_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fitted, reference = tmp_path / "fitted", tmp_path / "reference"
+    simulated = ["--tasks", tasks_file, "--devices", 2, "--costs", "simulated"]
+    effort = ["--iterations", 1, "--placements", 2]
+    report = run(capsys, "fit", *simulated, *effort, "--algorithm", "autoshard", "--out", fitted)
+    assert report["algorithm"] == "autoshard" and report["placements"] > 50  # every placement that it tries
+    run(capsys, "fit", *simulated, *effort, "--reference", "--out", reference)
+    plan = ["plan", "--tables", tables_file, "--devices", 2]
+    own = run(capsys, *plan, "--algorithm", fitted)
+    assert own["chosen"]["name"] == "autoshard" and "fitted" in own["costs_from"]
+    for name in ("auto", "search"):
+        with_fitted = run(capsys, *plan, "--algorithm", name, "--fitted", fitted)
+        assert with_fitted["costs_from"] == own["costs_from"]
+        assert with_fitted["predicted_ms"] != run(capsys, *plan, "--algorithm", name)["predicted_ms"]
+    assert run(capsys, *plan, "--algorithm", "dreamshard", "--fitted", reference)["chosen"]["name"] == "dreamshard"
+    for arguments, message in (
+        ([*plan, "--algorithm", "search", "--fitted", reference], "is of `fit --reference`"),
+        (["fit", *simulated, "--reference", "--algorithm", "rnn", "--out", fitted], "there is none of 'rnn'"),
+    ):
+        assert main([str(argument) for argument in arguments]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+    names = ["--algorithm", "search", "--algorithm", "size_greedy", "--algorithm", fitted]
+    judged = run(capsys, "compare-planners", *simulated, *names, "--fitted", fitted, "--limit", 1)
+    assert {row["algorithm"] for row in judged["algorithms"]} == {"search", "size_greedy", str(fitted), "random"}
+
+
+def test_simulated_costs_are_news_to_planners_that_know_a_real_machine() -> None:
+    warm, cold = (planner_of("search", 0, shipped=shipped).costs for shipped in (True, False))
+    assert "shipped measurements" in warm.costs_from and "nothing was measured" in cold.costs_from
 
 
 def test_evaluate_measures_with_fbgemm_by_default(tasks_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,6 +158,10 @@ def test_plan_measures_its_finalists_on_request(tables_file: Path, capsys: pytes
         (["--devices", "2", "--memory-gib", "0.01"], "MiB short"),
         (["--devices", "2", "--pin", "t_0"], "not of the form TABLE=RANK"),
         (["--devices", "2", "--algorithm", "nowhere"], "holds no fitted planner"),
+        (["--devices", "2", "--algorithm", "search", "--measure"], "'search' makes one plan"),
+        (["--devices", "2", "--algorithm", "nowhere", "--measure"], "'nowhere' makes one plan"),
+        (["--devices", "2", "--algorithm", "nowhere", "--fitted", "elsewhere"], "'nowhere' is not one of auto"),
+        (["--devices", "2", "--algorithm", "search", "--fitted", "elsewhere"], "'elsewhere' holds no fitted planner"),
     ],
 )
 def test_plans_that_cannot_be_made_say_why(

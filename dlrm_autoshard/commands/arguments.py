@@ -65,20 +65,43 @@ def constraints_of(pins: Sequence[str], together: Sequence[str], apart: Sequence
     )
 
 
-def planner_of(algorithm: str, seed: int, fitted: Path | None = None) -> Planner:
-    """A planner with the costs that `fit` left in the directory, or else with those that the package ships."""
-    from dlrm_autoshard.planner.planner import Planner
-    from dlrm_autoshard.planner.saved_state import load_planner
+def planner_of(algorithm: str, seed: int, fitted: Path | None = None, *, shipped: bool = True) -> Planner:
+    """The planner that `fit` left in the directory `algorithm`; or an algorithm by name, with the costs and policies in
+    the directory `fitted`, or else with those that the package ships. shipped=False: it knows of no machine's costs."""
+    from dlrm_autoshard.formats.json_file import read_json
+    from dlrm_autoshard.planner.planner import ALGORITHMS, Planner
+    from dlrm_autoshard.planner.saved_state import PlannerRecord, load_planner
     from dlrm_autoshard.probe.hardware import hardware_fingerprint
     from dlrm_autoshard.probe.shipped_costs import start_warm
 
-    planner = Planner(algorithm, seed=seed)
-    if fitted is None:
-        start_warm(planner, hardware_fingerprint())
+    named = algorithm in ALGORITHMS
+    if not named and fitted is not None:
+        raise UserError(
+            f"--algorithm '{algorithm}' is not one of {', '.join(ALGORITHMS)}; --fitted gives one of these its costs, "
+            "and a directory that `fit` made is either the algorithm or --fitted."
+        )
+    if named and fitted is None:
+        planner = Planner(algorithm, seed=seed)
+        if shipped:
+            start_warm(planner, hardware_fingerprint())
         return planner
-    if not (fitted / STATE_FILE).is_file():
-        raise UserError(f"'{fitted}' holds no fitted planner ({STATE_FILE}). Make one with `dlrm-autoshard fit`.")
-    load_planner(planner, fitted / STATE_FILE)
+    file = (Path(algorithm) if fitted is None else fitted) / STATE_FILE
+    if not file.is_file():
+        unknown = "" if named else f", and is none of the algorithms {', '.join(ALGORITHMS)}"
+        raise UserError(
+            f"'{file.parent}' holds no fitted planner ({STATE_FILE}){unknown}. Make one with `dlrm-autoshard fit`."
+        )
+    if not named:
+        algorithm = read_json(file, PlannerRecord, "planner file")["algorithm"]
+        if algorithm not in ALGORITHMS:
+            raise UserError(f"planner file '{file}': there is no algorithm '{algorithm}'.")
+    planner = Planner(algorithm, seed=seed)
+    load_planner(planner, file)
+    if planner.makers.reference is not None and algorithm != "dreamshard":
+        raise UserError(
+            f"'{file.parent}' is of `fit --reference`, which learns nothing that '{algorithm}' could use: make one "
+            "without --reference."
+        )
     return planner
 
 

@@ -46,12 +46,18 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME|DIR",
         help="an algorithm, or a directory that `fit` made; give several (default: all algorithms)",
     )
+    parser.add_argument(
+        "--fitted", type=Path, metavar="DIR", help="costs that `fit` left, for all algorithms given by name"
+    )
     parser.add_argument("--tasks", type=Path, required=True, metavar="FILE", help="tasks.json of `tasks`")
     add_devices(parser)
     parser.add_argument("--split", choices=["test", "train"], default="test")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N tasks")
     parser.add_argument(
-        "--costs", choices=["measured", "simulated"], default="measured", help="measured: with fbgemm on this machine"
+        "--costs",
+        choices=["measured", "simulated"],
+        default="measured",
+        help="measured: with fbgemm on this machine; simulated: nobody knows the costs but those that were fitted",
     )
     parser.add_argument("--seed", type=int, default=0)
     add_output(parser, "write the figures as JSON")
@@ -86,10 +92,11 @@ def evaluate(names: Sequence[str], tasks: Any, arguments: argparse.Namespace) ->
     from dlrm_autoshard.probe.measured import Costs
 
     topology = topology_of(arguments)
+    shipped = arguments.costs == "measured"  # shipped costs are a real machine's, not the simulated one's
     planners = {
-        name: planner_of(name, arguments.seed)
-        if name in ALGORITHMS
-        else planner_of("dreamshard", arguments.seed, Path(name))
+        name: planner_of(
+            name, arguments.seed, arguments.fitted if name in ALGORITHMS and name != "random" else None, shipped=shipped
+        )
         for name in dict.fromkeys([*names, "random"])
     }
     costs = Costs(arguments.costs, planners["random"].costs.exchange, arguments.seed)

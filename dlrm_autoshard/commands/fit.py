@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_autoshard.commands.arguments import STATE_FILE, add_devices, topology_of, write_json
+from dlrm_autoshard.errors import UserError
 
 
 def add_parser(subparsers: Any) -> None:
@@ -18,6 +19,12 @@ def add_parser(subparsers: Any) -> None:
     add_devices(parser)
     parser.add_argument(
         "--costs", choices=["measured", "simulated"], default="measured", help="measured: with fbgemm on this machine"
+    )
+    parser.add_argument(
+        "--algorithm",
+        choices=["dreamshard", "autoshard", "rnn"],
+        default="dreamshard",
+        help="whose policy: the costs serve every algorithm; autoshard measures every placement that it tries",
     )
     parser.add_argument("--iterations", type=int, default=10, help="of measuring, cost model, policy (default 10)")
     parser.add_argument("--placements", type=int, default=10, help="measured in each iteration (default 10)")
@@ -44,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.probe.measured import Costs
     from dlrm_autoshard.probe.shipped_costs import start_warm
 
+    if arguments.reference and arguments.algorithm != "dreamshard":
+        raise UserError(f"--reference is DreamShard to the letter; there is none of '{arguments.algorithm}'.")
     started = time.perf_counter()
     tasks = TaskSet.load(arguments.tasks)
     topology = topology_of(arguments)
@@ -52,25 +61,31 @@ def run(arguments: argparse.Namespace) -> int:
         iterations=arguments.iterations,
         placements=arguments.placements,
     )
-    planner = Planner("dreamshard", seed=arguments.seed, reference=arguments.reference, settings=budget)
+    planner = Planner(arguments.algorithm, seed=arguments.seed, reference=arguments.reference, settings=budget)
     if arguments.costs == "measured" and not arguments.cold:  # shipped costs are a real machine's
         start_warm(planner, hardware_fingerprint())
     costs = Costs(arguments.costs, planner.costs.exchange, arguments.seed)
     problems = [
         PlacementTask.build(task.tables, task.stats, topology, batch_size=tasks.batch_size) for task in tasks.train
     ]
+    placements = 0
     with Progress(console=Console(stderr=True, quiet=arguments.json), transient=True) as progress:
-        bar = progress.add_task(f"{arguments.costs} placements", total=arguments.iterations * arguments.placements)
-        report = planner.fit(
-            problems, costs.measure, progress=lambda done, total: progress.update(bar, completed=done, total=total)
-        )
+        bar = progress.add_task(f"{arguments.costs} placements", total=None)
+
+        def measured(done: int, total: int) -> None:
+            nonlocal placements
+            placements = done
+            progress.update(bar, completed=done, total=total)
+
+        report = planner.fit(problems, costs.measure, progress=measured)
     seconds = time.perf_counter() - started
     write_json(arguments.out / STATE_FILE, planner.state_dict())
     summary = {
         "tasks": len(problems),
         "devices": arguments.devices,
         "costs": arguments.costs,
-        "placements": arguments.iterations * arguments.placements,
+        "algorithm": arguments.algorithm,
+        "placements": placements,
         "reference": arguments.reference,
         "shards": report.samples,
         "error_before": list(report.error_before),

@@ -30,12 +30,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--tables", type=Path, metavar="FILE", help="tables.json of `tables`, instead of a run")
     add_devices(parser, required=False)
     parser.add_argument("--algorithm", default="auto", metavar="NAME|DIR", help="an algorithm, or what `fit` made")
+    parser.add_argument("--fitted", type=Path, metavar="DIR", help="costs that `fit` left (default: the shipped ones)")
     parser.add_argument("--batch-size", type=positive, help="global batch (default: the tables' own)")
     parser.add_argument("--optimizer", choices=["rowwise_adagrad", "adagrad", "sgd", "adam"], default="rowwise_adagrad")
     parser.add_argument("--pin", action="append", default=[], metavar="TABLE=RANK")
     parser.add_argument("--together", action="append", default=[], metavar="A,B,...", help="on one rank")
     parser.add_argument("--apart", action="append", default=[], metavar="A,B,...", help="no two on one rank")
-    parser.add_argument("--measure", action="store_true", help="measure the finalists with fbgemm on this machine")
+    parser.add_argument("--measure", action="store_true", help="measure auto's finalists with fbgemm here")
     parser.add_argument("--budget-seconds", type=float, help="stop searching after so long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--format", choices=["autoshard", "torchrec"], default="autoshard", help="of --out and --json")
@@ -51,7 +52,6 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.distributed.torchrec_plan import torchrec_plan
     from dlrm_autoshard.plan import ShardingPlan
-    from dlrm_autoshard.planner.planner import ALGORITHMS
     from dlrm_autoshard.planner.pool import TablePool
     from dlrm_autoshard.planner.task import PlacementTask
     from dlrm_autoshard.probe.measured import Costs
@@ -67,8 +67,12 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         pool = TablePool.load(arguments.tables)
     batch_size = arguments.batch_size or pool.stats[0].batch_size
-    fitted = None if arguments.algorithm in ALGORITHMS else Path(arguments.algorithm)
-    planner = planner_of("dreamshard" if fitted else arguments.algorithm, arguments.seed, fitted)
+    if arguments.measure and arguments.algorithm != "auto":
+        raise UserError(
+            f"--measure chooses among the finalists of `auto`, and '{arguments.algorithm}' makes one plan: leave "
+            "--measure out, or plan with --algorithm auto (--fitted DIR gives it the costs of `fit`)."
+        )
+    planner = planner_of(arguments.algorithm, arguments.seed, arguments.fitted)
     topology = topology_of(arguments)
     constraints = constraints_of(arguments.pin, arguments.together, arguments.apart)
     table_bytes = memory_bytes(pool.tables, pool.stats, arguments.optimizer, batch_size)

@@ -76,13 +76,16 @@ class Planner:
         """
         started = time.perf_counter()
         placements, reports = 0, list[FitReport]()
+        total = self.settings.iterations * self.settings.placements
+        if self.algorithm == "autoshard":
+            total += self.settings.iterations * self.settings.policy_updates * self.settings.episodes
 
         def counted(task: PlacementTask, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
             nonlocal placements
             placements += len(plans)
             profiles = measure(task, plans)
             if progress is not None:
-                progress(placements, self.settings.iterations * self.settings.placements)
+                progress(placements, total)
             return profiles
 
         if self.makers.reference is not None:
@@ -105,7 +108,7 @@ class Planner:
         trainer = DreamShard(self.makers.policy, self.settings, self.seed)
         trainer.train(tasks, self.costs.costs_of, measure_all, fit_costs)
         if self.algorithm in self.makers.sequences:
-            self.makers.train_sequence(self.algorithm, tasks, self.costs.costs_of, measure)
+            self.makers.train_sequence(self.algorithm, tasks, self.costs.costs_of, counted)
         return replace(reports[-1], error_before=reports[0].error_before, seconds=time.perf_counter() - started)
 
     def plan(
