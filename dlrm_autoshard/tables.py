@@ -110,7 +110,7 @@ class TableStats:
     reuse_histogram: of the *unique* ids in a batch, the fraction whose number of uses falls in each of the
         17 bins; sums to 1, or is all zero where no id was seen.
     mean_reuse: ids / unique ids in that batch (1.0 where no id was seen).
-    batch_size: samples in the batch that was looked at. Reuse grows with it, so it belongs to the figure.
+    batch_size: samples in the batch that was measured. Reuse grows with it, so it belongs to the figure.
     """
 
     mean_pooling: float

@@ -2,7 +2,7 @@
 #
 #   DLRM_PYTHON       the Python to use (3.10 to 3.12); otherwise the first that works
 #   DLRM_VENV         where the environment lives (.venv)
-#   DLRM_TORCH_INDEX  package index to look for torch in, beside pip's own settings; "none": pip's own settings only
+#   DLRM_TORCH_INDEX  package index to find torch in, beside pip's own settings; "none": pip's own settings only
 
 VENV=${DLRM_VENV:-.venv}
 

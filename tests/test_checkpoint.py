@@ -265,7 +265,7 @@ def run_out_of_disk(rank: int, world_size: int, folder: Path) -> tuple[list[str]
     found = small(rank, 0.0)
     checkpoints.load(folder / "step_00000001", found, SMALL)
     assert equal(found, small(rank, 1.0))
-    checkpoints.save(small(rank, 3.0), SavedState(step=3))  # there is room again for a small one
+    checkpoints.save(small(rank, 3.0), SavedState(step=3))  # there is space again for a small one
     return left, [str(caught.value)]
 
 

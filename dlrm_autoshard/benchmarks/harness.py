@@ -143,7 +143,7 @@ def verdict(figure: object, target: str, interval: Sequence[float] | None = None
     ends = [figure] if interval is None else list(interval)
     if not ends or not all(map(_is_number, ends)):
         return "missed"
-    passed = [meets(end, target) for end in (min(ends), max(ends))]
+    passed = [passes(end, target) for end in (min(ends), max(ends))]
     if all(passed):
         return "met"
     inside = target.startswith("==") and min(ends) < float(target.split()[1]) < max(ends)
@@ -154,8 +154,8 @@ def _is_number(figure: object) -> TypeGuard[float]:
     return isinstance(figure, (int, float)) and not isinstance(figure, bool) and figure == figure
 
 
-def meets(figure: object, target: str) -> bool:
-    """`meets(1.2, ">= 1.0")` is True. Targets are '<= x', '>= x' or '== x'."""
+def passes(figure: object, target: str) -> bool:
+    """`passes(1.2, ">= 1.0")` is True. Targets are '<= x', '>= x' or '== x'."""
     relation, _, text = target.partition(" ")
     bound = float(text)
     if not _is_number(figure):

@@ -63,7 +63,7 @@ class JobRun:
 
     @property
     def loop_seconds(self) -> float:
-        """For which training stood still: looking and moving."""
+        """For which training stood still: searching and moving."""
         return sum(d["decide_seconds"] + d["move_seconds"] for d in self.decisions)
 
     @property

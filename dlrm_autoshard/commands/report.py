@@ -1,7 +1,7 @@
 """`dlrm-autoshard report RUN [RUN2]`: what a run's steps cost and why, on the terminal, as HTML, JSON or CSV.
 
 dlrm-autoshard report runs/movielens
-dlrm-autoshard report runs/static runs/loop          # side by side
+dlrm-autoshard report runs/static runs/moving        # side by side
 dlrm-autoshard report runs/movielens --html          # writes runs/movielens/report.html
 dlrm-autoshard report runs/movielens --csv > costs.csv
 """

@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--synthetic", type=int, metavar="N", help="N synthetic tables with the same statistics")
     parser.add_argument("--dim", type=int, default=16, help="embedding dim of tables from files (default 16)")
     parser.add_argument(
-        "--batch-size", type=int, default=65536, help="samples looked at: reuse grows with it (default 65536)"
+        "--batch-size", type=int, default=65536, help="samples measured: reuse grows with it (default 65536)"
     )
     parser.add_argument("--seed", type=int, default=0)
     add_output(parser, "tables.json, for `tasks`, `plan` and `explain`")

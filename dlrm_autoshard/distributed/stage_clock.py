@@ -129,7 +129,7 @@ class StageClock:
         self._cpu_shares.append(self._cpu / wall if wall > 0 else 1.0)
 
     def forget_last(self) -> None:
-        """The last step was no usual one: a profiler, say, looked on."""
+        """The last step was no usual one: a profiler, say, was on."""
         del self._steps[-1:], self._cpu_shares[-1:]
 
     @property

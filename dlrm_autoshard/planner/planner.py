@@ -38,7 +38,7 @@ from dlrm_autoshard.planner.task_costs import TaskCosts
 __all__ = ["ALGORITHMS", "LEARNED", "Measure", "MeasureTask", "Planner"]
 
 FEW_SWAPS = 128
-"""Looked at in a round of the searches of `fit`, which need not be thorough: there are dozens."""
+"""Tried in a round of the searches of `fit`, which need not be thorough: there are dozens."""
 MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
 
 

@@ -18,7 +18,7 @@ from dlrm_autoshard.planner.task_costs import TaskCosts
 # Axes: U units, W ranks, N candidates, K summary columns, 4 stages.
 
 MOST_RANKS = 32
-"""Ranks looked at as destinations: the least loaded ones. All of them where there are no more."""
+"""Ranks tried as destinations: the least loaded ones. All of them where there are no more."""
 MOST_SWAPS = 1024
 """Swaps evaluated for one slow rank: those whose costs alone differ by about half of what separates the two ranks."""
 

@@ -34,7 +34,7 @@ def draw_ids(table: TableConfig, stats: TableStats, batch_size: int, draw: int) 
     num_ids = int(lengths_B.sum())
     if num_ids == 0:
         return lengths_B, np.zeros(0, dtype=np.int64)
-    # Reuse belongs to the batch that was looked at: a larger batch is several of those, a smaller one a part of one.
+    # Reuse belongs to the batch that was measured: a larger batch is several of those, a smaller one a part of one.
     looked_at = max(1, round(stats.mean_pooling * stats.batch_size))
     parts = [
         _one_batch(table.num_embeddings, stats, looked_at, draw * 7919 + part, generator)

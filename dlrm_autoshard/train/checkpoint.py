@@ -136,7 +136,7 @@ class Checkpoints:
         best = self.best()
         for old in self._whole()[: -self._keep]:
             if old != best:
-                # Out of sight first, so that a kill in mid-deletion leaves no folder that looks whole.
+                # Out of sight first, so that a kill in mid-deletion leaves no folder that seems whole.
                 _remove(old.rename(old.with_name(old.name + ".old")))
 
     def _make_draft(self, draft: Path) -> None:
