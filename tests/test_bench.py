@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_autoshard.benchmarks import harness, readme
+from dlrm_autoshard.benchmarks.plans_in_turns import best_of, recovered
 from dlrm_autoshard.commands import main as cli
 
 
@@ -129,6 +130,26 @@ def test_a_slow_stretch_that_hits_both_leaves_the_paired_ratio_alone(slowdowns: 
 def test_the_interval_covers_the_spread_of_the_rounds() -> None:
     found = harness.paired_ratio([1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 5)
     assert found.median == 3.0 and 1.0 <= found.low < 3.0 < found.high <= 5.0
+
+
+# What the loop recovers -----------------------------------------------------------------------------------------------
+
+
+def test_the_best_plan_is_measured_on_rounds_that_did_not_choose_it() -> None:
+    rates = {"lucky": [9.0, 1.0, 9.0, 1.0], "steady": [5.0, 5.0, 5.0, 5.0]}
+    best, chosen = best_of(rates, ["lucky", "steady"])
+    assert best == [5.0, 1.0, 5.0, 1.0] and set(chosen) == {"lucky", "steady"}
+
+
+@given(st.floats(0, 1.5), st.lists(st.floats(0.5, 2), min_size=1, max_size=8))
+def test_what_is_recovered_is_a_share_of_the_gap(share: float, spells: list[float]) -> None:
+    looped, static, best = ([rate * spell for spell in spells] for rate in (1 + share, 1.0, 2.0))
+    middle, (low, high) = recovered(looped, static, best)
+    assert middle == pytest.approx(share) and low == pytest.approx(share) and high == pytest.approx(share)
+
+
+def test_nothing_can_be_recovered_where_no_plan_is_faster() -> None:
+    assert recovered([1.0], [1.0], [0.9]) == (None, [])
 
 
 # The README's figures -------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from typing import Any
 
 from dlrm_autoshard.benchmarks.harness import paired_ratio
 from dlrm_autoshard.benchmarks.loop_job import JOB, Job, run_jobs, settings
-from dlrm_autoshard.benchmarks.plans_in_turns import Turn, plans_in_turns
+from dlrm_autoshard.benchmarks.plans_in_turns import Turn, best_of, plans_in_turns
 from dlrm_autoshard.benchmarks.workloads import W_EMB
+from dlrm_autoshard.config import Config
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.greedy import HEURISTICS
 from dlrm_autoshard.planner.planner import Planner
@@ -20,38 +21,52 @@ TITLE = "from the worst heuristic's plan: throughput static, with resharding, an
 ROUGH_TIME = "2 min"
 
 
-def worst_heuristic(batch_size: int) -> tuple[str, ShardingPlan]:
-    """By predicted cost, before anything is measured."""
+def heuristic_plans(batch_size: int) -> tuple[str, dict[str, ShardingPlan]]:
+    """The worst of them by predicted cost, before anything is measured; and all of them."""
     task = PlacementTask.build(W_EMB.tables, W_EMB.stats(), Topology(2), batch_size=batch_size)
     plans = {name: Planner(name).plan(task) for name in HEURISTICS}
-    name = max(plans, key=lambda n: plans[n].predicted_ms)
-    return name, plans[name].plan
+    return max(plans, key=lambda n: plans[n].predicted_ms), {name: result.plan for name, result in plans.items()}
+
+
+def planned_by(folder: Path, seed: int, steps: int) -> Config:
+    """A job that plans at its start with a seed of its own, and then moves nothing."""
+    config = settings(folder, epochs=1, steps_per_epoch=steps, enabled=True, reshard={"enabled": False})
+    return config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
 
 
 def run(quick: bool) -> dict[str, Any]:
     epochs, steps = (4, 30) if quick else (8, 60)
-    name, plan = worst_heuristic(batch_size=1024)
+    name, heuristics = heuristic_plans(batch_size=1024)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         shape: dict[str, Any] = {"steps_per_epoch": steps}
         loop = settings(folder, epochs=epochs, **shape, enabled=True, algorithm=name)
-        planned = settings(folder, epochs=2, **shape, enabled=True, reshard={"enabled": False})
-        runs = run_jobs([Job("loop", loop), Job("planned", planned)], folder)
-    plans = {"static": plan, "found": runs["loop"].final_plan, "planned": runs["planned"].final_plan}
-    rates = plans_in_turns(JOB, {kind: Turn(p) for kind, p in plans.items()}, 2 if quick else 20)
-    best = max(rates, key=lambda kind: median(rates[kind]))
-    of_best, of_static = paired_ratio(rates["found"], rates[best]), paired_ratio(rates["found"], rates["static"])
+        planned = [Job(f"planned_{seed}", planned_by(folder, seed, steps)) for seed in ((1,) if quick else (1, 2))]
+        runs = run_jobs([Job("loop", loop), *planned], folder)
+    independent = {job.name: runs[job.name].final_plan for job in planned} | heuristics
+    turns = {kind: Turn(p) for kind, p in {"found": runs["loop"].final_plan, **independent}.items()}
+    rates = plans_in_turns(JOB, turns, 2 if quick else 20)
+    best, chosen = best_of(rates, list(independent))
+    of_best, of_static = paired_ratio(rates["found"], best), paired_ratio(rates["found"], rates[name])
     return {
         "figures": {
-            "static": median(rates["static"]),
+            "static": median(rates[name]),
             "in_loop_final_plan": median(rates["found"]),
             "in_loop_last_epoch": runs["loop"].throughput(epochs - 1),
-            "best_known": median(rates[best]),
+            "best_known": median(best),
             "of_best_known": of_best.median,
             "reshards": runs["loop"].moves,
             "gain_over_static": of_static.median - 1,
         },
         "targets": {"of_best_known": ">= 0.95", "reshards": "<= 2"},
-        "spread": {"of_best_known": [of_best.low, of_best.high]},
-        "notes": [f"Start: {name}, the worst of the heuristics by prediction.", *runs["loop"].texts],
+        "spread": {
+            "of_best_known": [of_best.low, of_best.high],
+            "gain_over_static": [of_static.low - 1, of_static.high - 1],
+        },
+        "notes": [
+            f"Start: {name}, the worst of the heuristics by prediction.",
+            "best_known: the fastest of plans that resharding had no part in: all heuristics' and those of planner runs "
+            f"with other seeds. Each half of the rounds measures what the other chose; here {' and '.join(chosen)}.",
+            *runs["loop"].texts,
+        ],
     }

@@ -1,4 +1,4 @@
-"""The tables' pooling factors are permuted at epoch 3 of 9: what resharding recovers, beside staying or knowing."""
+"""The tables' pooling factors are permuted at epoch 3 of 9: what resharding recovers, beside staying and clairvoyance."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from dlrm_autoshard.benchmarks.harness import paired_ratio
 from dlrm_autoshard.benchmarks.loop_job import JOB, Job, fixed_plan, pooling_at, run_jobs, settings
-from dlrm_autoshard.benchmarks.plans_in_turns import Turn, plans_in_turns
+from dlrm_autoshard.benchmarks.plans_in_turns import Turn, plans_in_turns, recovered
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.plan import ShardingPlan
 
-TITLE = "pooling factors permuted at epoch 3 of 9: throughput after it static, with resharding, and re-planned at once"
+TITLE = "pooling factors permuted at epoch 3 of 9: throughput after it static, with the loop, and re-planned at once"
 ROUGH_TIME = "3 min"
 
 
@@ -54,10 +54,12 @@ def run(quick: bool) -> dict[str, Any]:
     rates = plans_in_turns(replace(JOB, pooling=tuple(pooling)), turns, 2 if quick else 30)
     of_clairvoyant = paired_ratio(rates["in_loop"], rates["clairvoyant"])
     static_of_clairvoyant = paired_ratio(rates["static"], rates["clairvoyant"])
+    share_recovered, interval = recovered(rates["in_loop"], rates["static"], rates["clairvoyant"])
     loop_run = runs["loop"]
     return {
         "figures": {
             **{name: median(values) for name, values in rates.items()},
+            "recovered": share_recovered,
             "of_clairvoyant": of_clairvoyant.median,
             "static_of_clairvoyant": static_of_clairvoyant.median,
             "loop_job_since_the_drift": loop_run.throughput(at),
@@ -65,18 +67,20 @@ def run(quick: bool) -> dict[str, Any]:
             "clairvoyant_job": runs["clairvoyant"].throughput(2),
             "reshards": loop_run.moves,
         },
-        "targets": {"of_clairvoyant": ">= 0.9"},
+        "targets": {"recovered": ">= 0.8"},
         "spread": {
+            "recovered": interval,
             "of_clairvoyant": [of_clairvoyant.low, of_clairvoyant.high],
             "static_of_clairvoyant": [static_of_clairvoyant.low, static_of_clairvoyant.high],
         },
         "notes": [
             "The job starts from the plan that a job before it ended with. Of ten permutations it gets the one that "
             f"unbalances that plan most: {share:.0%} of all lookups on one of the two ranks.",
+            "recovered: of the gap between the static plan and the clairvoyant's.",
             "static, in_loop, clairvoyant: the plan of before the drift, the one resharding ended with, and that of a "
-            "job planned for the drifted data from the start, with resharding on; examples/s on drifted data within "
+            "job planned for the drifted data from the start, with resharding on; examples/s on the drifted data within "
             "one job whose tables move from plan to plan (medians over the rounds, ratios paired). loop_job_*: as the "
-            "resharding job ran, minutes earlier; since_the_drift counts the epoch in which it could not know yet.",
+            "loop's job ran, minutes earlier; since_the_drift counts the epoch in which it could not know yet.",
             *runs["loop"].texts,
         ],
     }

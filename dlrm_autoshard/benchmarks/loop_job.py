@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -33,6 +34,9 @@ JOB = replace(W_EMB, batch_size=1024, num_batches=8)
 """What the jobs train on, for plans to be measured beside one another."""
 
 
+MANY_SAMPLES = {"every_steps": 4, "warmup_steps": 2}
+
+
 @dataclass(frozen=True)
 class Job:
     """busy_epochs: in which a busy process shares the last rank's core."""
@@ -50,6 +54,17 @@ class JobRun:
     decisions: tuple[Mapping[str, Any], ...]
     final_plan: ShardingPlan
     profile_errors: tuple[float, ...] = field(default=())
+    start_seconds: float = 0.0
+
+    @property
+    def profiling_seconds(self) -> float:
+        """By which sampled steps, which have barriers and no overlap, were longer than the others."""
+        seconds = 0.0
+        for e in self.epochs:
+            stages = [*e.stage_ms.values(), *e.wait_ms.values()]
+            sampled_ms = max(sum(ms) for ms in zip(*stages, strict=True))
+            seconds += e.samples * max(0.0, sampled_ms - 1000 * e.batch_size / e.throughput) / 1000
+        return seconds
 
     def throughput(self, first: int, last: int | None = None) -> float:
         """examples/s over the steps of epochs first to last."""
@@ -82,9 +97,10 @@ def settings(
     steps_per_epoch: int,
     pooling: Sequence[float] = W_EMB.pooling,
     drift: Sequence[Mapping[str, Any]] = (),
+    profile: Mapping[str, Any] = MANY_SAMPLES,
     **autoshard: Any,
 ) -> Config:
-    """W-emb's tables with smaller batches, profiled every fourth step."""
+    """W-emb's tables with smaller batches. profile: {} for the trainer's defaults."""
     tables = [
         {"name": t.name, "num_embeddings": t.num_embeddings, "mean_pooling": float(p), "alpha": W_EMB.alpha}
         for t, p in zip(W_EMB.tables, pooling, strict=True)
@@ -104,7 +120,7 @@ def settings(
             "model": {"dense_arch_layer_sizes": list(W_EMB.bottom), "over_arch_layer_sizes": list(W_EMB.top)},
             "train": {"batch_size": JOB.batch_size // WORLD_SIZE, "epochs": epochs},
             "checkpoint": {"enabled": False},
-            "profile": {"every_steps": 4, "warmup_steps": 2},
+            "profile": dict(profile),
             "autoshard": autoshard,
         }
     )
@@ -133,7 +149,8 @@ def read_run(run_dir: Path) -> JobRun:
     epochs = tuple(EpochProfile.from_json(line) for line in read_jsonl(epochs_file(run_dir)))
     decisions = tuple(read_jsonl(run_dir / "decisions.jsonl"))
     errors = tuple(d["error_before"] for d in decisions if d.get("error_before") is not None)
-    return JobRun(epochs, decisions, epochs[-1].plan, errors)
+    start = run_dir / "start_seconds.txt"
+    return JobRun(epochs, decisions, epochs[-1].plan, errors, float(start.read_text()) if start.exists() else 0.0)
 
 
 def _train_all(rank: int, world_size: int, jobs: list[Job], folder: str) -> None:
@@ -149,7 +166,10 @@ def _train_all(rank: int, world_size: int, jobs: list[Job], folder: str) -> None
             run_dir.mkdir(parents=True)
         runtime.barrier()
         with open(run_dir / f"said_{rank}.txt", "w") as said, contextlib.redirect_stdout(said):
+            started = time.perf_counter()
             job_trainer = _Trainer(job, runtime, run_dir)
+            if rank == 0:
+                (run_dir / "start_seconds.txt").write_text(str(time.perf_counter() - started))
             job_trainer.run()
             del job_trainer
         gc.collect()

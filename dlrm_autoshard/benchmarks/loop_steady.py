@@ -8,42 +8,51 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dlrm_autoshard.benchmarks.harness import median_with_interval
 from dlrm_autoshard.benchmarks.loop_job import Job, fixed_plan, run_jobs, settings
 from dlrm_autoshard.costs import PLANNED_STAGES as STAGES
 from dlrm_autoshard.records.epoch import EpochProfile
 
-TITLE = "nothing changes: moves in 10 epochs (none wanted), and resharding's part of the training time"
-ROUGH_TIME = "3 min"
+TITLE = "nothing changes: moves in 10 epochs (none wanted), and resharding's part of the whole job's time"
+ROUGH_TIME = "4 min"
 
 
 def run(quick: bool) -> dict[str, Any]:
-    epochs, steps = (4, 30) if quick else (10, 90)
+    epochs, steps = (4, 60) if quick else (10, 240)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        loop = settings(folder, epochs=epochs, steps_per_epoch=steps, enabled=True)
+        loop = settings(folder, epochs=epochs, steps_per_epoch=steps, profile={}, enabled=True)
         runs = run_jobs([Job("loop", loop)], folder)
         job = runs["loop"]
-        static = settings(folder, epochs=2, steps_per_epoch=steps, **fixed_plan(job.final_plan, folder))
+        static = settings(folder, epochs=2, steps_per_epoch=steps, profile={}, **fixed_plan(job.final_plan, folder))
         beside = run_jobs([Job("static", static)], folder)["static"]
     errors = job.profile_errors
+    later = median_with_interval(errors[3:] or errors[-1:])
+    planning = max(0.0, job.start_seconds - beside.start_seconds)
+    whole = job.start_seconds + job.seconds + job.loop_seconds
     by_itself = [difference(before, after) for before, after in pairwise(job.epochs) if before.plan == after.plan]
     return {
         "figures": {
             "moves": job.moves,
-            "overhead": job.loop_seconds / job.seconds,
+            "overhead": (planning + job.profiling_seconds + job.loop_seconds) / whole,
+            "planning_at_start_seconds": planning,
+            "profiling_seconds": job.profiling_seconds,
             "loop_seconds": job.loop_seconds,
             "training_seconds": job.seconds,
             "in_loop": job.throughput(1),
             "static": beside.throughput(0),
             "next_epoch_error_first": errors[0],
-            "next_epoch_error_after_3": errors[min(3, len(errors) - 1)],
-            "next_epoch_error_from_then_on": median(errors[min(3, len(errors) - 1) :]),
+            "next_epoch_error": later.median,
             "epochs_differ_by_themselves": median(by_itself) if by_itself else None,
         },
-        "targets": {"moves": "== 0", "overhead": "<= 0.01", "next_epoch_error_after_3": "<= 0.05"},
+        "targets": {"moves": "== 0", "overhead": "<= 0.01", "next_epoch_error": "<= 0.05"},
+        "spread": {"next_epoch_error": [later.low, later.high]},
         "notes": [
+            "overhead: of the whole job, its start included: by how much longer a planned job takes to its first step "
+            "than one with a plan file, by how much sampled steps are longer than others (profiling at its defaults), "
+            "and the time for which training stood still to decide and move.",
             "next_epoch_error: sum of |predicted - measured| over sum of measured, all ranks' four stages, before the "
-            "model has seen the epoch. after_3: of the fourth epoch. epochs_differ_by_themselves: the same measure of "
+            "model has seen the epoch; median over epochs 3 to 9. epochs_differ_by_themselves: the same measure of "
             "one epoch taken for a prediction of the next, the plan unchanged (median): what the machine allows.",
             *(f"step {d['step']}: {d['text']} (error {d['error_before']:.1%})" for d in job.decisions),
         ],

@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.workloads import DENSE_LR, TABLE_LR, Workload
 from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan, torchrec_plan
+from dlrm_autoshard.plan import ShardingPlan
 
 DIRECTORY = "DLRM_AUTOSHARD_TORCHREC"
 
@@ -45,21 +47,32 @@ class TorchrecJob:
     """One rank's trainer on a workload. Collective: every rank makes one, with its own slices of the batches.
 
     Its own DLRM, planner (table-wise, fused kernel; told each table's mean pooling) and row-wise Adagrad, SGD on the
-    dense part. It runs as it comes: plain forward and backward, int32 ids, DDP with a static graph, and fbgemm's bounds
-    check of ids in every lookup, which our loader does beside the step instead. Its pipelines (TrainPipelineSparseDist)
-    overlap by CUDA streams and are not used.
+    dense part. As it comes: plain forward and backward, int32 ids, DDP with a static graph, and fbgemm's bounds check
+    of ids in every lookup, which our loader does beside the step instead; so it can be had without that check, too.
     """
 
-    def __init__(self, workload: Workload, batches: list[Batch]) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        batches: list[Batch],
+        *,
+        plan: ShardingPlan | None = None,
+        check_ids: bool = True,
+        pipeline: bool = False,
+    ) -> None:
+        """plan: None for that of its own planner. pipeline: its own (TrainPipelineSparseDist), which on a CPU only
+        starts the next batch's exchange earlier."""
         reason = find_torchrec()
         if reason is not None:
             raise ModuleNotFoundError(reason)
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
         from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
         from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
         from torchrec.distributed.planner.types import ParameterConstraints
+        from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
         from torchrec.distributed.types import ShardingType
         from torchrec.models.dlrm import DLRM, DLRMTrain
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -87,7 +100,12 @@ class TorchrecJob:
             )
         )
         sharder = EmbeddingBagCollectionSharder(
-            fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": TABLE_LR, "eps": 1e-8}
+            fused_params={
+                "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+                "learning_rate": TABLE_LR,
+                "eps": 1e-8,
+                **({} if check_ids else {"bounds_check_mode": BoundsCheckMode.NONE}),
+            }
         )
         planner = EmbeddingShardingPlanner(
             topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"),
@@ -101,25 +119,29 @@ class TorchrecJob:
                 for table, pooling in zip(workload.tables, workload.pooling, strict=True)
             },
         )
-        plan = planner.collective_plan(model, [sharder], world)
+        module = "model.sparse_arch.embedding_bag_collection"
+        if plan is None:
+            its_plan = planner.collective_plan(model, [sharder], world)
+        else:
+            its_plan = to_sharding_plan(torchrec_plan(plan, workload.tables, module))
         self.model = DistributedModelParallel(
             model,
             device=torch.device("cpu"),
-            plan=plan,
+            plan=its_plan,
             sharders=[sharder],
             data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True),
         )
         dense = [p for name, p in self.model.named_parameters() if "embedding_bags" not in name]
         self.optimizer = torch.optim.SGD(dense, lr=DENSE_LR)
         keys = [table.name for table in workload.tables]
-        self._batches = itertools.cycle(
-            [
-                _Batch(b.dense_BF, KeyedJaggedTensor(keys, b.values_N, lengths=b.lengths_TB.flatten()), b.labels_B)
-                for b in batches
-            ]
+        # A jagged tensor remembers its offsets; a real loader's batches are new each time, and so are ours.
+        self._fresh_batches = (
+            _Batch(b.dense_BF, KeyedJaggedTensor(keys, b.values_N, lengths=b.lengths_TB.flatten()), b.labels_B)
+            for b in itertools.cycle(batches)
         )
+        self._pipeline = TrainPipelineSparseDist(self.model, self.optimizer, torch.device("cpu")) if pipeline else None
         self.rank_of = {
-            table: parameter.ranks[0] for module in plan.plan.values() for table, parameter in module.items()
+            table: parameter.ranks[0] for tables_of in its_plan.plan.values() for table, parameter in tables_of.items()
         }
 
     def run(self, steps: int) -> float:
@@ -130,10 +152,11 @@ class TorchrecJob:
         return time.perf_counter() - started
 
     def step(self) -> torch.Tensor:
-        batch = next(self._batches)
+        if self._pipeline is not None:
+            self._pipeline.progress(self._fresh_batches)
+            return torch.zeros(())
         self.optimizer.zero_grad()
-        # A jagged tensor remembers its offsets; a real loader's batches are new each time, and so are ours.
-        loss, _ = self.model(_Batch(batch.dense_features, _fresh(batch.sparse_features), batch.labels))
+        loss, _ = self.model(next(self._fresh_batches))
         loss.backward()
         self.optimizer.step()
         return loss.detach()
@@ -160,9 +183,11 @@ class _Batch:
     def __init__(self, dense_features: torch.Tensor, sparse_features: Any, labels: torch.Tensor) -> None:
         self.dense_features, self.sparse_features, self.labels = dense_features, sparse_features, labels
 
+    def to(self, device: torch.device, non_blocking: bool = False) -> _Batch:
+        return self
 
-def _fresh(features: Any) -> Any:
-    return type(features)(features.keys(), features.values(), lengths=features.lengths())
+    def record_stream(self, stream: Any) -> None:
+        pass
 
 
 def _their_columns(workload: Workload) -> torch.Tensor:

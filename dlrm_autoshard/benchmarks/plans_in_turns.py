@@ -10,9 +10,11 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
+import numpy as np
 import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.harness import on_pinned_ranks
@@ -75,3 +77,30 @@ def _rank(
                 if number >= 0:
                     rates[name].append(STEPS * workload.batch_size / seconds)
     return rates
+
+
+def best_of(rates: Mapping[str, Sequence[float]], names: Sequence[str]) -> tuple[list[float], list[str]]:
+    """By round, the rate of the fastest of these plans; and which. The best of several noisy figures is the luckiest,
+    so each half of the rounds measures the plan that the other half chose."""
+    best, chosen = np.empty(len(rates[names[0]])), []
+    for half in (0, 1):
+        fastest = max(names, key=lambda name: median(rates[name][half::2] or rates[name]))
+        best[1 - half :: 2] = rates[fastest][1 - half :: 2]
+        chosen.append(fastest)
+    return [float(rate) for rate in best], list(dict.fromkeys(chosen))
+
+
+def recovered(
+    looped: Sequence[float], static: Sequence[float], best: Sequence[float]
+) -> tuple[float | None, list[float]]:
+    """Part of the way from the static plan to the best one that the loop went, by the medians over the rounds; and 95%
+    of what other draws of these rounds give. (None, []) where the best plan is no faster than the static one."""
+    ways = np.stack([looped, static, best])
+    draws = np.random.default_rng(0).integers(0, ways.shape[1], size=(2000, ways.shape[1]))
+    some_looped, some_static, some_best = np.median(ways[:, draws], axis=2)
+    middle_looped, middle_static, middle_best = np.median(ways, axis=1)
+    sure = some_best > some_static
+    if middle_best <= middle_static or not sure.any():
+        return None, []
+    low, high = np.quantile((some_looped - some_static)[sure] / (some_best - some_static)[sure], [0.025, 0.975])
+    return float((middle_looped - middle_static) / (middle_best - middle_static)), [float(low), float(high)]
