@@ -1,0 +1,301 @@
+"""The arms of `bench race`: how each job is started, and its clock. Jobs of users are started as users start them.
+
+    found = run_arm("loop", world, folder)          # {"points": [[s, step], ...], "seconds": ..., "moves": [...], ...}
+
+Wall clock, from the process's start to the step that a line of metrics.jsonl names. Two kinds of job have an entry of
+their own at the end of this file: the clairvoyant's, whose moves are free of charge, and TorchRec's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dlrm_autoshard.benchmarks.harness import BenchError
+from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
+from dlrm_autoshard.benchmarks.race_worlds import NUM_DENSE, RANKS, World
+from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.greedy import HEURISTICS
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.records.jsonl import read_jsonl
+from dlrm_autoshard.tables import TableStats
+
+ARMS = ("round_robin", "heuristic", "planned", "loop", "clairvoyant", "torchrec", "torchrec_our_plan")
+BUSY_SPEED = 0.5
+POLL_SECONDS, LIMIT_SECONDS = 0.1, 3600
+
+
+def missing_peer(arm: str) -> str | None:
+    return find_torchrec() if arm.startswith("torchrec") else None
+
+
+def run_arm(arm: str, world: World, folder: Path) -> dict[str, Any]:
+    """Runs one job to its end. BenchError where it fails, with the last line it said."""
+    data, run = folder / "data", folder / arm
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True)
+    ours: dict[str, dict[str, Any]] = {
+        "round_robin": {"enabled": False, "placement": "round_robin"},
+        "planned": {"enabled": True, "reshard": {"enabled": False}},
+        "loop": {"enabled": True},
+    }
+    if arm == "heuristic":
+        plan = best_heuristic(world, data)
+        plan.save(run / "plan.json")
+        ours[arm] = {"enabled": False, "placement": str(run / "plan.json")}
+    if arm in ours:
+        config = world.config(data, ours[arm])
+        return clocked(start_of(config, run), world, run)
+    schedule = clairvoyant_plans(world, folder)
+    config = world.config(data, {"enabled": False, "placement": str(schedule[0])})
+    return clocked(own_start(arm, config, run, schedule), world, run)
+
+
+def start_of(config: dict[str, Any], run: Path) -> list[str]:
+    """As users start it."""
+    path = _written(config, run)
+    return [sys.executable, "-m", "dlrm_autoshard", "train", str(path), "--ranks", str(RANKS)]
+
+
+def own_start(arm: str, config: dict[str, Any], run: Path, schedule: Mapping[int, Path]) -> list[str]:
+    """By torchrun, with the plans by epoch."""
+    (run / "schedule.json").write_text(json.dumps({epoch: str(path) for epoch, path in schedule.items()}))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={RANKS}"]
+    return [*torchrun, "-m", "dlrm_autoshard.benchmarks.race_arms", arm, str(_written(config, run)), str(run)]
+
+
+def _written(config: dict[str, Any], run: Path) -> Path:
+    config["run"] |= {"dir": str(run), "name": "job"}
+    path = run / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def clocked(command: Sequence[str], world: World, run: Path) -> dict[str, Any]:
+    """Runs the command and watches its records. In a straggler's busy epochs a process shares the last rank's core."""
+    points: list[tuple[float, int]] = []
+    built, busy, job = None, None, run / "job"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with open(run / "said.txt", "w") as said:
+        started = time.monotonic()
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment)
+        try:
+            while process.poll() is None:
+                time.sleep(POLL_SECONDS)
+                now = time.monotonic() - started
+                if now > LIMIT_SECONDS:
+                    raise BenchError(f"{run.name} took more than {LIMIT_SECONDS} s.")
+                if built is None and (job / "environment.json").exists():
+                    built = now  # tables, plan and model are there; what is left is the first step
+                step = last_step(job / "metrics.jsonl")
+                if step > (points[-1][1] if points else 0):
+                    points.append((round(now, 2), step))
+                wanted = step // world.scale.steps in world.busy_epochs
+                if wanted and busy is None:
+                    busy = busy_beside(process.pid, RANKS - 1)
+                elif busy is not None and not wanted:
+                    _ended(busy)
+                    busy = None
+        finally:
+            _ended(busy)
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.wait()
+    if process.returncode or not points or points[-1][1] < world.total_steps:
+        lines = (run / "said.txt").read_text().strip().splitlines()
+        raise BenchError(f"{run.name} ended with status {process.returncode}: {lines[-1] if lines else 'nothing said'}")
+    found = read_records(job)
+    free = found.pop("free_seconds")
+    points = [(at - sum(s for step, s in free if step <= reached), reached) for at, reached in points]
+    shutil.rmtree(job / "checkpoints", ignore_errors=True)
+    return {"points": points, "seconds": points[-1][0], "first_step_seconds": built or points[0][0], **found}
+
+
+def last_step(metrics: Path) -> int:
+    """0 before the first line is whole."""
+    if not metrics.exists():
+        return 0
+    lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    steps = [json.loads(line).get("step", 0) for line in lines[-4:]]
+    return max(steps, default=0)
+
+
+def read_records(job: Path) -> dict[str, Any]:
+    """Moves, and what the loop cost by item. free_seconds: of moves that are not to be charged."""
+    decisions = read_jsonl(job / "decisions.jsonl") if (job / "decisions.jsonl").exists() else []
+    result = json.loads((job / "result.json").read_text()) if (job / "result.json").exists() else {}
+    free = job / "free_seconds.json"
+    kept = ("step", "action", "predicted_gain", "measured_gain", "text")
+    return {
+        "moves": [{key: d.get(key) for key in kept} for d in decisions if d["action"] in ("moved", "rolled_back")],
+        "phases_seconds": result.get("seconds", {}),
+        "deciding_seconds": sum(d["decide_seconds"] for d in decisions),
+        "moving_seconds": sum(d["move_seconds"] for d in decisions),
+        "free_seconds": json.loads(free.read_text()) if free.exists() else [],
+    }
+
+
+def busy_beside(pid: int, rank: int) -> subprocess.Popen[bytes]:
+    """A process that never rests, where that rank may run."""
+    import psutil
+
+    cores = None
+    for child in psutil.Process(pid).children(recursive=True):
+        if child.environ().get("LOCAL_RANK") == str(rank):
+            cores = child.cpu_affinity()
+            break
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    if cores:
+        psutil.Process(busy.pid).cpu_affinity(cores)
+    return busy
+
+
+def _ended(busy: subprocess.Popen[bytes] | None) -> None:
+    if busy is not None:
+        busy.kill()
+        busy.wait()
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+
+def task_of(world: World, data: Path, phase: int = 0, speed: tuple[float, ...] | None = None) -> PlacementTask:
+    stats = [TableStats.from_json(row) for row in json.loads((data / f"phase_{phase}" / "stats.json").read_text())]
+    topology = Topology(RANKS) if speed is None else Topology(RANKS, speed=speed)
+    return PlacementTask.build(world.tables, stats, topology, batch_size=world.scale.batch * RANKS)
+
+
+def best_heuristic(world: World, data: Path) -> ShardingPlan:
+    """By predicted cost, as someone would choose it who measures nothing."""
+    task = task_of(world, data)
+    return min((Planner(name).plan(task) for name in HEURISTICS), key=lambda result: result.predicted_ms).plan
+
+
+def clairvoyant_plans(world: World, folder: Path) -> dict[int, Path]:
+    """Epoch -> plan file: of a job that starts on the data from then on, planned and probed for it; where one rank is
+    busy, searched for a rank of that speed. Made once for a world and seed."""
+    epochs = [0, *world.changes]
+    plans = {epoch: folder / "plans" / f"epoch_{epoch}.json" for epoch in epochs}
+    (folder / "plans").mkdir(exist_ok=True)
+    for epoch, path in plans.items():
+        if path.exists():
+            continue
+        if world.name == "straggler" and epoch:
+            if epoch in world.busy_epochs:
+                task = task_of(world, folder / "data", speed=(1.0,) * (RANKS - 1) + (BUSY_SPEED,))
+                Planner("search").plan(task).plan.save(path)
+            else:
+                ShardingPlan.load(plans[0]).save(path)
+            continue
+        run = folder / "planning"
+        shutil.rmtree(run, ignore_errors=True)
+        run.mkdir(parents=True)
+        settings = {"enabled": True, "reshard": {"enabled": False}}
+        config = world.config(folder / "data", settings, first_phase=world.phase_of(epoch), steps=10)
+        config["checkpoint"] = {"enabled": False}
+        config["profile"] = {"every_steps": 2, "warmup_steps": 1}
+        with open(run / "said.txt", "w") as said:
+            done = subprocess.run(start_of(config, run), stdout=said, stderr=subprocess.STDOUT, timeout=LIMIT_SECONDS)
+        if done.returncode:
+            raise BenchError(f"the clairvoyant's planning for epoch {epoch} failed; see {run / 'said.txt'}.")
+        last = read_jsonl(run / "job" / "costs" / "epochs.jsonl")[-1]["tables"]
+        ShardingPlan(dict(zip(last["name"], last["rank"], strict=True)), RANKS).save(path)
+        shutil.rmtree(run)
+    return plans
+
+
+# Ranks of the clairvoyant's and of TorchRec's jobs --------------------------------------------------------------------
+
+
+def _clairvoyant(config_file: Path, run: Path, plans: Mapping[int, ShardingPlan]) -> None:
+    """A job whose tables move at the epochs that the schedule names."""
+    from dlrm_autoshard.config import load_config
+    from dlrm_autoshard.distributed.reshard import reshard
+    from dlrm_autoshard.distributed.runtime import Runtime
+    from dlrm_autoshard.train.run_directory import record_start
+    from dlrm_autoshard.train.trainer import Trainer
+
+    config = load_config(config_file)
+    with Runtime.start(config.run) as runtime:
+
+        class Clairvoyant(Trainer):
+            def _maybe_reshard(self, record: Any, profile: Any) -> None:
+                plan = plans.get(self.position.epoch + 1)
+                if plan is None:
+                    return
+                stats = reshard(self.embeddings, plan, group=self.runtime.control)
+                self.step.redistribute()
+                free.append((self.position.step, stats.seconds))
+
+        free: list[tuple[int, float]] = []
+        job = run / "job"
+        if runtime.rank == 0:
+            job.mkdir(parents=True, exist_ok=True)
+        runtime.barrier()
+        trainer = Clairvoyant(config, runtime, job)
+        if runtime.rank == 0:
+            record_start(job, config, runtime.world_size)
+        trainer.run()
+        if runtime.rank == 0:
+            (job / "free_seconds.json").write_text(json.dumps(free))
+
+
+def _torchrec(config_file: Path, run: Path, plan: ShardingPlan | None) -> None:
+    """TorchRec's job on the same loader: a bottom MLP, pooled vectors beside it, a top MLP."""
+    from dlrm_autoshard.benchmarks.race_torchrec import make_step
+    from dlrm_autoshard.config import load_config
+    from dlrm_autoshard.data.loader import Loader
+    from dlrm_autoshard.data.open import open_source
+    from dlrm_autoshard.distributed.runtime import Runtime, keep_freed_memory
+
+    keep_freed_memory()
+    config = load_config(config_file)
+    source = open_source(config.data, config.tables)
+    with Runtime.start(config.run) as runtime:
+        poolings = source.read("train", 0, 0, 4096).lengths_TB.double().mean(1).tolist()
+        step = make_step(source.tables, poolings, NUM_DENSE, config.train.batch_size, plan)
+        job, number = run / "job", 0
+        job.mkdir(parents=True, exist_ok=True)
+        (job / "environment.json").touch()
+        with open(job / f"metrics{'' if runtime.rank == 0 else runtime.rank}.jsonl", "w") as metrics:
+            for epoch in range(config.train.epochs):
+                ranks = (config.train.batch_size, runtime.rank, runtime.world_size)
+                with Loader(source, "train", epoch, *ranks, cores=runtime.loader_cores) as loader:
+                    for batch in itertools.islice(loader, config.train.max_steps):
+                        step(batch)
+                        number += 1
+                        if number % config.train.log_every_steps == 0:
+                            print(json.dumps({"step": number}), file=metrics, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("arm", choices=ARMS)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("run", type=Path)
+    given = parser.parse_args()
+    schedule = json.loads((given.run / "schedule.json").read_text())
+    plans = {int(epoch): ShardingPlan.load(Path(path)) for epoch, path in schedule.items()}
+    starts: dict[str, Callable[[], None]] = {
+        "clairvoyant": lambda: _clairvoyant(given.config, given.run, plans),
+        "torchrec": lambda: _torchrec(given.config, given.run, None),
+        "torchrec_our_plan": lambda: _torchrec(given.config, given.run, plans[0]),
+    }
+    starts[given.arm]()
+
+
+if __name__ == "__main__":
+    main()

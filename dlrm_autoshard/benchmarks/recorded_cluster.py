@@ -1,0 +1,95 @@
+"""A cluster in simulation whose shard costs are measured ones: interpolated between the recorded fbgemm shards.
+
+    cluster = RecordedCluster(tables, seed=0)
+    cluster.profile(stats, plan, batch_size)             # a StepProfile, 'simulated'
+    cluster.step_ms(stats, plan, batch_size)             # exact
+
+A shard's cost: a line of non-negative prices through all recorded shards, times what the eight most alike of them took
+beside that line. Each table takes more or less by a factor that its statistics do not show (20%), which the planner,
+fitted to the same records, has to find out. Exchanges: 0.2 ms times log2 of twice the ranks, and 1.5 GB/s a rank for
+what the one with most dims sends and receives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from dlrm_autoshard.costs import RankCost, StepProfile
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.features import work
+from dlrm_autoshard.planner.least_squares import fit_nonnegative
+from dlrm_autoshard.planner.replay import ShardSample
+from dlrm_autoshard.probe.shard_probe import ShardTime
+from dlrm_autoshard.probe.shipped_costs import WARM_START, read_samples
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+NEIGHBOURS, HIDDEN_SPREAD = 8, 0.2
+LATENCY_MS, MB_PER_MS = 0.2, 1.5
+
+
+@cache
+def _recorded() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Prices [P, 2], and of each recorded shard its work [N, P], on log scales, and its residuals [N, 2]."""
+    samples = [s for s in read_samples(WARM_START) if isinstance(s, ShardSample)]
+    work_NP = np.array([work(s.tables, s.stats, s.batch_size).sum(axis=0) for s in samples])
+    ms_N2 = np.array([[s.fwd_compute_ms, s.bwd_compute_ms] for s in samples])
+    weight_N, prior_P = np.ones(len(samples)), np.zeros(work_NP.shape[1])
+    prices_P2 = np.stack([fit_nonnegative(work_NP, ms_N2[:, i], weight_N, prior_P, 1e-3) for i in (0, 1)], axis=1)
+    return prices_P2, np.log(work_NP + 1e-6), np.log(ms_N2 / (work_NP @ prices_P2))
+
+
+class RecordedCluster:
+    """slowdown: by rank, times longer that it computes."""
+
+    def __init__(self, tables: Sequence[TableConfig], seed: int, noise: float = 0.02) -> None:
+        self.tables, self.noise = tuple(tables), noise
+        self.slowdown: dict[int, float] = {}
+        self._noise = np.random.default_rng([seed, 1])
+        hidden = np.random.default_rng([seed, 2])
+        self._hidden_T = np.exp(HIDDEN_SPREAD * hidden.standard_normal(len(self.tables)))
+
+    def compute_ms(self, stats: Sequence[TableStats], batch_size: int, shard: Sequence[int]) -> np.ndarray:
+        """[2]: forward and backward of one fused shard."""
+        if not len(shard):
+            return np.zeros(2)
+        prices_P2, log_NP, residual_N2 = _recorded()
+        work_TP = work([self.tables[i] for i in shard], [stats[i] for i in shard], batch_size)
+        apart_N = np.abs(log_NP - np.log(work_TP.sum(axis=0) + 1e-6)).mean(axis=1)
+        nearest = np.argpartition(apart_N, NEIGHBOURS)[:NEIGHBOURS]
+        weight = 1 / (apart_N[nearest] + 1e-3)
+        beside_2 = np.exp(weight @ residual_N2[nearest] / weight.sum())
+        ms_2: np.ndarray = (self._hidden_T[list(shard)] @ (work_TP @ prices_P2)) * beside_2
+        return ms_2
+
+    def stages_ms(self, stats: Sequence[TableStats], plan: ShardingPlan, batch_size: int) -> np.ndarray:
+        """[W, 4], exact."""
+        shards = [[i for i, t in enumerate(self.tables) if plan.rank_of[t.name] == r] for r in range(plan.world_size)]
+        compute_W2 = np.array(
+            [self.compute_ms(stats, batch_size, s) * self.slowdown.get(r, 1.0) for r, s in enumerate(shards)]
+        )
+        dims_W = np.array([sum(self.tables[i].embedding_dim for i in shard) for shard in shards])
+        mb = 4e-6 * batch_size / plan.world_size
+        sent = dims_W.max() * (plan.world_size - 1) * mb
+        received = (dims_W.sum() - dims_W.min()) * mb
+        exchange_ms = LATENCY_MS * np.log2(2 * plan.world_size) + max(sent, received) / MB_PER_MS
+        exchange_W = np.full(plan.world_size, exchange_ms)
+        return np.column_stack([compute_W2[:, 0], exchange_W, exchange_W, compute_W2[:, 1]])
+
+    def step_ms(self, stats: Sequence[TableStats], plan: ShardingPlan, batch_size: int) -> float:
+        return float(self.stages_ms(stats, plan, batch_size).max(axis=0).sum())
+
+    def profile(self, stats: Sequence[TableStats], plan: ShardingPlan, batch_size: int) -> StepProfile:
+        stages_W4 = self.stages_ms(stats, plan, batch_size)
+        stages_W4 = stages_W4 * np.exp(self.noise * self._noise.standard_normal(stages_W4.shape))
+        ranks = tuple(RankCost(*(float(ms) for ms in row)) for row in stages_W4)
+        return StepProfile(plan, self.tables, tuple(stats), batch_size, ranks, "simulated", 1.35 * self.noise)
+
+    def measure_shards(
+        self, stats: Sequence[TableStats], batch_size: int, shards: Sequence[Sequence[int]]
+    ) -> list[ShardTime]:
+        ms_N2 = np.array([self.compute_ms(stats, batch_size, shard) for shard in shards])
+        ms_N2 = ms_N2 * np.exp(self.noise * self._noise.standard_normal(ms_N2.shape))
+        return [ShardTime(float(f), float(b), 1.35 * self.noise, 1) for f, b in ms_N2]
