@@ -65,7 +65,7 @@ def run(quick: bool) -> dict[str, Any]:
         },
         "notes": [
             f"Start: {name}, the worst of the heuristics by prediction.",
-            "best_known: the fastest of plans that resharding had no part in: all heuristics' and those of planner runs "
+            "best_known: the fastest of plans that resharding had no part in: all heuristics' and planner runs "
             f"with other seeds. Each half of the rounds measures what the other chose; here {' and '.join(chosen)}.",
             *runs["loop"].texts,
         ],

@@ -1,4 +1,4 @@
-"""The tables' pooling factors are permuted at epoch 3 of 9: what resharding recovers, beside staying and clairvoyance."""
+"""The tables' pooling factors are permuted at epoch 3 of 9: what is recovered, beside staying and clairvoyance."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def run(quick: bool) -> dict[str, Any]:
             f"unbalances that plan most: {share:.0%} of all lookups on one of the two ranks.",
             "recovered: of the gap between the static plan and the clairvoyant's.",
             "static, in_loop, clairvoyant: the plan of before the drift, the one resharding ended with, and that of a "
-            "job planned for the drifted data from the start, with resharding on; examples/s on the drifted data within "
+            "job planned for the drifted data from the start, with resharding on; examples/s on drifted data within "
             "one job whose tables move from plan to plan (medians over the rounds, ratios paired). loop_job_*: as the "
-            "loop's job ran, minutes earlier; since_the_drift counts the epoch in which it could not know yet.",
+            "resharding job ran, minutes earlier; since_the_drift counts the epoch in which it could not know yet.",
             *runs["loop"].texts,
         ],
     }
