@@ -132,7 +132,7 @@ def test_the_interval_covers_the_spread_of_the_rounds() -> None:
     assert found.median == 3.0 and 1.0 <= found.low < 3.0 < found.high <= 5.0
 
 
-# What the loop recovers -----------------------------------------------------------------------------------------------
+# What resharding recovers ---------------------------------------------------------------------------------------------
 
 
 def test_the_best_plan_is_measured_on_rounds_that_did_not_choose_it() -> None:
@@ -142,9 +142,9 @@ def test_the_best_plan_is_measured_on_rounds_that_did_not_choose_it() -> None:
 
 
 @given(st.floats(0, 1.5), st.lists(st.floats(0.5, 2), min_size=1, max_size=8))
-def test_what_is_recovered_is_a_share_of_the_gap(share: float, spells: list[float]) -> None:
-    looped, static, best = ([rate * spell for spell in spells] for rate in (1 + share, 1.0, 2.0))
-    middle, (low, high) = recovered(looped, static, best)
+def test_what_is_recovered_is_a_share_of_the_gap(share: float, slowdowns: list[float]) -> None:
+    found, static, best = ([rate * slow for slow in slowdowns] for rate in (1 + share, 1.0, 2.0))
+    middle, (low, high) = recovered(found, static, best)
     assert middle == pytest.approx(share) and low == pytest.approx(share) and high == pytest.approx(share)
 
 
