@@ -5,8 +5,6 @@ for sentence in summary(record): print(sentence)
 
 from __future__ import annotations
 
-import math
-
 from dlrm_autoshard.costs import imbalance
 from dlrm_autoshard.records.diagnosis import STARVED_BELOW
 from dlrm_autoshard.records.epoch import EpochProfile
@@ -105,24 +103,6 @@ def prediction(profile: EpochProfile) -> str:
     return (
         f"The cost model had expected this plan to cost {abs(error):.1%} {'more' if error > 0 else 'less'} than it did."
     )
-
-
-def moves_in_one_line(record: RunRecord) -> str:
-    """'1 move, 23.9k -> 28.8k examples/s (+21%), paid back after 12 steps': as measured, from before the first move to
-    after the last one that an interval followed."""
-    moves = [d for d in record.decisions if d.get("action") in ("moved", "rolled_back")]
-    if not moves:
-        return f"no moves: {record.decisions[-1].get('text', 'nothing was decided')}"
-    back = sum(d["action"] == "rolled_back" for d in moves)
-    count = f"{len(moves)} move{'s' * (len(moves) > 1)}" + (f" ({back} of them back)" if back else "")
-    before = next((d["throughput_before"] for d in moves if d.get("throughput_before")), None)
-    after = next((d["throughput_after"] for d in reversed(moves) if d.get("throughput_after")), None)
-    if before is None or after is None:
-        return f"{count}; what they gained was not measured: no interval followed"
-    line = f"{count}, {before / 1000:.1f}k -> {after / 1000:.1f}k examples/s ({after / before - 1:+.0%})"
-    seconds = sum(float(d.get("move_seconds") or 0.0) for d in moves)
-    saved = record.last.batch_size * (1 / before - 1 / after) if record.epochs else 0.0
-    return f"{line}, paid back after {math.ceil(seconds / saved):,} steps" if saved > 0 else line
 
 
 def model_quality(record: RunRecord) -> str | None:

@@ -7,7 +7,7 @@ autoshard_in_one_line(record)      # "1 move, 23.9k -> 28.8k examples/s (+21%), 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dlrm_autoshard.records.epoch import EpochProfile
@@ -35,9 +35,10 @@ def autoshard_in_one_line(record: RunRecord) -> str:
         kept = f"no move in {count(len(record.decisions), 'decision')}"
         return ", ".join([kept, *others]) + f" ({_last_reason(record.decisions)})"
     parts = [count(len(moves), "move"), *others]
-    before, after = moves[0].get("throughput_before"), moves[-1].get("throughput_after")
-    if before and after:
-        parts.append(f"{_thousands(before)} -> {_thousands(after)} examples/s ({after / before - 1:+.0%})")
+    before, after = (_first(ds, key) for ds, key in ((moves, "throughput_before"), (moves[::-1], "throughput_after")))
+    if before is None or after is None:
+        return ", ".join([*parts, "what that gained was not measured: no interval followed"])
+    parts.append(f"{_thousands(before)} -> {_thousands(after)} examples/s ({after / before - 1:+.0%})")
     paid = [steps for decision in moves if (steps := decision.get("paid_back_after_steps")) is not None]
     if paid:
         parts.append(f"paid back after {' and '.join(f'{steps:,}' for steps in paid[:4])} steps")
@@ -75,6 +76,10 @@ def what_is_left(profile: EpochProfile, gain: float | None = None) -> list[str]:
 def count(number: int, thing: str) -> str:
     """'1 move', '3 moves'."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def _first(decisions: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    return next((float(decision[key]) for decision in decisions if decision.get(key)), None)
 
 
 def _thousands(rate: float) -> str:

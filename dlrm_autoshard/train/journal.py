@@ -16,7 +16,7 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.epoch import EpochProfile
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.report.summary import moves_in_one_line
+from dlrm_autoshard.report.verdict import autoshard_in_one_line
 from dlrm_autoshard.train.callbacks import Callback, metric_scalars, profile_scalars
 
 
@@ -54,7 +54,7 @@ class Journal:
             report = f"report: {write_html(self._run_dir, record)}"
         except (ReportError, OSError) as error:
             return [f"no report.html: {error}"]
-        return [moves_in_one_line(record), report] if record.decisions else [report]
+        return [autoshard_in_one_line(record), report] if record.decisions else [report]
 
     def _tell(self, step: int, values: Mapping[str, float]) -> None:
         for callback in self._callbacks:

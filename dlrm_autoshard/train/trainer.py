@@ -57,9 +57,9 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
     or a checkpoint in one. A job that is started again continues by itself, past checkpoints that are damaged. SIGINT
     and SIGTERM end it with a checkpoint, and raise `Stopped`.
     """
-    with StopSignals() as signals:
+    with StopSignals() as signals, ExitStack() as held:
         try:
-            with Runtime.start(config.run) as runtime, ExitStack() as held:
+            with Runtime.start(config.run) as runtime:
                 agree(config, runtime)
                 job = frozenset(filter(None, runtime.all_gather(job_of_this_process())))
                 run, checkpoint = run_and_checkpoint(resume)
@@ -68,13 +68,15 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
                 check_shared(run_dir, runtime)
                 trainer = Trainer(config, runtime, run_dir, signals, checkpoint, fall_back=resume is None)
                 from_rank_0(runtime, lambda: record_start(run_dir, config, runtime.world_size))
-                return trainer.run()
+                result = trainer.run()
         except RankFailure as failure:
             if failure.signal is None:
                 raise
             stopped = Stopped(failure.signal)  # as another rank was, in mid-exchange, and told us
             stopped.args = failure.args
             raise stopped from failure
+        trainer.write_report()  # only now: no rank waits for it, or takes the one that writes it for hung
+        return result
 
 
 class Trainer(Job):
@@ -125,8 +127,6 @@ class Trainer(Job):
                         self._evaluate(self.split_between_epochs)
                 self._evaluate("test")
                 self._written(self.checkpoints.finish)
-            with self.display:
-                self._finish()
         except Stopped as stopped:
             newest = self.checkpoints.newest()
             saved = f"--resume continues from {newest}." if newest else "There is no checkpoint of it."
@@ -354,12 +354,14 @@ class Trainer(Job):
                 self._end_if_asked()
             yield batch
 
-    def _finish(self) -> None:
+    def write_report(self) -> None:
+        """The result and the report, on rank 0, after training."""
         result, seconds = self.placement.result, self.seconds
         seconds["training"] = 2 * seconds["total"] - sum(seconds.values())
         seconds["planning"] = 0.0 if result is None else result.seconds
-        for line in self.journal.finish(self.embeddings.plan, seconds):
-            self.display.line(line)
+        with self.display:
+            for line in self.journal.finish(self.embeddings.plan, seconds):
+                self.display.line(line)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
