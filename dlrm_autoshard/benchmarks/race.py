@@ -1,10 +1,8 @@
-"""Does a whole job end sooner with the loop? Every arm is a real job, from its process's start to its last step.
-
-    dlrm-autoshard bench race [--quick]             # goes on where it was stopped; what is done lies in runs/race
+"""Does a whole job end sooner with resharding? Every arm is a real job, from its process's start to its last step.
 
 A job of 60 tables, 8 epochs of 400 steps on two ranks, in six worlds (race_worlds.py), by seven arms (race_arms.py),
 the arms of a world and seed one after another in random order. Every run that ended is in the record, none is chosen.
-A share is recovered of what a clairvoyant gains over the plan of the start; how much that is stands beside it.
+What is done lies in runs/race: the benchmark goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -74,7 +72,10 @@ def race(folder: Path, worlds: Sequence[WorldName], arms: Sequence[str], seeds: 
 
 def summarise(done: Runs, worlds: Sequence[WorldName], arms: Sequence[str], seeds: int) -> dict[str, Any]:
     """Figures, targets, spread, notes. A world's target that has no figure, since arms are missing, is missed; that of
-    a share where there is nothing to recover is not set."""
+    a share where there is nothing to recover is not set.
+
+    A share is recovered of what a clairvoyant gains over the plan of the start; how much that is stands beside it.
+    """
     figures: dict[str, Any] = {}
     spread: dict[str, list[float]] = {}
     targets = {"worst run: loop on / loop off": "<= 1.02", "gain predicted - measured of moves, points": "<= 3"}

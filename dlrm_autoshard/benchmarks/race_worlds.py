@@ -1,11 +1,8 @@
 """The worlds of `bench race`: what tables a job has, and how its data, its machine or its memory change under way.
 
-    world = World("abrupt", seed=3)                 # draws tables and the time of change from the seed
-    world.draw_data(folder)                         # a file of batches for each phase of the data, shared by all arms
-    world.config(folder, {"enabled": True})         # a job on them: `data.source: custom`, Replayed below
-
-Batches are drawn once by SyntheticSource and then read from mapped files through the trainer's loader, so that arms are
-not held up by drawing ids. first_phase: of the data that a job begins with, to plan for later ones.
+world = World("abrupt", seed=3)                 # draws tables and the time of change from the seed
+world.draw_data(folder)                         # a file of batches for each phase of the data, shared by all arms
+world.config(folder, {"enabled": True})         # a job on them: `data.source: custom`, Replayed below
 """
 
 from __future__ import annotations
@@ -181,7 +178,11 @@ def _first(batch: Batch, samples: int) -> np.ndarray:
 
 
 class Replayed:
-    """The source of a job's samples: each epoch's phase, its few batches over and over."""
+    """The source of a job's samples: each epoch's phase, its few batches over and over.
+
+    Batches were drawn once by SyntheticSource and are read from mapped files through the trainer's loader, so that arms
+    are not held up by drawing ids. first_phase: of the data that a job begins with, to plan for later ones.
+    """
 
     def __init__(
         self, tables_config: TablesConfig, folder: str, tables: list[list[Any]], phases: list[int], samples: int

@@ -1,13 +1,8 @@
 """A cluster in simulation whose shard costs are measured ones: interpolated between the recorded fbgemm shards.
 
-    cluster = RecordedCluster(tables, seed=0)
-    cluster.profile(stats, plan, batch_size)             # a StepProfile, 'simulated'
-    cluster.step_ms(stats, plan, batch_size)             # exact
-
-A shard's cost: a line of non-negative prices through all recorded shards, times what the eight most alike of them took
-beside that line. Each table takes more or less by a factor that its statistics do not show (20%), which the planner,
-fitted to the same records, has to find out. Exchanges: 0.2 ms times log2 of twice the ranks, and 1.5 GB/s a rank for
-what the one with most dims sends and receives.
+cluster = RecordedCluster(tables, seed=0)
+cluster.profile(stats, plan, batch_size)             # a StepProfile, 'simulated'
+cluster.step_ms(stats, plan, batch_size)             # exact
 """
 
 from __future__ import annotations
@@ -42,7 +37,13 @@ def _recorded() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 class RecordedCluster:
-    """slowdown: by rank, times longer that it computes."""
+    """slowdown: by rank, times longer that it computes.
+
+    A shard's cost: a line of non-negative prices through all recorded shards, times what the eight most alike of them
+    took beside that line. Each table takes more or less by a factor that its statistics do not show (20%), which the
+    planner, fitted to the same records, has to find out. Exchanges: 0.2 ms times log2 of twice the ranks, and 1.5 GB/s
+    a rank for what the one with most dims sends and receives.
+    """
 
     def __init__(self, tables: Sequence[TableConfig], seed: int, noise: float = 0.02) -> None:
         self.tables, self.noise = tuple(tables), noise
