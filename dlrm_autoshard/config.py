@@ -19,6 +19,7 @@ from dlrm_autoshard.config_data import DataConfig, Section
 from dlrm_autoshard.config_errors import sentences
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError
+from dlrm_autoshard.formats.sentences import show
 from dlrm_autoshard.formats.yaml_file import parse_yaml, read_yaml
 from dlrm_autoshard.tables import Pooling, TableDtype, TableOptimizer
 
@@ -111,7 +112,7 @@ class EarlyStopping(Section):
 
 class TrainConfig(Section):
     batch_size: PositiveInt = 1024  # per rank
-    epochs: PositiveInt = 1
+    epochs: Annotated[int, Field(gt=0, le=10**9)] = 1
     max_steps: PositiveInt | None = None  # stop after so many steps in all
     eval_batch_size: PositiveInt | None = None  # per rank; default: batch_size
     eval_every_steps: PositiveInt | None = None  # beside the evaluation at each epoch's end; on val where there is one
@@ -238,15 +239,15 @@ def parse_config(record: dict[str, Any]) -> Config:
 def _apply(record: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"override '{override}' is not of the form section.key=value.")
+        raise ConfigError(f"override {show(override)} is not of the form section.key=value.")
     *sections, last = key.split(".")
     for section in sections:
         if record.get(section) is None:
             record[section] = {}
         record = record[section]
         if not isinstance(record, dict):
-            raise ConfigError(f"override '{override}': '{section}' is a value, not a section.")
+            raise ConfigError(f"override {show(override)}: {show(section)} is a value, not a section.")
     try:
         record[last] = parse_yaml(text)
     except FormatError as error:
-        raise ConfigError(f"override '{override}': '{text}' {error}.") from error
+        raise ConfigError(f"override {show(override)}: {show(text)} {error}.") from error

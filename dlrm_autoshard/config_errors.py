@@ -15,6 +15,8 @@ import pydantic
 
 from dlrm_autoshard.formats.sentences import sentence, show
 
+_LONGEST_KEY = 200  # characters that a message repeats
+
 
 def sentences(model: type[pydantic.BaseModel], error: pydantic.ValidationError) -> list[str]:
     """One for each key that is wrong, in the order of the file."""
@@ -27,7 +29,8 @@ def sentences(model: type[pydantic.BaseModel], error: pydantic.ValidationError) 
         # Of a union's members (a number, or a list of them) all complain; one that the value nearly fits says more.
         if key not in found or detail["type"] not in ("list_type", "dict_type"):
             found[key] = _sentence(key, detail, known, list(sources))
-    return list(found.values())
+    # Where a list's element is wrong, that the list is no number (the union's other member) says nothing.
+    return [said for key, said in found.items() if not any(other.startswith(f"{key}.") for other in found)]
 
 
 def nearest_key(keys: Sequence[str], key: str) -> str | None:
@@ -67,7 +70,8 @@ def _sentence(key: str, detail: Mapping[str, Any], known: Sequence[str], sources
 def _key(location: Sequence[str | int], tag: str | int | None) -> str:
     """The location without what people never wrote: union members' types and the source's tag."""
     parts = [str(part) for i, part in enumerate(location) if not (i == 1 and part == tag)]
-    return ".".join(part for part in parts if "[" not in part and part != "constrained-float")
+    key = ".".join(part for part in parts if "[" not in part and part != "constrained-float")
+    return key if len(key) <= _LONGEST_KEY else f"{key[: _LONGEST_KEY - 3]}..."
 
 
 def _keys_there(known: Sequence[str], key: str) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_autoshard.config import Config, ConfigError, load_config, parse_config
@@ -42,6 +42,7 @@ def test_every_way_to_write_a_thousandth_is_that_number(text: str, tmp_path: Pat
     assert load(tmp_path, "data: {source: movielens}\n", f"tables.optimizer.lr={text}").tables.optimizer.lr == 0.001
 
 
+@settings(deadline=None)
 @given(st.floats(min_value=1e-12, max_value=1e12))
 def test_a_number_survives_the_saved_yaml(lr: float) -> None:
     config = parse_config({"data": {"source": "movielens"}, "tables": {"optimizer": {"lr": lr}}})

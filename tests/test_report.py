@@ -15,7 +15,7 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.diagnosis import table_costs_ms
 from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
 from dlrm_autoshard.records.facts import RankEpoch, rank_file
-from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, drop_after, read_jsonl
+from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, drop_after_step, read_jsonl
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import summary, who_was_slow
 from dlrm_autoshard.report.verdict import autoshard_in_one_line, left_to_save
@@ -169,16 +169,17 @@ def test_a_torn_last_line_is_ignored_and_overwritten(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
-def test_records_beyond_the_resumed_epoch_are_dropped(tmp_path: Path) -> None:
+def test_records_beyond_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    for epoch in (0, 0, 1, 2):
-        append_jsonl(path, {"epoch": epoch})
-    drop_after(path, 1)
-    append_jsonl(path, {"epoch": 2, "again": True})
-    assert [(line["epoch"], "again" in line) for line in read_jsonl(path)] == [
-        (0, False), (0, False), (1, False), (2, True)
+    for step in (1, 1, 5, 6):
+        append_jsonl(path, {"step": step})
+    append_jsonl(path, {"step": 5, "split": "val"})  # made again: its checkpoint came first
+    drop_after_step(path, 5)
+    append_jsonl(path, {"step": 6, "again": True})
+    assert [(line["step"], "again" in line) for line in read_jsonl(path)] == [
+        (1, False), (1, False), (5, False), (6, True)
     ]  # fmt: skip
-    drop_after(tmp_path / "nothing.jsonl", 1)
+    drop_after_step(tmp_path / "nothing.jsonl", 1)
     assert not (tmp_path / "nothing.jsonl").exists()
 
 

@@ -138,5 +138,5 @@ def test_ranks_of_other_configs_or_without_a_shared_run_directory_do_not_start(t
 def test_labels_other_than_0_and_1_are_refused(label: float) -> None:
     labels_B = torch.tensor([0.0, 1.0, label, 1.0])
     batch = Batch(torch.zeros(4, 0), torch.zeros(0, 4, dtype=torch.int32), torch.zeros(0), labels_B, 4, 4)
-    with pytest.raises(DataError, match=rf"sample 2 of x has label {label:g}"):
-        check_labels(batch, lambda sample: f"sample {sample} of x")
+    with pytest.raises(DataError, match=rf"sample 2 of x has label {label:g}: row 2 of y\."):
+        check_labels(batch, lambda sample: f"sample {sample} of x", lambda sample: f"row {sample} of y")

@@ -14,11 +14,16 @@ if TYPE_CHECKING:
     from dlrm_autoshard.data.batch import DataSource
     from dlrm_autoshard.planner.pool import TablePool
 
+_MOST_BYTES = 1 << 24
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("tables", help="measure the tables of dlrm_datasets files, or make synthetic ones")
     parser.add_argument("files", nargs="*", metavar="FILE", help="fbgemm_t*_bs*.pt.gz files of dlrm_datasets")
     parser.add_argument("--from-run", type=Path, metavar="RUN", help="the tables of a run, as its data use them")
+    parser.add_argument(
+        "--from-csv", type=Path, metavar="FILE", help="columns name, num_embeddings; embedding_dim, mean_pooling, alpha"
+    )
     parser.add_argument("--synthetic", type=int, metavar="N", help="N synthetic tables with the same statistics")
     parser.add_argument("--dim", type=int, default=16, help="embedding dim of tables from files (default 16)")
     parser.add_argument(
@@ -30,8 +35,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if (bool(arguments.files), arguments.synthetic is not None, arguments.from_run is not None).count(True) != 1:
-        raise UserError("give files of dlrm_datasets, or --from-run RUN, or --synthetic N.")
+    others = (arguments.synthetic, arguments.from_run, arguments.from_csv)
+    if (bool(arguments.files), *(other is not None for other in others)).count(True) != 1:
+        raise UserError("give files of dlrm_datasets, or --from-run RUN, or --from-csv FILE, or --synthetic N.")
     for name in arguments.files:
         if not name.endswith((".pt", ".pt.gz")):
             raise UserError(f"'{name}' is no .pt or .pt.gz file of dlrm_datasets; `tables` reads those.")
@@ -47,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         pool = synthetic_pool(arguments.synthetic, arguments.seed, arguments.batch_size)
     elif arguments.from_run is not None:
         pool = pool_of_run(arguments.from_run, quiet=arguments.json)
+    elif arguments.from_csv is not None:
+        pool = pool_of_csv(arguments.from_csv, arguments.dim, arguments.batch_size, arguments.seed, arguments.json)
     else:
         pool = _pool_of_files(arguments.files, arguments.dim, arguments.batch_size, quiet=arguments.json)
     if arguments.out is not None:
@@ -77,6 +85,39 @@ def pool_of_run(run: Path, quiet: bool) -> TablePool:
         for t, s in zip(pool.tables, pool.stats, strict=True)
     ]
     return replace(pool, stats=tuple(stats))
+
+
+def pool_of_csv(path: Path, dim: int, batch_size: int, seed: int, quiet: bool) -> TablePool:
+    """Tables as a CSV file lists them, one a line, with ids drawn by their pooling and skew. UserError: the line."""
+    import csv
+
+    import pydantic
+
+    from dlrm_autoshard.config import TablesConfig
+    from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
+    from dlrm_autoshard.data.open import open_source
+    from dlrm_autoshard.formats.json_file import NotReadable, read_bytes, text_of
+    from dlrm_autoshard.formats.sentences import dotted, sentence
+    from dlrm_autoshard.formats.yaml_file import parse_yaml
+
+    try:
+        lines = text_of(read_bytes(path, "CSV file", _MOST_BYTES)).splitlines()
+        reader = csv.DictReader(lines, restkey="a cell without a column", strict=True)
+        tables = []
+        for row in reader:
+            cells = {key: text for key, text in row.items() if text}
+            values = {key: text if key == "name" else parse_yaml(str(text)) for key, text in cells.items()}
+            tables.append(SyntheticTable.model_validate(values))
+    except (NotReadable, csv.Error) as error:
+        raise UserError(f"CSV file '{path}' {error}.") from error
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = f"CSV file '{path}', line {reader.line_num}"
+        raise UserError(f"{where}: {sentence(dotted(first['loc']), first)}") from error
+    if not tables:
+        raise UserError(f"CSV file '{path}' lists no table; it needs the columns name and num_embeddings.")
+    data = SyntheticData(source="synthetic", tables=tables, train_samples=batch_size, seed=seed)
+    return _measured(open_source(data, TablesConfig(embedding_dim=dim)), batch_size, quiet)
 
 
 def _pool_of_files(files: list[str], dim: int, batch_size: int, quiet: bool) -> TablePool:

@@ -10,8 +10,8 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.errors import DataError
 
 
-def check_labels(batch: Batch, describe_sample: Callable[[int], str]) -> None:
-    """DataError names the first sample whose label is another, and the label."""
+def check_labels(batch: Batch, describe_sample: Callable[[int], str], place: Callable[[int], str]) -> None:
+    """DataError names the first sample whose label is another, the label, and where it is: file or source."""
     labels_B = batch.labels_B.numpy()
     bad_B = (labels_B != 0) & (labels_B != 1)  # NaN is neither
     if bad_B.any():
@@ -19,6 +19,6 @@ def check_labels(batch: Batch, describe_sample: Callable[[int], str]) -> None:
         others = np.unique(labels_B[bad_B])
         more = f" (this batch has {', '.join(f'{label:g}' for label in others[:5])})" if len(others) > 1 else ""
         raise DataError(
-            f"{describe_sample(sample)} has label {labels_B[sample]:g}{more}. Labels must be 0 (no click) or 1 "
-            "(click): map them so, or leave such samples out."
+            f"{describe_sample(sample)} has label {labels_B[sample]:g}{more}: {place(sample)}. Labels must be "
+            "0 (no click) or 1 (click): map them so, or leave such samples out."
         )

@@ -95,6 +95,12 @@ class Loader:
         finally:
             reader.shutdown(wait=True, cancel_futures=True)
 
+    def _place(self, sample: int) -> str:
+        """A source that has files says which: by a method `place(split, sample)`."""
+        if hasattr(self._source, "place"):
+            return str(self._source.place(self._split, sample))
+        return f"data source '{type(self._source).__name__}'"
+
     def _read(self, start: int) -> Batch:
         num_samples = min(self._global_batch, self._last_sample - start)
         if self._source.reuse_batches is not None:
@@ -108,5 +114,5 @@ class Loader:
             return f"sample {first + sample} (from 0) of split '{self._split}' in epoch {self._epoch}"
 
         batch = self._check(batch, describe)
-        check_labels(batch, describe)
+        check_labels(batch, describe, lambda sample: self._place(first + sample))
         return batch.padded_to(share, num_samples)

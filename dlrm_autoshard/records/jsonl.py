@@ -2,7 +2,7 @@
 
 append_jsonl(run / "metrics.jsonl", {"schema": 1, "step": 50, "epoch": 0, "split": "train", "logloss": 0.61})
 read_jsonl(run / "metrics.jsonl")           # [{"schema": 1, ...}]
-drop_after(run / "metrics.jsonl", epoch=2)  # a run that resumes at epoch 3 forgets what it did beyond epoch 2
+drop_after_step(run / "metrics.jsonl", 300)     # a run that resumes at step 300 forgets what it did beyond it
 """
 
 from __future__ import annotations
@@ -49,11 +49,6 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         raise ReportError(f"'{path}' cannot be read: {error.strerror}.") from error
     *lines, _torn = text.split(b"\n")
     return [_parse(line, f"'{path}', line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-
-
-def drop_after(path: Path, epoch: int) -> None:
-    """Removes records of epochs after `epoch` (-1: all that have an epoch), all at once or, in a crash, not at all."""
-    change_jsonl(path, lambda record: record if int(record.get("epoch", -1)) <= epoch else None)
 
 
 def drop_after_step(path: Path, step: int) -> None:

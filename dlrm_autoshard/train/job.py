@@ -49,7 +49,7 @@ class Job:
         seed_all(config.run.seed, runtime.rank)
         self.config, self.runtime, self.run_dir = config, runtime, run_dir
         self.source = open_source(config.data, config.tables)
-        check_sizes(config, self.source, runtime.world_size, free_memory())
+        check_sizes(config, self.source, runtime.world_size, free_memory(), runtime.local_world_size)
         self.global_batch = config.train.batch_size * runtime.world_size
         self.checkpoints = Checkpoints(
             run_dir / "checkpoints",

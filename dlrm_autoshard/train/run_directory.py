@@ -23,10 +23,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.json_file import FormatError
+from dlrm_autoshard.formats.yaml_file import read_yaml
 
 # In a run directory: config.yaml  environment.json  job.json  plan/  metrics.jsonl  costs/  decisions.jsonl
 # checkpoints/  report.html. `job.json` names the job whose run it is: a start of the same job, by whoever and wherever,
@@ -192,12 +192,17 @@ def changes_since_last_start(run: Path) -> list[str]:
     earlier = sorted((run / "starts").glob(f"*/{CONFIG}"))
     if not earlier:
         return []
-    before, now = (dict(_flat(yaml.safe_load(path.read_text()))) for path in (earlier[-1], run / CONFIG))
+    try:
+        before, now = (dict(_flat(read_yaml(path, "config file"))) for path in (earlier[-1], run / CONFIG))
+    except FormatError:  # damaged since: nothing that this start needs
+        return []
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     return [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys]
 
 
-def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(section, Mapping):
+        raise FormatError("it has no sections")
     for key, value in section.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

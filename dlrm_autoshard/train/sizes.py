@@ -12,26 +12,36 @@ from dlrm_autoshard.plan import gib
 
 _COPIES = 4
 """Of the dense weights: themselves, gradients and at most two of optimizer state."""
+_MEASURED = 64  # samples
 
 
-def check_sizes(config: Config, source: DataSource, world_size: int, free_bytes: int) -> None:
-    """UserError where one rank's batch or dense layers need more than is free. Estimates from below: what passes may
-    still be too much, what is refused surely is."""
+def check_sizes(config: Config, source: DataSource, world_size: int, free_bytes: int, host_ranks: int = 1) -> None:
+    """UserError where the batches or dense layers of a host's ranks need more than is free on it. Estimates from below:
+    what passes may still be too much, what is refused surely is."""
     samples = source.num_samples("train")
     batch_size = min(config.train.batch_size, -(-samples // world_size))
-    pooling = sum(t.mean_pooling for t in config.data.tables) if isinstance(config.data, SyntheticData) else 0.0
+    pooling = _ids_per_sample(config, source)
+    each = f"on each of this host's {host_ranks} ranks" if host_ranks > 1 else "on each rank"
     vectors = sum(table.embedding_dim for table in source.tables)
     widest = max(config.model.dense_arch_layer_sizes + config.model.over_arch_layer_sizes)
     per_sample = 4 * (source.num_dense + len(source.tables) + 2 * vectors + 2 * widest) + 8 * pooling
-    if batch_size * per_sample > free_bytes:
+    if host_ranks * batch_size * per_sample > free_bytes:
         raise UserError(
-            f"a batch of {batch_size:,} samples needs at least {gib(batch_size * per_sample)} on each rank, but "
+            f"a batch of {batch_size:,} samples needs at least {gib(batch_size * per_sample)} {each}, but "
             f"{gib(free_bytes)} are free. Lower train.batch_size ({config.train.batch_size:,})."
         )
     bottom = [source.num_dense, *config.model.dense_arch_layer_sizes]
     weights = sum(a * b for sizes in (bottom, config.model.over_arch_layer_sizes) for a, b in itertools.pairwise(sizes))
-    if config.model.factory is None and 4 * _COPIES * weights > free_bytes:
+    if config.model.factory is None and host_ranks * 4 * _COPIES * weights > free_bytes:
         raise UserError(
-            f"the dense layers have {weights:,} weights and need at least {gib(4 * _COPIES * weights)} on each rank, "
+            f"the dense layers have {weights:,} weights and need at least {gib(4 * _COPIES * weights)} {each}, "
             f"but {gib(free_bytes)} are free. Make model.dense_arch_layer_sizes or over_arch_layer_sizes smaller."
         )
+
+
+def _ids_per_sample(config: Config, source: DataSource) -> float:
+    """As configured, or as in the first samples."""
+    if isinstance(config.data, SyntheticData):
+        return sum(table.mean_pooling for table in config.data.tables)
+    count = min(_MEASURED, source.num_samples("train"))
+    return int(source.read("train", 0, 0, count).lengths_TB.sum()) / max(1, count)

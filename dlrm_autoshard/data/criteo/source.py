@@ -36,6 +36,7 @@ class _Day:
     dense: NDArray[np.floating]
     ids_T: Sequence[NDArray[np.integer]]
     labels: NDArray[np.integer]
+    labels_path: Path
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -93,6 +94,11 @@ class CriteoSource:
             size=size,
             global_size=size,
         )
+
+    def place(self, split: Split, sample: int) -> str:
+        """Where its label is, for messages."""
+        day, row, _ = next(_between(self._pieces[split], sample, sample + 1))
+        return f"row {row} (from 0) of '{day.labels_path}'"
 
 
 def _between(pieces: Sequence[_Piece], first: int, last: int) -> Iterator[_Piece]:
@@ -157,7 +163,7 @@ def _open_day(directory: Path, day: int, multi_hot: bool) -> _Day:
     _expect_shape(dense_path, dense, len(labels), NUM_INTEGERS, "number")
     for ids in ids_T:
         _expect_shape(ids_path, ids, len(labels), None, "integer")
-    return _Day(dense, ids_T, labels)
+    return _Day(dense, ids_T, labels, labels_path)
 
 
 def _expect_shape(path: Path, array: NDArray[Any], rows: int, columns: int | None, kind: str) -> None:

@@ -1,0 +1,43 @@
+"""What cannot fit into a host's memory is refused before it is asked for, counting all of the host's ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dlrm_autoshard.config import parse_config
+from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.train.sizes import check_sizes
+
+LONG_BAGS = """
+import torch
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.tables import TableConfig
+
+class Bags:
+    num_dense = 1
+    def __init__(self, tables):
+        self.tables = (TableConfig("user", 100, 4),)
+    def num_samples(self, split):
+        return 100_000 if split == "train" else 0
+    def read(self, split, epoch, first, last):
+        size = last - first
+        lengths_TB = torch.full((1, size), 1000, dtype=torch.int32)
+        values_N = torch.zeros(1000 * size, dtype=torch.int64)
+        return Batch(torch.zeros(size, 1), lengths_TB, values_N, torch.zeros(size), size, size)
+"""
+
+
+def test_ids_are_counted_as_the_source_has_them_and_for_all_ranks_of_the_host(tmp_path: Path) -> None:
+    (tmp_path / "bags.py").write_text(LONG_BAGS)
+    config = parse_config(
+        {"data": {"source": "custom", "factory": f"{tmp_path}/bags.py:Bags"}, "train": {"batch_size": 10_000}}
+    )
+    source = open_source(config.data, config.tables)
+    free_bytes = 100 << 20  # the ids alone take 8 bytes * 1000 * 10,000 samples = 76 MiB a rank
+    check_sizes(config, source, 2, free_bytes, host_ranks=1)
+    with pytest.raises(UserError, match=r"10,000 samples needs at least .* on each of this host's 2 ranks") as caught:
+        check_sizes(config, source, 2, free_bytes, host_ranks=2)
+    assert "Lower train.batch_size (10,000)" in str(caught.value)
