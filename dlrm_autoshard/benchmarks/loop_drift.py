@@ -16,7 +16,7 @@ from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.plan import ShardingPlan
 
-TITLE = "pooling factors permuted at epoch 3 of 9: throughput after it static, with the loop, and re-planned at once"
+TITLE = "pooling factors permuted at epoch 3 of 9: throughput after it static, with resharding, and re-planned at once"
 ROUGH_TIME = "3 min"
 
 

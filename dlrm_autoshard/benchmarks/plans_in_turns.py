@@ -93,7 +93,7 @@ def best_of(rates: Mapping[str, Sequence[float]], names: Sequence[str]) -> tuple
 def recovered(
     looped: Sequence[float], static: Sequence[float], best: Sequence[float]
 ) -> tuple[float | None, list[float]]:
-    """Part of the way from the static plan to the best one that the loop went, by the medians over the rounds; and 95%
+    """Part of the way from the static plan to the best one that resharding went, by the medians over the rounds; 95%
     of what other draws of these rounds give. (None, []) where the best plan is no faster than the static one."""
     ways = np.stack([looped, static, best])
     draws = np.random.default_rng(0).integers(0, ways.shape[1], size=(2000, ways.shape[1]))

@@ -22,7 +22,7 @@ from dlrm_autoshard.benchmarks.plans_in_turns import recovered
 from dlrm_autoshard.benchmarks.race_arms import ARMS, missing_peer, run_arm
 from dlrm_autoshard.benchmarks.race_worlds import QUICK, RANKS, WORLDS, Scale, World, WorldName
 
-TITLE = "whole jobs, with the loop and without, clairvoyant, and TorchRec's, in six worlds: seconds, start to end"
+TITLE = "whole jobs, with resharding and without, clairvoyant, and TorchRec's, in six worlds: seconds, start to end"
 ROUGH_TIME = "some hours; goes on where it was stopped (quick: 1 min)"
 SEEDS, LEAST_GAIN = 5, 0.05
 Runs = Mapping[str, Mapping[int, Mapping[str, dict[str, Any]]]]

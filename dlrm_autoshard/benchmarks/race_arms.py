@@ -134,7 +134,7 @@ def last_step(metrics: Path) -> int:
 
 
 def read_records(job: Path) -> dict[str, Any]:
-    """Moves, and what the loop cost by item. free_seconds: of moves that are not to be charged."""
+    """Moves, and what resharding cost by item. free_seconds: of moves that are not to be charged."""
     decisions = read_jsonl(job / "decisions.jsonl") if (job / "decisions.jsonl").exists() else []
     result = json.loads((job / "result.json").read_text()) if (job / "result.json").exists() else {}
     free = job / "free_seconds.json"

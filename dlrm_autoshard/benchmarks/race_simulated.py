@@ -32,7 +32,7 @@ from dlrm_autoshard.probe.calibration import start_costs
 from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.tables import TableStats
 
-TITLE = "the loop on 8 and 64 simulated ranks, 200 tables, six worlds: share recovered, false moves, time to recover"
+TITLE = "resharding on 8 and 64 simulated ranks, 200 tables, six worlds: share recovered, false moves, time to recover"
 ROUGH_TIME = "2 h (quick: 1 min)"
 EPOCHS, STEPS, BATCH, DENSE_MS = 12, 400, 8192, 2.0
 LEAST_GAIN, RECOVERED_WITHIN = 0.05, 0.02
@@ -114,7 +114,7 @@ class SimulatedWorld:
 
 
 def simulate(world: SimulatedWorld) -> dict[str, float]:
-    """One job's seconds under each arm, and what the loop did."""
+    """One job's seconds under each arm, and what resharding did."""
     pool = synthetic_pool(world.num_tables, seed=1000 + world.seed, batch_size=BATCH)
     by_epoch = world.stats_by_epoch(pool.stats)
     cluster = RecordedCluster(pool.tables, world.seed)

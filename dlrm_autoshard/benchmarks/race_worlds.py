@@ -141,7 +141,8 @@ class World:
             np.save(target / "labels.npy", batch.labels_B.numpy())
 
     def config(self, data: Path, autoshard: dict[str, Any], first_phase: int = 0, steps: int | None = None) -> Any:
-        """As people would write it: profiling and checkpoints at their defaults."""
+        """As people would write it: profiling and checkpoints at their defaults. first_phase: of the data that the job
+        begins with, to plan for later ones."""
         phases = [min(self.phases - 1, first_phase + self.phase_of(epoch)) for epoch in range(self.scale.epochs)]
         shapes = [[t.name, t.num_embeddings, t.embedding_dim] for t in self.tables]
         samples = self.scale.steps * self.scale.batch * RANKS
@@ -181,7 +182,7 @@ class Replayed:
     """The source of a job's samples: each epoch's phase, its few batches over and over.
 
     Batches were drawn once by SyntheticSource and are read from mapped files through the trainer's loader, so that arms
-    are not held up by drawing ids. first_phase: of the data that a job begins with, to plan for later ones.
+    are not held up by drawing ids.
     """
 
     def __init__(
