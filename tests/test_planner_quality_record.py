@@ -54,3 +54,17 @@ def test_noise_that_only_adds_time_disturbs_the_least_of_the_rounds_less() -> No
     assert figures[f"{halves}, least rounds"] < figures[halves]
     off = [abs(figures[f"20x2 auto / best heuristic{words}"] - 10 / 12) for words in (", least rounds", "")]
     assert off[0] < off[1]
+
+
+def test_it_names_the_cells_in_which_nothing_can_be_told_and_how_exchanges_were_had() -> None:
+    even = [
+        row("20x2", task, {"lookup_greedy": 2.0, "auto": 2.0 + (-1) ** task, "dreamshard": 1.5}) for task in range(8)
+    ]
+    clear = [row("20x8", task, {"lookup_greedy": 2.0, "auto": 0.5, "dreamshard": 1.0}) for task in range(8)]
+    for measured in even:
+        measured |= {"exchange": "measured", "commit": "abc1234"}
+    notes = summarise(even + clear, ["20x2", "20x8"], tasks=8)["notes"]
+    told = [note for note in notes if "cannot be told" in note or "plain dreamshard" in note]
+    assert len(told) == 2 and all(note.startswith("20x2: ") for note in told)
+    assert "20x2: compute measured, exchange measured on real ranks; of commits abc1234" in notes
+    assert "20x8: compute measured, exchange modelled in 8 of 8 tasks; of commits None" in notes

@@ -234,7 +234,7 @@ def environment() -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
-        "commit": _commit(),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
     torch = sys.modules.get("torch")
@@ -258,15 +258,15 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The checkout's commit, '+' if it has changes; None where the package isn't a checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "")
+    return head.stdout.strip() + ("+" if changes.stdout.strip() else "")
 
 
 def _module(name: str) -> str:

@@ -76,6 +76,9 @@ class TorchrecJob:
         from torchrec.distributed.types import ShardingType
         from torchrec.models.dlrm import DLRM, DLRMTrain
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+        from torchrec.streamable import Pipelineable
+
+        Pipelineable.register(_Batch)
 
         world = dist.group.WORLD
         assert world is not None

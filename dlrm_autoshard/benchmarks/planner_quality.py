@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.benchmarks.harness import finish
+from dlrm_autoshard.benchmarks.harness import commit, finish
+from dlrm_autoshard.benchmarks.measured_exchanges import exchange_ms
 from dlrm_autoshard.benchmarks.planner_quality_record import LEARNED, summarise
 from dlrm_autoshard.costs import PLANNED_STAGES, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
@@ -35,6 +36,8 @@ ROUGH_TIME = "40 min (quick: 2 min)"
 CELLS = ((20, 2), (20, 4), (20, 8), (50, 2), (50, 4), (50, 8), (100, 2), (100, 4), (100, 8))
 BATCH_SIZE = 2048
 ROUNDS = 4
+MOST_REAL_RANKS = 4
+_CORES = sorted(os.sched_getaffinity(0))  # before this process keeps to one of them
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,11 @@ def run(quick: bool) -> dict[str, Any]:
 def measure_task(cell: Cell, index: int) -> dict[str, Any]:
     """Plans one task with every algorithm and measures all plans, in turns.
 
-    Isolated mode: every shard is timed with fbgemm on one core; exchanges follow a model fitted to real gloo exchanges.
-    The cost model is the shipped one (fitted to other tables). `auto` measures its finalists, as in a job; then every
-    plan of the task, its finalists included, is measured anew, in turns and `ROUNDS` times, and only that counts: a
-    plan that was lucky in the first measurement gains nothing by it.
+    Every shard is timed with fbgemm on one core. Exchanges are measured on real ranks where these are no more than
+    MOST_REAL_RANKS; for more they follow the planner's own model, and the row says so. The cost model is the shipped
+    one (fitted to other tables). `auto` measures its finalists, as in a job; then every plan of the task, its finalists
+    included, is measured anew, in turns and `ROUNDS` times, and only that counts: a plan that was lucky in the first
+    measurement gains nothing by it.
     """
     from dlrm_autoshard.probe.plan_probe import IsolatedProbe
     from dlrm_autoshard.probe.shard_probe import ShardProbe
@@ -107,8 +111,17 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
         for algorithm, plan in plans.items():
             ranks = judge.profile(plan).ranks
             stages[algorithm].append([[round(rank.stage(stage), 4) for stage in PLANNED_STAGES] for rank in ranks])
+    real = cell.num_devices <= MOST_REAL_RANKS
+    if real:
+        measured = exchange_ms(task.tables, list(plans.values()), BATCH_SIZE, ROUNDS, _CORES)
+        for number, by_plan in enumerate(measured):
+            for algorithm, (forward, backward) in zip(plans, by_plan, strict=True):
+                for row, there, back in zip(stages[algorithm][number], forward, backward, strict=True):
+                    row[1], row[2] = round(there, 4), round(back, 4)
     return {
         "cell": str(cell),
+        "commit": commit(),
+        "exchange": "measured" if real else "modelled",
         "task": index,
         "stages_ms": stages,  # algorithm: rounds x ranks x PLANNED_STAGES
         "dearest_table_ms": dearest_ms,  # rounds x (forward, backward)

@@ -45,6 +45,19 @@ def summarise(rows: Sequence[Row], cells: Sequence[str], tasks: int) -> dict[str
             figures[f"{name} {algorithm} / best heuristic"] = cell.ratio(algorithm)
             figures[f"{name} {algorithm}: excess removed"] = cell.removed(algorithm, cell.bound)
             spread[f"{name} {algorithm} / best heuristic"] = _interval(cell.cost[algorithm], cell.cost[cell.best])
+        bound = cell.bound
+        spread[f"{name} auto: excess removed"] = [
+            1 - end for end in reversed(_interval(cell.cost["auto"] - bound, cell.cost[cell.best] - bound))
+        ]
+        low, high = spread[f"{name} auto / best heuristic"]
+        if low <= 1 <= high:
+            notes.append(f"{name}: auto cannot be told from the best heuristic ({low:.3f} to {high:.3f})")
+        if cell.ratio("dreamshard") < cell.ratio("auto"):
+            notes.append(f"{name}: plain dreamshard's plans cost less than auto's")
+        modelled = sum(row.get("exchange") != "measured" for row in cell.rows)
+        how = "measured on real ranks" if not modelled else f"modelled in {modelled} of {len(cell.rows)} tasks"
+        commits = ", ".join(sorted({str(row.get("commit")) for row in cell.rows}))
+        notes.append(f"{name}: compute measured, exchange {how}; of commits {commits}")
         figures[f"{name} auto: excess removed, of what whole tables allow"] = cell.removed("auto", cell.reachable)
         figures[f"{name} auto / best heuristic, least rounds"] = quiet.ratio("auto")
         figures[f"{name} auto: excess removed, least rounds"] = quiet.removed("auto", quiet.bound)
@@ -64,7 +77,7 @@ def summarise(rows: Sequence[Row], cells: Sequence[str], tasks: int) -> dict[str
                 np.mean([cell.ratio(algorithm) for cell in chosen])
             )
             figures[f"all cells: {algorithm}: excess removed{words}"] = _removed_in_all(chosen, algorithm)
-    notes.append("costs: shards measured with fbgemm on one core; exchanges by the model fitted to gloo exchanges")
+    notes.append("modelled exchange: the planner's own model, fitted to gloo exchanges; it judges nothing impartially")
     notes.append("excess: above the balance bound, the sum over ranks / ranks of the best heuristic's plan")
     notes.append("what whole tables allow: no stage below the dearest table's, measured alone")
     _add_cost_network(figures, targets, notes)

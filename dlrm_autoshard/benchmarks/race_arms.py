@@ -116,7 +116,8 @@ def clocked(command: Sequence[str], world: World, run: Path) -> dict[str, Any]:
                 process.wait()
     if process.returncode or not points or points[-1][1] < world.total_steps:
         lines = (run / "said.txt").read_text().strip().splitlines()
-        raise BenchError(f"{run.name} ended with status {process.returncode}: {lines[-1] if lines else 'nothing said'}")
+        told = next((line for line in lines if "Error" in line), lines[-1] if lines else "nothing said")
+        raise BenchError(f"{run.name} ended with status {process.returncode}: {told}")
     found = read_records(job)
     free = found.pop("free_seconds")
     points = [(at - sum(s for step, s in free if step <= reached), reached) for at, reached in points]
@@ -265,7 +266,7 @@ def _torchrec(config_file: Path, run: Path, plan: ShardingPlan | None) -> None:
     config = load_config(config_file)
     source = open_source(config.data, config.tables)
     with Runtime.start(config.run) as runtime:
-        poolings = source.read("train", 0, 0, 4096).lengths_TB.double().mean(1).tolist()
+        poolings = source.read("train", 0, 0, config.train.batch_size).lengths_TB.double().mean(1).tolist()
         step = make_step(source.tables, poolings, NUM_DENSE, config.train.batch_size, plan)
         job, number = run / "job", 0
         job.mkdir(parents=True, exist_ok=True)

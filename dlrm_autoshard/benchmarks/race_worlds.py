@@ -128,12 +128,12 @@ class World:
                         for t, p in zip(self.tables, self.pooling(phase), strict=True)
                     ],
                     num_dense=NUM_DENSE,
-                    train_samples=samples,
+                    val_samples=samples,  # the same draws in each epoch, but for the hot rows
                     seed=self.seed,
                     drift=[Drift(epoch=1, permute_pooling=False)] if moved else [],
                 ),
                 self.tables,
-            ).read("train", int(moved), 0, samples)
+            ).read("val", int(moved), 0, samples)
             stats = measure_table_stats(batch.lengths_TB[:, :4096].numpy(), _first(batch, 4096))
             (target / "stats.json").write_text(json.dumps([stat.to_json() for stat in stats]))
             for name in ("dense_BF", "lengths_TB", "values_N"):

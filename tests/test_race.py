@@ -1,0 +1,138 @@
+"""The race: its worlds are what they are called, its data what the loader asks for, what is done is not done again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dlrm_autoshard.benchmarks import race, race_arms
+from dlrm_autoshard.benchmarks.race_simulated import EPOCHS, SimulatedWorld
+from dlrm_autoshard.benchmarks.race_worlds import WORLDS, Replayed, Scale, World, WorldName
+from dlrm_autoshard.benchmarks.recorded_cluster import RecordedCluster
+from dlrm_autoshard.config import TablesConfig, parse_config
+from dlrm_autoshard.data.custom import open_custom
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.pool import synthetic_pool
+
+TINY = Scale(tables=5, gib=0.01, batch=32, epochs=4, steps=6, distinct=2)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_world_changes_when_it_says_and_in_what_it_is_called_after(name: WorldName) -> None:
+    world = World(name, seed=1)
+    phases = [world.phase_of(epoch) for epoch in range(world.scale.epochs)]
+    assert phases == sorted(phases) and phases[0] == 0 and phases[-1] == world.phases - 1
+    pooled = [world.pooling(phase) for phase in phases]
+    changed = any((one != other).any() for one, other in zip(pooled[1:], pooled, strict=False))
+    assert changed == (name in ("abrupt", "gradual"))
+    if name == "abrupt":
+        assert sorted(pooled[0]) == sorted(pooled[-1])
+    assert bool(world.busy_epochs) == (name == "straggler")
+    assert (world.memory_gib is not None) == (name == "tight")
+    assert World(name, seed=1).tables == world.tables != World(name, seed=2).tables
+
+
+@pytest.mark.parametrize("name", ["gradual", "hot-ids"])
+def test_its_data_are_the_phases_batches_over_and_over(name: WorldName, tmp_path: Path) -> None:
+    world = World(name, seed=0, scale=TINY)
+    world.draw_data(tmp_path)
+    config = parse_config(world.config(tmp_path, {"enabled": False}))
+    assert config.data.source == "custom"
+    source = open_custom(config.data, TablesConfig())
+    assert isinstance(source, Replayed)
+    drawn = TINY.distinct * TINY.batch * 2
+    first, again = source.read("train", 0, 32, 64), source.read("train", 0, 32 + drawn, 64 + drawn)
+    assert first.values_N.equal(again.values_N) and first.lengths_TB.equal(again.lengths_TB)
+    later = source.read("train", TINY.epochs - 1, 32, 64)
+    assert not later.values_N.equal(first.values_N)
+    if name == "hot-ids":
+        assert later.lengths_TB.equal(first.lengths_TB)
+    whole = source.read("train", 0, 0, drawn)
+    table, start = 3, int(whole.lengths_TB[:3].sum() + whole.lengths_TB[3, :32].sum())
+    begin, count = int(first.lengths_TB[:table].sum()), int(first.lengths_TB[table].sum())
+    assert whole.values_N[start : start + count].equal(first.values_N[begin : begin + count])
+
+
+def finished(seconds: float, **more: Any) -> dict[str, Any]:
+    points = [[seconds / 2, 5], [seconds, 10]]
+    costs = {"phases_seconds": {}, "deciding_seconds": 0.1, "moving_seconds": 0.1}
+    return {"points": points, "seconds": seconds, "first_step_seconds": 3.0, "moves": [], **costs, **more}
+
+
+def test_what_is_done_is_not_done_again_and_what_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def run_arm(arm: str, world: World, folder: Path) -> dict[str, Any]:
+        asked.append(arm)
+        if arm == "round_robin":
+            raise race_arms.BenchError("it does not fit")
+        return finished(10.0)
+
+    monkeypatch.setattr(race, "run_arm", run_arm)
+    arms = ("loop", "planned", "round_robin")
+    once = race.race(tmp_path, ("calm",), arms, 1, TINY)
+    assert sorted(asked) == sorted(arms)
+    assert race.race(tmp_path, ("calm",), arms, 1, TINY) == once and len(asked) == 3
+    saved = tmp_path / "calm-0" / "loop.json"
+    saved.write_text(json.dumps(json.loads(saved.read_text()) | {"state": -1}))  # of an earlier state of the code
+    race.race(tmp_path, ("calm",), arms, 1, TINY)
+    assert asked[3:] == ["loop"]
+    assert "calm, seed 0, round_robin: missing: it does not fit" in race.summarise(once, ("calm",), arms, 1)["notes"]
+
+
+def test_shares_are_of_the_clairvoyants_gain_and_missing_arms_are_missed_targets() -> None:
+    seconds = {"loop": 82.0, "planned": 90.0, "clairvoyant": 80.0, "round_robin": 100.0}
+    done = {"abrupt": {seed: {arm: finished(s + seed) for arm, s in seconds.items()} for seed in range(3)}}
+    outcome = race.summarise(done, ("abrupt",), tuple(seconds), 3)
+    assert outcome["figures"]["abrupt: recovered"] == pytest.approx(0.8, abs=0.02)
+    assert outcome["figures"]["abrupt: round robin / clairvoyant"] == pytest.approx(1.25, abs=0.01)
+    assert "abrupt: torchrec / loop on" in outcome["targets"]
+    assert "abrupt: torchrec / loop on" not in outcome["figures"]
+    assert outcome["figures"]["worst run: loop on / loop off"] < 1
+
+
+def test_the_picture_marks_moves_and_needs_nothing_else() -> None:
+    move = {"step": 5, "text": "moved <2> tables"}
+    page = race.picture({"abrupt": {0: {"loop": finished(9.0, moves=[move]), "torchrec": {"missing": "no"}}}})
+    assert page.count("<polyline") == 1 and page.count("<circle") == 1 and "moved &lt;2&gt; tables" in page
+    assert "http" not in page and "<script" not in page
+
+
+def test_a_line_that_is_being_written_is_no_step_yet(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"st')
+    assert race_arms.last_step(tmp_path / "metrics.jsonl") == 20
+    assert race_arms.last_step(tmp_path / "none.jsonl") == 0
+
+
+# Simulated ------------------------------------------------------------------------------------------------------------
+
+
+def test_recorded_shards_cost_about_what_was_recorded_and_more_tables_cost_more() -> None:
+    pool = synthetic_pool(20, seed=3, batch_size=2048)
+    cluster = RecordedCluster(pool.tables, seed=0)
+    few, all_of_them = (cluster.compute_ms(pool.stats, 2048, range(count)) for count in (5, 20))
+    assert (few > 0).all() and (few < all_of_them).all()
+    names = [table.name for table in pool.tables]
+    together = ShardingPlan(dict.fromkeys(names, 0), 4)
+    apart = ShardingPlan({name: i % 4 for i, name in enumerate(names)}, 4)
+    assert cluster.step_ms(pool.stats, apart, 2048) < cluster.step_ms(pool.stats, together, 2048)
+    before = cluster.step_ms(pool.stats, apart, 2048)
+    cluster.slowdown = {2: 50.0}
+    assert cluster.step_ms(pool.stats, apart, 2048) > before
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_simulated_world_changes_what_its_name_says(name: WorldName) -> None:
+    stats = synthetic_pool(10, seed=1, batch_size=2048).stats
+    world = SimulatedWorld(name, seed=0, world_size=8, num_tables=10)
+    by_epoch = world.stats_by_epoch(stats)
+    pooling = np.array([[s.mean_pooling for s in epoch] for epoch in by_epoch])
+    reuse = np.array([[s.mean_reuse for s in epoch] for epoch in by_epoch])
+    assert len(by_epoch) == EPOCHS and np.allclose(pooling[0], [s.mean_pooling for s in stats])
+    assert (not np.allclose(pooling, pooling[0])) == (name in ("abrupt", "gradual"))
+    assert (not np.allclose(reuse, reuse[0])) == (name == "hot-ids")
+    assert any(world.slowdown(epoch) for epoch in range(EPOCHS)) == (name == "straggler")
