@@ -53,7 +53,29 @@ def test_only_sampled_steps_wait_and_only_at_their_end() -> None:
     for waits, samples, stages, spans in run_ranks(steps_on_a_device_double, 2):
         assert (waits, samples) == (1, 1)
         assert spans == ["fwd_compute", "fwd_comms_wait", "fwd_comms"]
-        assert stages == {"fwd_compute": 1, "fwd_comms_wait": 1, "fwd_comms": 1, "other": 4}  # 8 marks, 7 ticks
+        # 8 marks, 7 ticks; the lookup lasts until its rank is at the barrier
+        assert stages == {"fwd_compute": 2, "fwd_comms_wait": 1, "fwd_comms": 1, "other": 3}
+
+
+def a_rank_that_comes_late(rank: int, world_size: int) -> dict[str, float]:
+    assert dist.group.WORLD is not None
+    clock = StageClock(torch.device("cpu"), dist.group.WORLD)
+    for _ in range(4):
+        with clock.step(sampled=True):
+            with clock.stage("fwd_compute"):
+                pass
+            time.sleep(0.3 * rank)
+            clock.barrier("fwd_comms")
+            with clock.stage("fwd_comms"):
+                pass
+            time.sleep(0.05)
+    return {name: time.median_ms / 1e3 for name, time in clock.summary().items()}
+
+
+def test_what_makes_a_rank_late_after_its_computation_is_part_of_that_not_of_other() -> None:
+    punctual, late = run_ranks(a_rank_that_comes_late, 2)
+    assert late["fwd_compute"] >= 0.3 and late["fwd_comms_wait"] < punctual["fwd_comms_wait"]
+    assert 0.05 <= late["other"] < late["fwd_compute"] and punctual["fwd_compute"] < 0.3
 
 
 def bookkeeping_of_an_unsampled_step(rank: int, world_size: int) -> float:

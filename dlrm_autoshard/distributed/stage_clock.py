@@ -8,6 +8,7 @@ clock.summary(), clock.step_ms                 # {"fwd_compute": StageTime(...),
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.costs import COMPUTE_STAGES, StageTime
+from dlrm_autoshard.costs import COMPUTE_STAGES, WAITS, StageTime
 
 _UNTIMED = contextlib.nullcontext()
 
@@ -64,6 +65,9 @@ class DeviceTimer:
 
 class StageClock:
     """Times stages of sampled steps; what lies between stages is `other`, so that all add up to the step.
+
+    A computation lasts until its rank arrives at the barrier that closes it: the others wait for all of that. On a rank
+    whose core is shared most of what would be `other` is there, and balancing planned stages must see it.
 
     A collective's own duration includes waiting for the slowest rank; a barrier before it keeps the two apart. Marks
     wait for nothing: they are read at the sampled step's end. Other steps have no barriers and no marks.
@@ -120,6 +124,9 @@ class StageClock:
         timer = self._timer
         timer.finish(end)
         self.spans = [(name, timer.seconds(begin, a), timer.seconds(begin, b)) for name, a, b in self._marks]
+        for at, ((name, start, _), (following, arrived, _)) in enumerate(itertools.pairwise(self.spans)):
+            if name in COMPUTE_STAGES and following in WAITS:
+                self.spans[at] = (name, start, arrived)
         stages: dict[str, float] = defaultdict(float)
         for name, start, stop in self.spans:
             stages[name] += stop - start
