@@ -35,7 +35,7 @@ def planned_by(folder: Path, seed: int, steps: int) -> Config:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    epochs, steps = (4, 30) if quick else (8, 60)
+    epochs, steps = (3, 20) if quick else (8, 60)
     name, heuristics = heuristic_plans(batch_size=1024)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -35,7 +35,7 @@ SPEEDS = (0.3, 0.4, 0.5, 0.65)
 
 
 def run(quick: bool) -> dict[str, Any]:
-    steps, epochs, first, last, rounds = (40, 6, 2, 3, 2) if quick else (STEPS, 9, 3, 6, 20)
+    steps, epochs, first, last, rounds = (24, 6, 2, 3, 2) if quick else (STEPS, 9, 3, 6, 20)
     busy = tuple(range(first, last + 1))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -13,15 +13,18 @@ import itertools
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dlrm_autoshard.benchmarks.workloads import DENSE_LR, TABLE_LR, Workload
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan, torchrec_plan
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.tables import TableConfig
 
 DIRECTORY = "DLRM_AUTOSHARD_TORCHREC"
 
@@ -41,6 +44,76 @@ def find_torchrec() -> str | None:
     if importlib.util.find_spec("torchrec") is None:
         return f"torchrec is not installed; {DIRECTORY} may name a directory that has it (see peer_torchrec.py)"
     return None
+
+
+def embedding_bags(tables: Sequence[TableConfig]) -> Any:
+    """Theirs of these tables, without memory until they are sharded."""
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+    configs = [
+        EmbeddingBagConfig(
+            name=t.name, embedding_dim=t.embedding_dim, num_embeddings=t.num_embeddings, feature_names=[t.name]
+        )
+        for t in tables
+    ]
+    return EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+
+
+def sharded(
+    model: nn.Module,
+    tables: Sequence[TableConfig],
+    pooling: Sequence[float],
+    batch_size: int,
+    *,
+    module: str,
+    plan: ShardingPlan | None,
+    check_ids: bool,
+) -> tuple[Any, Any]:
+    """The model on all ranks, and TorchRec's plan of it. batch_size: a rank. module: the name of the tables' in the
+    model. plan: None for that of TorchRec's planner. Collective."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.planner.types import ParameterConstraints
+    from torchrec.distributed.types import ShardingType
+
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": TABLE_LR, "eps": 1e-8}
+    sharder = EmbeddingBagCollectionSharder(
+        fused_params=fused if check_ids else fused | {"bounds_check_mode": BoundsCheckMode.NONE}
+    )
+    if plan is None:
+        planner = EmbeddingShardingPlanner(
+            topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"),
+            batch_size=batch_size,
+            constraints={
+                table.name: ParameterConstraints(
+                    sharding_types=[ShardingType.TABLE_WISE.value],
+                    compute_kernels=["fused"],
+                    pooling_factors=[float(mean)],
+                )
+                for table, mean in zip(tables, pooling, strict=True)
+            },
+        )
+        world = dist.group.WORLD
+        assert world is not None
+        its_plan = planner.collective_plan(model, [sharder], world)
+    else:
+        its_plan = to_sharding_plan(torchrec_plan(plan, tables, module))
+    parallel = DistributedModelParallel(
+        model,
+        device=torch.device("cpu"),
+        plan=its_plan,
+        sharders=[sharder],
+        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True),
+    )
+    return parallel, its_plan
+
+
+def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that no fused optimizer updates."""
+    return [parameter for name, parameter in model.named_parameters() if "embedding_bags" not in name]
 
 
 class TorchrecJob:
@@ -65,77 +138,32 @@ class TorchrecJob:
         reason = find_torchrec()
         if reason is not None:
             raise ModuleNotFoundError(reason)
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType
-        from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
-        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-        from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
-        from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-        from torchrec.distributed.planner.types import ParameterConstraints
         from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-        from torchrec.distributed.types import ShardingType
         from torchrec.models.dlrm import DLRM, DLRMTrain
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
         from torchrec.streamable import Pipelineable
 
         Pipelineable.register(_Batch)
-
-        world = dist.group.WORLD
-        assert world is not None
         self.workload = workload
-        tables = [
-            EmbeddingBagConfig(
-                name=t.name,
-                embedding_dim=t.embedding_dim,
-                num_embeddings=t.num_embeddings,
-                feature_names=[t.name],
-            )
-            for t in workload.tables
-        ]
-        meta = torch.device("meta")
         model = DLRMTrain(
             DLRM(
-                embedding_bag_collection=EmbeddingBagCollection(tables=tables, device=meta),
+                embedding_bag_collection=embedding_bags(workload.tables),
                 dense_in_features=workload.num_dense,
                 dense_arch_layer_sizes=list(workload.bottom),
                 over_arch_layer_sizes=list(workload.top),
                 dense_device=torch.device("cpu"),
             )
         )
-        sharder = EmbeddingBagCollectionSharder(
-            fused_params={
-                "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-                "learning_rate": TABLE_LR,
-                "eps": 1e-8,
-                **({} if check_ids else {"bounds_check_mode": BoundsCheckMode.NONE}),
-            }
-        )
-        planner = EmbeddingShardingPlanner(
-            topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"),
-            batch_size=workload.batch_size // dist.get_world_size(),
-            constraints={
-                table.name: ParameterConstraints(
-                    sharding_types=[ShardingType.TABLE_WISE.value],
-                    compute_kernels=["fused"],
-                    pooling_factors=[float(pooling)],
-                )
-                for table, pooling in zip(workload.tables, workload.pooling, strict=True)
-            },
-        )
-        module = "model.sparse_arch.embedding_bag_collection"
-        if plan is None:
-            its_plan = planner.collective_plan(model, [sharder], world)
-        else:
-            its_plan = to_sharding_plan(torchrec_plan(plan, workload.tables, module))
-        self.model = DistributedModelParallel(
+        self.model, its_plan = sharded(
             model,
-            device=torch.device("cpu"),
-            plan=its_plan,
-            sharders=[sharder],
-            data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True),
+            workload.tables,
+            workload.pooling,
+            workload.batch_size // dist.get_world_size(),
+            module="model.sparse_arch.embedding_bag_collection",
+            plan=plan,
+            check_ids=check_ids,
         )
-        dense = [p for name, p in self.model.named_parameters() if "embedding_bags" not in name]
-        self.optimizer = torch.optim.SGD(dense, lr=DENSE_LR)
+        self.optimizer = torch.optim.SGD(dense_parameters(self.model), lr=DENSE_LR)
         keys = [table.name for table in workload.tables]
         # A jagged tensor remembers its offsets; a real loader's batches are new each time, and so are ours.
         self._fresh_batches = (

@@ -21,7 +21,7 @@ def run(quick: bool) -> dict[str, Any]:
 
     figures, spread = {}, {}
     for ranks in (1, 2):
-        measured = on_pinned_ranks(_measure, ranks, W_EMB, W_EMB.plan(ranks), 10 if quick else 240)
+        measured = on_pinned_ranks(_measure, ranks, W_EMB, W_EMB.plan(ranks), 4 if quick else 240)
         ratio = paired_ratio(*measured[0])
         name = f"overhead at {ranks} rank{'s' * (ranks > 1)}, percent"
         figures[name] = round(100 * (ratio.median - 1), 2)
