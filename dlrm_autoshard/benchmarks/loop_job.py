@@ -58,12 +58,13 @@ class JobRun:
 
     @property
     def profiling_seconds(self) -> float:
-        """By which sampled steps, which have barriers and no overlap, were longer than the others."""
+        """By which sampled steps, which have barriers and no overlap, were longer than the mean one; noise may make it
+        less than nothing."""
         seconds = 0.0
         for e in self.epochs:
             stages = [*e.stage_ms.values(), *e.wait_ms.values()]
             sampled_ms = max(sum(ms) for ms in zip(*stages, strict=True))
-            seconds += e.samples * max(0.0, sampled_ms - 1000 * e.batch_size / e.throughput) / 1000
+            seconds += e.samples * (sampled_ms - 1000 * e.batch_size / e.throughput) / 1000
         return seconds
 
     def throughput(self, first: int, last: int | None = None) -> float:

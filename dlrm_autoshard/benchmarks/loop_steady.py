@@ -28,7 +28,7 @@ def run(quick: bool) -> dict[str, Any]:
         beside = run_jobs([Job("static", static)], folder)["static"]
     errors = job.profile_errors
     later = median_with_interval(errors[3:] or errors[-1:]) if errors else None
-    planning = max(0.0, job.start_seconds - beside.start_seconds)
+    planning = job.start_seconds - beside.start_seconds
     whole = job.start_seconds + job.seconds + job.loop_seconds
     by_itself = [difference(before, after) for before, after in pairwise(job.epochs) if before.plan == after.plan]
     return {
