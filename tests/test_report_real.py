@@ -42,6 +42,7 @@ def train(rank: int, world_size: int, folder: Path, pooling: list[float]) -> Non
         (folder / "config.yaml").write_text(settings.to_yaml())
     with trainer(settings, make_runtime(rank, world_size), folder) as running:
         running.run()
+        running.write_report()
 
 
 def two_cores() -> list[int]:
