@@ -120,8 +120,11 @@ class LearnedCosts:
         free = task.unconstrained
         return estimates(free, self.costs_of(free), self.corrections, [free.ranks_from(plan) for plan in plans])
 
-    def fit_costs(self, updates: int, learning_rate: float, budget_seconds: float | None) -> FitReport:
-        """Start-up samples and observed profiles, half of the weight each where there are both."""
+    def fit_costs(
+        self, updates: int, learning_rate: float, budget_seconds: float | None, *, correct: bool = True
+    ) -> FitReport:
+        """Start-up samples and observed profiles, half of the weight each where there are both. correct: condition the
+        corrections on them too; a training that fits many times needs that once, at its end."""
         samples, weights = list(self.replay.shards), [1.0] * len(self.replay.shards)
         weights_of = {id(profile): weight for profile, weight in self.replay.weighted_profiles()}
         observed: list[tuple[ShardSample, float]] = []
@@ -149,7 +152,8 @@ class LearnedCosts:
             budget_seconds=budget_seconds,
         )
         if report.samples:
-            self._correct()
+            if correct:
+                self._correct()
             sources = sorted({profile.source for profile in self.replay.profiles})
             self.costs_from = f"a cost model fitted to {len(self.replay.shards)} start-up shards" + (
                 f" and {len(self.replay.profiles)} {' and '.join(sources)} profiles" if sources else ""

@@ -103,7 +103,8 @@ class Planner:
                 self.costs.replay.shards.extend(shards_of(profile))
 
         def fit_costs() -> None:
-            reports.append(self.costs.fit_costs(self.settings.cost_updates, 2e-3, None))
+            last = len(reports) + 1 == self.settings.iterations
+            reports.append(self.costs.fit_costs(self.settings.cost_updates, 2e-3, None, correct=last))
 
         trainer = DreamShard(self.makers.policy, self.settings, self.seed)
         trainer.train(tasks, self.costs.costs_of, measure_all, fit_costs)
