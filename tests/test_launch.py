@@ -16,20 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
-TRAIN = str(REPOSITORY / "launch" / "train.py")
-CONFIG = """
-data:
-  source: synthetic
-  train_samples: 20000
-  test_samples: 1000
-  tables:
-    - {name: a, num_embeddings: 500}
-    - {name: b, num_embeddings: 50, mean_pooling: 3.0}
-    - {name: c, num_embeddings: 9}
-train: {batch_size: 64, epochs: 2}
-profile: {enabled: false}
-"""
+from tests.jobs import CONFIG, REPOSITORY, TRAIN, torchrun
 
 
 @pytest.fixture
@@ -37,11 +24,6 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
     path.write_text(CONFIG + f"run: {{name: job, dir: {tmp_path / 'runs'}}}\n")
     return path
-
-
-def torchrun(ranks: int, *arguments: str, restarts: int = 0) -> list[str]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [*start, f"--max_restarts={restarts}", TRAIN, *arguments]
 
 
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:

@@ -70,12 +70,13 @@ class Autoshard:
         self.steps += 1
         self._recorder.count(self._samples)
         decision = None
-        with torch.random.fork_rng([] if self._bags.device.type == "cpu" else [self._bags.device]):
+        if self._placement is None or self.steps % self._every == 0:
             # The training loop's own random numbers (Dropout's, say) are as they would be without us.
-            if self._placement is None:
-                self._place()
-            elif self.steps % self._every == 0:
-                decision = self._close_interval()
+            with torch.random.fork_rng([] if self._bags.device.type == "cpu" else [self._bags.device]):
+                if self._placement is None:
+                    self._place()
+                else:
+                    decision = self._close_interval()
         due = (self.steps - 1) % self._sample_every == self._sample_every // 2
         self._hearing = due or self._placement is None
         self._step.enter_context(self._bags.clock.step(sampled=due))
