@@ -52,7 +52,7 @@ def kill_often(kills: int, seed: int, each: int = KILLS_A_JOB) -> dict[str, Any]
             plan = draw_kills(draw, min(each, kills - number * each), ranks, first=number * each)
             try:
                 final = train(folder, plan, ranks=ranks)
-                problems = [] if final == whole[ranks] else ["it ended with other bits"]
+                problems = differences(final, whole[ranks])
             except BenchError as error:
                 problems = [str(error)]
             problems += left_behind(folder)
@@ -62,6 +62,16 @@ def kill_often(kills: int, seed: int, each: int = KILLS_A_JOB) -> dict[str, Any]
             if problems or done < len(plan):
                 notes.append(f"job {number} on {ranks} ranks, {done} of {plan}: {'; '.join(problems)}")
     return {"kills": made, "survived": survived, "notes": notes}
+
+
+def differences(final: dict[str, Any], whole: dict[str, Any]) -> list[str]:
+    """Between what `train` gave of a killed and of an uninterrupted job."""
+    digests = final["digests"]
+    names = sorted(name for name, digest in whole["digests"].items() if digests.get(name) != digest)
+    problems = [f"it ended with other bits in {', '.join(names[:5])} ({len(names)} in all)"] if names else []
+    if final["loss"] != whole["loss"]:
+        problems.append(f"its last loss is {final['loss']}, not {whole['loss']}")
+    return problems
 
 
 def draw_kills(draw: np.random.Generator, count: int, ranks: int, first: int = 0) -> list[Kill]:
@@ -107,8 +117,8 @@ def train(folder: Path, kills: Sequence[Kill] = (), *, ranks: int = 2, steps: in
         if status > 0:
             raise BenchError(f"the job ended with status {status}:\n{said.read_text()[-3000:]}")
     finals = [json.loads((folder / f"final_{rank}.json").read_text()) for rank in range(ranks)]
-    digests = {name: digest for final in finals for name, digest in final["digests"].items()}
-    return {"loss": finals[0]["loss"], "digests": digests}
+    digests = {name: digest for final in finals for name, digest in final.items()}
+    return {"loss": (folder / "loss").read_text(), "digests": digests}
 
 
 def left_behind(folder: Path) -> list[str]:

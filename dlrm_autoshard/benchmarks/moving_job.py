@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=2 --max-restarts=9 -m dlrm_autoshard.benchmarks.moving_job --dir D --seed 3
 
-Moves and data depend on seed and step alone, so every run of a seed must end with the same bits, killed or not, moved
-or not. Each rank writes the digests of what it holds at the end to D/final_RANK.json. Kills stand in D/kills.json.
+Moves and data depend on seed and step alone, so every run of a seed must end with the same bits, killed, moved or not.
+Rank 0 writes each step's loss to D/loss, a rank at the end its digests to D/final_RANK.json; kills: D/kills.json.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Killer:
 
 class MovingTrainer(Trainer):
     def __init__(self, config: Config, runtime: Runtime, run_dir: Path, *, moves: bool, killer: Killer | None = None):
-        self._killer = killer
+        self._killer, self._folder = killer, Path(config.run.dir)
         if killer is not None:
             killer.at("planning", 0)
             killer.at("starting", _LATER)
@@ -171,6 +171,8 @@ class MovingTrainer(Trainer):
         super()._train_step(sampled=sampled)
         if self.moves is not None:
             self.moves.step = self.position.step
+        if self.runtime.rank == 0:  # where the last start finds all steps done, it has no loss of its own
+            (self._folder / "loss").write_text(repr(float(self.dense.global_loss)))
 
     def _save(self) -> None:
         if self._killer is not None:
@@ -201,8 +203,7 @@ def main() -> None:
         run_dir = from_rank_0(runtime, lambda: held.enter_context(claim))
         trainer = MovingTrainer(config, runtime, run_dir, moves=True, killer=killer)
         trainer.run()
-        final = {"loss": float(trainer.dense.global_loss), "digests": trainer.digests()}
-        (arguments.dir / f"final_{runtime.rank}.json").write_text(json.dumps(final))
+        (arguments.dir / f"final_{runtime.rank}.json").write_text(json.dumps(trainer.digests()))
         del trainer
 
 
