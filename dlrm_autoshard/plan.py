@@ -1,7 +1,7 @@
-"""Which rank owns which table, and what it takes for that to be legal. A table lives whole on exactly one rank.
+"""Which rank owns which shard, and what it takes for that to be legal. A shard is a table, or some of its columns.
 
-plan = ShardingPlan({"user": 0, "item": 1}, world_size=2)
-plan.tables_on(1)                        # ("item",)
+plan = ShardingPlan({"user": 0, "item[0:64]": 0, "item[64:128]": 1}, world_size=2)
+plan.tables_on(1)                        # ("item[64:128]",)
 plan.moves_to(other)                     # (Move("user", source=0, destination=1),)
 check_plan(plan, memory, topology)       # PlanError where a rank overflows
 """
@@ -9,9 +9,11 @@ check_plan(plan, memory, topology)       # PlanError where a rank overflows
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,14 +22,13 @@ from typing_extensions import TypedDict
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, checked, read_json
 from dlrm_autoshard.formats.numbers import Count, Name, Ranks
-
-PLAN_SCHEMA = 1
+from dlrm_autoshard.tables import Shard, TableConfig
 
 
 class PlanRecord(TypedDict):
-    """A plan as JSON. rank_of: each table's owner, tables in canonical order."""
+    """A plan as JSON. rank_of: each shard's owner, tables in canonical order. schema: 2 where a table is split."""
 
-    schema: Literal[1]
+    schema: Literal[1, 2]
     world_size: Ranks
     rank_of: dict[Name, Count]
 
@@ -38,7 +39,7 @@ class PlanError(UserError):
 
 @dataclass(frozen=True)
 class Move:
-    """One table on its way from one rank to another."""
+    """A table, or some of its columns (`item[0:64]`), on the way from one rank to another."""
 
     table: str
     source: int
@@ -47,35 +48,70 @@ class Move:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Owner rank of every table. Immutable; the order of `rank_of` is the tables' canonical order."""
+    """Owner rank of every shard. Immutable; the order of `rank_of` is the tables' canonical order, parts by columns.
+
+    rank_of: by the shards' names; a table that is not split goes by its own.
+    """
 
     rank_of: Mapping[str, int]
     world_size: int
 
     def __post_init__(self) -> None:
-        for table, rank in self.rank_of.items():
+        for name, rank in self.rank_of.items():
             if not 0 <= rank < self.world_size:
                 raise PlanError(
-                    f"table '{table}' is placed on rank {rank}, but there are {self.world_size} ranks "
+                    f"table '{name}' is placed on rank {rank}, but there are {self.world_size} ranks "
                     f"(0 to {self.world_size - 1}). Make the plan for this number of ranks."
                 )
+        for table in self.split_tables:
+            _check_parts(table, self.parts_of(table))
+
+    @cached_property
+    def _parts(self) -> Mapping[str, tuple[Shard, ...]]:
+        """Of each table, by columns; tables in canonical order."""
+        parts: dict[str, list[Shard]] = {}
+        for name in self.rank_of:
+            shard = Shard.parse(name)
+            parts.setdefault(shard.table, []).append(shard)
+        return {table: tuple(sorted(of, key=lambda shard: shard.columns or (0, 0))) for table, of in parts.items()}
+
+    def parts_of(self, table: str) -> tuple[Shard, ...]:
+        """The table's shards by columns: one where it is whole, none where the plan doesn't place it."""
+        return self._parts.get(table, ())
+
+    @property
+    def split_tables(self) -> tuple[str, ...]:
+        if not any(name.endswith("]") for name in self.rank_of):
+            return ()
+        return tuple(table for table, parts in self._parts.items() if parts != (Shard(table),))
+
+    def shards_on(self, rank: int) -> tuple[Shard, ...]:
+        return tuple(Shard.parse(name) for name in self.tables_on(rank))
 
     def tables_on(self, rank: int) -> tuple[str, ...]:
-        """Names of the tables that `rank` owns, in canonical order."""
-        return tuple(table for table, owner in self.rank_of.items() if owner == rank)
+        """Names of the shards that `rank` owns, in canonical order."""
+        return tuple(name for name, owner in self.rank_of.items() if owner == rank)
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """Ranks that own something of this table, or of this part of one."""
+        wanted = Shard.parse(name)
+        return tuple(sorted({self.rank_of[str(s)] for s in self.parts_of(wanted.table) if s & wanted is not None}))
 
     def moves_to(self, new_plan: ShardingPlan) -> tuple[Move, ...]:
-        """Moves that turn this plan into `new_plan`, in canonical table order: the same on every rank."""
-        new_plan.check_tables(self.rank_of)
+        """Moves that turn this plan into `new_plan`, in canonical table order: the same on every rank. What stays on
+        its rank, as another part of its table, is not among them."""
+        new_plan.check_tables(self._parts)
         return tuple(
-            Move(table, owner, new_plan.rank_of[table])
-            for table, owner in self.rank_of.items()
-            if new_plan.rank_of[table] != owner
+            Move(str(common), self.rank_of[str(old)], new_plan.rank_of[str(new)])
+            for table, parts in self._parts.items()
+            for old, new in itertools.product(parts, new_plan.parts_of(table))
+            if (common := old & new) is not None and self.rank_of[str(old)] != new_plan.rank_of[str(new)]
         )
 
     def check_tables(self, names: Iterable[str]) -> None:
-        """PlanError unless this plan places exactly the tables `names`."""
-        wanted, placed = set(names), set(self.rank_of)
+        """PlanError unless this plan places exactly the tables (or shards) `names`, whole or in parts."""
+        wanted = set(names)
+        placed = {name if name in wanted else Shard.parse(name).table for name in self.rank_of}
         if wanted != placed:
             parts = []
             if wanted - placed:
@@ -87,7 +123,8 @@ class ShardingPlan:
     def ordered(self, names: Sequence[str]) -> ShardingPlan:
         """The same placement with tables in the order of `names`."""
         self.check_tables(names)
-        return ShardingPlan({name: self.rank_of[name] for name in names}, self.world_size)
+        shards = [str(shard) for name in names for shard in (self.parts_of(name) or (Shard.parse(name),))]
+        return ShardingPlan({shard: self.rank_of[shard] for shard in shards}, self.world_size)
 
     @property
     def fingerprint(self) -> str:
@@ -95,7 +132,7 @@ class ShardingPlan:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": PLAN_SCHEMA, "world_size": self.world_size, "rank_of": dict(self.rank_of)}
+        return {"schema": 2 if self.split_tables else 1, "world_size": self.world_size, "rank_of": dict(self.rank_of)}
 
     @staticmethod
     def from_json(record: Any) -> ShardingPlan:
@@ -118,6 +155,43 @@ class ShardingPlan:
             raise PlanError(str(error)) from error
         except PlanError as error:
             raise PlanError(f"plan file '{path}': {error}") from error
+
+
+def _check_parts(table: str, parts: Sequence[Shard]) -> None:
+    """PlanError unless they are columns from 0 on, each exactly once, as fbgemm can hold them. Where they end, the
+    plan doesn't know: see `shard_tables`."""
+    if len(parts) == 1:
+        raise PlanError(f"'{parts[0]}' is the only part of its table: one that is whole goes by its name, '{table}'.")
+    end = 0
+    for shard in parts:
+        start, stop = shard.columns or (-1, -1)
+        if shard.columns is None or start != end:
+            raise PlanError(
+                f"the parts of table '{table}' must hold its columns once each, from 0 on; "
+                f"they are {', '.join(str(part) for part in parts)}."
+            )
+        if start % 4 or stop % 4 or start >= stop:
+            raise PlanError(f"'{shard}' is no part that can be held: parts start and stop at multiples of 4.")
+        end = stop
+
+
+def shard_tables(tables: Sequence[TableConfig], plan: ShardingPlan) -> tuple[TableConfig, ...]:
+    """All shards of the plan, in canonical order, each as a table of its own. PlanError where the plan's parts are
+    not of these tables."""
+    plan.check_tables(table.name for table in tables)
+    shards: list[TableConfig] = []
+    for table in tables:
+        for shard in plan.parts_of(table.name) or (Shard(table.name),):
+            try:
+                shards.append(table if str(shard) == table.name else table.part(*shard.columns))  # type: ignore[misc]
+            except UserError as error:
+                raise PlanError(f"the plan is for other tables: {error}") from error
+        if shards[-1].columns[1] != table.columns[1]:
+            raise PlanError(
+                f"the plan is for other tables: table '{table.name}' has {table.embedding_dim} columns, and its parts "
+                f"hold {shards[-1].columns[1]}. Make a new plan for this model."
+            )
+    return tuple(shards)
 
 
 @dataclass(frozen=True)
@@ -159,7 +233,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the user asks of a plan beside memory.
+    """What the user asks of a plan beside memory, by names of tables (all of their parts) or of parts.
 
     pinned: table -> the rank that must own it. together: groups that share a rank. apart: groups in which no
     two tables share one.
@@ -191,7 +265,8 @@ def check_plan(
     topology: Topology,
     constraints: Constraints = Constraints(),
 ) -> None:
-    """PlanError where `plan` breaks memory, an exclusion or a constraint; nothing otherwise."""
+    """PlanError where `plan` breaks memory, an exclusion or a constraint; nothing otherwise. table_bytes: of each
+    shard that the plan places."""
     plan.check_tables(table_bytes)
     if plan.world_size != topology.world_size:
         raise PlanError(
@@ -202,13 +277,15 @@ def check_plan(
         if rank in topology.excluded:
             raise PlanError(f"table '{table}' is placed on rank {rank}, which is excluded.")
     for table, rank in constraints.pinned.items():
-        if plan.rank_of.get(table, rank) != rank:
-            raise PlanError(f"table '{table}' is pinned to rank {rank} but placed on rank {plan.rank_of[table]}.")
+        for owner in plan.ranks_of(table):
+            if owner != rank:
+                raise PlanError(f"table '{table}' is pinned to rank {rank} but placed on rank {owner}.")
     for group in constraints.together:
-        if len({plan.rank_of[table] for table in group}) > 1:
+        if len({rank for table in group for rank in plan.ranks_of(table)}) > 1:
             raise PlanError(f"tables {_some(group)} must stay together but are on several ranks.")
     for group in constraints.apart:
-        if len({plan.rank_of[table] for table in group}) < len(group):
+        owners = [rank for table in group for rank in plan.ranks_of(table)]
+        if len(set(owners)) < len(owners):
             raise PlanError(f"tables {_some(group)} must stay apart but two of them share a rank.")
     if topology.memory_bytes is not None:
         used = bytes_per_rank(plan, table_bytes)

@@ -1,14 +1,16 @@
 """Embedding tables as plain data: their shape, and the statistics that decide their cost.
 
 user = TableConfig("user", num_embeddings=943, embedding_dim=32)
+user.part(16, 32)                                        # TableConfig("user[16:32]", 943, 16): a column-wise shard
 stats = measure_table_stats(lengths_TB, values_N)        # one TableStats per table
 stats[0].mean_pooling, stats[0].reuse_histogram          # 1.0, (0.1, 0.2, ...)
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -54,8 +56,42 @@ class TableRecord(TypedDict):
 
 
 @dataclass(frozen=True)
+class Shard:
+    """What a rank holds of a table: all of its rows, and columns [start, stop), or all of them (None).
+
+    As text `item` or `item[0:64]`: so plans, storage and reports name shards. A whole table's name is the table's.
+    """
+
+    table: str
+    columns: tuple[int, int] | None = None
+    rows: None = None
+    """All, always: a range once tables are split by rows too."""
+
+    def __str__(self) -> str:
+        return self.table if self.columns is None else f"{self.table}[{self.columns[0]}:{self.columns[1]}]"
+
+    @staticmethod
+    def parse(name: str) -> Shard:
+        part = _PART.fullmatch(name) if name.endswith("]") else None
+        return Shard(name) if part is None else Shard(part[1], (int(part[2]), int(part[3])))
+
+    def __and__(self, other: Shard) -> Shard | None:
+        """What both hold, if anything."""
+        if self.table != other.table:
+            return None
+        if self.columns is None or other.columns is None:
+            return Shard(self.table, self.columns or other.columns)
+        start, stop = max(self.columns[0], other.columns[0]), min(self.columns[1], other.columns[1])
+        return Shard(self.table, (start, stop)) if start < stop else None
+
+
+_PART = re.compile(r"(.+)\[(\d{1,9}):(\d{1,9})\]")
+
+
+@dataclass(frozen=True)
 class TableConfig:
-    """One embedding table. `embedding_dim` is a multiple of 4, as fbgemm's kernels need."""
+    """One embedding table, or a part of one, which is named so. `embedding_dim` is a multiple of 4, as fbgemm's
+    kernels need."""
 
     name: str
     num_embeddings: int
@@ -73,6 +109,29 @@ class TableConfig:
                 f"table '{self.name}' has embedding_dim {self.embedding_dim}; fbgemm needs a multiple of 4 "
                 f"(try {max(4, -(-self.embedding_dim // 4) * 4)})"
             )
+        start, stop = self.columns
+        if stop - start != self.embedding_dim:
+            raise UserError(
+                f"table '{self.name}' is named as columns {start} to {stop} of a table, and has embedding_dim "
+                f"{self.embedding_dim}. Give it a name without [{start}:{stop}]."
+            )
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """[start, stop) of the whole table's columns."""
+        return Shard.parse(self.name).columns or (0, self.embedding_dim)
+
+    def part(self, start: int, stop: int) -> TableConfig:
+        """Columns [start, stop) of the whole table, which are among this one's. Its statistics are the table's."""
+        first, last = self.columns
+        if not first <= start < stop <= last or start % 4 or stop % 4:
+            raise UserError(
+                f"table '{self.name}' has columns {first} to {last}: [{start}:{stop}] is no part of it. "
+                "Parts start and stop at multiples of 4."
+            )
+        if (start, stop) == (first, last):
+            return self
+        return replace(self, name=str(Shard(Shard.parse(self.name).table, (start, stop))), embedding_dim=stop - start)
 
     @property
     def weight_bytes(self) -> int:

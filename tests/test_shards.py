@@ -1,0 +1,119 @@
+"""A plan is a set of shards: tables, or columns of them, named in one way, each held exactly once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.plan import Constraints, Move, PlanError, ShardingPlan, Topology, check_plan, shard_tables
+from dlrm_autoshard.tables import Shard, TableConfig
+from tests.split_plans import plans_of
+
+TABLES = (TableConfig("user", 100, 16), TableConfig("item", 50, 32), TableConfig("a[b]", 5, 4))
+SPLIT = ShardingPlan({"user": 0, "item[0:8]": 1, "item[8:32]": 0, "a[b]": 1}, 2)
+
+
+@given(st.text(min_size=1), st.none() | st.tuples(st.integers(0, 999), st.integers(0, 999)))
+def test_a_shard_is_read_back_from_its_name(table: str, columns: tuple[int, int] | None) -> None:
+    shard = Shard(table, columns)
+    assert Shard.parse(str(Shard.parse(str(shard)))) == Shard.parse(str(shard))
+    if columns is not None or not table.endswith("]"):
+        assert Shard.parse(str(shard)) == shard
+
+
+def test_a_plan_says_where_the_parts_of_a_table_are() -> None:
+    assert SPLIT.split_tables == ("item",)
+    assert SPLIT.parts_of("item") == (Shard("item", (0, 8)), Shard("item", (8, 32)))
+    assert SPLIT.parts_of("user") == (Shard("user"),) and SPLIT.parts_of("shop") == ()
+    assert SPLIT.shards_on(0) == (Shard("user"), Shard("item", (8, 32)))
+    assert SPLIT.tables_on(1) == ("item[0:8]", "a[b]")
+    assert SPLIT.ranks_of("item") == (0, 1) and SPLIT.ranks_of("item[0:4]") == (1,)
+
+
+def test_the_shards_of_a_plan_are_tables_in_canonical_order() -> None:
+    shuffled = ShardingPlan({name: SPLIT.rank_of[name] for name in [*SPLIT.rank_of][::-1]}, 2)
+    shards = shard_tables(TABLES, shuffled)
+    assert [shard.name for shard in shards] == list(SPLIT.rank_of) == list(shuffled.ordered([*SPLIT.rank_of]).rank_of)
+    assert list(shuffled.ordered([table.name for table in TABLES]).rank_of) == list(SPLIT.rank_of)
+    assert [shard.embedding_dim for shard in shards] == [16, 8, 24, 4]
+    assert [shard.columns for shard in shards] == [(0, 16), (0, 8), (8, 32), (0, 4)]
+    assert shard_tables(shards, SPLIT) == shards
+    assert shards[2].part(8, 16).part(8, 12) == TableConfig("item[8:12]", 50, 4)
+
+
+@pytest.mark.parametrize(
+    ("rank_of", "said"),
+    [
+        ({"item": 0, "item[0:8]": 1}, "once each"),
+        ({"item[0:8]": 0, "item[4:32]": 1}, "once each"),
+        ({"item[0:8]": 0, "item[12:32]": 1}, "once each"),
+        ({"item[0:32]": 0}, "only part"),
+        ({"item[0:6]": 0, "item[6:32]": 1}, "multiples of 4"),
+        ({"item[0:0]": 0, "item[0:32]": 1}, "multiples of 4"),
+    ],
+)
+def test_columns_that_are_held_twice_or_not_at_all_are_refused(rank_of: dict[str, int], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        ShardingPlan(rank_of, 2)
+
+
+def test_parts_of_a_wider_or_narrower_table_are_refused_by_name() -> None:
+    for end in (28, 36):
+        with pytest.raises(PlanError, match="item"):
+            shard_tables(TABLES[1:2], ShardingPlan({"item[0:8]": 0, f"item[8:{end}]": 1}, 2))
+    with pytest.raises(UserError, match="named as columns 0 to 8"):
+        TableConfig("item[0:8]", 10, 16)
+    with pytest.raises(UserError, match="no part of it"):
+        TABLES[1].part(4, 36)
+
+
+def test_a_plan_without_splits_is_written_as_before(tmp_path: Path) -> None:
+    whole = ShardingPlan({"user": 0, "item": 1}, 2)
+    assert whole.to_json() == {"schema": 1, "world_size": 2, "rank_of": {"user": 0, "item": 1}}
+    for plan in (whole, SPLIT):
+        plan.save(tmp_path / "plan.json")
+        assert ShardingPlan.load(tmp_path / "plan.json") == plan
+    assert json.loads((tmp_path / "plan.json").read_text())["schema"] == 2
+
+
+def test_constraints_on_a_table_hold_for_its_parts() -> None:
+    sizes = dict.fromkeys(SPLIT.rank_of, 1)
+    for broken in (
+        Constraints(pinned={"item": 0}),
+        Constraints(pinned={"item[0:8]": 0}),
+        Constraints(together=(("item", "user"),)),
+        Constraints(apart=(("item", "user"),)),
+        Constraints(apart=(("item[8:32]", "user"),)),
+    ):
+        with pytest.raises(PlanError):
+            check_plan(SPLIT, sizes, Topology(2), broken)
+    held = Constraints(pinned={"item[0:8]": 1}, together=(("item[8:32]", "user"),), apart=(("item[0:8]", "user"),))
+    check_plan(SPLIT, sizes, Topology(2), held)
+
+
+def test_a_split_moves_what_leaves_its_rank_and_nothing_else() -> None:
+    whole = ShardingPlan({"user": 0, "item": 0, "a[b]": 1}, 2)
+    assert whole.moves_to(SPLIT) == (Move("item[0:8]", 0, 1),)
+    assert SPLIT.moves_to(whole) == (Move("item[0:8]", 1, 0),)
+
+
+@given(plans_of(TABLES, 3), plans_of(TABLES, 3))
+def test_moves_carry_every_column_that_changes_its_rank_once(plan: ShardingPlan, other: ShardingPlan) -> None:
+    ranks = {}
+    for name, rank in plan.rank_of.items():
+        shard = Shard.parse(name)
+        start, stop = shard.columns or (0, 32)
+        ranks.update({(shard.table, column): rank for column in range(start, stop)})
+    for move in plan.moves_to(other):
+        shard = Shard.parse(move.table)
+        for column in range(*(shard.columns or (0, 32))):
+            assert ranks[shard.table, column] == move.source
+            ranks[shard.table, column] = move.destination
+    for table, column in itertools.product(("user", "item"), range(16)):
+        assert (ranks[table, column],) == other.ranks_of(f"{table}[{column}:{column + 1}]")
