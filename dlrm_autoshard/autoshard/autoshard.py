@@ -19,9 +19,7 @@ from dlrm_autoshard.autoshard.initial_plan import Placement, choose_plan, find_t
 from dlrm_autoshard.autoshard.recorder import Recorder
 from dlrm_autoshard.autoshard.resharding import Resharding
 from dlrm_autoshard.config import AutoshardConfig
-from dlrm_autoshard.distributed.bags import ShardedEmbeddingBags
-from dlrm_autoshard.distributed.id_distribution import LocalIds
-from dlrm_autoshard.distributed.reshard import reshard
+from dlrm_autoshard.distributed.movable import ArrivedIds, MovableBags
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.records.epoch import epochs_file
@@ -34,7 +32,7 @@ class Autoshard:
 
     def __init__(
         self,
-        bags: ShardedEmbeddingBags,
+        bags: MovableBags,
         *,
         run_dir: str | Path,
         every_steps: int = 500,
@@ -99,20 +97,20 @@ class Autoshard:
             raise UserError(f"'{self.run_dir}' has the records of another run: name another run_dir, or move it away.")
         self.run_dir.mkdir(parents=True, exist_ok=True)
 
-    def _hear(self, ids: LocalIds, batch_size: int) -> None:
+    def _hear(self, ids: ArrivedIds, batch_size: int) -> None:
         self._samples = batch_size
         if self._hearing:
-            world_size = self._bags.world_size
+            world_size = self._runtime.world_size
             self._recorder.observer.observe(ids, world_size, batch_size * world_size)
 
     def _place(self) -> None:
         """The first plan: on the first step's statistics, by measurements on these ranks."""
         bags, runtime, sharded = self._bags, self._runtime, self._bags.sharded
-        owned = [table.name for table in sharded.output_tables if bags.plan.rank_of[table.name] == bags.rank]
+        owned = [table.name for table in sharded.output_tables if bags.plan.rank_of[table.name] == runtime.rank]
         by_rank = runtime.all_gather(self._recorder.observer.summary(owned))
         seen = {name: stat for own in by_rank for name, stat in own.items()}
         self._stats = tuple(seen[table.name] for table in bags.tables)
-        optimizer, batch_size = sharded.config.optimizer.name, self._samples * bags.world_size
+        optimizer, batch_size = sharded.config.optimizer.name, self._samples * runtime.world_size
         task = PlacementTask.build(
             sharded.tables,
             self._stats,
@@ -121,8 +119,8 @@ class Autoshard:
             table_bytes=memory_bytes(sharded.tables, self._stats, optimizer, batch_size),
         )
         self._placement = choose_plan(self.settings, task, runtime, optimizer, bags.exchange_dtype)
-        reshard(sharded, self._placement.plan, group=bags.runtime.control)
-        self._resharding = Resharding(self.settings, runtime, sharded, self._placement, self.run_dir)
+        bags.move_to(self._placement.plan)
+        self._resharding = Resharding(self.settings, runtime, sharded, bags.move_to, self._placement, self.run_dir)
         if runtime.rank == 0:
             bags.plan.save(self.run_dir / "plan" / f"step_{self.steps:08d}.json")
             if self._placement.result is not None:

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from dlrm_autoshard.costs import RankCost, StepProfile
-from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.id_distribution import LocalIds
+from dlrm_autoshard.distributed.movable import ArrivedIds, PlacedTables
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
@@ -34,7 +33,7 @@ class TableObserver:
         self._ids: np.ndarray | None = None
         self._reuse: list[TableStats] = []
 
-    def observe(self, ids: LocalIds, world_size: int, real_samples: int) -> None:
+    def observe(self, ids: ArrivedIds, world_size: int, real_samples: int) -> None:
         num_bags = ids.batch_size * world_size
         offsets = ids.offsets.cpu().numpy()
         counts = np.diff(offsets[::num_bags])
@@ -60,7 +59,7 @@ class TableObserver:
 class Recorder:
     """Opens and closes intervals; knows the run directory."""
 
-    def __init__(self, run_dir: Path, runtime: Runtime, embeddings: ShardedEmbeddings, clock: StageClock) -> None:
+    def __init__(self, run_dir: Path, runtime: Runtime, embeddings: PlacedTables, clock: StageClock) -> None:
         self._run_dir, self._runtime, self._embeddings, self._clock = run_dir, runtime, embeddings, clock
         self.observer = TableObserver()
         self.open(0)

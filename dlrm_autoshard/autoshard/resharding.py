@@ -3,23 +3,30 @@
     decision = resharding.after_interval(interval)      # on every rank between two steps; interval: rank 0's
 
 Where decision.new_plan is set, tables have moved, and ids on their way have other owners now. What to decide and why is
-controller.py's; how tables travel is distributed/reshard.py's.
+controller.py's; how tables travel is `move_to`'s: distributed/reshard.py's, or TorchRec's (torchrec/move.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.autoshard.initial_plan import Placement, from_rank_0
 from dlrm_autoshard.config import AutoshardConfig
-from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.reshard import ReshardRefused, reshard, tensor_bytes
+from dlrm_autoshard.distributed.movable import PlacedTables
+from dlrm_autoshard.distributed.reshard import ReshardRefused, ReshardStats
 from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.decisions import DecisionLog
+
+
+class MoveTo(Protocol):
+    """Makes the plan the live one, on all ranks. ReshardRefused on all of them where the old one still is."""
+
+    def __call__(self, plan: ShardingPlan, /, *, checksums: bool = False) -> ReshardStats: ...
 
 
 class Resharding:
@@ -29,15 +36,17 @@ class Resharding:
         self,
         settings: AutoshardConfig,
         runtime: Runtime,
-        embeddings: ShardedEmbeddings,
+        embeddings: PlacedTables,
+        move_to: MoveTo,
         placement: Placement,
         run_dir: Path,
     ) -> None:
-        self._settings, self._runtime, self._embeddings = settings.reshard, runtime, embeddings
-        self._run_dir = run_dir
+        self._settings, self._runtime, self._run_dir = settings.reshard, runtime, run_dir
+        self._embeddings, self._move_to = embeddings, move_to
         self.controller: Controller | None = None
         if placement.planner is not None:
-            bytes_of = {table: sum(tensors.values()) for table, tensors in tensor_bytes(embeddings).items()}
+            optimizer = embeddings.config.optimizer.name
+            bytes_of = {t.name: t.weight_bytes + t.optimizer_bytes(optimizer) for t in embeddings.tables}
             log = DecisionLog(run_dir / "decisions.jsonl")
             self.controller = Controller(settings, placement.planner, placement.task, bytes_of, log)
 
@@ -62,12 +71,7 @@ class Resharding:
         if decision is None or decision.new_plan is None:
             return decision
         try:
-            stats = reshard(
-                self._embeddings,
-                decision.new_plan,
-                group=self._runtime.control,
-                checksums=self._settings.checksums,
-            )
+            stats = self._move_to(decision.new_plan, checksums=self._settings.checksums)
         except ReshardRefused as refusal:
             why = str(refusal)
             return from_rank_0(self._runtime, lambda: controller.refused(why) if controller else decision)

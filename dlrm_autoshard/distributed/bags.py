@@ -25,6 +25,8 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.id_check import IdCheck
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.id_distribution import LocalIds
+from dlrm_autoshard.distributed.movable import ArrivedIds
+from dlrm_autoshard.distributed.reshard import ReshardStats, reshard
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.errors import UserError
@@ -105,7 +107,7 @@ class ShardedEmbeddingBags(nn.Module):
         self._check = IdCheck(self.tables, "error") if check_ids else None
         self._columns = _columns_as_given(self.tables, self.sharded.output_tables, self.device)
         self._between = ExitStack()  # the stage between lookup and gradient, while it lasts
-        self._heard: list[Callable[[LocalIds, int], None]] = []
+        self._heard: list[Callable[[ArrivedIds, int], None]] = []
 
     # -- what people ask -----------------------------------------------------------------------------------------------
 
@@ -136,9 +138,13 @@ class ShardedEmbeddingBags(nn.Module):
         parts = pooled_BD.split([table.embedding_dim for table in self.tables], dim=1)
         return {table.name: part for table, part in zip(self.tables, parts, strict=True)}
 
-    def on_lookup(self, listener: Callable[[LocalIds, int], None]) -> None:
+    def on_lookup(self, listener: Callable[[ArrivedIds, int], None]) -> None:
         """`listener(ids, B)` hears of each training lookup: the ids that reached this rank, the samples of one rank."""
         self._heard.append(listener)
+
+    def move_to(self, plan: ShardingPlan, *, checksums: bool = False) -> ReshardStats:
+        """Makes `plan` the live one, between steps, on every rank; no bit of the model changes. See `reshard`."""
+        return reshard(self.sharded, plan, group=self.runtime.control, checksums=checksums)
 
     def forward(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> Tensor:
         """[B, sum of dims] float32, columns in the tables' order; B must be the same on every rank.

@@ -18,6 +18,7 @@ from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.dense import DataParallelDense, finite_on_all_ranks
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.reshard import reshard
 from dlrm_autoshard.distributed.reshard_agree import free_memory
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
@@ -92,7 +93,8 @@ class Job:
         )
         self.resharding: Resharding | None = None
         if Resharding.is_wanted(config.autoshard, runtime.world_size):
-            self.resharding = Resharding(config.autoshard, runtime, self.embeddings, self.placement, run_dir)
+            move_to = partial(reshard, self.embeddings, group=runtime.control)
+            self.resharding = Resharding(config.autoshard, runtime, self.embeddings, move_to, self.placement, run_dir)
         self.state = TrainingState(
             runtime,
             self.checkpoints,
