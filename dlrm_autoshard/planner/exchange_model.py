@@ -2,8 +2,8 @@
 
     model.ms(dims_W, batch_size=4096, hosts=(0, 0, 1, 1))    # [2] forward, backward; hosts: of each rank
 
-A collective ends on all ranks when the slowest has sent and received, so one figure a plan and stage is fitted: the
-slowest rank's, by the most that a rank sends. README.md says why.
+A collective ends on all ranks when the slowest has sent and received, so one figure a plan and stage is fitted: by the
+most that a rank sends, the most that one receives, and what travels in all. README.md says why.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from dlrm_autoshard.planner.least_squares import fit_nonnegative
 from dlrm_autoshard.planner.replay import CommsSample
 
 BYTES_PER_VALUE = 4
-PRIOR = np.array([0.15, 0.05, 0.30, 0.15])
-"""ms, ms a peer, ms per MB that the rank with most dims sends, and that ranks receive on average. gloo on
-loopback, or a 10 to 25 Gbit/s network. Only their proportions count once anything was measured."""
-PRIOR_HOST = 0.30
-"""ms per MB that leaves a host, and that enters it."""
+PRIOR = np.array([0.15, 0.05, 0.30, 0.05, 0.10])
+"""ms, ms a peer, ms per MB that the rank with most dims sends, that ranks receive on average, and that the rank with
+fewest dims receives. gloo on loopback, or a 10 to 25 Gbit/s network. Only their proportions count once anything was
+measured."""
+PRIOR_HOST = 0.60
+"""ms per MB that leaves a host for another."""
 PULL, PULL_BETWEEN_HOSTS, PULL_HOST = 0.002, 2.0, 0.05
 """How many measurements a price's prior counts as; the second where ranks are on several hosts. Between hosts the link
 is what nobody knows: before plans differ enough to tell the prices apart, a slow exchange is put down to it."""
@@ -45,35 +46,36 @@ class ExchangeModel:
         if len(dims_W) == 1:
             return np.zeros(2)
         work_P = exchange_work(dims_W, batch_size, hosts)
-        prices_SP = self._prices_for(hosts, len(work_P))
-        ms: np.ndarray = prices_SP @ work_P
+        ms: np.ndarray = self._prices_for(hosts, len(work_P)) @ work_P
         return ms
 
     def lines(
         self, total_dims: float, batch_size: int, world_size: int, hosts: Sequence[int] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """([W, 2], [W, 2]): the exchange if this rank is the slowest and owns no dims, and what each dim adds.
+        """([2, W, 2], [2, W, 2]): what each rank's sending (0) and receiving (1) takes if it owns no dims, and what
+        each dim adds; forward and backward.
 
-        A straight line, so that a search need not know the other ranks' dims: those of the same host are taken to own
-        as much as the rank itself and the others to share the rest, as they do where plans are balanced.
+        The exchange is the slowest rank's sending plus the slowest one's receiving, so a search need not know other
+        ranks' dims. Only with several hosts is that an approximation: ranks of the same host are taken to own as much
+        as the rank itself and the others to share the rest, as they do where plans are balanced.
         """
+        base_2W2, per_dim_2W2 = np.zeros((2, world_size, 2)), np.zeros((2, world_size, 2))
         if world_size == 1:
-            return np.zeros((1, 2)), np.zeros((1, 2))
+            return base_2W2, per_dim_2W2
         host_W = np.zeros(world_size, dtype=int) if hosts is None else np.array(hosts)
-        at = []
-        for dims in (0.0, 1.0):
-            rows = []
-            for rank in range(world_size):
-                mates_W = host_W == host_W[rank]
+        mb_per_dim = _mb_per_dim(batch_size, world_size)
+        for host in np.unique(host_W):
+            mates_W = host_W == host
+            at = []
+            for dims in (0.0, 1.0):
                 left = (total_dims - dims * mates_W.sum()) / max(1, world_size - mates_W.sum())
-                dims_W = np.where(mates_W, dims, left)
-                work_P = exchange_work(dims_W, batch_size, hosts, slowest=rank, total_dims=total_dims)
-                rows.append(self._prices_for(hosts, len(work_P)) @ work_P)
-                if hosts is None:  # all ranks are alike
-                    rows *= world_size
-                    break
-            at.append(np.array(rows))
-        return at[0], at[1] - at[0]
+                work_P = exchange_work(np.where(mates_W, dims, left), batch_size, hosts)
+                work_P[2:5] = dims * (world_size - 1) * mb_per_dim, total_dims * (1 - 1 / world_size) * mb_per_dim, 0.0
+                at.append(self._prices_for(hosts, len(work_P)) @ work_P)
+            receiving_2 = self._prices_for(hosts, len(work_P))[:, 4] * mb_per_dim
+            base_2W2[0, mates_W], base_2W2[1, mates_W] = at[0], receiving_2 * total_dims
+            per_dim_2W2[0, mates_W], per_dim_2W2[1, mates_W] = at[1] - at[0], -receiving_2
+        return base_2W2, per_dim_2W2
 
     def fit(self, samples: Sequence[CommsSample], weights: Sequence[float]) -> None:
         """Fits the prices to the slowest rank of each measured exchange, in relative error. Prices that the samples
@@ -84,7 +86,7 @@ class ExchangeModel:
         self._hosts = hosts = _several(kept[-1][0].hosts)
         # Prices of hosts can only be learned from ranks on the same hosts.
         kept = [(s, w) for s, w in kept if _several(s.hosts) in (None, hosts)]
-        size = len(PRIOR) + (0 if hosts is None else 2 * len(set(hosts)))
+        size = len(PRIOR) + (0 if hosts is None else len(set(hosts)))
         work_NP = np.zeros((len(kept), size))
         for row, (sample, _) in zip(work_NP, kept, strict=True):
             work_P = exchange_work(np.array(sample.dims, dtype=np.float64), sample.batch_size, _several(sample.hosts))
@@ -103,42 +105,35 @@ class ExchangeModel:
 
     def load_prices(self, prices: Sequence[Sequence[float]]) -> None:
         """Prices that were fitted elsewhere, as the prior from now on."""
-        self.prior_SP = np.array(prices)[:, : len(PRIOR)]  # those of hosts are this job's own
+        self.prior_SP = np.zeros((2, len(PRIOR)))  # without the last in states of older versions
+        for row_P, fitted in zip(self.prior_SP, prices, strict=True):
+            row_P[: len(fitted)] = fitted[: len(PRIOR)]  # those of hosts are this job's own
         self.prices_SP, self._hosts = self.prior_SP, None
 
     def _prices_for(self, hosts: Sequence[int] | None, size: int, *, prior: bool = False) -> np.ndarray:
         known = self.prior_SP if prior or (size > len(PRIOR) and _several(hosts) != self._hosts) else self.prices_SP
-        if size <= known.shape[1]:
-            return known[:, :size]
-        count = (size - known.shape[1]) // 2
-        return np.concatenate([known, np.full((2, 2 * count), PRIOR_HOST / count)], axis=1)
+        count = size - known.shape[1]
+        return known[:, :size] if count <= 0 else np.concatenate([known, np.full((2, count), PRIOR_HOST / count)], 1)
 
 
-def exchange_work(
-    dims_W: np.ndarray,
-    batch_size: int,
-    hosts: Sequence[int] | None = None,
-    *,
-    slowest: int | None = None,
-    total_dims: float | None = None,
-) -> np.ndarray:
-    """[P]: one exchange, peers, MB that the rank with most dims sends, MB that ranks receive on average; then, where
-    there are several hosts, MB that leave each of them, and MB that enter each.
-    slowest: the rank that counts as that one."""
-    world_size = len(dims_W)
-    mb_per_dim = batch_size / world_size * BYTES_PER_VALUE * 1e-6
-    total = float(dims_W.sum()) if total_dims is None else total_dims
-    sent = dims_W.max() if slowest is None else dims_W[slowest]
-    received = total * (1 - 1 / world_size)
-    work = [1.0, world_size - 1.0, sent * (world_size - 1) * mb_per_dim, received * mb_per_dim]
+def exchange_work(dims_W: np.ndarray, batch_size: int, hosts: Sequence[int] | None = None) -> np.ndarray:
+    """[P]: one exchange, peers, MB that the rank with most dims sends, that ranks receive on average, that the rank
+    with fewest dims receives; then, where there are several hosts, MB that leave each of them. (What enters a host, and
+    what goes from one to another, are proportional to sums of these: from plans alone they cannot be told apart.)"""
+    world_size, total = len(dims_W), float(dims_W.sum())
+    mb_per_dim = _mb_per_dim(batch_size, world_size)
+    sent, mean = dims_W.max() * (world_size - 1), total * (1 - 1 / world_size)
+    work = [1.0, world_size - 1.0, sent * mb_per_dim, mean * mb_per_dim, (total - dims_W.min()) * mb_per_dim]
     hosts = _several(hosts)
     if hosts is None:
         return np.array(work)
     inside_HW = np.array(hosts) == np.unique(hosts)[:, None]
-    own_H, ranks_H = inside_HW @ dims_W, inside_HW.sum(axis=1)
-    return np.concatenate(
-        [work, own_H * mb_per_dim * (world_size - ranks_H), (total - own_H).clip(0) * mb_per_dim * ranks_H]
-    )
+    return np.concatenate([work, inside_HW @ dims_W * mb_per_dim * (world_size - inside_HW.sum(axis=1))])
+
+
+def _mb_per_dim(batch_size: int, world_size: int) -> float:
+    """That a rank with one dim sends to each other."""
+    return batch_size / world_size * BYTES_PER_VALUE * 1e-6
 
 
 def _several(hosts: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -40,7 +40,7 @@ class CostsRecord(TypedDict):
     """What `LearnedCosts.to_json` gives."""
 
     cost_model: Weights
-    comms: Annotated[list[Annotated[list[Price], Field(min_length=4, max_length=4)]], Field(min_length=2, max_length=2)]
+    comms: Annotated[list[Annotated[list[Price], Field(min_length=4, max_length=5)]], Field(min_length=2, max_length=2)]
     corrections: CorrectionsRecord
     replay: ReplayRecord
     costs_from: str

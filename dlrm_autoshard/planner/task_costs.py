@@ -23,6 +23,9 @@ CHUNK = 65_536
 class TaskCosts:
     """Everything a device's cost depends on adds up over its units, so a candidate (one unit more here, one less there)
     is a vector addition and one small network away; thousands are evaluated in one go.
+
+    Searches see both exchanges as what a rank sends and what it receives, of both: the slowest rank's of each add up to
+    the exchange model's cost, as the slowest rank's of other stages do.
     """
 
     def __init__(
@@ -43,10 +46,12 @@ class TaskCosts:
         self.summary_UK = task.units.sum_over_tables(summary_TK)
         self.factor_W2 = corrections.rank_factors_W2(world_size, topology.speed).astype(np.float32)
         total_dims = float(sum(table.embedding_dim for table in task.tables))
-        base_W2, per_dim_W2 = exchange.lines(total_dims, task.batch_size, world_size, topology.hosts)
-        exchange_W2 = corrections.exchange_factors_W2(world_size).astype(np.float32)
-        self.comms_base_W2 = base_W2.astype(np.float32) * exchange_W2
-        self.comms_per_dim_W2 = per_dim_W2.astype(np.float32) * exchange_W2
+        base_2W2, per_dim_2W2 = exchange.lines(total_dims, task.batch_size, world_size, topology.hosts)
+        exchange_W2 = corrections.exchange_factors_W2(world_size)
+        slowest_2 = exchange_W2.max(axis=0)
+        self.comms_base_W2, self.comms_per_dim_W2 = (
+            (lines_2W2 @ slowest_2).T.astype(np.float32) for lines_2W2 in (base_2W2, per_dim_2W2)
+        )
 
         def exchange_ms(dims_W: np.ndarray) -> np.ndarray:
             ms: np.ndarray = exchange.ms(dims_W, task.batch_size, topology.hosts) * exchange_W2
@@ -55,11 +60,12 @@ class TaskCosts:
         self._exchange_ms = exchange_ms
 
     def stages(self, sums_NDK: np.ndarray, ranks_D: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """[..., 4] of the devices of ranks `ranks_D`: of all of them, in order, where nothing is said."""
+        """[..., 4] forward computation, sending, receiving, backward computation of the devices of ranks `ranks_D`: of
+        all of them, in order, where nothing is said."""
         stages = np.empty((*sums_NDK.shape[:-1], 4), dtype=np.float32)
         stages[..., COMPUTE] = self.device_ms(sums_NDK) * self.factor_W2[ranks_D]
         exchange = self.comms_base_W2[ranks_D] + sums_NDK[..., DIM] * self.comms_per_dim_W2[ranks_D]
-        np.maximum(exchange, 0.0, out=stages[..., EXCHANGE])  # the line is right near balance, and falls on beyond it
+        np.maximum(exchange, 0.0, out=stages[..., EXCHANGE])  # between hosts the line falls on beyond balance
         return stages
 
     def stage_ms(self, sums_NK: np.ndarray, ranks_N: np.ndarray) -> np.ndarray:
@@ -85,9 +91,11 @@ class TaskCosts:
         return float(self.rank_ms(rank_U).max(axis=0).sum())
 
     def alone_ms(self) -> np.ndarray:
-        """[U] cost of each unit alone on the fastest rank, all stages."""
+        """[U] what each unit adds to the fastest rank, all stages."""
         fastest = int(self.factor_W2.sum(axis=1).argmin())
-        return self.stage_ms(self.summary_UK, np.full(len(self.summary_UK), fastest)).sum(axis=1)
+        with_nothing_UK = np.concatenate([self.summary_UK, np.zeros_like(self.summary_UK[:1])])
+        ms = self.stage_ms(with_nothing_UK, np.full(len(with_nothing_UK), fastest)).sum(axis=1)
+        return np.maximum(ms[:-1] - ms[-1], 1e-6)
 
     def rank_costs(self, rank_U: np.ndarray) -> tuple[RankCost, ...]:
         return tuple(
