@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -66,6 +67,42 @@ def test_a_mistake_is_one_line(arguments: list[str], sentence: str, config: Path
     assert done.returncode == 2
     assert sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert not list((tmp_path / "runs").glob("*/checkpoints"))
+
+
+def test_a_job_that_is_done_says_so_and_its_result_stays_what_it_was(config: Path, tmp_path: Path) -> None:
+    chosen = ("train.max_steps=30", "data.val_samples=1000", "train.eval_every_steps=10", "checkpoint.keep_best=logloss")
+    assert dlrm("train", "mine.yaml", "--ranks=1", *chosen, cwd=tmp_path).returncode == 0
+    path, metrics = tmp_path / "runs/job/result.json", tmp_path / "runs/job/metrics.jsonl"
+    first, told = json.loads(path.read_text()), metrics.read_text()
+    assert first["best"]["metric"] == "logloss" and first["best"]["step"] in (10, 20, 30)
+    said = dlrm("train", "mine.yaml", "--ranks=1", "--resume", *chosen, cwd=tmp_path).stdout
+    assert "resumed at step 30: nothing is left to do" in said and "loss 0.0000" not in said, said
+    again = json.loads(path.read_text())
+    del first["seconds"], again["seconds"]
+    assert again == first and metrics.read_text() == told
+
+
+def test_two_machines_run_the_same_line(config: Path, tmp_path: Path) -> None:
+    """Two launchers on this machine, each with one rank of the job; the second one comes later."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        head = f"127.0.0.1:{listener.getsockname()[1]}"
+    command = [sys.executable, "-m", "dlrm_autoshard", "train", str(config), "--nodes=2", "--ranks=1"]
+    command += [f"--head={head}", "--job=two-machines", "train.max_steps=20"]
+    environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
+    machines = []
+    try:
+        for _ in range(2):
+            machines.append(subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment, cwd=tmp_path))
+            time.sleep(2)
+        said = [machine.communicate(timeout=120) for machine in machines]
+    finally:
+        for machine in machines:
+            machine.terminate()
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    assert sorted("on 2 rank(s), 20 steps" in out for out, _ in said) == [False, True], said
+    assert not any(error for _, error in said), said
+    assert json.loads((tmp_path / "runs/job/result.json").read_text())["plan"]["world_size"] == 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -2,7 +2,7 @@
 
 journal = Journal(run_dir, callbacks, active=runtime.rank == 0)
 journal.metrics(step=50, epoch=0, split="train", metrics={"logloss": 0.61})
-for sentence in journal.finish(plan, seconds): ...
+for sentence in journal.finish(plan, seconds, best): ...
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.verdict import autoshard_in_one_line
 from dlrm_autoshard.train.callbacks import Callback, metric_scalars, profile_scalars
+from dlrm_autoshard.train.selection import BestSoFar
 
 
 class Journal:
@@ -36,10 +37,11 @@ class Journal:
         """An interval's stages (the recorder has written its line already)."""
         self._tell(record.end_step, profile_scalars(record))
 
-    def finish(self, plan: ShardingPlan, seconds: Mapping[str, float]) -> list[str]:
+    def finish(self, plan: ShardingPlan, seconds: Mapping[str, float], best: BestSoFar | None = None) -> list[str]:
         """Writes the result and the report. Returns last words: what moves gained, and where the report is.
 
-        seconds: by phase (training, evaluation, checkpoints, planning, resharding).
+        seconds: by phase (training, evaluation, checkpoints, planning, resharding). best: evaluation on val, where
+        something is chosen by it.
         """
         if not self._active:
             return []
@@ -47,7 +49,7 @@ class Journal:
 
         try:
             record = RunRecord.load(self._run_dir)
-            result = result_of(record, plan, seconds)
+            result = result_of(record, plan, seconds, best)
             (self._run_dir / "result.json").write_text(json.dumps(result, indent=1) + "\n")
             for callback in self._callbacks:
                 callback.finish(result)
@@ -61,7 +63,9 @@ class Journal:
             callback.scalars(step, values)
 
 
-def result_of(record: RunRecord, plan: ShardingPlan, seconds: Mapping[str, float]) -> dict[str, Any]:
+def result_of(
+    record: RunRecord, plan: ShardingPlan, seconds: Mapping[str, float], best: BestSoFar | None = None
+) -> dict[str, Any]:
     """A finished run in one small object: what scripts and sweeps read."""
     split, metrics = record.final_metrics() or (None, {})
     moves = [d for d in record.decisions if d.get("action") in ("moved", "rolled_back")]
@@ -73,6 +77,7 @@ def result_of(record: RunRecord, plan: ShardingPlan, seconds: Mapping[str, float
         "steps": max((int(line["step"]) for line in record.metrics), default=0),
         "split": split,
         "metrics": {name: value for name, value in metrics.items() if name not in known},
+        "best": best and {"metric": best.metric, "value": best.value, "step": best.step},
         "throughput": speeds[-1] if speeds else None,
         "plan": plan.to_json(),
         "moves": [

@@ -22,9 +22,10 @@ def open_run(
     *,
     step: int,
     steps: str,
+    finished: bool,
 ) -> None:
-    """On rank 0. steps: what there is to do, in words."""
-    resumed = f", resumed at step {step}" if step else ""
+    """On rank 0. steps: what there is to do, in words. finished: all of it is done."""
+    resumed = f", resumed at step {step}" + (": nothing is left to do" if finished else "") if step else ""
     ranks = placement.plan.world_size
     display.line(f"{len(tables)} tables on {ranks} rank(s), {steps}{resumed}; run directory {run_dir}")
     changes = changes_since_last_start(run_dir)

@@ -56,6 +56,11 @@ class Selection:
         return self.kept is not None or self.watched is not None
 
     @property
+    def best(self) -> BestSoFar | None:
+        """What a job is judged by: the kept checkpoint's evaluation before the one that training would end by."""
+        return next((best for best in (self.kept, self.watched) if best is not None and best.value is not None), None)
+
+    @property
     def stop(self) -> bool:
         """Whether the last `patience` evaluations were no better than the one before them."""
         return self.watched is not None and self.watched.worse >= self.patience

@@ -206,7 +206,7 @@ class Trainer(Job):
             steps = f"{self.total_steps} steps of {self.global_batch} examples"
             open_run(
                 self.display, self.run_dir, self.placement, self.source.tables, self.state.stats,
-                step=position.step, steps=steps,
+                step=position.step, steps=steps, finished=self.finished,
             )  # fmt: skip
         for note in self.notes:
             self.display.line(note)
@@ -360,7 +360,7 @@ class Trainer(Job):
         seconds["training"] = 2 * seconds["total"] - sum(seconds.values())
         seconds["planning"] = 0.0 if result is None else result.seconds
         with self.display:
-            for line in self.journal.finish(self.embeddings.plan, seconds):
+            for line in self.journal.finish(self.embeddings.plan, seconds, self.selection.best):
                 self.display.line(line)
 
     @contextmanager
