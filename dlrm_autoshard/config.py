@@ -15,7 +15,7 @@ import pydantic
 import yaml
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from dlrm_autoshard.config_data import DataConfig, Section
+from dlrm_autoshard.config_data import DataConfig, EmbeddingDim, Section
 from dlrm_autoshard.config_errors import sentences
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError
@@ -39,7 +39,7 @@ class ConfigError(UserError):
 class RunConfig(Section):
     name: str = "run"  # the run directory is <dir>/<name>
     dir: str = "runs"
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_rank: PositiveInt = 1  # on CPU more than one makes fbgemm's backward erratic
     pin_cores: bool = True  # bind each rank to cores that no other job has, where there are enough
@@ -65,8 +65,8 @@ class TableOptimizerConfig(Section):
 
 
 class TablesConfig(Section):
-    embedding_dim: PositiveInt = 16  # of tables that the data source does not give a dim
-    embedding_dims: dict[str, PositiveInt] = {}  # table -> dim, where it differs
+    embedding_dim: EmbeddingDim = 16  # of tables that the data source does not give a dim
+    embedding_dims: dict[str, EmbeddingDim] = {}  # table -> dim, where it differs
     pooling: Pooling = "sum"
     dtype: TableDtype = "fp32"
     optimizer: TableOptimizerConfig = TableOptimizerConfig()

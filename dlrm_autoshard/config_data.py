@@ -22,6 +22,9 @@ class Section(pydantic.BaseModel):
         return {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in record.items()}
 
 
+EmbeddingDim = Annotated[int, Field(gt=0, le=2**16)]
+
+
 class DataSection(Section):
     """Keys that every source has."""
 
@@ -32,7 +35,7 @@ class DataSection(Section):
 class SyntheticTable(Section):
     name: str
     num_embeddings: Annotated[int, Field(gt=0, le=2**40)]
-    embedding_dim: Annotated[int, Field(gt=0, le=2**16)] | None = None  # default: tables.embedding_dim
+    embedding_dim: EmbeddingDim | None = None  # default: tables.embedding_dim
     mean_pooling: Annotated[float, Field(ge=0, le=1e5)] = 1.0  # ids per sample
     alpha: NonNegativeFloat = 1.05  # skew: p(i-th hottest row) ~ i^-alpha; 0 is uniform
 

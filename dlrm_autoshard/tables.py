@@ -102,8 +102,8 @@ class TableConfig:
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():
             raise UserError(f"a table is named {self.name!r}; a name needs characters, and such that can be printed")
-        if self.num_embeddings < 1:
-            raise UserError(f"table '{self.name}' has {self.num_embeddings} rows; it needs at least 1")
+        if not 1 <= self.num_embeddings <= 2**48:
+            raise UserError(f"table '{self.name}' has {self.num_embeddings} rows; it needs 1 to 2^48")
         if self.embedding_dim < 4 or self.embedding_dim % 4:
             raise UserError(
                 f"table '{self.name}' has embedding_dim {self.embedding_dim}; fbgemm needs a multiple of 4 "

@@ -64,6 +64,8 @@ def _changed(value: Any, draw: random.Random) -> Any:
         if what < 0.2:
             return [*value, value[place]]
         return [*value[:place], _changed(value[place], draw), *value[place + 1 :]]
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53 and draw.random() < 0.7:
+        return draw.choice((value * 1000, value / 3, -value, value + 1, value * 10**9))
     return draw.choice(ODD_VALUES)
 
 

@@ -70,7 +70,12 @@ def test_a_mistake_is_one_line(arguments: list[str], sentence: str, config: Path
 
 
 def test_a_job_that_is_done_says_so_and_its_result_stays_what_it_was(config: Path, tmp_path: Path) -> None:
-    chosen = ("train.max_steps=30", "data.val_samples=1000", "train.eval_every_steps=10", "checkpoint.keep_best=logloss")
+    chosen = (
+        "train.max_steps=30",
+        "data.val_samples=1000",
+        "train.eval_every_steps=10",
+        "checkpoint.keep_best=logloss",
+    )
     assert dlrm("train", "mine.yaml", "--ranks=1", *chosen, cwd=tmp_path).returncode == 0
     path, metrics = tmp_path / "runs/job/result.json", tmp_path / "runs/job/metrics.jsonl"
     first, told = json.loads(path.read_text()), metrics.read_text()

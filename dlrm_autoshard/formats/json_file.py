@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import pydantic
 
@@ -18,6 +18,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.sentences import dotted, sentence
 
 T = TypeVar("T")
+Extra: TypeAlias = Literal["forbid", "ignore", "allow"]
 MOST_BYTES = 2**28
 _MOST_SAID = 5
 
@@ -30,14 +31,14 @@ class NotReadable(FormatError):
     """Without the file's name: what follows it in a sentence, such as "is not JSON (line 3)"."""
 
 
-def read_json(path: Path, kind: type[T], what: str) -> T:
-    """what: the file's role, for messages."""
+def read_json(path: Path, kind: type[T], what: str, *, extra: Extra = "forbid") -> T:
+    """what: the file's role, for messages. extra: what becomes of keys that `kind` lacks."""
     try:
         value = parse_json(read_bytes(path, what))
     except NotReadable as error:
         raise FormatError(f"{what} '{path}' {error}.") from error
     try:
-        return checked(kind, value)
+        return checked(kind, value, extra=extra)
     except FormatError as error:
         raise FormatError(f"{what} '{path}': {error}") from error
 
@@ -83,7 +84,7 @@ def parse_json(content: bytes) -> Any:
         raise NotReadable("holds a number of over 4,300 digits") from error
 
 
-def checked(kind: type[T], value: Any, *, extra: Literal["forbid", "ignore", "allow"] = "forbid") -> T:
+def checked(kind: type[T], value: Any, *, extra: Extra = "forbid") -> T:
     """`value`, if it is of that kind: numbers are not taken for text, nor true for 1, nor 3.0 for 3.
 
     extra: what becomes of keys that `kind` lacks."""

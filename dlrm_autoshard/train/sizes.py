@@ -25,17 +25,17 @@ def check_sizes(config: Config, source: DataSource, world_size: int, free_bytes:
     vectors = sum(table.embedding_dim for table in source.tables)
     widest = max(config.model.dense_arch_layer_sizes + config.model.over_arch_layer_sizes)
     per_sample = 4 * (source.num_dense + len(source.tables) + 2 * vectors + 2 * widest) + 8 * pooling
-    if host_ranks * batch_size * per_sample > free_bytes:
-        raise UserError(
-            f"a batch of {batch_size:,} samples needs at least {gib(batch_size * per_sample)} {each}, but "
-            f"{gib(free_bytes)} are free. Lower train.batch_size ({config.train.batch_size:,})."
-        )
     bottom = [source.num_dense, *config.model.dense_arch_layer_sizes]
     weights = sum(a * b for sizes in (bottom, config.model.over_arch_layer_sizes) for a, b in itertools.pairwise(sizes))
     if config.model.factory is None and host_ranks * 4 * _COPIES * weights > free_bytes:
         raise UserError(
             f"the dense layers have {weights:,} weights and need at least {gib(4 * _COPIES * weights)} {each}, "
             f"but {gib(free_bytes)} are free. Make model.dense_arch_layer_sizes or over_arch_layer_sizes smaller."
+        )
+    if host_ranks * batch_size * per_sample > free_bytes:
+        raise UserError(
+            f"a batch of {batch_size:,} samples needs at least {gib(batch_size * per_sample)} {each}, but "
+            f"{gib(free_bytes)} are free. Lower train.batch_size ({config.train.batch_size:,})."
         )
 
 

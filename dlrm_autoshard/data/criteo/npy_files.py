@@ -7,9 +7,11 @@ map_npy(Path("day_0_dense.npy"))[5:9]
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from tokenize import TokenError
 from types import TracebackType
 from typing import Any
 
@@ -75,12 +77,15 @@ def map_npz(path: Path) -> dict[str, NDArray[Any]]:
             for member in archive.infolist():
                 if member.compress_type != zipfile.ZIP_STORED:
                     raise DataError(f"'{path}' is compressed, so it cannot be mapped. Save it anew with numpy.savez.")
-                file.seek(member.header_offset + _LOCAL_HEADER_BYTES - 4)
-                name_bytes, extra_bytes = np.frombuffer(file.read(4), "<u2")
+                file.seek(max(0, member.header_offset + _LOCAL_HEADER_BYTES - 4))
+                lengths = file.read(4)
+                if member.header_offset < 0 or len(lengths) < 4:
+                    raise zipfile.BadZipFile(f"its directory places '{member.filename}' outside of it")
+                name_bytes, extra_bytes = np.frombuffer(lengths, "<u2")
                 offset = member.header_offset + _LOCAL_HEADER_BYTES + int(name_bytes) + int(extra_bytes)
                 name = member.filename.removesuffix(".npy")
                 arrays[name] = _map_at(path, f"{path}[{name}]", offset, offset + member.file_size)
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, NotImplementedError) as error:  # the latter: of zip versions to come
         raise DataError(f"'{path}' ({path.stat().st_size} bytes) is no npz file, or truncated: {error}.") from error
     return arrays
 
@@ -92,11 +97,11 @@ def _map_at(path: Path, shown: str, offset: int, end: int) -> NDArray[Any]:
             version = npy_format.read_magic(file)
             read_header = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}[version]
             shape, fortran_order, dtype = read_header(file)
-        except (ValueError, KeyError, EOFError) as error:
+        except (ValueError, KeyError, EOFError, SyntaxError, RecursionError, TokenError) as error:  # Python's text
             raise DataError(f"'{shown}' is no npy file: its header, at byte {offset}, cannot be read.") from error
         start = file.tell()
-    wanted = int(np.prod(shape)) * dtype.itemsize
-    if dtype.hasobject or end - start < wanted:
+    wanted = math.prod(shape) * dtype.itemsize
+    if dtype.hasobject or min(shape, default=0) < 0 or end - start < wanted:
         raise DataError(
             f"'{shown}' is truncated: an array of {shape} {dtype} needs {wanted} bytes from byte {start}, but only "
             f"{max(0, end - start)} are there. Make it again."

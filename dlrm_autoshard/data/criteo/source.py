@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import TypedDict
 
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import CriteoData
@@ -23,6 +23,8 @@ from dlrm_autoshard.data.criteo.npy_files import map_npy, map_npz
 from dlrm_autoshard.data.criteo.preprocess import TABLES_FILE
 from dlrm_autoshard.data.criteo.text import NUM_CATEGORIES, NUM_INTEGERS
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
+from dlrm_autoshard.formats.json_file import read_json
+from dlrm_autoshard.formats.numbers import Positive
 
 _DAYS_OF_A_SINGLE_FILE = 7
 _SMALL_ROWS = 1000  # tables up to so many rows are not shrunk: it would save nothing and lose meaning
@@ -44,6 +46,10 @@ class _Day:
 
 _Piece = tuple[_Day, int, int]
 """A part of a day: from this sample up to that."""
+
+
+class _Recorded(TypedDict):
+    num_embeddings: list[Positive]
 
 
 class CriteoSource:
@@ -185,10 +191,7 @@ def _recorded_rows(directory: Path) -> list[int] | None:
     path = directory / TABLES_FILE
     if not path.exists():
         return None
-    try:
-        return [int(rows) for rows in json.loads(path.read_text())["num_embeddings"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"'{path}' should list num_embeddings, but cannot be read: {error!r}.") from error
+    return read_json(path, _Recorded, "tables of the data", extra="ignore")["num_embeddings"]
 
 
 def _largest_ids(days: Iterable[_Day]) -> list[int]:
