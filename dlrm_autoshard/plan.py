@@ -178,20 +178,25 @@ def _check_parts(table: str, parts: Sequence[Shard]) -> None:
 def shard_tables(tables: Sequence[TableConfig], plan: ShardingPlan) -> tuple[TableConfig, ...]:
     """All shards of the plan, in canonical order, each as a table of its own. PlanError where the plan's parts are
     not of these tables."""
+    return tuple(itertools.chain(*shards_by_table(tables, plan)))
+
+
+def shards_by_table(tables: Sequence[TableConfig], plan: ShardingPlan) -> list[tuple[TableConfig, ...]]:
+    """`shard_tables`, of each table by columns."""
     plan.check_tables(table.name for table in tables)
-    shards: list[TableConfig] = []
+    shards: list[tuple[TableConfig, ...]] = []
     for table in tables:
-        for shard in plan.parts_of(table.name) or (Shard(table.name),):
-            try:
-                shards.append(table if str(shard) == table.name else table.part(*shard.columns))  # type: ignore[misc]
-            except UserError as error:
-                raise PlanError(f"the plan is for other tables: {error}") from error
-        if shards[-1].columns[1] != table.columns[1]:
+        if table.name in plan.rank_of:
+            shards.append((table,))
+            continue
+        parts = [shard.columns for shard in plan.parts_of(table.name) if shard.columns is not None]
+        if parts[-1][1] != table.embedding_dim:
             raise PlanError(
                 f"the plan is for other tables: table '{table.name}' has {table.embedding_dim} columns, and its parts "
-                f"hold {shards[-1].columns[1]}. Make a new plan for this model."
+                f"hold {parts[-1][1]}. Make a new plan for this model."
             )
-    return tuple(shards)
+        shards.append(tuple(table.part(*columns) for columns in parts))
+    return shards
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class DeviceIdDistribution:
         with streams.travel():
             if e.send_order is not None:
                 self._lengths, self._values, self._weights = torch.ops.fbgemm.permute_2D_sparse_data(
-                    e.send_order, self._lengths, self._values, self._weights, batch.values_N.numel()
+                    e.send_order, self._lengths, self._values, self._weights, e.ids_sent(batch)
                 )
             if e.world_size > 1:
                 self._lengths_pending = e.all_to_all(

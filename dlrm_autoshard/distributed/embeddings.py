@@ -1,4 +1,4 @@
-"""Embedding tables sharded table-wise: each rank holds whole tables, looks up the global batch, updates in backward.
+"""Embedding tables sharded by tables and columns: each rank looks its shards up for all samples, and updates them.
 
 ids = embeddings.distribute(batch).finish()
 local = embeddings.lookup(ids)                               # [W * B, D_local]
@@ -26,13 +26,13 @@ from dlrm_autoshard.distributed.side_streams import SideStreams
 from dlrm_autoshard.distributed.storage import Storage
 from dlrm_autoshard.distributed.table_init import initialise as initialise
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.tables import TableConfig, output_order
+from dlrm_autoshard.tables import Shard, TableConfig, output_order
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class ShardedEmbeddings:
-    """All tables of the model, of which this rank owns `plan.tables_on(rank)`.
+    """All tables of the model, of which this rank owns the shards `plan.tables_on(rank)`.
 
     The live plan is here, identical on every rank.
     """
@@ -66,8 +66,9 @@ class ShardedEmbeddings:
         self.streams = streams or (None if device.type == "cpu" else SideStreams(device))
         self.adopt(plan)
         if initial_values:
-            for name in plan.tables_on(rank):
-                initialise(self.storage.tensors(name)["weight"], name, seed)
+            for shard in self.local_shards:
+                weight, table = self.storage.tensors(shard.name)["weight"], Shard.parse(shard.name).table
+                initialise(weight, table, seed, first_column=shard.columns[0])
 
     @property
     def output_tables(self) -> tuple[TableConfig, ...]:
@@ -75,22 +76,27 @@ class ShardedEmbeddings:
         return tuple(self.tables[i] for i in output_order(self.tables))
 
     @property
+    def local_shards(self) -> tuple[TableConfig, ...]:
+        """What this rank owns, in the order of its lookup: whole tables, and parts as tables of their own."""
+        return self._exchange.local_shards
+
+    @property
     def world_size(self) -> int:
         return self.plan.world_size
 
     @property
     def local_dim(self) -> int:
-        """Sum of the dims of the tables this rank owns."""
+        """Sum of the dims of the shards this rank owns."""
         return self._exchange.local_dim
 
     def adopt(self, plan: ShardingPlan) -> None:
-        """Makes `plan` the live one. The bytes of arriving tables must lie in `storage.tensors(name)` already."""
+        """Makes `plan` the live one. The bytes of arriving shards must lie in `storage.tensors(name)` already."""
         self.plan = plan.ordered([table.name for table in self.tables])
         group, id_group = self.groups
         self._exchange = Exchange(
             self.tables, self.plan, self.rank, group, id_group, self.device, self._exchange_dtype, self._link
         )
-        self.storage.hold([t.name for t in self.output_tables if self.plan.rank_of[t.name] == self.rank])
+        self.storage.hold([shard.name for shard in self.local_shards])
         self._restore_counters()
         self.set_learning_rate(self.learning_rate)
 

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.shared_memory import Put, SharedMemory
-from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.plan import ShardingPlan, shards_by_table
 from dlrm_autoshard.tables import TableConfig, output_order
 
 # Axes: B samples a rank, W ranks, D embedding dims. How ids are packed: id_distribution.py.
@@ -71,42 +72,49 @@ class Exchange:
     _layouts: dict[tuple[int, Margin], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.world_size = self.plan.world_size
-        order = output_order(self.batch_tables)
-        ordered = [self.batch_tables[i] for i in order]
-        owned = [[i for i in order if self.plan.rank_of[self.batch_tables[i].name] == r]
-                 for r in range(self.world_size)]  # fmt: skip
-        self.num_local = len(owned[self.rank])
-        ends = [0]
-        for tables in owned:
-            ends.append(ends[-1] + len(tables))
+        self.world_size, rank_of = self.plan.world_size, self.plan.rank_of
+        by_table = shards_by_table(self.batch_tables, self.plan)
+        ordered = [(shard, number) for number in output_order(self.batch_tables) for shard in by_table[number]]
+        owned = [[(s, number) for s, number in ordered if rank_of[s.name] == rank] for rank in range(self.world_size)]
+        self.local_shards = tuple(shard for shard, _ in owned[self.rank])
+        """In the order of this rank's lookup."""
+        self.num_local = len(self.local_shards)
+        ends = list(itertools.accumulate(map(len, owned), initial=0))
         self.table_ranges = list(itertools.pairwise(ends))
-        self.owners_order = [i for tables in owned for i in tables]
+        """Of each rank, in `owners_order`."""
+        self.owners_order = [number for own in owned for _, number in own]
+        """Of each shard, the number of the table whose ids it takes: those of a split table go to each part's owner."""
         self.send_order: Tensor | None = None  # where the batch's order is not the owners' already
-        if self.owners_order != sorted(self.owners_order):
+        if self.owners_order != list(range(len(self.batch_tables))):
             self.send_order = torch.tensor(self.owners_order, dtype=torch.int32, device=self.device)
-        by_table = [rank * self.num_local + t for t in range(self.num_local) for rank in range(self.world_size)]
-        self.table_major = torch.tensor(by_table, dtype=torch.int32, device=self.device)
-        """Of what arrives rank by rank, each table's parts in turn."""
-        self.dims = [sum(self.batch_tables[i].embedding_dim for i in tables) for tables in owned]
+        by_rank = [rank * self.num_local + t for t in range(self.num_local) for rank in range(self.world_size)]
+        self.table_major = torch.tensor(by_rank, dtype=torch.int32, device=self.device)
+        """Of what arrives rank by rank, what is each shard's in turn."""
+        self.dims = [sum(shard.embedding_dim for shard, _ in own) for own in owned]
         self.total_dim = sum(self.dims)
-        # The output order, in chunks as wide as every table's dim allows: where each chunk lies among what arrives.
-        self._chunk = math.gcd(*(table.embedding_dim for table in ordered))
+        # The output order, in chunks as wide as every shard's dim allows: where each chunk lies among what arrives.
+        self._chunk = math.gcd(*(shard.embedding_dim for shard, _ in ordered))
         base, stride, column = [], [], []
-        position = dict.fromkeys(range(self.world_size), 0)
-        starts = [sum(self.dims[:rank]) for rank in range(self.world_size)]
-        for table in ordered:
-            owner = self.plan.rank_of[table.name]
-            for chunk in range(table.embedding_dim // self._chunk):
+        position = [0] * self.world_size
+        starts = list(itertools.accumulate(self.dims, initial=0))
+        for shard, _ in ordered:
+            owner = rank_of[shard.name]
+            for chunk in range(shard.embedding_dim // self._chunk):
                 base.append(starts[owner] // self._chunk)
                 stride.append(self.dims[owner] // self._chunk)
                 column.append(position[owner] + chunk)
-            position[owner] += table.embedding_dim // self._chunk
+            position[owner] += shard.embedding_dim // self._chunk
         self._where = torch.tensor([base, stride, column], device=self.device)
 
     @property
     def local_dim(self) -> int:
         return self.dims[self.rank]
+
+    def ids_sent(self, batch: Batch) -> int:
+        """Of one batch: those of a split table once a part."""
+        if len(self.owners_order) == len(self.batch_tables):
+            return batch.values_N.numel()
+        return int(batch.lengths_TB.sum(1)[self.owners_order].sum())
 
     def send_pooled(self, local: Tensor) -> Pending:
         """local: [W * B, D_local] of this rank's tables. Arrives as rank-major blocks; see `in_output_order`."""

@@ -21,7 +21,7 @@ from dlrm_autoshard.distributed.exchange import Exchange, Pending
 
 @dataclass(frozen=True)
 class LocalIds:
-    """Ids of the tables this rank owns, for the whole global batch, as fbgemm takes them: table-major bags."""
+    """Ids of the shards this rank owns, for the whole global batch, as fbgemm takes them: table-major bags."""
 
     values_N: Tensor
     offsets: Tensor  # [T_local * W * B + 1]
@@ -37,7 +37,7 @@ class IdDistribution:
         if e.world_size == 1:
             if e.send_order is not None:
                 self._lengths, self._values, self._weights = torch.ops.fbgemm.permute_2D_sparse_data(
-                    e.send_order, batch.lengths_TB, batch.values_N, batch.weights_N, batch.values_N.numel()
+                    e.send_order, batch.lengths_TB, batch.values_N, batch.weights_N, e.ids_sent(batch)
                 )
             return
         self._counts: list[int] = batch.lengths_TB.sum(1).tolist()

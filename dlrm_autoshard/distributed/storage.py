@@ -1,7 +1,7 @@
 """Where a rank's rows and optimizer state live, and the fused lookup that reads and updates them.
 
 storage.tensors("user")                # {"weight": [rows, dim], "momentum1": [rows]}, live
-storage.hold(["user", "item"])         # these tables can be looked up, in this order; the others' memory goes
+storage.hold(["user", "item[0:64]"])   # these shards can be looked up, in this order; the others' memory goes
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.distributed.table_memory import (
     Allocate,
     Allocated,
+    Places,
     Reserved,
-    Shapes,
     StorageError,
     TableMemory,
     on_device,
     on_host_for,
 )
 from dlrm_autoshard.distributed.tbe import Tbe, make_tbe
-from dlrm_autoshard.tables import TableConfig, TableDtype, TableOptimizer
+from dlrm_autoshard.tables import Shard, TableConfig, TableDtype, TableOptimizer
 
 _DTYPES: dict[TableDtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
 _CACHE_SLOT, _CACHE_ROW = 16, 4
@@ -43,7 +43,7 @@ def state_shapes(table: TableConfig, optimizer: TableOptimizer) -> dict[str, tup
 
 
 class Storage:
-    """One dtype and pooling for all tables, as one fused lookup has one.
+    """One dtype and pooling for all tables, as one fused lookup has one. Names are those of shards.
 
     On CPU memory is reserved (table_memory.py): arriving tables are received in place, departing ones give their pages
     back while they are sent. On a GPU each table is an allocation. Either way what stays stays where it is.
@@ -65,12 +65,10 @@ class Storage:
         self._dtype, self._pooling = shared_format(tables)
         self._allocate, self.in_pieces = allocate, allocate is None and device.type == "cpu"
         """in_pieces: memory is taken and given back piece by piece, not table by table."""
-        shapes: dict[str, dict[str, tuple[int, ...]]] = {"weight": {}}
-        for table in tables:
-            shapes["weight"][table.name] = (table.num_embeddings, table.embedding_dim)
-            for state, shape in state_shapes(table, config.optimizer.name).items():
-                shapes.setdefault(state, {})[table.name] = shape
-        self._memory = {tensor: self._memory_for(tensor, of_tables) for tensor, of_tables in shapes.items()}
+        self._places = Places(tables)
+        self._memory = {
+            tensor: self._memory_for(tensor) for tensor in ("weight", *state_shapes(tables[0], config.optimizer.name))
+        }
         self._held: tuple[str, ...] = ()
         self._cache_is_newer = False
         self.lookup: Tbe | None = None
@@ -87,9 +85,22 @@ class Storage:
         return pooled
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Live views {weight, momentum1, ...} of a table that is held or about to be."""
+        """Live views {weight, momentum1, ...} of a shard that is held or about to be."""
         self._flush()
         return {tensor: memory.view(name) for tensor, memory in self._memory.items()}
+
+    def table(self, name: str) -> TableConfig:
+        """A shard as a table of its own."""
+        shard = Shard.parse(name)
+        if name in self._tables or shard.columns is None:
+            return self._tables[name]
+        return self._tables[shard.table].part(*shard.columns)
+
+    def shape(self, name: str, tensor: str) -> tuple[int, ...]:
+        table = self.table(name)
+        if tensor == "weight":
+            return table.num_embeddings, table.embedding_dim
+        return state_shapes(table, self._config.optimizer.name)[tensor]
 
     def hold(self, names: Sequence[str]) -> None:
         """All of `names` have been asked for by `tensors`, which is where their values were put."""
@@ -98,6 +109,7 @@ class Storage:
         for name in set(self._held) - set(names):
             for memory in self._memory.values():
                 memory.release(name)
+            self._places.free(name)
         self._held = tuple(names)
         if names:
             for name in names:
@@ -105,7 +117,7 @@ class Storage:
             self.lookup = self._build()
 
     def release_part(self, name: str, tensor: str, start: int, stop: int) -> None:
-        """Bytes [start, stop) of a departing table have been sent."""
+        """Bytes [start, stop) of a departing shard have been sent."""
         self._memory[tensor].release_part(name, start, stop)
 
     def leave_device(self, names: Iterable[str]) -> None:
@@ -122,7 +134,7 @@ class Storage:
     def bytes_of(self, names: Iterable[str]) -> dict[str, int]:
         """What these tables take: {"device": bytes, "host": bytes}, without the cache."""
         sizes = {"device": 0, "host": 0}
-        for table in (self._tables[name] for name in names):
+        for table in map(self.table, names):
             sizes["host" if self._on_host("weight") else "device"] += table.weight_bytes
             for state, shape in state_shapes(table, self._config.optimizer.name).items():
                 sizes["host" if self._on_host(state) else "device"] += 4 * torch.Size(shape).numel()
@@ -130,7 +142,7 @@ class Storage:
 
     def cache_bytes(self, names: Iterable[str]) -> int:
         """Of the device's cache where all weights are in host memory beside a GPU."""
-        tables = [self._tables[name] for name in names]
+        tables = [self.table(name) for name in names]
         if not tables or self._config.location != "managed_caching" or self._device.type == "cpu":
             return 0
         rows = sum(table.num_embeddings for table in tables)
@@ -148,15 +160,19 @@ class Storage:
             return self.in_pieces  # not in pieces on CPU: memory that stands for a device's
         return tensor == "weight" or self._config.optimizer.name != "rowwise_adagrad"  # as fbgemm has it
 
-    def _memory_for(self, tensor: str, shapes: Shapes) -> TableMemory:
+    def _memory_for(self, tensor: str) -> TableMemory:
         dtype = _DTYPES[self._dtype] if tensor == "weight" else torch.float32
+
+        def shape_of(name: str) -> tuple[int, ...]:
+            return self.shape(name, tensor)
+
         if self.in_pieces:
-            return Reserved(shapes, dtype)
+            return Reserved(shape_of, dtype, self._places)
         default = on_host_for(self._device) if self._on_host(tensor) else on_device(self._device)
-        return Allocated(shapes, dtype, self._allocate or default, zeros=tensor != "weight")
+        return Allocated(shape_of, dtype, self._allocate or default, zeros=tensor != "weight")
 
     def _build(self) -> Tbe:
-        tables = [self._tables[name] for name in self._held]
+        tables = [self.table(name) for name in self._held]
         names = {"weight": "weights"}  # what fbgemm calls it
         return make_tbe(
             [(table.num_embeddings, table.embedding_dim) for table in tables],

@@ -1,4 +1,4 @@
-"""Memory behind the tables, each table's its own, so that a new plan moves nothing that stays.
+"""Memory behind the shards, each shard's its own, so that a new plan moves nothing that stays.
 
 memory.view("user")                    # [rows, dim], live; memory is taken where there was none
 memory.release("user")
@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.tables import Shard, TableConfig
 
-Shapes = Mapping[str, tuple[int, ...]]
+ShapeOf = Callable[[str], tuple[int, ...]]
 Allocate = Callable[[int, torch.dtype], Tensor]
 """A flat tensor of so many elements."""
 
 _ALIGN = 4096
-"""Elements to which a table's place is aligned: whole pages for any dtype, and the same place, counted in elements, for
-a weight and a state of its shape, which fbgemm's fp16 Adagrad on CPU takes for granted (it crashes otherwise)."""
-
+"""Elements to which a shard's place is aligned: whole pages for any dtype."""
+_LAYERS = 4
+_PAGE = 4096
 _HUGE_PAGE = 1 << 21
 _MAP_NORESERVE = 0x4000  # not in Python 3.10's mmap; the same number on every Linux that fbgemm runs on
 
@@ -47,17 +48,61 @@ class TableMemory(Protocol):
     def addressed(self, names: Sequence[str]) -> tuple[Tensor, list[int]]: ...
 
 
+class Places:
+    """Where each shard lies in reserved memory, counted in elements: alike for a weight and the states of its shape,
+    which fbgemm's fp16 Adagrad on CPU takes for granted (it crashes otherwise).
+
+    Every table has a place for itself whole, and `_LAYERS` where its columns lie side by side: a new part goes to the
+    first in which no other part lies on its columns, so that old and new parts exist at once while tables are resplit.
+    """
+
+    def __init__(self, tables: Sequence[TableConfig]) -> None:
+        self._tables = {table.name: table for table in tables}
+        self._first: dict[str, int] = {}
+        self._taken: dict[str, tuple[Shard, int, int]] = {}
+        self.end = 0
+        for table in tables:
+            self._first[table.name] = self.end
+            self.end += _aligned(table.num_embeddings * table.embedding_dim)
+        self._parts = {}
+        for table in tables:
+            self._parts[table.name] = self.end
+            self.end += _LAYERS * self._column(table, table.embedding_dim)
+
+    def of(self, name: str) -> int:
+        if name in self._first:
+            return self._first[name]
+        if name not in self._taken:
+            shard = Shard.parse(name)
+            table = self._tables[shard.table]
+            used = {layer for other, layer, _ in self._taken.values() if other & shard is not None}
+            layer = min(set(range(_LAYERS)) - used, default=None)
+            if layer is None:
+                raise StorageError(f"table '{table.name}' is split anew too often at once: move it whole first.")
+            start, _ = shard.columns or (0, 0)
+            place = self._parts[table.name] + layer * self._column(table, table.embedding_dim)
+            self._taken[name] = (shard, layer, place + self._column(table, start))
+        return self._taken[name][2]
+
+    def free(self, name: str) -> None:
+        self._taken.pop(name, None)
+
+    @staticmethod
+    def _column(table: TableConfig, column: int) -> int:
+        """Where a column starts: columns before it need whole pages, however they are split."""
+        return _aligned(table.num_embeddings * column) + column // 4 * _ALIGN
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // _ALIGN) * _ALIGN
+
+
 class Reserved:
     """Host memory: address space for all tables, page-aligned, with no memory behind it until it is written."""
 
-    def __init__(self, shapes: Shapes, dtype: torch.dtype) -> None:
-        self._shapes, self._item = shapes, torch.empty((), dtype=dtype).element_size()
-        self.offsets: dict[str, int] = {}  # in elements, as fbgemm counts them
-        end = 0
-        for name in shapes:
-            self.offsets[name] = end
-            end += self._extent(name)
-        size = max(end, 1) * self._item
+    def __init__(self, shape_of: ShapeOf, dtype: torch.dtype, places: Places) -> None:
+        self._shape_of, self._item, self._places = shape_of, torch.empty((), dtype=dtype).element_size(), places
+        size = max(places.end, 1) * self._item
         try:
             self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         except OSError as error:
@@ -66,53 +111,56 @@ class Reserved:
                 f"({error.strerror}). Lift `ulimit -v`, or set vm.overcommit_memory to 0 or 1."
             ) from error
         self.flat = torch.frombuffer(self._memory, dtype=dtype)
-        for name in shapes:
-            self._use_huge_pages(name)
+        self._huge: set[str] = set()
 
     def view(self, name: str) -> Tensor:
-        shape = self._shapes[name]
-        start = self.offsets[name]
+        shape, start = self._shape_of(name), self._places.of(name)
+        if name not in self._huge:
+            self._huge.add(name)
+            self._use_huge_pages(start, torch.Size(shape).numel())
         return self.flat[start : start + torch.Size(shape).numel()].view(shape)
 
     def release(self, name: str) -> None:
         """Pages that are given back read as zeros."""
-        self.release_part(name, 0, self._extent(name) * self._item)
+        self._huge.discard(name)
+        extent = _aligned(torch.Size(self._shape_of(name)).numel()) * self._item
+        self._memory.madvise(mmap.MADV_DONTNEED, self._places.of(name) * self._item, extent)
 
     def release_part(self, name: str, start: int, stop: int) -> None:
-        self._memory.madvise(mmap.MADV_DONTNEED, self.offsets[name] * self._item + start, stop - start)
+        """Of whole pages."""
+        start, stop = -(-start // _PAGE) * _PAGE, stop // _PAGE * _PAGE
+        if start < stop:
+            self._memory.madvise(mmap.MADV_DONTNEED, self._places.of(name) * self._item + start, stop - start)
 
     def addressed(self, names: Sequence[str]) -> tuple[Tensor, list[int]]:
-        return self.flat, [self.offsets[name] for name in names]
+        return self.flat, [self._places.of(name) for name in names]
 
-    def _use_huge_pages(self, name: str) -> None:
+    def _use_huge_pages(self, place: int, elements: int) -> None:
         """Rows lie at random places: with 4 KiB pages each costs a walk through the page tables (5% of the lookup and
         its backward). Only whole huge pages inside a table, so that a small table takes no more memory than it has."""
         first = self.flat.data_ptr()
-        start = first + self.offsets[name] * self._item
-        stop = start + torch.Size(self._shapes[name]).numel() * self._item
+        start = first + place * self._item
+        stop = start + elements * self._item
         start, stop = -(-start // _HUGE_PAGE) * _HUGE_PAGE, stop // _HUGE_PAGE * _HUGE_PAGE
         if stop > start:
             with contextlib.suppress(OSError, AttributeError):  # not every kernel or Python has them
                 self._memory.madvise(mmap.MADV_HUGEPAGE, start - first, stop - start)
 
-    def _extent(self, name: str) -> int:
-        return -(-torch.Size(self._shapes[name]).numel() // _ALIGN) * _ALIGN
-
 
 class Allocated:
-    """Device memory, an allocation a table.
+    """Device memory, an allocation a shard.
 
     fbgemm's kernels add a table's offset to the address of one tensor and check no bounds, so the offset may lead from
     one allocation to another.
     """
 
-    def __init__(self, shapes: Shapes, dtype: torch.dtype, allocate: Allocate, *, zeros: bool) -> None:
-        """zeros: what a table starts with; else anything."""
-        self._shapes, self._dtype, self._allocate, self._zeros = shapes, dtype, allocate, zeros
+    def __init__(self, shape_of: ShapeOf, dtype: torch.dtype, allocate: Allocate, *, zeros: bool) -> None:
+        """zeros: what a shard starts with; else anything."""
+        self._shape_of, self._dtype, self._allocate, self._zeros = shape_of, dtype, allocate, zeros
         self._flat: dict[str, Tensor] = {}
 
     def view(self, name: str) -> Tensor:
-        shape = self._shapes[name]
+        shape = self._shape_of(name)
         if name not in self._flat:
             flat = self._allocate(torch.Size(shape).numel(), self._dtype)
             self._flat[name] = flat.zero_() if self._zeros else flat
