@@ -15,7 +15,7 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.diagnosis import table_costs_ms
 from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
 from dlrm_autoshard.records.facts import RankEpoch, rank_file
-from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, drop_after_step, read_jsonl
+from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, forget_after, read_jsonl
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import summary, who_was_slow
 from dlrm_autoshard.report.verdict import autoshard_in_one_line, left_to_save
@@ -174,13 +174,13 @@ def test_records_beyond_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     for step in (1, 1, 5, 6):
         append_jsonl(path, {"step": step})
     append_jsonl(path, {"step": 5, "split": "val"})  # made again: its checkpoint came first
-    drop_after_step(path, 5)
+    forget_after(tmp_path, 5)
     append_jsonl(path, {"step": 6, "again": True})
     assert [(line["step"], "again" in line) for line in read_jsonl(path)] == [
         (1, False), (1, False), (5, False), (6, True)
     ]  # fmt: skip
-    drop_after_step(tmp_path / "nothing.jsonl", 1)
-    assert not (tmp_path / "nothing.jsonl").exists()
+    forget_after(tmp_path / "nothing", 1)
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_not_a_number_is_written_as_null(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ def run_both(
         still.run()
         expected = tensors(still)
     with trainer(resharded, runtime, folder / "resharded") as moving:
-        if moving.resharding is not None:
-            force_moves(moving.resharding.controller)
+        if moving.intervals.resharding is not None:
+            force_moves(moving.intervals.resharding.controller)
         moving.run()
         found = tensors(moving)
     shared = sorted(expected.keys() & found.keys())

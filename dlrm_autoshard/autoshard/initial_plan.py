@@ -1,12 +1,12 @@
 """The plan a job starts with: round-robin, a file's, or the planner's; decided on rank 0, the same on every rank.
 
-placement = place(config, runtime, source)
+placement = place(settings, runtime, tables, find_stats, batch_size=4096, optimizer="sgd", exchange_dtype="fp32")
 placement.plan, placement.task, placement.result            # result: the planner's evidence, on rank 0
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -14,9 +14,7 @@ from typing import TypeVar
 import torch
 
 from dlrm_autoshard.autoshard import thresholds
-from dlrm_autoshard.config import AutoshardConfig, Config
-from dlrm_autoshard.data.batch import DataSource
-from dlrm_autoshard.data.statistics import measure_stats
+from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.distributed.reshard_agree import free_memory
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.shared_memory import place as place_of_process
@@ -28,7 +26,8 @@ from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import start_costs
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.plan_probe import RankProbe
-from dlrm_autoshard.tables import TableOptimizer, TableStats, memory_bytes
+from dlrm_autoshard.records.jsonl import append_jsonl
+from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats, memory_bytes
 
 T = TypeVar("T")
 
@@ -42,32 +41,43 @@ class Placement:
     planner: Planner | None
     result: PlanResult | None
 
-    @property
-    def stats(self) -> tuple[TableStats, ...]:
-        return self.task.stats
+    def save(self, run_dir: Path, step: int) -> None:
+        """The plan and, where it was planned, on what evidence; rank 0's task."""
+        self.plan.save(run_dir / "plan" / f"step_{step:08d}.json")
+        if self.result is not None:
+            append_jsonl(run_dir / "plan" / "evidence.jsonl", {"step": step, **self.result.to_json()})
 
 
-def place(config: Config, runtime: Runtime, source: DataSource, current: ShardingPlan | None = None) -> Placement:
-    """Decides on rank 0 and tells the others. PlanError, on every rank, before anything is allocated, where tables
-    do not fit. current: the plan of a checkpoint that is being resumed, taken as it is where it is for these ranks."""
-    task = placement_task(config, runtime, source)
-    return choose_plan(
-        config.autoshard, task, runtime, config.tables.optimizer.name, config.train.exchange_dtype,
-        seed=config.run.seed, current=current,
-    )  # fmt: skip
-
-
-def choose_plan(
+def place(
     settings: AutoshardConfig,
-    task: PlacementTask,
     runtime: Runtime,
+    tables: Sequence[TableConfig],
+    find_stats: Callable[[], Sequence[TableStats]],
+    *,
+    batch_size: int,
     optimizer: TableOptimizer,
     exchange_dtype: str,
-    *,
     seed: int = 0,
     current: ShardingPlan | None = None,
 ) -> Placement:
-    """A plan for the task by these settings, measured on these ranks. Collective. current: as `place` takes it."""
+    """Decides on rank 0, by measurements on these ranks, and tells the others. PlanError, on every rank, before
+    anything is allocated, where tables do not fit. find_stats: of each table; asked on rank 0, once the settings are
+    known to be right. batch_size: over all ranks. current: a plan that is taken as it is, where it is for these ranks.
+    """
+    check_settings(settings, [table.name for table in tables], runtime.world_size)
+    stats = from_rank_0(runtime, find_stats)
+    task = PlacementTask.build(
+        tables,
+        stats,
+        find_topology(settings, runtime),
+        batch_size=batch_size,
+        table_bytes=memory_bytes(tables, stats, optimizer, batch_size),
+        constraints=Constraints(
+            settings.pinned,
+            tuple(tuple(group) for group in settings.together),
+            tuple(tuple(group) for group in settings.apart),
+        ),
+    )
     planner = None
     if settings.enabled and runtime.rank == 0:
         planner = Planner(settings.algorithm, seed=seed)
@@ -120,25 +130,6 @@ def from_rank_0(runtime: Runtime, decide: Callable[[], T], probe: RankProbe | No
 
 
 # -- what is to be placed, and where ---------------------------------------------------------------------------------
-
-
-def placement_task(config: Config, runtime: Runtime, source: DataSource) -> PlacementTask:
-    """The tables with their measured statistics, the ranks, and what is asked of plans. Collective."""
-    settings, global_batch = config.autoshard, config.train.batch_size * runtime.world_size
-    check_settings(settings, [table.name for table in source.tables], runtime.world_size)
-    stats = from_rank_0(runtime, lambda: measure_stats(source, global_batch, settings.stats_batches))
-    return PlacementTask.build(
-        source.tables,
-        stats,
-        find_topology(settings, runtime),
-        batch_size=global_batch,
-        table_bytes=memory_bytes(source.tables, stats, config.tables.optimizer.name, global_batch),
-        constraints=Constraints(
-            settings.pinned,
-            tuple(tuple(group) for group in settings.together),
-            tuple(tuple(group) for group in settings.apart),
-        ),
-    )
 
 
 def check_settings(settings: AutoshardConfig, tables: list[str], world_size: int) -> None:

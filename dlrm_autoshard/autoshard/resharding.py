@@ -50,10 +50,6 @@ class Resharding:
             log = DecisionLog(run_dir / "decisions.jsonl")
             self.controller = Controller(settings, placement.planner, placement.task, bytes_of, log)
 
-    @staticmethod
-    def is_wanted(settings: AutoshardConfig, world_size: int) -> bool:
-        return settings.enabled and settings.reshard.enabled and world_size > 1
-
     def is_due(self, epoch: int) -> bool:
         """After this interval of `epoch`: each one where they are counted in steps, else its last."""
         return self._settings.every_steps is not None or (epoch + 1) % self._settings.every_epochs == 0

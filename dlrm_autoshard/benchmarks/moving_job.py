@@ -163,7 +163,7 @@ class MovingTrainer(Trainer):
             killer.at("starting", _LATER)
         super().__init__(config, runtime, run_dir)
         self.moves = RandomMoves(config.run.seed, self.embeddings, runtime, killer) if moves else None
-        self.resharding = self.moves  # type: ignore[assignment]
+        self.intervals.resharding = self.moves  # type: ignore[assignment]
 
     def _train_step(self, *, sampled: bool) -> None:
         if self._killer is not None:

@@ -233,13 +233,15 @@ def _clairvoyant(config_file: Path, run: Path, plans: Mapping[int, ShardingPlan]
     with Runtime.start(config.run) as runtime:
 
         class Clairvoyant(Trainer):
-            def _maybe_reshard(self, record: Any, profile: Any) -> None:
+            def _close_interval(self) -> None:
+                super()._close_interval()
                 plan = plans.get(self.position.epoch + 1)
                 if plan is None:
                     return
                 stats = reshard(self.embeddings, plan, group=self.runtime.control)
                 self.step.redistribute()
                 free.append((self.position.step, stats.seconds))
+                self.intervals.open(self.position.step)
 
         free: list[tuple[int, float]] = []
         job = run / "job"

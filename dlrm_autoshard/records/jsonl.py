@@ -2,7 +2,7 @@
 
 append_jsonl(run / "metrics.jsonl", {"schema": 1, "step": 50, "epoch": 0, "split": "train", "logloss": 0.61})
 read_jsonl(run / "metrics.jsonl")           # [{"schema": 1, ...}]
-drop_after_step(run / "metrics.jsonl", 300)     # a run that resumes at step 300 forgets what it did beyond it
+forget_after(run, 300)                      # a run that resumes at step 300 forgets what it did beyond it
 """
 
 from __future__ import annotations
@@ -51,15 +51,17 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [_parse(line, f"'{path}', line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def drop_after_step(path: Path, step: int) -> None:
-    """Removes records that reach beyond `step`: what a run did after the checkpoint it resumes from. Evaluations at
-    `step` itself go too: they come after the checkpoint, and are made again."""
+def forget_after(run_dir: Path, step: int) -> None:
+    """Removes records that reach beyond `step` (-1: all), which a run will make again. Evaluations at `step` itself go
+    too: they come after the checkpoint."""
 
     def is_before(record: dict[str, Any]) -> bool:
         reached = int(record.get("end_step", record.get("step", -1)))
         return reached < step or (reached == step and record.get("split") not in ("val", "test"))
 
-    change_jsonl(path, lambda record: record if is_before(record) else None)
+    for name in ("costs/*.jsonl", "metrics.jsonl", "decisions.jsonl"):
+        for path in run_dir.glob(name):
+            change_jsonl(path, lambda record: record if is_before(record) else None)
 
 
 def change_jsonl(path: Path, change: Callable[[dict[str, Any]], Mapping[str, Any] | None]) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
-from dlrm_autoshard.autoshard.initial_plan import Placement, from_rank_0, place
-from dlrm_autoshard.autoshard.resharding import Resharding
+from dlrm_autoshard.autoshard.initial_plan import from_rank_0, place
+from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import Split
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.data.statistics import measure_stats
 from dlrm_autoshard.distributed.dense import DataParallelDense, finite_on_all_ranks
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.reshard import reshard
@@ -24,7 +25,7 @@ from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.model.dlrm import make_model
-from dlrm_autoshard.records.jsonl import drop_after_step
+from dlrm_autoshard.records.jsonl import forget_after
 from dlrm_autoshard.train.agreement import agree_on_dense
 from dlrm_autoshard.train.checkpoint import Checkpoints
 from dlrm_autoshard.train.manifest import DamagedCheckpoint
@@ -63,7 +64,17 @@ class Job:
             runtime, lambda: self.checkpoints.choose(checkpoint, fall_back=fall_back)
         )
         current = plan_of(self.resumed_from, self.source.tables)
-        self.placement: Placement = place(config, runtime, self.source, current=current)
+        self.placement = place(
+            config.autoshard,
+            runtime,
+            self.source.tables,
+            partial(measure_stats, self.source, self.global_batch, config.autoshard.stats_batches),
+            batch_size=self.global_batch,
+            optimizer=config.tables.optimizer.name,
+            exchange_dtype=config.train.exchange_dtype,
+            seed=config.run.seed,
+            current=current,
+        )
         self.embeddings = ShardedEmbeddings(
             self.source.tables,
             self.placement.plan,
@@ -91,22 +102,28 @@ class Job:
             autocast=self.autocast,
             all_finite=partial(finite_on_all_ranks, group=runtime.group) if config.train.on_nan == "skip" else None,
         )
-        self.resharding: Resharding | None = None
-        if Resharding.is_wanted(config.autoshard, runtime.world_size):
-            move_to = partial(reshard, self.embeddings, group=runtime.control)
-            self.resharding = Resharding(config.autoshard, runtime, self.embeddings, move_to, self.placement, run_dir)
+        self.intervals = Intervals(
+            config.autoshard,
+            config.profile,
+            runtime,
+            self.embeddings,
+            partial(reshard, self.embeddings, group=runtime.control),
+            self.clock,
+            self.placement,
+            run_dir,
+        )
         self.state = TrainingState(
             runtime,
             self.checkpoints,
             self.embeddings,
             self.dense,
-            self.placement.planner,
-            self.resharding,
-            self.placement.stats,
+            self.intervals,
             Selection(config.checkpoint.keep_best, config.train.early_stopping),
         )
         self.position = self._resume(fall_back)
-        forget_after(run_dir, runtime, -1 if self.resumed_from is None else self.position.step)
+        if runtime.rank == 0:  # for all ranks, for there may be fewer now; started again without a checkpoint: all
+            forget_after(run_dir, -1 if self.resumed_from is None else self.position.step)
+        runtime.barrier()
         self.total_steps = self._count_steps()
 
     def _resume(self, fall_back: bool) -> Position:
@@ -147,13 +164,3 @@ class Job:
             on_bad_id=self.config.data.on_bad_id,
             cores=self.runtime.loader_cores,
         )
-
-
-def forget_after(run_dir: Path, runtime: Runtime, step: int) -> None:
-    """Drops the records of steps that will be done again (-1: all; the job was started again without a checkpoint).
-    Rank 0 does so for all ranks, for there may be fewer now."""
-    if runtime.rank == 0:
-        for name in ("costs/*.jsonl", "metrics.jsonl", "decisions.jsonl"):
-            for path in run_dir.glob(name):
-                drop_after_step(path, step)
-    runtime.barrier()

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlrm_autoshard.autoshard.initial_plan import Placement
-from dlrm_autoshard.records.jsonl import append_jsonl
 from dlrm_autoshard.report.plan_table import candidate_table, rank_table, tables_by_rank, why_not_the_fastest
 from dlrm_autoshard.tables import TableConfig, TableStats
 from dlrm_autoshard.train.display import Display
@@ -32,14 +31,13 @@ def open_run(
     if changes:
         display.line(f"changed since its last start: {', '.join(changes)}")
     result = placement.result
-    placement.plan.save(run_dir / "plan" / f"step_{step:08d}.json")
+    placement.save(run_dir, step)
     predicted = None if result is None else result.predicted
     task = placement.task
     display.show(rank_table(placement.plan, tables, stats, task.table_bytes, predicted, task.topology.memory_bytes))
     for line in tables_by_rank(placement.plan, tables, stats):
         display.line(line)
     if result is not None:
-        append_jsonl(run_dir / "plan" / "evidence.jsonl", {"step": step, **result.to_json()})
         display.show(candidate_table(result))
         reason = why_not_the_fastest(result)
         if reason is not None:

@@ -77,7 +77,7 @@ def saved_model(run: Path, checkpoint: Path | None = None) -> Iterator[SavedMode
         )  # fmt: skip
         model = make_model(source.num_dense, embeddings.output_tables, config.model)
         dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
-        position = TrainingState(runtime, checkpoints, embeddings, dense, None, None, ()).resume(checkpoint)
+        position = TrainingState(runtime, checkpoints, embeddings, dense, None).resume(checkpoint)
         yield SavedModel(config, source, embeddings, model.eval(), position)
 
 

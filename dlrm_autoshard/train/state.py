@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlrm_autoshard.autoshard.resharding import Resharding
+from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.storage import state_shapes
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.tables import TableConfig, TableStats
+from dlrm_autoshard.tables import TableConfig
 from dlrm_autoshard.train.checkpoint import Checkpoints, step_of
 from dlrm_autoshard.train.manifest import CheckpointError, SavedState, check_same, read_manifest
 from dlrm_autoshard.train.random_state import random_state, restore_random_state
@@ -45,15 +44,13 @@ class Position:
 
 @dataclass
 class TrainingState:
-    """Every method is a collective. planner: rank 0's, where there is one. stats: what is known of the tables now."""
+    """Every method is a collective."""
 
     runtime: Runtime
     checkpoints: Checkpoints
     embeddings: ShardedEmbeddings
     dense: DataParallelDense
-    planner: Planner | None
-    resharding: Resharding | None
-    stats: Sequence[TableStats]
+    intervals: Intervals | None
     selection: Selection = field(default_factory=Selection)
 
     def save(self, position: Position) -> None:
@@ -69,13 +66,9 @@ class TrainingState:
         )
         extra: dict[str, Any] = {
             "random": self.runtime.gather(random_state(self.runtime.device)),
-            "stats": [stats.to_json() for stats in self.stats],
             "selection": self.selection.state_dict(),
+            **({} if self.intervals is None else self.intervals.state_dict()),
         }
-        if self.planner is not None:
-            extra["planner"] = self.planner.state_dict()
-        if self.resharding is not None:
-            extra["resharding"] = self.resharding.state_dict()
         replicated = {} if self.runtime.rank == 0 else dict(self.dense.named_tensors())
         own = {name: value for name, value in self.tensors().items() if name not in replicated}
         self.checkpoints.save(own, state, extra)
@@ -86,11 +79,8 @@ class TrainingState:
         self.dense.set_optimizer_steps(state.optimizer_steps)
         if self.runtime.rank < len(extra["random"]):
             restore_random_state(extra["random"][self.runtime.rank], self.runtime.device)
-        self.stats = tuple(TableStats.from_json(stats) for stats in extra["stats"])
-        if self.planner is not None and "planner" in extra:
-            self.planner.load_state_dict(extra["planner"])
-        if self.resharding is not None and extra.get("resharding"):
-            self.resharding.load_state_dict(extra["resharding"])
+        if self.intervals is not None:
+            self.intervals.load_state_dict(extra)
         best = self.runtime.broadcast(self.checkpoints.best())
         self.selection.load_state_dict(extra.get("selection", {}), None if best is None else step_of(best))
         return Position(state.epoch, state.sample, state.step)

@@ -10,21 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from dlrm_autoshard.autoshard.decision import Interval
 from dlrm_autoshard.autoshard.initial_plan import from_rank_0
-from dlrm_autoshard.autoshard.recorder import Recorder
 from dlrm_autoshard.config import Config
-from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.data.batch import Batch, Split
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.signs_of_life import RankFailure
 from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.records.epoch import EpochProfile
 from dlrm_autoshard.train.agreement import agree, check_shared
 from dlrm_autoshard.train.callbacks import Callback, make_callbacks
 from dlrm_autoshard.train.checkpoint import run_and_checkpoint, step_of
@@ -95,7 +91,6 @@ class Trainer(Job):
         """signals: those that end the job between two steps. checkpoint, fall_back: as a `Job` takes them."""
         super().__init__(config, runtime, run_dir, checkpoint, fall_back=fall_back)
         self.signals = signals or StopSignals()
-        self.recorder = Recorder(run_dir, runtime, self.embeddings, self.clock)
         callbacks: list[Callback] = []
         from_rank_0(runtime, lambda: callbacks.extend(make_callbacks(config.callbacks, run_dir, config)))
         self.journal = Journal(run_dir, callbacks, active=runtime.rank == 0)
@@ -138,8 +133,7 @@ class Trainer(Job):
         position = self.position
         with self.batches("train", position.epoch, position.sample) as loader:
             self.step.begin_epoch(iter(loader))
-            self.recorder.open(position.step)
-            self._started_at = position.step
+            self.intervals.begin(position.step)
             while not (self.step.exhausted or self.finished or self.dense.stop_agreed):
                 self._train_step(sampled=self._profile_due())
                 if self._reshard_due():
@@ -149,7 +143,7 @@ class Trainer(Job):
                 if not (self.step.exhausted or self.out_of_steps) and self._evaluation_due:
                     self._evaluate(self.split_between_epochs)
         stopped = not (self.step.exhausted or self.finished)
-        if position.step > self.recorder.first_step and not stopped:
+        if position.step > self.intervals.first_step and not stopped:
             self._close_interval()
         if self.step.exhausted:
             position.epoch, position.sample = position.epoch + 1, 0
@@ -176,11 +170,9 @@ class Trainer(Job):
         return due and self._evaluated_step != position.step and (self.selection.wanted or not self.out_of_steps)
 
     def _profile_due(self) -> bool:
-        profile, position = self.config.profile, self.position
-        due = position.step - self._started_at - profile.warmup_steps
         # The last batch of an epoch may be a smaller one, whose times say nothing about the others.
-        whole = position.sample + self.global_batch <= self.source.num_samples("train")
-        return profile.enabled and due >= 0 and due % profile.every_steps == 0 and whole
+        whole = self.position.sample + self.global_batch <= self.source.num_samples("train")
+        return whole and self.intervals.is_sampled(self.position.step)
 
     def _reshard_due(self) -> bool:
         every = self.config.autoshard.reshard.every_steps
@@ -205,7 +197,7 @@ class Trainer(Job):
         if self.runtime.rank == 0:
             steps = f"{self.total_steps} steps of {self.global_batch} examples"
             open_run(
-                self.display, self.run_dir, self.placement, self.source.tables, self.state.stats,
+                self.display, self.run_dir, self.placement, self.source.tables, self.intervals.stats,
                 step=position.step, steps=steps, finished=self.finished,
             )  # fmt: skip
         for note in self.notes:
@@ -233,14 +225,14 @@ class Trainer(Job):
             self.clock.forget_last()  # the profiler's own time is in it
         position.sample += batch.global_size
         position.step += 1
-        self.recorder.count(batch.size)
+        self.intervals.count(batch.size)
         if left_out:
             self._log_metrics("train", {"skipped_not_finite": 1.0})
             self.watch.left_out(position.step)
             return self.display.step()
         self.watch.updated()
         if sampled and ids is not None:
-            self.recorder.observer.observe(ids, self.runtime.world_size, batch.global_size)
+            self.intervals.observe(ids, batch.global_size)
         logging = position.step % config.train.log_every_steps == 0
         if not logging and self.runtime.device.type != "cpu":
             return self.display.step()  # looking at the loss would make the GPU's queue run dry
@@ -266,41 +258,24 @@ class Trainer(Job):
             self.display.line(f"step {self.position.step}  {error}")
 
     def _close_interval(self) -> None:
-        """Writes what was measured, then decides on moves."""
-        planner, stats, position = self.placement.planner, self.state.stats, self.position
-        predicted = None
-        if planner is not None:
-            task = replace(self.placement.task, stats=tuple(stats))
-            predicted = planner.predict(task, self.embeddings.plan)
-        closed = self.recorder.close(position.epoch, position.step, self.global_batch, stats, predicted)
-        record, profile = closed if closed is not None else (None, None)
+        """Says what was measured, and what was decided on it."""
+        position, intervals = self.position, self.intervals
+        left = 0 if self.selection.stop else self.total_steps - position.step
+        with self._timed("resharding"):
+            record, decision = intervals.close(position.epoch, position.step, left)
+            if decision is not None and decision.new_plan is not None:
+                self.step.redistribute()
         if record is not None:
             self.throughput = record.throughput
-            self.state.stats = profile.stats if profile is not None else stats
             self.journal.profile(record)
             self._log_metrics("train", {"throughput": record.throughput, "step_ms": record.step_ms})
             self.display.line(
                 f"epoch {position.epoch}  step {position.step}  {record.throughput:,.0f} examples/s  "
                 f"loss {float(self.dense.global_loss):.4f}"
             )
-        self._maybe_reshard(record, profile)
-        self.recorder.open(position.step)
-
-    def _maybe_reshard(self, record: EpochProfile | None, profile: StepProfile | None) -> None:
-        """Decides on moves, on every rank between intervals; record and profile are rank 0's."""
-        position = self.position
-        if self.resharding is None or not self.resharding.is_due(position.epoch):
-            return
-        interval = None
-        if record is not None and profile is not None and record.throughput > 0:
-            left = 0 if self.selection.stop else self.total_steps - position.step
-            interval = Interval(position.epoch, position.step, profile, record.throughput, left, record.samples)
-        with self._timed("resharding"):
-            decision = self.resharding.after_interval(interval)
         if decision is not None:
             self.display.line(f"step {position.step}  {decision.text}")
-            if decision.new_plan is not None:
-                self.step.redistribute()
+        intervals.open(position.step)
 
     def _evaluate(self, split: Split) -> None:
         """Metrics over all ranks' samples, and what follows from those of the val split."""
@@ -369,7 +344,7 @@ class Trainer(Job):
         started = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - started
-        self.recorder.exclude(time.perf_counter() - started)
+        self.intervals.exclude(time.perf_counter() - started)
 
     def _log_metrics(self, split: str, metrics: Mapping[str, float], epoch: int | None = None) -> None:
         self.journal.metrics(self.position.step, self.position.epoch if epoch is None else epoch, split, metrics)

@@ -1,0 +1,164 @@
+"""From one decision to the next, in any training loop: what is measured is written down, learned from, decided on.
+
+intervals.begin(step); intervals.is_sampled(step)        # an interval is an epoch, or `reshard.every_steps` steps
+intervals.observe(ids, samples); intervals.count(samples)
+record, decision = intervals.close(number, step, remaining_steps=900); intervals.open(step)
+"""
+
+from __future__ import annotations
+
+import platform
+import resource
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm_autoshard.autoshard.decision import Decision, Interval
+from dlrm_autoshard.autoshard.initial_plan import Placement
+from dlrm_autoshard.autoshard.resharding import MoveTo, Resharding
+from dlrm_autoshard.autoshard.table_observer import TableObserver
+from dlrm_autoshard.config import AutoshardConfig, ProfileConfig
+from dlrm_autoshard.costs import StepProfile
+from dlrm_autoshard.distributed.movable import ArrivedIds, PlacedTables
+from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.stage_clock import StageClock
+from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
+from dlrm_autoshard.records.facts import RankEpoch, rank_file
+from dlrm_autoshard.records.jsonl import append_jsonl
+from dlrm_autoshard.tables import TableStats
+
+
+class Intervals:
+    """stats: what is known of the tables now. batch_size: over all ranks. resharding: None where tables stay."""
+
+    def __init__(
+        self,
+        settings: AutoshardConfig,
+        profile: ProfileConfig,
+        runtime: Runtime,
+        embeddings: PlacedTables,
+        move_to: MoveTo,
+        clock: StageClock,
+        placement: Placement,
+        run_dir: Path,
+    ) -> None:
+        """placement: how the tables came to lie as they do in `embeddings`, whose steps `clock` times."""
+        self._runtime, self._embeddings, self._clock = runtime, embeddings, clock
+        self._profile, self._placement, self._run_dir = profile, placement, run_dir
+        self.batch_size = placement.task.batch_size
+        self._observer = TableObserver(embeddings, runtime.rank)
+        self.stats = placement.task.stats
+        self.resharding: Resharding | None = None
+        if settings.enabled and settings.reshard.enabled and runtime.world_size > 1:
+            self.resharding = Resharding(settings, runtime, embeddings, move_to, placement, run_dir)
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """Training starts, or starts again, with this step; the first are to warm up."""
+        self._begun = step
+        self.open(step)
+
+    def open(self, step: int) -> None:
+        self._clock.reset()
+        self.first_step = step
+        self._samples = 0
+        self._paused = 0.0
+        self._started = time.perf_counter()
+
+    def is_sampled(self, step: int) -> bool:
+        """Whether the stages of this step are timed, with barriers; such a step should have a whole batch."""
+        due = step - self._begun - self._profile.warmup_steps
+        return self._profile.enabled and due >= 0 and due % self._profile.every_steps == 0
+
+    def observe(self, ids: ArrivedIds, samples: int) -> None:
+        """A sampled step's ids. samples: real ones, over all ranks."""
+        self._observer.observe(ids, samples)
+
+    def count(self, samples: int) -> None:
+        """samples: real ones of this rank."""
+        self._samples += samples
+
+    def exclude(self, seconds: float) -> None:
+        """Time that is not training (a checkpoint, an evaluation) inside the interval."""
+        self._paused += seconds
+
+    def close(self, number: int, step: int, remaining_steps: int) -> tuple[EpochProfile | None, Decision | None]:
+        """Writes what was measured, decides, moves tables. Collective; the record is rank 0's, the decision everyone's.
+
+        number: of the epoch, or of the interval. None where nothing was measured, or no decision is due. Where
+        decision.new_plan is set, tables have moved, and ids on their way have other owners now.
+        """
+        record, profile = self._recorded(number, step)
+        interval = None
+        if record is not None and profile is not None:
+            self.stats = profile.stats
+            if record.throughput > 0:
+                interval = Interval(number, step, profile, record.throughput, remaining_steps, record.samples)
+        if self.resharding is None or not self.resharding.is_due(number):
+            return record, None
+        return record, self.resharding.after_interval(interval)
+
+    def _recorded(self, number: int, step: int) -> tuple[EpochProfile | None, StepProfile | None]:
+        """Each rank appends its own line; rank 0 the gathered one, and has a profile where steps were sampled."""
+        runtime, embeddings = self._runtime, self._embeddings
+        seconds = time.perf_counter() - self._started - self._paused
+        plan, tables, batch_size = embeddings.plan, embeddings.tables, self.batch_size
+        own = [t for t in tables if plan.rank_of[t.name] == runtime.rank]
+        mine = RankEpoch(
+            epoch=number,
+            first_step=self.first_step,
+            end_step=step,
+            rank=runtime.rank,
+            host=platform.node(),
+            device=str(embeddings.device),
+            tables=tuple(t.name for t in own),
+            table_bytes=sum(t.weight_bytes + t.optimizer_bytes(embeddings.config.optimizer.name) for t in own),
+            stages=self._clock.summary(),
+            step_ms=self._clock.step_ms,
+            throughput=self._samples / seconds if seconds > 0 else 0.0,
+            cpu_share=self._clock.cpu_share,
+            peak_memory_bytes=peak_memory(embeddings.device),
+        )
+        append_jsonl(rank_file(self._run_dir, runtime.rank), mine.to_json())
+        gathered = runtime.gather((mine, self._observer.summary()))
+        if gathered is None:
+            return None, None
+        seen = {name: stat for _, observed in gathered for name, stat in observed.items()}
+        stats = tuple(seen.get(table.name, stat) for table, stat in zip(tables, self.stats, strict=True))
+        planner, predicted = self._placement.planner, None
+        if planner is not None:
+            predicted = planner.predict(replace(self._placement.task, stats=self.stats), plan)
+        record = EpochProfile.gather([rank for rank, _ in gathered], plan, tables, stats, batch_size, predicted)
+        append_jsonl(epochs_file(self._run_dir), record.to_json())
+        if self._clock.samples == 0:
+            return record, None
+        costs = tuple(rank.cost for rank, _ in gathered)
+        return record, StepProfile(plan, tables, stats, batch_size, costs, "measured", record.noise)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that was learned and decided, as JSON: rank 0's."""
+        planner, resharding = self._placement.planner, self.resharding
+        return {
+            "stats": [stats.to_json() for stats in self.stats],
+            "planner": None if planner is None else planner.state_dict(),
+            "resharding": None if resharding is None else resharding.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.stats = tuple(TableStats.from_json(stats) for stats in state["stats"])
+        if self._placement.planner is not None and state.get("planner"):
+            self._placement.planner.load_state_dict(state["planner"])
+        if self.resharding is not None and state.get("resharding"):
+            self.resharding.load_state_dict(state["resharding"])
+
+
+def peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

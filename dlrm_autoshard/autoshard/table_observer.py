@@ -1,0 +1,42 @@
+"""Statistics of the tables this rank owns, from the ids that arrive here: pooling in every sampled step, reuse (which
+costs a sort) in the first of an interval."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dlrm_autoshard.distributed.movable import ArrivedIds, PlacedTables
+from dlrm_autoshard.tables import TableStats, measure_table_stats
+
+
+class TableObserver:
+    def __init__(self, embeddings: PlacedTables, rank: int) -> None:
+        self._embeddings, self._rank = embeddings, rank
+        self._samples = 0
+        self._ids: np.ndarray | None = None
+        self._reuse: list[TableStats] = []
+
+    def observe(self, ids: ArrivedIds, real_samples: int) -> None:
+        """real_samples: over all ranks."""
+        num_bags = ids.batch_size * self._embeddings.plan.world_size
+        offsets = ids.offsets.cpu().numpy()
+        counts = np.diff(offsets[::num_bags])
+        self._ids = counts if self._ids is None else self._ids + counts
+        self._samples += real_samples
+        if not self._reuse:
+            lengths_TB = np.diff(offsets).reshape(-1, num_bags)
+            self._reuse = measure_table_stats(lengths_TB, ids.values_N.cpu().numpy())
+
+    def summary(self) -> dict[str, TableStats]:
+        """name -> statistics, for the tables this rank owns; {} where nothing was observed. Starts afresh."""
+        if self._ids is None:
+            return {}
+        plan, rank = self._embeddings.plan, self._rank
+        names = [table.name for table in self._embeddings.output_tables if plan.rank_of[table.name] == rank]
+        pooling = self._ids / self._samples
+        result = {
+            name: TableStats(float(mean), seen.reuse_histogram, seen.mean_reuse, seen.batch_size)
+            for name, mean, seen in zip(names, pooling, self._reuse, strict=True)
+        }
+        self._samples, self._ids, self._reuse = 0, None, []
+        return result
