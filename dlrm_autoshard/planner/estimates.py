@@ -11,42 +11,51 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlrm_autoshard.costs import COMPUTE
+from dlrm_autoshard.costs import COMPUTE, EXCHANGE
 from dlrm_autoshard.planner.corrections import Corrections
 from dlrm_autoshard.planner.cost_model import COST
 from dlrm_autoshard.planner.result import Gain
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
+DRAWS = 512
+MOST_RANKS = 32
+"""Of each plan and stage, the dearest: others are hardly ever the slowest."""
+
 
 @dataclass(frozen=True)
 class Estimates:
-    """Of P plans: step_ms [P]; slowest_P2: ms of the slowest rank in forward and backward computation, whose logarithms
-    have covariance [2P, 2P]."""
+    """step_ms_DP: [D, P] what each of P plans may cost, in D draws of what the measurements leave open.
 
-    step_ms: np.ndarray
-    slowest_P2: np.ndarray
-    covariance: np.ndarray
+    A stage takes as long as its slowest rank, so what is not known of the ranks makes a step longer, on average, than
+    the slowest rank's expected time. Of a plan that has been measured little is unknown; one that was only searched
+    for must save that much more.
+    """
+
+    step_ms_DP: np.ndarray
+
+    @property
+    def step_ms(self) -> np.ndarray:
+        """[P], expected."""
+        mean: np.ndarray = self.step_ms_DP.mean(axis=0)
+        return mean
 
     def gain(self, current: int, candidate: int) -> Gain:
-        """To first order in the errors, which current and candidate have largely in common."""
-        if self.step_ms[current] <= 0:
+        """In each draw both err by what they have in common."""
+        if not self.step_ms_DP[:, current].all():
             return Gain(0.0, 0.0)
-        ratio = float(self.step_ms[candidate] / self.step_ms[current])
-        weights = np.zeros((len(self.step_ms), 2))
-        weights[candidate] += self.slowest_P2[candidate] / self.step_ms[current]
-        weights[current] -= ratio * self.slowest_P2[current] / self.step_ms[current]
-        variance = weights.ravel() @ self.covariance @ weights.ravel()
-        return Gain(1 - ratio, float(np.sqrt(max(variance, 0.0))))
+        saved_D = 1 - self.step_ms_DP[:, candidate] / self.step_ms_DP[:, current]
+        return Gain(float(saved_D.mean()), float(saved_D.std()))
 
 
 def estimates(
     task: PlacementTask, costs: TaskCosts, corrections: Corrections, placements: Sequence[np.ndarray]
 ) -> Estimates:
     """Of placements of the task's units."""
-    world_size, count = task.world_size, len(placements)
+    world_size = task.world_size
+    most = min(world_size, MOST_RANKS)
     cost_T2 = costs.summary_TK[:, COST].astype(np.float64)
-    shares, steps, slowest, ranks = [], [], [], []
+    shares, ms, ranks, exchanges = [], [], [], []
     for rank_U in placements:
         rank_T = rank_U[task.units.unit_of_T]
         inside_WT = rank_T == np.arange(world_size)[:, None]
@@ -54,12 +63,16 @@ def estimates(
         share_2WT = inside_WT * cost_T2.T[:, None, :] / sums_W2.T[:, :, None]
         ms_W4 = costs.rank_ms(rank_U)
         ms_W4[:, COMPUTE] *= corrections.together_factors_W2(share_2WT, task.tables)
-        steps.append(ms_W4.max(axis=0).sum())
-        slowest.append(ms_W4[:, COMPUTE].max(axis=0))
-        rank_2 = ms_W4[:, COMPUTE].argmax(axis=0)
-        ranks.append(rank_2)
-        shares.append(share_2WT[[0, 1], rank_2])
-    covariance = corrections.covariance(
-        np.concatenate(shares), np.tile([0, 1], count), np.concatenate(ranks), task.tables
-    )
-    return Estimates(np.array(steps), np.array(slowest), covariance)
+        exchanges.append(ms_W4[:, EXCHANGE].max(axis=0).sum())
+        for stage, ms_W in enumerate(ms_W4[:, COMPUTE].T):
+            dearest = np.argsort(-ms_W)[:most]
+            ranks.append(dearest)
+            ms.append(ms_W[dearest])
+            shares.append(share_2WT[stage, dearest])
+    stage_M = np.tile(np.repeat([0, 1], most), len(placements))
+    covariance = corrections.covariance(np.concatenate(shares), stage_M, np.concatenate(ranks), task.tables)
+    values, vectors = np.linalg.eigh(covariance)
+    drawn_DM = np.random.default_rng(0).standard_normal((DRAWS, len(values)))
+    errors_DM = drawn_DM @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
+    computed_DP = (np.concatenate(ms) * np.exp(errors_DM)).reshape(DRAWS, len(placements), 2, most).max(axis=3).sum(2)
+    return Estimates(computed_DP + np.array(exchanges))
