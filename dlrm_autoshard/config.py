@@ -153,11 +153,6 @@ class ReshardConfig(Section):
     checksums: bool = False  # of every tensor that moves, compared where it left and where it arrived
 
 
-class RefineConfig(Section):
-    updates: NonNegativeInt = 300
-    learning_rate: PositiveFloat = 5e-4
-
-
 class AutoshardConfig(Section):
     enabled: bool = False
     placement: str | None = None  # at the start: round_robin, or a plan file; null: the planner's where that is enabled
@@ -172,7 +167,6 @@ class AutoshardConfig(Section):
     exclude_ranks: list[NonNegativeInt] = []
     stats_batches: PositiveInt = 8  # first batches from which table statistics are measured
     reshard: ReshardConfig = ReshardConfig()
-    refine: RefineConfig = RefineConfig()
 
 
 class Config(Section):

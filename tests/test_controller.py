@@ -19,7 +19,7 @@ from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.autoshard.payoff import MoveCost
-from dlrm_autoshard.config import AutoshardConfig, RefineConfig, ReshardConfig
+from dlrm_autoshard.config import AutoshardConfig, ReshardConfig
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
@@ -62,9 +62,7 @@ class Training:
         self.controller = self.make_controller()
 
     def make_controller(self, planner: Planner | None = None, **reshard: Any) -> Controller:
-        config = AutoshardConfig(
-            enabled=True, reshard=ReshardConfig(**reshard), refine=RefineConfig(updates=60, learning_rate=1e-3)
-        )
+        config = AutoshardConfig(enabled=True, reshard=ReshardConfig(**reshard))
         return Controller(config, planner or self.planner, self.task, self.bytes_of, self.log)
 
     @property

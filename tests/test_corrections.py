@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
+from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
@@ -90,3 +90,34 @@ def test_it_is_saved_with_the_planner() -> None:
     other = Planner(seed=0)
     other.load_state_dict(planner.state_dict())
     assert other.predict(TASK, EVEN) == planner.predict(TASK, EVEN)
+
+
+def test_a_table_whose_lookups_jumped_is_what_is_dear_and_not_the_rank_that_has_it() -> None:
+    planner, profile = Planner(seed=0), SimulatedCluster(0).profile(TABLES, STATS, EVEN, 1024)
+    follow(planner, *[profile] * 4)
+    stats = (replace(STATS[0], mean_pooling=100 * STATS[0].mean_pooling), *STATS[1:])
+    task = replace(TASK, stats=stats)
+    jumped, owner = TABLES[0].name, EVEN.rank_of[TABLES[0].name]
+    ranks = list(planner.predict(task, EVEN))
+    dearer = {f"{stage}_ms": 1.3 * ranks[owner].stage(stage) for stage in ("fwd_compute", "bwd_compute")}
+    ranks[owner] = replace(ranks[owner], **dearer)
+    planner.costs.observe(replace(profile, stats=stats, ranks=tuple(ranks)))
+    slowness = planner.rank_slowness(2)
+    assert max(slowness) / min(slowness) < 1.1
+    elsewhere = ShardingPlan({**EVEN.rank_of, jumped: 1 - owner}, 2)
+    there = planner.predict(task, elsewhere)[1 - owner].bwd_compute_ms
+    fresh = Planner(seed=0)
+    follow(fresh, *[profile] * 4)
+    assert there > 1.15 * fresh.predict(task, elsewhere)[1 - owner].bwd_compute_ms
+
+
+def test_a_plan_is_expected_to_cost_the_more_the_less_is_known_of_its_ranks() -> None:
+    planner, profile = Planner(seed=0), SimulatedCluster(0).profile(TABLES, STATS, EVEN, 1024)
+    unmeasured = planner.costs.estimates(TASK, [EVEN])
+    assert unmeasured.step_ms[0] > 1.005 * step_cost_ms(planner.predict(TASK, EVEN))
+    follow(planner, *[profile] * 4)
+    other = ShardingPlan({name: (i // 2) % 2 for i, name in enumerate(EVEN.rank_of)}, 2)
+    found = planner.costs.estimates(TASK, [EVEN, other])
+    assert found.step_ms[0] == pytest.approx(step_cost_ms(profile.ranks), rel=0.01)
+    measured, searched = found.step_ms_DP.std(axis=0)
+    assert measured < 0.5 * searched

@@ -106,7 +106,6 @@ def test_tables_move_in_training_and_no_bit_changes(tmp_path: Path) -> None:
         autoshard={
             "enabled": True,
             "measure_plans": 0,
-            "refine": {"updates": 0},
             "reshard": {"checksums": True, "rollback": False},
         },
     )
@@ -128,7 +127,7 @@ def test_tables_move_in_training_and_no_bit_changes(tmp_path: Path) -> None:
 def test_a_rank_without_memory_refuses_and_training_goes_on_under_the_old_plan(tmp_path: Path) -> None:
     shape = {"epochs": 2}
     static = config(tmp_path, train=shape, autoshard={"placement": plan_file(tmp_path, "0101", 2)})
-    resharded = config(tmp_path, train=shape, autoshard={"enabled": True, "measure_plans": 0, "refine": {"updates": 0}})
+    resharded = config(tmp_path, train=shape, autoshard={"enabled": True, "measure_plans": 0})
     results = run_ranks(run_both, 2, resharded, static, tmp_path, 1)
     assert all(all(same) and same for same, _ in results)
     decisions = records(tmp_path / "resharded", "decisions.jsonl")

@@ -64,8 +64,6 @@ class Controller:
         self.trigger.see(interval, slowness, one_host=len(task.topology.ranks_by_host) == 1)
         base = replace(base, balance_gain=self.trigger.balance_gain)
         no_search = self.trigger.reason_not_to_search()
-        if no_search is None or self._unproven is not None:
-            self._refine(base.error_before or 0.0)
         base = replace(base, error_after=prediction_error(self.planner.predict(task, plan), profile.ranks))
         mistake = self._judge_last_move(task, interval, a_rank_changed(slowness, self._slowness_before))
         self._slowness_before = slowness
@@ -131,13 +129,6 @@ class Controller:
             return None
         self.chooser.history.rolled_back.append(new_plan.fingerprint)
         return move
-
-    def _refine(self, error: float) -> None:
-        """Learns from all that was observed, where predictions are further off than intervals scatter."""
-        settings = self.config.refine
-        if settings.updates > 0 and error > self.trigger.scatter:
-            seconds = max(self.trigger.search_seconds / 2, thresholds.LEAST_SEARCH_SECONDS)
-            self.planner.costs.refine(settings.updates, learning_rate=settings.learning_rate, budget_seconds=seconds)
 
     def _written(self, decision: Decision) -> Decision:
         self.log.write(decision.to_json())

@@ -1,6 +1,6 @@
 """The terms that a measured stage's logarithm consists of, and how they vary before anything was measured.
 
-rows = rows_of(stage_N, share_NT, source=0, rank=1, eras=(0, 0))
+rows = rows_of(stage_N, share_NT, log_data_T2, source=0, rank=1, era=0)
 rows.covariance(rows, Spreads(), frozenset())            # [N, N], prior
 """
 
@@ -20,6 +20,7 @@ class Spreads:
     than its neighbours; the others hardly matter once anything was measured."""
 
     table: float = 0.1  # a table's own, in every plan: held-out single tables of the shipped costs
+    change: float = 0.15  # of a table whose lookups, or their reuse, have become e times as many
     together: float = 0.03  # of one set of tables, beside its tables': held-out sets of the shipped costs
     noise: float = 0.01  # of an interval's figures, beside what the profile itself reports
     scale: float = 0.5  # all tables of a stage: another machine, a GPU instead of a CPU
@@ -38,28 +39,27 @@ GRID: Mapping[str, tuple[float, ...]] = {
 @dataclass(frozen=True)
 class Rows:
     """What a stage's logarithm consists of. source: where its scale comes from. rank: -1 where it is nobody's. Eras are
-    numbers of stretches of time in which ranks, and data, stayed as they were."""
+    numbers of stretches of time in which ranks stayed as they were. change_NF: `changes`."""
 
     stage_N: np.ndarray
     source_N: np.ndarray
     rank_N: np.ndarray
-    rank_era_N: np.ndarray
-    data_era_N: np.ndarray
+    era_N: np.ndarray
     share_NT: np.ndarray
+    change_NF: np.ndarray
 
     def covariance(self, other: Rows, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
         """[N, M] prior covariance."""
         same_stage = self.stage_N[:, None] == other.stage_N
-        same_data = self.data_era_N[:, None] == other.data_era_N
         # What probes and training are off by has much in common.
         found = spreads.scale**2 * np.where(self.source_N[:, None] == other.source_N, 1.0, 0.9)
-        # Half of what is wrong about a table outlasts a change of its data.
+        # What is wrong about a table, and what becomes of that as its data change.
         overlap = self.share_NT @ other.share_NT.T
-        found = found + spreads.table**2 * overlap * np.where(same_data, 1.0, 0.5)
+        found = found + spreads.table**2 * overlap + spreads.change**2 * (self.change_NF @ other.change_NF.T)
         # Sets of tables that have most in common are fused alike.
         lengths = np.sqrt((self.share_NT**2).sum(axis=1))[:, None] * np.sqrt((other.share_NT**2).sum(axis=1))
         alike = overlap / np.maximum(lengths, 1e-12)
-        found = (found + spreads.together**2 * alike**8 * same_data) * same_stage
+        found = (found + spreads.together**2 * alike**8) * same_stage
         key_N, key_M = self.rank_keys, other.rank_keys
         variance_N = np.where(np.isin(key_N, list(slow)), spreads.slow_rank, spreads.rank) ** 2
         covariance: np.ndarray = found + np.where((key_N[:, None] == key_M) & (key_M >= 0), variance_N[:, None], 0.0)
@@ -68,26 +68,33 @@ class Rows:
     @property
     def rank_keys(self) -> np.ndarray:
         """One number a rank and era; -1 of nobody's."""
-        keys: np.ndarray = np.where(self.rank_N < 0, -1, self.rank_era_N * 1_000_000 + self.rank_N)
+        keys: np.ndarray = np.where(self.rank_N < 0, -1, self.era_N * 1_000_000 + self.rank_N)
         return keys
+
+
+def changes(share_NT: np.ndarray, log_data_T2: np.ndarray) -> np.ndarray:
+    """[N, 2T]: shares times how far the table's log lookups and log reuse are from what they were at first ([T, 2], or
+    [N, T, 2])."""
+    return (share_NT[:, :, None] * log_data_T2).reshape(len(share_NT), -1)
 
 
 def rows_of(
     stage_N: np.ndarray,
     share_NT: np.ndarray,
+    log_data_T2: np.ndarray,
     *,
     source: int,
     rank: int | np.ndarray,
-    eras: tuple[int, int],
+    era: int,
 ) -> Rows:
     count = len(stage_N)
     return Rows(
         stage_N,
         np.full(count, source),
         np.broadcast_to(rank, count),
-        np.full(count, eras[0]),
-        np.full(count, eras[1]),
+        np.full(count, era),
         share_NT,
+        changes(share_NT, log_data_T2),
     )
 
 

@@ -24,7 +24,7 @@ from dlrm_autoshard.planner.replay import ShardSample
 from dlrm_autoshard.tables import TableConfig
 
 CHANGE = 0.05
-"""Chance that ranks, or data, are no longer as they were an interval ago."""
+"""Chance that ranks are no longer as they were an interval ago."""
 REMEMBERED = 16
 """Profiles conditioned on."""
 
@@ -32,7 +32,7 @@ REMEMBERED = 16
 class Corrections:
     def __init__(self) -> None:
         self.profiles: list[StepProfile] = []
-        self.eras: list[tuple[int, int]] = []  # of ranks and data, one a profile that was conditioned on
+        self.eras: list[int] = []  # of ranks, one a profile that was conditioned on
         self.spreads = Spreads()
         self._clear()
 
@@ -43,8 +43,8 @@ class Corrections:
         del self.profiles[:dropped], self.eras[:dropped]
 
     def fit(self, model: CostModel, exchange: ExchangeModel, shards: Sequence[ShardSample] = ()) -> None:
-        """Conditions on what is remembered. For each new profile the likeliest is taken: that all is as it was, that
-        ranks have changed, or data, or both."""
+        """Conditions on what is remembered. For each new profile the likelier is taken: that ranks are as they were, or
+        that they have changed."""
         self._clear()
         while len(self.eras) < len(self.profiles):
             seen = self.profiles[: len(self.eras) + 1]
@@ -64,14 +64,6 @@ class Corrections:
         own_W = np.array([self._ranks.get(rank, expected[rank]) for rank in range(world_size)])
         factors: np.ndarray = np.exp(own_W[:, None] + self._scale_2)
         return factors
-
-    def rank_factors_then(self) -> list[np.ndarray]:
-        """[W, 2] of each remembered profile: what its ranks' computation took of what tables and sets explain."""
-        then = []
-        for profile, (era, _) in zip(self.profiles, self.eras, strict=True):
-            own_W = [self._ranks_then.get((era, rank), 0.0) for rank in range(profile.plan.world_size)]
-            then.append(np.exp(np.array(own_W)[:, None] + self._scale_2))
-        return then
 
     def exchange_factors_W2(self, world_size: int) -> np.ndarray:
         """[W, 2] that each rank's exchanges take."""
@@ -102,7 +94,7 @@ class Corrections:
         self, share_MT: np.ndarray, stage_M: np.ndarray, rank_M: np.ndarray | int, tables: Sequence[TableConfig]
     ) -> Rows:
         """As they would be measured next."""
-        source = 0
+        source, log_data_T2 = 0, np.zeros((len(tables), 2))
         if self._observed is not None:
             column = {table: i for i, table in enumerate(tables)}
             of_task = share_MT
@@ -110,38 +102,32 @@ class Corrections:
             for i, table in enumerate(self._observed.tables):
                 if table in column:
                     share_MT[:, i] = of_task[:, column[table]]
-            source = self._observed.newest_source
-        return rows_of(stage_M, share_MT, source=source, rank=rank_M, eras=self._now)
+            source, log_data_T2 = self._observed.newest_source, self._observed.now_T2
+        return rows_of(stage_M, share_MT, log_data_T2, source=source, rank=rank_M, era=self._now)
 
     # -- conditioning ------------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
         self._tables: dict[TableConfig, tuple[float, float]] = {}
         self._ranks: dict[int, float] = {}
-        self._ranks_then: dict[tuple[int, int], float] = {}  # by era
         self._exchange: dict[int, tuple[float, float]] = {}
         self._scale_2 = np.zeros(2)
         self._posterior: Posterior | None = None
         self._observed: Observed | None = None
 
     @property
-    def _now(self) -> tuple[int, int]:
-        return self.eras[-1] if self.eras else (0, 0)
+    def _now(self) -> int:
+        return self.eras[-1] if self.eras else 0
 
-    def _likeliest_era(self, observed: Observed) -> tuple[int, int]:
+    def _likeliest_era(self, observed: Observed) -> int:
         if not self.eras:
-            return 0, 0
-        ranks, data = self.eras[-1]
-        hypotheses = {(ranks, data): 0.0, (ranks + 1, data): 1.0}
-        before, newest = observed.profiles[-2:]
-        if before.stats != newest.stats:
-            hypotheses |= {(ranks, data + 1): 1.0, (ranks + 1, data + 1): 2.0}
+            return 0
         evidence = {}
-        for era, changes in hypotheses.items():
+        for era, prior in ((self._now, 0.0), (self._now + 1, float(np.log(CHANGE)))):
             rows, values, noise = observed.rows([*self.eras, era], None)
             posterior = self._posterior_of(rows, values, noise, self.spreads)
-            evidence[era] = posterior.log_evidence + changes * np.log(CHANGE)
-            evidence[era] += observed.exchange_posterior([*self.eras, era], self.spreads).log_evidence
+            exchange = observed.exchange_posterior([*self.eras, era], self.spreads)
+            evidence[era] = prior + posterior.log_evidence + exchange.log_evidence
         return max(evidence, key=lambda era: evidence[era])
 
     def _posterior_of(self, rows: Rows, values: np.ndarray, noise: np.ndarray, spreads: Spreads) -> Posterior:
@@ -163,21 +149,24 @@ class Corrections:
         self._observed, self._rows, self._posterior = observed, rows, posterior
         self._tables = {table: (float(f), float(b)) for table, (f, b) in zip(observed.tables, table_T2, strict=True)}
         none = np.zeros((2, len(observed.tables)))
-        scale = rows_of(np.arange(2), none, source=observed.newest_source, rank=-1, eras=self._now)
+        scale = rows_of(np.arange(2), none, observed.now_T2, source=observed.newest_source, rank=-1, era=self._now)
         self._scale_2 = posterior.mean(scale.covariance(rows, self.spreads, posterior.large))
         for key in np.unique(rows.rank_keys[rows.rank_N >= 0]):  # of several eras the last one counts
-            one = rows_of(np.array([9]), none[:1], source=-1, rank=key % 1_000_000, eras=(key // 1_000_000, 0))
+            rank, era = key % 1_000_000, key // 1_000_000
+            one = rows_of(np.array([9]), none[:1], observed.now_T2, source=-1, rank=rank, era=era)
             own = posterior.mean(one.covariance(rows, self.spreads, posterior.large))
-            self._ranks[int(key % 1_000_000)] = float(own[0])
-            self._ranks_then[int(key // 1_000_000), int(key % 1_000_000)] = float(own[0])
+            self._ranks[int(rank)] = float(own[0])
         if observed.profiles:
             self._exchange = observed.exchange_factors(self.eras, self.spreads)
 
     def _tables_T2(self, observed: Observed, rows: Rows, posterior: Posterior) -> np.ndarray:
         """[T, 2] posterior means of the tables' log factors, now."""
-        same = np.where(rows.data_era_N == self._now[1], 1.0, 0.5)
-        weighted = posterior.weights_N * same * self.spreads.table**2
-        columns = [(weighted * (rows.stage_N == stage)) @ rows.share_NT for stage in (0, 1)]
+        columns = []
+        for stage in (0, 1):
+            weights_N = posterior.weights_N * (rows.stage_N == stage)
+            changed_T2 = (weights_N @ rows.change_NF).reshape(-1, 2) * observed.now_T2
+            own_T = self.spreads.table**2 * (weights_N @ rows.share_NT)
+            columns.append(own_T + self.spreads.change**2 * changed_T2.sum(axis=1))
         return np.stack(columns, axis=1)
 
     def _likeliest_spreads(self, rows: Rows, values: np.ndarray, noise: np.ndarray) -> Spreads:
@@ -196,9 +185,9 @@ class Corrections:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        return {"eras": [list(era) for era in self.eras]}
+        return {"eras": self.eras}
 
     def load_json(self, record: Mapping[str, Any], profiles: Sequence[StepProfile]) -> None:
         """profiles: all that were kept, the newest last."""
-        self.eras = [(int(ranks), int(data)) for ranks, data in record["eras"]]
+        self.eras = list(record["eras"])
         self.profiles = list(profiles)[len(profiles) - len(self.eras) :]

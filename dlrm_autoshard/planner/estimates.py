@@ -73,6 +73,6 @@ def estimates(
     covariance = corrections.covariance(np.concatenate(shares), stage_M, np.concatenate(ranks), task.tables)
     values, vectors = np.linalg.eigh(covariance)
     drawn_DM = np.random.default_rng(0).standard_normal((DRAWS, len(values)))
-    errors_DM = drawn_DM @ (vectors * np.sqrt(np.maximum(values, 0.0))).T
+    errors_DM = drawn_DM @ (vectors * np.sqrt(np.maximum(values, 0.0))).T - covariance.diagonal() / 2  # 1 on average
     computed_DP = (np.concatenate(ms) * np.exp(errors_DM)).reshape(DRAWS, len(placements), 2, most).max(axis=3).sum(2)
     return Estimates(computed_DP + np.array(exchanges))

@@ -38,7 +38,6 @@ class FitReport:
 def fit_cost_model(
     model: CostModel,
     samples: Sequence[ShardSample],
-    weights: Sequence[float] | None = None,
     *,
     updates: int = 300,
     learning_rate: float = 2e-3,
@@ -47,17 +46,14 @@ def fit_cost_model(
 ) -> FitReport:
     """Solves the prices, then trains both networks; the learning rate falls linearly to 0."""
     started = time.perf_counter()
-    given = weights if weights is not None else [1.0] * len(samples)
-    pairs = zip(samples, given, strict=True)
-    kept = [(s, w) for s, w in pairs if s.tables and min(s.fwd_compute_ms, s.bwd_compute_ms) > 0]
+    kept = [s for s in samples if s.tables and min(s.fwd_compute_ms, s.bwd_compute_ms) > 0]
     if not kept:
         return FitReport(0, 0, (0.0, 0.0), (0.0, 0.0), 0.0)
-    shards, weight_N = ShardSet([sample for sample, _ in kept]), np.array([weight for _, weight in kept])
+    shards = ShardSet(kept)
     before = model.errors(shards)
-    _solve_prices(model, shards, weight_N)
+    _solve_prices(model, shards)
     adam = Adam(*model.nets.values())
-    size = (updates, min(BATCH, 4 * len(kept)))
-    batches = np.random.default_rng(seed).choice(len(kept), size=size, p=weight_N / weight_N.sum())
+    batches = np.random.default_rng(seed).integers(len(kept), size=(updates, min(BATCH, 4 * len(kept))))
     for update, chosen in enumerate(batches):
         if budget_seconds is not None and time.perf_counter() - started > budget_seconds:
             break
@@ -77,7 +73,7 @@ def gradients(model: CostModel, shards: ShardSet, chosen: np.ndarray) -> np.ndar
     return error_NS
 
 
-def _solve_prices(model: CostModel, shards: ShardSet, weight_N: np.ndarray) -> None:
+def _solve_prices(model: CostModel, shards: ShardSet) -> None:
     """The best prices with the networks as they are."""
     factor_RS = model.table_factors(shards.features_RF)
     summary_NK = shards.sum_over_tables(model.summarise(shards.features_RF, shards.work_RP)[0])
@@ -87,6 +83,6 @@ def _solve_prices(model: CostModel, shards: ShardSet, weight_N: np.ndarray) -> N
         work_NP = shards.sum_over_tables(shards.work_RP * factor_RS[:, stage : stage + 1])
         columns = np.concatenate([work_NP, np.ones((len(work_NP), 1))], axis=1) * fusion_NS[:, stage : stage + 1]
         now = np.append(model.prices_PS[:, stage], model.launch_S[stage]).astype(np.float64)
-        fitted = fit_nonnegative(columns, shards.target_NS[:, stage].astype(np.float64), weight_N, now)
+        fitted = fit_nonnegative(columns, shards.target_NS[:, stage].astype(np.float64), np.ones(len(columns)), now)
         model.prices_PS[:, stage] = fitted[:-1]
         model.launch_S[stage] = max(float(fitted[-1]), 1e-4)

@@ -1,35 +1,28 @@
 """What a planner knows of costs, and how it learns: from start-up samples, and from profiles of real steps.
 
 costs.learn(samples)                     # ShardSamples and CommsSamples of the micro-benchmark
-costs.observe(profile)                   # after each interval: corrects predictions at once
-costs.refine()                           # where that pays: trains the cost model on what was observed
+costs.observe(profile)                   # after each interval: conditions the corrections on it
 costs.predict(task, plan)                # [W] RankCosts
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, prediction_error
+from dlrm_autoshard.costs import RankCost, StepProfile
 from dlrm_autoshard.plan import PlanError, ShardingPlan, Topology
 from dlrm_autoshard.planner.corrections import Corrections
 from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.estimates import Estimates, estimates
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.fit_costs import FitReport, fit_cost_model
-from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample, comms_of, shards_of
-from dlrm_autoshard.planner.result import RefineReport
+from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample, comms_of
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
-
-FEW_SHARDS = 100
-"""With fewer start-up shards than this, refining holds on to what was known (`_rehearsed`)."""
-
 
 MOST_START_UP = 200
 """Start-up shards that corrections are conditioned on."""
@@ -80,31 +73,6 @@ class LearnedCosts:
         self._fit_exchange()
         self._correct()
 
-    def refine(
-        self, updates: int = 300, *, learning_rate: float = 5e-4, budget_seconds: float | None = None
-    ) -> RefineReport:
-        """Fine-tunes the cost model on start-up samples and observed profiles."""
-        started = time.perf_counter()
-        if not self.replay.profiles:
-            raise PlanError("there is nothing to refine from: observe a profile first.")
-        newest = self.replay.profiles[-1]
-        before = self.stage_errors(newest)
-        report = self.fit_costs(updates, learning_rate, budget_seconds)
-        return RefineReport(
-            error_before=before,
-            error_after=self.stage_errors(newest),
-            profiles=len(self.replay.profiles),
-            shards=report.samples,
-            updates=report.updates,
-            seconds=time.perf_counter() - started,
-        )
-
-    def stage_errors(self, profile: StepProfile) -> dict[str, float]:
-        """`costs.prediction_error` of each planned stage that took time."""
-        predicted = self.predict(task_of(profile), profile.plan)
-        errors = {stage: prediction_error(predicted, profile.ranks, (stage,)) for stage in PLANNED_STAGES}
-        return {stage: error for stage, error in errors.items() if error is not None}
-
     def predict(self, task: PlacementTask, plan: ShardingPlan) -> tuple[RankCost, ...]:
         """[W] what each rank takes under `plan`, whether or not it is legal."""
         free = task.unconstrained
@@ -123,29 +91,12 @@ class LearnedCosts:
     def fit_costs(
         self, updates: int, learning_rate: float, budget_seconds: float | None, *, correct: bool = True
     ) -> FitReport:
-        """Start-up samples and observed profiles, half of the weight each where there are both. correct: condition the
-        corrections on them too; a training that fits many times needs that once, at its end."""
-        samples, weights = list(self.replay.shards), [1.0] * len(self.replay.shards)
-        weights_of = {id(profile): weight for profile, weight in self.replay.weighted_profiles()}
-        observed: list[tuple[ShardSample, float]] = []
-        for profile, factors_W2 in zip(self.corrections.profiles, self.corrections.rank_factors_then(), strict=True):
-            for shard in shards_of(profile):
-                forward, backward = factors_W2[shard.rank or 0]
-                usual = replace(
-                    shard, fwd_compute_ms=shard.fwd_compute_ms / forward, bwd_compute_ms=shard.bwd_compute_ms / backward
-                )
-                observed.append((usual, weights_of[id(profile)]))
-        if observed and len(samples) < FEW_SHARDS:
-            anchors = self._rehearsed(self.replay.profiles[-1])
-            samples, weights = samples + anchors, weights + [1.0] * len(anchors)
-        scale = _mass_for(len(samples), observed)
-        samples += [shard for shard, _ in observed]
-        weights += [weight * scale for _, weight in observed]
+        """To start-up samples. correct: condition the corrections on them too; a training that fits many times needs
+        that once, at its end."""
         self._fit_exchange()
         report = fit_cost_model(
             self.cost_model,
-            samples,
-            weights,
+            self.replay.shards,
             updates=updates,
             learning_rate=learning_rate,
             seed=self.seed,
@@ -154,30 +105,8 @@ class LearnedCosts:
         if report.samples:
             if correct:
                 self._correct()
-            sources = sorted({profile.source for profile in self.replay.profiles})
-            self.costs_from = f"a cost model fitted to {len(self.replay.shards)} start-up shards" + (
-                f" and {len(self.replay.profiles)} {' and '.join(sources)} profiles" if sources else ""
-            )
+            self.costs_from = f"a cost model fitted to {len(self.replay.shards)} start-up shards"
         return report
-
-    def _rehearsed(self, profile: StepProfile) -> list[ShardSample]:
-        """Random shards of the profile's tables at the costs now predicted.
-
-        A planner that started from shipped weights has few samples of its own: fine-tuned on one plan alone it would
-        forget what other table sets cost, and the next search would go where it forgot.
-        """
-        generator = np.random.default_rng(self.seed)
-        pairs = list(zip(profile.tables, profile.stats, strict=True))
-        shards = []
-        for _ in range(FEW_SHARDS):
-            count = int(np.exp(generator.uniform(0, np.log(len(pairs) + 0.999))))
-            tables, stats = zip(*(pairs[i] for i in generator.choice(len(pairs), count, replace=False)), strict=True)
-            shards.append(ShardSample(tables, stats, profile.batch_size, 1.0, 1.0))
-        predicted = self.cost_model.shard_ms(shards)
-        return [
-            replace(shard, fwd_compute_ms=float(forward), bwd_compute_ms=float(backward))
-            for shard, (forward, backward) in zip(shards, predicted, strict=True)
-        ]
 
     def _fit_exchange(self) -> None:
         """To start-up samples and observed profiles, half of the weight each where there are both."""
@@ -207,12 +136,6 @@ class LearnedCosts:
         self.costs_from = record["costs_from"]
         self._fit_exchange()
         self._correct()
-
-
-def task_of(profile: StepProfile) -> PlacementTask:
-    """The tables and ranks that were measured."""
-    topology = Topology(profile.plan.world_size, hosts=profile.hosts)
-    return PlacementTask.build(profile.tables, profile.stats, topology, batch_size=profile.batch_size)
 
 
 def _mass_for(kept: int, observed: Sequence[tuple[object, float]]) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dlrm_autoshard.costs import EXCHANGE, PLANNED_STAGES, StepProfile
-from dlrm_autoshard.planner.correction_terms import Rows, Spreads, exchange_covariance
+from dlrm_autoshard.planner.correction_terms import Rows, Spreads, changes, exchange_covariance
 from dlrm_autoshard.planner.cost_model import COST, CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.gaussian import Posterior, condition
@@ -22,6 +22,8 @@ from dlrm_autoshard.tables import TableConfig, TableStats
 
 MOST_ROWS = 600
 """Stages of profiles and of start-up shards: the system stays small."""
+LEAST = 1e-3
+"""Lookups a sample, below which it no longer matters how few they are."""
 IQR_OF_NORMAL = 1.35
 """A profile's noise is an interquartile range: so many standard deviations."""
 _SOURCES = ("probe", "measured", "simulated")
@@ -35,6 +37,7 @@ class Observed:
     profiles: Sequence[StepProfile]
     tables: tuple[TableConfig, ...]
     summary_NTK: list[np.ndarray]  # of each different list of tables; `kind_N` says which
+    log_data_KT2: np.ndarray  # of each kind: log lookups and log reuse of its tables, less what they were at first
     kind_N: np.ndarray
     inside_NT: np.ndarray
     measured_N2: np.ndarray
@@ -43,6 +46,12 @@ class Observed:
     rank_N: np.ndarray
     model: CostModel
     exchange_off: list[np.ndarray]  # of each profile: [W, 2] log measured / predicted
+
+    @property
+    def now_T2(self) -> np.ndarray:
+        """`log_data_KT2` of the newest profile's tables."""
+        now: np.ndarray = self.log_data_KT2[0]
+        return now
 
     @property
     def newest_source(self) -> int:
@@ -57,16 +66,21 @@ class Observed:
         batch_size = profiles[-1].batch_size if profiles else shards[-1].batch_size
         kinds: dict[tuple[int, ...], int] = {}
         summaries: list[np.ndarray] = []
+        log_data: list[np.ndarray] = []
         rows: list[tuple[int, np.ndarray, tuple[float, float], float, int, int]] = []
 
         def kind_of(own: Sequence[TableConfig], stats: Sequence[TableStats]) -> int:
             key = (*map(id, own), *map(id, stats))
             if key not in kinds:
                 own_TK = model.summaries(own, stats, batch_size)
+                columns = [column[table] for table in own]
                 summary = np.zeros((len(tables), own_TK.shape[1]))
-                summary[[column[table] for table in own]] = own_TK
+                summary[columns] = own_TK
                 kinds[key] = len(summaries)
                 summaries.append(summary)
+                data = np.full((len(tables), 2), np.nan)
+                data[columns] = [(np.log(max(s.mean_pooling, LEAST)), np.log(max(s.mean_reuse, LEAST))) for s in stats]
+                log_data.append(data)
             return kinds[key]
 
         left = MOST_ROWS
@@ -96,6 +110,7 @@ class Observed:
             profiles,
             tuple(tables),
             summaries,
+            _since_the_first(log_data, len(tables)),
             np.array(kinds_N, dtype=int),
             np.array(insides, dtype=bool).reshape(-1, len(tables)),
             np.array(pairs, dtype=np.float64).reshape(-1, 2),
@@ -106,7 +121,7 @@ class Observed:
             [_exchange_off(profile, exchange) for profile in profiles],
         )
 
-    def rows(self, eras: Sequence[tuple[int, int]], table_T2: np.ndarray | None) -> tuple[Rows, np.ndarray, np.ndarray]:
+    def rows(self, eras: Sequence[int], table_T2: np.ndarray | None) -> tuple[Rows, np.ndarray, np.ndarray]:
         """(rows, their log measured / predicted, covariance of their noise); forward, then backward.
         table_T2: log factors of the tables, about which shares are taken."""
         log_T2 = np.zeros((len(self.tables), 2)) if table_T2 is None else table_T2
@@ -124,15 +139,16 @@ class Observed:
         predicted_N2 = self.model.device_ms(sums.astype(np.float32)).astype(np.float64)
         off_N2 = np.log(self.measured_N2 / predicted_N2) + np.einsum("nst,ts->ns", share_N2T, log_T2)
         count = len(self.kind_N)
-        era_N = np.array([eras[number] if number >= 0 else (0, 0) for number in self.profile_N]).reshape(-1, 2)
+        era_N = np.array([eras[number] if number >= 0 else 0 for number in self.profile_N], dtype=int)
+        share_NT = np.concatenate([share_N2T[:, 0], share_N2T[:, 1]])
         source_N = np.array([_SOURCES.index(self.profiles[n].source) if n >= 0 else 0 for n in self.profile_N])
         rows = Rows(
             np.repeat([0, 1], count),
             np.tile(source_N, 2),
             np.tile(self.rank_N, 2),
-            np.tile(era_N[:, 0], 2),
-            np.tile(era_N[:, 1], 2),
-            np.concatenate([share_N2T[:, 0], share_N2T[:, 1]]),
+            np.tile(era_N, 2),
+            share_NT,
+            changes(share_NT, self.log_data_KT2[np.tile(self.kind_N, 2)]),
         )
         # Half of a profile's noise is its own moment's, the same for all of its ranks and stages.
         noise_N, profile_N = np.tile(self.noise_N / IQR_OF_NORMAL, 2), np.tile(self.profile_N, 2)
@@ -140,7 +156,7 @@ class Observed:
         noise_NN = np.outer(noise_N, noise_N) * np.where(np.eye(2 * count, dtype=bool), 1.0, 0.5 * together)
         return rows, off_N2.T.ravel(), noise_NN
 
-    def _exchange_rows(self, eras: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _exchange_rows(self, eras: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(values, noise, [N, 4] stage, rank, era, profile's plan)."""
         values, noise, keys = [], [], []
         plans = [profile.plan.fingerprint for profile in self.profiles]
@@ -148,21 +164,29 @@ class Observed:
             for rank, stage in zip(*np.nonzero(np.isfinite(off_W2)), strict=True):
                 values.append(off_W2[rank, stage])
                 noise.append(self.profiles[number].noise / IQR_OF_NORMAL)
-                keys.append((stage, rank, eras[number][0], plans.index(plans[number])))
+                keys.append((stage, rank, eras[number], plans.index(plans[number])))
         return np.array(values), np.array(noise), np.array(keys, dtype=int).reshape(-1, 4)
 
-    def exchange_posterior(self, eras: Sequence[tuple[int, int]], spreads: Spreads) -> Posterior:
+    def exchange_posterior(self, eras: Sequence[int], spreads: Spreads) -> Posterior:
         values, noise, keys = self._exchange_rows(eras)
         covariance = exchange_covariance(keys, keys, spreads)
         return condition(covariance + np.diag(noise**2 + spreads.noise**2), values)
 
-    def exchange_factors(self, eras: Sequence[tuple[int, int]], spreads: Spreads) -> dict[int, tuple[float, float]]:
+    def exchange_factors(self, eras: Sequence[int], spreads: Spreads) -> dict[int, tuple[float, float]]:
         """Log factors of each rank's exchanges, now."""
         world_size = self.profiles[-1].plan.world_size
-        wanted = np.array([(stage, rank, eras[-1][0], -1) for rank in range(world_size) for stage in (0, 1)])
+        wanted = np.array([(stage, rank, eras[-1], -1) for rank in range(world_size) for stage in (0, 1)])
         _, _, keys = self._exchange_rows(eras)
         mean = self.exchange_posterior(eras, spreads).mean(exchange_covariance(wanted, keys, spreads))
         return {rank: (float(f), float(b)) for rank, (f, b) in enumerate(mean.reshape(-1, 2))}
+
+
+def _since_the_first(log_data: Sequence[np.ndarray], num_tables: int) -> np.ndarray:
+    """[K, T, 2] of kinds, the oldest last: less what the oldest has of the same table, 0 where nobody has it."""
+    all_KT2 = np.stack(log_data) if log_data else np.zeros((1, num_tables, 2))
+    known = ~np.isnan(all_KT2[::-1, :, 0])
+    first = all_KT2[::-1][known.argmax(axis=0), np.arange(num_tables)]
+    return np.nan_to_num(all_KT2 - first)
 
 
 def _exchange_off(profile: StepProfile, exchange: ExchangeModel) -> np.ndarray:

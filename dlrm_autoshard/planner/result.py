@@ -93,25 +93,3 @@ class PlanResult:
             "seconds": self.seconds,
             "seed": self.seed,
         }
-
-
-@dataclass(frozen=True)
-class RefineReport:
-    """`costs.prediction_error` of each planned stage on the newest profile, before and after."""
-
-    error_before: dict[str, float]
-    error_after: dict[str, float]
-    profiles: int
-    shards: int
-    updates: int
-    seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "error_before": self.error_before,
-            "error_after": self.error_after,
-            "profiles": self.profiles,
-            "shards": self.shards,
-            "updates": self.updates,
-            "seconds": self.seconds,
-        }

@@ -22,7 +22,7 @@ Weights = dict[str, Any]
 
 
 class CorrectionsRecord(TypedDict):
-    eras: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2, max_length=2)]]
+    eras: list[Annotated[int, Field(ge=0)]]
 
 
 class ReplayRecord(TypedDict):
