@@ -39,11 +39,16 @@ class PlanError(UserError):
 
 @dataclass(frozen=True)
 class Move:
-    """A table, or some of its columns (`item[0:64]`), on the way from one rank to another."""
+    """A shard on the way from one rank to another; where a table is split anew, columns that one shard gives another.
+
+    table: name of what travels. leaves, arrives: the shards that it is of, before and after, if not one of its own.
+    """
 
     table: str
     source: int
     destination: int
+    leaves: str | None = None
+    arrives: str | None = None
 
 
 @dataclass(frozen=True)
@@ -98,15 +103,20 @@ class ShardingPlan:
         return tuple(sorted({self.rank_of[str(s)] for s in self.parts_of(wanted.table) if s & wanted is not None}))
 
     def moves_to(self, new_plan: ShardingPlan) -> tuple[Move, ...]:
-        """Moves that turn this plan into `new_plan`, in canonical table order: the same on every rank. What stays on
-        its rank, as another part of its table, is not among them."""
+        """Moves that turn this plan into `new_plan`, in canonical table order: the same on every rank."""
+        return tuple(move for move in self.changes_to(new_plan) if move.source != move.destination)
+
+    def changes_to(self, new_plan: ShardingPlan) -> tuple[Move, ...]:
+        """`moves_to`, and what stays on its rank as another shard."""
         new_plan.check_tables(self._parts)
-        return tuple(
-            Move(str(common), self.rank_of[str(old)], new_plan.rank_of[str(new)])
-            for table, parts in self._parts.items()
-            for old, new in itertools.product(parts, new_plan.parts_of(table))
-            if (common := old & new) is not None and self.rank_of[str(old)] != new_plan.rank_of[str(new)]
-        )
+        changes = []
+        for table, parts in self._parts.items():
+            for old, new in itertools.product(parts, new_plan.parts_of(table)):
+                source, destination, common = self.rank_of[str(old)], new_plan.rank_of[str(new)], old & new
+                if common is not None and (old != new or source != destination):
+                    leaves, arrives = (None if shard == common else str(shard) for shard in (old, new))
+                    changes.append(Move(str(common), source, destination, leaves, arrives))
+        return tuple(changes)
 
     def check_tables(self, names: Iterable[str]) -> None:
         """PlanError unless this plan places exactly the tables (or shards) `names`, whole or in parts."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,15 +19,15 @@ TABLES = [TableConfig("a", 50, 8), TableConfig("b", 1000, 4), TableConfig("c", 7
 BATCH, STEPS = 6, 4
 
 
-def global_batch(step: int, world_size: int) -> list[Batch]:
+def global_batch(step: int, world_size: int, tables: Sequence[TableConfig] = TABLES) -> list[Batch]:
     """Every rank's slice, with empty bags, duplicates, and a padded tail on the last rank."""
     generator = torch.Generator().manual_seed(step)
     batches = []
     for _ in range(world_size):
-        lengths = torch.randint(0, 4, (len(TABLES), BATCH), generator=generator, dtype=torch.int32)
+        lengths = torch.randint(0, 4, (len(tables), BATCH), generator=generator, dtype=torch.int32)
         values = [
             torch.randint(0, t.num_embeddings, (int(n),), generator=generator, dtype=torch.int32)
-            for t, n in zip(TABLES, lengths.sum(1), strict=True)
+            for t, n in zip(tables, lengths.sum(1), strict=True)
         ]
         labels = torch.zeros(BATCH)
         batches.append(Batch(torch.zeros(BATCH, 0), lengths, torch.cat(values), labels, BATCH, BATCH * world_size))

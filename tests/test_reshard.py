@@ -276,7 +276,7 @@ def test_a_rank_that_dies_in_the_middle_ends_the_job() -> None:
 def test_a_rank_never_holds_more_than_its_larger_layout_and_its_chunks_under_way(
     moves: list[tuple[int, int, int]], chunk_bytes: int
 ) -> None:
-    sizes = {f"t{i}": {"weight": size} for i, (_, _, size) in enumerate(moves)}
+    sizes = {f"t{i}": {"weight": (size, 1)} for i, (_, _, size) in enumerate(moves)}
     order = in_common_order([Move(f"t{i}", s, d) for i, (s, d, _) in enumerate(moves)], sizes, chunk_bytes)
     assert sum(chunk.stop - chunk.start for chunk in order) == sum(size for _, _, size in moves)
     pairs = {(s, d) for s, d, _ in moves}

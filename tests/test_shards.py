@@ -99,8 +99,10 @@ def test_constraints_on_a_table_hold_for_its_parts() -> None:
 
 def test_a_split_moves_what_leaves_its_rank_and_nothing_else() -> None:
     whole = ShardingPlan({"user": 0, "item": 0, "a[b]": 1}, 2)
-    assert whole.moves_to(SPLIT) == (Move("item[0:8]", 0, 1),)
-    assert SPLIT.moves_to(whole) == (Move("item[0:8]", 1, 0),)
+    assert whole.moves_to(SPLIT) == (Move("item[0:8]", 0, 1, leaves="item"),)
+    assert SPLIT.moves_to(whole) == (Move("item[0:8]", 1, 0, arrives="item"),)
+    assert whole.changes_to(SPLIT)[1:] == (Move("item[8:32]", 0, 0, leaves="item"),)
+    assert SPLIT.changes_to(SPLIT) == ()
 
 
 @given(plans_of(TABLES, 3), plans_of(TABLES, 3))

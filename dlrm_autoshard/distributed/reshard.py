@@ -1,4 +1,4 @@
-"""Moves tables between ranks in the middle of training, from any plan to any plan, without changing a bit of the model.
+"""Moves shards between ranks, and splits and merges them, in mid-training, without changing a bit of the model.
 
     stats = reshard(embeddings, new_plan, group=runtime.control)         # on every rank, with the same plan
 
@@ -18,12 +18,12 @@ from dlrm_autoshard.distributed.reshard_transfer import (
     ReshardError,
     checksums_of,
     in_common_order,
-    tensor_bytes,
+    row_sizes,
     transfer,
 )
 from dlrm_autoshard.plan import Move, PlanError, ShardingPlan
 
-__all__ = ["ReshardError", "ReshardRefused", "ReshardStats", "reshard", "tensor_bytes"]
+__all__ = ["ReshardError", "ReshardRefused", "ReshardStats", "reshard"]
 
 PAGE = 4096
 
@@ -52,7 +52,7 @@ def reshard(
     free_bytes: int | None = None,
     checksums: bool = False,
 ) -> ReshardStats:
-    """Moves the tables on which `new_plan` differs and makes it the live plan. Call it between steps, on every rank.
+    """Moves the shards on which `new_plan` differs and makes it the live plan. Call it between steps, on every rank.
 
     group: gloo, of all ranks. free_bytes: memory this rank may use beyond what it holds, on its device where that is
     not the CPU (default: what the system says). checksums: of every tensor that moves, taken at its source before and
@@ -71,24 +71,25 @@ def reshard(
     if new_plan.world_size != embeddings.world_size:
         raise PlanError(f"the plan is for {new_plan.world_size} ranks, this job has {embeddings.world_size}.")
     new_plan = new_plan.ordered([table.name for table in embeddings.tables])
-    moves = embeddings.plan.moves_to(new_plan)
+    changes, storage = embeddings.plan.changes_to(new_plan), embeddings.storage
+    moves = tuple(move for move in changes if move.source != move.destination)
     chunk_bytes = max(PAGE, chunk_bytes // PAGE * PAGE)
     by_host = agree(embeddings, new_plan, group, chunk_bytes, free_bytes)
 
     sums_before = checksums_of(embeddings, moves, at="source") if checksums else {}
     transfer_started = time.perf_counter()
     if by_host:
-        embeddings.storage.leave_device(move.table for move in moves if move.source == embeddings.rank)
+        storage.leave_device({*embeddings.plan.tables_on(embeddings.rank)} - {*new_plan.tables_on(embeddings.rank)})
     step_group, _ = embeddings.groups
     carrier = step_group if dist.get_backend(step_group) == "nccl" and not by_host else group
-    transfer(embeddings, in_common_order(moves, tensor_bytes(embeddings), chunk_bytes), carrier)
+    transfer(embeddings, in_common_order(changes, row_sizes(storage, changes), chunk_bytes), carrier)
     transfer_seconds = time.perf_counter() - transfer_started
     sums_after = checksums_of(embeddings, moves, at="destination") if checksums else {}
     _all_have_arrived(sums_before, sums_after, group)
 
     embeddings.adopt(new_plan)
     _together(group, "adopting the new plan")
-    moved = sum(sum(tensor_bytes(embeddings)[move.table].values()) for move in moves)
+    moved = sum(rows * row for move in moves for rows, row in storage.row_bytes(move.table).values())
     return ReshardStats(moves, moved, time.perf_counter() - started, transfer_seconds if moves else 0.0)
 
 

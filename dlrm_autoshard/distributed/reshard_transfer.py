@@ -1,6 +1,6 @@
 """A move's second step: weights and optimizer state travel as raw bytes, in chunks, straight to where they will live.
 
-transfer(embeddings, in_common_order(moves, tensor_bytes(embeddings), chunk_bytes), group)
+transfer(embeddings, in_common_order(moves, row_sizes(embeddings.storage, moves), chunk_bytes), group)
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.storage import state_shapes
+from dlrm_autoshard.distributed.storage import Storage
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import Move
+from dlrm_autoshard.tables import Shard
 
 IN_FLIGHT = 4
 """Chunks that a rank sends or receives at a time."""
+
+RowSizes = Mapping[str, Mapping[str, tuple[int, int]]]
+"""(rows, bytes a row) of each tensor of what moves."""
 
 
 class ReshardError(UserError):
@@ -30,7 +34,7 @@ class ReshardError(UserError):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes [start, stop) of one tensor of a table that moves."""
+    """Rows [start, stop) of one tensor of what moves."""
 
     move: Move
     tensor: str
@@ -38,31 +42,32 @@ class Chunk:
     stop: int
 
 
-def tensor_bytes(embeddings: ShardedEmbeddings) -> dict[str, dict[str, int]]:
-    """Bytes of each tensor of each table, wherever it lives: {table: {weight: ..., momentum1: ...}}."""
-    optimizer = embeddings.config.optimizer.name
-    return {
-        table.name: {
-            "weight": table.weight_bytes,
-            **{state: 4 * torch.Size(shape).numel() for state, shape in state_shapes(table, optimizer).items()},
-        }
-        for table in embeddings.tables
-    }
+def row_sizes(storage: Storage, moves: Sequence[Move]) -> RowSizes:
+    return {move.table: storage.row_bytes(move.table) for move in moves}
 
 
-def in_common_order(moves: Sequence[Move], sizes: dict[str, dict[str, int]], chunk_bytes: int) -> list[Chunk]:
-    """All chunks of all moves, the same list on every rank: by how far each pair of ranks has come."""
-    chunks_of_pair: dict[tuple[int, int], list[Chunk]] = defaultdict(list)
+def in_common_order(moves: Sequence[Move], sizes: RowSizes, chunk_bytes: int) -> list[Chunk]:
+    """All chunks of all moves, the same list on every rank: by how far each route (ranks that send, ranks that
+    receive) has come. A table that is split anew travels row by row, all its columns at once, so that the old shards'
+    memory goes as the new ones' comes."""
+    together: dict[Move | str, list[Move]] = defaultdict(list)
     for move in moves:
-        for tensor, size in sizes[move.table].items():
-            for start in range(0, size, chunk_bytes):
-                chunk = Chunk(move, tensor, start, min(start + chunk_bytes, size))
-                chunks_of_pair[move.source, move.destination].append(chunk)
+        whole = move.leaves is None and move.arrives is None
+        together[move if whole else Shard.parse(move.table).table].append(move)
+    chunks_of_route: dict[tuple[tuple[int, ...], ...], list[tuple[int, list[Chunk]]]] = defaultdict(list)
+    for group in together.values():
+        route = tuple(tuple(sorted({getattr(move, end) for move in group})) for end in ("source", "destination"))
+        for tensor in sizes[group[0].table]:
+            rows, row = sizes[group[0].table][tensor][0], sum(sizes[move.table][tensor][1] for move in group)
+            for start in range(0, rows, max(1, chunk_bytes // row)):
+                stop = min(rows, start + max(1, chunk_bytes // row))
+                chunks = [Chunk(move, tensor, start, stop) for move in group]
+                chunks_of_route[route].append(((stop - start) * row, chunks))
     keyed = []
-    for pair, chunks in chunks_of_pair.items():
-        ends = list(itertools.accumulate(chunk.stop - chunk.start for chunk in chunks))
-        keyed += [((end / ends[-1], pair), chunk) for end, chunk in zip(ends, chunks, strict=True)]
-    return [chunk for _, chunk in sorted(keyed, key=lambda item: item[0])]
+    for route, sized in chunks_of_route.items():
+        ends = list(itertools.accumulate(size for size, _ in sized))
+        keyed += [((end / ends[-1], route), chunks) for end, (_, chunks) in zip(ends, sized, strict=True)]
+    return [chunk for _, chunks in sorted(keyed, key=lambda item: item[0]) for chunk in chunks]
 
 
 def transfer(embeddings: ShardedEmbeddings, chunks: Sequence[Chunk], group: dist.ProcessGroup) -> None:
@@ -71,22 +76,22 @@ def transfer(embeddings: ShardedEmbeddings, chunks: Sequence[Chunk], group: dist
     Why it can't deadlock: all chunks stand in one order, the same on every rank. A rank works through those that
     concern it, a few at a time, so the first unfinished chunk is always under way at both of its ends.
 
-    Why it needs little memory on CPU: that order lets every pair of ranks progress at the same rate, and a sender gives
+    Why it needs little memory on CPU: that order lets every route progress at the same rate, and a sender gives
     back the pages of a chunk as soon as it is sent. A rank holds at most the larger of its two layouts and a few
     chunks.
     """
     rank = embeddings.rank
-    views = _Views(embeddings)
-    from_device = dist.get_backend(group) == "nccl"
-    under_way: deque[tuple[dist.Work, Chunk, Tensor, Tensor]] = deque()
+    views, sent = _Views(embeddings.storage), _Sent(embeddings.storage, chunks)
+    carrier = embeddings.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    under_way: deque[tuple[dist.Work, Chunk, Tensor]] = deque()
 
     def finish_oldest() -> None:
-        work, chunk, part, carried = under_way.popleft()
+        work, chunk, carried = under_way.popleft()
         work.wait()
         if chunk.move.source == rank:
-            embeddings.storage.release_part(chunk.move.table, chunk.tensor, chunk.start, chunk.stop)
-        elif carried is not part:
-            part.copy_(carried)
+            sent.mark(chunk)
+        else:
+            views.put(chunk, carried)
 
     try:
         # The tag is the chunk's number in the common order: equal at both ends by construction.
@@ -94,20 +99,20 @@ def transfer(embeddings: ShardedEmbeddings, chunks: Sequence[Chunk], group: dist
             move = chunk.move
             if rank not in (move.source, move.destination):
                 continue
+            if move.source == move.destination:
+                views.put(chunk, views.leaving(chunk))
+                sent.mark(chunk)
+                continue
             if len(under_way) == IN_FLIGHT:
                 finish_oldest()
-            part = views.bytes_of(move.table, chunk.tensor)[chunk.start : chunk.stop]
-            carried = part
             if move.source == rank:
-                if not from_device:
-                    carried = part.cpu()  # no copy where it is in host memory already
-                work = dist.isend(carried, group_dst=move.destination, group=group, tag=tag)
+                carried = views.leaving(chunk).contiguous().to(carrier)  # no copy where it is so already
+                work = dist.isend(_bytes_of(carried), group_dst=move.destination, group=group, tag=tag)
             else:
-                if not from_device and part.device.type != "cpu":
-                    carried = torch.empty_like(part, device="cpu")
-                work = dist.irecv(carried, group_src=move.source, group=group, tag=tag)
+                carried = views.place_for(chunk, carrier)
+                work = dist.irecv(_bytes_of(carried), group_src=move.source, group=group, tag=tag)
             assert work is not None
-            under_way.append((work, chunk, part, carried))
+            under_way.append((work, chunk, carried))
         while under_way:
             finish_oldest()
         if embeddings.device.type == "cuda":
@@ -117,27 +122,88 @@ def transfer(embeddings: ShardedEmbeddings, chunks: Sequence[Chunk], group: dist
 
 
 class _Views:
-    """Bytes of the tables that this rank sends or receives, looked up once."""
+    """Rows and columns of the shards that this rank sends or receives; each shard looked up once."""
 
-    def __init__(self, embeddings: ShardedEmbeddings) -> None:
-        self._storage = embeddings.storage
-        self._of_table: dict[str, dict[str, Tensor]] = {}
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._of_shard: dict[str, dict[str, Tensor]] = {}
 
-    def bytes_of(self, table: str, tensor: str) -> Tensor:
-        if table not in self._of_table:
-            self._of_table[table] = {
-                name: value.detach().reshape(-1).view(torch.uint8)
-                for name, value in self._storage.tensors(table).items()
-            }
-        return self._of_table[table][tensor]
+    def leaving(self, chunk: Chunk) -> Tensor:
+        return self._part(chunk.move.leaves or chunk.move.table, chunk)
+
+    def arriving(self, chunk: Chunk) -> Tensor:
+        return self._part(chunk.move.arrives or chunk.move.table, chunk)
+
+    def place_for(self, chunk: Chunk, carrier: torch.device) -> Tensor:
+        """Where the chunk can be received: its own place, if it lies there in one piece."""
+        part = self.arriving(chunk)
+        if self.travels_unchanged(chunk) and part.is_contiguous() and part.device == carrier:
+            return part
+        return torch.empty(part.shape, dtype=part.dtype, device=carrier)
+
+    def put(self, chunk: Chunk, arrived: Tensor) -> None:
+        part, share = self.arriving(chunk), self._share(chunk)
+        if share != 1.0:
+            part.add_(arrived.to(part.device), alpha=share)
+        elif part.data_ptr() != arrived.data_ptr():
+            part.copy_(arrived)
+
+    def travels_unchanged(self, chunk: Chunk) -> bool:
+        return self._share(chunk) == 1.0
+
+    def _share(self, chunk: Chunk) -> float:
+        """Of what is kept a row, not an element, and was that of some of the new shard's columns: the new one's is the
+        parts' mean, by columns, which is what the whole row's would have been."""
+        if len(self._storage.shape(chunk.move.table, chunk.tensor)) > 1:
+            return 1.0
+        moved, whole = (
+            self._storage.table(name) for name in (chunk.move.table, chunk.move.arrives or chunk.move.table)
+        )
+        return moved.embedding_dim / whole.embedding_dim
+
+    def _part(self, shard: str, chunk: Chunk) -> Tensor:
+        if shard not in self._of_shard:
+            self._of_shard[shard] = {n: value.detach() for n, value in self._storage.tensors(shard).items()}
+        rows = self._of_shard[shard][chunk.tensor][chunk.start : chunk.stop]
+        if rows.dim() == 1 or shard == chunk.move.table:
+            return rows
+        (first, _), (start, stop) = (self._storage.table(name).columns for name in (shard, chunk.move.table))
+        return rows[:, start - first : stop - first]
+
+
+class _Sent:
+    """How far each departing shard has gone: its rows' memory goes when all of their columns have."""
+
+    def __init__(self, storage: Storage, chunks: Sequence[Chunk]) -> None:
+        self._storage = storage
+        self._rows: dict[tuple[str, str], dict[Move, int]] = defaultdict(dict)
+        for chunk in chunks:
+            self._rows[self._key(chunk)][chunk.move] = 0
+
+    def mark(self, chunk: Chunk) -> None:
+        rows = self._rows[self._key(chunk)]
+        before, rows[chunk.move] = min(rows.values()), chunk.stop
+        if min(rows.values()) > before:
+            shard, tensor = self._key(chunk)
+            _, row = self._storage.row_bytes(shard)[tensor]
+            self._storage.release_part(shard, tensor, before * row, min(rows.values()) * row)
+
+    @staticmethod
+    def _key(chunk: Chunk) -> tuple[str, str]:
+        return chunk.move.leaves or chunk.move.table, chunk.tensor
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def checksums_of(embeddings: ShardedEmbeddings, moves: Sequence[Move], at: str) -> dict[tuple[str, str], int]:
-    """CRC-32 of every tensor of the tables whose move has its `at` (source or destination) here."""
-    views = _Views(embeddings)
-    return {
-        (move.table, tensor): zlib.crc32(views.bytes_of(move.table, tensor).cpu().numpy().data)
-        for move in moves
-        if getattr(move, at) == embeddings.rank
-        for tensor in tensor_bytes(embeddings)[move.table]
-    }
+    """CRC-32 of every tensor of what moves and has its `at` (source or destination) here."""
+    views, sums = _Views(embeddings.storage), {}
+    for move in moves:
+        for tensor, (rows, _) in embeddings.storage.row_bytes(move.table).items():
+            chunk = Chunk(move, tensor, 0, rows)
+            if getattr(move, at) == embeddings.rank and views.travels_unchanged(chunk):
+                part = views.leaving(chunk) if at == "source" else views.arriving(chunk)
+                sums[move.table, tensor] = zlib.crc32(_bytes_of(part.cpu().contiguous()).numpy().data)
+    return sums

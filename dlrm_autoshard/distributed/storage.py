@@ -102,6 +102,15 @@ class Storage:
             return table.num_embeddings, table.embedding_dim
         return state_shapes(table, self._config.optimizer.name)[tensor]
 
+    def row_bytes(self, name: str) -> dict[str, tuple[int, int]]:
+        """(rows, bytes a row) of a shard's tensors, wherever it lives."""
+        sizes = {}
+        for tensor in self._memory:
+            rows, *columns = self.shape(name, tensor)
+            item = _DTYPES[self._dtype].itemsize if tensor == "weight" else 4
+            sizes[tensor] = rows, item * torch.Size(columns).numel()
+        return sizes
+
     def hold(self, names: Sequence[str]) -> None:
         """All of `names` have been asked for by `tensors`, which is where their values were put."""
         self._flush()
@@ -117,7 +126,7 @@ class Storage:
             self.lookup = self._build()
 
     def release_part(self, name: str, tensor: str, start: int, stop: int) -> None:
-        """Bytes [start, stop) of a departing shard have been sent."""
+        """Bytes [start, stop) of a departing shard have been sent, as have those before them."""
         self._memory[tensor].release_part(name, start, stop)
 
     def leave_device(self, names: Iterable[str]) -> None:

@@ -42,7 +42,7 @@ class TableMemory(Protocol):
     def release(self, name: str) -> None: ...
 
     def release_part(self, name: str, start: int, stop: int) -> None:
-        """Bytes [start, stop) are wanted no more; gives them back where memory can be had in pieces."""
+        """Bytes [start, stop), and those before, are wanted no more: given back where memory can be had in pieces."""
         ...
 
     def addressed(self, names: Sequence[str]) -> tuple[Tensor, list[int]]: ...
@@ -127,8 +127,7 @@ class Reserved:
         self._memory.madvise(mmap.MADV_DONTNEED, self._places.of(name) * self._item, extent)
 
     def release_part(self, name: str, start: int, stop: int) -> None:
-        """Of whole pages."""
-        start, stop = -(-start // _PAGE) * _PAGE, stop // _PAGE * _PAGE
+        start, stop = start // _PAGE * _PAGE, stop // _PAGE * _PAGE
         if start < stop:
             self._memory.madvise(mmap.MADV_DONTNEED, self._places.of(name) * self._item + start, stop - start)
 
