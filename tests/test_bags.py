@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,9 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dlrm_autoshard.distributed.bags import SGD, Adagrad, BagsError, RowwiseAdagrad, ShardedEmbeddingBags
+from dlrm_autoshard.autoshard.autoshard import Autoshard
+from dlrm_autoshard.distributed.bag_inputs import BagsError
+from dlrm_autoshard.distributed.bags import SGD, Adagrad, RowwiseAdagrad, ShardedEmbeddingBags
 from dlrm_autoshard.distributed.embeddings import initialise
 from dlrm_autoshard.distributed.reshard import reshard
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 from tests.ranks import run_ranks
@@ -231,3 +236,35 @@ def test_weighted_bags_are_those_of_torch_and_their_gradients_too() -> None:
         weights = torch.rand(len(values), generator=torch.Generator().manual_seed(rank))
         used.index_add_(0, values[:count], weights[:count])
     torch.testing.assert_close(before - item, (used / 2)[:, None].expand_as(item), atol=1e-5, rtol=1e-5)
+
+
+A, B = (TableConfig(name, 50, 8) for name in "ab")
+LENGTHS, VALUES = torch.ones(2, 4, dtype=torch.int32), torch.arange(8)
+
+
+def settings(**keys: Any) -> Callable[[], object]:
+    return lambda: Autoshard(ShardedEmbeddingBags([A, B]), run_dir="unused", **keys)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: ShardedEmbeddingBags([]), "there are no tables"),
+        (lambda: ShardedEmbeddingBags([A, A]), "two tables are named 'a'. Two features that share a table"),
+        (lambda: ShardedEmbeddingBags([A, replace(B, dtype="fp16")]), "table 'b' is fp16, table 'a' fp32"),
+        (lambda: ShardedEmbeddingBags([A], exchange_dtype="fp8"), "'fp8'; it must be one of fp32, fp16, bf16"),
+        (lambda: ShardedEmbeddingBags([A], optimizer=cast(Any, torch.optim.SGD)), "it must be a RowwiseAdagrad"),
+        (lambda: ShardedEmbeddingBags([A, B])(LENGTHS, VALUES.float()), "values are torch.float32"),
+        (lambda: ShardedEmbeddingBags([A, B])(LENGTHS.float(), VALUES), "lengths are torch.float32"),
+        (lambda: ShardedEmbeddingBags([A, B])([1, 2], VALUES), "lengths are list"),
+        (lambda: ShardedEmbeddingBags([A, B])(LENGTHS), "or one KeyedJaggedTensor"),
+        (settings(pinnd={"a": 0}), "unknown key 'autoshard.pinnd'. Did you mean 'autoshard.pinned'?"),
+        (settings(every_steps=0), "'autoshard.reshard.every_steps' is 0; it must be more than 0"),
+        (settings(sample_every=0), "'profile.every_steps' is 0"),
+        (settings(reshard=3), "'autoshard.reshard' is 3; it is a section"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        call()
+    assert said in str(caught.value)

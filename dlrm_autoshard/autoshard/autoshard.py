@@ -18,7 +18,7 @@ from dlrm_autoshard.autoshard.decision import Decision
 from dlrm_autoshard.autoshard.initial_plan import from_rank_0, place
 from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.autoshard.table_observer import TableObserver
-from dlrm_autoshard.config import AutoshardConfig, ProfileConfig
+from dlrm_autoshard.config import parse_config
 from dlrm_autoshard.distributed.movable import ArrivedIds, MovableBags
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
@@ -47,11 +47,14 @@ class Autoshard:
         expected to come as have been done. state: what `state_dict()` gave, to go on from there, in the same run_dir,
         once the bags' own state is loaded. settings: the other keys of the YAML's `autoshard:` section.
         """
-        reshard_keys = {"every_steps": every_steps, **settings.pop("reshard", {})}
-        self.settings = AutoshardConfig(**{"enabled": True, "reshard": reshard_keys, **settings})
+        section = {"enabled": True, **settings}
+        if isinstance(given := section.get("reshard", {}), dict):
+            section["reshard"] = {**given, "every_steps": every_steps}
+        whole = {"data": {"source": "movielens"}, "profile": {"every_steps": sample_every}, "autoshard": section}
+        config = parse_config(whole)  # for what it says of keys that are wrong; there are no data yet
+        self.settings, self._profile = config.autoshard, config.profile
         self.run_dir, self.steps = Path(run_dir), 0
         self._bags, self._runtime, self._total = bags, bags.runtime, total_steps
-        self._profile = ProfileConfig(every_steps=sample_every)
         self._observer = TableObserver(bags.sharded, bags.runtime.rank)
         self._intervals: Intervals | None = None
         self._samples = 0  # of one rank's batch

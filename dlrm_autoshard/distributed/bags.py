@@ -8,10 +8,8 @@ bags.plan; bags.table_lr = 0.01; bags.state_dict()                           # o
 from __future__ import annotations
 
 import itertools
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,21 +19,15 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
 
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
-from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.data.id_check import IdCheck
-from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.bag_inputs import BagInputs, BagsError, check_tables
+from dlrm_autoshard.distributed.embeddings import DTYPES, ShardedEmbeddings
 from dlrm_autoshard.distributed.id_distribution import LocalIds
 from dlrm_autoshard.distributed.movable import ArrivedIds
 from dlrm_autoshard.distributed.reshard import ReshardStats, reshard
-from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.runtime import runtime_of
 from dlrm_autoshard.distributed.stage_clock import StageClock
-from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
 from dlrm_autoshard.tables import TableConfig
-
-
-class BagsError(UserError):
-    """Tables or ids that cannot be looked up: the message says which, and what to change."""
 
 
 def RowwiseAdagrad(lr: float = 0.02, eps: float = 1e-8) -> TableOptimizerConfig:
@@ -79,6 +71,13 @@ class ShardedEmbeddingBags(nn.Module):
         table (on a GPU that waits for the device). seed: of the initial weights, which no plan changes.
         """
         super().__init__()
+        check_tables(tables)
+        if exchange_dtype not in DTYPES:
+            raise BagsError(f"exchange_dtype is {exchange_dtype!r}; it must be one of {', '.join(DTYPES)}.")
+        if not isinstance(optimizer, TableOptimizerConfig | None):
+            raise BagsError(
+                f"optimizer is {optimizer!r}; it must be a RowwiseAdagrad(lr), Adagrad(lr), SGD(lr) or Adam(lr)."
+            )
         if len({table.pooling for table in tables}) > 1:  # summed by the kernel; means are taken here
             inner = [TableConfig(t.name, t.num_embeddings, t.embedding_dim, "sum", t.dtype) for t in tables]
         else:
@@ -104,7 +103,7 @@ class ShardedEmbeddingBags(nn.Module):
             seed=seed,
         )
         self.clock = StageClock(self.device, self.runtime.control if self.device.type == "cpu" else group)
-        self._check = IdCheck(self.tables, "error") if check_ids else None
+        self._inputs = BagInputs(self.tables, self.runtime.rank, check_ids=check_ids)
         self._columns = _columns_as_given(self.tables, self.sharded.output_tables, self.device)
         self._between = ExitStack()  # the stage between lookup and gradient, while it lasts
         self._heard: list[Callable[[ArrivedIds, int], None]] = []
@@ -152,10 +151,7 @@ class ShardedEmbeddingBags(nn.Module):
         ids: lengths [T, B] (or [T * B]) with `values_N`, all of table 0's ids first; or a KeyedJaggedTensor, whose keys
         are the tables' names in any order. weights_N: by which each id's row is multiplied; on every rank or on none.
         """
-        lengths_TB, values_N, weights_N = self._as_given(ids, values_N, weights_N)
-        if weights_N is not None and any(table.pooling == "mean" for table in self.tables):
-            raise BagsError("weights need tables that are summed (pooling 'sum'): a weighted mean is yours to divide.")
-        batch = self._checked(lengths_TB, values_N, weights_N)
+        batch = self._inputs.batch(ids, values_N, weights_N)
         training = self.training and torch.is_grad_enabled()
         clock = self.clock
         if training:
@@ -164,14 +160,14 @@ class ShardedEmbeddingBags(nn.Module):
             local = self.sharded.distribute(batch).finish()
         if training:
             for listener in self._heard:
-                listener(local, lengths_TB.shape[1])
+                listener(local, batch.padded_size)
             anchor = torch.zeros((), device=self.device, requires_grad=True)
             pooled: Tensor = _Lookup.apply(anchor, self, local)
         else:
             looked_up = self.sharded.lookup(local, training=False).detach()
             pooled = self.sharded.in_output_order(self.sharded.send_pooled(looked_up).wait())
         pooled = pooled if self._columns is None else pooled.index_select(1, self._columns)
-        return self._means(pooled, batch.lengths_TB)
+        return pooled if self.sharded.tables == self.tables else self._inputs.means(pooled, batch.lengths_TB)
 
     # -- checkpoints: keys that no plan changes ------------------------------------------------------------------------
 
@@ -214,87 +210,6 @@ class ShardedEmbeddingBags(nn.Module):
                 value.copy_(saved)
 
     # -- how -----------------------------------------------------------------------------------------------------------
-
-    def _as_given(
-        self, ids: Any, values_N: Tensor | None, weights_N: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(lengths [T, B], values, weights) in the tables' order."""
-        count = len(self.tables)
-        if values_N is None:
-            return self._from_keyed(ids)
-        if ids.numel() % count:
-            raise BagsError(f"lengths are {list(ids.shape)}; {count} tables need [{count}, B].")
-        if weights_N is not None and weights_N.shape != values_N.shape:
-            raise BagsError(f"there are {len(weights_N)} weights for {len(values_N)} ids; each id needs one.")
-        return ids.reshape(count, -1), values_N, weights_N
-
-    def _from_keyed(self, ids: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        names = [table.name for table in self.tables]
-        if not all(hasattr(ids, name) for name in ("keys", "lengths", "values")):
-            raise BagsError("ids are lengths [T, B] and values [N], or one KeyedJaggedTensor.")
-        keys = list(ids.keys())
-        if sorted(keys) != sorted(names):
-            unknown = [key for key in keys if key not in names] or [name for name in names if name not in keys]
-            raise BagsError(
-                f"the ids' keys must be the tables' names, each once; '{(unknown or keys)[0]}' is not. Two features "
-                "that share a table: give each a table of its own, or join their bags before."
-            )
-        weights_N = getattr(ids, "weights_or_none", lambda: None)()
-        lengths_TB = ids.lengths().reshape(len(keys), -1)
-        if keys == names:
-            return lengths_TB, ids.values(), weights_N
-        order, counts = [keys.index(name) for name in names], lengths_TB.sum(1).tolist()
-
-        def reordered(of_ids_N: Tensor) -> Tensor:
-            parts = of_ids_N.split(counts)
-            return torch.cat([parts[i] for i in order])
-
-        return lengths_TB[order], reordered(ids.values()), None if weights_N is None else reordered(weights_N)
-
-    def _checked(self, lengths_TB: Tensor, values_N: Tensor, weights_N: Tensor | None) -> Batch:
-        nothing, samples = torch.zeros(lengths_TB.shape[1], 0), lengths_TB.shape[1]
-        batch = Batch(
-            nothing,
-            lengths_TB.int(),
-            values_N,
-            torch.zeros(samples),
-            samples,
-            0,
-            None if weights_N is None else weights_N.float(),
-        )
-        if self._check is not None:
-            host = replace(batch, lengths_TB=batch.lengths_TB.cpu(), values_N=values_N.cpu())
-            batch = self._check(host, lambda sample: f"sample {sample} of rank {self.rank}'s batch")
-        return batch
-
-    def _means(self, pooled_BD: Tensor, lengths_TB: Tensor) -> Tensor:
-        """Where tables differ in pooling, those that take the mean are divided by their bags' lengths."""
-        if self.sharded.tables == self.tables:
-            return pooled_BD
-        dims = torch.tensor([table.embedding_dim for table in self.tables], device=self.device)
-        mean = torch.tensor([table.pooling == "mean" for table in self.tables], device=self.device)
-        divisor_TB = torch.where(mean[:, None], lengths_TB.to(self.device).clamp(min=1), 1)
-        return pooled_BD / divisor_TB.T.repeat_interleave(dims, dim=1)
-
-
-def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
-    """The ranks of a group that somebody else has made, with groups of our own beside it. Collective."""
-    ranks = dist.get_process_group_ranks(group)
-    control = dist.new_group(ranks, backend="gloo")
-    hosts: list[str] = [""] * len(ranks)
-    dist.all_gather_object(hosts, platform.node(), group=control)
-    rank = dist.get_rank(group)
-    return Runtime(
-        rank=rank,
-        world_size=len(ranks),
-        local_rank=hosts[:rank].count(hosts[rank]),
-        local_world_size=hosts.count(hosts[rank]),
-        device=device,
-        group=group,
-        # So that ids never queue behind vectors; beside nccl, gloo carries what the host must know of them.
-        id_group=dist.new_group(ranks, backend="cpu:gloo,cuda:nccl" if dist.get_backend(group) == "nccl" else None),
-        control=control,
-    )
 
 
 class _Lookup(torch.autograd.Function):

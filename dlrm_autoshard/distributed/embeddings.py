@@ -28,7 +28,7 @@ from dlrm_autoshard.distributed.table_init import initialise as initialise
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import Shard, TableConfig, output_order
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class ShardedEmbeddings:
@@ -58,7 +58,7 @@ class ShardedEmbeddings:
         checkpoint is about to be loaded over them. storage, streams: if not the device's usual ones."""
         self.tables = tuple(tables)
         self.config, self.rank, self.device = config, rank, device
-        self.groups, self._exchange_dtype = (group, id_group), _DTYPES[exchange_dtype]
+        self.groups, self._exchange_dtype = (group, id_group), DTYPES[exchange_dtype]
         self._link = connect(group) if shared_memory and device.type == "cpu" else None
         self.updates = 0  # training lookups so far: fbgemm's `iter`, which must survive a rebuild
         self.learning_rate = config.optimizer.lr

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -111,6 +112,26 @@ class Runtime:
 
     def barrier(self) -> None:
         dist.barrier(group=self.control)
+
+
+def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
+    """The ranks of a group that somebody else has made, with groups of our own beside it. Collective."""
+    ranks = dist.get_process_group_ranks(group)
+    control = dist.new_group(ranks, backend="gloo")
+    hosts: list[str] = [""] * len(ranks)
+    dist.all_gather_object(hosts, platform.node(), group=control)
+    rank = dist.get_rank(group)
+    return Runtime(
+        rank=rank,
+        world_size=len(ranks),
+        local_rank=hosts[:rank].count(hosts[rank]),
+        local_world_size=hosts.count(hosts[rank]),
+        device=device,
+        group=group,
+        # So that ids never queue behind vectors; beside nccl, gloo carries what the host must know of them.
+        id_group=dist.new_group(ranks, backend="cpu:gloo,cuda:nccl" if dist.get_backend(group) == "nccl" else None),
+        control=control,
+    )
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

@@ -1,0 +1,109 @@
+"""What people give `ShardedEmbeddingBags` to look up: checked, in the tables' order, as a batch.
+
+batch = BagInputs(tables, rank, check_ids=True).batch(lengths_TB, values_N)         # or of a KeyedJaggedTensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.data.id_check import IdCheck
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.tables import TableConfig
+
+WHOLE = (torch.int32, torch.int64)
+
+
+class BagsError(UserError):
+    """Tables or ids that cannot be looked up: the message says which, and what to change."""
+
+
+def check_tables(tables: Sequence[TableConfig]) -> None:
+    """BagsError where they cannot be in one module."""
+    if not tables:
+        raise BagsError("there are no tables.")
+    names = [table.name for table in tables]
+    for number, table in enumerate(tables):
+        if table.name in names[:number]:
+            raise BagsError(
+                f"two tables are named '{table.name}'. Two features that share a table: give each a table of its own, "
+                "or join their bags before."
+            )
+        if table.dtype != tables[0].dtype:
+            raise BagsError(
+                f"table '{table.name}' is {table.dtype}, table '{names[0]}' {tables[0].dtype}: one module has tables "
+                "of one dtype. Make a ShardedEmbeddingBags for each dtype and put what they give side by side."
+            )
+
+
+class BagInputs:
+    def __init__(self, tables: Sequence[TableConfig], rank: int, *, check_ids: bool) -> None:
+        self._tables, self._rank = tables, rank
+        self._names = [table.name for table in tables]
+        self._check = IdCheck(tables, "error") if check_ids else None
+
+    def batch(self, ids: Any, values_N: Tensor | None, weights_N: Tensor | None) -> Batch:
+        """As `ShardedEmbeddingBags.forward` is given them; BagsError, or what the IdCheck says."""
+        if values_N is None:
+            lengths_TB, values_N, weights_N = self._of_keys(ids)
+        else:
+            lengths_TB = ids
+        for what, given in (("lengths", lengths_TB), ("values", values_N)):
+            if not isinstance(given, Tensor) or given.dtype not in WHOLE:
+                kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
+                raise BagsError(f"{what} are {kind}; they must be a tensor of int32 or int64.")
+        if lengths_TB.numel() % len(self._tables):
+            raise BagsError(
+                f"lengths are {list(lengths_TB.shape)}; {len(self._tables)} tables need [{len(self._tables)}, B]."
+            )
+        if weights_N is not None and weights_N.shape != values_N.shape:
+            raise BagsError(f"there are {len(weights_N)} weights for {len(values_N)} ids; each id needs one.")
+        if weights_N is not None and any(table.pooling == "mean" for table in self._tables):
+            raise BagsError("weights need tables that are summed (pooling 'sum'): a weighted mean is yours to divide.")
+        lengths_TB = lengths_TB.reshape(len(self._tables), -1)
+        samples = lengths_TB.shape[1]
+        nothing, no_labels = torch.zeros(samples, 0), torch.zeros(samples)
+        weights_N = None if weights_N is None else weights_N.float()
+        batch = Batch(nothing, lengths_TB.int(), values_N, no_labels, samples, 0, weights_N)
+        if self._check is None:
+            return batch
+        host = replace(batch, lengths_TB=batch.lengths_TB.cpu(), values_N=values_N.cpu())
+        return self._check(host, lambda sample: f"sample {sample} of rank {self._rank}'s batch")
+
+    def means(self, pooled_BD: Tensor, lengths_TB: Tensor) -> Tensor:
+        """Of sums: tables that take the mean are divided by their bags' lengths."""
+        device = pooled_BD.device
+        dims = torch.tensor([table.embedding_dim for table in self._tables], device=device)
+        mean = torch.tensor([table.pooling == "mean" for table in self._tables], device=device)
+        divisor_TB = torch.where(mean[:, None], lengths_TB.to(device).clamp(min=1), 1)
+        return pooled_BD / divisor_TB.T.repeat_interleave(dims, dim=1)
+
+    def _of_keys(self, ids: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(lengths [T, B], values, weights) of a KeyedJaggedTensor, in the tables' order."""
+        names = self._names
+        if not all(hasattr(ids, name) for name in ("keys", "lengths", "values")):
+            raise BagsError("ids are lengths [T, B] and values [N], or one KeyedJaggedTensor.")
+        keys = list(ids.keys())
+        if sorted(keys) != sorted(names):
+            unknown = [key for key in keys if key not in names] or [name for name in names if name not in keys]
+            raise BagsError(
+                f"the ids' keys must be the tables' names, each once; '{(unknown or keys)[0]}' is not. Two features "
+                "that share a table: give each a table of its own, or join their bags before."
+            )
+        weights_N = getattr(ids, "weights_or_none", lambda: None)()
+        lengths_TB = ids.lengths().reshape(len(keys), -1)
+        if keys == names:
+            return lengths_TB, ids.values(), weights_N
+        order, counts = [keys.index(name) for name in names], lengths_TB.sum(1).tolist()
+
+        def reordered(of_ids_N: Tensor) -> Tensor:
+            parts = of_ids_N.split(counts)
+            return torch.cat([parts[i] for i in order])
+
+        return lengths_TB[order], reordered(ids.values()), None if weights_N is None else reordered(weights_N)
