@@ -62,6 +62,13 @@ class TableOptimizerConfig(Section):
     name: TableOptimizer = "rowwise_adagrad"
     lr: PositiveFloat = 0.02
     eps: NonNegativeFloat = 1e-8
+    # rowwise_adagrad: each part of a split table keeps its own sum of squares a row, which is another optimizer than
+    # one sum over all columns. false: no table is split. The others are elementwise: a split changes no bit.
+    per_part: bool = False
+
+    @property
+    def splits_tables(self) -> bool:
+        return self.per_part or self.name != "rowwise_adagrad"
 
 
 class TablesConfig(Section):
@@ -153,6 +160,17 @@ class ReshardConfig(Section):
     checksums: bool = False  # of every tensor that moves, compared where it left and where it arrived
 
 
+class SplitsConfig(Section):
+    """Columns of one table on several ranks; for row-wise Adagrad see tables.optimizer.per_part."""
+
+    max_parts: PositiveInt = 4  # of a table; 1: none is split
+    min_dim: EmbeddingDim = 16  # columns of a part at least, a multiple of 4
+
+    def parts_of(self, optimizer: TableOptimizerConfig) -> int:
+        """The most parts that a table may have under this optimizer."""
+        return self.max_parts if optimizer.splits_tables else 1
+
+
 class AutoshardConfig(Section):
     enabled: bool = False
     placement: str | None = None  # at the start: round_robin, or a plan file; null: the planner's where that is enabled
@@ -161,10 +179,11 @@ class AutoshardConfig(Section):
     budget_seconds: PositiveFloat = 20.0
     cache_dir: str | None = None  # measured costs kept between jobs on the same hardware
     measure_plans: NonNegativeInt = 5  # finalists that are measured on the running ranks
-    pinned: dict[str, NonNegativeInt] = {}
+    pinned: dict[str, NonNegativeInt] = {}  # by tables (all of their parts), or by parts: `item[0:64]`
     together: list[list[str]] = []
     apart: list[list[str]] = []
     exclude_ranks: list[NonNegativeInt] = []
+    splits: SplitsConfig = SplitsConfig()
     stats_batches: PositiveInt = 8  # first batches from which table statistics are measured
     reshard: ReshardConfig = ReshardConfig()
 
@@ -196,9 +215,10 @@ class Config(Section):
             raise ValueError("model.over_arch_layer_sizes must end in 1: the last layer is the logit")
         if self.checkpoint.keep_best and not self.checkpoint.enabled:
             raise ValueError("checkpoint.keep_best needs checkpoint.enabled: true")
-        for name, dim in [("tables.embedding_dim", self.tables.embedding_dim)] + [
-            (f"tables.embedding_dims.{table}", dim) for table, dim in self.tables.embedding_dims.items()
-        ]:
+        for name, dim in [
+            ("autoshard.splits.min_dim", self.autoshard.splits.min_dim),
+            ("tables.embedding_dim", self.tables.embedding_dim),
+        ] + [(f"tables.embedding_dims.{table}", dim) for table, dim in self.tables.embedding_dims.items()]:
             if dim % 4:
                 raise ValueError(f"{name} is {dim}; fbgemm needs a multiple of 4 (try {-(-dim // 4) * 4})")
         return self

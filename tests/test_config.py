@@ -88,6 +88,8 @@ def test_overrides_replace_the_files_values_and_reach_sections_that_it_lacks(tmp
         ("run.name=3", "'run.name' is 3; it must be text (in quotes, if it looks like a number)."),
         ("autoshard.memory_gib=lots", "'autoshard.memory_gib' is 'lots'; it must be a number."),
         ("autoshard.memory_gib=[1, -2]", "'autoshard.memory_gib.1' is -2; it must be more than 0."),
+        ("autoshard.splits.min_dim=6", "autoshard.splits.min_dim is 6; fbgemm needs a multiple of 4 (try 8)."),
+        ("autoshard.splits.max_parts=0", "'autoshard.splits.max_parts' is 0; it must be more than 0."),
         ("autoshard.together=a", "'autoshard.together' is 'a'; it must be a list, such as [a, b]."),
         (
             "data.source=criteoo",

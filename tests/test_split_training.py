@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dlrm_autoshard.distributed.reshard import ReshardRefused, reshard
-from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.tables import Shard, TableConfig
 from tests.ranks import run_ranks
 from tests.split_plans import plans_of
@@ -95,6 +95,10 @@ def test_splits_merges_and_moves_change_no_bit_at_length(training: tuple[int, li
 
 def row_sums(rank: int, world_size: int) -> dict[str, list[float]]:
     embeddings = make(rank, ShardingPlan({"t": 0}, 2), "rowwise_adagrad", "fp32", [TableConfig("t", 9, 16)])
+    with pytest.raises(PlanError, match=r"splits table 't'.*per_part: true"):
+        reshard(embeddings, ShardingPlan({"t[0:4]": 0, "t[4:16]": 1}, 2), group=world())
+    optimizer = embeddings.config.optimizer.model_copy(update={"per_part": True})
+    embeddings.config = embeddings.config.model_copy(update={"optimizer": optimizer})
     seen: dict[str, list[float]] = {}
 
     def look(when: str) -> None:

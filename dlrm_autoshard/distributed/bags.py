@@ -30,9 +30,9 @@ from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
 from dlrm_autoshard.tables import TableConfig
 
 
-def RowwiseAdagrad(lr: float = 0.02, eps: float = 1e-8) -> TableOptimizerConfig:
-    """One sum of squared gradients a row."""
-    return TableOptimizerConfig(name="rowwise_adagrad", lr=lr, eps=eps)
+def RowwiseAdagrad(lr: float = 0.02, eps: float = 1e-8, per_part: bool = False) -> TableOptimizerConfig:
+    """One sum of squared gradients a row. per_part: of a split table, a row and part; else no table can be split."""
+    return TableOptimizerConfig(name="rowwise_adagrad", lr=lr, eps=eps, per_part=per_part)
 
 
 def Adagrad(lr: float = 0.02, eps: float = 1e-8) -> TableOptimizerConfig:

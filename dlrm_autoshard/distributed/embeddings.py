@@ -25,7 +25,7 @@ from dlrm_autoshard.distributed.shared_memory import connect
 from dlrm_autoshard.distributed.side_streams import SideStreams
 from dlrm_autoshard.distributed.storage import Storage
 from dlrm_autoshard.distributed.table_init import initialise as initialise
-from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.plan import PlanError, ShardingPlan, shard_tables
 from dlrm_autoshard.tables import Shard, TableConfig, output_order
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -91,6 +91,7 @@ class ShardedEmbeddings:
 
     def adopt(self, plan: ShardingPlan) -> None:
         """Makes `plan` the live one. The bytes of arriving shards must lie in `storage.tensors(name)` already."""
+        self.check(plan)
         self.plan = plan.ordered([table.name for table in self.tables])
         group, id_group = self.groups
         self._exchange = Exchange(
@@ -99,6 +100,16 @@ class ShardedEmbeddings:
         self.storage.hold([shard.name for shard in self.local_shards])
         self._restore_counters()
         self.set_learning_rate(self.learning_rate)
+
+    def check(self, plan: ShardingPlan) -> None:
+        """PlanError where it is of other tables, or splits some under an optimizer that this would change."""
+        shard_tables(self.tables, plan)
+        if plan.split_tables and not self.config.optimizer.splits_tables:
+            raise PlanError(
+                f"the plan splits table '{plan.split_tables[0]}', and row-wise Adagrad keeps one sum of squares a row "
+                "over all columns. Set tables.optimizer.per_part: true for a sum a row and part, which is another "
+                "optimizer; or use adagrad, or a plan without splits."
+            )
 
     def distribute(self, batch: Batch) -> IdDistribution | DeviceIdDistribution:
         """Sends the batch's ids, which are in host memory, on their way to the owners."""

@@ -70,6 +70,7 @@ def reshard(
     started = time.perf_counter()
     if new_plan.world_size != embeddings.world_size:
         raise PlanError(f"the plan is for {new_plan.world_size} ranks, this job has {embeddings.world_size}.")
+    embeddings.check(new_plan)
     new_plan = new_plan.ordered([table.name for table in embeddings.tables])
     changes, storage = embeddings.plan.changes_to(new_plan), embeddings.storage
     moves = tuple(move for move in changes if move.source != move.destination)
