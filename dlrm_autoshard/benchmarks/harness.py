@@ -50,6 +50,7 @@ NAMES = (
     "train-wemb",
     "train-scale",
     "train-options",
+    "own-loop",
     "kills",
     "soak",
     "race",
