@@ -84,7 +84,7 @@ class TablesConfig(Section):
 class ModelConfig(Section):
     # Bottom MLP; the last is the common dim for dot and dcn.
     dense_arch_layer_sizes: list[PositiveInt] = Field(default=[64, 16], min_length=1)
-    over_arch_layer_sizes: list[PositiveInt] = Field(default=[64, 1], min_length=1)  # top MLP; the last is 1
+    over_arch_layer_sizes: list[PositiveInt] = Field(default=[64, 1], min_length=1)  # top MLP; the last is 1, a label
     interaction: Literal["dot", "cat", "dcn"] = "dot"
     dcn_num_layers: PositiveInt = 3
     dcn_low_rank_dim: PositiveInt = 512

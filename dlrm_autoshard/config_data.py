@@ -86,6 +86,27 @@ class DlrmDatasetsData(DataSection):
     seed: int = 0  # of the hidden model that makes labels
 
 
+class ParquetTable(Section):
+    column: str  # of whole numbers or text, or of lists of them; the table has its name
+    num_embeddings: Annotated[int, Field(gt=0, le=2**40)]
+    hash: bool = False  # whole numbers too; text always is
+    weights: str | None = None  # a column like it, of numbers by which its ids' rows are multiplied
+
+
+class ParquetData(DataSection):
+    source: Literal["parquet"]
+    train: list[str] = Field(min_length=1)  # files, or patterns such as day_*.parquet
+    val: list[str] = []
+    test: list[str] = []
+    labels: dict[str, PositiveFloat] = Field(min_length=1)  # column -> its task's weight in the loss
+    dense: list[str] = []
+    tables: list[ParquetTable] = Field(min_length=1)
+    sample_weight: str | None = None  # a column by which a row's loss is multiplied
+    shuffle: bool = True  # train's row groups, and rows among so many of them:
+    shuffle_row_groups: PositiveInt = 4
+    seed: int = 0
+
+
 class CustomData(DataSection):
     source: Literal["custom"]
     factory: str  # file.py:name or package.module:name, called as name(tables_config, **options): a DataSource
@@ -93,5 +114,6 @@ class CustomData(DataSection):
 
 
 DataConfig = Annotated[
-    SyntheticData | MovielensData | CriteoData | DlrmDatasetsData | CustomData, Field(discriminator="source")
+    SyntheticData | MovielensData | CriteoData | DlrmDatasetsData | ParquetData | CustomData,
+    Field(discriminator="source"),
 ]

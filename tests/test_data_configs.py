@@ -12,7 +12,7 @@ from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-NAMES = ["movielens", "debug_cpu", "demo", "synthetic_skewed", "criteo_kaggle", "mlperf_dcnv2"]
+NAMES = ["movielens", "debug_cpu", "demo", "synthetic_skewed", "criteo_kaggle", "mlperf_dcnv2", "parquet"]
 
 
 def test_these_are_all() -> None:

@@ -74,6 +74,7 @@ CHANGES = {  # of the config: what is changed -> what is said
     "model.over_arch_layer_sizes=[8]": "model.over_arch_layer_sizes must end in 1",
     "model.over_arch_layer_sizes=[]": "'model.over_arch_layer_sizes' is []; it must be a list of at least 1.",
     "model.dense_arch_layer_sizes=[1000000,1000000,16]": "the dense layers have 1,000,",
+    "run.threads_per_rank=100000": "run.threads_per_rank is 100000, but this host has ",
     "run.pin_cores=maybe": "'run.pin_cores' is 'maybe'; it must be true or false.",
     "run.name=3": "'run.name' is 3; it must be text (in quotes, if it looks like a number).",
     "run.name=../x": "it must be the name of one folder in run.dir",

@@ -21,7 +21,7 @@ def add_parser(subparsers: Any) -> None:
     predict = subparsers.add_parser("predict", help="a trained model's probabilities, to a .npy file")
     add_model(predict)
     add_split(predict)
-    predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="float32, one a sample")
+    predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="float32, one a sample and label")
     predict.set_defaults(run=run_predict)
 
 
@@ -37,12 +37,13 @@ def add_split(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from dlrm_autoshard.data.batch import label_names_of
     from dlrm_autoshard.train.display import describe
-    from dlrm_autoshard.train.metrics import binary_metrics
+    from dlrm_autoshard.train.metrics import metrics_of
     from dlrm_autoshard.train.saved_model import saved_model
 
     with saved_model(arguments.model, arguments.checkpoint) as saved:
-        metrics = binary_metrics(*saved.logits(arguments.split))
+        metrics = metrics_of(*saved.logits(arguments.split), label_names_of(saved.source))
         step = saved.position.step
     if arguments.json:
         print(json.dumps({"step": step, "split": arguments.split, **metrics}, indent=1))

@@ -25,8 +25,9 @@ class Batch:
     ranks have the same B when the last global batch is uneven.
 
     dense_BF: float32. lengths_TB: int32, ids per table and sample. values_N: int32 or int64, N = lengths_TB.sum().
-    labels_B: float32, 0 or 1. global_size: real samples over all ranks. weights_N: float32, one
-    an id, by which its row is multiplied before pooling; None: all 1.
+    labels_B: float32, 0 or 1; [B, L] where there are several tasks. global_size: real samples over all ranks.
+    weights_N: float32, one an id, by which its row is multiplied before pooling; None: all 1. loss_weights_B: float32,
+    shaped like the labels, by which each one's loss is multiplied; None: all 1.
     """
 
     dense_BF: Tensor
@@ -36,6 +37,7 @@ class Batch:
     size: int
     global_size: int
     weights_N: Tensor | None = None
+    loss_weights_B: Tensor | None = None
 
     @property
     def padded_size(self) -> int:
@@ -46,15 +48,17 @@ class Batch:
         missing = batch_size - self.padded_size
         if missing == 0:
             return replace(self, global_size=global_size)
-        pad = torch.nn.functional.pad
-        return Batch(
-            dense_BF=pad(self.dense_BF, (0, 0, 0, missing)),
-            lengths_TB=pad(self.lengths_TB, (0, missing)),
-            values_N=self.values_N,
-            labels_B=pad(self.labels_B, (0, missing)),
-            size=self.size,
+
+        def padded(values: Tensor) -> Tensor:
+            return torch.nn.functional.pad(values, (0, 0) * (values.ndim - 1) + (0, missing))
+
+        return replace(
+            self,
+            dense_BF=padded(self.dense_BF),
+            lengths_TB=torch.nn.functional.pad(self.lengths_TB, (0, missing)),
+            labels_B=padded(self.labels_B),
+            loss_weights_B=None if self.loss_weights_B is None else padded(self.loss_weights_B),
             global_size=global_size,
-            weights_N=self.weights_N,
         )
 
 
@@ -69,7 +73,8 @@ class DataSource(Protocol):
     Reading is by position, so that slicing by rank, resuming in mid-epoch and changing the number of ranks are
     arithmetic on positions, with no reader state to save.
 
-    reuse_batches: None, or the loader goes over the first so many global batches in turn (for benchmarks).
+    reuse_batches: None, or the loader goes over the first so many global batches in turn (for benchmarks). One with
+    several tasks has `label_names`, too (see `label_names_of`).
     """
 
     tables: tuple[TableConfig, ...]
@@ -81,3 +86,8 @@ class DataSource(Protocol):
     def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
         """Samples [first, last) of the epoch's order; size = global_size = last - first. DataError on bad data."""
         ...
+
+
+def label_names_of(source: DataSource) -> tuple[str, ...]:
+    """A name for each label; one that a source does not name is 'label'."""
+    return tuple(getattr(source, "label_names", ("label",)))

@@ -49,8 +49,10 @@ def _check(source: Any, factory: str) -> None:
         "dense_BF": ((count, source.num_dense), (torch.float32,)),
         "lengths_TB": ((num_tables, count), (torch.int32,)),
         "values_N": ((int(batch.lengths_TB.sum()),), (torch.int32, torch.int64)),
-        "labels_B": ((count,), (torch.float32,)),
+        "labels_B": ((count, *batch.labels_B.shape[1:2]), (torch.float32,)),
     }
+    if batch.loss_weights_B is not None:
+        expected["loss_weights_B"] = (tuple(batch.labels_B.shape), (torch.float32,))
     for name, (shape, dtypes) in expected.items():
         tensor = getattr(batch, name)
         if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:

@@ -15,10 +15,11 @@ def check_labels(batch: Batch, describe_sample: Callable[[int], str], place: Cal
     labels_B = batch.labels_B.numpy()
     bad_B = (labels_B != 0) & (labels_B != 1)  # NaN is neither
     if bad_B.any():
-        sample = int(bad_B.argmax())
+        first = tuple(np.argwhere(bad_B)[0])  # sample, and task where there are several
+        sample = int(first[0])
         others = np.unique(labels_B[bad_B])
         more = f" (this batch has {', '.join(f'{label:g}' for label in others[:5])})" if len(others) > 1 else ""
         raise DataError(
-            f"{describe_sample(sample)} has label {labels_B[sample]:g}{more}: {place(sample)}. Labels must be "
+            f"{describe_sample(sample)} has label {labels_B[first]:g}{more}: {place(sample)}. Labels must be "
             "0 (no click) or 1 (click): map them so, or leave such samples out."
         )

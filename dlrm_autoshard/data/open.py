@@ -9,12 +9,13 @@ Each source says which tables it has and how many rows; `tables:` gives dims, po
 from __future__ import annotations
 
 from dlrm_autoshard.config import TablesConfig
-from dlrm_autoshard.config_data import CriteoData, CustomData, DataConfig, MovielensData, SyntheticData
+from dlrm_autoshard.config_data import CriteoData, CustomData, DataConfig, MovielensData, ParquetData, SyntheticData
 from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.data.criteo.source import CriteoSource
 from dlrm_autoshard.data.custom import open_custom
 from dlrm_autoshard.data.dlrm_datasets import DlrmDatasetsSource
 from dlrm_autoshard.data.movielens import MovielensSource
+from dlrm_autoshard.data.parquet import ParquetSource
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
 from dlrm_autoshard.data.synthetic import SyntheticSource
 
@@ -28,6 +29,8 @@ def open_source(data: DataConfig, tables: TablesConfig) -> DataSource:
         return MovielensSource(data, tables)
     if isinstance(data, CriteoData):
         return CriteoSource(data, tables)
+    if isinstance(data, ParquetData):
+        return ParquetSource(data, tables)
     if isinstance(data, CustomData):
         return open_custom(data, tables)
     return DlrmDatasetsSource(data, tables)

@@ -121,7 +121,9 @@ class ShardedEmbeddings:
         """Dense features and labels on their way to the device; ids stay, for `distribute`."""
         if self.streams is None:
             return batch
-        return replace(batch, dense_BF=self.streams.copy(batch.dense_BF), labels_B=self.streams.copy(batch.labels_B))
+        loss_weights_B = None if batch.loss_weights_B is None else self.streams.copy(batch.loss_weights_B)
+        dense_BF, labels_B = self.streams.copy(batch.dense_BF), self.streams.copy(batch.labels_B)
+        return replace(batch, dense_BF=dense_BF, labels_B=labels_B, loss_weights_B=loss_weights_B)
 
     def lookup(self, ids: LocalIds, *, training: bool = True) -> Tensor:
         """Pooled vectors of the local tables for the global batch: [W * B, D_local], with a fused update as its

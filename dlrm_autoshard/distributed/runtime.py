@@ -61,6 +61,10 @@ class Runtime:
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         device = choose_device(config.device, local_rank)
+        if config.threads_per_rank > (os.cpu_count() or 1):
+            raise RuntimeFailure(
+                f"run.threads_per_rank is {config.threads_per_rank}, but this host has {os.cpu_count()} cores."
+            )
         torch.set_num_threads(config.threads_per_rank)
         loader_cores: frozenset[int] | None = None
         if device.type == "cpu":

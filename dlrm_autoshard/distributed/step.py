@@ -21,6 +21,7 @@ from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.exchange import Pending
 from dlrm_autoshard.distributed.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.stage_clock import StageClock
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.model.dlrm import DenseArch
 
 
@@ -176,19 +177,24 @@ def _taken_gradient(leaf: Tensor) -> Tensor:
 
 
 def share_of_loss(logits_B: Tensor, batch: Batch) -> Tensor:
-    """This rank's share of the global mean loss: summed over ranks it is the mean over the global batch."""
-    real = slice(0, batch.size)
-    return (
-        torch.nn.functional.binary_cross_entropy_with_logits(
-            logits_B[real].float(), batch.labels_B[real], reduction="sum"
+    """This rank's share of the global mean loss, of which a sample's is the weighted sum over its tasks: summed over
+    ranks it is the mean over the global batch."""
+    if logits_B.shape != batch.labels_B.shape:
+        raise UserError(
+            f"the model gives logits of shape {list(logits_B.shape)} for labels of shape {list(batch.labels_B.shape)}: "
+            "one is needed for each label. A data source with several names them, as `label_names`."
         )
-        / batch.global_size
+    real = slice(0, batch.size)
+    weights = None if batch.loss_weights_B is None else batch.loss_weights_B[real]
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(
+        logits_B[real].float(), batch.labels_B[real], weights, reduction="sum"
     )
+    return loss / batch.global_size
 
 
 @torch.no_grad()
 def predict(model: DenseArch, embeddings: ShardedEmbeddings, batch: Batch, *, autocast: bool) -> Tensor:
-    """Logits [size] of the batch's real samples. A collective: every rank calls it for every batch."""
+    """Logits of the batch's real samples: [size], or [size, L]. A collective: every rank calls it for every batch."""
     batch = embeddings.dense_on_device(batch)
     local = embeddings.lookup(embeddings.distribute(batch).finish(), training=False)
     pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait(), model.margin)

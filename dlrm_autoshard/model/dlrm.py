@@ -34,13 +34,15 @@ class DenseArch(nn.Module):
         raise NotImplementedError
 
     def top(self, bottom_BD: Tensor, pooled_BD: Tensor) -> Tensor:
-        """Logits [B]. pooled_BD: every table's vectors side by side, with `margin`."""
+        """Logits [B]; [B, L] for L labels. pooled_BD: every table's vectors side by side, with `margin`."""
         raise NotImplementedError
 
 
-def make_model(num_dense: int, tables: Sequence[TableConfig], config: ModelConfig, seed: int = 0) -> DenseArch:
+def make_model(
+    num_dense: int, tables: Sequence[TableConfig], config: ModelConfig, seed: int = 0, num_labels: int = 1
+) -> DenseArch:
     if config.factory is None:
-        return DLRM(num_dense, tables, config, seed)
+        return DLRM(num_dense, tables, config, seed, num_labels)
     factory = plug_in.load(config.factory, "model.factory")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -56,7 +58,9 @@ def make_model(num_dense: int, tables: Sequence[TableConfig], config: ModelConfi
 class DLRM(DenseArch):
     """tables: in the order of the pooled columns, tables of one dim side by side (see `output_order`)."""
 
-    def __init__(self, num_dense: int, tables: Sequence[TableConfig], config: ModelConfig, seed: int = 0) -> None:
+    def __init__(
+        self, num_dense: int, tables: Sequence[TableConfig], config: ModelConfig, seed: int = 0, num_labels: int = 1
+    ) -> None:
         super().__init__()
         dim = config.dense_arch_layer_sizes[-1]
         with torch.random.fork_rng(devices=[]):
@@ -64,7 +68,8 @@ class DLRM(DenseArch):
             self.bottom_mlp = mlp([max(num_dense, 1), *config.dense_arch_layer_sizes], last_activation=True)
             self.interaction = make_interaction(len(tables), dim, config)
             self.projection = Projection(tables, dim, self.interaction.padding)
-            self.over_mlp = mlp([self.interaction.out_features, *config.over_arch_layer_sizes], last_activation=False)
+            hidden = config.over_arch_layer_sizes[:-1]
+            self.over_mlp = mlp([self.interaction.out_features, *hidden, num_labels], last_activation=False)
 
     def bottom(self, dense_BF: Tensor) -> Tensor:
         """[B, D] from the dense features; without any, from a constant."""
@@ -81,11 +86,11 @@ class DLRM(DenseArch):
         return (0, 0) if self.projection.weights else (dim, dim * self.interaction.padding)
 
     def top(self, bottom_BD: Tensor, pooled_BD: Tensor) -> Tensor:
-        """Logits [B] from the dense vector and the concatenated pooled vectors, `margin` around them, which is written
+        """Logits from the dense vector and the concatenated pooled vectors, `margin` around them, which is written
         to."""
         x_BFD = with_dense(bottom_BD, self.projection(pooled_BD), self.interaction.padding)
         result: Tensor = self.over_mlp(self.interaction(x_BFD))
-        return result.squeeze(1)
+        return result.squeeze(1)  # of one label
 
 
 def make_interaction(num_tables: int, dim: int, config: ModelConfig) -> DotInteraction | CatInteraction | LowRankCross:

@@ -99,6 +99,7 @@ def duration(seconds: float) -> str:
 
 
 def describe(metrics: Mapping[str, float]) -> str:
-    """'auc 0.7901  logloss 0.5512', in the order people expect them."""
-    order = ("auc", "logloss", "ne", "calibration", "accuracy")
+    """'auc 0.7901  logloss 0.5512', in the order people expect them; and each task's AUC, where there are several."""
+    tasks = [name for name in metrics if name.startswith("auc.")]
+    order = ("auc", *tasks, "logloss", "ne", "calibration", "accuracy")
     return "  ".join(f"{name} {metrics[name]:.4f}" for name in order if name in metrics)

@@ -5,7 +5,7 @@ metrics = evaluate(model, embeddings, loader, runtime, autocast=False)     # a c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,11 +16,17 @@ from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.step import predict
 from dlrm_autoshard.model.dlrm import DenseArch
-from dlrm_autoshard.train.metrics import binary_metrics
+from dlrm_autoshard.train.metrics import metrics_of
 
 
 def evaluate(
-    model: DenseArch, embeddings: ShardedEmbeddings, batches: Iterable[Batch], runtime: Runtime, *, autocast: bool
+    model: DenseArch,
+    embeddings: ShardedEmbeddings,
+    batches: Iterable[Batch],
+    runtime: Runtime,
+    *,
+    autocast: bool,
+    label_names: Sequence[str] = ("label",),
 ) -> dict[str, float]:
     """batches: this rank's slices, as many on every rank. Dropout is off, BatchNorm uses its running statistics."""
     logits, labels = [], []
@@ -31,7 +37,7 @@ def evaluate(
     gathered = runtime.gather((torch.cat(logits), torch.cat(labels)))
     if gathered is None:
         return {}
-    return binary_metrics(torch.cat([p for p, _ in gathered]), torch.cat([y for _, y in gathered]))
+    return metrics_of(torch.cat([p for p, _ in gathered]), torch.cat([y for _, y in gathered]), label_names)
 
 
 @contextmanager

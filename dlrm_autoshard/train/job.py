@@ -13,7 +13,7 @@ import torch
 from dlrm_autoshard.autoshard.initial_plan import from_rank_0, place
 from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.config import Config
-from dlrm_autoshard.data.batch import Split
+from dlrm_autoshard.data.batch import Split, label_names_of
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.data.statistics import measure_stats
@@ -87,7 +87,8 @@ class Job:
             seed=config.run.seed,
             initial_values=self.resumed_from is None,
         )
-        model = make_model(self.source.num_dense, self.embeddings.output_tables, config.model, config.run.seed)
+        tables, labels = self.embeddings.output_tables, label_names_of(self.source)
+        model = make_model(self.source.num_dense, tables, config.model, config.run.seed, len(labels))
         self.dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
         agree_on_dense(self.dense, runtime)
         self.clock = StageClock(runtime.device, runtime.control if runtime.device.type == "cpu" else runtime.group)

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dlrm_autoshard.config import Config, load_config
-from dlrm_autoshard.data.batch import DataSource, Split
+from dlrm_autoshard.data.batch import DataSource, Split, label_names_of
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.dense import DataParallelDense
@@ -43,7 +44,7 @@ class SavedModel:
     position: Position
 
     def logits(self, split: Split) -> tuple[Tensor, Tensor]:
-        """Logits [S] and labels [S] of the split's samples, in order."""
+        """Logits [S] and labels [S] (of several tasks [S, L]) of the split's samples, in order."""
         if self.source.num_samples(split) == 0:
             raise UserError(f"the data has no samples in split '{split}'.")
         batch_size = self.config.train.eval_batch_size or self.config.train.batch_size
@@ -75,16 +76,18 @@ def saved_model(run: Path, checkpoint: Path | None = None) -> Iterator[SavedMode
             source.tables, plan, config.tables, rank=0, group=runtime.group, id_group=runtime.id_group,
             device=runtime.device,
         )  # fmt: skip
-        model = make_model(source.num_dense, embeddings.output_tables, config.model)
+        labels = len(label_names_of(source))
+        model = make_model(source.num_dense, embeddings.output_tables, config.model, num_labels=labels)
         dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
         position = TrainingState(runtime, checkpoints, embeddings, dense, None).resume(checkpoint)
         yield SavedModel(config, source, embeddings, model.eval(), position)
 
 
 class PlainModel(nn.Module):
-    """The same predictions from torch's own modules: probabilities [B] = model(dense_BF, values, offsets).
+    """The same predictions from torch's own modules: probabilities [B] (or [B, L]) = model(dense_BF, values, offsets).
 
-    values, offsets: one tensor a table, in the order of the data's tables, as nn.EmbeddingBag takes them.
+    values, offsets: one tensor a table, in the order of the data's tables, as nn.EmbeddingBag takes them; `weights`
+    after them where the data's ids have some.
     """
 
     def __init__(self, saved: SavedModel) -> None:
@@ -95,8 +98,13 @@ class PlainModel(nn.Module):
         self.order = [names.index(table.name) for table in saved.embeddings.output_tables]
         self.bags = nn.ModuleList(_bag(table, saved) for table in saved.embeddings.tables)
 
-    def forward(self, dense_BF: Tensor, values: list[Tensor], offsets: list[Tensor]) -> Tensor:
-        pooled = [bag(ids, starts) for bag, ids, starts in zip(self.bags, values, offsets, strict=True)]
+    def forward(
+        self, dense_BF: Tensor, values: list[Tensor], offsets: list[Tensor], weights: list[Tensor] | None = None
+    ) -> Tensor:
+        pooled = [
+            bag(ids, offsets[table], None if weights is None else weights[table])
+            for table, (bag, ids) in enumerate(zip(self.bags, values, strict=True))
+        ]
         before, after = (dense_BF.new_zeros(dense_BF.shape[0], columns) for columns in self.margin)
         pooled_BD = torch.cat([before, *(pooled[table] for table in self.order), after], 1)
         return torch.sigmoid(self.dense.top(self.dense.bottom(dense_BF), pooled_BD))
@@ -116,8 +124,11 @@ def export_plain(saved: SavedModel, out: Path) -> None:
     offsets = [torch.arange(samples) * 2 for _ in tables]
     batch = torch.export.Dim("batch", min=2)
     ids = [{0: torch.export.Dim(f"ids_{number}", min=2)} for number in range(len(tables))]
+    inputs: list[Any] = [dense, values, offsets]
+    shapes: list[Any] = [{0: batch}, ids, [{0: batch} for _ in tables]]
+    if saved.source.read("train", 0, 0, 1).weights_N is not None:
+        inputs.append([torch.ones(len(of_table)) for of_table in values])
+        shapes.append(ids)
     with torch.no_grad():
-        program = torch.export.export(
-            model, (dense, values, offsets), dynamic_shapes=({0: batch}, ids, [{0: batch} for _ in tables])
-        )
+        program = torch.export.export(model, tuple(inputs), dynamic_shapes=tuple(shapes))
     torch.export.save(program, out)

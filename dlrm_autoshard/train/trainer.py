@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dlrm_autoshard.autoshard.initial_plan import from_rank_0
 from dlrm_autoshard.config import Config
-from dlrm_autoshard.data.batch import Batch, Split
+from dlrm_autoshard.data.batch import Batch, Split, label_names_of
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.signs_of_life import RankFailure
 from dlrm_autoshard.distributed.step import NotFinite
@@ -285,7 +285,10 @@ class Trainer(Job):
         self.dense.broadcast_buffers()
         with self._timed("evaluation"), self.signals.postponed(), self.batches(split, done) as loader:
             batches = self._until_asked(loader)
-            metrics = evaluate(self.step.model, self.embeddings, batches, self.runtime, autocast=self.autocast)
+            metrics = evaluate(
+                self.step.model, self.embeddings, batches, self.runtime,
+                autocast=self.autocast, label_names=label_names_of(self.source),
+            )  # fmt: skip
         self.metrics, self._evaluated_step = self.runtime.broadcast(metrics), self.position.step
         self._log_metrics(split, self.metrics, epoch=done)
         where = f"step {self.position.step}" if self.position.sample else f"epoch {done}"

@@ -1,0 +1,114 @@
+"""Parquet files, streamed by row groups: few of them are in memory at a time, however large the files are.
+
+    data: {source: parquet, train: ["day_*.parquet"], labels: {click: 1}, tables: [{column: user, num_embeddings: 9}]}
+
+Which row is where in an epoch follows from seed and epoch alone, so reading goes on in mid-epoch, on any number of
+ranks, with no state saved. Each rank decodes all row groups, for its samples may be anywhere.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.config_data import ParquetData
+from dlrm_autoshard.data.batch import Batch, DataError, Split
+from dlrm_autoshard.data.hashing import key_of, permutation
+from dlrm_autoshard.data.parquet_columns import RowGroup, Rows, check_columns, naming, read_row_group
+from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
+
+
+class ParquetSource:
+    """A table for each column of `tables`: whole numbers or text, or lists of them. Text is hashed; a null is an empty
+    bag, and among the dense features 0. `label_names` has a task each; one label is [B], several are [B, L]."""
+
+    reuse_batches: int | None = None
+
+    def __init__(self, data: ParquetData, tables: TablesConfig) -> None:
+        try:
+            import pyarrow  # noqa: F401
+        except ImportError as error:
+            raise DataError("data.source 'parquet' needs pyarrow. Install it with: pip install pyarrow") from error
+        if tables.pooling == "mean" and any(table.weights for table in data.tables):
+            raise DataError("data.tables: ids with weights are summed; tables.pooling is mean.")
+        self.num_dense = len(data.dense)
+        self.label_names = tuple(data.labels)
+        self.tables = resolve_tables([TableRows(table.column, table.num_embeddings) for table in data.tables], tables)
+        self._data = data
+        self._groups = {
+            "train": _row_groups(data.train, data),
+            "val": _row_groups(data.val, data),
+            "test": _row_groups(data.test, data),
+        }
+        self._decoded = lru_cache(maxsize=2)(self._decode)  # a batch may lie in two windows
+
+    def num_samples(self, split: Split) -> int:
+        return sum(group.rows for group in self._groups[split])
+
+    def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
+        parts = [
+            self._decoded(groups).take(order_R[max(0, first - start) : last - start])
+            for start, groups, order_R in self._windows(split, epoch, first, last)
+        ]
+        rows = Rows.joined(parts) if parts else self._decoded(self._groups[split][:1]).take(np.zeros(0, np.int64))
+        weights_T = [
+            bags.weights if bags.weights is not None else np.ones(len(bags.ids), np.float32) for bags in rows.bags_T
+        ]
+        one_label, weighted = len(self.label_names) == 1, any(table.weights for table in self._data.tables)
+        plain = self._data.sample_weight is None and set(self._data.labels.values()) == {1}
+        return Batch(
+            dense_BF=torch.from_numpy(rows.dense),
+            lengths_TB=torch.from_numpy(np.stack([bags.lengths_R for bags in rows.bags_T])),
+            values_N=torch.from_numpy(np.concatenate([bags.ids for bags in rows.bags_T])),
+            labels_B=torch.from_numpy(rows.labels[:, 0] if one_label else rows.labels),
+            size=last - first,
+            global_size=last - first,
+            weights_N=torch.from_numpy(np.concatenate(weights_T)) if weighted else None,
+            loss_weights_B=(
+                None if plain else torch.from_numpy(rows.loss_weights[:, 0] if one_label else rows.loss_weights)
+            ),
+        )
+
+    def _windows(
+        self, split: Split, epoch: int, first: int, last: int
+    ) -> Iterator[tuple[int, tuple[RowGroup, ...], NDArray[np.int64]]]:
+        """Those that [first, last) of the epoch lie in: the first sample, row groups, and the order of their rows."""
+        groups, size, start = self._groups[split], 1, 0
+        shuffled = self._data.shuffle and split == "train"
+        if shuffled:
+            order = permutation(key_of(self._data.seed, "row groups", epoch), len(groups))
+            groups, size = tuple(groups[number] for number in order), self._data.shuffle_row_groups
+        for number in range(0, len(groups), size):
+            window = groups[number : number + size]
+            rows = sum(group.rows for group in window)
+            if start < last and first < start + rows:
+                key = key_of(self._data.seed, "rows", epoch, number)
+                yield start, window, permutation(key, rows) if shuffled else np.arange(rows)
+            start += rows
+
+    def _decode(self, groups: tuple[RowGroup, ...]) -> Rows:
+        return Rows.joined([read_row_group(group, self._data) for group in groups])
+
+
+def _row_groups(patterns: Sequence[str], data: ParquetData) -> tuple[RowGroup, ...]:
+    """Of all files, in the order of the patterns, and by name where one stands for several."""
+    import pyarrow.parquet as pq
+
+    found = []
+    for pattern in patterns:
+        paths = sorted(glob.glob(pattern))
+        if not paths:
+            raise DataError(f"data: there is no file '{pattern}'.")
+        for path in paths:
+            with naming(path):
+                file = pq.ParquetFile(path)
+                check_columns(path, file.schema_arrow, data)
+                counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+            found += [RowGroup(path, number, rows) for number, rows in enumerate(counts) if rows]
+    return tuple(found)

@@ -1,0 +1,195 @@
+"""Parquet files: every row once whatever the ranks and row groups, resumed in mid-epoch bit by bit, several labels."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlrm_autoshard.config import TablesConfig, load_config
+from dlrm_autoshard.config_data import ParquetData
+from dlrm_autoshard.data.batch import Batch, DataError
+from dlrm_autoshard.data.loader import Loader
+from dlrm_autoshard.data.parquet import ParquetSource
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+pq = pytest.importorskip("pyarrow.parquet")
+CONFIG = Path(__file__).parents[1] / "configs" / "parquet.yaml"
+
+
+def rows(count: int, seed: int = 0) -> dict[str, Any]:
+    """As the shipped config has them; `age` numbers the rows, `price` is null now and then."""
+    draw = np.random.default_rng(seed)
+    histories = [draw.integers(0, 50000, draw.integers(0, 4)).tolist() for _ in range(count)]
+    countries = np.array(["nz", "fiji", "chile"])[draw.integers(0, 3, count)]
+    click = draw.random(count) < np.where(countries == "nz", 0.9, 0.1)
+    return {
+        "click": pa.array(click),
+        "buy": pa.array((click & (draw.random(count) < 0.5)).astype(np.int8)),
+        "weight": pa.array(draw.random(count)),
+        "age": pa.array(np.arange(count) + 1000 * seed, pa.float64()),
+        "price": pa.array([None if n % 7 == 0 else n / 10 for n in range(count)], pa.float32()),
+        "user": pa.array(draw.integers(-(2**60), 2**60, count)),
+        "country": pa.array([None if n % 11 == 0 else c for n, c in enumerate(countries.tolist())]).dictionary_encode(),
+        "hour": pa.array(draw.integers(0, 24, count).astype(np.uint8)),
+        "history": pa.array([None if n % 5 == 0 else ids for n, ids in enumerate(histories)], pa.list_(pa.int64())),
+        "history_weight": pa.array([None if n % 5 == 0 else [0.5] * len(ids) for n, ids in enumerate(histories)]),
+    }
+
+
+def write(path: Path, count: int, seed: int = 0, group: int = 10) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(rows(count, seed)), path, row_group_size=group)
+
+
+def shipped(folder: Path, *changes: str) -> Any:
+    paths = [f"data.{split}=['{folder}/{pattern}']" for split, pattern in
+             (("train", "day_*.parquet"), ("val", "val.parquet"), ("test", "test.parquet"))]  # fmt: skip
+    return load_config(CONFIG, [*paths, *changes])
+
+
+@pytest.fixture(scope="module")
+def clicks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("clicks")
+    for name, count, seed in (("day_0", 37, 0), ("day_1", 25, 1), ("val", 20, 2), ("test", 20, 3)):
+        write(folder / f"{name}.parquet", count, seed)
+    return folder
+
+
+def opened(folder: Path, *changes: str) -> ParquetSource:
+    config = shipped(folder, *changes)
+    assert isinstance(config.data, ParquetData)
+    return ParquetSource(config.data, config.tables)
+
+
+def ids_of(batch: Batch) -> list[list[list[int]]]:
+    """By table and sample."""
+    bags = iter(torch.split(batch.values_N, batch.lengths_TB.flatten().tolist()))
+    return [[next(bags).tolist() for _ in range(batch.padded_size)] for _ in batch.lengths_TB]
+
+
+def test_columns_are_what_the_config_calls_them(clicks: Path) -> None:
+    source, given_ = opened(clicks, "data.shuffle=false"), rows(37)
+    batch = source.read("train", 0, 0, 37)
+    assert (source.num_dense, source.label_names) == (2, ("click", "buy"))
+    prices = [price or 0 for price in given_["price"].to_pylist()]
+    assert torch.allclose(batch.dense_BF, torch.tensor([given_["age"].to_pylist(), prices]).T)
+    assert batch.labels_B.tolist() == [
+        [float(a), float(b)] for a, b in zip(given_["click"].to_pylist(), given_["buy"].to_pylist(), strict=True)
+    ]
+    weights = torch.tensor(given_["weight"].to_pylist())
+    assert batch.loss_weights_B is not None and torch.allclose(
+        batch.loss_weights_B, torch.stack([weights, weights / 2], 1)
+    )
+    users, countries, hours, histories = ids_of(batch)
+    assert all(len(ids) == 1 and 0 <= ids[0] < 100000 for ids in users) and len({ids[0] for ids in users}) == 37
+    assert countries == [
+        [] if name is None else [xxhash.xxh3_64_intdigest(name.encode()) % 1000]
+        for name in given_["country"].to_pylist()
+    ]
+    assert hours == [[hour] for hour in given_["hour"].to_pylist()]
+    assert histories == [ids or [] for ids in given_["history"].to_pylist()]
+    assert batch.weights_N is not None and batch.weights_N.tolist() == [
+        *[1.0] * sum(map(len, users + countries + hours)), *[0.5] * sum(map(len, histories))
+    ]  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(batch_size=st.integers(1, 20), world_size=st.integers(1, 3), groups=st.integers(1, 9), epoch=st.integers(0, 3))
+def test_each_row_is_read_once_in_an_order_that_only_seed_and_epoch_decide(
+    clicks: Path, batch_size: int, world_size: int, groups: int, epoch: int
+) -> None:
+    source = opened(clicks, f"data.shuffle_row_groups={groups}")
+    ranks = [list(Loader(source, "train", epoch, batch_size, rank, world_size)) for rank in range(world_size)]
+    ages = [
+        age for step in zip(*ranks, strict=True) for batch in step for age in batch.dense_BF[: batch.size, 0].tolist()
+    ]
+    assert sorted(ages) == sorted([*range(37), *range(1000, 1025)])
+    again = opened(clicks, f"data.shuffle_row_groups={groups}").read("train", epoch, 0, 62)
+    assert again.dense_BF[:, 0].tolist() == ages
+    assert source.read("train", epoch + 1, 0, 62).dense_BF[:, 0].tolist() != ages
+    middle = source.read("train", epoch, 17, 41)
+    assert middle.dense_BF[:, 0].tolist() == ages[17:41] and ids_of(middle)[3] == ids_of(again)[3][17:41]
+    assert source.read("test", epoch, 0, 20).dense_BF[:, 0].tolist() == [*range(3000, 3020)]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("data.dense=[agee]", "has no column 'agee'. Did you mean 'age'?"),
+        ("data.dense=[country]", "column 'country' holds dictionary"),
+        ("data.labels={age: 1}", "row 2: label 'age' is 2; it must be 0 or 1"),
+        (
+            "data.tables=[{column: history, num_embeddings: 9, weights: user}]",
+            "has other lengths than 'history'",
+        ),
+        ("data.tables=[{column: price, num_embeddings: 9}]", "it must hold whole numbers or text, or lists of them"),
+        ("data.train=[nowhere.parquet]", "there is no file 'nowhere.parquet'"),
+        ("tables.pooling=mean", "ids with weights are summed"),
+    ],
+)
+def test_what_is_wrong_is_named(change: str, said: str, clicks: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        opened(clicks, "data.shuffle=false", change).read("train", 0, 0, 4)
+    assert said in str(caught.value)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "day_0.parquet", 30)
+    (tmp_path / "day_0.parquet").write_bytes((tmp_path / "day_0.parquet").read_bytes()[:-9])
+    data = ParquetData.model_validate(
+        {
+            "source": "parquet", "train": [f"{tmp_path}/day_0.parquet"], "labels": {"click": 1},
+            "tables": [{"column": "hour", "num_embeddings": 24}],
+        }
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"day_0\.parquet' cannot be read as parquet"):
+        ParquetSource(data, TablesConfig())
+
+
+def test_two_tasks_train_resume_evaluate_predict_and_export(tmp_path: Path) -> None:
+    for name, count, seed in (("day_0", 3000, 0), ("day_1", 1000, 1), ("val", 500, 2), ("test", 500, 3)):
+        write(tmp_path / "data" / "clicks" / f"{name}.parquet", count, seed, group=400)
+
+    def dlrm(*arguments: str) -> str:
+        command = [sys.executable, "-m", "dlrm_autoshard", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    small = ("train.batch_size=100", "train.epochs=2", "autoshard.enabled=false", "checkpoint.every_steps=13")
+    said = dlrm("train", "parquet", "--ranks=2", *small)
+    assert "auc.click 0." in said and "auc.buy 0." in said
+    dlrm("train", "parquet", "--ranks=2", *small, "run.name=pieces", "train.max_steps=13")
+    dlrm("train", "parquet", "--ranks=2", *small, "run.name=pieces", "--resume")
+    weights = [
+        sorted((tmp_path / "runs" / run / "checkpoints" / "step_00000040").glob("rank_*.bin"))
+        for run in ("parquet", "pieces")
+    ]
+    assert [path.read_bytes() for path in weights[0]] == [path.read_bytes() for path in weights[1]] != []
+    result = json.loads((tmp_path / "runs/parquet/result.json").read_text())
+    metrics = result["metrics"]
+    assert metrics["auc"] == pytest.approx((metrics["auc.click"] + metrics["auc.buy"]) / 2)
+    assert metrics["auc.click"] > 0.75 and result["best"]["metric"] == "auc"
+    assert json.loads(dlrm("evaluate", "runs/parquet", "--json"))["auc.buy"] == pytest.approx(metrics["auc.buy"])
+    dlrm("predict", "runs/parquet", "--out", "predictions.npy")
+    predictions = np.load(tmp_path / "predictions.npy")
+    assert predictions.shape == (500, 2)
+    dlrm("export", "runs/parquet", "--out", "model.pt2")
+    batch = opened(tmp_path / "data" / "clicks").read("test", 0, 0, 500)
+    assert batch.weights_N is not None
+    counts = batch.lengths_TB.sum(1).tolist()
+    offsets = [lengths.cumsum(0) - lengths for lengths in batch.lengths_TB]
+    model = torch.export.load(tmp_path / "model.pt2").module()
+    values, weights_ = batch.values_N.long().split(counts), batch.weights_N.split(counts)
+    alone = model(batch.dense_BF, list(values), offsets, list(weights_))
+    assert np.abs(alone.numpy() - predictions).max() < 1e-6
