@@ -16,8 +16,8 @@ from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.formats.json_file import FormatError, checked
 from dlrm_autoshard.formats.numbers import Amount, BatchSize, Count
-from dlrm_autoshard.plan import PlanRecord, ShardingPlan
-from dlrm_autoshard.tables import StatsRecord, TableConfig, TableRecord, TableStats
+from dlrm_autoshard.plan import PlanRecord, ShardingPlan, shard_tables
+from dlrm_autoshard.tables import Shard, StatsRecord, TableConfig, TableRecord, TableStats
 
 PLANNED_STAGES = ("fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute")
 """The four stages that placement decides; `RankCost` has one field for each."""
@@ -113,6 +113,15 @@ class StepProfile:
     noise: float = 0.0
     hosts: tuple[int, ...] | None = None
 
+    @property
+    def shards(self) -> tuple[tuple[TableConfig, ...], tuple[TableStats, ...]]:
+        """What the plan places, each with its table's statistics."""
+        if not self.plan.split_tables:
+            return self.tables, self.stats
+        shards = shard_tables(self.tables, self.plan)
+        stats_of = dict(zip((table.name for table in self.tables), self.stats, strict=True))
+        return shards, tuple(stats_of[Shard.parse(shard.name).table] for shard in shards)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "plan": self.plan.to_json(),
@@ -133,7 +142,8 @@ class StepProfile:
         hosts = step.get("hosts")
         if hosts is not None and len(hosts) != plan.world_size:
             raise FormatError("its hosts are not one for each rank.")
-        if len(step["stats"]) != len(named) or len(step["ranks"]) != plan.world_size or set(named) != set(plan.rank_of):
+        placed = {Shard.parse(name).table for name in plan.rank_of}
+        if len(step["stats"]) != len(named) or len(step["ranks"]) != plan.world_size or set(named) != placed:
             raise FormatError("its plan, tables, stats and ranks are not of one job.")
         return StepProfile(
             plan=plan,

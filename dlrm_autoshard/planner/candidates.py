@@ -1,6 +1,6 @@
-"""Makes the plans that compete: every heuristic, the searches, the learned policies, and what search makes of each.
+"""Makes the plans that compete: every heuristic, the searches, a learned policy's, and what search makes of each.
 
-    makers.candidates("auto", task, costs)
+    makers.candidates("auto", task, costs_of)
 
 DreamShard's policy is the shipped one, or what `Planner.fit` made of it; nothing is trained at plan time but the
 sequence policies, which are there to be compared with.
@@ -25,6 +25,7 @@ from dlrm_autoshard.planner.mdp import EstimatedMDP
 from dlrm_autoshard.planner.policy import DevicePolicy
 from dlrm_autoshard.planner.result import Candidate
 from dlrm_autoshard.planner.search import improve, search
+from dlrm_autoshard.planner.splits import CostsOf, fitting
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
@@ -51,17 +52,19 @@ class CandidateMakers:
         self,
         algorithm: str,
         task: PlacementTask,
-        costs: TaskCosts,
+        costs_of: CostsOf,
         deadline: float | None = None,
     ) -> list[Candidate]:
-        """Every heuristic, and what `algorithm` makes."""
+        """Every heuristic, and what `algorithm` makes; tables that fit no rank whole are split in all of them."""
+        task = fitting(task)
+        costs = costs_of(task)
         size = len(task.units) * task.world_size
         placements = {name: heuristic(task, name, np.random.default_rng(self.seed)) for name in HEURISTICS}
         if algorithm in ("auto", "search"):
             kicks = KICKS if size <= MEDIUM else 0
             placements["search"] = search(task, costs, kicks=kicks, seed=self.seed, deadline=deadline)
-        if algorithm in LEARNED or (algorithm == "auto" and size <= MEDIUM):
-            placements |= self._learned("dreamshard" if algorithm == "auto" else algorithm, task, costs, deadline)
+        if algorithm in LEARNED:
+            placements |= self._learned(algorithm, task, costs, deadline)
         if algorithm == "auto":
             ranked = sorted(placements.items(), key=lambda item: costs.step_ms(item[1]))
             for name, rank_U in ranked if size <= MEDIUM else []:

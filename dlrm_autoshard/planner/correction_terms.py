@@ -1,6 +1,6 @@
 """The terms that a measured stage's logarithm consists of, and how they vary before anything was measured.
 
-rows = rows_of(stage_N, share_NT, log_data_T2, source=0, rank=1, era=0)
+rows = rows_of(stage_N, share_NB, change_NF, source=0, rank=1, era=0)
 rows.covariance(rows, Spreads(), frozenset())            # [N, N], prior
 """
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Axes: N observations (a rank's stage in a profile, or a start-up shard's), T tables.
+# Axes: N observations (a rank's stage in a profile, or a start-up shard's), T tables and parts, R whole tables, B of
+# `Parts`.
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,14 @@ GRID: Mapping[str, tuple[float, ...]] = {
 @dataclass(frozen=True)
 class Rows:
     """What a stage's logarithm consists of. source: where its scale comes from. rank: -1 where it is nobody's. Eras are
-    numbers of stretches of time in which ranks stayed as they were. change_NF: `changes`."""
+    numbers of stretches of time in which ranks stayed as they were. Shares are along the directions of `Parts`;
+    change_NF: `changes`."""
 
     stage_N: np.ndarray
     source_N: np.ndarray
     rank_N: np.ndarray
     era_N: np.ndarray
-    share_NT: np.ndarray
+    share_NB: np.ndarray
     change_NF: np.ndarray
 
     def covariance(self, other: Rows, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
@@ -54,10 +56,10 @@ class Rows:
         # What probes and training are off by has much in common.
         found = spreads.scale**2 * np.where(self.source_N[:, None] == other.source_N, 1.0, 0.9)
         # What is wrong about a table, and what becomes of that as its data change.
-        overlap = self.share_NT @ other.share_NT.T
+        overlap = self.share_NB @ other.share_NB.T
         found = found + spreads.table**2 * overlap + spreads.change**2 * (self.change_NF @ other.change_NF.T)
         # Sets of tables that have most in common are fused alike.
-        lengths = np.sqrt((self.share_NT**2).sum(axis=1))[:, None] * np.sqrt((other.share_NT**2).sum(axis=1))
+        lengths = np.sqrt((self.share_NB**2).sum(axis=1))[:, None] * np.sqrt((other.share_NB**2).sum(axis=1))
         alike = overlap / np.maximum(lengths, 1e-12)
         found = (found + spreads.together**2 * alike**8) * same_stage
         key_N, key_M = self.rank_keys, other.rank_keys
@@ -72,16 +74,16 @@ class Rows:
         return keys
 
 
-def changes(share_NT: np.ndarray, log_data_T2: np.ndarray) -> np.ndarray:
-    """[N, 2T]: shares times how far the table's log lookups and log reuse are from what they were at first ([T, 2], or
-    [N, T, 2])."""
-    return (share_NT[:, :, None] * log_data_T2).reshape(len(share_NT), -1)
+def changes(share_NR: np.ndarray, log_data_R2: np.ndarray) -> np.ndarray:
+    """[N, 2R]: shares times how far the table's log lookups and log reuse are from what they were at first ([R, 2], or
+    [N, R, 2])."""
+    return (share_NR[:, :, None] * log_data_R2).reshape(len(share_NR), -1)
 
 
 def rows_of(
     stage_N: np.ndarray,
-    share_NT: np.ndarray,
-    log_data_T2: np.ndarray,
+    share_NB: np.ndarray,
+    change_NF: np.ndarray,
     *,
     source: int,
     rank: int | np.ndarray,
@@ -93,8 +95,8 @@ def rows_of(
         np.full(count, source),
         np.broadcast_to(rank, count),
         np.full(count, era),
-        share_NT,
-        changes(share_NT, log_data_T2),
+        share_NB,
+        change_NF,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.costs import StepProfile
-from dlrm_autoshard.planner.correction_terms import GRID, Rows, Spreads, rows_of
+from dlrm_autoshard.planner.correction_terms import GRID, Rows, Spreads, changes, rows_of
 from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.gaussian import Posterior, condition
@@ -56,7 +56,12 @@ class Corrections:
 
     def table_factors_T2(self, tables: Sequence[TableConfig]) -> np.ndarray:
         """[T, 2] that each table's forward and backward take of what is predicted."""
-        return np.exp(np.array([self._tables.get(table, (0.0, 0.0)) for table in tables]))
+        if self._observed is None:
+            return np.ones((len(tables), 2))
+        own_B2, changed_R2 = self._logs
+        parts = self._observed.parts
+        factors: np.ndarray = np.exp(parts.basis(tables) @ own_B2 + parts.wholes(tables) @ changed_R2)
+        return factors
 
     def rank_factors_W2(self, world_size: int, expected_speed: Sequence[float] | None) -> np.ndarray:
         """[W, 2] that each rank's computation takes; `expected_speed` counts for ranks that were never observed."""
@@ -94,21 +99,17 @@ class Corrections:
         self, share_MT: np.ndarray, stage_M: np.ndarray, rank_M: np.ndarray | int, tables: Sequence[TableConfig]
     ) -> Rows:
         """As they would be measured next."""
-        source, log_data_T2 = 0, np.zeros((len(tables), 2))
+        source, share_MB, change_MF = 0, share_MT, np.zeros((len(stage_M), 0))
         if self._observed is not None:
-            column = {table: i for i, table in enumerate(tables)}
-            of_task = share_MT
-            share_MT = np.zeros((len(stage_M), len(self._observed.tables)))
-            for i, table in enumerate(self._observed.tables):
-                if table in column:
-                    share_MT[:, i] = of_task[:, column[table]]
-            source, log_data_T2 = self._observed.newest_source, self._observed.now_T2
-        return rows_of(stage_M, share_MT, log_data_T2, source=source, rank=rank_M, era=self._now)
+            source, parts = self._observed.newest_source, self._observed.parts
+            share_MB = share_MT @ parts.basis(tables)
+            change_MF = changes(share_MT @ parts.wholes(tables), self._observed.now_R2)
+        return rows_of(stage_M, share_MB, change_MF, source=source, rank=rank_M, era=self._now)
 
     # -- conditioning ------------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
-        self._tables: dict[TableConfig, tuple[float, float]] = {}
+        self._logs = np.zeros((0, 2)), np.zeros((0, 2))  # own_B2 and changed_R2 of `_log_factors`
         self._ranks: dict[int, float] = {}
         self._exchange: dict[int, tuple[float, float]] = {}
         self._scale_2 = np.zeros(2)
@@ -144,30 +145,33 @@ class Corrections:
             if table_T2 is None and len(values) <= MOST_ROWS:
                 self.spreads = self._likeliest_spreads(rows, values, noise)
             posterior = self._posterior_of(rows, values, noise, self.spreads)
-            table_T2 = self._tables_T2(observed, rows, posterior)
+            own_B2, changed_R2 = self._log_factors(observed, rows, posterior)
+            parts = observed.parts
+            table_T2 = parts.basis(observed.tables) @ own_B2 + parts.wholes(observed.tables) @ changed_R2
         assert table_T2 is not None
         self._observed, self._rows, self._posterior = observed, rows, posterior
-        self._tables = {table: (float(f), float(b)) for table, (f, b) in zip(observed.tables, table_T2, strict=True)}
-        none = np.zeros((2, len(observed.tables)))
-        scale = rows_of(np.arange(2), none, observed.now_T2, source=observed.newest_source, rank=-1, era=self._now)
+        self._logs = self._log_factors(observed, rows, posterior)
+        none = np.zeros((2, observed.parts.num_directions)), np.zeros((2, 2 * observed.parts.num_wholes))
+        scale = rows_of(np.arange(2), *none, source=observed.newest_source, rank=-1, era=self._now)
         self._scale_2 = posterior.mean(scale.covariance(rows, self.spreads, posterior.large))
         for key in np.unique(rows.rank_keys[rows.rank_N >= 0]):  # of several eras the last one counts
             rank, era = key % 1_000_000, key // 1_000_000
-            one = rows_of(np.array([9]), none[:1], observed.now_T2, source=-1, rank=rank, era=era)
+            one = rows_of(np.array([9]), none[0][:1], none[1][:1], source=-1, rank=rank, era=era)
             own = posterior.mean(one.covariance(rows, self.spreads, posterior.large))
             self._ranks[int(rank)] = float(own[0])
         if observed.profiles:
             self._exchange = observed.exchange_factors(self.eras, self.spreads)
 
-    def _tables_T2(self, observed: Observed, rows: Rows, posterior: Posterior) -> np.ndarray:
-        """[T, 2] posterior means of the tables' log factors, now."""
-        columns = []
+    def _log_factors(self, observed: Observed, rows: Rows, posterior: Posterior) -> tuple[np.ndarray, np.ndarray]:
+        """Posterior means of the tables' log factors, forward and backward: [B, 2] their own, [R, 2] what they have
+        become as data changed."""
+        own, changed = [], []
         for stage in (0, 1):
             weights_N = posterior.weights_N * (rows.stage_N == stage)
-            changed_T2 = (weights_N @ rows.change_NF).reshape(-1, 2) * observed.now_T2
-            own_T = self.spreads.table**2 * (weights_N @ rows.share_NT)
-            columns.append(own_T + self.spreads.change**2 * changed_T2.sum(axis=1))
-        return np.stack(columns, axis=1)
+            changed_R2 = (weights_N @ rows.change_NF).reshape(-1, 2) * observed.now_R2
+            own.append(self.spreads.table**2 * (weights_N @ rows.share_NB))
+            changed.append(self.spreads.change**2 * changed_R2.sum(axis=1))
+        return np.stack(own, axis=1), np.stack(changed, axis=1)
 
     def _likeliest_spreads(self, rows: Rows, values: np.ndarray, noise: np.ndarray) -> Spreads:
         """One after the other; a value that is twice or half the prior's must be likelier by e^0.5 to be taken."""

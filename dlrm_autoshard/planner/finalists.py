@@ -6,6 +6,7 @@ best(candidates)
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from dlrm_autoshard.planner.greedy import KEYS
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.result import Candidate
 from dlrm_autoshard.planner.search import improve, search
+from dlrm_autoshard.planner.splits import fitting, split_search
 from dlrm_autoshard.planner.task import PlacementTask
 
 WORTH_MEASURING = 0.003
@@ -43,7 +45,6 @@ def measure_finalists(
     to be worse.
     """
     profiles: dict[str, StepProfile] = {}
-    predicted = costs.costs_of(task)
 
     def measured(plans: Sequence[ShardingPlan]) -> float:
         started = time.perf_counter()
@@ -60,13 +61,19 @@ def measure_finalists(
     while len(profiles) < measure_plans and not late(deadline, seconds):
         plans = [profile.plan for profile in profiles.values()]
         leading = plans[int(costs.estimates(task, plans).step_ms.argmin())]
-        leading_U = task.ranks_from(leading)
-        corrected = costs.costs_of(task)
+        now, base = task.split_as(leading), fitting(task)
+        leading_U = now.ranks_from(leading)
         better = [
-            improve(task, corrected, leading_U, kicks=kicks, seed=costs.seed, deadline=deadline),
-            search(task, corrected, kicks=kicks, seed=costs.seed, deadline=deadline),
+            (now, improve(now, costs.costs_of(now), leading_U, kicks=kicks, seed=costs.seed, deadline=deadline)),
+            (base, search(base, costs.costs_of(base), kicks=kicks, seed=costs.seed, deadline=deadline)),
         ]
-        found += [Candidate("measured+search", task.plan_from(rank_U), predicted.step_ms(rank_U)) for rank_U in better]
+        if task.splits.allowed:
+            splitted = [split_search(of, costs.costs_of, rank_U, deadline) for of, rank_U in better]
+            better += [(one.task, one.rank_U) for one in itertools.chain(*splitted)]
+        found += [
+            Candidate("measured+search", of.plan_from(rank_U), costs.costs_of(of).step_ms(rank_U))
+            for of, rank_U in better
+        ]
         open_ = [candidate for candidate in found if candidate.plan.fingerprint not in profiles]
         estimated = costs.estimates(task, [leading, *(candidate.plan for candidate in open_)])
         gains = [estimated.gain(0, number + 1) for number in range(len(open_))]

@@ -75,8 +75,8 @@ class LearnedCosts:
 
     def predict(self, task: PlacementTask, plan: ShardingPlan) -> tuple[RankCost, ...]:
         """[W] what each rank takes under `plan`, whether or not it is legal."""
-        free = task.unconstrained
-        return self.costs_of(free).rank_costs(free.ranks_from(plan))
+        free = task.covering([plan])
+        return self.costs_of(free).rank_costs(free.placed(plan))
 
     def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:
         """[W] times longer that each rank takes to compute the same work. expected_speed: of ranks never observed."""
@@ -85,8 +85,8 @@ class LearnedCosts:
 
     def estimates(self, task: PlacementTask, plans: Sequence[ShardingPlan]) -> Estimates:
         """What plans, legal or not, are expected to cost by all that was measured, and how sure that is."""
-        free = task.unconstrained
-        return estimates(free, self.costs_of(free), self.corrections, [free.ranks_from(plan) for plan in plans])
+        free = task.covering(plans)
+        return estimates(free, self.costs_of(free), self.corrections, [free.placed(plan) for plan in plans])
 
     def fit_costs(
         self, updates: int, learning_rate: float, budget_seconds: float | None, *, correct: bool = True

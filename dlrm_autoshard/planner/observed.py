@@ -17,6 +17,7 @@ from dlrm_autoshard.planner.correction_terms import Rows, Spreads, changes, exch
 from dlrm_autoshard.planner.cost_model import COST, CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.gaussian import Posterior, condition
+from dlrm_autoshard.planner.parts import Parts
 from dlrm_autoshard.planner.replay import ShardSample, comms_of
 from dlrm_autoshard.tables import TableConfig, TableStats
 
@@ -32,12 +33,13 @@ _SOURCES = ("probe", "measured", "simulated")
 @dataclass(frozen=True)
 class Observed:
     """Measurements beside their predictions, uncorrected. N sets of tables: a rank's in a profile, or a start-up shard;
-    inside_NT: which tables are in each."""
+    inside_NT: which tables are in each. Tables include parts that were measured; R: whole tables."""
 
     profiles: Sequence[StepProfile]
     tables: tuple[TableConfig, ...]
+    parts: Parts
     summary_NTK: list[np.ndarray]  # of each different list of tables; `kind_N` says which
-    log_data_KT2: np.ndarray  # of each kind: log lookups and log reuse of its tables, less what they were at first
+    log_data_KR2: np.ndarray  # of each kind: log lookups and log reuse of its tables, less what they were at first
     kind_N: np.ndarray
     inside_NT: np.ndarray
     measured_N2: np.ndarray
@@ -48,9 +50,9 @@ class Observed:
     exchange_off: list[np.ndarray]  # of each profile: [W, 2] log measured / predicted
 
     @property
-    def now_T2(self) -> np.ndarray:
-        """`log_data_KT2` of the newest profile's tables."""
-        now: np.ndarray = self.log_data_KT2[0]
+    def now_R2(self) -> np.ndarray:
+        """`log_data_KR2` of the newest profile's tables."""
+        now: np.ndarray = self.log_data_KR2[0]
         return now
 
     @property
@@ -62,6 +64,10 @@ class Observed:
         profiles: Sequence[StepProfile], shards: Sequence[ShardSample], model: CostModel, exchange: ExchangeModel
     ) -> Observed:
         tables = profiles[-1].tables if profiles else tuple(dict.fromkeys(t for s in shards for t in s.tables))
+        wholes = Parts(tables)
+        split = [table for p in profiles if p.plan.split_tables for table in p.shards[0]]
+        split = [table for table, inside_R in zip(split, wholes.wholes(split), strict=True) if inside_R.any()]
+        tables = tuple(dict.fromkeys([*tables, *split]))
         column = {table: i for i, table in enumerate(tables)}
         batch_size = profiles[-1].batch_size if profiles else shards[-1].batch_size
         kinds: dict[tuple[int, ...], int] = {}
@@ -78,18 +84,21 @@ class Observed:
                 summary[columns] = own_TK
                 kinds[key] = len(summaries)
                 summaries.append(summary)
-                data = np.full((len(tables), 2), np.nan)
-                data[columns] = [(np.log(max(s.mean_pooling, LEAST)), np.log(max(s.mean_reuse, LEAST))) for s in stats]
+                data = np.full((wholes.num_wholes, 2), np.nan)
+                data[wholes.wholes(own).argmax(axis=1)] = [
+                    (np.log(max(s.mean_pooling, LEAST)), np.log(max(s.mean_reuse, LEAST))) for s in stats
+                ]
                 log_data.append(data)
             return kinds[key]
 
         left = MOST_ROWS
         for number in range(len(profiles) - 1, -1, -1):
             profile = profiles[number]
-            known = all(table in column for table in profile.tables)
+            own, own_stats = profile.shards
+            known = all(table in column for table in own)
             if not known or profile.batch_size != batch_size or (left <= 0 and number < len(profiles) - 1):
                 continue
-            number_of_kind = kind_of(profile.tables, profile.stats)
+            number_of_kind = kind_of(own, own_stats)
             rank_T = np.array([profile.plan.rank_of.get(table.name, -1) for table in tables])
             for rank, cost in enumerate(profile.ranks):
                 pair = (cost.fwd_compute_ms, cost.bwd_compute_ms)
@@ -108,9 +117,10 @@ class Observed:
         kinds_N, insides, pairs, noises, numbers, ranks = zip(*rows, strict=True) if rows else ((),) * 6
         return Observed(
             profiles,
-            tuple(tables),
+            tables,
+            Parts(tables),
             summaries,
-            _since_the_first(log_data, len(tables)),
+            _since_the_first(log_data, wholes.num_wholes),
             np.array(kinds_N, dtype=int),
             np.array(insides, dtype=bool).reshape(-1, len(tables)),
             np.array(pairs, dtype=np.float64).reshape(-1, 2),
@@ -147,8 +157,8 @@ class Observed:
             np.tile(source_N, 2),
             np.tile(self.rank_N, 2),
             np.tile(era_N, 2),
-            share_NT,
-            changes(share_NT, self.log_data_KT2[np.tile(self.kind_N, 2)]),
+            share_NT @ self.parts.basis(self.tables),
+            changes(share_NT @ self.parts.wholes(self.tables), self.log_data_KR2[np.tile(self.kind_N, 2)]),
         )
         # Half of a profile's noise is its own moment's, the same for all of its ranks and stages.
         noise_N, profile_N = np.tile(self.noise_N / IQR_OF_NORMAL, 2), np.tile(self.profile_N, 2)
@@ -182,11 +192,11 @@ class Observed:
 
 
 def _since_the_first(log_data: Sequence[np.ndarray], num_tables: int) -> np.ndarray:
-    """[K, T, 2] of kinds, the oldest last: less what the oldest has of the same table, 0 where nobody has it."""
-    all_KT2 = np.stack(log_data) if log_data else np.zeros((1, num_tables, 2))
-    known = ~np.isnan(all_KT2[::-1, :, 0])
-    first = all_KT2[::-1][known.argmax(axis=0), np.arange(num_tables)]
-    return np.nan_to_num(all_KT2 - first)
+    """[K, R, 2] of kinds, the oldest last: less what the oldest has of the same table, 0 where nobody has it."""
+    all_KR2 = np.stack(log_data) if log_data else np.zeros((1, num_tables, 2))
+    known = ~np.isnan(all_KR2[::-1, :, 0])
+    first = all_KR2[::-1][known.argmax(axis=0), np.arange(num_tables)]
+    return np.nan_to_num(all_KR2 - first)
 
 
 def _exchange_off(profile: StepProfile, exchange: ExchangeModel) -> np.ndarray:

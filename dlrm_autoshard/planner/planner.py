@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.costs import RankCost, StepProfile
+from dlrm_autoshard.costs import RankCost, StepProfile, step_cost_ms
 from dlrm_autoshard.formats.json_file import checked
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.planner.baselines.reference import BUDGET
@@ -32,6 +32,7 @@ from dlrm_autoshard.planner.replay import comms_of, shards_of
 from dlrm_autoshard.planner.result import Candidate, Gain, PlanResult
 from dlrm_autoshard.planner.saved_state import PlannerRecord
 from dlrm_autoshard.planner.search import improve, search
+from dlrm_autoshard.planner.splits import fitting, merged, split_search
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
@@ -126,7 +127,10 @@ class Planner:
         """
         started = time.perf_counter()
         deadline = None if budget_seconds is None else started + budget_seconds
-        candidates = self.makers.candidates(self.algorithm, task, self.costs.costs_of(task), deadline)
+        candidates = self.makers.candidates(self.algorithm, task, self.costs.costs_of, deadline)
+        splitted = self._splitted(task, candidates, deadline) if self.algorithm == "auto" else []
+        if task.splits.allowed:
+            candidates += splitted
         if measure is not None and measure_plans > 0 and self.algorithm == "auto":
             candidates = measure_finalists(self.costs, task, candidates, measure, measure_plans, deadline)
         chosen = best(candidates if self.algorithm == "auto" else [c for c in candidates if c.name == self.algorithm])
@@ -135,12 +139,22 @@ class Planner:
             plan=chosen.plan,
             algorithm=self.algorithm,
             chosen=chosen,
-            predicted=self.costs.costs_of(task).rank_costs(task.ranks_from(chosen.plan)),
+            predicted=self.costs.predict(task, chosen.plan),
             candidates=tuple(sorted(candidates, key=order)),
             costs_from=self.costs.costs_from,
             seconds=time.perf_counter() - started,
             seed=self.seed,
+            would_split=next(iter(splitted), None) if not task.splits.allowed else None,
         )
+
+    def _splitted(
+        self, task: PlacementTask, candidates: Sequence[Candidate], deadline: float | None
+    ) -> list[Candidate]:
+        """What splitting tables brings over the best of the candidates, if anything."""
+        best_plan = min(candidates, key=lambda candidate: candidate.predicted_ms).plan
+        start = task.split_as(best_plan)
+        found = split_search(start, self.costs.costs_of, start.ranks_from(best_plan), deadline)
+        return [Candidate("split+search", one.task.plan_from(one.rank_U), one.step_ms) for one in found]
 
     def propose(
         self, task: PlacementTask, current: ShardingPlan, *, budget_seconds: float | None = None, most: int = 5
@@ -148,17 +162,24 @@ class Planner:
         """Different plans with their predicted step cost in ms, best first. The current plan improved is among them: it
         takes the fewest moves, so it is found first, whatever else there is time for."""
         deadline = None if budget_seconds is None else time.perf_counter() + budget_seconds
-        costs = self.costs.costs_of(task)
         near = []
         if task.allows(current):
-            current_U = task.ranks_from(current)
-            near_U = improve(task, costs, current_U, seed=self.seed, deadline=deadline)
-            near = [Candidate("current+search", task.plan_from(near_U), costs.step_ms(near_U))]
-            near += [Candidate("current", task.plan_from(current_U), costs.step_ms(current_U))]
-        candidates = near + self._away_from_hosts(task, deadline)
-        candidates += self.makers.candidates("auto", task, costs, deadline)
-        current_T = np.array([current.rank_of[name] for name in task.names])
-        candidates = near + [self._relabelled(task, costs, c, current_T) for c in candidates[len(near) :]]
+            now = task.split_as(current)
+            costs, current_U = self.costs.costs_of(now), now.ranks_from(current)
+            near_U = improve(now, costs, current_U, seed=self.seed, deadline=deadline)
+            near = [Candidate("current+search", now.plan_from(near_U), costs.step_ms(near_U))]
+            near += [Candidate("current", current, costs.step_ms(current_U))]
+            if task.splits.allowed:
+                found = [
+                    *split_search(now, self.costs.costs_of, near_U, deadline),
+                    *merged(now, self.costs.costs_of, near_U, deadline),
+                ]
+                near += [Candidate("current, split anew", o.task.plan_from(o.rank_U), o.step_ms) for o in found]
+        candidates = self._away_from_hosts(task, deadline)
+        candidates += self.makers.candidates("auto", task, self.costs.costs_of, deadline)
+        if task.splits.allowed:
+            candidates += self._splitted(task, candidates, deadline)
+        candidates = near + [self._relabelled(task, candidate, current) for candidate in candidates]
         different = {candidate.plan.fingerprint: candidate for candidate in reversed(candidates)}
         ranked = sorted(different.values(), key=lambda c: c.predicted_ms)
         kept = ranked[:most]
@@ -166,11 +187,11 @@ class Planner:
             kept[-1] = near[0]
         return [(candidate.plan, candidate.predicted_ms) for candidate in kept]
 
-    def _relabelled(
-        self, task: PlacementTask, costs: TaskCosts, candidate: Candidate, current_T: np.ndarray
-    ) -> Candidate:
-        rank_U = relabelled(task, costs, task.ranks_from(candidate.plan), current_T)
-        return replace(candidate, plan=task.plan_from(rank_U), predicted_ms=costs.step_ms(rank_U))
+    def _relabelled(self, task: PlacementTask, candidate: Candidate, current: ShardingPlan) -> Candidate:
+        of_plan = task.split_as(candidate.plan)
+        costs = self.costs.costs_of(of_plan)
+        rank_U = relabelled(of_plan, costs, of_plan.ranks_from(candidate.plan), current)
+        return replace(candidate, plan=of_plan.plan_from(rank_U), predicted_ms=costs.step_ms(rank_U))
 
     def _away_from_hosts(self, task: PlacementTask, deadline: float | None) -> list[Candidate]:
         """For each host, a plan that leaves it empty: no single move shows what a slow link costs to all behind it."""
@@ -179,15 +200,13 @@ class Planner:
         for number, ranks in enumerate(hosts if len(hosts) > 1 else ()):
             excluded = task.topology.excluded | ranks
             try:
-                rest = replace(task, topology=replace(task.topology, excluded=excluded))
+                rest = fitting(replace(task, topology=replace(task.topology, excluded=excluded)))
                 plan = rest.plan_from(
                     search(rest, self.costs.costs_of(rest), kicks=0, seed=self.seed, deadline=deadline)
                 )
             except PlanError:  # the others have no room for its tables, or there are no others
                 continue
-            found.append(
-                Candidate(f"away from host {number}", plan, self.costs.costs_of(task).step_ms(task.ranks_from(plan)))
-            )
+            found.append(Candidate(f"away from host {number}", plan, step_cost_ms(self.costs.predict(task, plan))))
         return found
 
     def predict(self, task: PlacementTask, plan: ShardingPlan) -> tuple[RankCost, ...]:
@@ -196,9 +215,17 @@ class Planner:
 
     def step_costs(self, task: PlacementTask) -> Callable[[ShardingPlan], float]:
         """A function from plans, legal or not, to their predicted step cost in ms: for many plans of one task."""
-        free = task.unconstrained
-        costs = self.costs.costs_of(free)
-        return lambda plan: costs.step_ms(free.ranks_from(plan))
+        costs_by_shards: dict[frozenset[str], tuple[PlacementTask, TaskCosts]] = {}
+
+        def step_ms(plan: ShardingPlan) -> float:
+            shards = frozenset(plan.rank_of)
+            if shards not in costs_by_shards:
+                free = task.covering([plan])
+                costs_by_shards[shards] = free, self.costs.costs_of(free)
+            free, costs = costs_by_shards[shards]
+            return costs.step_ms(free.placed(plan))
+
+        return step_ms
 
     def gains(self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan]) -> list[Gain]:
         """What each candidate saves over `current`, as a part of its predicted step."""

@@ -110,11 +110,11 @@ class CommsSample:
 
 def shards_of(profile: StepProfile) -> list[ShardSample]:
     """One sample a rank that owns tables."""
-    table_of = {table.name: (table, stats) for table, stats in zip(profile.tables, profile.stats, strict=True)}
-    samples = []
-    for rank, names in enumerate(_tables_by_rank(profile)):
-        if names:
-            tables, stats = zip(*(table_of[name] for name in names), strict=True)
+    samples, shards = [], list(zip(*profile.shards, strict=True))
+    for rank in range(profile.plan.world_size):
+        own = [pair for pair in shards if profile.plan.rank_of[pair[0].name] == rank]
+        if own:
+            tables, stats = zip(*own, strict=True)
             cost = profile.ranks[rank]
             samples.append(
                 ShardSample(
@@ -125,9 +125,11 @@ def shards_of(profile: StepProfile) -> list[ShardSample]:
 
 
 def comms_of(profile: StepProfile) -> CommsSample:
-    dim_of = {table.name: table.embedding_dim for table in profile.tables}
+    dims = [0] * profile.plan.world_size
+    for shard in profile.shards[0]:
+        dims[profile.plan.rank_of[shard.name]] += shard.embedding_dim
     return CommsSample(
-        dims=tuple(sum(dim_of[name] for name in names) for names in _tables_by_rank(profile)),
+        dims=tuple(dims),
         batch_size=profile.batch_size,
         fwd_comms_ms=tuple(cost.fwd_comms_ms for cost in profile.ranks),
         bwd_comms_ms=tuple(cost.bwd_comms_ms for cost in profile.ranks),
@@ -185,10 +187,3 @@ class ReplayBuffer:
         buffer.comms = [CommsSample.from_json(sample) for sample in record["comms"]]
         buffer.profiles = [StepProfile.from_json(profile) for profile in record["profiles"]]
         return buffer
-
-
-def _tables_by_rank(profile: StepProfile) -> list[list[str]]:
-    by_rank: list[list[str]] = [[] for _ in range(profile.plan.world_size)]
-    for table in profile.tables:
-        by_rank[profile.plan.rank_of[table.name]].append(table.name)
-    return by_rank

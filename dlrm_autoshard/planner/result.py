@@ -58,7 +58,8 @@ class Gain:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """`predicted[r]` is rank r's cost under `plan`; `costs_from` says what the predictions rest on."""
+    """`predicted[r]` is rank r's cost under `plan`; `costs_from` says what the predictions rest on. would_split: a plan
+    with split tables that is predicted to cost less, where they may not be split."""
 
     plan: ShardingPlan
     algorithm: str
@@ -68,6 +69,7 @@ class PlanResult:
     costs_from: str
     seconds: float
     seed: int
+    would_split: Candidate | None = None
 
     @property
     def predicted_ms(self) -> float:
@@ -92,4 +94,5 @@ class PlanResult:
             "costs_from": self.costs_from,
             "seconds": self.seconds,
             "seed": self.seed,
+            **({} if self.would_split is None else {"would_split": self.would_split.to_json()}),
         }

@@ -13,8 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
-from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, check_plan, is_legal
-from dlrm_autoshard.tables import TableConfig, TableStats, memory_bytes
+from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, check_plan, shard_tables
+from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats, memory_bytes
 
 # Axes: T tables, U units, W ranks.
 
@@ -43,8 +43,23 @@ class Units:
 
 
 @dataclass(frozen=True)
+class Splits:
+    """Which tables may be split by columns. max_parts: of one table; 1: none are. min_dim: columns of a part.
+
+    allowed: False where parts would train another model (each with its own row-wise Adagrad): only tables that fit no
+    rank whole are split then, and results say what splits would bring. optimizer: whose state parts carry.
+    """
+
+    max_parts: int = 1
+    min_dim: int = 16
+    allowed: bool = True
+    optimizer: TableOptimizer = "rowwise_adagrad"
+
+
+@dataclass(frozen=True)
 class PlacementTask:
     """Tables, what the data does to them, the ranks, and what is asked. `batch_size` is the global batch.
+    `tables` may be parts of tables: what the algorithms place are shards, and how a table is split is the task's.
 
     Tables that must stay together are merged into one unit, so that no algorithm has to know of such groups: bytes,
     costs and network embeddings of a unit are sums over its tables. What else is asked (pins, exclusions, groups kept
@@ -57,6 +72,7 @@ class PlacementTask:
     batch_size: int
     table_bytes: Mapping[str, int]
     constraints: Constraints = field(default_factory=Constraints)
+    splits: Splits = Splits()
 
     @staticmethod
     def build(
@@ -67,8 +83,9 @@ class PlacementTask:
         batch_size: int,
         table_bytes: Mapping[str, int] | None = None,
         constraints: Constraints = Constraints(),
+        splits: Splits = Splits(),
     ) -> PlacementTask:
-        """`table_bytes` defaults to weights, row-wise Adagrad's state and exchange buffers."""
+        """`table_bytes` defaults to weights, optimizer state (row-wise Adagrad's) and exchange buffers."""
         if not tables:
             raise PlanError("there are no tables to place.")
         if len(tables) != len(stats):
@@ -76,8 +93,8 @@ class PlacementTask:
         if len({table.name for table in tables}) < len(tables):
             raise PlanError("two tables have the same name; a plan needs distinct names.")
         if table_bytes is None:
-            table_bytes = memory_bytes(tables, stats, "rowwise_adagrad", batch_size)
-        return PlacementTask(tuple(tables), tuple(stats), topology, batch_size, table_bytes, constraints)
+            table_bytes = memory_bytes(tables, stats, splits.optimizer, batch_size)
+        return PlacementTask(tuple(tables), tuple(stats), topology, batch_size, table_bytes, constraints, splits)
 
     @property
     def world_size(self) -> int:
@@ -92,16 +109,30 @@ class PlacementTask:
         return _merge(self)
 
     def plan_from(self, rank_U: np.ndarray) -> ShardingPlan:
-        ranks_T = rank_U[self.units.unit_of_T]
-        return ShardingPlan({name: int(rank) for name, rank in zip(self.names, ranks_T, strict=True)}, self.world_size)
+        """Parts that lie side by side on one rank are one."""
+        placed: list[tuple[str, int, int, int]] = []  # table, columns, rank
+        for shard, rank in zip(self.tables, map(int, rank_U[self.units.unit_of_T]), strict=True):
+            name, (start, stop) = Shard.parse(shard.name).table, shard.columns
+            if placed and placed[-1][0] == name and placed[-1][2:] == (start, rank):
+                start = placed.pop()[1]
+            placed.append((name, start, stop, rank))
+        whole = {table.name: table for table in self.wholes}
+        return ShardingPlan({whole[name].part(a, b).name: rank for name, a, b, rank in placed}, self.world_size)
 
     def ranks_from(self, plan: ShardingPlan) -> np.ndarray:
-        """Rank of each unit in `plan`, which must satisfy this task."""
+        """Rank of each unit in `plan`, which must satisfy this task and be of its shards."""
         self.check(plan)
         return np.array([plan.rank_of[self.tables[members[0]].name] for members in self.units.members])
 
     def check(self, plan: ShardingPlan) -> None:
-        check_plan(plan, self.table_bytes, self.topology, self.constraints)
+        check_plan(plan, self.split_as(plan).table_bytes, self.topology, self.constraints)
+
+    def allows(self, plan: ShardingPlan) -> bool:
+        try:
+            self.check(plan)
+        except PlanError:
+            return False
+        return True
 
     @cached_property
     def unconstrained(self) -> PlacementTask:
@@ -109,8 +140,71 @@ class PlacementTask:
         topology = replace(self.topology, memory_bytes=None, excluded=frozenset())
         return replace(self, topology=topology, constraints=Constraints())
 
-    def allows(self, plan: ShardingPlan) -> bool:
-        return is_legal(plan, self.table_bytes, self.topology, self.constraints)
+    # -- shards --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def wholes(self) -> tuple[TableConfig, ...]:
+        """The tables that these are, or are parts of."""
+        widest: dict[str, TableConfig] = {}
+        for table in self.tables:
+            name = Shard.parse(table.name).table
+            if name not in widest or widest[name].columns[1] < table.columns[1]:
+                widest[name] = table
+        return tuple(replace(t, name=name, embedding_dim=t.columns[1]) for name, t in widest.items())
+
+    def with_shards(self, shards: Sequence[TableConfig]) -> PlacementTask:
+        """The same task about these shards of its tables. A part's memory is in proportion to what its shape needs."""
+        known: dict[str, tuple[TableConfig, TableStats]] = {}
+        for table, stat in zip(self.tables, self.stats, strict=True):
+            known.setdefault(Shard.parse(table.name).table, (table, stat))
+        stats, table_bytes = [], {}
+        for shard in shards:
+            like, stat = known[Shard.parse(shard.name).table]
+            both = [*memory_bytes([shard], [stat], self.splits.optimizer, self.batch_size).values()]
+            both += memory_bytes([like], [stat], self.splits.optimizer, self.batch_size).values()
+            table_bytes[shard.name] = -(-self.table_bytes[like.name] * both[0] // both[1])
+            stats.append(stat)
+        return replace(self, tables=tuple(shards), stats=tuple(stats), table_bytes=table_bytes)
+
+    def split_as(self, plan: ShardingPlan) -> PlacementTask:
+        """The same task about the shards that `plan` places."""
+        if set(plan.rank_of) == set(self.table_bytes):
+            return self
+        return self.with_shards(shard_tables(self.wholes, plan))
+
+    def covering(self, plans: Sequence[ShardingPlan]) -> PlacementTask:
+        """The same tables and ranks with all shards that occur in these plans, and any placement legal: to compare what
+        the plans cost, whatever each splits."""
+        names = set().union(*(plan.rank_of for plan in plans))
+        if names <= set(self.table_bytes):
+            return self.unconstrained
+        shards = dict.fromkeys(shard for plan in plans for shard in shard_tables(self.wholes, plan))
+        return self.unconstrained.with_shards(list(shards))
+
+    def placed(self, plan: ShardingPlan) -> np.ndarray:
+        """[U] rank of each unit in `plan`, legal or not; -1 of shards that it does not have."""
+        return np.array([plan.rank_of.get(self.tables[members[0]].name, -1) for members in self.units.members])
+
+    def halves(self, name: str) -> tuple[TableConfig, TableConfig] | None:
+        """Of the shard `name`, where it may be split once more: its table's parts are not too many, halves not too
+        narrow, and nothing asks that they share a rank."""
+        [table] = [table for table in self.tables if table.name == name]
+        shard = Shard.parse(name)
+        bound = [*self.constraints.pinned, *(other for group in self.constraints.together for other in group)]
+        parts = sum(Shard.parse(other).table == shard.table for other in self.names)
+        start, stop = table.columns
+        middle = start + 4 * -(-table.embedding_dim // 8)
+        narrow = min(middle - start, stop - middle) < max(4, self.splits.min_dim)
+        if narrow or parts >= self.splits.max_parts or any(Shard.parse(other) & shard for other in bound):
+            return None
+        return table.part(start, middle), table.part(middle, stop)
+
+    def split(self, name: str) -> PlacementTask | None:
+        halves = self.halves(name)
+        if halves is None:
+            return None
+        at = self.names.index(name)
+        return self.with_shards([*self.tables[:at], *halves, *self.tables[at + 1 :]])
 
 
 class Room:
@@ -143,10 +237,12 @@ class Room:
 
 
 def _merge(task: PlacementTask) -> Units:
-    number = {table.name: i for i, table in enumerate(task.tables)}
     constraints, topology = task.constraints, task.topology
+    shards = [Shard.parse(name) for name in task.names]
+    numbers: dict[str, list[int]] = {}  # a constraint on a table is one on its parts, and the other way round
     for name in [*constraints.pinned, *(n for group in (*constraints.together, *constraints.apart) for n in group)]:
-        if name not in number:
+        numbers[name] = [i for i, shard in enumerate(shards) if shard & Shard.parse(name)]
+        if not numbers[name]:
             raise PlanError(f"a constraint names table '{name}', which the model does not have.")
 
     leader = list(range(len(task.tables)))
@@ -157,8 +253,9 @@ def _merge(task: PlacementTask) -> Units:
         return i
 
     for group in constraints.together:
-        for name in group[1:]:
-            a, b = find(number[group[0]]), find(number[name])
+        first, *others = [number for name in group for number in numbers[name]]
+        for other in others:
+            a, b = find(first), find(other)
             leader[max(a, b)] = min(a, b)
     roots = [find(i) for i in range(len(task.tables))]
     unit_of_root = {root: unit for unit, root in enumerate(sorted(set(roots)))}
@@ -174,24 +271,26 @@ def _merge(task: PlacementTask) -> Units:
             raise PlanError(f"table '{name}' is pinned to rank {rank}, but there are {topology.world_size} ranks.")
         if rank in topology.excluded:
             raise PlanError(f"table '{name}' is pinned to rank {rank}, which is excluded.")
-        row = allowed_UW[unit_of_T[number[name]]]
-        row[np.arange(topology.world_size) != rank] = False
-        if not row.any():
-            raise PlanError(
-                f"table '{name}' is pinned to rank {rank}, but must stay together with one pinned elsewhere."
-            )
+        for number in numbers[name]:
+            row = allowed_UW[unit_of_T[number]]
+            row[np.arange(topology.world_size) != rank] = False
+            if not row.any():
+                raise PlanError(
+                    f"table '{name}' is pinned to rank {rank}, but must stay together with one pinned elsewhere."
+                )
 
     rivals: list[set[int]] = [set() for _ in members]
     for group in constraints.apart:
-        units = [int(unit_of_T[number[name]]) for name in group]
-        if len(set(units)) < len(group):
+        of_tables = [{int(unit_of_T[number]) for number in numbers[name]} for name in group]
+        if sum(map(len, of_tables)) > len(set().union(*of_tables)):
             raise PlanError(f"tables {', '.join(group)} must stay apart, but two of them must also stay together.")
         if len(group) > len(topology.usable_ranks):
             raise PlanError(
                 f"{len(group)} tables must stay apart, but only {len(topology.usable_ranks)} ranks can own tables."
             )
-        for unit in units:
-            rivals[unit].update(set(units) - {unit})
+        for own in of_tables:
+            for unit in own:
+                rivals[unit].update(set().union(*of_tables) - own)
 
     bytes_T = np.array([task.table_bytes[table.name] for table in task.tables], dtype=np.int64)
     bytes_U = np.zeros(len(members), dtype=np.int64)

@@ -18,6 +18,7 @@ from dlrm_autoshard.planner.task import PlacementTask
 # Axes: U units, W ranks, N candidates, K summary columns, 4 stages in the order of PLANNED_STAGES.
 
 CHUNK = 65_536
+BYTES_PER_ID = 8
 
 
 class TaskCosts:
@@ -58,6 +59,11 @@ class TaskCosts:
             return ms
 
         self._exchange_ms = exchange_ms
+        # A table's ids go to the owner of each of its parts: they cost what as many bytes of vectors would.
+        mb_T = np.array([stat.mean_pooling for stat in task.stats]) * task.batch_size / world_size * BYTES_PER_ID * 1e-6
+        again_T = np.array([table.columns[0] > 0 for table in task.tables])
+        price = exchange.prices_SP[0, 2:5].sum() * (1 - 1 / world_size)
+        self.ids_ms_U = task.units.sum_over_tables(mb_T * again_T * price)
 
     def stages(self, sums_NDK: np.ndarray, ranks_D: np.ndarray | slice = slice(None)) -> np.ndarray:
         """[..., 4] forward computation, sending, receiving, backward computation of the devices of ranks `ranks_D`: of
@@ -85,6 +91,7 @@ class TaskCosts:
         sums = self.sums(rank_U)
         ms_W4 = self.stage_ms(sums, np.arange(self.world_size))
         ms_W4[:, EXCHANGE] = self._exchange_ms(sums[:, DIM].ravel().astype(np.float64))
+        ms_W4[:, EXCHANGE.start] += self.ids_ms_U[rank_U >= 0].sum()
         return ms_W4
 
     def step_ms(self, rank_U: np.ndarray) -> float:

@@ -9,6 +9,7 @@ For tests and for timing planners, not for predicting hardware.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -44,10 +45,12 @@ class SimulatedCluster:
     def profile(
         self, tables: Sequence[TableConfig], stats: Sequence[TableStats], plan: ShardingPlan, batch_size: int
     ) -> StepProfile:
+        bare = StepProfile(plan, tuple(tables), tuple(stats), batch_size, (), source="simulated", noise=self.noise)
         plan.check_tables(table.name for table in tables)
-        rank_T = np.array([plan.rank_of[table.name] for table in tables])
-        done_TP = work(tables, stats, batch_size)
-        dims_T = np.array([float(table.embedding_dim) for table in tables])
+        shards, stats_of = bare.shards
+        rank_T = np.array([plan.rank_of[shard.name] for shard in shards])
+        done_TP = work(shards, stats_of, batch_size)
+        dims_T = np.array([float(shard.embedding_dim) for shard in shards])
         own_W = [dims_T[rank_T == rank].sum() for rank in range(plan.world_size)]
         # A collective ends on all ranks when the slowest has sent and received.
         exchange = max(self._exchange(own, dims_T.sum(), batch_size, plan.world_size) for own in own_W)
@@ -59,9 +62,7 @@ class SimulatedCluster:
             costs = np.array([forward * slower, exchange, 1.05 * exchange, backward * slower])
             costs *= np.exp(self.noise * self.noise_generator.standard_normal(4))
             ranks.append(RankCost(*(float(ms) for ms in costs)))
-        return StepProfile(
-            plan, tuple(tables), tuple(stats), batch_size, tuple(ranks), source="simulated", noise=self.noise
-        )
+        return replace(bare, ranks=tuple(ranks))
 
     def _compute(self, done_TP: np.ndarray) -> tuple[float, float]:
         """Fused forward and backward of the tables on one rank, in ms."""
