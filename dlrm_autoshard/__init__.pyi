@@ -1,3 +1,4 @@
+from . import torchrec as torchrec
 from .autoshard.autoshard import Autoshard as Autoshard
 from .costs import RankCost as RankCost
 from .costs import StepProfile as StepProfile

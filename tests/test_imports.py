@@ -19,13 +19,20 @@ LAYERS = (
     # what is decided, and shown
     *("planner", "report", "probe", "autoshard"),
     # what people use
-    *("train", "benchmarks", "commands", "__main__"),
+    *("torchrec", "train", "benchmarks", "commands", "__main__"),
 )
 """A module at the package's root, or a folder. Each may import those before it."""
 WITHOUT_RANKS = (*LAYERS[: LAYERS.index("distributed")], "planner", "report")
 MAY_USE = {
-    "torch.distributed": ("distributed/", "probe/", "benchmarks/", "train/checkpoint.py", "train/stop_signals.py"),
-    "fbgemm_gpu": ("distributed/", "benchmarks/", "probe/shard_probe.py"),
+    "torch.distributed": (
+        "distributed/",
+        "probe/",
+        "torchrec/",
+        "benchmarks/",
+        "train/checkpoint.py",
+        "train/stop_signals.py",
+    ),
+    "fbgemm_gpu": ("distributed/", "torchrec/", "benchmarks/", "probe/shard_probe.py"),
 }
 
 

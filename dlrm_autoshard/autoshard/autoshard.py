@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dlrm_autoshard.autoshard.decision import Decision
-from dlrm_autoshard.autoshard.initial_plan import from_rank_0, place
+from dlrm_autoshard.autoshard.initial_plan import Placement, from_rank_0, place
 from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.autoshard.table_observer import TableObserver
 from dlrm_autoshard.config import parse_config
@@ -39,13 +39,15 @@ class Autoshard:
         sample_every: int = 20,
         total_steps: int | None = None,
         state: Mapping[str, Any] | None = None,
+        placement: Placement | None = None,
         **settings: Any,
     ) -> None:
         """every_steps: between decisions. sample_every: steps between those whose stages are timed, with barriers.
 
         total_steps: of the whole training, which a move must pay for itself in; where it is not said, as many steps are
         expected to come as have been done. state: what `state_dict()` gave, to go on from there, in the same run_dir,
-        once the bags' own state is loaded. settings: the other keys of the YAML's `autoshard:` section.
+        once the bags' own state is loaded. placement: what the live plan rests on, where it was planned by measurements
+        before; else a plan is made after the first step. settings: the other keys of the YAML's `autoshard:` section.
         """
         section = {"enabled": True, **settings}
         if isinstance(given := section.get("reshard", {}), dict):
@@ -57,6 +59,7 @@ class Autoshard:
         self._bags, self._runtime, self._total = bags, bags.runtime, total_steps
         self._observer = TableObserver(bags.sharded, bags.runtime.rank)
         self._intervals: Intervals | None = None
+        self._planned = placement
         self._samples = 0  # of one rank's batch
         self._step = ExitStack()  # the step that is being timed
         bags.on_lookup(self._hear)
@@ -140,7 +143,8 @@ class Autoshard:
     def _start(self, stats: tuple[TableStats, ...], batch_size: int, current: ShardingPlan | None = None) -> Intervals:
         """Tables move to the first plan, which is `current` where that is for these ranks."""
         bags, runtime, sharded = self._bags, self._runtime, self._bags.sharded
-        placement = place(
+        placement = None if current is not None else self._planned
+        placement = placement or place(
             self.settings,
             runtime,
             sharded.tables,

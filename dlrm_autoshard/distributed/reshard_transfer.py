@@ -10,22 +10,42 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.storage import Storage
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import Move
-from dlrm_autoshard.tables import Shard
+from dlrm_autoshard.tables import Shard, TableConfig
 
 IN_FLIGHT = 4
 """Chunks that a rank sends or receives at a time."""
 
 RowSizes = Mapping[str, Mapping[str, tuple[int, int]]]
 """(rows, bytes a row) of each tensor of what moves."""
+
+
+class Storage(Protocol):
+    """Where shards lie that leave, and where those that arrive will: all are asked for by name."""
+
+    def table(self, name: str) -> TableConfig: ...
+    def shape(self, name: str, tensor: str) -> tuple[int, ...]: ...
+    def row_bytes(self, name: str) -> Mapping[str, tuple[int, int]]: ...
+    def tensors(self, name: str) -> Mapping[str, Tensor]: ...
+    def release_part(self, name: str, tensor: str, start: int, stop: int) -> None: ...
+
+
+class Embeddings(Protocol):
+    """Whose shards travel."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def storage(self) -> Storage: ...
 
 
 class ReshardError(UserError):
@@ -70,7 +90,7 @@ def in_common_order(moves: Sequence[Move], sizes: RowSizes, chunk_bytes: int) ->
     return [chunk for _, chunks in sorted(keyed, key=lambda item: item[0]) for chunk in chunks]
 
 
-def transfer(embeddings: ShardedEmbeddings, chunks: Sequence[Chunk], group: dist.ProcessGroup) -> None:
+def transfer(embeddings: Embeddings, chunks: Sequence[Chunk], group: dist.ProcessGroup) -> None:
     """group: nccl, which carries chunks from device memory to device memory, or gloo, which carries host memory.
 
     Why it can't deadlock: all chunks stand in one order, the same on every rank. A rank works through those that
@@ -197,7 +217,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def checksums_of(embeddings: ShardedEmbeddings, moves: Sequence[Move], at: str) -> dict[tuple[str, str], int]:
+def checksums_of(embeddings: Embeddings, moves: Sequence[Move], at: str) -> dict[tuple[str, str], int]:
     """CRC-32 of every tensor of what moves and has its `at` (source or destination) here."""
     views, sums = _Views(embeddings.storage), {}
     for move in moves:

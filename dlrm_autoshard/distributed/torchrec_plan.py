@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.plan import ShardingPlan, shards_by_table
 from dlrm_autoshard.tables import TableConfig
 
 DEFAULT_MODULE = "embedding_bag_collection"
@@ -22,32 +22,33 @@ def torchrec_plan(
     device: str = "cpu",
     ranks_per_host: int | None = None,
 ) -> dict[str, Any]:
-    """Table-wise sharding of every table, fused kernel. device: 'cpu' or 'cuda', which TorchRec numbers on each host
-    anew; ranks_per_host: all of them by default.
+    """Table-wise sharding of tables that are whole, column-wise of those that are split; fused kernels. device: 'cpu'
+    or 'cuda', which TorchRec numbers on each host anew; ranks_per_host: all of them by default.
 
     Plain JSON, {module: {table: {sharding_type, compute_kernel, ranks, sharding_spec}}}, so that making one needs no
     torchrec; `to_sharding_plan` turns it into torchrec's own classes.
     """
-    plan.check_tables(table.name for table in tables)
+    of_table = shards_by_table(tables, plan)
     return {
         module: {
             table.name: {
-                "sharding_type": "table_wise",
+                "sharding_type": "table_wise" if len(shards) == 1 else "column_wise",
                 "compute_kernel": "fused",
-                "ranks": [plan.rank_of[table.name]],
+                "ranks": [plan.rank_of[shard.name] for shard in shards],
                 "sharding_spec": {
                     "shards": [
                         {
-                            "shard_offsets": [0, 0],
-                            "shard_sizes": [table.num_embeddings, table.embedding_dim],
+                            "shard_offsets": [0, shard.columns[0]],
+                            "shard_sizes": [shard.num_embeddings, shard.embedding_dim],
                             "placement": _placement(
-                                plan.rank_of[table.name], device, ranks_per_host or plan.world_size
+                                plan.rank_of[shard.name], device, ranks_per_host or plan.world_size
                             ),
                         }
+                        for shard in shards
                     ]
                 },
             }
-            for table in tables
+            for table, shards in zip(tables, of_table, strict=True)
         }
     }
 

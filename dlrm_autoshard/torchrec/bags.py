@@ -1,0 +1,142 @@
+"""A DistributedModelParallel's tables, as Autoshard drives them: timed by hooks, listened to, moved.
+
+bags = TorchrecBags(model, optimizer)           # on every rank; nothing of the model changes
+bags.move_to(plan)                              # move.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.distributed.movable import ArrivedIds
+from dlrm_autoshard.distributed.reshard import ReshardStats
+from dlrm_autoshard.distributed.stage_clock import StageClock
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.torchrec.column_order import ColumnOrder
+from dlrm_autoshard.torchrec.model import PIPELINED, ShardedModel
+from dlrm_autoshard.torchrec.move import move
+from dlrm_autoshard.torchrec.shards import shard_name
+from dlrm_autoshard.torchrec.stages import StageHooks, Stages
+from dlrm_autoshard.torchrec.tables import TorchrecError, table_key
+
+
+class TorchrecBags:
+    """`movable.MovableBags` of all EmbeddingBagCollections of a model."""
+
+    def __init__(self, model: Any, optimizer: Any = None, *, same_columns: bool = True) -> None:
+        """optimizer: the model's, whose references to tables follow them. same_columns: KeyedTensor.values() keeps the
+        order of columns that it has now, whatever moves. TorchrecError: what is not as it must be to be moved."""
+        self.sharded = sharded = ShardedModel(model, optimizer)
+        self.tables, self.device, self.runtime = sharded.model_tables, sharded.device, sharded.runtime
+        self.exchange_dtype = "fp32"
+        group = self.runtime.control if self.device.type == "cpu" else self.runtime.group
+        self.clock = StageClock(self.device, group)
+        self._heard: list[Callable[[ArrivedIds, int], None]] = []
+        self._lookups: dict[str, Lookup] = {}
+        self._stages = Stages(self.clock)
+        for path, collection in self.sharded.collections.items():
+            collection.register_forward_pre_hook(self._remember(path))
+            if same_columns:
+                collection.register_forward_hook(ColumnOrder(collection))
+        self._hooks: list[StageHooks] = []
+        self.hook_in()
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """The live one."""
+        return self.sharded.plan
+
+    def on_lookup(self, listener: Callable[[ArrivedIds, int], None]) -> None:
+        self._heard.append(listener)
+
+    def move_to(self, plan: ShardingPlan, *, checksums: bool = False) -> ReshardStats:
+        """Makes `plan` the live one, between steps, on every rank; no bit of the model changes. Digests
+        are compared whether `checksums` asks for it or not. ReshardRefused: see `move`."""
+        stats = move(self.sharded, plan)
+        self.hook_in()
+        return stats
+
+    def hook_in(self) -> None:
+        """On the lookups as they are now."""
+        for hooks in self._hooks:
+            hooks.remove()
+        self._hooks = [StageHooks(c, self._stages, self._arrival(path)) for path, c in self.sharded.collections.items()]
+
+    # -- what is heard -------------------------------------------------------------------------------------------------
+
+    def _remember(self, path: str) -> Callable[[Any, tuple[Any, ...]], None]:
+        def remember(collection: Any, inputs: tuple[Any, ...]) -> None:
+            if collection.is_pipelined:
+                raise TorchrecError(PIPELINED.format(path))
+            if collection.training and torch.is_grad_enabled():
+                self.sharded.last_features[path] = inputs
+
+        return remember
+
+    def _arrival(self, path: str) -> Callable[[Any, Any], None]:
+        def arrived(features: Any, groups: Any) -> None:
+            self._lookups[path] = Lookup(path, features, groups)
+            if len(self._lookups) == len(self.sharded.collections):
+                lookups, self._lookups = self._lookups, {}
+                samples = features.stride() // self.runtime.world_size
+                ids = KeyedIds(
+                    list(lookups.values()), self.sharded.own_tables, self.sharded.collections, samples, self.device
+                )
+                for listener in self._heard:
+                    listener(ids, samples)
+
+        return arrived
+
+
+@dataclass
+class Lookup:
+    """What one lookup was given: a KeyedJaggedTensor with the features of its groups, in their order."""
+
+    path: str
+    features: Any
+    groups: Any
+
+
+class KeyedIds:
+    """`movable.ArrivedIds`, put together when they are asked for. A table's features count as one: their ids a sample,
+    and how they repeat, are the table's."""
+
+    def __init__(
+        self,
+        lookups: Sequence[Lookup],
+        tables: Sequence[str],
+        collections: Mapping[str, Any],
+        batch_size: int,
+        device: torch.device,
+    ) -> None:
+        self._lookups, self._tables, self._collections = lookups, tables, collections
+        self.batch_size, self._device = batch_size, device
+
+    @cached_property
+    def _by_table(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """(lengths, values) of each feature."""
+        parts: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in self._tables}
+        for lookup in self._lookups:
+            tables = [t for group in lookup.groups for t in group.embedding_tables for _ in t.feature_names]
+            lengths = lookup.features.lengths().view(len(tables), -1) if tables else []
+            values = lookup.features.values().split(lookup.features.length_per_key()) if tables else []
+            for table, row, ids in zip(tables, lengths, values, strict=True):
+                parts[table_key(lookup.path, shard_name(table), self._collections)].append((row, ids))
+        return parts
+
+    @property
+    def values_N(self) -> Tensor:
+        ids = [values for parts in self._by_table.values() for _, values in parts]
+        return torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64, device=self._device)
+
+    @property
+    def offsets(self) -> Tensor:
+        rows = [torch.stack([row for row, _ in parts]).sum(0) for parts in self._by_table.values()]
+        lengths = torch.cat(rows).long() if rows else torch.zeros(0, dtype=torch.int64, device=self._device)
+        return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

@@ -1,0 +1,87 @@
+"""A DistributedModelParallel whose tables can move: modules, tables, the ranks that share them, the live plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.distributed.bags import runtime_of
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.tables import TableConfig, output_order
+from dlrm_autoshard.torchrec.sharding import plan_of
+from dlrm_autoshard.torchrec.tables import (
+    TorchrecError,
+    alike,
+    embedding_bags,
+    optimizer_config,
+    table_configs,
+)
+
+
+class ShardedModel:
+    """`movable.PlacedTables`. tables: as the planner measures them; model_tables: as they are."""
+
+    def __init__(self, model: Any, optimizer: Any = None) -> None:
+        """TorchrecError: what is not as it must be for tables to be moved. Collective."""
+        self.model, self.optimizer = model, optimizer
+        self.collections = embedding_bags(model.module)
+        self.environment = _check(self.collections)
+        self.device: torch.device = model.device
+        self.model_tables = table_configs(self.collections)
+        self.tables: tuple[TableConfig, ...] = alike(self.model_tables)
+        self.runtime = runtime_of(self.environment.process_group, self.device)
+        self.plan: ShardingPlan = plan_of(model.plan, self.collections, self.runtime.world_size)
+        self.config: TablesConfig = optimizer_config(_fused_optimizer(self.collections))
+        self.last_features: dict[str, tuple[Any, ...]] = {}
+        """What each module looked up last, by its path."""
+
+    @property
+    def output_tables(self) -> tuple[TableConfig, ...]:
+        return tuple(self.tables[i] for i in output_order(self.tables))
+
+    @property
+    def own_tables(self) -> list[str]:
+        """This rank's, in the order of `output_tables`."""
+        return [table.name for table in self.output_tables if self.plan.rank_of[table.name] == self.runtime.rank]
+
+
+PIPELINED = (
+    "module '{}' is in a train pipeline, which has sent the next batch's ids to the tables' owners already: after a "
+    "move they would look up wrong rows. Train with model(batch), loss.backward(), optimizer.step()."
+)
+
+
+def _check(collections: Mapping[str, Any]) -> Any:
+    """The environment of the ranks that share its tables. TorchrecError where tables could not be moved."""
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+    from torchrec.distributed.types import ShardingEnv
+
+    for path, collection in collections.items():
+        if type(collection) is not ShardedEmbeddingBagCollection:
+            raise TorchrecError(f"module '{path}' is not sharded: give Autoshard the DistributedModelParallel.")
+        if type(collection._env) is not ShardingEnv or collection._env.process_group is None:
+            raise TorchrecError(
+                f"module '{path}' is sharded in two dimensions; tables of one group of ranks are moved."
+            )
+        if collection.is_pipelined:
+            raise TorchrecError(PIPELINED.format(path))
+    return next(iter(collections.values()))._env
+
+
+def _fused_optimizer(collections: Mapping[str, Any]) -> Any:
+    """fbgemm's name of the one optimizer that all tables have."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+    found = {
+        info.fused_params.get("optimizer", EmbOptimType.EXACT_SGD): info.embedding_config.name
+        for collection in collections.values()
+        for infos in collection.sharding_type_to_sharding_infos.values()
+        for info in infos
+    }
+    if len(found) > 1:
+        said = ", ".join(f"'{table}' with {optimizer.name}" for optimizer, table in found.items())
+        raise TorchrecError(f"tables are trained with several optimizers ({said}); one is handled.")
+    return next(iter(found))

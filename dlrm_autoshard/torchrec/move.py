@@ -1,0 +1,265 @@
+"""Moves a TorchRec model's tables: rebuilt beside the live ones, filled, put in place, compared, and only then kept.
+
+stats = move(sharded_model, plan)               # on every rank, between steps, with the same plan
+
+TorchRec's own `reshard` is not used: its tags differ between processes unless they share a hash seed, so that it hangs
+on gloo, and after some moves features reach other tables than theirs, in silence.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_autoshard.distributed.reshard import PAGE, ReshardRefused, ReshardStats
+from dlrm_autoshard.distributed.reshard_agree import free_memory
+from dlrm_autoshard.distributed.reshard_transfer import checksums_of, in_common_order, row_sizes, transfer
+from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.plan import Move, ShardingPlan, gib
+from dlrm_autoshard.tables import Shard as ShardName
+from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.torchrec.model import ShardedModel
+from dlrm_autoshard.torchrec.optimizers import follow, why_not_to_follow
+from dlrm_autoshard.torchrec.rebuild import put_in_place, rebuilt, table_parameters
+from dlrm_autoshard.torchrec.sharding import plan_record
+from dlrm_autoshard.torchrec.shards import Settings, Shard, digest, local_shards, restore_settings, why_not
+from dlrm_autoshard.torchrec.tables import configs_of, table_key
+
+CHUNK_BYTES = 4096 * PAGE
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the ranks must know of a shard before it moves, which its owner says. formats: (bytes an element, number of
+    dimensions) of each of its tensors."""
+
+    formats: Mapping[str, tuple[int, int]]
+    settings: Settings
+
+
+def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
+    """Makes `plan` the live one without changing a bit: of weights, optimizer state, learning rates, counters.
+
+    Only modules that a move concerns are rebuilt. The live ones are held until the new ones have been proved: rows that
+    travelled by checksums, rows that stayed by themselves, and the last batch's pooled vectors must be what they were.
+
+    ReshardRefused, on every rank: the old plan is the live one, as it was (no memory, an optimizer that can't follow,
+    or something came out other than it went in). What breaks between ranks raises ReshardError, and the job ends.
+    """
+    started, runtime = time.perf_counter(), sharded.runtime
+    plan = plan.ordered([table.name for table in sharded.tables])
+    changes = sharded.plan.changes_to(plan)
+    moves = tuple(change for change in changes if change.source != change.destination)
+    if not changes:
+        return ReshardStats((), 0, time.perf_counter() - started, 0.0)
+    changed = _modules_of(sharded, changes)
+    old = _shards(sharded, changed)
+    facts = _agree(sharded, changed, old, plan)
+    pooled = _pooled(sharded, changed)
+    record = plan_record(plan, sharded.collections, sharded.device.type, runtime.local_world_size)
+    sharding = to_sharding_plan(record).plan
+    fresh, failure = _try(lambda: {path: rebuilt(module, sharding[path]) for path, module in changed.items()})
+    if fresh is not None:
+        said = [why_not(module, fresh[path], _settings(sharded, path, facts)) for path, module in changed.items()]
+        failure = next((ReshardRefused(reason) for reason in said if reason), None)
+    _all_well(sharded, failure)
+
+    new = _shards(sharded, fresh)
+    between = _Between(sharded, old, new, facts)
+    sums_before = checksums_of(between, changes, at="source")
+    transfer_started = time.perf_counter()
+    carrier = runtime.group if dist.get_backend(runtime.group) == "nccl" else runtime.control
+    transfer(between, in_common_order(changes, row_sizes(between, changes), CHUNK_BYTES), carrier)
+    for name in old.keys() & new.keys():
+        for tensor, value in new[name].tensors.items():
+            value.copy_(old[name].tensors[tensor])
+    transfer_seconds = time.perf_counter() - transfer_started
+
+    old_parameters = {path: table_parameters(module) for path, module in changed.items()}
+    undo = [put_in_place(module, fresh[path]) for path, module in changed.items()]
+    _restore(sharded, changed, facts)
+    sums_after = checksums_of(between, changes, at="destination")
+    reason, failure = _try(lambda: _what_differs(sharded, changed, old, pooled))
+    _restore(sharded, changed, facts)  # the comparison's lookup has counted as an iteration
+    reason = reason or (None if failure is None else str(failure))
+    wrong = _wrong(runtime.all_gather((sums_before, sums_after, reason)))
+    if wrong is not None:
+        for back in undo:
+            back()
+        _restore(sharded, changed, facts)
+        raise ReshardRefused(f"the move was taken back: {wrong}")
+    for path, module in changed.items():
+        follow(sharded.optimizer, old_parameters[path], table_parameters(module))
+        sharded.model.plan.plan[path] = module.module_sharding_plan
+    sharded.plan = plan
+    moved = sum(rows * row for move in moves for rows, row in between.row_bytes(move.table).values())
+    return ReshardStats(moves, moved, time.perf_counter() - started, transfer_seconds)
+
+
+class _Between:
+    """Where `transfer` reads and writes: what leaves is read in the old modules, what arrives is written to the new."""
+
+    def __init__(
+        self, sharded: ShardedModel, old: Mapping[str, Shard], new: Mapping[str, Shard], facts: Mapping[str, _Facts]
+    ) -> None:
+        self.rank, self.device, self.storage = sharded.runtime.rank, sharded.device, self
+        self._shards = {**new, **old}
+        self._tables = {table.name: table for table in sharded.model_tables}
+        self._formats = {table: facts[str(sharded.plan.parts_of(table)[0])].formats for table in self._tables if
+                         str(sharded.plan.parts_of(table)[0]) in facts}  # fmt: skip
+
+    def table(self, name: str) -> TableConfig:
+        """A shard as a table of its own."""
+        shard = ShardName.parse(name)
+        if shard.columns is None:
+            return self._tables[name]
+        return self._tables[shard.table].part(*shard.columns)
+
+    def shape(self, name: str, tensor: str) -> tuple[int, ...]:
+        table = self.table(name)
+        _, dimensions = self._formats[ShardName.parse(name).table][tensor]
+        return (table.num_embeddings, table.embedding_dim)[:dimensions]
+
+    def row_bytes(self, name: str) -> dict[str, tuple[int, int]]:
+        sizes = {}
+        for tensor, (item, _) in self._formats[ShardName.parse(name).table].items():
+            rows, *columns = self.shape(name, tensor)
+            sizes[tensor] = rows, item * math.prod(columns)
+        return sizes
+
+    def tensors(self, name: str) -> Mapping[str, Tensor]:
+        return self._shards[name].tensors
+
+    def release_part(self, name: str, tensor: str, start: int, stop: int) -> None:
+        """It is held until the move has been proved."""
+
+
+def _modules_of(sharded: ShardedModel, changes: Sequence[Move]) -> dict[str, Any]:
+    moving = {ShardName.parse(change.table).table for change in changes}
+    return {
+        path: module
+        for path, module in sharded.collections.items()
+        if any(table_key(path, config.name, sharded.collections) in moving for config in configs_of(module))
+    }
+
+
+def _shards(sharded: ShardedModel, modules: Mapping[str, Any]) -> dict[str, Shard]:
+    return {
+        table_key(path, name, sharded.collections): shard
+        for path, module in modules.items()
+        for name, shard in local_shards(module).items()
+    }
+
+
+def _agree(
+    sharded: ShardedModel, changed: Mapping[str, Any], old: Mapping[str, Shard], plan: ShardingPlan
+) -> dict[str, _Facts]:
+    """What is known of each shard, on every rank; ReshardRefused on all of them where one can't go on."""
+    runtime = sharded.runtime
+    mine = {name: _Facts(shard.formats, shard.settings) for name, shard in old.items()}
+    place = (platform.node(), _free(sharded.device))
+    why = why_not_to_follow(sharded.optimizer, [table_parameters(module) for module in changed.values()])
+    said = runtime.all_gather((mine, place, plan.fingerprint, why))
+    facts = {name: fact for own, _, _, _ in said for name, fact in own.items()}
+    reasons = [reason for _, _, _, reason in said if reason]
+    if len({fingerprint for _, _, fingerprint, _ in said}) > 1:
+        reasons.append("the ranks were told to make different moves; broadcast one plan to all of them")
+    tables = {table.name: table for table in sharded.model_tables}
+    moving = {ShardName.parse(name).table for name in facts}
+    needed: dict[str, int] = {}
+    for rank, (_, (host, free), _, _) in enumerate(said):
+        where = host if sharded.device.type == "cpu" else f"the GPU of rank {rank}"
+        shards = [shard for shard in plan.shards_on(rank) if shard.table in moving]
+        parts = [tables[s.table] if s.columns is None else tables[s.table].part(*s.columns) for s in shards]
+        needed[where] = needed.get(where, 0) + sum(
+            part.weight_bytes + part.optimizer_bytes(sharded.config.optimizer.name) for part in parts
+        )
+        if needed[where] > free:
+            reasons.append(
+                f"rebuilt modules need {gib(needed[where])} on {where} beside the live ones, which has {gib(free)} free"
+            )
+    if reasons:
+        raise ReshardRefused(reasons[0])
+    return facts
+
+
+def _free(device: torch.device) -> int:
+    if device.type == "cpu":
+        return free_memory()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _pooled(sharded: ShardedModel, modules: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Digests of the pooled vectors of the last batch, by module and key. Collective. Hooks don't hear of it."""
+    found = {}
+    with torch.no_grad():
+        for path, module in modules.items():
+            if path in sharded.last_features:
+                pooled = type(module).forward(module, *sharded.last_features[path]).wait()
+                found[path] = {key: digest(vectors) for key, vectors in pooled.to_dict().items()}
+    return found
+
+
+def _settings(sharded: ShardedModel, path: str, facts: Mapping[str, _Facts]) -> Callable[[str], Settings]:
+    """Of a module's shards, by their names in it, old or new: those of the table."""
+    of_table = {ShardName.parse(name).table: fact.settings for name, fact in facts.items()}
+    return lambda name: of_table[table_key(path, ShardName.parse(name).table, sharded.collections)]
+
+
+def _restore(sharded: ShardedModel, modules: Mapping[str, Any], facts: Mapping[str, _Facts]) -> None:
+    for path, module in modules.items():
+        restore_settings(module, _settings(sharded, path, facts))
+
+
+def _what_differs(
+    sharded: ShardedModel,
+    changed: Mapping[str, Any],
+    old: Mapping[str, Shard],
+    pooled: Mapping[str, Mapping[str, str]],
+) -> str | None:
+    """In words; None where what stayed here, and what is looked up, is as it was. Collective."""
+    now, here = _pooled(sharded, changed), f"on rank {sharded.runtime.rank}"
+    for name, shard in _shards(sharded, changed).items():
+        if name in old and any(not torch.equal(value, old[name].tensors[t]) for t, value in shard.tensors.items()):
+            return f"table '{name}', which stays, is another {here}"
+    for path, before in pooled.items():
+        other = [key for key, said in before.items() if now[path].get(key) != said]
+        if other:
+            return f"'{path}' gives other vectors for feature '{other[0]}' {here}"
+    return None
+
+
+Sums = Mapping[tuple[str, str], int]
+
+
+def _wrong(said: Sequence[tuple[Sums, Sums, str | None]]) -> str | None:
+    """The first reason to take a move back, of what all ranks say; None where there is none."""
+    left = {key: value for before, _, _ in said for key, value in before.items()}
+    arrived = {key: value for _, after, _ in said for key, value in after.items()}
+    damaged = [f"table '{table}' arrived other than it left ({tensor})" for (table, tensor), value in left.items()
+               if arrived.get((table, tensor)) != value]  # fmt: skip
+    return next(iter([*damaged, *(reason for _, _, reason in said if reason)]), None)
+
+
+def _try(attempt: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return attempt(), None
+    except (RuntimeError, ValueError, MemoryError, AssertionError, UserError) as error:
+        return None, error
+
+
+def _all_well(sharded: ShardedModel, failure: Exception | None) -> None:
+    """ReshardRefused on all ranks where one has failed."""
+    for rank, said in enumerate(sharded.runtime.all_gather(None if failure is None else str(failure))):
+        if said is not None:
+            raise ReshardRefused(f"rank {rank} could not rebuild its modules: {said}")

@@ -1,0 +1,66 @@
+"""A sharded EmbeddingBagCollection under another plan, made beside the live one, and put in its place.
+
+fresh = rebuilt(collection, sharding)           # no rows in it yet: shards.local_shards(fresh) are where they go
+undo = put_in_place(collection, fresh)          # the live object looks up what is in `fresh`, until undo()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_KEPT = {"training", "is_pipelined", "_optim", "post_lookup_tracker_fn", "post_odist_tracker_fn"}
+"""What others hold, or have set, of the live module; and its hooks."""
+
+
+def rebuilt(collection: Any, sharding: Mapping[str, Any]) -> Any:
+    """sharding: TorchRec's ParameterSharding of each table. Everything else is the live collection's. The
+    training's own random numbers are as they would be without it."""
+    from torchrec import EmbeddingBagCollection
+    from torchrec.distributed.types import EmbeddingModuleShardingPlan
+
+    plain = EmbeddingBagCollection(
+        tables=collection._embedding_bag_configs, is_weighted=collection._is_weighted, device="meta"
+    )
+    for infos in collection.sharding_type_to_sharding_infos.values():
+        for info in infos:  # fused parameters of the sharder and of the table, as they were merged
+            parameter = plain.embedding_bags[info.embedding_config.name].weight
+            parameter._optimizer_kwargs = [dict(info.fused_params)]
+    with torch.random.fork_rng([] if collection._device.type == "cpu" else [collection._device]):
+        fresh = type(collection)(
+            module=plain,
+            table_name_to_parameter_sharding=EmbeddingModuleShardingPlan(dict(sharding)),
+            env=collection._env,
+            fused_params=None,
+            device=collection._device,
+            qcomm_codecs_registry=collection.qcomm_codecs_registry,
+            module_fqn=collection._module_fqn,
+            sharded_module_order_overwrite=collection._sharded_module_order_overwrite,
+        )
+    fresh.train(collection.training)
+    return fresh
+
+
+def put_in_place(live: Any, fresh: Any) -> Callable[[], None]:
+    """Whoever holds the live module, or its fused optimizer, now has the fresh one's tables. Returned: the way back."""
+    old, old_optimizers = _inside(live), list(live._optim._optims)
+
+    def become(inside: Mapping[str, Any], optimizers: list[Any]) -> None:
+        for name in _inside(live):
+            del vars(live)[name]
+        vars(live).update(inside)
+        live._optim._optims[:] = optimizers
+
+    become(_inside(fresh), fresh._optim._optims)
+    return lambda: become(old, old_optimizers)
+
+
+def table_parameters(collection: Any) -> dict[str, nn.Parameter]:
+    return {name: bag.weight for name, bag in collection.embedding_bags.items()}
+
+
+def _inside(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _KEPT and "_hook" not in name}

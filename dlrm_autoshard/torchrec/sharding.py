@@ -1,0 +1,56 @@
+"""Our plans as TorchRec's of a model's modules, and back.
+
+record = plan_record(plan, collections, "cpu", ranks_per_host=8)         # plain JSON, as torchrec_plan.py has it
+plan = plan_of(sharding_plan, collections, world_size)                   # refuses other ways to shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from dlrm_autoshard.distributed.torchrec_plan import torchrec_plan
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.tables import Shard, TableConfig
+from dlrm_autoshard.torchrec.tables import TorchrecError, configs_of, table_key
+
+_KERNEL, _SHARDINGS = "fused", ("table_wise", "column_wise")
+
+
+def plan_record(
+    plan: ShardingPlan, collections: Mapping[str, Any], device: str, ranks_per_host: int | None = None
+) -> dict[str, Any]:
+    """{module: {table: sharding}} of all modules."""
+    record: dict[str, Any] = {}
+    for path, collection in collections.items():
+        configs, own = configs_of(collection), {}
+        for config in configs:
+            for shard in plan.parts_of(table_key(path, config.name, collections)):
+                own[str(replace(shard, table=config.name))] = plan.rank_of[str(shard)]
+        tables = [TableConfig(c.name, c.num_embeddings, c.embedding_dim) for c in configs]
+        record |= torchrec_plan(ShardingPlan(own, plan.world_size), tables, path, device, ranks_per_host)
+    return record
+
+
+def plan_of(sharding_plan: Any, collections: Mapping[str, Any], world_size: int) -> ShardingPlan:
+    """TorchrecError names a table that is sharded otherwise, or whose kernel is not the fused one."""
+    rank_of: dict[str, int] = {}
+    for path, collection in collections.items():
+        shardings = sharding_plan.plan.get(path)
+        if shardings is None:
+            raise TorchrecError(f"the plan has nothing about module '{path}'; its tables can't be moved.")
+        for config in configs_of(collection):
+            sharding = shardings[config.name]
+            if sharding.sharding_type not in _SHARDINGS or sharding.compute_kernel != _KERNEL:
+                raise TorchrecError(
+                    f"table '{config.name}' of '{path}' is sharded {sharding.sharding_type} with the "
+                    f"{sharding.compute_kernel} kernel; tables that are moved are sharded {' or '.join(_SHARDINGS)} "
+                    f"with the {_KERNEL} kernel. `dlrm_autoshard.torchrec.plan` makes such a plan."
+                )
+            table = table_key(path, config.name, collections)
+            for rank, part in zip(sharding.ranks, sharding.sharding_spec.shards, strict=True):
+                start, width = part.shard_offsets[1], part.shard_sizes[1]
+                columns = None if width == config.embedding_dim else (start, start + width)
+                rank_of[str(Shard(table, columns))] = rank
+    return ShardingPlan(rank_of, world_size)

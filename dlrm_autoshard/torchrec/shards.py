@@ -1,0 +1,112 @@
+"""The rows of a sharded EmbeddingBagCollection that this rank owns: where they lie, and what goes with them.
+
+shards = local_shards(collection)               # {table: Shard}
+shards["item"].tensors                          # live views: {"weight": [rows, dim], "sum": [rows], ...}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from dlrm_autoshard.tables import Shard as ShardName
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a table's lookup has that lies in no row. group: its optimizer's param group without the params: learning
+    rate, what a scheduler left there. counters: fbgemm's numbers of iterations."""
+
+    group: Mapping[str, Any]
+    counters: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A table here, or some of its columns."""
+
+    tensors: Mapping[str, Tensor]
+    settings: Settings
+
+    @property
+    def formats(self) -> dict[str, tuple[int, int]]:
+        """(bytes an element, number of dimensions) of each tensor."""
+        return {name: (tensor.element_size(), tensor.dim()) for name, tensor in self.tensors.items()}
+
+
+def kernels(collection: Any) -> Iterator[tuple[Any, list[str]]]:
+    """(fused kernel, its tables' shards) of all lookups."""
+    for lookup in collection._lookups:
+        for kernel, config in zip(lookup._emb_modules, lookup.grouped_configs, strict=True):
+            yield kernel, [shard_name(table) for table in config.embedding_tables]
+
+
+def shard_name(table: Any) -> str:
+    """As our plans name what a rank holds of TorchRec's ShardedEmbeddingTable."""
+    if table.local_cols == table.embedding_dim:
+        return str(table.name)
+    start = table.local_metadata.shard_offsets[1]
+    return str(ShardName(table.name, (start, start + table.local_cols)))
+
+
+def local_shards(collection: Any) -> dict[str, Shard]:
+    """By the shard's name, with the table's in its module."""
+    shards = {}
+    for kernel, tables in kernels(collection):
+        tbe = kernel.emb_module
+        [group] = kernel.fused_optimizer.param_groups
+        settings = Settings({key: value for key, value in group.items() if key != "params"}, _counters(tbe))
+        for table, weight, state in zip(tables, tbe.split_embedding_weights(), _states(tbe), strict=True):
+            shards[table] = Shard({"weight": weight.detach(), **state}, settings)
+    return shards
+
+
+def restore_settings(collection: Any, settings_of: Callable[[str], Settings]) -> None:
+    for kernel, tables in kernels(collection):
+        settings = settings_of(tables[0])
+        [group] = kernel.fused_optimizer.param_groups
+        group.update(settings.group)
+        kernel.emb_module.set_learning_rate(settings.group["lr"])
+        for name, value in settings.counters.items():
+            getattr(kernel.emb_module, name).fill_(value)
+
+
+def why_not(live: Any, fresh: Any, settings_of: Callable[[str], Settings]) -> str | None:
+    """Why the lookups of `fresh` could not have the settings of those of `live`, in words; None where they can."""
+    for _, tables in kernels(fresh):
+        for table in tables[1:]:
+            if settings_of(table) != settings_of(tables[0]):
+                return f"tables '{tables[0]}' and '{table}' would share a lookup, but not learning rate or iterations"
+    groups = [kernel.fused_optimizer.param_groups[0] for kernel, _ in kernels(live)]
+    count = len(list(kernels(fresh)))
+    if count != len(groups) and any("initial_lr" in group for group in groups):
+        return (
+            f"a torch learning rate scheduler counts {len(groups)} param groups of the tables here, and the plan makes "
+            f"them {count}; schedule the dense part alone, and set the tables' `lr` in each group yourself"
+        )
+    return None
+
+
+def digest(tensor: Tensor) -> str:
+    host = tensor.detach().cpu().contiguous()
+    return xxhash.xxh3_128_hexdigest(host.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _states(tbe: Any) -> list[dict[str, Tensor]]:
+    """Of each table, what the optimizer keeps of its rows."""
+    rows = [spec[0] for spec in tbe.embedding_specs]
+    if not tbe.split_optimizer_states():
+        return [{} for _ in rows]
+    return [
+        {name: value for name, value in states.items() if value.dim() and len(value) == count and name != "iter"}
+        for states, count in zip(tbe.get_optimizer_state(), rows, strict=True)
+    ]
+
+
+def _counters(tbe: Any) -> dict[str, int]:
+    return {name: int(getattr(tbe, name)) for name in ("iter", "iter_cpu") if hasattr(tbe, name)}

@@ -1,0 +1,123 @@
+"""Hooks on a sharded EmbeddingBagCollection: its stages on our clock, and the ids that reach its tables.
+
+StageHooks(collection, clock, arrived)          # arrived(features): each training lookup's KeyedJaggedTensor
+
+In sampled steps the output exchange is waited for where it starts, so that it can be timed; in others TorchRec runs as
+it does without us.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.distributed.stage_clock import StageClock
+from dlrm_autoshard.torchrec.shards import kernels
+
+Arrived = Callable[[Any, Any], None]
+"""(features, the lookup's GroupedEmbeddingConfigs)"""
+
+
+class Stages:
+    """A step's stages, of which one is open at a time; shared by all collections of a model."""
+
+    def __init__(self, clock: StageClock) -> None:
+        self.clock = clock
+        self._open = ExitStack()
+
+    def begin(self, name: str, *, barrier: bool = False) -> None:
+        self._open.close()
+        if barrier:
+            self.clock.barrier(name)
+        self._open.enter_context(self.clock.stage(name))
+
+    def end(self) -> None:
+        self._open.close()
+
+
+class StageHooks:
+    """On one collection; made anew whenever its lookups are. `remove` takes them away."""
+
+    def __init__(self, collection: Any, stages: Stages, arrived: Arrived) -> None:
+        self._collection, self._stages, self._arrived = collection, stages, arrived
+        self._handles = [collection.register_forward_pre_hook(self._before_ids)]
+        for lookup in collection._lookups:
+            self._handles += [
+                lookup.register_forward_pre_hook(self._before_lookup),
+                lookup.register_forward_hook(self._after_lookup),
+            ]
+        for output in collection._output_dists:
+            self._handles += [
+                output.register_forward_pre_hook(self._before_exchange),
+                output.register_forward_hook(self._after_exchange),
+            ]
+        for kernel, _ in kernels(collection):
+            self._handles.append(kernel.register_forward_hook(self._after_kernel))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def _timed(self) -> bool:
+        return self._stages.clock.sampled and self._training
+
+    @property
+    def _training(self) -> bool:
+        return self._collection.training and torch.is_grad_enabled()
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def _before_ids(self, collection: Any, inputs: Any) -> None:
+        if self._timed:
+            self._stages.begin("input_dist", barrier=True)
+
+    def _before_lookup(self, lookup: Any, inputs: Any) -> None:
+        if self._timed:
+            self._stages.end()
+        if self._training:
+            self._arrived(inputs[0], lookup.grouped_configs)
+        if self._timed:
+            self._stages.begin("fwd_compute")
+
+    def _after_lookup(self, lookup: Any, inputs: Any, pooled: Tensor) -> None:
+        if self._timed:
+            self._stages.end()
+
+    def _before_exchange(self, output: Any, inputs: Any) -> None:
+        if self._timed:
+            self._stages.begin("fwd_comms", barrier=True)
+            _when_gradient(inputs[0], self._stages.end, once=True)  # the vectors' gradients have arrived here
+
+    def _after_exchange(self, output: Any, inputs: Any, pending: Any) -> Any:
+        if not self._timed:
+            return None
+        from torchrec.distributed.types import NoWait
+
+        arrived = pending.wait()
+        self._stages.begin("dense_fwd")
+        _when_gradient(arrived, lambda: self._stages.begin("bwd_comms", barrier=True))
+        return NoWait(arrived)
+
+    def _after_kernel(self, kernel: Any, inputs: Any, pooled: Tensor) -> None:
+        """Its gradient function is the fused backward and update."""
+        if self._timed and pooled.grad_fn is not None:
+            pooled.grad_fn.register_prehook(lambda _: self._stages.begin("bwd_compute"))
+            pooled.grad_fn.register_hook(lambda _, __: self._stages.end())
+
+
+def _when_gradient(tensor: Tensor, call: Callable[[], None], *, once: bool = False) -> None:
+    """once: of a tensor that outlives the step, as the one that stands for no tables does."""
+    if not tensor.requires_grad:
+        return
+
+    def hook(gradient: Tensor) -> None:
+        if once:
+            handle.remove()
+        call()
+
+    handle = tensor.register_hook(hook)

@@ -1,0 +1,110 @@
+"""What TorchRec modules look up, as plain tables: shapes, pooling, dtypes, features; what we can't move is refused.
+
+collections = embedding_bags(module)            # {path: EmbeddingBagCollection}, sharded or not
+tables = table_configs(collections)             # one TableConfig a table, named as `table_key` says
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.tables import Pooling, TableConfig, TableDtype, TableOptimizer
+
+_OPTIMIZERS: dict[str, TableOptimizer] = {
+    "EXACT_ROWWISE_ADAGRAD": "rowwise_adagrad",
+    "EXACT_ADAGRAD": "adagrad",
+    "EXACT_SGD": "sgd",
+    "ADAM": "adam",
+}
+_DTYPES: dict[str, TableDtype] = {"FP32": "fp32", "FP16": "fp16"}
+_POOLING: dict[str, Pooling] = {"SUM": "sum", "MEAN": "mean"}
+
+
+class TorchrecError(UserError):
+    """A TorchRec model that can't be planned or moved: the message says which table or module, and why."""
+
+
+def need_torchrec() -> None:
+    """TorchrecError that says what to install, where TorchRec can't be imported."""
+    try:
+        import torchrec  # noqa: F401
+    except ImportError as error:
+        raise TorchrecError(
+            f"torchrec can't be imported ({error}). With torch 2.13: pip install --no-deps torchrec==1.8.0 tensordict "
+            "iopath pyre-extensions portalocker orjson cloudpickle pyvers typing_inspect"
+        ) from error
+
+
+def embedding_bags(module: nn.Module) -> dict[str, Any]:
+    """Its EmbeddingBagCollections by path, sharded ones or plain ones."""
+    need_torchrec()
+    from torchrec import EmbeddingBagCollection
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+    wanted = (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
+    found = {path: child for path, child in module.named_modules() if type(child) in wanted}
+    if not found:
+        raise TorchrecError("the model has no EmbeddingBagCollection, and those are what is planned and moved.")
+    return found
+
+
+def configs_of(collection: Any) -> list[Any]:
+    """EmbeddingBagConfigs of a collection, sharded or not."""
+    if hasattr(collection, "embedding_bag_configs"):
+        return list(collection.embedding_bag_configs())
+    return list(collection._embedding_bag_configs)
+
+
+def table_key(path: str, table: str, collections: Mapping[str, object]) -> str:
+    """What a table is called in plans and reports: by its own name, behind its module's path where there are several
+    modules, whose tables may be namesakes."""
+    return table if len(collections) == 1 else f"{path}.{table}"
+
+
+def table_configs(collections: Mapping[str, Any]) -> tuple[TableConfig, ...]:
+    """All tables of all modules in their order. TorchrecError names a dtype or a pooling that we can't place."""
+    tables = []
+    for path, collection in collections.items():
+        for config in configs_of(collection):
+            dtype, pooling = config.data_type.name, config.pooling.name
+            if dtype not in _DTYPES:
+                raise TorchrecError(
+                    f"table '{config.name}' of '{path}' is {dtype}; tables of FP32 and FP16 are handled."
+                )
+            if pooling not in _POOLING:
+                raise TorchrecError(
+                    f"table '{config.name}' of '{path}' is pooled by {pooling}; SUM and MEAN are handled."
+                )
+            tables.append(
+                TableConfig(
+                    table_key(path, config.name, collections),
+                    config.num_embeddings,
+                    config.embedding_dim,
+                    _POOLING[pooling],
+                    _DTYPES[dtype],
+                )
+            )
+    return tuple(tables)
+
+
+def alike(tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
+    """As the planner measures them, in one fused lookup: where dtypes or poolings differ, all fp32, all summed.
+    TorchRec makes a lookup of each kind; its costs correct the plan once they have been measured in training."""
+    kinds = {table.dtype for table in tables}, {table.pooling for table in tables}
+    dtype = "fp32" if len(kinds[0]) > 1 else tables[0].dtype
+    pooling = "sum" if len(kinds[1]) > 1 else tables[0].pooling
+    return tuple(replace(table, dtype=dtype, pooling=pooling) for table in tables)
+
+
+def optimizer_config(fused_optimizer: Any) -> TablesConfig:
+    """fused_optimizer: fbgemm's EmbOptimType, or the name of one."""
+    name = str(getattr(fused_optimizer, "name", fused_optimizer))
+    if name not in _OPTIMIZERS:
+        raise TorchrecError(f"tables are trained with {name}; handled are {', '.join(_OPTIMIZERS)}.")
+    return TablesConfig(optimizer=TableOptimizerConfig(name=_OPTIMIZERS[name]))

@@ -1,0 +1,101 @@
+"""Autoshard behind a TorchRec loop: plans by measurements, leaves a bad plan, and changes no bit of the training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.records.run import RunRecord
+from tests import torchrec_jobs
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(torchrec_jobs.WHY_NOT is not None, reason=torchrec_jobs.WHY_NOT or "")
+NAMES = [f"t{i}" for i in range(8)]
+POOLING = (60, 50, 1, 1, 1, 2, 1, 1)
+BATCH, STEPS = 256, 60
+WORST = ShardingPlan({name: int(i >= 2) for i, name in enumerate(NAMES)}, 2)
+"""Both dear tables on rank 0."""
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+        tables = [
+            EmbeddingBagConfig(name=name, num_embeddings=2000, embedding_dim=32 if i < 2 else 8, feature_names=[name])
+            for i, name in enumerate(NAMES)
+        ]
+        self.ebc = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        torch.manual_seed(3)
+        self.tower = nn.Sequential(nn.Linear(112, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 1))
+
+    def forward(self, features: Any) -> torch.Tensor:
+        return nn.functional.softplus(self.tower(self.ebc(features).values())).mean()
+
+
+def features_of(rank: int, step: int) -> Any:
+    from torchrec import KeyedJaggedTensor
+
+    generator = torch.Generator().manual_seed(1000 * (step % 4) + rank)
+    lengths = torch.tensor(POOLING)[:, None].expand(-1, BATCH).reshape(-1)
+    return KeyedJaggedTensor(NAMES, torch.randint(0, 2000, (int(lengths.sum()),), generator=generator), lengths=lengths)
+
+
+def train(
+    rank: int, world_size: int, run_dir: Path | None, planned: bool
+) -> tuple[list[float], dict[str, torch.Tensor], dict[str, int], list[str]]:
+    """planned: the job starts under our plan, else under the worst one."""
+    assert torchrec_jobs.find_torchrec() is None
+    import dlrm_autoshard.torchrec as das
+
+    module = Model()
+    first = das.plan(module, features_of(rank, 0), optimizer="sgd", measure_plans=2) if planned else WORST
+    model, optimizer = torchrec_jobs.sharded(first, module=module)
+    autoshard = None
+    if run_dir is not None:
+        autoshard = das.Autoshard(
+            model, optimizer, every_steps=20, sample_every=2, total_steps=10_000, run_dir=run_dir, measure_plans=2
+        )
+    torch.manual_seed(rank)
+    losses: list[float] = []
+    actions: list[str] = []
+    for step in range(STEPS):
+        losses.append(torchrec_jobs.train_step(model, optimizer, features_of(rank, step)))
+        decision = None if autoshard is None else autoshard.step()
+        actions += [] if decision is None else [decision.action]
+    if autoshard is not None:
+        autoshard.finish()
+    rows = torchrec_jobs.all_rows(model)
+    placed = {table: sharding.ranks[0] for table, sharding in model.plan.plan["ebc"].items()}
+    return losses, rows, placed, actions
+
+
+def test_the_worst_plan_is_left_and_not_a_bit_of_the_training_changes(tmp_path: Path) -> None:
+    without = run_ranks(train, 2, None, False, timeout=150)
+    within = run_ranks(train, 2, tmp_path / "mine", False, timeout=150)
+    assert [losses for losses, *_ in without] == [losses for losses, *_ in within]
+    assert all(torch.equal(value, within[0][1][name]) for name, value in without[0][1].items())
+    placed = within[0][2]
+    assert placed["t0"] != placed["t1"], "the two dear tables have a rank each"
+    record = RunRecord.load(tmp_path / "mine")
+    assert len(record.epochs) == 3 and len(record.decisions) == 3
+    assert record.last.samples > 3 and record.last.throughput > 0
+    stages = record.last.stage_ms
+    assert all(min(stages[name]) > 0 for name in ("input_dist", "fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute"))
+    pooling = {table.name: table.mean_pooling for table in record.last.tables}
+    assert pooling == pytest.approx(dict(zip(NAMES, POOLING, strict=True)))
+    assert (tmp_path / "mine" / "report.html").stat().st_size > 100_000
+
+
+def test_a_plan_by_measurements_is_where_autoshard_begins(tmp_path: Path) -> None:
+    ranks = run_ranks(train, 2, tmp_path / "mine", True, timeout=150)
+    first = ShardingPlan.load(tmp_path / "mine" / "plan" / "step_00000001.json")
+    assert first.rank_of["t0"] != first.rank_of["t1"]
+    moved = "moved" in ranks[0][3]
+    assert moved or dict(first.rank_of) == ranks[0][2], "nothing moves without a decision"

@@ -1,0 +1,170 @@
+"""Moves of a TorchRec model's tables change no bit of what it learns; what can't be moved is refused in words."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from dlrm_autoshard.distributed.reshard import ReshardRefused
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.plan import ShardingPlan
+from tests.ranks import run_ranks
+from tests.torchrec_jobs import TABLES, WHY_NOT, Model, all_rows, features_of, plan_of, sharded, train_step
+
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+START = plan_of(0, 1, 0, 1, 0, 1)
+
+
+def drawn_plan(step: int, world_size: int) -> ShardingPlan:
+    """Every fifth leaves all ranks but one empty."""
+    drawn = random.Random(step)
+    only = drawn.randrange(world_size) if step % 5 == 1 else None
+    return plan_of(*(drawn.randrange(world_size) if only is None else only for _ in TABLES), world_size=world_size)
+
+
+def train(
+    rank: int, world_size: int, steps: int, moving: bool, fused: str, plain: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """With a learning rate that falls. plain: the optimizer is torch's own, of all the model's parameters."""
+    model, optimizer = sharded(plan_of(*(i % world_size for i in range(6)), world_size=world_size), fused)
+    if plain:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    bags = None
+    if moving:
+        from dlrm_autoshard.torchrec.bags import TorchrecBags
+
+        bags = TorchrecBags(model, optimizer)
+    torch.manual_seed(rank)
+    losses = []
+    for step in range(steps):
+        for group in [*optimizer.param_groups, *model.fused_optimizer.param_groups]:
+            group["lr"] = 0.5 / (1 + step)
+        losses.append(train_step(model, optimizer, features_of(rank, step)))
+        model.fused_optimizer.step()  # which is how a rate gets from the groups to the lookups
+        if bags is not None:
+            plan = drawn_plan(step, world_size)
+            bags.move_to(plan)
+            where = {f"{path}.{t}": s.ranks[0] for path, own in model.plan.plan.items() for t, s in own.items()}
+            assert where == dict(plan.rank_of) == dict(bags.plan.rank_of)
+    return losses, all_rows(model)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "steps", "fused", "plain"),
+    [
+        (2, 50, "EXACT_SGD", False),
+        (2, 15, "EXACT_ROWWISE_ADAGRAD", True),
+        (2, 15, "EXACT_ADAGRAD", False),
+        (3, 10, "EXACT_SGD", True),
+    ],
+)
+def test_random_moves_change_no_bit(world_size: int, steps: int, fused: str, plain: bool) -> None:
+    still = run_ranks(train, world_size, steps, False, fused, plain, timeout=150)
+    moved = run_ranks(train, world_size, steps, True, fused, plain, timeout=150)
+    assert [losses for losses, _ in still] == [losses for losses, _ in moved]
+    (_, one), (_, other) = still[0], moved[0]
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def damaged_on_its_way(rank: int, world_size: int) -> tuple[list[float], str, bool]:
+    """A move during which one number of a table is lost; the losses after it."""
+    from dlrm_autoshard.torchrec import move
+    from dlrm_autoshard.torchrec.bags import TorchrecBags
+
+    model, optimizer = sharded(START, "EXACT_ROWWISE_ADAGRAD")
+    bags = TorchrecBags(model, optimizer)
+    losses = [train_step(model, optimizer, features_of(rank, 0))]
+    before, plan = all_rows(model), dict(model.plan.plan)
+    arrives = move.transfer
+
+    def lossy(between: Any, chunks: Any, group: Any) -> None:
+        arrives(between, chunks, group)
+        if rank == 1:
+            between.storage.tensors("items.a")["weight"].view(-1)[7] += 1
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ReshardRefused) as caught:
+        patch.setattr(move, "transfer", lossy)
+        bags.move_to(plan_of(0, 0, 0, 1, 1, 1))
+    same = all(torch.equal(value, before[name]) for name, value in all_rows(model).items())
+    assert bags.plan == START and {k: v for k, v in model.plan.plan.items()} == plan
+    losses.append(train_step(model, optimizer, features_of(rank, 1)))
+    bags.move_to(plan_of(0, 0, 0, 1, 1, 1))
+    losses.append(train_step(model, optimizer, features_of(rank, 2)))
+    return losses, str(caught.value), same
+
+
+def test_what_arrives_damaged_is_taken_back_and_training_goes_on() -> None:
+    still = run_ranks(train_three_steps, 2)
+    for (losses, said, same), expected in zip(run_ranks(damaged_on_its_way, 2), still, strict=True):
+        assert "taken back" in said and "'items.a' arrived other than it left" in said
+        assert same and losses == expected
+
+
+def train_three_steps(rank: int, world_size: int) -> list[float]:
+    model, optimizer = sharded(START, "EXACT_ROWWISE_ADAGRAD")
+    return [train_step(model, optimizer, features_of(rank, step)) for step in range(3)]
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    """What is said of models that can't be moved, or not so."""
+    import torch.distributed as dist
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.planner.types import ParameterConstraints
+    from torchrec.modules.embedding_configs import DataType
+    from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+    import dlrm_autoshard.torchrec as das
+    from dlrm_autoshard.torchrec.bags import TorchrecBags
+
+    said = {}
+
+    def refusal(name: str, attempt: Any) -> None:
+        with pytest.raises(UserError) as caught:
+            attempt()
+        said[name] = str(caught.value)
+
+    constraints = {t: ParameterConstraints(sharding_types=["data_parallel"]) for t in "abcde"}
+    planner = EmbeddingShardingPlanner(Topology(world_size=2, compute_device="cpu"), constraints=constraints)
+    module, group = Model(), dist.group.WORLD
+    assert group is not None
+    plan = planner.collective_plan(module, [EmbeddingBagCollectionSharder()], group)
+    replicated = DistributedModelParallel(module, device=torch.device("cpu"), plan=plan)
+    refusal("replicated", lambda: TorchrecBags(replicated))
+    refusal("no tables", lambda: das.plan(torch.nn.Linear(1, 1), features_of(rank, 0)))
+    halves = EmbeddingBagConfig(
+        name="x", num_embeddings=9, embedding_dim=4, feature_names=["g"], data_type=DataType.BF16
+    )
+    bf16 = EmbeddingBagCollection(tables=[halves], device=torch.device("meta"))
+    refusal("dtype", lambda: das.plan(bf16, features_of(rank, 0)))
+    odd = EmbeddingBagConfig(name="y", num_embeddings=9, embedding_dim=4, feature_names=["unheard"])
+    lacking = EmbeddingBagCollection(tables=[odd], device=torch.device("meta"))
+    refusal("feature", lambda: das.plan(lacking, features_of(rank, 0)))
+
+    model, _ = sharded(START)
+    everything = KeyedOptimizerWrapper(dict(model.named_parameters()), lambda params: torch.optim.SGD(params, lr=0.5))
+    refusal("optimizer", lambda: TorchrecBags(model, everything).move_to(plan_of(1, 1, 1, 0, 0, 0)))
+    model, optimizer = sharded(START)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(model.fused_optimizer, 0.5)
+    train_step(model, optimizer, features_of(rank, 0))
+    scheduler.step()
+    refusal("scheduler", lambda: TorchrecBags(model, optimizer).move_to(plan_of(0, 0, 0, 0, 0, 0)))
+    model.module.users.is_pipelined = True
+    refusal("pipeline", lambda: TorchrecBags(model, optimizer))
+    return said
+
+
+def test_what_cannot_be_moved_is_said_on_every_rank() -> None:
+    for said in run_ranks(refused, 2, timeout=120):
+        assert "'a' of 'users' is sharded data_parallel with the dense kernel" in said["replicated"]
+        assert "no EmbeddingBagCollection" in said["no tables"]
+        assert "'x'" in said["dtype"] and "BF16" in said["dtype"]
+        assert "lack feature 'unheard' of table 'y'" in said["feature"]
+        assert "in_backward_optimizer_filter" in said["optimizer"]
+        assert "learning rate scheduler" in said["scheduler"]
+        assert "train pipeline" in said["pipeline"]
