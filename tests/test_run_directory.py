@@ -18,14 +18,8 @@ import pytest
 import yaml
 
 from dlrm_autoshard.config import Config, ConfigError, parse_config
-from dlrm_autoshard.train.run_directory import (
-    RunDirectoryError,
-    changes_since_last_start,
-    claimed_run_dir,
-    job_of_this_process,
-    point_latest_at,
-    record_start,
-)
+from dlrm_autoshard.train.run_directory import RunDirectoryError, claimed_run_dir, job_of_this_process
+from dlrm_autoshard.train.start_record import changes_since_last_start, point_latest_at, record_start
 
 ONE, OTHER = frozenset({"id one"}), frozenset({"id other"})
 

@@ -226,7 +226,7 @@ def _clairvoyant(config_file: Path, run: Path, plans: Mapping[int, ShardingPlan]
     from dlrm_autoshard.config import load_config
     from dlrm_autoshard.distributed.reshard import reshard
     from dlrm_autoshard.distributed.runtime import Runtime
-    from dlrm_autoshard.train.run_directory import record_start
+    from dlrm_autoshard.train.start_record import record_start
     from dlrm_autoshard.train.trainer import Trainer
 
     config = load_config(config_file)

@@ -63,10 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from dlrm_autoshard.report.pool_table import ranks_table
+    from dlrm_autoshard.report.plan_table import rank_table
 
     console = Console()
-    console.print(ranks_table(plan, pool, table_bytes, costs))
+    console.print(rank_table(plan, pool.tables, pool.stats, table_bytes, costs))
     for sentence in sentences:
         console.print(sentence, highlight=False, markup=False)
     console.print(f"costs from {planner.costs.costs_from}", highlight=False)

@@ -107,11 +107,11 @@ def _print(result: PlanResult, pool: Any, table_bytes: dict[str, int], batch_siz
     from rich.console import Console
 
     from dlrm_autoshard.costs import balanced_cost_ms
-    from dlrm_autoshard.report.pool_table import candidates_table, ranks_table
+    from dlrm_autoshard.report.plan_table import candidate_table, rank_table
 
     console = Console()
-    console.print(ranks_table(result.plan, pool, table_bytes, result.predicted))
-    console.print(candidates_table(result.candidates, result.chosen))
+    console.print(rank_table(result.plan, pool.tables, pool.stats, table_bytes, result.predicted))
+    console.print(candidate_table(result))
     bound = balanced_cost_ms(result.predicted)
     console.print(
         f"{result.chosen.name}: predicted step cost {result.predicted_ms:.2f} ms, "

@@ -6,7 +6,7 @@ parse_yaml("train: {lr: 1e-3}")            # {"train": {"lr": 0.001}}
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,17 @@ def parse_yaml(text: str) -> Any:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:  # of a date, a number, a tag
         raise NotReadable(f"holds a value that cannot be read ({error})") from error
+
+
+def flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """('train.epochs', 3) for every key of sections in sections. FormatError where there are none."""
+    if not isinstance(section, Mapping):
+        raise FormatError("it has no sections")
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _num_nodes(node: yaml.Node, known: dict[int, int]) -> int:

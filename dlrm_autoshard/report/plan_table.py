@@ -27,16 +27,16 @@ def rank_table(
     predicted: Sequence[RankCost] | None = None,
     budget_bytes: Sequence[int] | None = None,
 ) -> Table:
-    """One row a rank: tables, bytes, lookups a sample, predicted ms by stage. 80 columns are enough.
-
-    budget_bytes: for tables on each rank, where it is limited.
-    """
+    """One row a rank: tables, bytes, lookups a sample, predicted ms by stage (the slowest, for which the step waits, in
+    bold). 80 columns are enough. budget_bytes: for tables on each rank, where it is limited."""
     lookups = {table.name: stat.mean_pooling for table, stat in zip(tables, stats, strict=True)}
     memory = bytes_per_rank(plan, table_bytes)
     grid = Table(title="sharding plan", title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("rank", "tables", "memory", "lookups"):
         grid.add_column(heading, justify="right")
+    slowest: dict[str, float] = {}
     if predicted is not None:
+        slowest = {stage: max(cost.stage(stage) for cost in predicted) for stage in PLANNED_STAGES}
         for stage in PLANNED_STAGES:
             grid.add_column(stage.replace("_", "\n"), justify="right")
         grid.caption = (
@@ -54,7 +54,9 @@ def rank_table(
         share = "" if budget_bytes is None else f" ({memory[rank] / max(budget_bytes[rank], 1):.0%})"
         row = [str(rank), str(len(owned)), gib(memory[rank]) + share, f"{sum(lookups[name] for name in owned):.1f}"]
         if predicted is not None:
-            row += [f"{predicted[rank].stage(stage):.2f}" for stage in PLANNED_STAGES]
+            for stage, most in slowest.items():
+                ms = predicted[rank].stage(stage)
+                row.append(f"[bold]{ms:.2f}[/bold]" if ms == most else f"{ms:.2f}")
         grid.add_row(*row)
     return grid
 

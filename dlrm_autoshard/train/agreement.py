@@ -10,9 +10,7 @@ import hashlib
 import platform
 import secrets
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,6 +19,7 @@ from dlrm_autoshard.config import Config
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.yaml_file import flat
 
 _NOTE = ".seen_by_all_ranks"
 _PATIENCE_SECONDS = 10.0
@@ -33,7 +32,7 @@ class DisagreementError(UserError):
 
 def agree(config: Config, runtime: Runtime) -> None:
     """DisagreementError where configs, dlrm_autoshard's code or torch differ between ranks."""
-    mine = {**dict(_flat(config.model_dump(mode="json"))), "dlrm_autoshard": code_digest(), "torch": torch.__version__}
+    mine = {**dict(flat(config.model_dump(mode="json"))), "dlrm_autoshard": code_digest(), "torch": torch.__version__}
     everybody = runtime.all_gather((platform.node(), mine))
     _, first = everybody[0]
     for rank, (host, other) in enumerate(everybody):
@@ -91,11 +90,3 @@ def _read(note: Path) -> str | None:
         return note.read_text()
     except OSError:
         return None
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

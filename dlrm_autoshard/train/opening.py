@@ -9,7 +9,7 @@ from dlrm_autoshard.autoshard.initial_plan import Placement
 from dlrm_autoshard.report.plan_table import candidate_table, rank_table, tables_by_rank, why_not_the_fastest
 from dlrm_autoshard.tables import TableConfig, TableStats
 from dlrm_autoshard.train.display import Display
-from dlrm_autoshard.train.run_directory import changes_since_last_start
+from dlrm_autoshard.train.start_record import changes_since_last_start
 
 
 def open_run(

@@ -1,7 +1,6 @@
 """Where a run writes: `runs/<name>/`, with `runs/latest` pointing at the newest.
 
 with claimed_run_dir(config, resume=None, job=frozenset()) as path:      # no other job can have it meanwhile
-    record_start(path, config, world_size=2)             # once all is built and loaded: only now it is this start's
 """
 
 from __future__ import annotations
@@ -11,28 +10,18 @@ import fcntl
 import json
 import os
 import platform
-import secrets
-import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.formats.json_file import FormatError
-from dlrm_autoshard.formats.yaml_file import read_yaml
 
 # In a run directory: config.yaml  environment.json  job.json  plan/  metrics.jsonl  costs/  decisions.jsonl
 # checkpoints/  report.html. `job.json` names the job whose run it is: a start of the same job, by whoever and wherever,
 # continues the run.
 
-CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 _LOCK, _JOB = ".lock", "job.json"
 _ENDING_SECONDS = 40.0  # that ranks of the job's last start may take to end, torchrun's patience with them included
 
@@ -146,30 +135,6 @@ def lock_directory(path: Path, patience: float = 0.0) -> int | None:
     return lock
 
 
-def record_start(run: Path, config: Config, world_size: int) -> None:
-    """Writes down what this start runs with. A start that fails before (another model's checkpoint, say) leaves the
-    run as it was; one that is killed in here leaves the earlier start's files or its own.
-
-    config.yaml and environment.json are those of the latest start. A run that is continued keeps the earlier ones in
-    `starts/<when>/`, so that what a step was trained with can always be found out.
-    """
-    keep_earlier_start(run)
-    write_whole(run / CONFIG, config.to_yaml())
-    write_whole(run / ENVIRONMENT, json.dumps(environment(world_size), indent=1) + "\n")
-    point_latest_at(run.resolve())
-
-
-def keep_earlier_start(run: Path) -> None:
-    """Copies the config and environment of the run's last start to starts/<when>/."""
-    if not ((run / CONFIG).exists() and (run / ENVIRONMENT).exists()):
-        return
-    when = datetime.fromtimestamp((run / CONFIG).stat().st_mtime, timezone.utc)
-    kept = run / "starts" / when.strftime("%Y-%m-%dT%H-%M-%SZ")
-    kept.mkdir(parents=True, exist_ok=True)
-    for name in (CONFIG, ENVIRONMENT):
-        shutil.copy2(run / name, kept / name)
-
-
 def write_whole(path: Path, text: str) -> None:
     """All of it or, in a crash, what was there before. A link in its place is replaced, not followed."""
     draft = path.with_name(f".{path.name}.new")
@@ -178,36 +143,6 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-
-
-def point_latest_at(run: Path) -> None:
-    """`latest` beside the run; a link is replaced whole or not at all, by any number of jobs at once."""
-    draft = run.with_name(f".latest-{secrets.token_hex(8)}")
-    draft.symlink_to(run.name)
-    draft.replace(run.with_name("latest"))
-
-
-def changes_since_last_start(run: Path) -> list[str]:
-    """'train.epochs 2 -> 4' for every key that this start's config has otherwise than the one before."""
-    earlier = sorted((run / "starts").glob(f"*/{CONFIG}"))
-    if not earlier:
-        return []
-    try:
-        before, now = (dict(_flat(read_yaml(path, "config file"))) for path in (earlier[-1], run / CONFIG))
-    except FormatError:  # damaged since: nothing that this start needs
-        return []
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    return [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys]
-
-
-def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(section, Mapping):
-        raise FormatError("it has no sections")
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def earlier_runs(config: Config) -> list[Path]:
@@ -250,36 +185,3 @@ def job_of(run: Path) -> frozenset[str]:
         return frozenset(map(str, json.loads((run / _JOB).read_text())["job"]))
     except (OSError, ValueError, KeyError, TypeError):
         return frozenset()
-
-
-def environment(world_size: int) -> dict[str, object]:
-    versions = {}
-    for package in ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "torchmetrics", "dlrm_autoshard"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return {
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "job": job_of_this_process(),
-        "host": platform.node(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "world_size": world_size,
-        "versions": versions,
-        "commit": commit(),
-        "command": sys.orig_argv,
-    }
-
-
-def commit() -> str | None:
-    """Of the checkout that this code runs from; '-dirty' where it has uncommitted changes. None for a wheel."""
-    repository = Path(__file__).parents[2]
-    if not (repository / ".git").exists():
-        return None
-    try:
-        git = ["git", "-C", str(repository), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
-        return subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

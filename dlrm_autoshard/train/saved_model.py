@@ -29,7 +29,7 @@ from dlrm_autoshard.model.dlrm import DenseArch, make_model
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 from dlrm_autoshard.train.checkpoint import BEST, Checkpoints, behind_best
-from dlrm_autoshard.train.run_directory import CONFIG
+from dlrm_autoshard.train.start_record import CONFIG
 from dlrm_autoshard.train.state import Position, TrainingState
 
 

@@ -32,7 +32,8 @@ from dlrm_autoshard.train.loss_watch import LossWatch
 from dlrm_autoshard.train.lr_schedule import lr_scale
 from dlrm_autoshard.train.manifest import CheckpointError
 from dlrm_autoshard.train.opening import open_run
-from dlrm_autoshard.train.run_directory import claimed_run_dir, job_of_this_process, record_start
+from dlrm_autoshard.train.run_directory import claimed_run_dir, job_of_this_process
+from dlrm_autoshard.train.start_record import record_start
 from dlrm_autoshard.train.stop_signals import Stopped, StopSignals
 
 

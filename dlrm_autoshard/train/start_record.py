@@ -1,0 +1,101 @@
+"""What each start of a run ran with: config.yaml and environment.json, the earlier ones' kept, `latest` beside the run.
+
+record_start(path, config, world_size=2)             # once all is built and loaded: only now it is this start's
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import shutil
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+from dlrm_autoshard.config import Config
+from dlrm_autoshard.formats.json_file import FormatError
+from dlrm_autoshard.formats.yaml_file import flat, read_yaml
+from dlrm_autoshard.train.run_directory import job_of_this_process, write_whole
+
+CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
+
+
+def record_start(run: Path, config: Config, world_size: int) -> None:
+    """Writes down what this start runs with. A start that fails before (another model's checkpoint, say) leaves the
+    run as it was; one that is killed in here leaves the earlier start's files or its own.
+
+    config.yaml and environment.json are those of the latest start. A run that is continued keeps the earlier ones in
+    `starts/<when>/`, so that what a step was trained with can always be found out.
+    """
+    keep_earlier_start(run)
+    write_whole(run / CONFIG, config.to_yaml())
+    write_whole(run / ENVIRONMENT, json.dumps(environment(world_size), indent=1) + "\n")
+    point_latest_at(run.resolve())
+
+
+def keep_earlier_start(run: Path) -> None:
+    """Copies the config and environment of the run's last start to starts/<when>/."""
+    if not ((run / CONFIG).exists() and (run / ENVIRONMENT).exists()):
+        return
+    when = datetime.fromtimestamp((run / CONFIG).stat().st_mtime, timezone.utc)
+    kept = run / "starts" / when.strftime("%Y-%m-%dT%H-%M-%SZ")
+    kept.mkdir(parents=True, exist_ok=True)
+    for name in (CONFIG, ENVIRONMENT):
+        shutil.copy2(run / name, kept / name)
+
+
+def point_latest_at(run: Path) -> None:
+    """`latest` beside the run; a link is replaced whole or not at all, by any number of jobs at once."""
+    draft = run.with_name(f".latest-{secrets.token_hex(8)}")
+    draft.symlink_to(run.name)
+    draft.replace(run.with_name("latest"))
+
+
+def changes_since_last_start(run: Path) -> list[str]:
+    """'train.epochs 2 -> 4' for every key that this start's config has otherwise than the one before."""
+    earlier = sorted((run / "starts").glob(f"*/{CONFIG}"))
+    if not earlier:
+        return []
+    try:
+        before, now = (dict(flat(read_yaml(path, "config file"))) for path in (earlier[-1], run / CONFIG))
+    except FormatError:  # damaged since: nothing that this start needs
+        return []
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    return [f"{key} {before.get(key)} -> {now.get(key)}" for key in keys]
+
+
+def environment(world_size: int) -> dict[str, object]:
+    versions = {}
+    for package in ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "torchmetrics", "dlrm_autoshard"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "job": job_of_this_process(),
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "world_size": world_size,
+        "versions": versions,
+        "commit": commit(),
+        "command": sys.orig_argv,
+    }
+
+
+def commit() -> str | None:
+    """Of the checkout that this code runs from; '-dirty' where it has uncommitted changes. None for a wheel."""
+    repository = Path(__file__).parents[2]
+    if not (repository / ".git").exists():
+        return None
+    try:
+        git = ["git", "-C", str(repository), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+        return subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
