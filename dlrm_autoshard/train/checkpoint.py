@@ -27,7 +27,6 @@ from dlrm_autoshard.train.digest import ALGORITHM
 from dlrm_autoshard.train.manifest import (
     EXTRA,
     MANIFEST,
-    SCHEMA,
     CheckpointError,
     DamagedCheckpoint,
     Manifest,
@@ -36,6 +35,7 @@ from dlrm_autoshard.train.manifest import (
     bytes_digest,
     check_shapes,
     folder_name,
+    name_and_columns,
     read_extra,
     read_manifest,
 )
@@ -50,8 +50,9 @@ class Checkpoints:
     """The checkpoints of one run, in one folder that all ranks see. Methods are collectives unless they say so.
 
     Tensors have names that depend on the model alone (`tables.user.weight`, `dense.over_mlp.0.bias`), so that whoever
-    owns a table later finds it. A checkpoint is written beside its final name, fsynced, and renamed when rank 0 sees
-    every file of every rank: a folder with the final name is whole.
+    owns a table later finds it. A rank that owns columns of one writes and reads `tables.user[0:64].weight`; of the
+    whole table the checkpoint is all the same. It is written beside its final name, fsynced, and renamed when rank 0
+    sees every file of every rank: a folder with the final name is whole.
     """
 
     def __init__(
@@ -236,7 +237,7 @@ class Checkpoints:
     def load(
         self, path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[SavedState, Any]:
-        """Fills `tensors` (this rank's) in place; returns (state, extra). shapes: of every tensor of the model.
+        """Fills `tensors` (this rank's) in place; returns (state, extra). shapes: of every (whole) tensor of the model.
 
         CheckpointError, with nothing loaded, where it is of another model; DamagedCheckpoint, on all ranks and perhaps
         with some tensors loaded, where its bytes are not those that were written.
@@ -245,7 +246,8 @@ class Checkpoints:
         def check() -> tuple[Manifest, Any]:
             manifest = read_manifest(path)
             check_shapes(path, manifest.shapes(), shapes)
-            for name, tensor in tensors.items():
+            for key, tensor in tensors.items():
+                name, _ = name_and_columns(key)
                 if str(tensor.dtype) != f"torch.{manifest.tensors[name].dtype}":
                     raise CheckpointError(
                         f"checkpoint '{path}' is of another model: {name} is {manifest.tensors[name].dtype}, the "
@@ -295,14 +297,7 @@ def _manifest(draft: Path, state: SavedState, extra: bytes, saved: list[dict[str
             what = "no such file" if found is None else f"{found} bytes"
             raise OSError(0, f"rank {rank} has written {sizes[name]} bytes to '{name}', rank 0 sees {what}")
         tensors = own | tensors  # the lowest rank's, where several have one
-    return Manifest(
-        schema=SCHEMA,
-        state=state,
-        algorithm=ALGORITHM,
-        files=sizes,
-        extra=bytes_digest(extra),
-        tensors=tensors,
-    )
+    return Manifest.of(state, ALGORITHM, sizes, bytes_digest(extra), tensors)
 
 
 def step_of(path: Path) -> int:

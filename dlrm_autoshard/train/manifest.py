@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from pydantic import NonNegativeInt
 
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.tables import Shard
 from dlrm_autoshard.train.digest import ALGORITHMS
 
 MANIFEST, EXTRA = "manifest.json", "extra.json"
-SCHEMA = 2
-"""Of a checkpoint. 1 was torch.distributed.checkpoint's own format, which holds pickles."""
+SCHEMA, SPLIT_SCHEMA = 2, 3
+"""Of a checkpoint; the second where ranks wrote columns of a table. 1 was torch.distributed.checkpoint's own format,
+which holds pickles."""
 
 
 class CheckpointError(UserError):
@@ -37,12 +39,21 @@ class _Strict(pydantic.BaseModel):
 
 
 class Chunk(_Strict):
-    """Bytes [offset, offset + bytes) of a file; a tensor's chunks in their order are its bytes, row-major."""
+    """Bytes [offset, offset + bytes) of a file; a tensor's chunks in their order are its bytes, row-major.
+
+    columns: [start, stop) of the tensor's, if not all: the chunks of these columns are their bytes. Of what is kept a
+    row, each part of a split table has its own, for its columns.
+    """
 
     file: str = pydantic.Field(pattern=r"^rank_\d{5}\.bin$")
     offset: NonNegativeInt
     bytes: NonNegativeInt
     digest: str
+    columns: list[NonNegativeInt] | None = pydantic.Field(default=None, min_length=2, max_length=2)
+
+    @pydantic.model_serializer(mode="wrap")
+    def _columns_where_split(self, handler: Callable[[Chunk], dict[str, Any]]) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if value is not None}
 
 
 class SavedTensor(_Strict):
@@ -81,8 +92,37 @@ class Manifest(_Strict):
         record = self.model_dump(by_alias=True)
         return json.dumps({"digest": _digest(record), **record}).encode()
 
+    @staticmethod
+    def of(
+        state: SavedState, algorithm: str, files: dict[str, int], extra: str, saved: Mapping[str, SavedTensor]
+    ) -> Manifest:
+        """saved: under the names of the ranks that wrote them, which may be of parts: `tables.item[0:64].weight`."""
+        tensors: dict[str, SavedTensor] = {}
+        for key, part in saved.items():
+            name, columns = name_and_columns(key)
+            if columns is None:
+                tensors[name] = part
+                continue
+            others = tensors.get(name)
+            width = max([columns[1], *(others.shape[1:] if others else ())])
+            shape = [part.shape[0]] + [width] * (len(part.shape) - 1)
+            chunks = [chunk.model_copy(update={"columns": list(columns)}) for chunk in part.chunks]
+            tensors[name] = SavedTensor(
+                dtype=part.dtype, shape=shape, chunks=(others.chunks if others else []) + chunks
+            )
+        split = any(chunk.columns for tensor in tensors.values() for chunk in tensor.chunks)
+        schema = SPLIT_SCHEMA if split else SCHEMA
+        return Manifest(schema=schema, state=state, algorithm=algorithm, files=files, extra=extra, tensors=tensors)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+
+def name_and_columns(key: str) -> tuple[str, tuple[int, int] | None]:
+    """A rank's `tables.item[0:64].weight` is columns 0 to 64 of `tables.item.weight`."""
+    owner, dot, tensor = key.rpartition(".")
+    shard = Shard.parse(owner)
+    return f"{shard.table}{dot}{tensor}", shard.columns
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -102,9 +142,10 @@ def read_manifest(path: Path) -> Manifest:
     if not isinstance(record, dict):
         raise DamagedCheckpoint(f"checkpoint file '{file}' is damaged: it is not a JSON object.")
     digest = record.pop("digest", None)
-    if record.get("schema") != SCHEMA:
+    if record.get("schema") not in (SCHEMA, SPLIT_SCHEMA):
         raise DamagedCheckpoint(
-            f"checkpoint file '{file}': schema is {record.get('schema')!r}; this version reads {SCHEMA}."
+            f"checkpoint file '{file}': schema is {record.get('schema')!r}; this version reads {SCHEMA} and "
+            f"{SPLIT_SCHEMA}."
         )
     if digest != _digest(record):
         raise DamagedCheckpoint(f"checkpoint file '{file}' is damaged: its digest is not that of its contents.")

@@ -22,7 +22,7 @@ from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.storage import state_shapes
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import Shard, TableConfig
 from dlrm_autoshard.train.checkpoint import Checkpoints, step_of
 from dlrm_autoshard.train.manifest import CheckpointError, SavedState, check_same, read_manifest
 from dlrm_autoshard.train.random_state import random_state, restore_random_state
@@ -98,7 +98,7 @@ class TrainingState:
         return f"Last good checkpoint: {self.checkpoints.latest(before) or 'none'}."
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything this rank saves and loads, by names that no placement changes."""
+        """Everything this rank saves and loads; parts of tables by their names, which checkpoints know."""
         own = {
             f"tables.{name}.{key}": value
             for name in self.embeddings.plan.tables_on(self.runtime.rank)
@@ -139,9 +139,10 @@ def plan_of(checkpoint: Path | None, tables: Sequence[TableConfig]) -> ShardingP
     if saved is None:
         return None
     plan = ShardingPlan.from_json(saved)
+    names, saved_names = {table.name for table in tables}, {shard.table for shard in map(Shard.parse, plan.rank_of)}
     check_same(
         checkpoint,
-        [f"table '{table.name}' is not in it" for table in tables if table.name not in plan.rank_of]
-        + [f"table '{name}' is not in the model" for name in sorted(set(plan.rank_of) - {t.name for t in tables})],
+        [f"table '{name}' is not in it" for name in sorted(names - saved_names)]
+        + [f"table '{name}' is not in the model" for name in sorted(saved_names - names)],
     )
     return plan

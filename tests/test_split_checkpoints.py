@@ -1,0 +1,111 @@
+"""A checkpoint knows no splits: whoever wrote which columns of a table, and whoever wants which."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dlrm_autoshard.plan import ShardingPlan, shard_tables
+from dlrm_autoshard.tables import Shard, TableConfig
+from dlrm_autoshard.train import tensor_file
+from dlrm_autoshard.train.digest import ALGORITHM
+from dlrm_autoshard.train.manifest import DamagedCheckpoint, Manifest, SavedState, SavedTensor, read_manifest
+from dlrm_autoshard.train.tensor_file import read_tensors, write_tensors
+from tests.split_plans import plans_of
+
+TABLES = (TableConfig("user", 37, 16), TableConfig("item", 11, 44))
+
+
+def values_of(plan: ShardingPlan, rank: int, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `rank` holds of tables whose elements say where they are, and a number a row and part."""
+    found: dict[str, Tensor] = {}
+    for table in shard_tables(TABLES, plan):
+        if plan.rank_of[table.name] == rank:
+            start, stop = table.columns
+            number = torch.arange(table.num_embeddings)[:, None] * 1000.0 + torch.arange(start, stop)
+            found[f"tables.{table.name}.weight"] = number
+            found[f"tables.{table.name}.momentum1"] = rows[table.name]
+    return found
+
+
+def saved_by(plan: ShardingPlan, folder: Path, rows: dict[str, Tensor]) -> Manifest:
+    folder.mkdir()
+    saved: dict[str, SavedTensor] = {}
+    for rank in range(plan.world_size):
+        saved |= write_tensors(folder / f"rank_{rank:05d}.bin", values_of(plan, rank, rows))
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    manifest = Manifest.of(SavedState(step=3, plan=plan.to_json()), ALGORITHM, files, "", saved)
+    (folder / "manifest.json").write_bytes(manifest.to_bytes())
+    return read_manifest(folder)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans_of(TABLES, 3, 4), plans_of(TABLES, 2, 4), st.sampled_from([52, 64, 400, 1 << 20]))
+def test_any_columns_are_read_from_whatever_columns_were_written(
+    tmp_path_factory: pytest.TempPathFactory, wrote: ShardingPlan, wants: ShardingPlan, chunk: int
+) -> None:
+    """chunk: bytes, which end within rows."""
+    folder = tmp_path_factory.mktemp("run") / "step_00000003"
+    draw = np.random.default_rng(0)
+    rows = {table.name: torch.tensor(draw.random(table.num_embeddings), dtype=torch.float32)
+            for table in shard_tables(TABLES, wrote)}  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_file, "CHUNK", chunk)
+        manifest = saved_by(wrote, folder, rows)
+    assert manifest.shapes() == {
+        name: shape
+        for table in TABLES
+        for name, shape in (
+            (f"tables.{table.name}.weight", (table.num_embeddings, table.embedding_dim)),
+            (f"tables.{table.name}.momentum1", (table.num_embeddings,)),
+        )
+    }
+    for rank in range(wants.world_size):
+        expected = values_of(wants, rank, {table.name: mean_of(rows, table) for table in shard_tables(TABLES, wants)})
+        found = {name: torch.full_like(value, -1.0) for name, value in expected.items()}
+        read_tensors(folder, manifest, found)
+        for name, value in expected.items():
+            if name.endswith("weight"):
+                assert torch.equal(found[name], value)
+            else:
+                torch.testing.assert_close(found[name], value)
+    again = {name: torch.zeros_like(value) for name, value in values_of(wrote, 0, rows).items()}
+    read_tensors(folder, manifest, again)
+    assert all(torch.equal(value, again[name]) for name, value in values_of(wrote, 0, rows).items())
+
+
+def mean_of(rows: dict[str, Tensor], wanted: TableConfig) -> Tensor:
+    """By columns, of the parts that have some of it."""
+    total = torch.zeros(wanted.num_embeddings, dtype=torch.float64)
+    for column in range(*wanted.columns):
+        shard = Shard(Shard.parse(wanted.name).table, (column, column + 1))
+        [part] = [value for name, value in rows.items() if Shard.parse(name) & shard is not None]
+        total += part.double()
+    return (total / wanted.embedding_dim).float()
+
+
+def test_a_checkpoint_without_splits_is_written_as_before(tmp_path: Path) -> None:
+    plan = ShardingPlan({"user": 0, "item": 1}, 2)
+    rows = {table.name: torch.zeros(table.num_embeddings) for table in TABLES}
+    saved_by(plan, tmp_path / "step_00000003", rows)
+    record = json.loads((tmp_path / "step_00000003" / "manifest.json").read_text())
+    assert record["schema"] == 2 and "columns" not in json.dumps(record)
+
+
+def test_columns_that_nobody_wrote_are_named(tmp_path: Path) -> None:
+    plan = ShardingPlan({"user": 0, "item[0:8]": 0, "item[8:44]": 1}, 2)
+    rows = {table.name: torch.zeros(table.num_embeddings) for table in shard_tables(TABLES, plan)}
+    manifest = saved_by(plan, tmp_path / "step_00000003", rows)
+    assert json.loads((tmp_path / "step_00000003" / "manifest.json").read_text())["schema"] == 3
+    item = manifest.tensors["tables.item.weight"]
+    lost = item.model_copy(update={"chunks": [chunk for chunk in item.chunks if chunk.columns != [0, 8]]})
+    manifest = manifest.model_copy(update={"tensors": {**manifest.tensors, "tables.item.weight": lost}})
+    with pytest.raises(DamagedCheckpoint, match=r"'tables\.item.weight' lacks 8 of columns 0 to 44"):
+        read_tensors(tmp_path / "step_00000003", manifest, {"tables.item.weight": torch.zeros(11, 44)})
