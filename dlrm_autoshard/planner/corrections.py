@@ -25,6 +25,10 @@ from dlrm_autoshard.tables import TableConfig
 
 CHANGE = 0.05
 """Chance that ranks are no longer as they were an interval ago."""
+SLOW = 0.1
+"""Slow ranks that are expected among all of a job, in each era."""
+FAST = 0.05
+"""Fast ones, to a slow one: what else a rank's core does takes time."""
 REMEMBERED = 16
 """Profiles conditioned on."""
 
@@ -135,7 +139,9 @@ class Corrections:
         covariance = rows.covariance(rows, spreads, frozenset()) + noise + spreads.noise**2 * np.eye(len(values))
         keys = rows.rank_keys
         causes = {int(key): np.flatnonzero(keys == key) for key in np.unique(keys[keys >= 0])}
-        return condition(covariance, values, causes, spreads.slow_rank**2)
+        ranks = max(2, len(np.unique(rows.rank_N[rows.rank_N >= 0])))
+        price = -float(np.log(SLOW / ranks))
+        return condition(covariance, values, causes, spreads.slow_rank**2, price, price - float(np.log(FAST)))
 
     def _condition(self, observed: Observed) -> None:
         table_T2: np.ndarray | None = None

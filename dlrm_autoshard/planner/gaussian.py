@@ -37,9 +37,11 @@ def condition(
     causes: Mapping[int, np.ndarray] | None = None,
     variance: float = 0.0,
     least_gain: float = 3.0,
+    least_gain_below: float | None = None,
 ) -> Posterior:
     """Zero-mean normal values with that covariance. causes: groups of observations (indices by key), each with
-    something in common that is 0, or has `variance` where that makes the observations likelier by e^least_gain."""
+    something in common that is 0, or has `variance` where that makes the observations likelier by e^least_gain
+    (least_gain_below: where it is negative; by default as much)."""
     inverse = np.linalg.inv(covariance_NN)
     inverse = (inverse + inverse.T) / 2
     log_determinant = float(np.linalg.slogdet(covariance_NN)[1])
@@ -52,16 +54,17 @@ def condition(
         for key, members in left.items():
             own = float(inverse[np.ix_(members, members)].sum())
             pull = float(weights[members].sum())
-            gain = 0.5 * variance * pull**2 / (1 + variance * own) - 0.5 * np.log1p(variance * own) - least_gain
-            gains[key] = (gain + (np.log(2) if pull > 0 else 0.0), own)  # slow ranks are commoner than fast ones
+            price = least_gain if pull > 0 or least_gain_below is None else least_gain_below
+            gain = 0.5 * variance * pull**2 / (1 + variance * own) - 0.5 * np.log1p(variance * own) - price
+            gains[key] = (gain, own, price)
         key = max(gains, key=lambda k: gains[k][0])
-        gain, own = gains[key]
-        if gain <= np.log(2):
+        gain, own, price = gains[key]
+        if gain <= 0:
             break
         row = inverse[left.pop(key)].sum(axis=0)
         inverse = inverse - np.outer(row, row) * (variance / (1 + variance * own))
         log_determinant += float(np.log1p(variance * own))
-        bonus -= least_gain
+        bonus -= price
         large.add(key)
     weights = inverse @ values_N
     evidence = -0.5 * (float(values_N @ weights) + log_determinant) + bonus
