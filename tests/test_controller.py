@@ -24,11 +24,11 @@ from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import Gain
-from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.jsonl import read_jsonl
-from dlrm_autoshard.tables import TableConfig, TableStats
+from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 
 BATCH, STEPS, DENSE_MS = 2048, 500, 4.0
 
@@ -43,8 +43,15 @@ def unhurried_searches(monkeypatch: pytest.MonkeyPatch) -> None:
 class Training:
     """Intervals of a simulated job, with resharding in it. records: its decisions.jsonl."""
 
-    def __init__(self, seed: int = 0, world_size: int = 2, noise: float = 0.01, num_tables: int = 24) -> None:
-        draw = np.random.default_rng(seed)
+    def __init__(
+        self,
+        seed: int = 0,
+        world_size: int = 2,
+        noise: float = 0.01,
+        num_tables: int = 24,
+        splits: Splits = Splits(),
+    ) -> None:
+        draw, self.splits = np.random.default_rng(seed), splits
         self.tables = [
             TableConfig(f"t{i}", int(10 ** draw.uniform(3, 6)), 4 * int(draw.integers(4, 32)))
             for i in range(num_tables)
@@ -71,7 +78,7 @@ class Training:
 
     @property
     def task(self) -> PlacementTask:
-        return PlacementTask.build(self.tables, self.stats, self.topology, batch_size=BATCH)
+        return PlacementTask.build(self.tables, self.stats, self.topology, batch_size=BATCH, splits=self.splits)
 
     def start_plan(self) -> ShardingPlan:
         """As a job starts: finalists measured on the ranks."""
@@ -94,7 +101,7 @@ class Training:
         if decision.new_plan is not None:
             moves = self.plan.moves_to(decision.new_plan)
             self.plan = decision.new_plan
-            moved = sum(self.bytes_of[move.table] for move in moves)
+            moved = sum(self.bytes_of[Shard.parse(move.table).table] for move in moves)
             decision = self.controller.moved(moved, 0.1 + moved / 1e9)
         return decision
 
@@ -113,6 +120,30 @@ class Training:
                     if self.true_ms(other) < self.true_ms(best) - 1e-9:
                         best, improved = other, True
         return self.true_ms(best)
+
+    def best_known_split_ms(self, table: TableConfig) -> float:
+        """With `table` in 1, 2 or 4 parts: moves one by one from a longest-first start, by the exact costs."""
+        best_ms = float("inf")
+        for parts in (1, 2, 4):
+            width = table.embedding_dim // parts
+            pieces = [table.part(i * width, (i + 1) * width) for i in range(parts)]
+            shards = [*pieces, *(other for other in self.tables if other is not table)]
+            order = sorted(shards, key=lambda t: -t.embedding_dim * self.stats_of(t).mean_pooling)
+            load, rank_of = [0.0] * self.topology.world_size, dict.fromkeys((t.name for t in shards), 0)
+            for shard in order:
+                rank = load.index(min(load))
+                rank_of[shard.name] = rank
+                load[rank] += shard.embedding_dim * self.stats_of(shard).mean_pooling
+            plan = ShardingPlan(rank_of, len(load)).ordered([t.name for t in self.tables])
+            moves = [(t.name, rank) for t in shards for rank in range(len(load))]
+            for name, rank in [*moves, *moves]:
+                other = ShardingPlan({**plan.rank_of, name: rank}, len(load))
+                plan = min(plan, other, key=self.true_ms)
+            best_ms = min(best_ms, self.true_ms(plan))
+        return best_ms
+
+    def stats_of(self, table: TableConfig) -> TableStats:
+        return self.stats[[t.name for t in self.tables].index(Shard.parse(table.name).table)]
 
     def _many_plans(self) -> Sequence[ShardingPlan]:
         return [p for p, _ in self.planner.propose(self.task, self.plan)]
@@ -312,6 +343,22 @@ def test_a_move_larger_than_the_limit_goes_in_parts_none_of_them_slower() -> Non
     assert len(parts) >= 3 and all("; a part of" in part.text for part in parts)
     assert all(after <= before * 1.03 for before, after in itertools.pairwise(costs))
     assert costs[-1] <= 1.08 * job.best_known_ms()
+
+
+def test_a_table_that_becomes_dominant_is_split_live_within_two_decisions() -> None:
+    job = Training(2, world_size=4, splits=Splits(max_parts=4, min_dim=16))
+    job.tables[0] = TableConfig("t0", 200_000, 128)
+    job.bytes_of["t0"] = job.tables[0].weight_bytes
+    job.plan, job.controller = job.start_plan(), job.make_controller()
+    job.run(2)
+    assert not job.plan.split_tables
+    lookups = sum(t.embedding_dim * s.mean_pooling for t, s in zip(job.tables[1:], job.stats[1:], strict=True))
+    job.stats[0] = TableStats(lookups / 128, batch_size=BATCH)
+    whole_ms = job.true_ms(job.plan)
+    job.run(2)
+    assert "t0" in job.plan.split_tables
+    assert job.best_known_split_ms(job.tables[0]) / job.true_ms(job.plan) >= 0.95
+    assert job.true_ms(job.plan) < 0.8 * whole_ms
 
 
 def test_where_no_part_of_a_move_is_small_enough_it_says_so() -> None:

@@ -103,11 +103,11 @@ def test_a_table_that_fits_no_rank_whole_is_split_and_without_splits_it_is_named
     tables, stats = [TableConfig("huge", 1_000_000, 128), TableConfig("small", 1000, 32)], [TableStats(2.0)] * 2
     need = task_of(tables, stats, 2).table_bytes["huge"]
     memory = (int(0.6 * need),) * 2
-    for splits in (FOUR, Splits(4, 16, allowed=False)):  # there is no plan but with parts
-        plan = Planner().plan(task_of(tables, stats, 2, splits, memory=memory)).plan
-        assert plan.split_tables == ("huge",) and len(plan.ranks_of("huge")) == 2
-    with pytest.raises(PlanError, match="'huge' needs"):
-        Planner().plan(task_of(tables, stats, 2, Splits(), memory=memory))
+    plan = Planner().plan(task_of(tables, stats, 2, FOUR, memory=memory)).plan
+    assert plan.split_tables == ("huge",) and len(plan.ranks_of("huge")) == 2
+    for splits in (Splits(), Splits(4, 16, allowed=False)):
+        with pytest.raises(PlanError, match="'huge' needs"):
+            Planner().plan(task_of(tables, stats, 2, splits, memory=memory))
 
 
 def test_auto_never_returns_a_split_plan_that_its_evidence_calls_slower_than_an_unsplit_one() -> None:

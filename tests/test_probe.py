@@ -179,6 +179,9 @@ def _measure_on_ranks(rank: int, world_size: int) -> tuple[list[StepProfile], li
     plans = [
         ShardingPlan({name: i % 2 for i, name in enumerate(names)}, world_size),
         ShardingPlan({name: i % 3 for i, name in enumerate(names)}, world_size),
+        ShardingPlan(
+            {"t_0[0:8]": 0, f"t_0[8:{pool.tables[0].embedding_dim}]": 2} | {n: 1 for n in names[1:]}, world_size
+        ),
     ]
     probe = RankProbe(_runtime(), pool.tables, pool.stats, 3 * 128, ShardProbe(buffer_gib=0.01, repeats=2))
     return probe.on_rank_zero(

@@ -22,6 +22,7 @@ from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import PlanError, ShardingPlan, gib
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.tables import Shard
 
 
 @dataclass
@@ -67,7 +68,7 @@ class MoveChooser:
             found = self.planner.propose(task, plan, budget_seconds=self.trigger.search_seconds / 2)
         except PlanError as error:  # no reason to stop training under a plan that works
             return replace(base, why=str(error))
-        candidates = [candidate.ordered(list(plan.rank_of)) for candidate, _ in found]
+        candidates = [candidate.ordered(task.names) for candidate, _ in found]
         if self.target is not None and self.target != plan:
             candidates.append(self.target)
         proposals = self.proposals(task, interval, plan, candidates)
@@ -98,8 +99,8 @@ class MoveChooser:
         planned = step_cost_ms(interval.profile.ranks) / interval.step_ms
         proposals = []
         for candidate, gain in zip(candidates, self.planner.gains(task, plan, candidates), strict=True):
-            tables = [move.table for move in plan.moves_to(candidate)]
-            num_bytes = sum(self.bytes_of[table] for table in tables)
+            moving_bytes = self._moving(task, plan, candidate)
+            tables, num_bytes = list(moving_bytes), sum(moving_bytes.values())
             proposals.append(
                 Proposal(
                     candidate,
@@ -127,7 +128,8 @@ class MoveChooser:
         limit = self._most_bytes
         assert limit is not None
         cost_ms = self.planner.step_costs(task)
-        part = first_part(plan, whole.plan, self.bytes_of, limit, cost_ms, task.allows, task.constraints)
+        moving_bytes = self._moving(task, plan, whole.plan)
+        part = first_part(plan, whole.plan, moving_bytes, limit, cost_ms, task.allows, task.constraints)
         said = f"{moving(whole.tables, whole.bytes)}: {gains(whole.gain)}"
         if isinstance(part, str):
             why = f"it moves {said}, at most {gib(limit)} may move at a time, and {part}"
@@ -137,6 +139,17 @@ class MoveChooser:
         [proposal] = self.proposals(task, interval, plan, [part])
         said = f"a part of {said}; at most {gib(limit)} may move at a time"
         return replace(_moved(base, proposal, plan), part_of=said)
+
+    def _moving(self, task: PlacementTask, plan: ShardingPlan, candidate: ShardingPlan) -> dict[str, int]:
+        """Bytes that move of each table, all of its parts."""
+        dims = {table.name: table.embedding_dim for table in task.tables}
+        found: dict[str, int] = {}
+        for move in plan.moves_to(candidate):
+            shard = Shard.parse(move.table)
+            start, stop = shard.columns or (0, dims[shard.table])
+            moved = -(-self.bytes_of[shard.table] * (stop - start) // dims[shard.table])
+            found[shard.table] = found.get(shard.table, 0) + moved
+        return found
 
     @property
     def _most_bytes(self) -> int | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.plan import Constraints, ShardingPlan, gib
+from dlrm_autoshard.tables import Shard
 
 Group = tuple[str, ...]
 
@@ -26,9 +27,11 @@ def first_part(
     legal: Callable[[ShardingPlan], bool],
     constraints: Constraints = Constraints(),
 ) -> ShardingPlan | str:
-    """Tables go one after another, each time the one whose move leaves the least cost; where none may go alone (two
+    """bytes_of: what moves of each table, all of its parts, which is split or merged at once.
+
+    Tables go one after another, each time the one whose move leaves the least cost; where none may go alone (two
     full ranks swap), two at once. The best of the plans on the way is the part."""
-    groups = _groups([move.table for move in plan.moves_to(target)], constraints)
+    groups = _groups(list(dict.fromkeys(Shard.parse(move.table).table for move in plan.moves_to(target))), constraints)
     too_large = [group for group in groups if _size(group, bytes_of) > max_bytes]
     if not groups:
         return "no table moves"
@@ -83,7 +86,12 @@ def _groups(tables: Sequence[str], constraints: Constraints) -> list[Group]:
 
 
 def _moved(plan: ShardingPlan, target: ShardingPlan, tables: Iterable[str]) -> ShardingPlan:
-    return ShardingPlan({**plan.rank_of, **{t: target.rank_of[t] for t in tables}}, plan.world_size)
+    chosen = set(tables)
+    mixed: dict[str, int] = {}
+    for table in dict.fromkeys(Shard.parse(name).table for name in plan.rank_of):
+        of = target if table in chosen else plan
+        mixed |= {str(shard): of.rank_of[str(shard)] for shard in of.parts_of(table)}
+    return ShardingPlan(mixed, plan.world_size)
 
 
 def _size(tables: Iterable[str], bytes_of: Mapping[str, int]) -> int:

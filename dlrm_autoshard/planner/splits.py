@@ -38,9 +38,9 @@ class Splitted:
 
 
 def fitting(task: PlacementTask) -> PlacementTask:
-    """The task itself where a legal plan exists; else with its largest tables split until one does. PlanError, of the
-    task as it was asked, where splitting brings none."""
-    if task.topology.memory_bytes is None or task.splits.max_parts <= 1:
+    """The task itself where a legal plan exists, or tables may not be split; else with its largest tables split until
+    one does. PlanError, of the task as it was asked, where splitting brings none."""
+    if task.topology.memory_bytes is None or task.splits.max_parts <= 1 or not task.splits.allowed:
         return task
     refusal: PlanError | None = None
     split = task

@@ -46,8 +46,8 @@ class Units:
 class Splits:
     """Which tables may be split by columns. max_parts: of one table; 1: none are. min_dim: columns of a part.
 
-    allowed: False where parts would train another model (each with its own row-wise Adagrad): only tables that fit no
-    rank whole are split then, and results say what splits would bring. optimizer: whose state parts carry.
+    allowed: False where parts would train another model (each with its own row-wise Adagrad): results say what splits
+    would bring then. optimizer: whose state parts carry.
     """
 
     max_parts: int = 1

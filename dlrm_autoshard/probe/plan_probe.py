@@ -12,11 +12,10 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, step_cost_ms
 from dlrm_autoshard.distributed.exchange import Exchange
@@ -26,12 +25,13 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, relative_spread
-from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats
+from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats
 
 T = TypeVar("T")
 Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
 
 _STOP, _PLANS, _SHARDS = 0, 1, 2  # what rank 0 asks of the others
+_NO_REQUEST: tuple[int, list[Any]] | None = None
 _ROUNDS, _ROUNDS_SECONDS = 2, 3.0
 """Times that each of several plans is measured, in turns with the others, so that when the machine is slow for a moment
 all of them are; the median counts. No round but the first begins after so many seconds."""
@@ -66,6 +66,7 @@ class IsolatedProbe:
     ) -> None:
         self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size
         self._probe, self._exchange, self._rounds = probe, exchange, rounds
+        self._pairs = {table.name: (table, stat) for table, stat in zip(tables, stats, strict=True)}
         self.shard_times: dict[frozenset[str], list[ShardTime]] = {}
 
     def measure(self, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
@@ -79,15 +80,16 @@ class IsolatedProbe:
     def measure_shard(self, names: Iterable[str]) -> ShardTime:
         """Measures a shard (again): repetitions are kept, and their median counts."""
         wanted = frozenset(names)
-        chosen = [(t, s) for t, s in zip(self.tables, self.stats, strict=True) if t.name in wanted]
+        chosen = [self._pair(name) for name in sorted(wanted, key=self._order)]
         measured = self._probe.measure([t for t, _ in chosen], [s for _, s in chosen], self.batch_size)
         self.shard_times.setdefault(wanted, []).append(measured)
         return measured
 
     def profile(self, plan: ShardingPlan) -> StepProfile:
         """The profile from what has been measured of the plan's shards."""
-        dim_of = {table.name: table.embedding_dim for table in self.tables}
-        dims = np.array([sum(dim_of[name] for name in plan.tables_on(rank)) for rank in range(plan.world_size)])
+        dims = np.array(
+            [sum(self._pair(n)[0].embedding_dim for n in plan.tables_on(rank)) for rank in range(plan.world_size)]
+        )
         forward_ms, backward_ms = self._exchange.ms(dims.astype(np.float64), self.batch_size)
         ranks, noise = [], 0.0
         for rank in range(plan.world_size):
@@ -103,6 +105,16 @@ class IsolatedProbe:
             again = relative_spread([t.fwd_compute_ms + t.bwd_compute_ms for t in times])
             noise = max(noise, again, float(np.median([t.noise for t in times])))
         return StepProfile(plan, self.tables, self.stats, self.batch_size, tuple(ranks), "probe", noise)
+
+    def _pair(self, name: str) -> tuple[TableConfig, TableStats]:
+        """A table, or a part of one, with the table's statistics."""
+        shard = Shard.parse(name)
+        table, stats = self._pairs[shard.table]
+        return table.part(*shard.columns) if shard.columns else table, stats
+
+    def _order(self, name: str) -> tuple[int, tuple[int, int]]:
+        shard = Shard.parse(name)
+        return list(self._pairs).index(shard.table), shard.columns or (0, 0)
 
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -158,81 +170,66 @@ class RankProbe:
 
     def measure(self, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
         """Rank 0: each plan's profile, measured by all ranks together."""
-        names = [table.name for table in self.tables]
-        placements = [[plan.rank_of[name] for name in names] for plan in plans]
         deadline = time.perf_counter() + _ROUNDS_SECONDS
         rounds: list[list[StepProfile]] = []
         while not rounds or (len(rounds) < _ROUNDS and time.perf_counter() < deadline):
-            self._ask(_PLANS, placements)
-            rounds.append([self._measure_plan(placement) for placement in placements])
+            self._ask(_PLANS, [plan.to_json() for plan in plans])
+            rounds.append([self._measure_plan(plan) for plan in plans])
         return [median_profile(profiles) for profiles in zip(*rounds, strict=True)]
 
     def measure_shards(self, shards: Sequence[Sequence[int]]) -> list[ShardTime]:
         """Rank 0: times of sets of tables (by number), dealt out over the ranks, which measure at the same time."""
-        masks = [[int(table in set(shard)) for table in range(len(self.tables))] for shard in shards]
-        self._ask(_SHARDS, masks)
-        return self._measure_shards(masks)
+        self._ask(_SHARDS, [list(shard) for shard in shards])
+        return self._measure_shards(shards)
 
     # -- every rank --------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while True:
-            request, rows = self._hear()
+            request, asked = self._runtime.broadcast(_NO_REQUEST)
             if request == _STOP:
                 return
             # A ProbeError has reached rank 0 as well, which decides what to make of it; this rank goes on serving.
             with contextlib.suppress(ProbeError):
                 if request == _PLANS:
-                    for placement in rows:
-                        self._measure_plan(placement)
+                    for plan in asked:
+                        self._measure_plan(ShardingPlan.from_json(plan))
                 else:
-                    self._measure_shards(rows)
+                    self._measure_shards(asked)
 
-    def _ask(self, request: int, rows: list[list[int]]) -> None:
-        dist.broadcast(torch.tensor([request, len(rows)]), src=0, group=self._runtime.control)
-        if rows:
-            dist.broadcast(torch.tensor(rows), src=0, group=self._runtime.control)
+    def _ask(self, request: int, asked: list[Any]) -> None:
+        self._runtime.broadcast((request, asked))
 
-    def _hear(self) -> tuple[int, list[list[int]]]:
-        header = torch.zeros(2, dtype=torch.int64)
-        dist.broadcast(header, src=0, group=self._runtime.control)
-        request, count = header.tolist()
-        rows = torch.zeros(count, len(self.tables), dtype=torch.int64)
-        if count:
-            dist.broadcast(rows, src=0, group=self._runtime.control)
-        return request, rows.tolist()
-
-    def _measure_plan(self, placement: list[int]) -> StepProfile:
+    def _measure_plan(self, plan: ShardingPlan) -> StepProfile:
         runtime = self._runtime
-        plan = ShardingPlan(
-            {table.name: rank for table, rank in zip(self.tables, placement, strict=True)}, runtime.world_size
-        )
+        profile = StepProfile(plan, self.tables, self.stats, self.batch_size, (), "probe")
         # Behind a barrier, so that all ranks compute at the same time, as they do in a step.
         runtime.barrier()
-        mine, failure = self._try_shard([i for i, rank in enumerate(placement) if rank == runtime.rank])
+        pairs = zip(*profile.shards, strict=True)
+        mine, failure = self._try_shard([pair for pair in pairs if plan.rank_of[pair[0].name] == runtime.rank])
         forward, backward = self._measure_exchange(plan)
         rows = self._gather(
             [mine.fwd_compute_ms, np.median(forward), np.median(backward), mine.bwd_compute_ms, mine.noise], failure
         )
         ranks = tuple(RankCost(*row[:4]) for row in rows)
-        return StepProfile(plan, self.tables, self.stats, self.batch_size, ranks, "probe", max(row[4] for row in rows))
+        return replace(profile, ranks=ranks, noise=max(row[4] for row in rows))
 
-    def _measure_shards(self, masks: list[list[int]]) -> list[ShardTime]:
+    def _measure_shards(self, shards: Sequence[Sequence[int]]) -> list[ShardTime]:
         world_size = self._runtime.world_size
         measured: list[ShardTime] = []
-        for first in range(0, len(masks), world_size):
+        for first in range(0, len(shards), world_size):
             self._runtime.barrier()
-            dealt = masks[first : first + world_size]
-            own = dealt[self._runtime.rank] if self._runtime.rank < len(dealt) else []
-            mine, failure = self._try_shard([i for i, chosen in enumerate(own) if chosen])
+            dealt = shards[first : first + world_size]
+            own = sorted(set(dealt[self._runtime.rank])) if self._runtime.rank < len(dealt) else []
+            mine, failure = self._try_shard([(self.tables[i], self.stats[i]) for i in own])
             rows = self._gather([mine.fwd_compute_ms, mine.bwd_compute_ms, mine.noise, mine.repeats], failure)
             measured += [ShardTime(row[0], row[1], row[2], int(row[3])) for row in rows[: len(dealt)]]
         return measured
 
-    def _try_shard(self, shard: list[int]) -> tuple[ShardTime, Exception | None]:
+    def _try_shard(self, shard: Sequence[tuple[TableConfig, TableStats]]) -> tuple[ShardTime, Exception | None]:
         """A failure here (memory, mostly) must not leave the other ranks waiting in a collective."""
         try:
-            tables, stats = [self.tables[i] for i in shard], [self.stats[i] for i in shard]
+            tables, stats = [table for table, _ in shard], [stat for _, stat in shard]
             return self._probe.measure(tables, stats, self.batch_size), None
         except (RuntimeError, ValueError, MemoryError) as error:
             return ShardTime(), error
