@@ -123,6 +123,23 @@ def test_what_runs_on_ranks_knows_no_planner_report_or_trainer() -> None:
             assert not reaches(path, *(f"dlrm_autoshard.{name}" for name in ("planner", "report", "records"))), path
 
 
+def test_a_decision_is_read_in_one_folder_and_one_sitting() -> None:
+    """From what is measured to what is moved; behind it are the planner, which is asked for candidates and their costs,
+    and `reshard`, by which tables travel."""
+    graph: dict[str, set[str]] = {}
+    for one, other in own_imports():
+        graph.setdefault(one, set()).add(other)
+    read: set[str] = set()
+    waiting = ["dlrm_autoshard.autoshard.resharding"]
+    while waiting:
+        module = waiting.pop()
+        if module not in read and module.startswith("dlrm_autoshard.autoshard."):
+            read.add(module)
+            waiting += graph.get(module, ())
+    lines = sum(len(modules()[module].read_text().splitlines()) for module in read)
+    assert len(read) <= 9 and lines <= 1500, (sorted(read), lines)
+
+
 def test_every_layer_says_what_it_is() -> None:
     for path in PACKAGE.rglob("__init__.py"):
         said = ast.get_docstring(ast.parse(path.read_text()))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dlrm_autoshard.autoshard.decision import Decision
-from dlrm_autoshard.autoshard.initial_plan import Placement, from_rank_0, place
+from dlrm_autoshard.autoshard.initial_plan import Placement, place
 from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.autoshard.table_observer import TableObserver
 from dlrm_autoshard.config import parse_config
@@ -63,7 +63,7 @@ class Autoshard:
         self._samples = 0  # of one rank's batch
         self._step = ExitStack()  # the step that is being timed
         bags.on_lookup(self._hear)
-        from_rank_0(self._runtime, lambda: self._claim(state))
+        self._runtime.from_rank_0(lambda: self._claim(state))
         if state is not None:
             self._resume(state)
 

@@ -18,7 +18,6 @@ from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.distributed.reshard_agree import free_memory
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.shared_memory import place as place_of_process
-from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, round_robin
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import PlanResult
@@ -65,7 +64,7 @@ def place(
     known to be right. batch_size: over all ranks. current: a plan that is taken as it is, where it is for these ranks.
     """
     check_settings(settings, [table.name for table in tables], runtime.world_size)
-    stats = from_rank_0(runtime, find_stats)
+    stats = runtime.from_rank_0(find_stats)
     task = PlacementTask.build(
         tables,
         stats,
@@ -101,32 +100,9 @@ def place(
             return result.plan.ordered(task.names), result
         return (settled or given_plan(settings.placement, task)).ordered(task.names), None
 
-    plan, result = from_rank_0(runtime, decide, probe)
+    plan, result = runtime.from_rank_0(decide, None if probe is None else probe.on_rank_zero)
     task.check(plan)
     return Placement(plan, task, planner, result)
-
-
-def from_rank_0(runtime: Runtime, decide: Callable[[], T], probe: RankProbe | None = None) -> T:
-    """What `decide` returns on rank 0, on every rank; an error for people that it raises there, everywhere.
-
-    probe: what `decide` measures with; the other ranks serve it meanwhile.
-    """
-
-    def attempt() -> tuple[T | None, UserError | None]:
-        try:
-            return decide(), None
-        except UserError as error:
-            return None, error
-
-    outcome = None
-    if probe is not None:
-        outcome = probe.on_rank_zero(attempt)
-    elif runtime.rank == 0:
-        outcome = attempt()
-    value, failure = runtime.broadcast(outcome)
-    if failure is not None:
-        raise failure
-    return value  # type: ignore[return-value]
 
 
 # -- what is to be placed, and where ---------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.autoshard.initial_plan import Placement
 from dlrm_autoshard.autoshard.resharding import MoveTo, Resharding
@@ -26,6 +27,7 @@ from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.distributed.movable import ArrivedIds, PlacedTables
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
+from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
 from dlrm_autoshard.records.facts import RankEpoch, rank_file
 from dlrm_autoshard.records.jsonl import append_jsonl
@@ -54,7 +56,13 @@ class Intervals:
         self.stats = placement.task.stats
         self.resharding: Resharding | None = None
         if settings.enabled and settings.reshard.enabled and runtime.world_size > 1:
-            self.resharding = Resharding(settings, runtime, embeddings, move_to, placement, run_dir)
+            controller = None
+            if placement.planner is not None:
+                optimizer = embeddings.config.optimizer.name
+                bytes_of = {t.name: t.weight_bytes + t.optimizer_bytes(optimizer) for t in embeddings.tables}
+                log = DecisionLog(run_dir / "decisions.jsonl")
+                controller = Controller(settings, placement.planner, placement.task, bytes_of, log)
+            self.resharding = Resharding(settings.reshard, runtime, embeddings, move_to, controller, run_dir)
         self.begin(0)
 
     def begin(self, step: int) -> None:

@@ -14,13 +14,11 @@ from typing import Any, Protocol
 
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval
-from dlrm_autoshard.autoshard.initial_plan import Placement, from_rank_0
-from dlrm_autoshard.config import AutoshardConfig
+from dlrm_autoshard.config import ReshardConfig
 from dlrm_autoshard.distributed.movable import PlacedTables
 from dlrm_autoshard.distributed.reshard import ReshardRefused, ReshardStats
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.records.decisions import DecisionLog
 
 
 class MoveTo(Protocol):
@@ -30,25 +28,18 @@ class MoveTo(Protocol):
 
 
 class Resharding:
-    """controller: rank 0's, where there is a planner."""
-
     def __init__(
         self,
-        settings: AutoshardConfig,
+        settings: ReshardConfig,
         runtime: Runtime,
         embeddings: PlacedTables,
         move_to: MoveTo,
-        placement: Placement,
+        controller: Controller | None,
         run_dir: Path,
     ) -> None:
-        self._settings, self._runtime, self._run_dir = settings.reshard, runtime, run_dir
-        self._embeddings, self._move_to = embeddings, move_to
-        self.controller: Controller | None = None
-        if placement.planner is not None:
-            optimizer = embeddings.config.optimizer.name
-            bytes_of = {t.name: t.weight_bytes + t.optimizer_bytes(optimizer) for t in embeddings.tables}
-            log = DecisionLog(run_dir / "decisions.jsonl")
-            self.controller = Controller(settings, placement.planner, placement.task, bytes_of, log)
+        """controller: rank 0's, where there is a planner."""
+        self._settings, self._runtime, self._run_dir = settings, runtime, run_dir
+        self._embeddings, self._move_to, self.controller = embeddings, move_to, controller
 
     def is_due(self, epoch: int) -> bool:
         """After this interval of `epoch`: each one where they are counted in steps, else its last."""
@@ -63,18 +54,18 @@ class Resharding:
                 return None
             return controller.decide(interval, self._embeddings.plan)
 
-        decision = from_rank_0(self._runtime, decide)
+        decision = self._runtime.from_rank_0(decide)
         if decision is None or decision.new_plan is None:
             return decision
         try:
             stats = self._move_to(decision.new_plan, checksums=self._settings.checksums)
         except ReshardRefused as refusal:
             why = str(refusal)
-            return from_rank_0(self._runtime, lambda: controller.refused(why) if controller else decision)
+            return self._runtime.from_rank_0(lambda: controller.refused(why) if controller else decision)
         if self._runtime.rank == 0:
             self._embeddings.plan.save(self._run_dir / "plan" / f"step_{decision.step:08d}.json")
-        return from_rank_0(
-            self._runtime, lambda: controller.moved(stats.bytes, stats.seconds) if controller else decision
+        return self._runtime.from_rank_0(
+            lambda: controller.moved(stats.bytes, stats.seconds) if controller else decision
         )
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -24,7 +24,6 @@ import numpy as np
 import torch.distributed as dist
 
 from dlrm_autoshard.autoshard.decision import Decision, Interval
-from dlrm_autoshard.autoshard.initial_plan import from_rank_0
 from dlrm_autoshard.config import Config, parse_config
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.reshard import reshard
@@ -200,7 +199,7 @@ def main() -> None:
         killer = Killer(arguments.dir, runtime.rank)
         job = frozenset(filter(None, runtime.all_gather(job_of_this_process())))
         claim = claimed_run_dir(config, None, job)
-        run_dir = from_rank_0(runtime, lambda: held.enter_context(claim))
+        run_dir = runtime.from_rank_0(lambda: held.enter_context(claim))
         trainer = MovingTrainer(config, runtime, run_dir, moves=True, killer=killer)
         trainer.run()
         (arguments.dir / f"final_{runtime.rank}.json").write_text(json.dumps(trainer.digests()))

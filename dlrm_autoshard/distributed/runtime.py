@@ -11,10 +11,10 @@ import ctypes
 import gc
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from dlrm_autoshard.distributed.rendezvous import fresh_store
 from dlrm_autoshard.errors import UserError
 
 T = TypeVar("T")
+Outcome = tuple[Any, UserError | None]
 
 
 class RuntimeFailure(UserError):
@@ -113,6 +114,28 @@ class Runtime:
         gathered: list[T | None] = [None] * self.world_size
         dist.all_gather_object(gathered, value, group=self.control)
         return gathered  # type: ignore[return-value]
+
+    def from_rank_0(self, decide: Callable[[], T], attempt: Callable[[Callable[[], Outcome]], Any] | None = None) -> T:
+        """What `decide` returns on rank 0, on every rank; an error for people that it raises there, everywhere.
+
+        attempt: calls on rank 0 what it is given, while the other ranks serve it (a probe's `on_rank_zero`).
+        """
+
+        def tried() -> Outcome:
+            try:
+                return decide(), None
+            except UserError as error:
+                return None, error
+
+        outcome: Outcome | None = None
+        if attempt is not None:
+            outcome = attempt(tried)
+        elif self.rank == 0:
+            outcome = tried()
+        value, failure = self.broadcast(outcome)
+        if failure is not None:
+            raise failure
+        return value
 
     def barrier(self) -> None:
         dist.barrier(group=self.control)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dlrm_autoshard.autoshard.initial_plan import from_rank_0, place
+from dlrm_autoshard.autoshard.initial_plan import place
 from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.distributed.bags import runtime_of
 from dlrm_autoshard.distributed.runtime import Runtime
@@ -97,4 +97,4 @@ def _statistics(collections: Mapping[str, Any], ids: Any, runtime: Runtime) -> t
             stats.append(TableStats(a_sample, found.reuse_histogram, found.mean_reuse, samples))
         return tuple(stats), samples
 
-    return from_rank_0(runtime, measured)
+    return runtime.from_rank_0(measured)

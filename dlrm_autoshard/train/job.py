@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dlrm_autoshard.autoshard.initial_plan import from_rank_0, place
+from dlrm_autoshard.autoshard.initial_plan import place
 from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import Split, label_names_of
@@ -60,8 +60,8 @@ class Job:
             asynchronous=config.checkpoint.asynchronous,
             timeout_seconds=config.run.collective_timeout_seconds,
         )
-        self.resumed_from, self.notes = from_rank_0(
-            runtime, lambda: self.checkpoints.choose(checkpoint, fall_back=fall_back)
+        self.resumed_from, self.notes = runtime.from_rank_0(
+            lambda: self.checkpoints.choose(checkpoint, fall_back=fall_back)
         )
         current = plan_of(self.resumed_from, self.source.tables)
         self.placement = place(
@@ -135,10 +135,10 @@ class Job:
                 position = self.state.resume(damaged)
             except DamagedCheckpoint as damage:
                 older = partial(checkpoints.instead_of, damaged, damage, fall_back=fall_back)
-                self.resumed_from, note = from_rank_0(runtime, older)
+                self.resumed_from, note = runtime.from_rank_0(older)
                 self.notes.append(note)
             else:
-                self.notes += from_rank_0(runtime, partial(checkpoints.set_aside_after, position.step))
+                self.notes += runtime.from_rank_0(partial(checkpoints.set_aside_after, position.step))
                 return position
         return Position()
 

@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlrm_autoshard.autoshard.initial_plan import from_rank_0
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import Batch, Split, label_names_of
 from dlrm_autoshard.distributed.runtime import Runtime
@@ -61,10 +60,10 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
                 job = frozenset(filter(None, runtime.all_gather(job_of_this_process())))
                 run, checkpoint = run_and_checkpoint(resume)
                 claim = claimed_run_dir(config, run, job)
-                run_dir = from_rank_0(runtime, lambda: held.enter_context(claim))
+                run_dir = runtime.from_rank_0(lambda: held.enter_context(claim))
                 check_shared(run_dir, runtime)
                 trainer = Trainer(config, runtime, run_dir, signals, checkpoint, fall_back=resume is None)
-                from_rank_0(runtime, lambda: record_start(run_dir, config, runtime.world_size))
+                runtime.from_rank_0(lambda: record_start(run_dir, config, runtime.world_size))
                 result = trainer.run()
         except RankFailure as failure:
             if failure.signal is None:
@@ -93,7 +92,7 @@ class Trainer(Job):
         super().__init__(config, runtime, run_dir, checkpoint, fall_back=fall_back)
         self.signals = signals or StopSignals()
         callbacks: list[Callback] = []
-        from_rank_0(runtime, lambda: callbacks.extend(make_callbacks(config.callbacks, run_dir, config)))
+        runtime.from_rank_0(lambda: callbacks.extend(make_callbacks(config.callbacks, run_dir, config)))
         self.journal = Journal(run_dir, callbacks, active=runtime.rank == 0)
         self.seconds = dict.fromkeys(("total", "evaluation", "checkpoints", "resharding"), 0.0)  # of this start
         self.watch = LossWatch(runtime, self.step, self.state)
