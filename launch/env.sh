@@ -22,6 +22,16 @@ use_env() {
     . "$VENV/bin/activate"
 }
 
+# TorchRec, whose models we move too, in a folder of its own: it asks for fbgemm's CUDA package, so it comes without what
+# it asks for. 22 MB, once; without it its tests are skipped.
+use_torchrec() {
+    export DLRM_AUTOSHARD_TORCHREC=${DLRM_AUTOSHARD_TORCHREC:-$(cd "$VENV" && pwd)/torchrec-1.8}
+    [ -e "$DLRM_AUTOSHARD_TORCHREC/torchrec" ] && return
+    "$PYTHON" -m pip install --disable-pip-version-check -q --retries 1 --no-deps --target "$DLRM_AUTOSHARD_TORCHREC" \
+        torchrec==1.8.0 tensordict iopath pyre-extensions portalocker orjson cloudpickle pyvers typing_inspect \
+        >"$VENV/pip-torchrec.log" 2>&1 || say "Could not install torchrec; tests that need it are skipped."
+}
+
 visible_variant() {
     if nvidia-smi -L >/dev/null 2>&1; then echo cuda; else echo cpu; fi
 }

@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 . launch/env.sh
 use_env dev
 export OMP_NUM_THREADS=1
+use_torchrec
 
 status=0
 say "ruff:" && ruff check . && ruff format --check --quiet . || status=1

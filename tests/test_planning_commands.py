@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
 from dlrm_autoshard.commands.arguments import planner_of
 from dlrm_autoshard.commands.compare_planners import Outcome, summarise
 from dlrm_autoshard.commands.main import main
@@ -256,7 +257,8 @@ def test_torchrec_numbers_gpus_on_each_host_anew() -> None:
 
 
 def test_torchrec_itself_shards_by_our_plan() -> None:
-    pytest.importorskip("torchrec", reason="torchrec is a peer, installed only for comparisons")
+    if find_torchrec() is not None:
+        pytest.skip(find_torchrec() or "")
     from tests.ranks import run_ranks
 
     names, owned = zip(*run_ranks(_torchrec_rank, 2, timeout=90), strict=True)
@@ -265,6 +267,7 @@ def test_torchrec_itself_shards_by_our_plan() -> None:
 
 
 def _torchrec_rank(rank: int, world_size: int) -> tuple[str, list[str]]:
+    assert find_torchrec() is None
     import torch.distributed as dist
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
     from torchrec.distributed import DistributedModelParallel

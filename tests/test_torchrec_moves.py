@@ -12,21 +12,27 @@ from dlrm_autoshard.distributed.reshard import ReshardRefused
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from tests.ranks import run_ranks
-from tests.torchrec_jobs import TABLES, WHY_NOT, Model, all_rows, features_of, plan_of, sharded, train_step
+from tests.torchrec_jobs import DIMS, WHY_NOT, Model, all_rows, features_of, plan_of, sharded, train_step
 
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 START = plan_of(0, 1, 0, 1, 0, 1)
 
 
-def drawn_plan(step: int, world_size: int) -> ShardingPlan:
-    """Every fifth leaves all ranks but one empty."""
+def drawn_plan(step: int, world_size: int, split: bool) -> ShardingPlan:
+    """Every fifth leaves all ranks but one empty. split: tables are sharded by columns, too."""
     drawn = random.Random(step)
     only = drawn.randrange(world_size) if step % 5 == 1 else None
-    return plan_of(*(drawn.randrange(world_size) if only is None else only for _ in TABLES), world_size=world_size)
+    rank_of = {}
+    for table, dim in DIMS.items():
+        cuts = [cut for cut in range(4, dim, 4) if split and drawn.random() < 0.5]
+        shards = zip([0, *cuts], [*cuts, dim], strict=True)
+        for name in [f"{table}[{start}:{stop}]" for start, stop in shards] if cuts else [table]:
+            rank_of[name] = drawn.randrange(world_size) if only is None else only
+    return ShardingPlan(rank_of, world_size)
 
 
 def train(
-    rank: int, world_size: int, steps: int, moving: bool, fused: str, plain: bool
+    rank: int, world_size: int, steps: int, moving: bool, fused: str, plain: bool, split: bool
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """With a learning rate that falls. plain: the optimizer is torch's own, of all the model's parameters."""
     model, optimizer = sharded(plan_of(*(i % world_size for i in range(6)), world_size=world_size), fused)
@@ -35,6 +41,7 @@ def train(
     bags = None
     if moving:
         from dlrm_autoshard.torchrec.bags import TorchrecBags
+        from dlrm_autoshard.torchrec.sharding import plan_of as plan_of_torchrec
 
         bags = TorchrecBags(model, optimizer)
     torch.manual_seed(rank)
@@ -45,25 +52,24 @@ def train(
         losses.append(train_step(model, optimizer, features_of(rank, step)))
         model.fused_optimizer.step()  # which is how a rate gets from the groups to the lookups
         if bags is not None:
-            plan = drawn_plan(step, world_size)
+            plan = drawn_plan(step, world_size, split)
             bags.move_to(plan)
-            where = {f"{path}.{t}": s.ranks[0] for path, own in model.plan.plan.items() for t, s in own.items()}
-            assert where == dict(plan.rank_of) == dict(bags.plan.rank_of)
-    return losses, all_rows(model)
+            assert plan_of_torchrec(model.plan, bags.sharded.collections, world_size) == plan == bags.plan
+    return losses, {} if split else all_rows(model)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "steps", "fused", "plain"),
+    ("world_size", "steps", "fused", "plain", "split"),
     [
-        (2, 50, "EXACT_SGD", False),
-        (2, 15, "EXACT_ROWWISE_ADAGRAD", True),
-        (2, 15, "EXACT_ADAGRAD", False),
-        (3, 10, "EXACT_SGD", True),
+        (2, 50, "EXACT_SGD", False, False),
+        (2, 15, "EXACT_ROWWISE_ADAGRAD", True, False),
+        (2, 15, "EXACT_ADAGRAD", False, True),
+        (3, 10, "EXACT_SGD", True, True),
     ],
 )
-def test_random_moves_change_no_bit(world_size: int, steps: int, fused: str, plain: bool) -> None:
-    still = run_ranks(train, world_size, steps, False, fused, plain, timeout=150)
-    moved = run_ranks(train, world_size, steps, True, fused, plain, timeout=150)
+def test_random_moves_change_no_bit(world_size: int, steps: int, fused: str, plain: bool, split: bool) -> None:
+    still = run_ranks(train, world_size, steps, False, fused, plain, split, timeout=150)
+    moved = run_ranks(train, world_size, steps, True, fused, plain, split, timeout=150)
     assert [losses for losses, _ in still] == [losses for losses, _ in moved]
     (_, one), (_, other) = still[0], moved[0]
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

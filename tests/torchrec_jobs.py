@@ -16,7 +16,8 @@ WHY_NOT = find_torchrec()
 
 FEATURES = ("g", "f1", "f2", "h")
 BATCH = 8
-TABLES = ("users.a", "users.b", "users.c", "users.d", "items.a", "items.e")
+DIMS = {"users.a": 8, "users.b": 4, "users.c": 8, "users.d": 4, "items.a": 12, "items.e": 4}
+TABLES = tuple(DIMS)
 
 
 class Model(nn.Module):

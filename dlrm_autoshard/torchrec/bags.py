@@ -38,7 +38,7 @@ class TorchrecBags:
         group = self.runtime.control if self.device.type == "cpu" else self.runtime.group
         self.clock = StageClock(self.device, group)
         self._heard: list[Callable[[ArrivedIds, int], None]] = []
-        self._lookups: dict[str, Lookup] = {}
+        self._lookups: list[Lookup] = []  # of this step, so far
         self._stages = Stages(self.clock)
         for path, collection in self.sharded.collections.items():
             collection.register_forward_pre_hook(self._remember(path))
@@ -81,13 +81,12 @@ class TorchrecBags:
 
     def _arrival(self, path: str) -> Callable[[Any, Any], None]:
         def arrived(features: Any, groups: Any) -> None:
-            self._lookups[path] = Lookup(path, features, groups)
-            if len(self._lookups) == len(self.sharded.collections):
-                lookups, self._lookups = self._lookups, {}
+            self._lookups.append(Lookup(path, features, groups))
+            collections = self.sharded.collections
+            if len(self._lookups) == sum(len(collection._lookups) for collection in collections.values()):
+                lookups, self._lookups = self._lookups, []
                 samples = features.stride() // self.runtime.world_size
-                ids = KeyedIds(
-                    list(lookups.values()), self.sharded.own_tables, self.sharded.collections, samples, self.device
-                )
+                ids = KeyedIds(lookups, self.sharded.own_shards, collections, samples, self.device)
                 for listener in self._heard:
                     listener(ids, samples)
 
@@ -110,18 +109,18 @@ class KeyedIds:
     def __init__(
         self,
         lookups: Sequence[Lookup],
-        tables: Sequence[str],
+        shards: Sequence[str],
         collections: Mapping[str, Any],
         batch_size: int,
         device: torch.device,
     ) -> None:
-        self._lookups, self._tables, self._collections = lookups, tables, collections
+        self._lookups, self._shards, self._collections = lookups, shards, collections
         self.batch_size, self._device = batch_size, device
 
     @cached_property
     def _by_table(self) -> dict[str, list[tuple[Tensor, Tensor]]]:
         """(lengths, values) of each feature."""
-        parts: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in self._tables}
+        parts: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in self._shards}
         for lookup in self._lookups:
             tables = [t for group in lookup.groups for t in group.embedding_tables for _ in t.feature_names]
             lengths = lookup.features.lengths().view(len(tables), -1) if tables else []

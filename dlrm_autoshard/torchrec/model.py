@@ -43,9 +43,10 @@ class ShardedModel:
         return tuple(self.tables[i] for i in output_order(self.tables))
 
     @property
-    def own_tables(self) -> list[str]:
-        """This rank's, in the order of `output_tables`."""
-        return [table.name for table in self.output_tables if self.plan.rank_of[table.name] == self.runtime.rank]
+    def own_shards(self) -> list[str]:
+        """This rank's, in the order of `output_tables`, of a table by columns."""
+        shards = [str(shard) for table in self.output_tables for shard in self.plan.parts_of(table.name)]
+        return [shard for shard in shards if self.plan.rank_of[shard] == self.runtime.rank]
 
 
 PIPELINED = (
