@@ -28,7 +28,7 @@ import pytest
 import torch
 
 from dlrm_autoshard.config import TablesConfig, load_config
-from dlrm_autoshard.config_data import CriteoData, DlrmDatasetsData, MovielensData
+from dlrm_autoshard.config_data import CriteoData, DlrmDatasetsData, MovielensData, ParquetData
 from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.data.criteo.preprocess import Contiguous, preprocess
 from dlrm_autoshard.data.criteo.sample import write_sample_layout, write_sample_text
@@ -36,6 +36,7 @@ from dlrm_autoshard.data.criteo.source import CriteoSource
 from dlrm_autoshard.data.dlrm_datasets import DlrmDatasetsSource
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.movielens import MovielensSource
+from dlrm_autoshard.data.parquet import ParquetSource
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.errors import UserError, in_a_sentence
 from dlrm_autoshard.plan import ShardingPlan
@@ -178,6 +179,23 @@ def _make_movielens(folder: Path) -> None:
         (folder / f"ml-100k.{kind}").write_text("\n".join(lines) + "\n")
 
 
+def _make_parquet(folder: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    import pyarrow
+
+    history = [list(range(row % 4)) for row in range(60)]
+    columns = {"click": [row % 2 for row in range(60)], "age": list(range(60)), "city": ["a", "b", "c"] * 20}
+    table = pyarrow.table({**columns, "history": pyarrow.array(history, pyarrow.list_(pyarrow.int64()))})
+    parquet.write_table(table, folder / "day.parquet", row_group_size=20)
+
+
+def _use_parquet(folder: Path) -> None:
+    tables = [{"column": "city", "num_embeddings": 9}, {"column": "history", "num_embeddings": 4}]
+    path = str(folder / "day.parquet")
+    data = {"source": "parquet", "train": [path], "labels": {"click": 1}, "dense": ["age"], "tables": tables}
+    _read_some(ParquetSource(ParquetData.model_validate(data), TablesConfig()))
+
+
 def _use_text(folder: Path) -> None:
     shutil.rmtree(folder / "out", ignore_errors=True)
     preprocess([folder / "train.txt"], folder / "out", Contiguous(1))
@@ -246,6 +264,7 @@ KINDS = {
         lambda f: _read_some(MovielensSource(MovielensData(source="movielens", dir=str(f)), TablesConfig())),
         "ml-100k.*",
     ),
+    "parquet": Kind(_make_parquet, _use_parquet, "day.parquet"),
     "criteo text": Kind(lambda f: write_sample_text(f / "train.txt", 20), _use_text, "train.txt"),
     "yaml": Kind(
         lambda f: shutil.copy(CONFIGS / "synthetic_skewed.yaml", f / "config.yaml"),

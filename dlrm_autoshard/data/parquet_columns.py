@@ -82,7 +82,7 @@ def naming(what: str) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         said = str(error).strip().partition("\n")[0][:300]
         raise DataError(f"'{what}' cannot be read as parquet: {said}") from error
 
@@ -122,6 +122,8 @@ def read_row_group(group: RowGroup, data: ParquetData) -> Rows:
     where = f"{group.path}, row group {group.number}"
     with naming(where):
         read = pq.ParquetFile(group.path).read_row_group(group.number, sorted(columns), use_threads=False)
+        if read.num_rows != group.rows:
+            raise DataError(f"'{where}' has {read.num_rows} rows where the file's footer says {group.rows}.")
         arrays = {name: read.column(name).combine_chunks() for name in columns}
         labels = np.stack([_numbers(arrays[name]) for name in data.labels], 1)
         for place, task in enumerate(data.labels):
