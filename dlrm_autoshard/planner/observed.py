@@ -102,7 +102,7 @@ class Observed:
             rank_T = np.array([profile.plan.rank_of.get(table.name, -1) for table in tables])
             for rank, cost in enumerate(profile.ranks):
                 pair = (cost.fwd_compute_ms, cost.bwd_compute_ms)
-                if min(pair) > 0:
+                if min(pair) > 0 and (rank_T == rank).any():
                     rows.append((number_of_kind, rank_T == rank, pair, profile.noise, number, rank))
                     left -= 2
         for shard in shards:
