@@ -75,13 +75,13 @@ def sharded(plan: Any, optimizer: str = "EXACT_SGD", module: nn.Module | None = 
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
     from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan
-    from dlrm_autoshard.torchrec.sharding import plan_record
+    from dlrm_autoshard.torchrec.sharding import plan_record, shapes_of
     from dlrm_autoshard.torchrec.tables import embedding_bags
 
     module = module or Model()
     fused = {"optimizer": EmbOptimType[optimizer], "learning_rate": 0.5, "stochastic_rounding": False}
     if isinstance(plan, ShardingPlan):
-        plan = to_sharding_plan(plan_record(plan, embedding_bags(module), "cpu"))
+        plan = to_sharding_plan(plan_record(plan, shapes_of(embedding_bags(module)), "cpu"))
     model = DistributedModelParallel(
         module,
         device=torch.device("cpu"),

@@ -17,17 +17,27 @@ from dlrm_autoshard.commands.arguments import (
     topology_of,
     write_json,
 )
-from dlrm_autoshard.commands.tables import pool_of_run
+from dlrm_autoshard.commands.tables import pool_of_modules, pool_of_run
 from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
     from dlrm_autoshard.planner.result import PlanResult
 
 
+_GUESSED_BATCH = 65536
+"""Samples that ids are drawn for where a TorchRec module comes without statistics."""
+
+
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("plan", help="place the tables of a run, or of a file, on devices")
     parser.add_argument("of_run", nargs="?", type=Path, metavar="RUN", help="its tables (default devices: its ranks)")
     parser.add_argument("--tables", type=Path, metavar="FILE", help="tables.json of `tables`, instead of a run")
+    parser.add_argument(
+        "--from-torchrec",
+        type=Path,
+        metavar="FILE",
+        help="module.json of dlrm_autoshard.torchrec.save_modules, instead",
+    )
     add_devices(parser, required=False)
     parser.add_argument("--algorithm", default="auto", metavar="NAME|DIR", help="an algorithm, or what `fit` made")
     parser.add_argument("--fitted", type=Path, metavar="DIR", help="costs that `fit` left (default: the shipped ones)")
@@ -45,25 +55,31 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="torchrec: where its shards live")
     parser.add_argument("--ranks-per-host", type=int, metavar="N", help="torchrec: GPUs of a host; default: all ranks")
-    add_output(parser, "the plan; `autoshard.placement: FILE` starts a job with it")
+    add_output(parser, "the plan; `autoshard.placement: FILE` starts a job with it; torchrec: JSON, or FILE.py")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from dlrm_autoshard.distributed.torchrec_plan import torchrec_plan
+    from dlrm_autoshard.distributed.torchrec_plan import python_source
     from dlrm_autoshard.plan import ShardingPlan
     from dlrm_autoshard.planner.pool import TablePool
     from dlrm_autoshard.planner.task import PlacementTask
     from dlrm_autoshard.probe.measured import Costs
     from dlrm_autoshard.tables import memory_bytes
+    from dlrm_autoshard.torchrec.module_file import Modules, load_modules, shapes_in
+    from dlrm_autoshard.torchrec.sharding import plan_record
 
-    if (arguments.of_run is None) == (arguments.tables is None):
-        raise UserError("give either a run or --tables FILE.")
+    modules: Modules | None = None
+    if sum(given is not None for given in (arguments.of_run, arguments.tables, arguments.from_torchrec)) != 1:
+        raise UserError("give either a run, or --tables FILE, or --from-torchrec FILE.")
     if arguments.of_run is not None:
         arguments.devices = arguments.devices or ShardingPlan.load(last_plan(arguments.of_run)).world_size
         pool = pool_of_run(arguments.of_run, quiet=arguments.json)
     elif arguments.devices is None:
         raise UserError("--devices N is missing: how many ranks to place the tables on.")
+    elif arguments.from_torchrec is not None:
+        arguments.format, modules = "torchrec", load_modules(arguments.from_torchrec)
+        pool = pool_of_modules(modules, arguments.batch_size or _GUESSED_BATCH, arguments.seed, arguments.json)
     else:
         pool = TablePool.load(arguments.tables)
     batch_size = arguments.batch_size or pool.stats[0].batch_size
@@ -86,10 +102,13 @@ def run(arguments: argparse.Namespace) -> int:
         budget_seconds=arguments.budget_seconds,
     )
     if arguments.format == "torchrec":
-        record: dict[str, Any] = torchrec_plan(
-            result.plan, pool.tables, arguments.module, arguments.device, arguments.ranks_per_host
-        )
-        write_json(arguments.out, record)
+        shapes = {arguments.module: pool.tables} if modules is None else shapes_in(modules)
+        record: dict[str, Any] = plan_record(result.plan, shapes, arguments.device, arguments.ranks_per_host)
+        if arguments.out is not None and arguments.out.suffix == ".py":
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(python_source(record))
+        else:
+            write_json(arguments.out, record)
     else:
         record = result.to_json()
         if arguments.out is not None:

@@ -11,8 +11,10 @@ from dlrm_autoshard.commands.arguments import add_output, with_progress
 from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
+    from dlrm_autoshard.config_data import SyntheticTable
     from dlrm_autoshard.data.batch import DataSource
     from dlrm_autoshard.planner.pool import TablePool
+    from dlrm_autoshard.torchrec.module_file import Modules
 
 _MOST_BYTES = 1 << 24
 
@@ -93,9 +95,7 @@ def pool_of_csv(path: Path, dim: int, batch_size: int, seed: int, quiet: bool) -
 
     import pydantic
 
-    from dlrm_autoshard.config import TablesConfig
-    from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
-    from dlrm_autoshard.data.open import open_source
+    from dlrm_autoshard.config_data import SyntheticTable
     from dlrm_autoshard.formats.json_file import NotReadable, read_bytes, text_of
     from dlrm_autoshard.formats.sentences import dotted, sentence
     from dlrm_autoshard.formats.yaml_file import parse_yaml
@@ -116,6 +116,38 @@ def pool_of_csv(path: Path, dim: int, batch_size: int, seed: int, quiet: bool) -
         raise UserError(f"{where}: {sentence(dotted(first['loc']), first)}") from error
     if not tables:
         raise UserError(f"CSV file '{path}' lists no table; it needs the columns name and num_embeddings.")
+    return _drawn(tables, dim, batch_size, seed, quiet)
+
+
+def pool_of_modules(modules: Modules, batch_size: int, seed: int, quiet: bool) -> TablePool:
+    """Tables of TorchRec modules, named as `table_key` says; ids are drawn for those without statistics."""
+    from dlrm_autoshard.config_data import SyntheticTable
+    from dlrm_autoshard.planner.pool import TablePool
+    from dlrm_autoshard.tables import TableConfig, TableStats
+    from dlrm_autoshard.torchrec.tables import table_key
+
+    tables, known, guessed = [], {}, []
+    for path, rows in modules.items():
+        for row in rows:
+            key, dim = table_key(path, row["name"], modules), row["embedding_dim"]
+            shape = (key, row["num_embeddings"], dim)
+            tables.append(TableConfig(*shape, row.get("pooling", "sum"), row.get("dtype", "fp32")))
+            if "stats" in row:
+                known[key] = TableStats.from_json(row["stats"])
+            else:
+                drawn = dict(zip(("name", "num_embeddings", "embedding_dim"), shape, strict=True))
+                guessed.append(SyntheticTable.model_validate({**drawn, "mean_pooling": row.get("mean_pooling", 1.0)}))
+    if guessed:
+        pool = _drawn(guessed, 4, batch_size, seed, quiet)
+        known |= {table.name: stats for table, stats in zip(pool.tables, pool.stats, strict=True)}
+    return TablePool(tuple(tables), tuple(known[table.name] for table in tables))
+
+
+def _drawn(tables: list[SyntheticTable], dim: int, batch_size: int, seed: int, quiet: bool) -> TablePool:
+    from dlrm_autoshard.config import TablesConfig
+    from dlrm_autoshard.config_data import SyntheticData
+    from dlrm_autoshard.data.open import open_source
+
     data = SyntheticData(source="synthetic", tables=tables, train_samples=batch_size, seed=seed)
     return _measured(open_source(data, TablesConfig(embedding_dim=dim)), batch_size, quiet)
 

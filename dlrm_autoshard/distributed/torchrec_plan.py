@@ -6,6 +6,7 @@ sharding_plan = to_sharding_plan(record)             # with torchrec installed: 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,6 +78,30 @@ def to_sharding_plan(record: Mapping[str, Any]) -> Any:
             for module, shardings in record.items()
         }
     )
+
+
+def python_source(record: Mapping[str, Any]) -> str:
+    """A Python file that makes `sharding_plan` with torchrec alone."""
+    return f'''"""DistributedModelParallel(module, plan=sharding_plan): tables on ranks, planned by dlrm_autoshard."""
+
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+
+PLAN = {json.dumps(record, indent=4)}
+
+
+def _sharding(sharding_type, compute_kernel, ranks, sharding_spec):
+    shards = [ShardMetadata(**shard) for shard in sharding_spec["shards"]]
+    return ParameterSharding(sharding_type, compute_kernel, ranks, EnumerableShardingSpec(shards))
+
+
+sharding_plan = ShardingPlan(
+    {{
+        module: EmbeddingModuleShardingPlan({{table: _sharding(**sharding) for table, sharding in tables.items()}})
+        for module, tables in PLAN.items()
+    }}
+)
+'''
 
 
 def _placement(rank: int, device: str, ranks_per_host: int) -> str:

@@ -30,7 +30,7 @@ from dlrm_autoshard.tables import TableConfig
 from dlrm_autoshard.torchrec.model import ShardedModel
 from dlrm_autoshard.torchrec.optimizers import follow, why_not_to_follow
 from dlrm_autoshard.torchrec.rebuild import put_in_place, rebuilt, table_parameters
-from dlrm_autoshard.torchrec.sharding import plan_record
+from dlrm_autoshard.torchrec.sharding import plan_record, shapes_of
 from dlrm_autoshard.torchrec.shards import Settings, Shard, digest, local_shards, restore_settings, why_not
 from dlrm_autoshard.torchrec.tables import configs_of, table_key
 
@@ -65,7 +65,7 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
     old = _shards(sharded, changed)
     facts = _agree(sharded, changed, old, plan)
     pooled = _pooled(sharded, changed)
-    record = plan_record(plan, sharded.collections, sharded.device.type, runtime.local_world_size)
+    record = plan_record(plan, shapes_of(sharded.collections), sharded.device.type, runtime.local_world_size)
     sharding = to_sharding_plan(record).plan
     fresh, failure = _try(lambda: {path: rebuilt(module, sharding[path]) for path, module in changed.items()})
     if fresh is not None:

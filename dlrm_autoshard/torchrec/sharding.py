@@ -1,12 +1,12 @@
 """Our plans as TorchRec's of a model's modules, and back.
 
-record = plan_record(plan, collections, "cpu", ranks_per_host=8)         # plain JSON, as torchrec_plan.py has it
+record = plan_record(plan, shapes_of(collections), "cpu", ranks_per_host=8)      # JSON, as torchrec_plan.py has it
 plan = plan_of(sharding_plan, collections, world_size)                   # refuses other ways to shard
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,18 +19,25 @@ _KERNEL, _SHARDINGS = "fused", ("table_wise", "column_wise")
 
 
 def plan_record(
-    plan: ShardingPlan, collections: Mapping[str, Any], device: str, ranks_per_host: int | None = None
+    plan: ShardingPlan, modules: Mapping[str, Sequence[TableConfig]], device: str, ranks_per_host: int | None = None
 ) -> dict[str, Any]:
-    """{module: {table: sharding}} of all modules."""
+    """{module: {table: sharding}} of all modules. modules: of each its tables, by their names in it."""
     record: dict[str, Any] = {}
-    for path, collection in collections.items():
-        configs, own = configs_of(collection), {}
-        for config in configs:
-            for shard in plan.parts_of(table_key(path, config.name, collections)):
-                own[str(replace(shard, table=config.name))] = plan.rank_of[str(shard)]
-        tables = [TableConfig(c.name, c.num_embeddings, c.embedding_dim) for c in configs]
+    for path, tables in modules.items():
+        own = {}
+        for table in tables:
+            for shard in plan.parts_of(table_key(path, table.name, modules)):
+                own[str(replace(shard, table=table.name))] = plan.rank_of[str(shard)]
         record |= torchrec_plan(ShardingPlan(own, plan.world_size), tables, path, device, ranks_per_host)
     return record
+
+
+def shapes_of(collections: Mapping[str, Any]) -> dict[str, list[TableConfig]]:
+    """Of each collection its tables, by their names in it; nothing of how they are pooled or kept."""
+    return {
+        path: [TableConfig(c.name, c.num_embeddings, c.embedding_dim) for c in configs_of(collection)]
+        for path, collection in collections.items()
+    }
 
 
 def plan_of(sharding_plan: Any, collections: Mapping[str, Any], world_size: int) -> ShardingPlan:

@@ -1,0 +1,45 @@
+"""What a batch's ids do to TorchRec's tables: a table's features count together.
+
+stats, samples = statistics([ids_by_table(collections, ids) for each rank])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dlrm_autoshard.tables import TableStats, measure_table_stats
+from dlrm_autoshard.torchrec.tables import TorchrecError, configs_of, table_key
+
+IdsByTable = Mapping[str, list[tuple[np.ndarray, np.ndarray]]]
+"""Of each of a table's features its lengths [B] and its ids [N]."""
+
+
+def ids_by_table(collections: Mapping[str, Any], ids: Any) -> IdsByTable:
+    """ids: a KeyedJaggedTensor with all features, or one for each module by its path. TorchrecError names a feature
+    that it lacks."""
+    found = {}
+    for path, collection in collections.items():
+        features = (ids[path] if isinstance(ids, Mapping) else ids).to_dict()
+        rows = {
+            key: (jagged.lengths().cpu().numpy(), jagged.values().cpu().numpy()) for key, jagged in features.items()
+        }
+        for config in configs_of(collection):
+            missing = [name for name in config.feature_names if name not in rows]
+            if missing:
+                raise TorchrecError(f"the ids lack feature '{missing[0]}' of table '{config.name}' in '{path}'.")
+            found[table_key(path, config.name, collections)] = [rows[name] for name in config.feature_names]
+    return found
+
+
+def statistics(of_ranks: Sequence[IdsByTable]) -> tuple[dict[str, TableStats], int]:
+    """Of each table over all ranks' batches, and how many samples those are."""
+    found, samples = {}, 0
+    for name in of_ranks[0]:
+        samples = sum(len(ids[name][0][0]) for ids in of_ranks)
+        lengths_B = np.concatenate([np.sum([row for row, _ in ids[name]], axis=0) for ids in of_ranks])
+        values_N = np.concatenate([values for ids in of_ranks for _, values in ids[name]])
+        [found[name]] = measure_table_stats(lengths_B[None, :], values_N)
+    return found, samples
