@@ -19,7 +19,7 @@ import numpy as np
 
 from dlrm_autoshard.benchmarks.harness import STATE, BenchError, median_with_interval, paired_ratio
 from dlrm_autoshard.benchmarks.plans_in_turns import recovered
-from dlrm_autoshard.benchmarks.race_arms import ARMS, missing_peer, run_arm
+from dlrm_autoshard.benchmarks.race_arms import ARMS, DECIDES_EVERY, missing_peer, run_arm
 from dlrm_autoshard.benchmarks.race_worlds import QUICK, RANKS, WORLDS, Scale, World, WorldName
 
 TITLE = "whole jobs, with resharding and without, clairvoyant, and TorchRec's, in six worlds: seconds, start to end"
@@ -136,6 +136,7 @@ def summarise(done: Runs, worlds: Sequence[WorldName], arms: Sequence[str], seed
     elif worst:  # races ran, and nothing moved: nothing was misjudged
         del targets["gain predicted - measured of moves, points"]
     notes.append("seconds: from the process's start to the last step; interval: 95%, over seeds")
+    notes.append(f"loop on decides every {DECIDES_EVERY} steps (reshard.every_steps); all else is by default")
     return {"figures": figures, "targets": targets, "spread": spread, "notes": notes}
 
 

@@ -35,6 +35,8 @@ from dlrm_autoshard.tables import TableStats
 
 ARMS = ("round_robin", "heuristic", "planned", "loop", "clairvoyant", "torchrec", "torchrec_our_plan")
 BUSY_SPEED = 0.5
+DECIDES_EVERY = 100
+"""Steps, a quarter of an epoch: what changes is seen an interval late, and a whole one costs a fifth of the gain."""
 POLL_SECONDS, LIMIT_SECONDS = 0.1, 3600
 
 
@@ -50,7 +52,7 @@ def run_arm(arm: str, world: World, folder: Path) -> dict[str, Any]:
     ours: dict[str, dict[str, Any]] = {
         "round_robin": {"enabled": False, "placement": "round_robin"},
         "planned": {"enabled": True, "reshard": {"enabled": False}},
-        "loop": {"enabled": True},
+        "loop": {"enabled": True, "reshard": {"every_steps": DECIDES_EVERY}},
     }
     if arm == "heuristic":
         plan = best_heuristic(world, data)

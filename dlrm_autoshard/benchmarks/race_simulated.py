@@ -34,7 +34,7 @@ from dlrm_autoshard.tables import TableStats
 
 TITLE = "resharding on 8 and 64 simulated ranks, 200 tables, six worlds: share recovered, false moves, time to recover"
 ROUGH_TIME = "2 h (quick: 1 min)"
-EPOCHS, STEPS, BATCH, DENSE_MS = 12, 400, 8192, 2.0
+EPOCHS, STEPS, INTERVALS, BATCH, DENSE_MS = 12, 400, 4, 8192, 2.0
 LEAST_GAIN, RECOVERED_WITHIN = 0.05, 0.02
 MOVE_SECONDS, MOVE_BYTES_PER_SECOND = 0.1, 1e9
 
@@ -66,6 +66,7 @@ def run(quick: bool) -> dict[str, Any]:
                 targets[f"{cell}: recovered"] = ">= 0.6" if world == "straggler" else ">= 0.8"
     notes = [
         "simulated: no rank runs. Shards cost what recorded fbgemm shards did, interpolated; exchanges by a formula.",
+        f"resharding decides {INTERVALS} times an epoch.",
         f"recovered: over jobs in which the clairvoyant gains {LEAST_GAIN:.0%} or more over the plan of the start.",
         f"a false move: one after which a step takes longer, exactly; recovered within {RECOVERED_WITHIN:.0%} of the "
         "clairvoyant's step.",
@@ -160,18 +161,20 @@ def simulate(world: SimulatedWorld) -> dict[str, float]:
             _, plan = planned(epoch, world.seed + 1)
             best = min((best, start, plan), key=lambda p: step_ms(epoch, p))
         clairvoyant.append(step_ms(epoch, best))
-    static = [step_ms(epoch, start) for epoch in range(EPOCHS)]
+    clairvoyant = [ms for ms in clairvoyant for _ in range(INTERVALS)]
+    static = [step_ms(epoch, start) for epoch in range(EPOCHS) for _ in range(INTERVALS)]
     looped, moves, false, moving = _loop(world, planner, start, task(0), bytes_of, cluster, by_epoch, step_ms)
-    totals = {n: STEPS * sum(ms) / 1000 for n, ms in {"static": static, "best": clairvoyant, "loop": looped}.items()}
+    steps = STEPS / INTERVALS / 1000
+    totals = {n: steps * sum(ms) for n, ms in {"static": static, "best": clairvoyant, "loop": looped}.items()}
     totals["loop"] += moving
     gap = totals["static"] - totals["best"]
     slower = [ours > (1 + RECOVERED_WITHIN) * theirs for ours, theirs in zip(looped, clairvoyant, strict=True)]
-    late = [epoch for epoch in range(world.change, EPOCHS) if slower[epoch]]
+    late = [number for number in range(world.change * INTERVALS, len(looped)) if slower[number]]
     return {
         **totals,
         "gain": gap / totals["static"],
         "recovered": (totals["static"] - totals["loop"]) / gap if gap > 0 else 0.0,
-        "epochs_to_recover": float(late[-1] + 1 - world.change if late else 0),
+        "epochs_to_recover": (late[-1] + 1) / INTERVALS - world.change if late else 0.0,
         "moves": float(moves),
         "false": float(false),
     }
@@ -187,17 +190,18 @@ def _loop(
     by_epoch: list[list[TableStats]],
     step_ms: Any,
 ) -> tuple[list[float], int, int, float]:
-    """Step by epoch in ms, moves, false moves, and the seconds that moves took."""
+    """Step by interval in ms, moves, false moves, and the seconds that moves took."""
     noise = np.random.default_rng([world.seed, 9])
     looped, moves, false, moving = [], 0, 0, 0.0
     with tempfile.TemporaryDirectory() as folder:
         log = DecisionLog(Path(folder) / "decisions.jsonl")
         controller = Controller(AutoshardConfig(enabled=True), planner, task, bytes_of, log)
-        for epoch in range(EPOCHS):
+        for interval in range(EPOCHS * INTERVALS):
+            epoch = interval // INTERVALS
             looped.append(step_ms(epoch, plan))
             throughput = 1000 * BATCH / (looped[-1] * float(np.exp(0.5 * cluster.noise * noise.standard_normal())))
             profile = cluster.profile(by_epoch[epoch], plan, BATCH)
-            done = (epoch + 1) * STEPS
+            done = (interval + 1) * STEPS // INTERVALS
             decision = controller.decide(Interval(epoch, done, profile, throughput, EPOCHS * STEPS - done), plan)
             if decision.new_plan is None:
                 continue
