@@ -54,6 +54,20 @@ class Scripted:
         )
 
 
+def test_the_thread_that_reads_is_the_one_that_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for CUDA's pinning, which there is none of without a GPU."""
+    threads: list[str] = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    with Loader(Scripted(), "train", 0, 10, 0, 1, prefetch_batches=2, pin=True) as loader:
+        batches = list(loader)
+    assert len(threads) == 4 * len(batches) == 40 and all(name.startswith("data") for name in threads)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     num_samples=st.integers(0, 60),

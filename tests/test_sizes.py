@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from dlrm_autoshard.config import parse_config
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.train.sizes import check_sizes
+from dlrm_autoshard.train.sizes import check_sizes, shared_memory_of
 
 LONG_BAGS = """
 import torch
@@ -38,6 +39,18 @@ def test_ids_are_counted_as_the_source_has_them_and_for_all_ranks_of_the_host(tm
     source = open_source(config.data, config.tables)
     free_bytes = 100 << 20  # the ids alone take 8 bytes * 1000 * 10,000 samples = 76 MiB a rank
     check_sizes(config, source, 2, free_bytes, host_ranks=1)
-    with pytest.raises(UserError, match=r"10,000 samples needs at least .* on each of this host's 2 ranks") as caught:
+    with pytest.raises(
+        UserError, match=r"10,000 samples needs at least .* on each of the 2 ranks that share its memory"
+    ) as caught:
         check_sizes(config, source, 2, free_bytes, host_ranks=2)
     assert "Lower train.batch_size (10,000)" in str(caught.value)
+
+
+def test_on_a_gpu_it_is_the_gpus_memory_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the driver: two GPUs with 3 GiB free each, four ranks."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert shared_memory_of(torch.device("cuda", 1), 4) == (3 << 30, 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as each rank sees it under --gpus-per-task=1
+    assert shared_memory_of(torch.device("cuda", 0), 1) == (3 << 30, 1)
+    assert shared_memory_of(torch.device("cpu"), 4)[1] == 4

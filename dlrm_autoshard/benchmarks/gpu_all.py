@@ -83,5 +83,7 @@ def run_section(section: str, out: Path, limit: float) -> tuple[dict[str, Any], 
     except subprocess.TimeoutExpired:
         failure = f"took more than {limit + 15:.0f} s"
     found = json.loads(target.read_text()) if target.exists() else {}
+    if not found:
+        failure = failure or "it ended without a word of what it found"
     found["seconds"] = round(time.monotonic() - started, 1)
     return found, failure

@@ -24,7 +24,7 @@ class Loader:
 
     batch_size: samples a rank. first_sample: position in the epoch to start from (to resume). prefetch_batches: how
     many to read ahead in a thread, on `cores` where they are given; 0 reads in the caller's. global_samples: the
-    epoch's length, if not the source's.
+    epoch's length, if not the source's. pin: batches come in pinned memory, for a GPU; the thread that reads pins them.
 
     Global batch i is the samples [i * W * B, (i + 1) * W * B) of the epoch and rank r takes the r-th slice of it. Of an
     uneven last one with n samples each rank takes ceil(n / W), padded where there are fewer left. Example, n = 5, W =
@@ -44,6 +44,7 @@ class Loader:
         global_samples: int | None = None,
         on_bad_id: OnBadId = "error",
         cores: Set[int] | None = None,
+        pin: bool = False,
     ) -> None:
         self._source, self._split, self._epoch = source, split, epoch
         self._rank, self._world_size = rank, world_size
@@ -51,7 +52,7 @@ class Loader:
         self._last_sample = source.num_samples(split) if global_samples is None else global_samples
         self._starts = range(first_sample, self._last_sample, self._global_batch)
         self._prefetch_batches = prefetch_batches
-        self._cores = cores
+        self._cores, self._pin = cores, pin
         self._check = IdCheck(source.tables, on_bad_id)
         # Weak, so that an iterator that its user drops half-way ends at once.
         self._running: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
@@ -115,4 +116,5 @@ class Loader:
 
         batch = self._check(batch, describe)
         check_labels(batch, describe, lambda sample: self._place(first + sample))
-        return batch.padded_to(share, num_samples)
+        batch = batch.padded_to(share, num_samples)
+        return batch.pinned() if self._pin else batch

@@ -4,6 +4,7 @@ with Heartbeats(store, rank, world_size, timeout_seconds) as heartbeats:     # a
     heartbeats.step = 312
 
 A rank that is silent for the timeout ends the job, named with its host; so does one that died, failed or was stopped.
+Silent is also one whose code holds Python's lock (the GIL) for 0.9 of the timeout: no thread of it can run meanwhile.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ from dlrm_autoshard.data.statistics import measure_stats
 from dlrm_autoshard.distributed.dense import DataParallelDense, finite_on_all_ranks
 from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.reshard import reshard
-from dlrm_autoshard.distributed.reshard_agree import free_memory
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
@@ -31,7 +30,7 @@ from dlrm_autoshard.train.checkpoint import Checkpoints
 from dlrm_autoshard.train.manifest import DamagedCheckpoint
 from dlrm_autoshard.train.random_state import seed_all
 from dlrm_autoshard.train.selection import Selection
-from dlrm_autoshard.train.sizes import check_sizes
+from dlrm_autoshard.train.sizes import check_sizes, shared_memory_of
 from dlrm_autoshard.train.state import Position, TrainingState, plan_of
 
 
@@ -51,7 +50,9 @@ class Job:
         seed_all(config.run.seed, runtime.rank)
         self.config, self.runtime, self.run_dir = config, runtime, run_dir
         self.source = open_source(config.data, config.tables)
-        check_sizes(config, self.source, runtime.world_size, free_memory(), runtime.local_world_size)
+        check_sizes(
+            config, self.source, runtime.world_size, *shared_memory_of(runtime.device, runtime.local_world_size)
+        )
         self.global_batch = config.train.batch_size * runtime.world_size
         self.checkpoints = Checkpoints(
             run_dir / "checkpoints",
@@ -164,4 +165,5 @@ class Job:
             prefetch_batches=self.config.data.prefetch_batches,
             on_bad_id=self.config.data.on_bad_id,
             cores=self.runtime.loader_cores,
+            pin=self.runtime.device.type == "cuda",
         )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import torch
+
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.config_data import SyntheticData
 from dlrm_autoshard.data.batch import DataSource
+from dlrm_autoshard.distributed.reshard_agree import free_memory
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import gib
 
@@ -15,13 +18,20 @@ _COPIES = 4
 _MEASURED = 64  # samples
 
 
+def shared_memory_of(device: torch.device, host_ranks: int) -> tuple[int, int]:
+    """Bytes free where batches and dense weights will be, and how many ranks take from them."""
+    if device.type != "cuda":
+        return free_memory(), host_ranks
+    return torch.cuda.mem_get_info(device)[0], -(-host_ranks // torch.cuda.device_count())
+
+
 def check_sizes(config: Config, source: DataSource, world_size: int, free_bytes: int, host_ranks: int = 1) -> None:
     """UserError where the batches or dense layers of a host's ranks need more than is free on it. Estimates from below:
     what passes may still be too much, what is refused surely is."""
     samples = source.num_samples("train")
     batch_size = min(config.train.batch_size, -(-samples // world_size))
     pooling = _ids_per_sample(config, source)
-    each = f"on each of this host's {host_ranks} ranks" if host_ranks > 1 else "on each rank"
+    each = f"on each of the {host_ranks} ranks that share its memory" if host_ranks > 1 else "on each rank"
     vectors = sum(table.embedding_dim for table in source.tables)
     widest = max(config.model.dense_arch_layer_sizes + config.model.over_arch_layer_sizes)
     per_sample = 4 * (source.num_dense + len(source.tables) + 2 * vectors + 2 * widest) + 8 * pooling
