@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_autoshard.config import load_config
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.step import predict
 from dlrm_autoshard.train.metrics import binary_metrics
@@ -69,3 +70,19 @@ def test_evaluation_counts_every_sample_of_every_rank_once(tmp_path: Path) -> No
     assert [(line["split"], line["step"], line["epoch"]) for line in lines] == [("val", 4, 0), ("test", 6, 1)]
     seen = {key: lines[-1][key] for key in ("auc", "logloss", "ne", "calibration", "accuracy")}
     assert seen == pytest.approx(formulas(predictions, labels), abs=1e-6)
+
+
+def auc_of(rank: int, world_size: int, folder: Path, dense_dtype: str) -> float:
+    made_with = load_config(
+        Path(__file__).parents[1] / "configs" / "debug_cpu.yaml",
+        [f"train.dense_dtype={dense_dtype}", "train.epochs=3", "checkpoint.enabled=false", "run.pin_cores=false"],
+    )
+    with trainer(made_with, make_runtime(rank, world_size), folder) as made:
+        return made.run().metrics["auc"]
+
+
+def test_bf16_products_leave_the_auc_what_it_is(tmp_path: Path) -> None:
+    """By autocast on CPU: the same roundings as on a GPU."""
+    (fp32,) = run_ranks(auc_of, 1, tmp_path / "fp32", "fp32", timeout=120)
+    (bf16,) = run_ranks(auc_of, 1, tmp_path / "bf16", "bf16", timeout=120)
+    assert fp32 > 0.8 and fp32 != bf16 and bf16 == pytest.approx(fp32, abs=0.005)

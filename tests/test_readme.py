@@ -94,13 +94,17 @@ COMMANDS = [
     if line.strip()
 ]
 OURS = ("dlrm-autoshard", "OMP_NUM_THREADS=1 torchrun")
-QUICK = [line for line in COMMANDS if line.startswith(OURS) and "demo" not in line]
-SLOW = ["dlrm-autoshard train demo --ranks 2", "bash launch/quickstart.sh"]
 ELSEWHERE = {
     "pip install": "test_wheel.py, in a bare environment",
     "NNODES=2 RANKS_PER_NODE=4": "test_launch.py, two agents on one machine",
+    "dlrm-autoshard train mine.yaml --nodes": "test_train_command.py, two launchers on one machine",
+    "dlrm-autoshard bench gpu-all": "test_gpu_ready.py, which learns that there is no GPU",
     "sbatch --nodes=2": "nowhere: it needs SLURM; test_launch.py checks that it is bash",
 }
+QUICK = [
+    line for line in COMMANDS if line.startswith(OURS) and not line.startswith(tuple(ELSEWHERE)) and "demo" not in line
+]
+SLOW = ["dlrm-autoshard train demo --ranks 2", "bash launch/quickstart.sh"]
 
 
 def test_every_command_is_run_by_some_test() -> None:

@@ -4,7 +4,6 @@ with Heartbeats(store, rank, world_size, timeout_seconds) as heartbeats:     # a
     heartbeats.step = 312
 
 A rank that is silent for the timeout ends the job, named with its host; so does one that died, failed or was stopped.
-Silent is also one whose code holds Python's lock (the GIL) for 0.9 of the timeout: no thread of it can run meanwhile.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ _GRACE = 4.0  # seconds for a rank's main thread to end by itself once the cause
 
 
 class Heartbeats:
-    """Rank 0 watches all, the others watch rank 0 and the cause that somebody found."""
+    """Rank 0 watches all, the others watch rank 0 and the cause that somebody found. A rank whose code holds Python's
+    lock (the GIL) for 0.9 of the timeout is taken for hung: no thread of it can give a sign of life."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> None:
         self.step: int | None = None
