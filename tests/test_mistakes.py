@@ -108,6 +108,8 @@ CHANGES = {  # of the config: what is changed -> what is said
     "x" * 20_000: "is not of the form section.key=value.",
     "y" * 20_000 + "=1": "unknown key 'yyy",
 }
+if not Path("/dev/nvidia0").exists():
+    CHANGES["run.device=cuda"] = "torch sees no GPU"
 COMMANDS = {  # what follows dlrm-autoshard -> what is said
     "train none.yaml": "none.yaml",
     "train empty.yaml": "has no sections; it needs at least 'data:'.",
@@ -121,6 +123,7 @@ COMMANDS = {  # what follows dlrm-autoshard -> what is said
     "train config.yaml --nodes 2": "--nodes needs --head HOST:PORT and --job ID",
     "train config.yaml --ranks 1 --resume run.name=nobody": "there is no run 'nobody' with a checkpoint in 'runs'",
     "train config.yaml --ranks 1 --resume=none": "'none' is no run directory: it has no checkpoints.",
+    "train config.yaml --ranks 1 train.batch_size=100000000 data.train_samples=1000000000000": "a batch of 100,000,000",
     "evaluate none": "'none' is no run directory: it has no config.yaml.",
     "report none": "none",
     "tables": "give files of dlrm_datasets, or --from-run RUN, or --from-csv FILE, or --synthetic N.",
