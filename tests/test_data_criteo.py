@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_autoshard.benchmarks.criteo_text import write_sample_text
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import CriteoData
 from dlrm_autoshard.data.batch import Batch, DataError, DataSource
 from dlrm_autoshard.data.criteo.npy_files import map_npz
 from dlrm_autoshard.data.criteo.preprocess import Contiguous, preprocess
-from dlrm_autoshard.data.criteo.sample import MULTI_HOT_SIZES, SAMPLE_ROWS, write_sample_layout, write_sample_text
+from dlrm_autoshard.data.criteo.sample import MULTI_HOT_SIZES, SAMPLE_ROWS, write_sample_layout
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
 

@@ -18,10 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_autoshard.benchmarks.criteo_text import write_sample_text
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.data.batch import DataError
 from dlrm_autoshard.data.criteo.preprocess import Contiguous, Modulo, preprocess
-from dlrm_autoshard.data.criteo.sample import write_sample_text
 from dlrm_autoshard.data.criteo.text import read_blocks
 from dlrm_autoshard.data.criteo.vocabulary import FrequencyCounter
 

@@ -27,11 +27,12 @@ import numpy as np
 import pytest
 import torch
 
+from dlrm_autoshard.benchmarks.criteo_text import write_sample_text
 from dlrm_autoshard.config import TablesConfig, load_config
 from dlrm_autoshard.config_data import CriteoData, DlrmDatasetsData, MovielensData, ParquetData
 from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.data.criteo.preprocess import Contiguous, preprocess
-from dlrm_autoshard.data.criteo.sample import write_sample_layout, write_sample_text
+from dlrm_autoshard.data.criteo.sample import write_sample_layout
 from dlrm_autoshard.data.criteo.source import CriteoSource
 from dlrm_autoshard.data.dlrm_datasets import DlrmDatasetsSource
 from dlrm_autoshard.data.loader import Loader

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from dlrm_autoshard.benchmarks.criteo_text import write_sample_text
 from dlrm_autoshard.benchmarks.harness import alternate, median_with_interval, paired_ratio
 from dlrm_autoshard.data.criteo.preprocess import Contiguous, Modulo, preprocess
-from dlrm_autoshard.data.criteo.sample import write_sample_text
 from dlrm_autoshard.data.criteo.text import NUM_CATEGORIES, NUM_INTEGERS
 
 TITLE = "Criteo text to npy, rows/s on one core against a plain pandas script; memory on a longer file"

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dlrm_autoshard.commands.arguments import positive
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     data = subparsers.add_parser("data", help="fetch, preprocess or make up data sets")
@@ -33,20 +35,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     encoding = criteo.add_mutually_exclusive_group()
     encoding.add_argument(
         "--min-frequency",
-        type=_positive,
+        type=positive,
         default=3,
         metavar="N",
         help="categories seen fewer than N times share a row (default: %(default)s); "
         "memory grows by some 30 bytes a distinct category",
     )
     encoding.add_argument(
-        "--modulo", type=_positive, metavar="ROWS", help="row = category modulo ROWS instead, in every table"
+        "--modulo", type=positive, metavar="ROWS", help="row = category modulo ROWS instead, in every table"
     )
     criteo.set_defaults(run=_preprocess_criteo)
 
     sample = kinds.add_parser("criteo-sample", help="a small made-up log in Criteo's npy layout, to try out a config")
     sample.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
-    sample.add_argument("--rows", type=_positive, default=20_000, help="of each of two days (default: %(default)s)")
+    sample.add_argument("--rows", type=positive, default=20_000, help="of each of two days (default: %(default)s)")
     sample.add_argument("--seed", type=int, default=0)
     sample.set_defaults(run=_make_sample)
 
@@ -82,13 +84,6 @@ def _day_number(path: Path) -> int:
     """Terabyte's files by their number, so that `day_*` gives day_10 after day_9; other names stay in given order."""
     match = re.fullmatch(r"day_(\d+)", path.name.partition(".")[0])
     return int(match.group(1)) if match else 0
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if not 1 <= number < 2**31:
-        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {2**31 - 1}")
-    return number
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""A made-up click log in Criteo's formats, to try out a config, to test and to measure with; no data set to learn from.
+"""A made-up click log in Criteo's layout, to try out a config and to test with; no data set to learn from.
 
     write_sample_layout(Path("data/criteo"), rows_per_day=[50_000, 10_000])     # npy, multi-hot npz included
-    write_sample_text(Path("train.txt"), rows=100_000)                          # as Criteo's own files
 
 Ids follow a power law; labels come from the hidden model of synthetic data, so a model's AUC rises above 0.5.
 """
@@ -33,13 +32,10 @@ SAMPLE_ROWS = (
 MULTI_HOT_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 """Ids a sample of MLPerf's DLRM-DCNv2."""
 
-_MISSING_SHARE = 0.12
-_ROWS_AT_A_TIME = 1 << 14
-
 
 def write_sample_layout(out: Path, rows_per_day: Sequence[int], seed: int = 0) -> None:
     """The folder of `criteo`'s docstring, with one id a sample and multi-hot beside it, and tables.json."""
-    source = _source(seed)
+    source = sample_source(seed)
     first = 0
     with new_folder(out) as folder:
         for day, rows in enumerate(rows_per_day):
@@ -51,7 +47,7 @@ def write_sample_layout(out: Path, rows_per_day: Sequence[int], seed: int = 0) -
                 NpyWriter(folder / f"day_{day}_sparse.npy", NUM_CATEGORIES, np.int32) as sparse,
                 NpyWriter(folder / f"day_{day}_labels.npy", 1, np.int32) as labels,
             ):
-                dense.append(np.log(_integers(batch).astype(np.float32) + 3))
+                dense.append(np.log(integers(batch).astype(np.float32) + 3))
                 sparse.append(ids_TB.T)
                 labels.append(batch.labels_B.numpy())
             multi_hot = {str(table): _multi_hot(ids_B, table) for table, ids_B in enumerate(ids_TB)}
@@ -59,37 +55,14 @@ def write_sample_layout(out: Path, rows_per_day: Sequence[int], seed: int = 0) -
         write_tables_file(folder, SAMPLE_ROWS, encoding={"name": "sample", "seed": seed})
 
 
-def write_sample_text(path: Path, rows: int, seed: int = 0, separator: str = "\t") -> None:
-    """Lines as in Criteo's train.txt; about an eighth of the fields is missing."""
-    source = _source(seed)
-    with path.open("w") as file:
-        for first in range(0, rows, _ROWS_AT_A_TIME):
-            batch = source.read("train", 0, first, min(rows, first + _ROWS_AT_A_TIME))
-            ids_BT = batch.values_N.numpy().reshape(NUM_CATEGORIES, -1).T
-            steps_T = np.arange(NUM_CATEGORIES, dtype=np.uint64) * GOLDEN
-            categories_BT = mix64(ids_BT.astype(np.uint64) + steps_T) >> np.uint64(32)
-            missing = (mix64(categories_BT + steps_T) & np.uint64(0xFF)) < int(256 * _MISSING_SHARE)
-            for label, integers, categories, gone in zip(
-                batch.labels_B.tolist(),
-                _integers(batch).tolist(),
-                categories_BT.tolist(),
-                missing.tolist(),
-                strict=True,
-            ):
-                fields = [f"{label:.0f}"]
-                fields += ["" if skip else str(x) for x, skip in zip(integers, gone, strict=False)]
-                fields += ["" if skip else f"{x:08x}" for x, skip in zip(categories, gone, strict=True)]
-                file.write(separator.join(fields) + "\n")
-
-
-def _source(seed: int) -> SyntheticSource:
+def sample_source(seed: int) -> SyntheticSource:
     tables = [SyntheticTable(name=f"cat_{i}", num_embeddings=rows) for i, rows in enumerate(SAMPLE_ROWS)]
     data = SyntheticData(source="synthetic", tables=tables, num_dense=NUM_INTEGERS, seed=seed)
     rows = [TableRows(table.name, table.num_embeddings) for table in tables]
     return SyntheticSource(data, resolve_tables(rows, TablesConfig()))
 
 
-def _integers(batch: Batch) -> NDArray[np.int64]:
+def integers(batch: Batch) -> NDArray[np.int64]:
     """Counts from -1 to some 20,000, most of them small."""
     return np.floor(np.exp(10 * batch.dense_BF.numpy().astype(np.float64))).astype(np.int64) - 2
 
