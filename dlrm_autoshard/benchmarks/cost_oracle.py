@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from dlrm_autoshard.costs import RankCost, StepProfile
-from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.plan import ShardingPlan, shard_tables
 from dlrm_autoshard.probe.shard_probe import ShardTime
-from dlrm_autoshard.tables import TableConfig, TableStats
+from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 
 # Written apart from the planner: none of its features, prices or networks occur here. Tables differ in ways that their
 # statistics do not show (`hidden`): that is learned by measuring only. Axes: T tables, N sets of tables, W devices.
@@ -39,7 +39,8 @@ class CostOracle:
         self.tables, self.stats, self.batch_size, self.devices = tuple(tables), tuple(stats), batch_size, devices
         self.noise = noise
         self._noise = np.random.default_rng([seed, 1])
-        hidden = np.random.default_rng([seed, 2])
+        self._seed, hidden = seed, np.random.default_rng([seed, 2])
+        self._of_shards: dict[tuple[str, ...], CostOracle] = {}
         self.dim_T = np.array([table.embedding_dim for table in tables], dtype=np.float64)
         pooling_T = np.array([stat.mean_pooling for stat in stats])
         self.ids_T = pooling_T * batch_size
@@ -47,7 +48,9 @@ class CostOracle:
         row_bytes_T = 4 * 32 * np.ceil(self.dim_T / 32)
         distinct_T = self.ids_T / np.array([stat.mean_reuse for stat in stats])
         self.unique_bytes_T = distinct_T * row_bytes_T
-        spread_T2 = np.exp(HIDDEN_SPREAD * hidden.standard_normal((len(self.tables), 2)))
+        wholes = list(dict.fromkeys(Shard.parse(table.name).table for table in tables))
+        spread_R2 = np.exp(HIDDEN_SPREAD * hidden.standard_normal((len(wholes), 2)))
+        spread_T2 = spread_R2[[wholes.index(Shard.parse(table.name).table) for table in tables]]
         self.read_ms_T = self.ids_T * row_bytes_T / BYTES_PER_MS * spread_T2[:, 0]
         self.update_ms_T = (2 * self.unique_bytes_T + 0.3 * self.ids_T * row_bytes_T) / BYTES_PER_MS * spread_T2[:, 1]
         self.write_ms_T = batch_size * 4 * self.dim_T / BYTES_PER_MS
@@ -94,13 +97,33 @@ class CostOracle:
     def step_ms(self, rank_T: np.ndarray) -> float:
         return float(self.stages_ms(rank_T).max(axis=0).sum())
 
+    # -- split tables ----------------------------------------------------------------------------------------------
+
+    def of(self, plan: ShardingPlan) -> CostOracle:
+        """The same machine, asked about the shards of `plan`."""
+        if not plan.split_tables:
+            return self
+        names = tuple(plan.ordered([table.name for table in self.tables]).rank_of)
+        if names not in self._of_shards:
+            stats_of = {table.name: stat for table, stat in zip(self.tables, self.stats, strict=True)}
+            shards = shard_tables(self.tables, plan)
+            stats = [stats_of[Shard.parse(shard.name).table] for shard in shards]
+            self._of_shards[names] = CostOracle(shards, stats, self.batch_size, self.devices, self._seed, self.noise)
+        return self._of_shards[names]
+
+    def plan_ms(self, plan: ShardingPlan) -> float:
+        """Exact cost, whatever the plan splits."""
+        of = self.of(plan)
+        return of.step_ms(of.ranks_of(plan))
+
     # -- measurements --------------------------------------------------------------------------------------------------
 
     def ranks_of(self, plan: ShardingPlan) -> np.ndarray:
         return np.array([plan.rank_of[table.name] for table in self.tables])
 
     def profile(self, plan: ShardingPlan) -> StepProfile:
-        stages_W4 = self.stages_ms(self.ranks_of(plan))
+        of = self.of(plan)
+        stages_W4 = of.stages_ms(of.ranks_of(plan))
         stages_W4 = stages_W4 * np.exp(self.noise * self._noise.standard_normal(stages_W4.shape))
         ranks = tuple(RankCost(*(float(ms) for ms in row)) for row in stages_W4)
         noise = 1.35 * self.noise  # an interquartile range

@@ -6,7 +6,6 @@ best(candidates)
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -68,8 +67,8 @@ def measure_finalists(
             (base, search(base, costs.costs_of(base), kicks=kicks, seed=costs.seed, deadline=deadline)),
         ]
         if task.splits.allowed:
-            splitted = [split_search(of, costs.costs_of, rank_U, deadline) for of, rank_U in better]
-            better += [(one.task, one.rank_U) for one in itertools.chain(*splitted)]
+            start = min(better, key=lambda pair: costs.costs_of(pair[0]).step_ms(pair[1]))
+            better += [(one.task, one.rank_U) for one in split_search(start[0], costs.costs_of, start[1], deadline)]
         found += [
             Candidate("measured+search", of.plan_from(rank_U), costs.costs_of(of).step_ms(rank_U))
             for of, rank_U in better

@@ -32,6 +32,7 @@ def improve(
     seed: int = 0,
     deadline: float | None = None,
     most_swaps: int = MOST_SWAPS,
+    most_moves: int | None = None,
 ) -> np.ndarray:
     """Local search from a legal placement until nothing helps, then `kicks` times from a shaken copy of the best.
 
@@ -40,7 +41,7 @@ def improve(
     swaps, and takes the best. When none helps, a few random kicks are tried from the best placement so far.
     """
     best = _Search(task, costs, rank_U, most_swaps)
-    best.descend(deadline)
+    best.descend(deadline, most_moves)
     generator = np.random.default_rng(seed)
     for _ in range(kicks):
         if deadline is not None and time.perf_counter() > deadline:
@@ -79,8 +80,8 @@ class _Search:
     def step_ms(self) -> float:
         return float(self.ms_W4.max(axis=0).sum())
 
-    def descend(self, deadline: float | None) -> None:
-        for _ in range(20 * len(self.task.units)):
+    def descend(self, deadline: float | None, most_moves: int | None = None) -> None:
+        for _ in range(most_moves or 20 * len(self.task.units)):
             if deadline is not None and time.perf_counter() > deadline:
                 return
             slow_ranks = dict.fromkeys(self.ms_W4.argmax(axis=0).tolist())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,12 +18,17 @@ from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.search import improve
 from dlrm_autoshard.planner.task import PlacementTask, Room
 from dlrm_autoshard.planner.task_costs import TaskCosts
+from dlrm_autoshard.tables import Shard
 
 BEAM, MOST_HALVINGS = 3, 10
 LEAST_GAIN = 0.003
 """Part of a step that one halving more must save."""
-MOST_SWAPS = 256
-"""Tried in a round of a node's local search: there are dozens of nodes, and the winner is searched thoroughly."""
+PATIENCE = 1
+"""Halvings in a row that may save less: two equal parts, or two stages' slowest ranks, are relieved one by one."""
+MOST_SWAPS, FEW_SWAPS, FEW_MOVES = 256, 64, 10
+"""Of a local search: there are dozens of nodes, and only the winner is searched thoroughly."""
+RECEIVING = 2
+"""Among the stages that searches see."""
 THOROUGH_KICKS = 5
 CostsOf = Callable[[PlacementTask], TaskCosts]
 
@@ -33,6 +38,7 @@ class Splitted:
     """A way to split, with a placement of the shards and what it is predicted to cost."""
 
     task: PlacementTask
+    costs: TaskCosts
     rank_U: np.ndarray
     step_ms: float
 
@@ -65,40 +71,61 @@ def split_search(
     """Ways to split that beat the task as it is under the placement `rank_U`, best first; none where none does.
 
     Each round halves, of every node in the beam, the shards that make ranks slow: of each stage's slowest rank the one
-    that is dearest in it. The parts go where they cost least and local search improves the placement; where that leaves
-    a rank slow, everything is placed anew.
+    that is dearest in it, alone or with all parts of its table that are as wide. The parts go where they cost least,
+    and a few moves tell which children are worth a local search, of this placement and of one made anew.
     """
-    start = Splitted(task, rank_U, costs_of(task).step_ms(rank_U))
-    beam, best, seen = [start], start, set[frozenset[str]]()
+    costs = costs_of(task)
+    start = Splitted(task, costs, rank_U, costs.step_ms(rank_U))
+    beam, best, seen, in_vain = [start], start, set[frozenset[str]](), 0
     for _ in range(MOST_HALVINGS if task.splits.max_parts > 1 else 0):
         children = []
         for node in beam:
-            for name in _dear(node, costs_of(node.task)):
-                halved = node.task.split(name)
-                if halved is None or frozenset(halved.names) in seen or _late(deadline):
-                    continue
-                seen.add(frozenset(halved.names))
-                placed = _placed(node, halved, costs_of(halved), deadline)
-                if placed is not None:
-                    children.append(placed)
-        beam = sorted(children, key=lambda child: child.step_ms)[:BEAM]
-        if not beam or beam[0].step_ms > best.step_ms * (1 - LEAST_GAIN):
+            for name in _dear(node):
+                for halved in _halvings(node.task, name):
+                    if frozenset(halved.names) in seen or _late(deadline):
+                        continue
+                    seen.add(frozenset(halved.names))
+                    placed = _placed(node, halved, costs_of(halved), deadline)
+                    if placed is not None:
+                        children.append(placed)
+        likeliest = sorted(children, key=lambda child: child.step_ms)[:BEAM]
+        beam = sorted(
+            (_searched(child, best.step_ms, deadline) for child in likeliest), key=lambda child: child.step_ms
+        )
+        if beam and beam[0].step_ms < best.step_ms * (1 - LEAST_GAIN):
+            best, in_vain = beam[0], 0
+            continue
+        in_vain += 1
+        if not beam or in_vain > PATIENCE:
             break
-        best = beam[0]
     if best is start:
         return []
-    costs = costs_of(best.task)
-    better_U = improve(best.task, costs, best.rank_U, kicks=THOROUGH_KICKS, deadline=deadline)
-    return [Splitted(best.task, better_U, costs.step_ms(better_U))]
+    better_U = improve(best.task, best.costs, best.rank_U, kicks=THOROUGH_KICKS, deadline=deadline)
+    return [replace(best, rank_U=better_U, step_ms=best.costs.step_ms(better_U))]
 
 
-def _dear(node: Splitted, costs: TaskCosts) -> Iterator[str]:
+def _halvings(task: PlacementTask, name: str) -> Iterator[PlacementTask]:
+    """The shard `name` halved; and so all parts of its table that are as wide."""
+    if (halved := task.split(name)) is not None:
+        yield halved
+    width_of = {table.name: table.embedding_dim for table in task.tables}
+    alike = [n for n in task.names if Shard.parse(n).table == Shard.parse(name).table and width_of[n] == width_of[name]]
+    all_halved: PlacementTask | None = task if len(alike) > 1 else None
+    for part in alike:
+        all_halved = None if all_halved is None else all_halved.split(part)
+    if all_halved is not None:
+        yield all_halved
+
+
+def _dear(node: Splitted) -> Iterator[str]:
     """Of each stage's slowest rank, the shard that is dearest in this stage and may be halved."""
-    task, world_size = node.task, node.task.world_size
+    task, costs, world_size = node.task, node.costs, node.task.world_size
     ms_W4 = costs.stage_ms(costs.sums(node.rank_U), np.arange(world_size))
     rank_T = node.rank_U[task.units.unit_of_T]
     named = set()
     for stage, rank in enumerate(ms_W4.argmax(axis=0)):
+        if stage == RECEIVING:  # the rank with fewest dims: more of them relieve it
+            continue
         own = np.flatnonzero(rank_T == rank)
         ms_N = costs.stage_ms(costs.summary_TK[own], np.full(len(own), rank))[:, stage]
         for table in own[np.argsort(-ms_N, kind="stable")]:
@@ -109,7 +136,8 @@ def _dear(node: Splitted, costs: TaskCosts) -> Iterator[str]:
 
 
 def _placed(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: float | None) -> Splitted | None:
-    """What is new in `halved` placed beside all that stays as it is in `node`, then local search."""
+    """What is new in `halved` placed beside all that stays as it is in `node`, and a few moves; None where nothing is
+    legal so."""
     rank_of = dict(zip(node.task.names, node.rank_U[node.task.units.unit_of_T], strict=True))
     rank_U = np.array([rank_of.get(halved.names[members[0]], -1) for members in halved.units.members])
     room = Room(halved.units, rank_U)
@@ -123,15 +151,23 @@ def _placed(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: f
             ms_N.append(costs.stage_ms(costs.sums(room.rank_U), np.arange(halved.world_size)).max(axis=0).sum())
         room.rank_U[unit] = -1
         room.place(int(unit), int(legal[int(np.argmin(ms_N))]))
-    found = [improve(halved, costs, room.rank_U, deadline=deadline, most_swaps=MOST_SWAPS)]
-    if costs.step_ms(found[0]) > node.step_ms * (1 - LEAST_GAIN):
-        found.append(improve(halved, costs, greedy_on_cost(halved, costs), deadline=deadline, most_swaps=MOST_SWAPS))
-    return min((Splitted(halved, rank_U, costs.step_ms(rank_U)) for rank_U in found), key=lambda one: one.step_ms)
+    rank_U = improve(halved, costs, room.rank_U, deadline=deadline, most_swaps=FEW_SWAPS, most_moves=FEW_MOVES)
+    return Splitted(halved, costs, rank_U, costs.step_ms(rank_U))
+
+
+def _searched(child: Splitted, to_beat_ms: float, deadline: float | None) -> Splitted:
+    """Local search from its placement and, where that gains little, from a new one."""
+    task, costs = child.task, child.costs
+    best_U = improve(task, costs, child.rank_U, deadline=deadline, most_swaps=MOST_SWAPS)
+    if costs.step_ms(best_U) > to_beat_ms * (1 - LEAST_GAIN):
+        anew_U = improve(task, costs, greedy_on_cost(task, costs), deadline=deadline, most_swaps=MOST_SWAPS)
+        best_U = min(best_U, anew_U, key=costs.step_ms)
+    return replace(child, rank_U=best_U, step_ms=costs.step_ms(best_U))
 
 
 def merged(task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline: float | None = None) -> list[Splitted]:
     """For each split table, a placement in which it is whole again, and all else begins where it is."""
-    start = Splitted(task, rank_U, float("inf"))
+    start = Splitted(task, costs_of(task), rank_U, float("inf"))
     found = []
     for table in task.wholes:
         parts = [part for part in task.tables if part.name != table.name and part.name.startswith(f"{table.name}[")]
@@ -139,7 +175,7 @@ def merged(task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline:
             at = task.tables.index(parts[0])
             whole = task.with_shards([*task.tables[:at], table, *task.tables[at + len(parts) :]])
             placed = _placed(start, whole, costs_of(whole), deadline)
-            found += [] if placed is None else [placed]
+            found += [] if placed is None else [_searched(placed, 0.0, deadline)]
     return found
 
 
