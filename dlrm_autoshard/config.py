@@ -166,10 +166,6 @@ class SplitsConfig(Section):
     max_parts: PositiveInt = 4  # of a table; 1: none is split
     min_dim: EmbeddingDim = 16  # columns of a part at least, a multiple of 4
 
-    def parts_of(self, optimizer: TableOptimizerConfig) -> int:
-        """The most parts that a table may have under this optimizer."""
-        return self.max_parts if optimizer.splits_tables else 1
-
 
 class AutoshardConfig(Section):
     enabled: bool = False

@@ -57,7 +57,7 @@ class Autoshard:
         self.settings, self._profile = config.autoshard, config.profile
         self.run_dir, self.steps = Path(run_dir), 0
         self._bags, self._runtime, self._total = bags, bags.runtime, total_steps
-        self._observer = TableObserver(bags.sharded, bags.runtime.rank)
+        self._observer = TableObserver(bags.sharded)
         self._intervals: Intervals | None = None
         self._planned = placement
         self._samples = 0  # of one rank's batch
@@ -150,7 +150,7 @@ class Autoshard:
             sharded.tables,
             lambda: stats,
             batch_size=batch_size,
-            optimizer=sharded.config.optimizer.name,
+            optimizer=sharded.config.optimizer,
             exchange_dtype=bags.exchange_dtype,
             current=current,
         )

@@ -14,19 +14,19 @@ from typing import TypeVar
 import torch
 
 from dlrm_autoshard.autoshard import thresholds
-from dlrm_autoshard.config import AutoshardConfig
+from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
 from dlrm_autoshard.distributed.reshard_agree import free_memory
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.shared_memory import place as place_of_process
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, round_robin
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import PlanResult
-from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.calibration import start_costs
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.plan_probe import RankProbe
 from dlrm_autoshard.records.jsonl import append_jsonl
-from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats, memory_bytes
+from dlrm_autoshard.tables import Shard, TableConfig, TableStats, memory_bytes
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def place(
     find_stats: Callable[[], Sequence[TableStats]],
     *,
     batch_size: int,
-    optimizer: TableOptimizer,
+    optimizer: TableOptimizerConfig,
     exchange_dtype: str,
     seed: int = 0,
     current: ShardingPlan | None = None,
@@ -70,11 +70,14 @@ def place(
         stats,
         find_topology(settings, runtime),
         batch_size=batch_size,
-        table_bytes=memory_bytes(tables, stats, optimizer, batch_size),
+        table_bytes=memory_bytes(tables, stats, optimizer.name, batch_size),
         constraints=Constraints(
             settings.pinned,
             tuple(tuple(group) for group in settings.together),
             tuple(tuple(group) for group in settings.apart),
+        ),
+        splits=Splits(
+            settings.splits.max_parts, settings.splits.min_dim, optimizer.splits_tables, optimizer=optimizer.name
         ),
     )
     planner = None
@@ -84,7 +87,7 @@ def place(
     planning = settings.enabled and settled is None
     probe = None
     if planning and settings.measure_plans > 0 and runtime.world_size > 1:
-        probe = RankProbe.at_start(runtime, task, optimizer, exchange_dtype)
+        probe = RankProbe.at_start(runtime, task, optimizer.name, exchange_dtype)
 
     def decide() -> tuple[ShardingPlan, PlanResult | None]:
         seconds = settings.budget_seconds
@@ -113,7 +116,7 @@ def check_settings(settings: AutoshardConfig, tables: list[str], world_size: int
     named = {"pinned": list(settings.pinned)}
     named |= {key: [table for group in getattr(settings, key) for table in group] for key in ("together", "apart")}
     for key, names in named.items():
-        unknown = [name for name in names if name not in tables]
+        unknown = [name for name in names if Shard.parse(name).table not in tables]
         if unknown:
             some = ", ".join(tables[:8]) + (", ..." if len(tables) > 8 else "")
             raise PlanError(

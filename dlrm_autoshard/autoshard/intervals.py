@@ -27,6 +27,7 @@ from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.distributed.movable import ArrivedIds, PlacedTables
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
+from dlrm_autoshard.plan import shard_tables
 from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
 from dlrm_autoshard.records.facts import RankEpoch, rank_file
@@ -52,7 +53,7 @@ class Intervals:
         self._runtime, self._embeddings, self._clock = runtime, embeddings, clock
         self._profile, self._placement, self._run_dir = profile, placement, run_dir
         self.batch_size = placement.task.batch_size
-        self._observer = TableObserver(embeddings, runtime.rank)
+        self._observer = TableObserver(embeddings)
         self.stats = placement.task.stats
         self.resharding: Resharding | None = None
         if settings.enabled and settings.reshard.enabled and runtime.world_size > 1:
@@ -115,7 +116,7 @@ class Intervals:
         runtime, embeddings = self._runtime, self._embeddings
         seconds = time.perf_counter() - self._started - self._paused
         plan, tables, batch_size = embeddings.plan, embeddings.tables, self.batch_size
-        own = [t for t in tables if plan.rank_of[t.name] == runtime.rank]
+        own = [shard for shard in shard_tables(tables, plan) if plan.rank_of[shard.name] == runtime.rank]
         mine = RankEpoch(
             epoch=number,
             first_step=self.first_step,

@@ -6,12 +6,12 @@ from __future__ import annotations
 import numpy as np
 
 from dlrm_autoshard.distributed.movable import ArrivedIds, PlacedTables
-from dlrm_autoshard.tables import TableStats, measure_table_stats
+from dlrm_autoshard.tables import Shard, TableStats, measure_table_stats
 
 
 class TableObserver:
-    def __init__(self, embeddings: PlacedTables, rank: int) -> None:
-        self._embeddings, self._rank = embeddings, rank
+    def __init__(self, embeddings: PlacedTables) -> None:
+        self._embeddings = embeddings
         self._samples = 0
         self._ids: np.ndarray | None = None
         self._reuse: list[TableStats] = []
@@ -28,11 +28,11 @@ class TableObserver:
             self._reuse = measure_table_stats(lengths_TB, ids.values_N.cpu().numpy())
 
     def summary(self) -> dict[str, TableStats]:
-        """name -> statistics, for the tables this rank owns; {} where nothing was observed. Starts afresh."""
+        """name -> statistics, for the tables of which this rank owns something; {} where nothing was observed. Starts
+        afresh."""
         if self._ids is None:
             return {}
-        plan, rank = self._embeddings.plan, self._rank
-        names = [table.name for table in self._embeddings.output_tables if plan.rank_of[table.name] == rank]
+        names = [Shard.parse(shard.name).table for shard in self._embeddings.local_shards]
         pooling = self._ids / self._samples
         result = {
             name: TableStats(float(mean), seen.reuse_histogram, seen.mean_reuse, seen.batch_size)

@@ -171,7 +171,7 @@ def moved_and_unmoved(rank: int, world_size: int, optimizer: str) -> int:
         for step in range(6):
             if moves and step == 3:
                 reshard(embeddings, second, group=group)
-            owned = [t for t in embeddings.output_tables if embeddings.plan.rank_of[t.name] == rank]
+            owned = embeddings.local_shards
             ids = [
                 torch.randint(0, t.num_embeddings, (64,), generator=torch.Generator().manual_seed(step)) for t in owned
             ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
     topology = Topology(plan.world_size, memory)
     task = PlacementTask.build(pool.tables, pool.stats, topology, batch_size=batch_size, table_bytes=table_bytes)
     costs = planner.predict(task, plan)
-    sentences = explain(plan, pool, costs, table_bytes, memory)
     better = planner.plan(task)
+    task = task.split_as(plan)
+    pool, table_bytes = replace(pool, tables=task.tables, stats=task.stats), dict(task.table_bytes)
+    sentences = explain(plan, pool, costs, table_bytes, memory)
     sentences.append(compare(plan, costs, better.plan, better.predicted_ms))
     if arguments.json:
         record = {

@@ -22,6 +22,7 @@ from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
     from dlrm_autoshard.planner.result import PlanResult
+    from dlrm_autoshard.planner.task import PlacementTask
 
 
 _GUESSED_BATCH = 65536
@@ -116,20 +117,21 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(record, indent=1))
     else:
-        _print(result, pool, table_bytes, batch_size)
+        _print(result, task.split_as(result.plan), batch_size)
         if arguments.out is not None:
             print(f"written to {arguments.out}")
     return 0
 
 
-def _print(result: PlanResult, pool: Any, table_bytes: dict[str, int], batch_size: int) -> None:
+def _print(result: PlanResult, task: PlacementTask, batch_size: int) -> None:
+    """task: of the plan's shards."""
     from rich.console import Console
 
     from dlrm_autoshard.costs import balanced_cost_ms
     from dlrm_autoshard.report.plan_table import candidate_table, rank_table
 
     console = Console()
-    console.print(rank_table(result.plan, pool.tables, pool.stats, table_bytes, result.predicted))
+    console.print(rank_table(result.plan, task.tables, task.stats, task.table_bytes, result.predicted))
     console.print(candidate_table(result))
     bound = balanced_cost_ms(result.predicted)
     console.print(

@@ -24,8 +24,8 @@ class PlacedTables(Protocol):
     @property
     def plan(self) -> ShardingPlan: ...
     @property
-    def output_tables(self) -> tuple[TableConfig, ...]:
-        """In the order in which a rank's lookups are observed."""
+    def local_shards(self) -> tuple[TableConfig, ...]:
+        """What this rank owns, in the order in which its lookups are observed."""
         ...
 
     @property
@@ -35,7 +35,7 @@ class PlacedTables(Protocol):
 
 
 class ArrivedIds(Protocol):
-    """Ids that reached this rank in a step: those of its tables, in the order of `output_tables`."""
+    """Ids that reached this rank in a step: those of its shards, in the order of `local_shards`."""
 
     @property
     def values_N(self) -> Tensor: ...

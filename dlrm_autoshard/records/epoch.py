@@ -26,7 +26,7 @@ from dlrm_autoshard.costs import (
 )
 from dlrm_autoshard.formats.json_file import FormatError, checked
 from dlrm_autoshard.formats.numbers import Amount, Count, Finite
-from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.plan import ShardingPlan, shards_by_table
 from dlrm_autoshard.records import diagnosis
 from dlrm_autoshard.records.facts import EpochFacts, RankEpoch, TableUse
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError
@@ -106,10 +106,11 @@ class EpochProfile(EpochFacts):
             noise=max(diagnosis.relative_spread([rank.stages.get(name) for name in PLANNED_STAGES]) for rank in ranks),
             tables=tuple(
                 TableUse(
-                    table.name, plan.rank_of[table.name], table.num_embeddings, table.embedding_dim,
-                    table.weight_bytes, stat.mean_pooling, stat.mean_reuse,
+                    shard.name, plan.rank_of[shard.name], shard.num_embeddings, shard.embedding_dim,
+                    shard.weight_bytes, stat.mean_pooling, stat.mean_reuse,
                 )
-                for table, stat in zip(tables, stats, strict=True)
+                for parts, stat in zip(shards_by_table(tables, plan), stats, strict=True)
+                for shard in parts
             ),
             predicted=None if predicted is None else tuple(predicted),
         )  # fmt: skip

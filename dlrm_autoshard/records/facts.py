@@ -127,7 +127,7 @@ class RankEpoch:
 
 @dataclass(frozen=True)
 class TableUse:
-    """One table in one epoch: where it lived, how large it is and what the data did to it."""
+    """One table, or a part of one, in one epoch: where it lived, how large it is and what the data did to it."""
 
     name: str
     rank: int

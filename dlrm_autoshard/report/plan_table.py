@@ -28,7 +28,8 @@ def rank_table(
     budget_bytes: Sequence[int] | None = None,
 ) -> Table:
     """One row a rank: tables, bytes, lookups a sample, predicted ms by stage (the slowest, for which the step waits, in
-    bold). 80 columns are enough. budget_bytes: for tables on each rank, where it is limited."""
+    bold). 80 columns are enough. tables: the plan's shards. budget_bytes: for tables on each rank, where it is limited.
+    """
     lookups = {table.name: stat.mean_pooling for table, stat in zip(tables, stats, strict=True)}
     memory = bytes_per_rank(plan, table_bytes)
     grid = Table(title="sharding plan", title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)

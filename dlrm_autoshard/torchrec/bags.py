@@ -86,7 +86,8 @@ class TorchrecBags:
             if len(self._lookups) == sum(len(collection._lookups) for collection in collections.values()):
                 lookups, self._lookups = self._lookups, []
                 samples = features.stride() // self.runtime.world_size
-                ids = KeyedIds(lookups, self.sharded.own_shards, collections, samples, self.device)
+                names = [shard.name for shard in self.sharded.local_shards]
+                ids = KeyedIds(lookups, names, collections, samples, self.device)
                 for listener in self._heard:
                     listener(ids, samples)
 

@@ -9,8 +9,8 @@ import torch
 
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.distributed.bags import runtime_of
-from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.tables import TableConfig, output_order
+from dlrm_autoshard.plan import ShardingPlan, shard_tables
+from dlrm_autoshard.tables import TableConfig
 from dlrm_autoshard.torchrec.sharding import plan_of
 from dlrm_autoshard.torchrec.tables import (
     TorchrecError,
@@ -39,14 +39,12 @@ class ShardedModel:
         """What each module looked up last, by its path."""
 
     @property
-    def output_tables(self) -> tuple[TableConfig, ...]:
-        return tuple(self.tables[i] for i in output_order(self.tables))
-
-    @property
-    def own_shards(self) -> list[str]:
-        """This rank's, in the order of `output_tables`, of a table by columns."""
-        shards = [str(shard) for table in self.output_tables for shard in self.plan.parts_of(table.name)]
-        return [shard for shard in shards if self.plan.rank_of[shard] == self.runtime.rank]
+    def local_shards(self) -> tuple[TableConfig, ...]:
+        return tuple(
+            shard
+            for shard in shard_tables(self.tables, self.plan)
+            if self.plan.rank_of[shard.name] == self.runtime.rank
+        )
 
 
 PIPELINED = (

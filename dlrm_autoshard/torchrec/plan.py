@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dlrm_autoshard.autoshard.initial_plan import place
-from dlrm_autoshard.config import AutoshardConfig
+from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
 from dlrm_autoshard.distributed.bags import runtime_of
 from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan
 from dlrm_autoshard.tables import TableOptimizer
@@ -59,7 +59,7 @@ def plan(
         alike(tables),
         lambda: [stats[table.name] for table in tables],
         batch_size=batch_size,
-        optimizer=optimizer,
+        optimizer=TableOptimizerConfig(name=optimizer),
         exchange_dtype="fp32",
     )
     record = plan_record(placement.plan, shapes_of(collections), where.type, runtime.local_world_size)

@@ -71,7 +71,7 @@ class Job:
             self.source.tables,
             partial(measure_stats, self.source, self.global_batch, config.autoshard.stats_batches),
             batch_size=self.global_batch,
-            optimizer=config.tables.optimizer.name,
+            optimizer=config.tables.optimizer,
             exchange_dtype=config.train.exchange_dtype,
             seed=config.run.seed,
             current=current,

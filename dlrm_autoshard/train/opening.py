@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dlrm_autoshard.autoshard.initial_plan import Placement
@@ -33,9 +34,10 @@ def open_run(
     result = placement.result
     placement.save(run_dir, step)
     predicted = None if result is None else result.predicted
-    task = placement.task
-    display.show(rank_table(placement.plan, tables, stats, task.table_bytes, predicted, task.topology.memory_bytes))
-    for line in tables_by_rank(placement.plan, tables, stats):
+    task = replace(placement.task, stats=tuple(stats)).split_as(placement.plan)
+    budget = task.topology.memory_bytes
+    display.show(rank_table(placement.plan, task.tables, task.stats, task.table_bytes, predicted, budget))
+    for line in tables_by_rank(placement.plan, task.tables, task.stats):
         display.line(line)
     if result is not None:
         display.show(candidate_table(result))

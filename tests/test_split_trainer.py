@@ -1,0 +1,94 @@
+"""A job whose tables are split by columns: the same losses, checkpoints for any ranks and plans, parts in reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.config import Config
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.records.run import RunRecord
+from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.train.saved_model import saved_model
+from tests.ranks import run_ranks
+from tests.test_split_training import whole
+from tests.trainers import TABLES, config, losses, make_runtime, tensors, trainer
+
+WHOLE = {"user": 0, "item": 1, "tag": 0, "shop": 1}
+SPLIT = {"user[0:4]": 1, "user[4:8]": 0, "item": 0, "tag[0:4]": 0, "tag[4:12]": 1, "tag[12:16]": 0, "shop": 1}
+OTHER = {"user[0:4]": 2, "user[4:8]": 0, "item": 2, "tag[0:8]": 1, "tag[8:16]": 2, "shop": 1}
+
+
+def job(folder: Path, name: str, rank_of: dict[str, int] | None, world_size: int, **sections: object) -> Config:
+    path = folder / f"{name}.json"
+    if rank_of is not None:
+        ShardingPlan(rank_of, world_size).save(path)
+        sections = {"autoshard": {"placement": str(path)}} | sections
+    made = {"tables": {"optimizer": {"name": "adagrad", "lr": 0.1}}, "train": {"epochs": 2}, **sections}
+    return config(folder, **made)
+
+
+def train(rank: int, world_size: int, jobs: list[tuple[Config, Path]]) -> list[dict[str, Tensor]]:
+    runtime, found = make_runtime(rank, world_size), []
+    for settings, run_dir in jobs:
+        with trainer(settings, runtime, run_dir) as made:
+            made.run()
+            found.append(tensors(made))
+    return found
+
+
+def same(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> bool:
+    one, other = ({k: v for k, v in whole(by_rank).items() if k.startswith("tables.")} for by_rank in (found, expected))
+    return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+def test_a_job_with_split_tables_trains_resumes_and_exports_as_one_without(tmp_path: Path) -> None:
+    saved = {"checkpoint": {"enabled": True}}
+    runs = [(job(tmp_path, "whole", WHOLE, 2), tmp_path / "whole"),
+            (job(tmp_path, "split", SPLIT, 2, **saved), tmp_path / "split")]  # fmt: skip
+    by_rank = run_ranks(train, 2, runs, timeout=120)
+    unsplit, split = ([rank[i] for rank in by_rank] for i in range(2))
+    assert same(split, unsplit)
+    assert losses(tmp_path / "split") == losses(tmp_path / "whole")
+
+    record = RunRecord.load(tmp_path / "split")
+    assert record.last.plan.rank_of == SPLIT
+    assert {table.name: table.embedding_dim for table in record.last.tables}["tag[4:12]"] == 8
+    with open(tmp_path / "split" / "costs" / "rank_00001.jsonl") as lines:
+        assert json.loads(next(lines))["tables"] == ["user[0:4]", "tag[4:12]", "shop"]
+
+    on = job(tmp_path, "other", OTHER, 3, **saved)
+    again = run_ranks(train, 3, [(on, tmp_path / "split")], timeout=120)
+    assert same([rank[0] for rank in again], unsplit)
+
+    (tmp_path / "split" / "config.yaml").write_text(on.to_yaml())
+    with saved_model(tmp_path / "split") as model:
+        for table in TABLES:
+            weight = model.embeddings.storage.tensors(table["name"])["weight"]
+            assert torch.equal(weight, whole(unsplit)[f"tables.{table['name']}.weight"])
+
+
+def test_a_table_that_fits_no_rank_whole_trains_exactly(tmp_path: Path) -> None:
+    big = [{"name": "big", "num_embeddings": 20_000, "embedding_dim": 64}, *TABLES]
+    table = TableConfig("big", 20_000, 64)
+    data = {"data": {"tables": big}, "checkpoint": {"enabled": False}}
+    room = 1.4 * table.weight_bytes / 2**30  # weight and Adagrad's state take twice the weight
+    planning = {"enabled": True, "memory_gib": room, "measure_plans": 0, "reshard": {"enabled": False}}
+    split = job(tmp_path, "split", None, 2, autoshard=planning, **data)
+    unsplit = job(tmp_path, "whole", {"big": 0, **WHOLE}, 2, **data)
+    by_rank = run_ranks(train, 2, [(unsplit, tmp_path / "whole"), (split, tmp_path / "split")], timeout=200)
+    assert RunRecord.load(tmp_path / "split").last.plan.split_tables == ("big",)
+    assert same([rank[1] for rank in by_rank], [rank[0] for rank in by_rank])
+    assert losses(tmp_path / "split") == losses(tmp_path / "whole")
+
+
+def test_a_split_plan_is_refused_for_rowwise_adagrad_unless_parts_may_have_their_own_sums(tmp_path: Path) -> None:
+    by_name = {"tables": {"optimizer": {"name": "rowwise_adagrad", "lr": 0.1}}}
+    with pytest.raises(Exception, match=r"splits table 'user'.*tables\.optimizer\.per_part: true"):
+        run_ranks(train, 2, [(job(tmp_path, "split", SPLIT, 2, **by_name), tmp_path / "run")])
+    by_name["tables"]["optimizer"]["per_part"] = True
+    run_ranks(train, 2, [(job(tmp_path, "split", SPLIT, 2, **by_name), tmp_path / "run")])
