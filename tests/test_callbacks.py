@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,39 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     writer.finish({})
     read = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("val/auc")[0]
     assert (read.step, read.value) == (50, 0.75)
+
+
+WANDB = """
+import sys
+from pathlib import Path
+from dlrm_autoshard.config import parse_config
+from dlrm_autoshard.train.callbacks import make_callbacks
+[writer] = make_callbacks(["wandb"], Path(sys.argv[1]), parse_config({"data": {"source": "movielens"}}))
+writer.scalars(50, {"val/auc": 0.75})
+writer.finish({"metrics": {"auc": 0.75}})
+"""
+"""A program of its own: under pytest W&B's service writes nothing."""
+
+
+def test_wandb_keeps_what_was_written_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="W&B is not installed")
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    done = subprocess.run([sys.executable, "-c", WANDB, str(tmp_path)], env=environment, timeout=120)
+    [kept] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert done.returncode == 0 and b"val/auc" in kept.read_bytes()
+
+
+def test_mlflow_keeps_what_was_written_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="MLflow is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    [writer] = make_callbacks(["mlflow"], tmp_path, CONFIG)
+    writer.scalars(50, {"val/auc": 0.75})
+    writer.finish({"metrics": {"auc": 0.75}})
+    [kept] = tmp_path.glob("mlruns/*/*/metrics/val/auc")
+    assert kept.read_text().split()[1:] == ["0.75", "50"]
+    [result] = tmp_path.glob("mlruns/*/*/artifacts/result.json")
+    assert json.loads(result.read_text()) == {"metrics": {"auc": 0.75}}
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(41.6, "42 s"), (400.0, "7 min"), (12600.0, "3.5 h")])

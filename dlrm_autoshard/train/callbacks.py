@@ -90,7 +90,10 @@ def make_callbacks(names: Sequence[str], run_dir: Path, config: Config) -> list[
         if name in READY:
             if importlib.util.find_spec(name) is None:
                 raise UserError(f"callbacks: '{name}' is not installed. Install it with: pip install {name}")
-            made.append(READY[name](run_dir, config))
+            try:
+                made.append(READY[name](run_dir, config))
+            except Exception as error:  # of a service that does not answer, or is not set up
+                raise UserError(f"callbacks: '{name}' cannot start: {error}") from error
         elif ":" in name:
             made.append(call(load(name, "callbacks"), "callbacks", run_dir, config))
         else:
