@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_autoshard.benchmarks.planner_quality_record import LEARNED, summarise
+from dlrm_autoshard.benchmarks.planner_quality_record import LEARNED, SPLIT, summarise
 from dlrm_autoshard.planner.greedy import KEYS
 
 
@@ -38,6 +38,18 @@ def test_what_is_removed_of_the_best_heuristics_excess() -> None:
     assert figures["20x2 auto: excess removed, of what whole tables allow"] == pytest.approx(1.5)  # 11 ms is the least
     assert figures["all cells: dreamshard: excess removed"] == pytest.approx(0.5)
     assert figures["20x2 two halves of the rounds differ by"] == 0
+
+
+def test_plans_with_split_tables_count_where_all_rows_of_a_cell_have_them() -> None:
+    rows = [row("20x8", task, {"lookup_greedy": 2.0, "auto": 1.5}) for task in (0, 1)]
+    for one in rows:
+        one["stages_ms"][SPLIT] = [[[10.5, 0, 0, 0], [9.5, 0, 0, 0]]] * 4
+        one["predicted_ms"][SPLIT] = 10.0
+    outcome = summarise(rows, ["20x8"], tasks=2)
+    assert outcome["figures"][f"20x8 {SPLIT}: excess removed"] == pytest.approx(0.75)
+    assert outcome["targets"][f"20x8 {SPLIT}: excess removed"] == ">= 0.667"
+    del rows[1]["stages_ms"][SPLIT]
+    assert f"20x8 {SPLIT}: excess removed" not in summarise(rows, ["20x8"], tasks=2)["figures"]
 
 
 def test_cells_that_were_not_measured_are_targets_all_the_same() -> None:

@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ import numpy as np
 
 from dlrm_autoshard.benchmarks.harness import commit, finish
 from dlrm_autoshard.benchmarks.measured_exchanges import exchange_ms
-from dlrm_autoshard.benchmarks.planner_quality_record import LEARNED, summarise
+from dlrm_autoshard.benchmarks.planner_quality_record import LEARNED, SPLIT, summarise
 from dlrm_autoshard.costs import PLANNED_STAGES, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.greedy import KEYS
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.pool import TablePool, synthetic_pool
-from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.shipped_costs import start_warm
 
@@ -84,13 +84,13 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
     plans: dict[str, ShardingPlan] = {}
     seconds: dict[str, float] = {}
     chosen = ""
-    for algorithm in (*KEYS, *LEARNED):
-        planner = _warm(algorithm)
+    for algorithm in (*KEYS, *LEARNED, SPLIT):
+        planner = _warm("auto" if algorithm == SPLIT else algorithm)
         isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.costs.exchange, rounds=3)
         started = time.perf_counter()
         result = planner.plan(
-            problem,
-            measure=isolated.measure if algorithm == "auto" else None,
+            replace(problem, splits=Splits(max_parts=4, min_dim=16)) if algorithm == SPLIT else problem,
+            measure=isolated.measure if algorithm in ("auto", SPLIT) else None,
         )
         plans[algorithm], seconds[algorithm] = result.plan, time.perf_counter() - started
         chosen = result.chosen.name if algorithm == "auto" else chosen
