@@ -56,6 +56,7 @@ setup(
             "pyarrow",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "hypothesis",
             "ruff",
             "mypy",

@@ -13,5 +13,11 @@ use_torchrec
 status=0
 say "ruff:" && ruff check . && ruff format --check --quiet . || status=1
 say "mypy:" && mypy dlrm_autoshard launch tests || status=1
-say "pytest:" && pytest --durations=10 --durations-min=1 "$@" || status=1
+tests() { pytest --durations=10 --durations-min=1 "$@"; }
+if [ $# -gt 0 ]; then
+    say "pytest:" && tests "$@" || status=1
+else # a file of tests at a time on each core; then those that need the machine for themselves
+    say "pytest, on all cores:" && tests -m "not slow and not alone" -n auto --dist loadfile || status=1
+    say "pytest, one by one:" && tests -m "alone and not slow" || status=1
+fi
 exit $status

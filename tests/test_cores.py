@@ -16,9 +16,12 @@ from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.distributed.cores import share_of
 from tests.test_data_loader import Scripted
 
+pytestmark = pytest.mark.alone
+
 RANK = """
 import os, sys
 from dlrm_autoshard.distributed.cores import take_cores
+
 os.sched_setaffinity(0, eval(sys.argv[3]))
 cores = take_cores(int(sys.argv[1]), int(sys.argv[2]), 1)
 print(sorted(os.sched_getaffinity(0)), sorted(cores.loader), sep=";", flush=True)

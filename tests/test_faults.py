@@ -13,6 +13,8 @@ import pytest
 
 from tests.jobs import CONFIG, started, steps_saved, torchrun, until
 
+pytestmark = pytest.mark.alone
+
 TIMEOUT = 10  # seconds, configured in the jobs that hang
 HOST = re.escape(platform.node())
 

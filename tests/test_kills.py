@@ -9,6 +9,8 @@ import pytest
 from dlrm_autoshard.benchmarks.kills import kill_often, left_behind, train
 from dlrm_autoshard.benchmarks.moving_job import MOMENTS, Kill
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.timeout(600)  # two minutes where nothing else runs
 def test_twenty_kills_at_seeded_moments() -> None:
