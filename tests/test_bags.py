@@ -246,6 +246,14 @@ def settings(**keys: Any) -> Callable[[], object]:
     return lambda: Autoshard(ShardedEmbeddingBags([A, B]), run_dir="unused", **keys)
 
 
+def test_ranks_without_a_process_group_do_not_train_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(BagsError, match="2 ranks were started, and this one has no process group"):
+        ShardedEmbeddingBags([A])
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [

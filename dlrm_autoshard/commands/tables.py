@@ -75,11 +75,17 @@ def pool_of_run(run: Path, quiet: bool) -> TablePool:
     from dlrm_autoshard.config import load_config
     from dlrm_autoshard.data.open import open_source
     from dlrm_autoshard.records.run import RunRecord
+    from dlrm_autoshard.train.start_record import CONFIG
 
     record = RunRecord.load(run)
     if not record.epochs:
         raise UserError(f"'{run}' has no profiled epoch (profile.enabled: false), so nothing is known of its tables.")
-    config = load_config(run / "config.yaml")
+    if not (run / CONFIG).exists():
+        raise UserError(
+            f"'{run}' has no {CONFIG}: it is of a training loop of its own, whose data cannot be read again. List its "
+            "tables in a file (`tables --from-csv FILE`)."
+        )
+    config = load_config(run / CONFIG)
     pool = _measured(open_source(config.data, config.tables), record.last.batch_size, quiet)
     pooling = {table.name: table.mean_pooling for table in record.last.tables}
     stats = [

@@ -5,6 +5,7 @@ batch = BagInputs(tables, rank, check_ids=True).batch(lengths_TB, values_N)     
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,6 +41,16 @@ def check_tables(tables: Sequence[TableConfig]) -> None:
                 f"table '{table.name}' is {table.dtype}, table '{names[0]}' {tables[0].dtype}: one module has tables "
                 "of one dtype. Make a ShardedEmbeddingBags for each dtype and put what they give side by side."
             )
+
+
+def check_alone() -> None:
+    """BagsError where this process is one of several ranks: each would train tables of its own."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if ranks > 1:
+        raise BagsError(
+            f"{ranks} ranks were started, and this one has no process group, so its tables would be its alone: call "
+            "torch.distributed.init_process_group() before."
+        )
 
 
 class BagInputs:

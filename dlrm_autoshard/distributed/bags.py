@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
 
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
-from dlrm_autoshard.distributed.bag_inputs import BagInputs, BagsError, check_tables
+from dlrm_autoshard.distributed.bag_inputs import BagInputs, BagsError, check_alone, check_tables
 from dlrm_autoshard.distributed.embeddings import DTYPES, ShardedEmbeddings
 from dlrm_autoshard.distributed.id_distribution import LocalIds
 from dlrm_autoshard.distributed.movable import ArrivedIds
@@ -83,6 +83,7 @@ class ShardedEmbeddingBags(nn.Module):
         else:
             inner = list(tables)
         if not dist.is_initialized():
+            check_alone()
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         group = group or dist.group.WORLD
         assert group is not None
