@@ -45,6 +45,7 @@ NAMES = (
     "loop-straggler",
     "loop-steady",
     "loop-netem",
+    "torchrec-loop",
     "reshard-speed",
     "train-wsmall",
     "train-wemb",

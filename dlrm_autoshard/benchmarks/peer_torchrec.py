@@ -66,11 +66,12 @@ def sharded(
     batch_size: int,
     *,
     module: str,
-    plan: ShardingPlan | None,
+    plan: Any,
     check_ids: bool,
+    optimizer: str = "EXACT_ROWWISE_ADAGRAD",
 ) -> tuple[Any, Any]:
     """The model on all ranks, and TorchRec's plan of it. batch_size: a rank. module: the name of the tables' in the
-    model. plan: None for that of TorchRec's planner. Collective."""
+    model. plan: ours, or one of TorchRec's kind; None for that of TorchRec's planner. Collective."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -79,7 +80,7 @@ def sharded(
     from torchrec.distributed.planner.types import ParameterConstraints
     from torchrec.distributed.types import ShardingType
 
-    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": TABLE_LR, "eps": 1e-8}
+    fused = {"optimizer": EmbOptimType[optimizer], "learning_rate": TABLE_LR, "eps": 1e-8}
     sharder = EmbeddingBagCollectionSharder(
         fused_params=fused if check_ids else fused | {"bounds_check_mode": BoundsCheckMode.NONE}
     )
@@ -99,8 +100,10 @@ def sharded(
         world = dist.group.WORLD
         assert world is not None
         its_plan = planner.collective_plan(model, [sharder], world)
-    else:
+    elif isinstance(plan, ShardingPlan):
         its_plan = to_sharding_plan(torchrec_plan(plan, tables, module))
+    else:
+        its_plan = plan
     parallel = DistributedModelParallel(
         model,
         device=torch.device("cpu"),

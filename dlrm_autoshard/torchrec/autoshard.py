@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_autoshard.autoshard.autoshard import Autoshard as OfBags
+from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.torchrec.bags import TorchrecBags
 from dlrm_autoshard.torchrec.plan import PLACEMENT
 
@@ -34,6 +35,11 @@ class Autoshard(OfBags):
 
         TorchrecError, on every rank: the table, module or optimizer that can't be moved, and why.
         """
-        bags = TorchrecBags(model, optimizer, same_columns=same_columns)
+        self.bags = bags = TorchrecBags(model, optimizer, same_columns=same_columns)
         known = getattr(model.plan, PLACEMENT, None)
         super().__init__(bags, run_dir=run_dir, every_steps=every_steps, placement=known, **settings)
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """The live one."""
+        return self.bags.plan

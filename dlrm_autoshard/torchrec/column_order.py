@@ -7,22 +7,29 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from fbgemm_gpu.permute_pooled_embedding_modules import PermutePooledEmbeddings
 
 
 class ColumnOrder:
     """A forward hook on a sharded EmbeddingBagCollection; its order is that of the keys when this is made."""
 
     def __init__(self, collection: Any) -> None:
-        self._keys = list(collection._embedding_names)
+        self._keys, self._dims = list(collection._embedding_names), list(collection._embedding_dims)
+        self._now = self._keys
+        self._permute: PermutePooledEmbeddings | None = None
 
     def __call__(self, collection: Any, inputs: Any, pending: Any) -> None:
-        if collection._embedding_names != self._keys:
-            pending.callbacks.append(self._in_order)
+        keys = collection._embedding_names
+        if keys == self._keys:
+            return
+        if keys != self._now:
+            order = [keys.index(key) for key in self._keys]
+            self._permute = PermutePooledEmbeddings(collection._embedding_dims, order, collection._device)
+            self._now = list(keys)
+        pending.callbacks.append(self._in_order)
 
     def _in_order(self, pooled: Any) -> Any:
         from torchrec import KeyedTensor
 
-        by_key = pooled.to_dict()
-        columns = [by_key[key] for key in self._keys]
-        return KeyedTensor(self._keys, [part.shape[1] for part in columns], torch.cat(columns, 1))
+        assert self._permute is not None
+        return KeyedTensor(self._keys, self._dims, self._permute(pooled.values()))

@@ -31,6 +31,7 @@ def plan(
     optimizer: TableOptimizer = "rowwise_adagrad",
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
+    seed: int = 0,
     **settings: Any,
 ) -> Any:
     """A `torchrec.distributed.types.ShardingPlan`, table-wise with fused kernels, of every EmbeddingBagCollection in
@@ -61,6 +62,7 @@ def plan(
         batch_size=batch_size,
         optimizer=TableOptimizerConfig(name=optimizer),
         exchange_dtype="fp32",
+        seed=seed,
     )
     record = plan_record(placement.plan, shapes_of(collections), where.type, runtime.local_world_size)
     sharding_plan = to_sharding_plan(record)
