@@ -52,6 +52,7 @@ NAMES = (
     "train-scale",
     "train-options",
     "own-loop",
+    "splits",
     "kills",
     "soak",
     "race",

@@ -1,4 +1,4 @@
-"""A small job whose tables move to a random plan every few steps, and that kills a rank, or torchrun, when told to.
+"""A small job whose tables are split and moved at random every few steps, and that kills ranks when told to.
 
     torchrun --nproc_per_node=2 --max-restarts=9 -m dlrm_autoshard.benchmarks.moving_job --dir D --seed 3
 
@@ -17,6 +17,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,10 +98,16 @@ class RandomMoves:
 
     def plan_at(self, step: int) -> ShardingPlan:
         draw = np.random.default_rng([self._seed, step])
-        names, ranks = [table.name for table in self._embeddings.tables], self._embeddings.world_size
+        tables, ranks = self._embeddings.tables, self._embeddings.world_size
         if draw.random() < 0.25:  # everything on one rank, the others empty
-            return ShardingPlan(dict.fromkeys(names, int(draw.integers(ranks))), ranks)
-        return ShardingPlan({name: int(draw.integers(ranks)) for name in names}, ranks)
+            return ShardingPlan(dict.fromkeys((t.name for t in tables), int(draw.integers(ranks))), ranks)
+        most = 2 if self._embeddings.config.optimizer.splits_tables else 0
+        rank_of = {}
+        for table in tables:
+            cuts = draw.integers(0, table.embedding_dim // 4, most) * 4
+            for start, stop in pairwise(sorted({0, *cuts.tolist(), table.embedding_dim})):
+                rank_of[table.part(start, stop).name] = int(draw.integers(ranks))
+        return ShardingPlan(rank_of, ranks)
 
     def is_due(self, epoch: int) -> bool:
         return True
@@ -192,7 +199,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
-    config = settings(arguments.dir, arguments.seed, arguments.steps)
+    config = settings(arguments.dir, arguments.seed, arguments.steps, "adagrad")  # whose tables may be split
     planning = {"enabled": True, "budget_seconds": 1.0, "measure_plans": 2}
     config = config.model_copy(update={"autoshard": config.autoshard.model_copy(update=planning)})
     with Runtime.start(config.run) as runtime, ExitStack() as held:

@@ -28,7 +28,7 @@ from dlrm_autoshard.model.dlrm import DLRM
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.tables import TableConfig, TableDtype, TableStats, measure_table_stats
+from dlrm_autoshard.tables import TableConfig, TableDtype, TableOptimizer, TableStats, measure_table_stats
 
 TABLE_LR, DENSE_LR = 0.02, 0.02
 
@@ -56,11 +56,15 @@ class Workload:
     seed: int = 20240
     interaction: Literal["dot", "cat"] = "dot"
     table_dtype: TableDtype = "fp32"
+    optimizer: TableOptimizer = "rowwise_adagrad"
+    dims: tuple[tuple[int, int], ...] = ()
+    """(table, dim) where it differs from `dim`."""
 
     @cached_property
     def tables(self) -> tuple[TableConfig, ...]:
         return tuple(
-            TableConfig(f"t_cat_{i}", rows, self.dim, dtype=self.table_dtype) for i, rows in enumerate(self.rows)
+            TableConfig(f"t_cat_{i}", rows, dict(self.dims).get(i, self.dim), dtype=self.table_dtype)
+            for i, rows in enumerate(self.rows)
         )
 
     @property
@@ -74,7 +78,7 @@ class Workload:
     @property
     def table_bytes(self) -> int:
         """Of weights and optimizer state."""
-        return sum(table.weight_bytes + table.optimizer_bytes("rowwise_adagrad") for table in self.tables)
+        return sum(table.weight_bytes + table.optimizer_bytes(self.optimizer) for table in self.tables)
 
     def batches(self, rank: int = 0, world_size: int = 1) -> list[Batch]:
         """One rank's slices of the global batches. Labels are 1 with probability 0.25, whatever the features."""
@@ -159,7 +163,7 @@ class OurJob:
         self.embeddings = ShardedEmbeddings(
             workload.tables,
             plan,
-            TablesConfig(optimizer=TableOptimizerConfig(name="rowwise_adagrad", lr=TABLE_LR)),
+            TablesConfig(optimizer=TableOptimizerConfig(name=workload.optimizer, lr=TABLE_LR)),
             rank=rank,
             group=group,
             id_group=id_group,

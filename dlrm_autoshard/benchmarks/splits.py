@@ -1,0 +1,78 @@
+"""Column-wise splits where one table is dearer than all others together: a whole step against the best table-wise plan.
+
+26 tables on 2 ranks; one has dim 128 and half of all lookups, the others dim 32. One job, whose tables move from plan
+to plan in turn; what is split is the planner's choice, by predictions alone. Its losses must be those of whole tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+TITLE = "one dominant table, split by columns: the training step against the best table-wise plan"
+ROUGH_TIME = "4 min"
+
+DOMINANT, POOLING = 14, 120
+EQUAL_STEPS = 12
+
+
+def run(quick: bool) -> dict[str, Any]:
+    from dlrm_autoshard.benchmarks.harness import on_pinned_ranks, paired_ratio
+    from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, Turn, best_of, plans_in_turns
+    from dlrm_autoshard.benchmarks.workloads import W_EMB
+    from dlrm_autoshard.plan import Topology
+    from dlrm_autoshard.planner.planner import Planner
+    from dlrm_autoshard.planner.task import PlacementTask, Splits
+
+    others = [pooling for table, pooling in enumerate(W_EMB.pooling) if table != DOMINANT]
+    shares = [pooling * POOLING / sum(others) for pooling in others]
+    workload = replace(
+        W_EMB,
+        name="dominant",
+        pooling=(*shares[:DOMINANT], POOLING, *shares[DOMINANT:]),
+        dim=32,
+        dims=((DOMINANT, 128),),
+        optimizer="adagrad",
+        interaction="cat",
+        bottom=(32,),
+    )
+    stats = workload.stats()
+
+    def task(splits: Splits) -> PlacementTask:
+        return PlacementTask.build(
+            workload.tables, stats, Topology(WORLD_SIZE), batch_size=workload.batch_size, splits=splits
+        )
+
+    table_wise = {name: Planner(name).plan(task(Splits())).plan for name in ("auto", "lookup_greedy", "dim_greedy")}
+    split = Planner("auto").plan(task(Splits(max_parts=4, optimizer="adagrad"))).plan
+    rates = plans_in_turns(
+        workload, {"split": Turn(split)} | {name: Turn(plan) for name, plan in table_wise.items()}, 4 if quick else 16
+    )
+    best, names = best_of(rates, list(table_wise))
+    ratio = paired_ratio(rates["split"], best)
+    losses = [on_pinned_ranks(_losses, WORLD_SIZE, workload, plan)[0] for plan in (table_wise["auto"], split)]
+    figure = "one dominant table of 26, 2 ranks: speed over the best table-wise plan"
+    equal = "steps whose losses differ from those of whole tables"
+    return {
+        "figures": {
+            figure: round(ratio.median, 3),
+            equal: sum(one != other for one, other in zip(*losses, strict=True)),
+        },
+        "targets": {figure: ">= 1.3", equal: "== 0"},
+        "spread": {figure: [round(ratio.low, 3), round(ratio.high, 3)]},
+        "notes": [
+            f"Split: {', '.join(f'{name} on rank {split.rank_of[name]}' for name in split.rank_of if '[' in name)}.",
+            f"The best table-wise plan was that of {' or '.join(names)}.",
+        ],
+    }
+
+
+def _losses(rank: int, world_size: int, workload: Any, plan: Any) -> list[float]:
+    from dlrm_autoshard.benchmarks.workloads import OurJob
+
+    job = OurJob(workload, plan, rank, workload.batches(rank, world_size))
+    losses = []
+    for _ in range(EQUAL_STEPS):
+        job.run(1)
+        losses.append(float(job.dense.global_loss))
+    return losses
