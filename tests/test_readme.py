@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
 from dlrm_autoshard.config import parse_config
 from tests.test_imports import LAYERS
 from tests.wheels import bare, build_wheel, install_beside_our_packages
@@ -68,9 +69,61 @@ batches = [(lengths_TB, torch.randint(1000, (256,)), torch.randint(2, (64,)).flo
 
 
 def test_its_training_loop_runs_on_two_ranks(tmp_path: Path) -> None:
-    (loop,) = (block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "Autoshard(" in block)
+    loop = the_loop("ShardedEmbeddingBags(")
     assert len(loop.splitlines()) <= 25
-    (tmp_path / "loop.py").write_text(MADE_UP + loop)
+    run_loop(tmp_path, MADE_UP + loop)
+    decisions = (tmp_path / "runs/mine/decisions.jsonl").read_text().splitlines()
+    assert len(decisions) == 1 and (tmp_path / "runs/mine/report.html").exists()
+
+
+TORCHREC = """
+from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
+
+assert find_torchrec() is None
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+
+class Module(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(name=f"t{i}", num_embeddings=1000, embedding_dim=8, feature_names=[f"f{i}"])
+            for i in range(4)
+        ]
+        self.ebc = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        self.tower = torch.nn.Linear(32, 1)
+
+    def forward(self, features):
+        return self.tower(self.ebc(features).values()).squeeze(1)
+
+
+dist.init_process_group("gloo")
+module, keys = Module(), [f"f{i}" for i in range(4)]
+sharders = [EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD})]
+ids = [KeyedJaggedTensor(keys, torch.randint(1000, (256,)), lengths=torch.ones(256).int()) for _ in range(101)]
+batches = [(features, torch.randint(2, (64,)).float()) for features in ids]
+"""
+
+
+@pytest.mark.skipif(find_torchrec() is not None, reason=find_torchrec() or "")
+def test_its_torchrec_loop_runs_on_two_ranks(tmp_path: Path) -> None:
+    run_loop(tmp_path, TORCHREC + the_loop("das.torchrec"))
+    decisions = (tmp_path / "runs/torchrec/decisions.jsonl").read_text().splitlines()
+    assert len(decisions) == 1 and (tmp_path / "runs/torchrec/report.html").exists()
+
+
+def the_loop(marked: str) -> str:
+    (loop,) = (block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if marked in block)
+    return loop
+
+
+def run_loop(tmp_path: Path, code: str) -> None:
+    (tmp_path / "loop.py").write_text(code)
     torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node=2 loop.py"
     done = subprocess.run(
         torchrun.split(),
@@ -81,8 +134,6 @@ def test_its_training_loop_runs_on_two_ranks(tmp_path: Path) -> None:
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    decisions = (tmp_path / "runs/mine/decisions.jsonl").read_text().splitlines()
-    assert len(decisions) == 1 and (tmp_path / "runs/mine/report.html").exists()
 
 
 # Its commands, from a wheel ------------------------------------------------------------------------------------------

@@ -152,6 +152,7 @@ class Autoshard:
             batch_size=batch_size,
             optimizer=sharded.config.optimizer,
             exchange_dtype=bags.exchange_dtype,
+            shared_memory=bags.shared_memory,
             current=current,
         )
         bags.move_to(placement.plan)

@@ -56,12 +56,16 @@ def place(
     batch_size: int,
     optimizer: TableOptimizerConfig,
     exchange_dtype: str,
+    shared_memory: bool = True,
     seed: int = 0,
     current: ShardingPlan | None = None,
 ) -> Placement:
     """Decides on rank 0, by measurements on these ranks, and tells the others. PlanError, on every rank, before
-    anything is allocated, where tables do not fit. find_stats: of each table; asked on rank 0, once the settings are
-    known to be right. batch_size: over all ranks. current: a plan that is taken as it is, where it is for these ranks.
+    anything is allocated, where tables do not fit.
+
+    find_stats: of each table; asked on rank 0, once the settings are known to be right. batch_size: over all ranks.
+    shared_memory: whether ranks of a host exchange through it. current: a plan that is taken as it is, where it is for
+    these ranks.
     """
     check_settings(settings, [table.name for table in tables], runtime.world_size)
     stats = runtime.from_rank_0(find_stats)
@@ -87,7 +91,7 @@ def place(
     planning = settings.enabled and settled is None
     probe = None
     if planning and settings.measure_plans > 0 and runtime.world_size > 1:
-        probe = RankProbe.at_start(runtime, task, optimizer.name, exchange_dtype)
+        probe = RankProbe.at_start(runtime, task, optimizer.name, exchange_dtype, shared_memory)
 
     def decide() -> tuple[ShardingPlan, PlanResult | None]:
         seconds = settings.budget_seconds

@@ -88,6 +88,7 @@ class ShardedEmbeddingBags(nn.Module):
         group = group or dist.group.WORLD
         assert group is not None
         self.device, self.exchange_dtype = torch.device(device or "cpu"), exchange_dtype
+        self.shared_memory = True
         self.runtime = runtime_of(group, self.device)
         self.tables = tuple(tables)
         plan = plan or round_robin([table.name for table in tables], Topology(self.runtime.world_size))

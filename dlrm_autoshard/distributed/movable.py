@@ -67,6 +67,10 @@ class MovableBags(Protocol):
     def device(self) -> torch.device: ...
     @property
     def exchange_dtype(self) -> str: ...
+    @property
+    def shared_memory(self) -> bool:
+        """Whether vectors travel through it between ranks of one host, not by the process group."""
+        ...
 
     def on_lookup(self, listener: Callable[[ArrivedIds, int], None]) -> None:
         """`listener(ids, B)` hears of each training lookup."""

@@ -141,19 +141,28 @@ class RankProbe:
         probe: ShardProbe | None = None,
         exchange_dtype: torch.dtype = torch.float32,
         exchange_repeats: int = 5,
+        shared_memory: bool = True,
     ) -> None:
+        """shared_memory: exchange through it where ranks share a host, as our own lookups do; else by the group."""
         self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size
         self._runtime, self._dtype = runtime, exchange_dtype
         self._exchange_repeats = exchange_repeats
         self._probe = probe or ShardProbe(device=runtime.device, buffer_gib=0.25, repeats=3)
-        self._link = connect(runtime.group) if runtime.device.type == "cpu" else None  # as training does
+        self._link = connect(runtime.group) if shared_memory and runtime.device.type == "cpu" else None
 
     @staticmethod
-    def at_start(runtime: Runtime, task: PlacementTask, optimizer: TableOptimizer, exchange_dtype: str) -> RankProbe:
+    def at_start(
+        runtime: Runtime,
+        task: PlacementTask,
+        optimizer: TableOptimizer,
+        exchange_dtype: str,
+        shared_memory: bool = True,
+    ) -> RankProbe:
         """For the few seconds that a job has before its first step: smaller buffers, fewer repetitions."""
         buffer_gib = 0.25 if runtime.device.type == "cpu" else 4.0  # far beyond a GPU's cache
         shards = ShardProbe(optimizer, runtime.device, buffer_gib=buffer_gib, repeats=3, seconds_per_shard=0.1)
-        return RankProbe(runtime, task.tables, task.stats, task.batch_size, shards, _DTYPES[exchange_dtype])
+        dtype = _DTYPES[exchange_dtype]
+        return RankProbe(runtime, task.tables, task.stats, task.batch_size, shards, dtype, shared_memory=shared_memory)
 
     def on_rank_zero(self, function: Callable[[], T]) -> T | None:
         """Runs `function` on rank 0, which may call `measure` and `measure_shards`; returns None elsewhere.

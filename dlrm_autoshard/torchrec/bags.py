@@ -34,7 +34,7 @@ class TorchrecBags:
         order of columns that it has now, whatever moves. TorchrecError: what is not as it must be to be moved."""
         self.sharded = sharded = ShardedModel(model, optimizer)
         self.tables, self.device, self.runtime = sharded.model_tables, sharded.device, sharded.runtime
-        self.exchange_dtype = "fp32"
+        self.exchange_dtype, self.shared_memory = "fp32", False
         group = self.runtime.control if self.device.type == "cpu" else self.runtime.group
         self.clock = StageClock(self.device, group)
         self._heard: list[Callable[[ArrivedIds, int], None]] = []

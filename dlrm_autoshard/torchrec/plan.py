@@ -62,6 +62,7 @@ def plan(
         batch_size=batch_size,
         optimizer=TableOptimizerConfig(name=optimizer),
         exchange_dtype="fp32",
+        shared_memory=False,
         seed=seed,
     )
     record = plan_record(placement.plan, shapes_of(collections), where.type, runtime.local_world_size)
