@@ -26,7 +26,7 @@ from dlrm_autoshard.probe.calibration import calibration_shards, start_costs
 from dlrm_autoshard.probe.cost_log import CostLog
 from dlrm_autoshard.probe.shipped_costs import WARM_START, read_samples, start_warm, write_samples
 from dlrm_autoshard.probe.simulator import SimulatedCluster
-from dlrm_autoshard.tables import NUM_REUSE_BINS
+from dlrm_autoshard.tables import NUM_REUSE_BINS, TableConfig, TableStats
 
 MACHINE = {"device": "cpu", "processor": "a test", "fbgemm": "1.8.0"}
 
@@ -184,6 +184,31 @@ def test_explain_names_the_slow_rank_and_its_heaviest_table(
     text = " ".join(record["explanation"])
     assert "rank 0 takes" in text and f"'{heavy}'" in text and "would move" in text
     assert len(record["predicted"]) == 2
+
+
+def test_explain_and_plan_say_what_splits_bring_and_why_a_table_is_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = synthetic_pool(10, seed=0, batch_size=2048)
+    dominant = TableConfig("big", 100_000, 128), TableStats(300.0, batch_size=2048)
+    pool = TablePool((dominant[0], *pool.tables), (dominant[1], *pool.stats))
+    pool.save(tmp_path / "tables.json")
+    asked = ["plan", "--tables", tmp_path / "tables.json", "--devices", "4"]
+    whole = run(capsys, *asked, "--out", tmp_path / "whole.json")
+    assert whole["would_split"]["predicted_ms"] < 0.9 * whole["predicted_ms"]
+    assert run(capsys, *asked, "--max-parts", "1").get("would_split") is None
+    for exact in (["--optimizer", "adagrad"], ["--per-part"]):
+        split = run(capsys, *asked, *exact, "--out", tmp_path / "split.json")
+        assert "big[0:64]" in " ".join(split["plan"]["rank_of"]) or "big[0:32]" in split["plan"]["rank_of"]
+        assert split["predicted_ms"] < 0.9 * whole["predicted_ms"]
+    said = {
+        name: " ".join(
+            run(capsys, "explain", tmp_path / f"{name}.json", "--tables", tmp_path / "tables.json")["explanation"]
+        )
+        for name in ("whole", "split")
+    }
+    assert "With 'big' in" in said["whole"] and "tables.optimizer.per_part" in said["whole"]
+    assert "'big' is split into" in said["split"] and "it would make the step cost" in said["split"]
 
 
 @pytest.mark.parametrize("command", ["tables", "plan", "explain", "compare-planners"])

@@ -17,6 +17,7 @@ from dlrm_autoshard.commands.arguments import (
     topology_of,
     write_json,
 )
+from dlrm_autoshard.commands.explain import split_would_bring
 from dlrm_autoshard.commands.tables import pool_of_modules, pool_of_run
 from dlrm_autoshard.errors import UserError
 
@@ -47,6 +48,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--pin", action="append", default=[], metavar="TABLE=RANK")
     parser.add_argument("--together", action="append", default=[], metavar="A,B,...", help="on one rank")
     parser.add_argument("--apart", action="append", default=[], metavar="A,B,...", help="no two on one rank")
+    parser.add_argument("--max-parts", type=positive, default=4, help="of a table that is split by columns; 1: none is")
+    parser.add_argument("--min-dim", type=positive, default=16, help="columns of a part at least")
+    parser.add_argument("--per-part", action="store_true", help="rowwise_adagrad: split tables, a sum a row and part")
     parser.add_argument("--measure", action="store_true", help="measure auto's finalists with fbgemm here")
     parser.add_argument("--budget-seconds", type=float, help="stop searching after so long")
     parser.add_argument("--seed", type=int, default=0)
@@ -64,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.distributed.torchrec_plan import python_source
     from dlrm_autoshard.plan import ShardingPlan
     from dlrm_autoshard.planner.pool import TablePool
-    from dlrm_autoshard.planner.task import PlacementTask
+    from dlrm_autoshard.planner.task import PlacementTask, Splits
     from dlrm_autoshard.probe.measured import Costs
     from dlrm_autoshard.tables import memory_bytes
     from dlrm_autoshard.torchrec.module_file import Modules, load_modules, shapes_in
@@ -93,8 +97,15 @@ def run(arguments: argparse.Namespace) -> int:
     topology = topology_of(arguments)
     constraints = constraints_of(arguments.pin, arguments.together, arguments.apart)
     table_bytes = memory_bytes(pool.tables, pool.stats, arguments.optimizer, batch_size)
+    exact = arguments.optimizer != "rowwise_adagrad"
     task = PlacementTask.build(
-        pool.tables, pool.stats, topology, batch_size=batch_size, table_bytes=table_bytes, constraints=constraints
+        pool.tables,
+        pool.stats,
+        topology,
+        batch_size=batch_size,
+        table_bytes=table_bytes,
+        constraints=constraints,
+        splits=Splits(arguments.max_parts, arguments.min_dim, exact or arguments.per_part, arguments.optimizer),
     )
     costs = Costs("measured", planner.costs.exchange)
     result = planner.plan(
@@ -139,4 +150,6 @@ def _print(result: PlanResult, task: PlacementTask, batch_size: int) -> None:
         f"{100 * (result.predicted_ms / bound - 1):.1f}% above perfect balance, batch {batch_size:,}, "
         f"{result.seconds:.2f} s of planning"
     )
+    if result.would_split is not None:
+        console.print(split_would_bring(result.would_split, result.predicted_ms), highlight=False, markup=False)
     console.print(f"costs from {result.costs_from}", highlight=False)
