@@ -20,7 +20,7 @@ from dlrm_autoshard.probe.cost_log import CostLog
 from dlrm_autoshard.probe.shipped_costs import start_warm
 from dlrm_autoshard.tables import TableConfig, TableStats, lookup_work
 
-MOST_SETS, MOST_ALONE = 32, 128
+MOST_SETS, MOST_ALONE = 64, 128
 MEASURING_SHARE = 0.3  # of the budget; as much again goes to fitting, the rest to planning
 MOST_FITTED = 400  # samples of other tables in the log that are learned from
 STATS_DIFFER = 0.1  # tables whose pooling and reuse are this close to the log's are the same tables
@@ -107,7 +107,7 @@ def start_costs(
     learned: list[ShardSample | CommsSample] = [*others[-MOST_FITTED:], *known[-(MOST_SETS + MOST_ALONE) :], *measured]
     if learned:
         # Known tables need only be recalled: fewer updates, so that a second start takes less than a second.
-        planner.costs.learn(learned, updates=300 if measured else 60, budget_seconds=MEASURING_SHARE * budget_seconds)
+        planner.costs.learn(learned, updates=600 if measured else 60, budget_seconds=MEASURING_SHARE * budget_seconds)
     left_out = () if log is None else log.left_out
     return Started(len(known), len(measured), time.perf_counter() - begun, left_out)
 
