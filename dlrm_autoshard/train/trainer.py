@@ -249,6 +249,14 @@ class Trainer(Job):
                 self._written(self.checkpoints.finish)
                 self._written(lambda: self.state.save(self.position))
 
+    def _save_this_step(self) -> None:
+        """Unless that was done; returns when it is on disk. A collective."""
+        self._written(self.checkpoints.finish)
+        newest = self.checkpoints.latest()
+        if newest is None or step_of(newest) != self.position.step:
+            self._save()
+            self._written(self.checkpoints.finish)
+
     def _written(self, write: Callable[[], None]) -> None:
         try:
             write()
@@ -301,11 +309,7 @@ class Trainer(Job):
         step, kept, watched = self.position.step, self.selection.kept, self.selection.watched
         best = kept is not None and kept.improves(step, self.metrics)
         if best:
-            self._written(self.checkpoints.finish)
-            newest = self.checkpoints.latest()
-            if newest is None or step_of(newest) != step:
-                self._save()  # as before this evaluation: what goes on from here makes it again
-                self._written(self.checkpoints.finish)
+            self._save_this_step()  # as before this evaluation: what goes on from here makes it again
         self.selection.add(step, self.metrics)
         if best and self.runtime.rank == 0:
             self.checkpoints.point_best_at(step)
@@ -319,11 +323,7 @@ class Trainer(Job):
         """After a signal that any rank was sent. A collective."""
         received = [number for number in self.runtime.all_gather(self.signals.received) if number is not None]
         if received:
-            self._written(self.checkpoints.finish)
-            newest = self.checkpoints.latest()
-            if newest is None or step_of(newest) != self.position.step:
-                self._save()
-                self._written(self.checkpoints.finish)
+            self._save_this_step()
             raise Stopped(received[0])
 
     def _until_asked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
