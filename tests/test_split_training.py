@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dlrm_autoshard.distributed.bags import RowwiseAdagrad, ShardedEmbeddingBags
 from dlrm_autoshard.distributed.reshard import ReshardRefused, reshard
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.tables import Shard, TableConfig
@@ -177,3 +179,21 @@ def test_one_rank_may_hold_all_parts() -> None:
     [[expected, found]] = run_ranks(train, 1, [("sgd", "fp32", still, {}), ("sgd", "fp32", split, {})])
     expected, found = whole([expected]), whole([found])
     assert all(torch.equal(value, found[key]) for key, value in expected.items())
+
+
+def reloaded(rank: int, world_size: int) -> bool:
+    """Two saved parts into three others, and into the whole table, and that into parts again."""
+    plans = [ShardingPlan(dict.fromkeys(names, 0), 1) for names in (
+        ("c[0:12]", "c[12:64]"), ("c[0:8]", "c[8:16]", "c[16:64]"), ("c",), ("c[0:12]", "c[12:64]"))]  # fmt: skip
+    tables, optimizer = [TABLES[2]], RowwiseAdagrad(per_part=True)
+    bags = [ShardedEmbeddingBags(tables, optimizer=optimizer, plan=plan, seed=i) for i, plan in enumerate(plans)]
+    for value in bags[0].own_tensors().values():
+        value.copy_(torch.rand(value.shape[:1])[:, None].expand(value.shape) if value.dim() > 1 else torch.tensor(3.0))
+    for before, after in itertools.pairwise(bags):
+        after.load_state_dict(before.state_dict())
+    first, last = bags[0].own_tensors(), bags[-1].own_tensors()
+    return first.keys() == last.keys() and all(torch.equal(value, last[name]) for name, value in first.items())
+
+
+def test_a_modules_state_loads_under_any_splits() -> None:
+    assert run_ranks(reloaded, 1) == [True]

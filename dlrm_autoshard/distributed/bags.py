@@ -27,7 +27,7 @@ from dlrm_autoshard.distributed.reshard import ReshardStats, reshard
 from dlrm_autoshard.distributed.runtime import runtime_of
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import Shard, TableConfig
 
 
 def RowwiseAdagrad(lr: float = 0.02, eps: float = 1e-8, per_part: bool = False) -> TableOptimizerConfig:
@@ -174,7 +174,8 @@ class ShardedEmbeddingBags(nn.Module):
     # -- checkpoints: keys that no plan changes ------------------------------------------------------------------------
 
     def own_tensors(self) -> dict[str, Tensor]:
-        """Live views of this rank's rows and optimizer state: `NAME.weight`, `NAME.momentum1`."""
+        """Live views of this rank's rows and optimizer state: `NAME.weight`, `NAME.momentum1`; of a split table, its
+        columns: `NAME[0:64].weight`. They load under any plan."""
         return {
             f"{name}.{key}": value
             for name in self.plan.tables_on(self.rank)
@@ -199,11 +200,12 @@ class ShardedEmbeddingBags(nn.Module):
     ) -> None:  # fmt: skip
         own = self.own_tensors()
         known = {table.name for table in self.tables}
-        theirs = {key for key in state_dict if key.startswith(prefix) and key[len(prefix) :].rsplit(".", 1)[0] in known}
-        rest = {key: value for key, value in state_dict.items() if key not in theirs}
+        saved_here = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        theirs = {key: value for key, value in saved_here.items() if Shard.parse(key.rsplit(".", 1)[0]).table in known}
+        rest = {key: value for key, value in state_dict.items() if key[len(prefix) :] not in theirs}
         super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)
         for name, value in own.items():
-            saved = state_dict.get(prefix + name)
+            saved = _assembled(theirs, name, value)
             if saved is None:
                 missing.append(prefix + name)
             elif saved.shape != value.shape:
@@ -212,6 +214,27 @@ class ShardedEmbeddingBags(nn.Module):
                 value.copy_(saved)
 
     # -- how -----------------------------------------------------------------------------------------------------------
+
+
+def _assembled(saved: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor | None:
+    """A shard's tensor, from whatever columns of its table were saved; None where there are none. What is kept a row
+    is the parts' mean, by columns."""
+    owner, _, tensor = name.rpartition(".")
+    wanted, parts = Shard.parse(owner), {}
+    for key, value in saved.items():
+        own, _, of = key.rpartition(".")
+        shard = Shard.parse(own)
+        if key == name or (of == tensor and like.dim() == 1 and shard == Shard(wanted.table)):
+            return value
+        if of == tensor and shard & wanted is not None:
+            parts[shard.columns or (0, value.shape[1])] = value
+    if not parts:
+        return None
+    start, stop = wanted.columns or (0, max(last for _, last in parts))
+    cuts = {(first, last): (max(first, start), min(last, stop)) for first, last in sorted(parts)}
+    if like.dim() == 1:
+        return torch.stack([parts[own] * ((b - a) / (stop - start)) for own, (a, b) in cuts.items()]).sum(0)
+    return torch.cat([parts[own][:, a - own[0] : b - own[0]] for own, (a, b) in cuts.items()], 1)
 
 
 class _Lookup(torch.autograd.Function):
