@@ -1,4 +1,4 @@
-"""Local search on the predicted fused cost (NeuroShard's idea, without splitting tables).
+"""Local search on the predicted fused cost (NeuroShard's idea; what to split is `splits`' task).
 
 rank_U = search(task, costs)                         # greedy_on_cost, improved
 rank_U = improve(task, costs, rank_U, seed=0)        # never worse than what it was given
