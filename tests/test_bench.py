@@ -190,3 +190,11 @@ def test_a_readme_without_the_marks_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(harness.BenchError, match="repository's root"):
         readme.rewrite(tmp_path / "README.md", tmp_path)
     assert (tmp_path / "README.md").read_text() == "mine"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchrec") is not None, reason="torchrec is installed here")
+def test_torchrec_loop_says_why_it_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DLRM_AUTOSHARD_TORCHREC", raising=False)
+    if importlib.util.find_spec("torchrec") is None:
+        [note] = harness.run_benchmark("torchrec-loop", quick=True)["notes"]
+        assert note.startswith("skipped: torchrec is not installed")
