@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.distributed.bags import RowwiseAdagrad, ShardedEmbeddingBags
 from dlrm_autoshard.distributed.reshard import ReshardRefused, reshard
+from dlrm_autoshard.distributed.storage import Storage
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.tables import Shard, TableConfig
 from tests.ranks import run_ranks
@@ -197,3 +199,12 @@ def reloaded(rank: int, world_size: int) -> bool:
 
 def test_a_modules_state_loads_under_any_splits() -> None:
     assert run_ranks(reloaded, 1) == [True]
+
+
+def test_parts_that_are_cut_anew_too_often_at_once_are_refused_before_anything_moves() -> None:
+    storage = Storage([TableConfig("t", 10, 64)], TablesConfig(), torch.device("cpu"))
+    for stop in (8, 12, 16, 20):
+        assert storage.claim([f"t[0:{stop}]"]) is None
+    assert "split anew too often" in (storage.claim(["t[24:64]", "t[0:24]"]) or "")
+    storage.give_up(["t[0:8]"])
+    assert storage.claim(["t[0:24]"]) is None and storage.claim(["t[24:64]", "t"]) is None

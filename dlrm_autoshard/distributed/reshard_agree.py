@@ -33,10 +33,12 @@ Demand = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class _Vote:
-    """rank's readiness, and what it needs if tables go straight to their new place, or by the host."""
+    """rank's readiness, and what it needs if tables go straight to their new place, or by the host. problem: why it
+    cannot, whatever memory there is."""
 
     rank: int
     plans: tuple[str, str]
+    problem: str | None
     direct: tuple[Demand, ...]
     by_host: tuple[Demand, ...] | None
 
@@ -55,7 +57,17 @@ def agree(
     by_host = None
     if embeddings.storage.can_leave_device:
         by_host = tuple(_demands(embeddings, new_plan, chunk_bytes, free_bytes, by_host=True))
-    vote = _Vote(embeddings.rank, plans, direct, by_host)
+    held, wanted = (set(plan.tables_on(embeddings.rank)) for plan in (embeddings.plan, new_plan))
+    vote = _Vote(embeddings.rank, plans, embeddings.storage.claim(wanted - held), direct, by_host)
+    try:
+        return _counted(embeddings, vote, group)
+    except (ReshardRefused, ReshardError):
+        embeddings.storage.give_up(wanted - held)
+        raise
+
+
+def _counted(embeddings: ShardedEmbeddings, vote: _Vote, group: dist.ProcessGroup) -> bool:
+    """As `agree`, of all ranks' votes."""
     votes: list[_Vote | None] = [None] * embeddings.world_size
     try:
         dist.all_gather_object(votes, vote, group=group)
@@ -65,6 +77,9 @@ def agree(
     if len({vote.plans for vote in voted}) > 1:
         said = ", ".join(f"rank {vote.rank}: {vote.plans[0]} to {vote.plans[1]}" for vote in voted)
         raise ReshardError(f"the ranks were told to make different moves ({said}). Broadcast one plan to all of them.")
+    problem = next((vote.problem for vote in voted if vote.problem), None)
+    if problem is not None:
+        raise ReshardRefused(problem)
     lacking = _lacking({vote.rank: vote.direct for vote in voted})
     if lacking is None:
         return False

@@ -96,6 +96,23 @@ class Storage:
             return self._tables[name]
         return self._tables[shard.table].part(*shard.columns)
 
+    def claim(self, names: Iterable[str]) -> str | None:
+        """Takes places in reserved memory for shards that are to arrive. A sentence, and none taken, where one has
+        none."""
+        names = list(names)
+        try:
+            for name in names if self.in_pieces else ():
+                self._places.of(name)
+        except StorageError as error:
+            self.give_up(names)
+            return str(error)
+        return None
+
+    def give_up(self, names: Iterable[str]) -> None:
+        """Of what `claim` took: these shards do not arrive."""
+        for name in names:
+            self._places.free(name)
+
     def shape(self, name: str, tensor: str) -> tuple[int, ...]:
         table = self.table(name)
         if tensor == "weight":
