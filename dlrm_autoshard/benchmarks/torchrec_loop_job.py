@@ -6,7 +6,7 @@ import gc
 import itertools
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -113,6 +113,7 @@ def from_the_worst_plan(
     that it had no part in; and how often it moved tables."""
     _ready()
     import dlrm_autoshard.torchrec as das
+    from dlrm_autoshard.torchrec.sharding import plan_of
 
     tables = Tables("W-emb", seed=1)
     batches = tables.batches(rank, world_size)
@@ -132,7 +133,8 @@ def from_the_worst_plan(
         autoshard.step()
         moves, plan = moves + (autoshard.plan != plan), autoshard.plan
     autoshard.finish()
-    turns = {"found": plan, "worst": worst} | {name: _ours(other, tables, world_size) for name, other in others.items()}
+    turns = {"found": plan, "worst": worst}
+    turns |= {name: plan_of(other, autoshard.bags.sharded.collections, world_size) for name, other in others.items()}
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(rounds):
         for name in list(turns) if number % 2 else reversed(turns):
@@ -186,11 +188,6 @@ def _planned(tables: Tables, batch: Batch, seed: int) -> Any:
 
     module = Model(tables.configs, NUM_DENSE)
     return das.plan(module, features_of(batch, [table.name for table in tables.configs]), seed=seed)
-
-
-def _ours(plan: Any, tables: Tables, world_size: int) -> ShardingPlan:
-    shardings: Mapping[str, Any] = plan.plan["ebc"]
-    return ShardingPlan({table.name: shardings[table.name].ranks[0] for table in tables.configs}, world_size)
 
 
 def _same_rows(model: Any) -> None:
