@@ -85,7 +85,7 @@ class Shard:
         return Shard(self.table, (start, stop)) if start < stop else None
 
 
-_PART = re.compile(r"(.+)\[(\d{1,9}):(\d{1,9})\]")
+_PART = re.compile(r"(.+)\[(\d{1,9}):(\d{1,9})\]", re.DOTALL)
 
 
 @dataclass(frozen=True)

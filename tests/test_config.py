@@ -93,7 +93,7 @@ def test_overrides_replace_the_files_values_and_reach_sections_that_it_lacks(tmp
         ("autoshard.together=a", "'autoshard.together' is 'a'; it must be a list, such as [a, b]."),
         (
             "data.source=criteoo",
-            "it must be one of synthetic, movielens, criteo, dlrm_datasets, custom. Did you mean 'criteo'?",
+            "it must be one of synthetic, movielens, criteo, dlrm_datasets, parquet, custom. Did you mean 'criteo'?",
         ),
         ("train", "override 'train' is not of the form section.key=value."),
         ("train.epochs=[1", "override 'train.epochs=[1': '[1' is not YAML: line 1, column 3"),
