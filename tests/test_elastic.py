@@ -17,6 +17,8 @@ import pytest
 from dlrm_autoshard.benchmarks.slow_link import ADDRESSES, DEVICE, Link, cannot_make_link, slow_link
 from tests.jobs import CONFIG, REPOSITORY, TRAIN, started, steps_saved, torchrun, until
 
+pytestmark = pytest.mark.alone  # hangs are told from slowness by the clock
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:

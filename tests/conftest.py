@@ -1,0 +1,16 @@
+"""What holds for every file of tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_group_is_left() -> Iterator[None]:
+    """Bags that are made in the test's own process make one; the next file's jobs start their own."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
