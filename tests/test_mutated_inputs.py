@@ -226,7 +226,7 @@ SMALL: dict[str, Any] = {
     "profile": {"every_steps": 1, "warmup_steps": 0, "trace_steps": []},
     "autoshard": {
         "enabled": True, "algorithm": "lookup_greedy", "memory_gib": 1.0, "budget_seconds": 1.0, "measure_plans": 2,
-        "pinned": {"user": 0}, "reshard": {"every_steps": 2, "min_gain": 0.02}, "refine": {"updates": 3},
+        "pinned": {"user": 0}, "reshard": {"every_steps": 2, "min_gain": 0.02}, "splits": {"min_dim": 8},
     },
 }  # fmt: skip
 
