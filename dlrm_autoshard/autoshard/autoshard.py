@@ -1,4 +1,4 @@
-"""Autoshard behind anybody's training loop: plan, profile, refine, decide, move and report, at each call of `step()`.
+"""Autoshard behind anybody's training loop: plan, profile, learn, decide, move and report, at each call of `step()`.
 
 autoshard = Autoshard(bags, every_steps=500, run_dir="runs/mine")    # on every rank, before the first step
 autoshard.step()                                                     # on every rank, after each optimizer step
