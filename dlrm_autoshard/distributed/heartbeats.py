@@ -54,6 +54,7 @@ class Heartbeats:
         self._closed = threading.Event()
         self._answered = time.monotonic()  # the store did, last
         self._gone: float | None = None  # since when the store is
+        self._cause: Cause | None = None  # once the job has one: the store may go before this rank does
         if world_size > 1:
             # Each has its own connection: one that waits for an answer keeps the others of its connection waiting.
             self._store, self._asking = store.clone(), store.clone()  # type: ignore[attr-defined]
@@ -74,6 +75,7 @@ class Heartbeats:
                 if is_exchange_failure(error):
                     try:
                         cause = self.blame(error)
+                        self._let_others_read(cause)
                     except KeyboardInterrupt:  # torchrun, which has seen it too, ends the ranks
                         cause = self.blame(error)
                     raise RankFailure(cause.text, cause.signal, self._said_here(cause)) from error
@@ -149,6 +151,8 @@ class Heartbeats:
                 self._end(self._without_store(f"has not answered for {now - self._answered:.0f} s"))
 
     def _without_store(self, what: str) -> Cause:
+        if self._cause is not None:
+            return self._cause
         host = os.environ.get("MASTER_ADDR", "?")
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return Cause(f"torchrun on {host}, which keeps the job's store, {what} {self._where()}.", -1)
@@ -175,13 +179,18 @@ class Heartbeats:
             return
         if not self._said_here(cause):
             complain(cause.text)
-        self._let_others_read()
+        self._let_others_read(cause)
         os._exit(3 if cause.signal is None else 128 + cause.signal)
 
-    def _let_others_read(self) -> None:
-        """Where the store goes with this rank."""
-        if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            time.sleep(2.5 * self._interval)
+    def _let_others_read(self, cause: Cause) -> None:
+        """Where the store goes with this rank: until they have the cause, or had time enough."""
+        if self._rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
+        others = [f"told/{rank}" for rank in range(1, self._world_size) if rank != cause.rank]
+        deadline = time.monotonic() + max(3.0, 5 * self._interval)
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < deadline and not all(self._asking.check([key]) for key in others):
+                time.sleep(self._interval / 5)
 
     # -- other ranks -------------------------------------------------------------------------------------------------
 
@@ -239,7 +248,7 @@ class Heartbeats:
                 dict(self._all_beats())
                 cause = self._dead_here() or cause
             cause = self._agree(self._asking, cause)
-            self._let_others_read()
+            self._let_others_read(cause)
         return cause
 
     def _agree(self, store: dist.Store, cause: Cause) -> Cause:
@@ -248,7 +257,10 @@ class Heartbeats:
         return self._known_cause(store) or cause
 
     def _known_cause(self, store: dist.Store) -> Cause | None:
-        return Cause(**json.loads(store.get("cause"))) if store.check(["cause"]) else None
+        if self._cause is None and store.check(["cause"]):
+            self._cause = Cause(**json.loads(store.get("cause")))
+            store.set(f"told/{self._rank}", "")
+        return self._cause
 
     def _read(self, store: dist.Store, rank: int) -> Beat | None:
         if rank not in self._beats and not store.check([f"beat/{rank}"]):
