@@ -246,6 +246,11 @@ def parse_config(record: dict[str, Any]) -> Config:
         raise ConfigError("\n".join(sentences(Config, error))) from error
 
 
+def parse_sections(**sections: Any) -> Config:
+    """Settings of a job whose data come from elsewhere: what is wrong in these sections, in the words of a file's."""
+    return parse_config({"data": {"source": "movielens"}, **sections})
+
+
 def _apply(record: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:

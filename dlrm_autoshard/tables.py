@@ -133,6 +133,11 @@ class TableConfig:
             return self
         return replace(self, name=str(Shard(Shard.parse(self.name).table, (start, stop))), embedding_dim=stop - start)
 
+    def shard(self, name: str) -> TableConfig:
+        """The part that `name` says, or this table whole, where it says no columns."""
+        columns = Shard.parse(name).columns
+        return self if columns is None else self.part(*columns)
+
     @property
     def weight_bytes(self) -> int:
         return self.num_embeddings * self.embedding_dim * _DTYPE_BYTES[self.dtype]

@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlrm_autoshard.config import RunConfig
+from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.errors import UserError
 from tests.ranks import RankError, run_ranks
 
 
@@ -65,3 +68,15 @@ def test_ranks_can_be_bound_to_cores() -> None:
     allowed = sorted(os.sched_getaffinity(0))
     cores = [allowed[0], allowed[-1]]
     assert run_ranks(_affinity, 2, cores=cores) == [{cores[0]}, {cores[1]}]
+
+
+def start_another_runtime(rank: int, world_size: int) -> str:
+    with pytest.raises(UserError) as caught, Runtime.start(RunConfig(pin_cores=False)):
+        pass
+    assert dist.is_initialized(), "the group that was there is not ours to end"
+    return str(caught.value)
+
+
+def test_a_process_that_has_a_group_is_told_so() -> None:
+    for said in run_ranks(start_another_runtime, 2):
+        assert "a process group already" in said and "ShardedEmbeddingBags" in said

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.records.run import RunRecord
 from tests import torchrec_jobs
 from tests.ranks import run_ranks
+from tests.run_records import check_three_intervals
 
 pytestmark = pytest.mark.skipif(torchrec_jobs.WHY_NOT is not None, reason=torchrec_jobs.WHY_NOT or "")
 NAMES = [f"t{i}" for i in range(8)]
@@ -83,14 +84,23 @@ def test_the_worst_plan_is_left_and_not_a_bit_of_the_training_changes(tmp_path: 
     assert all(torch.equal(value, within[0][1][name]) for name, value in without[0][1].items())
     placed = within[0][2]
     assert placed["t0"] != placed["t1"], "the two dear tables have a rank each"
-    record = RunRecord.load(tmp_path / "mine")
-    assert len(record.epochs) == 3 and len(record.decisions) == 3
-    assert record.last.samples > 3 and record.last.throughput > 0
-    stages = record.last.stage_ms
-    assert all(min(stages[name]) > 0 for name in ("input_dist", "fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute"))
+    record = check_three_intervals(tmp_path / "mine")
     pooling = {table.name: table.mean_pooling for table in record.last.tables}
     assert pooling == pytest.approx(dict(zip(NAMES, POOLING, strict=True)))
-    assert (tmp_path / "mine" / "report.html").stat().st_size > 100_000
+
+
+def mistyped(rank: int, world_size: int) -> str:
+    assert torchrec_jobs.find_torchrec() is None
+    import dlrm_autoshard.torchrec as das
+
+    with pytest.raises(UserError) as caught:
+        das.plan(Model(), features_of(rank, 0), measure_plan=2)
+    return str(caught.value)
+
+
+def test_a_setting_that_does_not_exist_is_named_with_the_one_that_does() -> None:
+    for said in run_ranks(mistyped, 2):
+        assert "autoshard.measure_plan" in said and "measure_plans" in said, said
 
 
 def test_a_plan_by_measurements_is_where_autoshard_begins(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from dlrm_autoshard.autoshard.decision import Decision
 from dlrm_autoshard.autoshard.initial_plan import Placement, place
 from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.autoshard.table_observer import TableObserver
-from dlrm_autoshard.config import parse_config
+from dlrm_autoshard.config import parse_sections
 from dlrm_autoshard.distributed.movable import ArrivedIds, MovableBags
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
@@ -52,8 +52,7 @@ class Autoshard:
         section = {"enabled": True, **settings}
         if isinstance(given := section.get("reshard", {}), dict):
             section["reshard"] = {**given, "every_steps": every_steps}
-        whole = {"data": {"source": "movielens"}, "profile": {"every_steps": sample_every}, "autoshard": section}
-        config = parse_config(whole)  # for what it says of keys that are wrong; there are no data yet
+        config = parse_sections(profile={"every_steps": sample_every}, autoshard=section)
         self.settings, self._profile = config.autoshard, config.profile
         self.run_dir, self.steps = Path(run_dir), 0
         self._bags, self._runtime, self._total = bags, bags.runtime, total_steps

@@ -58,13 +58,13 @@ class Controller:
             return self._written(replace(base, why=few))
         profile = interval.profile
         task = replace(self.task, stats=profile.stats, batch_size=profile.batch_size)
-        base = replace(base, error_before=prediction_error(self.planner.predict(task, plan), profile.ranks))
+        error_before = prediction_error(self.planner.predict(task, plan), profile.ranks)
         self.planner.costs.observe(profile, task.topology)
+        error_after = prediction_error(self.planner.predict(task, plan), profile.ranks)
         slowness = [float(slow) for slow in self.planner.rank_slowness(task.world_size, task.topology.speed)]
         self.trigger.see(interval, slowness, one_host=len(task.topology.ranks_by_host) == 1)
-        base = replace(base, balance_gain=self.trigger.balance_gain)
+        base = replace(base, balance_gain=self.trigger.balance_gain, error_before=error_before, error_after=error_after)
         no_search = self.trigger.reason_not_to_search()
-        base = replace(base, error_after=prediction_error(self.planner.predict(task, plan), profile.ranks))
         mistake = self._judge_last_move(task, interval, a_rank_changed(slowness, self._slowness_before))
         self._slowness_before = slowness
         if mistake is not None:

@@ -23,7 +23,7 @@ class SearchTrigger:
     """
 
     def __init__(self, min_gain: float, budget_seconds: float = float("inf")) -> None:
-        """budget_seconds: that learning and searching may take after an interval, at most."""
+        """budget_seconds: that a search may take after an interval, at most."""
         self.min_gain, self.budget_seconds = min_gain, budget_seconds
         self.differences: list[float] = []  # of throughput between intervals in which nothing changed
         self.gain_differences: list[float] = []  # of `balance_gain`, likewise
@@ -65,7 +65,7 @@ class SearchTrigger:
 
     @property
     def search_seconds(self) -> float:
-        """What learning and searching may take, one half each."""
+        """What a search may take."""
         return min(thresholds.SEARCH_SHARE * self.seconds_to_gain, self.budget_seconds)
 
     def reason_not_to_search(self) -> str | None:

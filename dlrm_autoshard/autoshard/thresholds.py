@@ -27,8 +27,8 @@ SEARCHES = 3
 """In a row that found nothing; the next waits until something changes. Chosen by hand."""
 
 SEARCH_SHARE = 0.05
-"""Of the seconds that perfect balance would save: what a search (learning and planning) may take. Chosen so that it
-stays cheap where it finds nothing: 0.6% of the training time in `bench loop-steady`."""
+"""Of the seconds that perfect balance would save: what a search may take. Chosen so that it stays cheap where it
+finds nothing: 0.6% of the training time in `bench loop-steady`."""
 
 LEAST_SEARCH_SECONDS = 0.03
 """Seconds. With less no search is made, for it would be cut short before it finds anything. Chosen by hand."""

@@ -37,8 +37,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.plan import ShardingPlan, Topology
     from dlrm_autoshard.planner.pool import TablePool
-    from dlrm_autoshard.planner.task import PlacementTask, Splits
-    from dlrm_autoshard.tables import memory_bytes
+    from dlrm_autoshard.planner.task import Splits
 
     if arguments.plan.is_dir():
         pool, plan_file = pool_of_run(arguments.plan, quiet=arguments.json), last_plan(arguments.plan)
@@ -47,19 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         pool, plan_file = TablePool.load(arguments.tables), arguments.plan
     plan = ShardingPlan.load(plan_file).ordered([table.name for table in pool.tables])
-    batch_size = arguments.batch_size or pool.stats[0].batch_size
     planner = planner_of("auto", 0, arguments.fitted)
-    table_bytes = memory_bytes(pool.tables, pool.stats, "rowwise_adagrad", batch_size)
     memory = None if arguments.memory_gib is None else (int(arguments.memory_gib * 2**30),) * plan.world_size
     topology = Topology(plan.world_size, memory)
-    task = PlacementTask.build(
-        pool.tables,
-        pool.stats,
-        topology,
-        batch_size=batch_size,
-        table_bytes=table_bytes,
-        splits=Splits(arguments.max_parts, arguments.min_dim, allowed=bool(plan.split_tables)),
-    )
+    splits = Splits(arguments.max_parts, arguments.min_dim, allowed=bool(plan.split_tables))
+    task = pool.task(topology, arguments.batch_size, splits=splits)
     costs = planner.predict(task, plan)
     better = planner.plan(task)
     task = task.split_as(plan)

@@ -68,9 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.distributed.torchrec_plan import python_source
     from dlrm_autoshard.plan import ShardingPlan
     from dlrm_autoshard.planner.pool import TablePool
-    from dlrm_autoshard.planner.task import PlacementTask, Splits
+    from dlrm_autoshard.planner.task import Splits
     from dlrm_autoshard.probe.measured import Costs
-    from dlrm_autoshard.tables import memory_bytes
     from dlrm_autoshard.torchrec.module_file import Modules, load_modules, shapes_in
     from dlrm_autoshard.torchrec.sharding import plan_record
 
@@ -87,25 +86,18 @@ def run(arguments: argparse.Namespace) -> int:
         pool = pool_of_modules(modules, arguments.batch_size or _GUESSED_BATCH, arguments.seed, arguments.json)
     else:
         pool = TablePool.load(arguments.tables)
-    batch_size = arguments.batch_size or pool.stats[0].batch_size
     if arguments.measure and arguments.algorithm != "auto":
         raise UserError(
             f"--measure chooses among the finalists of `auto`, and '{arguments.algorithm}' makes one plan: leave "
             "--measure out, or plan with --algorithm auto (--fitted DIR gives it the costs of `fit`)."
         )
     planner = planner_of(arguments.algorithm, arguments.seed, arguments.fitted)
-    topology = topology_of(arguments)
-    constraints = constraints_of(arguments.pin, arguments.together, arguments.apart)
-    table_bytes = memory_bytes(pool.tables, pool.stats, arguments.optimizer, batch_size)
     exact = arguments.optimizer != "rowwise_adagrad"
-    task = PlacementTask.build(
-        pool.tables,
-        pool.stats,
-        topology,
-        batch_size=batch_size,
-        table_bytes=table_bytes,
-        constraints=constraints,
-        splits=Splits(arguments.max_parts, arguments.min_dim, exact or arguments.per_part, arguments.optimizer),
+    task = pool.task(
+        topology_of(arguments),
+        arguments.batch_size,
+        constraints_of(arguments.pin, arguments.together, arguments.apart),
+        Splits(arguments.max_parts, arguments.min_dim, exact or arguments.per_part, arguments.optimizer),
     )
     costs = Costs("measured", planner.costs.exchange)
     result = planner.plan(
@@ -128,13 +120,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(record, indent=1))
     else:
-        _print(result, task.split_as(result.plan), batch_size)
+        _print(result, task.split_as(result.plan))
         if arguments.out is not None:
             print(f"written to {arguments.out}")
     return 0
 
 
-def _print(result: PlanResult, task: PlacementTask, batch_size: int) -> None:
+def _print(result: PlanResult, task: PlacementTask) -> None:
     """task: of the plan's shards."""
     from rich.console import Console
 
@@ -147,7 +139,7 @@ def _print(result: PlanResult, task: PlacementTask, batch_size: int) -> None:
     bound = balanced_cost_ms(result.predicted)
     console.print(
         f"{result.chosen.name}: predicted step cost {result.predicted_ms:.2f} ms, "
-        f"{100 * (result.predicted_ms / bound - 1):.1f}% above perfect balance, batch {batch_size:,}, "
+        f"{100 * (result.predicted_ms / bound - 1):.1f}% above perfect balance, batch {task.batch_size:,}, "
         f"{result.seconds:.2f} s of planning"
     )
     if result.would_split is not None:

@@ -47,6 +47,7 @@ class ParquetSource:
             "test": _row_groups(data.test, data),
         }
         self._decoded = lru_cache(maxsize=2)(self._decode)  # a batch may lie in two windows
+        self._order = lru_cache(maxsize=2)(permutation)
 
     def num_samples(self, split: Split) -> int:
         return sum(group.rows for group in self._groups[split])
@@ -89,7 +90,7 @@ class ParquetSource:
             rows = sum(group.rows for group in window)
             if start < last and first < start + rows:
                 key = key_of(self._data.seed, "rows", epoch, number)
-                yield start, window, permutation(key, rows) if shuffled else np.arange(rows)
+                yield start, window, self._order(key, rows) if shuffled else np.arange(rows)
             start += rows
 
     def _decode(self, groups: tuple[RowGroup, ...]) -> Rows:

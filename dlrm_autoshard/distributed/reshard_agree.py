@@ -132,14 +132,17 @@ def _demands(
     if on_cpu and not storage.in_pieces:
         yield f"the device of rank {rank}", need["device"], free_memory() if free_bytes is None else free_bytes
     elif not on_cpu:
-        free, _ = torch.cuda.mem_get_info(embeddings.device)
-        free += torch.cuda.memory_reserved(embeddings.device) - torch.cuda.memory_allocated(embeddings.device)
+        free = free_memory(embeddings.device)
         place = torch.cuda.get_device_properties(embeddings.device).uuid
         yield f"GPU {place} of {host}", need["device"], free if free_bytes is None else free_bytes
 
 
-def free_memory() -> int:
-    """Bytes that this process could still take: of the machine, or of its control group where that is tighter."""
+def free_memory(device: torch.device | None = None) -> int:
+    """Bytes that this process could still take: of its GPU; else of the machine, or of its control group where that is
+    tighter."""
+    if device is not None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = int(psutil.virtual_memory().available)
     group = Path("/sys/fs/cgroup")
     try:

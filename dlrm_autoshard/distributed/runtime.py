@@ -59,6 +59,11 @@ class Runtime:
 
         RankFailure names the rank that is why an exchange in here failed.
         """
+        if dist.is_initialized():
+            raise RuntimeFailure(
+                "this process has a process group already, and the trainer starts its own: train in a process of its "
+                "own, or use ShardedEmbeddingBags and Autoshard in the loop that you have."
+            )
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         device = choose_device(config.device, local_rank)

@@ -91,10 +91,8 @@ class Storage:
 
     def table(self, name: str) -> TableConfig:
         """A shard as a table of its own."""
-        shard = Shard.parse(name)
-        if name in self._tables or shard.columns is None:
-            return self._tables[name]
-        return self._tables[shard.table].part(*shard.columns)
+        whole = self._tables.get(name)
+        return self._tables[Shard.parse(name).table].shard(name) if whole is None else whole
 
     def claim(self, names: Iterable[str]) -> str | None:
         """Takes places in reserved memory for shards that are to arrive. A sentence, and none taken, where one has

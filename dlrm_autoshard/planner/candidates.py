@@ -9,7 +9,6 @@ sequence policies, which are there to be compared with.
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.mdp import EstimatedMDP
 from dlrm_autoshard.planner.policy import DevicePolicy
 from dlrm_autoshard.planner.result import Candidate
-from dlrm_autoshard.planner.search import improve, search
+from dlrm_autoshard.planner.search import improve, late, search
 from dlrm_autoshard.planner.splits import CostsOf, fitting
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
@@ -130,8 +129,3 @@ class CandidateMakers:
         if state["reference"] is not None:
             self.reference = ReferenceDreamShard(self.seed, self.settings)
             self.reference.load_json(state["reference"])
-
-
-def late(deadline: float | None, needed_seconds: float = 0.0) -> bool:
-    """Whether there is no time left, or less than what is needed next."""
-    return deadline is not None and time.perf_counter() + needed_seconds > deadline

@@ -8,7 +8,6 @@ Reads down in the paper's order (algorithm 1): collect, cost network, policy. Th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from dlrm_autoshard.planner.masked import gumbel_noise
 from dlrm_autoshard.planner.mdp import EstimatedMDP, Rollout
 from dlrm_autoshard.planner.mlp import Adam
 from dlrm_autoshard.planner.policy import DevicePolicy
+from dlrm_autoshard.planner.search import late
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
@@ -67,7 +67,7 @@ class DreamShard:
             self.learning_rate = self.settings.learning_rate * left
             estimated = _Estimated(costs_of)
             for task in self._choose(tasks, self.settings.policy_updates):
-                if deadline is not None and time.perf_counter() > deadline:
+                if late(deadline):
                     return updates
                 self.reinforce(self.sampled(estimated.mdp(task), self.settings.episodes))
                 updates += 1

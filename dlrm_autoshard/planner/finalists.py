@@ -14,12 +14,12 @@ import numpy as np
 
 from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.planner.candidates import KICKS, MEDIUM, late
+from dlrm_autoshard.planner.candidates import KICKS, MEDIUM
 from dlrm_autoshard.planner.greedy import KEYS
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.result import Candidate
-from dlrm_autoshard.planner.search import improve, search
-from dlrm_autoshard.planner.splits import fitting, split_search
+from dlrm_autoshard.planner.search import improve, late, search
+from dlrm_autoshard.planner.splits import Splitted, fitting, split_search
 from dlrm_autoshard.planner.task import PlacementTask
 
 WORTH_MEASURING = 0.003
@@ -57,22 +57,22 @@ def measure_finalists(
     seconds = measured(list(first.values())[: min(2, measure_plans)])
     found = list(candidates)
     kicks = KICKS if len(task.units) * task.world_size <= MEDIUM else 0
+    base = fitting(task)
     while len(profiles) < measure_plans and not late(deadline, seconds):
         plans = [profile.plan for profile in profiles.values()]
         leading = plans[int(costs.estimates(task, plans).step_ms.argmin())]
-        now, base = task.split_as(leading), fitting(task)
-        leading_U = now.ranks_from(leading)
+        now = task.split_as(leading)
+        now_costs, base_costs = costs.costs_of(now), costs.costs_of(base)
+        near_U = improve(now, now_costs, now.ranks_from(leading), kicks=kicks, seed=costs.seed, deadline=deadline)
+        anew_U = search(base, base_costs, kicks=kicks, seed=costs.seed, deadline=deadline)
         better = [
-            (now, improve(now, costs.costs_of(now), leading_U, kicks=kicks, seed=costs.seed, deadline=deadline)),
-            (base, search(base, costs.costs_of(base), kicks=kicks, seed=costs.seed, deadline=deadline)),
+            Splitted(now, now_costs, near_U, now_costs.step_ms(near_U)),
+            Splitted(base, base_costs, anew_U, base_costs.step_ms(anew_U)),
         ]
         if task.splits.allowed:
-            start = min(better, key=lambda pair: costs.costs_of(pair[0]).step_ms(pair[1]))
-            better += [(one.task, one.rank_U) for one in split_search(start[0], costs.costs_of, start[1], deadline)]
-        found += [
-            Candidate("measured+search", of.plan_from(rank_U), costs.costs_of(of).step_ms(rank_U))
-            for of, rank_U in better
-        ]
+            start = min(better, key=lambda one: one.step_ms)
+            better += split_search(start.task, costs.costs_of, start.rank_U, deadline)
+        found += [Candidate("measured+search", one.task.plan_from(one.rank_U), one.step_ms) for one in better]
         open_ = [candidate for candidate in found if candidate.plan.fingerprint not in profiles]
         estimated = costs.estimates(task, [leading, *(candidate.plan for candidate in open_)])
         gains = [estimated.gain(0, number + 1) for number in range(len(open_))]

@@ -21,6 +21,8 @@ from typing_extensions import TypedDict
 
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import read_json
+from dlrm_autoshard.plan import Constraints, Topology
+from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.tables import NUM_REUSE_BINS, StatsRecord, TableConfig, TableRecord, TableStats
 
 POOL_SCHEMA = 1
@@ -58,6 +60,23 @@ class TablePool:
     def chosen(self, indices: Iterable[int]) -> TablePool:
         picked = list(indices)
         return TablePool(tuple(self.tables[i] for i in picked), tuple(self.stats[i] for i in picked))
+
+    def task(
+        self,
+        topology: Topology,
+        batch_size: int | None = None,
+        constraints: Constraints = Constraints(),
+        splits: Splits = Splits(),
+    ) -> PlacementTask:
+        """All of them to be placed. batch_size: global; by default the one that the statistics are of."""
+        return PlacementTask.build(
+            self.tables,
+            self.stats,
+            topology,
+            batch_size=batch_size or self.stats[0].batch_size,
+            constraints=constraints,
+            splits=splits,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {

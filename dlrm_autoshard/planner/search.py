@@ -44,7 +44,7 @@ def improve(
     best.descend(deadline, most_moves)
     generator = np.random.default_rng(seed)
     for _ in range(kicks):
-        if deadline is not None and time.perf_counter() > deadline:
+        if late(deadline):
             break
         other = _Search(task, costs, best.room.rank_U, most_swaps)
         other.shake(generator)
@@ -52,6 +52,11 @@ def improve(
         if other.step_ms < best.step_ms * (1 - 1e-9):
             best = other
     return best.room.rank_U
+
+
+def late(deadline: float | None, needed_seconds: float = 0.0) -> bool:
+    """Whether there is no time left, or less than what is needed next."""
+    return deadline is not None and time.perf_counter() + needed_seconds > deadline
 
 
 def search(
@@ -82,7 +87,7 @@ class _Search:
 
     def descend(self, deadline: float | None, most_moves: int | None = None) -> None:
         for _ in range(most_moves or 20 * len(self.task.units)):
-            if deadline is not None and time.perf_counter() > deadline:
+            if late(deadline):
                 return
             slow_ranks = dict.fromkeys(self.ms_W4.argmax(axis=0).tolist())
             if not any(self._relieve(rank) for rank in slow_ranks):

@@ -6,7 +6,6 @@ found = split_search(task, costs_of, rank_U)    # Splitted(task of shards, place
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,7 @@ import numpy as np
 from dlrm_autoshard.plan import PlanError
 from dlrm_autoshard.planner.feasible import feasible
 from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
-from dlrm_autoshard.planner.search import improve
+from dlrm_autoshard.planner.search import improve, late
 from dlrm_autoshard.planner.task import PlacementTask, Room
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from dlrm_autoshard.tables import Shard
@@ -82,7 +81,7 @@ def split_search(
         for node in beam:
             for name in _dear(node):
                 for halved in _halvings(node.task, name):
-                    if frozenset(halved.names) in seen or _late(deadline):
+                    if frozenset(halved.names) in seen or late(deadline):
                         continue
                     seen.add(frozenset(halved.names))
                     placed = _placed(node, halved, costs_of(halved), deadline)
@@ -171,13 +170,9 @@ def merged(task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline:
     found = []
     for table in task.wholes:
         parts = [part for part in task.tables if part.name != table.name and part.name.startswith(f"{table.name}[")]
-        if parts and not _late(deadline):
+        if parts and not late(deadline):
             at = task.tables.index(parts[0])
             whole = task.with_shards([*task.tables[:at], table, *task.tables[at + len(parts) :]])
             placed = _placed(start, whole, costs_of(whole), deadline)
             found += [] if placed is None else [_searched(placed, 0.0, deadline)]
     return found
-
-
-def _late(deadline: float | None) -> bool:
-    return deadline is not None and time.perf_counter() > deadline

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, step_cost_ms
+from dlrm_autoshard.distributed.embeddings import DTYPES
 from dlrm_autoshard.distributed.exchange import Exchange
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.shared_memory import connect
@@ -67,6 +68,7 @@ class IsolatedProbe:
         self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size
         self._probe, self._exchange, self._rounds = probe, exchange, rounds
         self._pairs = {table.name: (table, stat) for table, stat in zip(tables, stats, strict=True)}
+        self._position = {table.name: position for position, table in enumerate(tables)}
         self.shard_times: dict[frozenset[str], list[ShardTime]] = {}
 
     def measure(self, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
@@ -108,16 +110,12 @@ class IsolatedProbe:
 
     def _pair(self, name: str) -> tuple[TableConfig, TableStats]:
         """A table, or a part of one, with the table's statistics."""
-        shard = Shard.parse(name)
-        table, stats = self._pairs[shard.table]
-        return table.part(*shard.columns) if shard.columns else table, stats
+        table, stats = self._pairs[Shard.parse(name).table]
+        return table.shard(name), stats
 
     def _order(self, name: str) -> tuple[int, tuple[int, int]]:
         shard = Shard.parse(name)
-        return list(self._pairs).index(shard.table), shard.columns or (0, 0)
-
-
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+        return self._position[shard.table], shard.columns or (0, 0)
 
 
 class RankProbe:
@@ -161,7 +159,7 @@ class RankProbe:
         """For the few seconds that a job has before its first step: smaller buffers, fewer repetitions."""
         buffer_gib = 0.25 if runtime.device.type == "cpu" else 4.0  # far beyond a GPU's cache
         shards = ShardProbe(optimizer, runtime.device, buffer_gib=buffer_gib, repeats=3, seconds_per_shard=0.1)
-        dtype = _DTYPES[exchange_dtype]
+        dtype = DTYPES[exchange_dtype]
         return RankProbe(runtime, task.tables, task.stats, task.batch_size, shards, dtype, shared_memory=shared_memory)
 
     def on_rank_zero(self, function: Callable[[], T]) -> T | None:

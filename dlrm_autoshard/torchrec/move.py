@@ -119,10 +119,7 @@ class _Between:
 
     def table(self, name: str) -> TableConfig:
         """A shard as a table of its own."""
-        shard = ShardName.parse(name)
-        if shard.columns is None:
-            return self._tables[name]
-        return self._tables[shard.table].part(*shard.columns)
+        return self._tables[ShardName.parse(name).table].shard(name)
 
     def shape(self, name: str, tensor: str) -> tuple[int, ...]:
         table = self.table(name)
@@ -166,7 +163,7 @@ def _agree(
     """What is known of each shard, on every rank; ReshardRefused on all of them where one can't go on."""
     runtime = sharded.runtime
     mine = {name: _Facts(shard.formats, shard.settings) for name, shard in old.items()}
-    place = (platform.node(), _free(sharded.device))
+    place = (platform.node(), free_memory(sharded.device))
     why = why_not_to_follow(sharded.optimizer, [table_parameters(module) for module in changed.values()])
     said = runtime.all_gather((mine, place, plan.fingerprint, why))
     facts = {name: fact for own, _, _, _ in said for name, fact in own.items()}
@@ -179,7 +176,7 @@ def _agree(
     for rank, (_, (host, free), _, _) in enumerate(said):
         where = host if sharded.device.type == "cpu" else f"the GPU of rank {rank}"
         shards = [shard for shard in plan.shards_on(rank) if shard.table in moving]
-        parts = [tables[s.table] if s.columns is None else tables[s.table].part(*s.columns) for s in shards]
+        parts = [tables[shard.table].shard(str(shard)) for shard in shards]
         needed[where] = needed.get(where, 0) + sum(
             part.weight_bytes + part.optimizer_bytes(sharded.config.optimizer.name) for part in parts
         )
@@ -190,13 +187,6 @@ def _agree(
     if reasons:
         raise ReshardRefused(reasons[0])
     return facts
-
-
-def _free(device: torch.device) -> int:
-    if device.type == "cpu":
-        return free_memory()
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _pooled(sharded: ShardedModel, modules: Mapping[str, Any]) -> dict[str, dict[str, str]]:

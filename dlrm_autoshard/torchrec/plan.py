@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dlrm_autoshard.autoshard.initial_plan import place
-from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
+from dlrm_autoshard.config import parse_sections
 from dlrm_autoshard.distributed.bags import runtime_of
 from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan
 from dlrm_autoshard.tables import TableOptimizer
@@ -45,6 +45,7 @@ def plan(
     which only measured steps know. TorchrecError names the table, feature or module that can't be planned; PlanError
     the rank without memory.
     """
+    config = parse_sections(tables={"optimizer": {"name": optimizer}}, autoshard={"enabled": True, **settings})
     collections = embedding_bags(module)
     tables = table_configs(collections)
     group = group or dist.group.WORLD
@@ -55,12 +56,12 @@ def plan(
     gathered = runtime.gather(ids_by_table(collections, ids))
     stats, batch_size = runtime.from_rank_0(lambda: statistics(gathered or []))
     placement = place(
-        AutoshardConfig(**{"enabled": True, **settings}),
+        config.autoshard,
         runtime,
         alike(tables),
         lambda: [stats[table.name] for table in tables],
         batch_size=batch_size,
-        optimizer=TableOptimizerConfig(name=optimizer),
+        optimizer=config.tables.optimizer,
         exchange_dtype="fp32",
         shared_memory=False,
         seed=seed,

@@ -9,7 +9,6 @@ trained.place(mdp)                                  # legal placements, best pre
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +23,7 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.features import NUM_NETWORK
 from dlrm_autoshard.planner.masked import gumbel_noise
 from dlrm_autoshard.planner.mdp import EstimatedMDP
+from dlrm_autoshard.planner.search import late
 from dlrm_autoshard.planner.task import PlacementTask
 
 # Axes: U units, E episodes, D devices, H hidden.
@@ -114,7 +114,7 @@ class SequenceTrainer:
         without (at plan time), the cost model's."""
         mdps: dict[int, EstimatedMDP] = {}
         for update in range(self.settings.updates):
-            if deadline is not None and time.perf_counter() > deadline:
+            if late(deadline):
                 return update
             number = int(self.generator.integers(len(tasks)))
             if number not in mdps:
