@@ -38,6 +38,7 @@ NAMES = (
     "planner-quality",
     "planner-scale",
     "planner-oracle",
+    "planner-choice",
     "planner-generalization",
     "profiler-overhead",
     "loop-bad-start",
