@@ -57,6 +57,7 @@ NAMES = (
     "kills",
     "soak",
     "race",
+    "race-short",
     "race-simulated",
     "gpu-all",
     "criteo-preprocessing",

@@ -32,7 +32,14 @@ Runs = Mapping[str, Mapping[int, Mapping[str, dict[str, Any]]]]
 def run(quick: bool) -> dict[str, Any]:
     folder = Path("runs/race-quick" if quick else "runs/race")
     worlds, arms, seeds = (WORLDS, ARMS, SEEDS) if not quick else (WORLDS[1:2], ("planned", "loop"), 1)
-    done = race(folder, worlds, arms, seeds, QUICK if quick else Scale())
+    return outcome_of(folder, worlds, arms, seeds, QUICK if quick else Scale())
+
+
+def outcome_of(
+    folder: Path, worlds: Sequence[WorldName], arms: Sequence[str], seeds: int, scale: Scale
+) -> dict[str, Any]:
+    """Runs what is not saved in `folder` yet; figures of all of it, and the picture."""
+    done = race(folder, worlds, arms, seeds, scale)
     outcome = summarise(done, worlds, arms, seeds)
     (folder / "race.html").write_text(picture(done))
     outcome["notes"].append(f"the picture: {folder / 'race.html'}")

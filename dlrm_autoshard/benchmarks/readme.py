@@ -34,6 +34,8 @@ ROWS = (
     Row("race", "hot-ids: recovered", "hot rows move, pooling stays: the same"),
     Row("race", "straggler: recovered", "half of one rank's core taken for a third of the job: the same"),
     Row("race", "calm: torchrec / loop on", "a whole job, TorchRec with its own planner over ours: seconds"),
+    Row("race-short", "abrupt: loop on / loop off", "a short whole job, pooling permuted: resharding over none"),
+    Row("race-short", "abrupt: torchrec / loop on", "the same job, TorchRec with its own planner over ours: seconds"),
     Row("race-simulated", "8 ranks, abrupt: recovered", "200 tables on 8 simulated ranks, pooling permuted"),
     Row("race-simulated", "64 ranks, abrupt: recovered", "the same on 64 ranks (simulated)"),
     Row("loop-bad-start", "of_best_known", "from the worst heuristic's plan: of the best plan known, held-out rounds"),
@@ -55,7 +57,16 @@ ROWS = (
     Row("planner-time", "dreamshard_seconds_50_tables", "DreamShard, 50 tables x 4 devices (simulated costs), seconds"),
     Row("planner-quality", "all cells: auto / best heuristic", "plans' cost over the best heuristic's, unseen tables"),
     Row("planner-quality", "all cells: auto: excess removed", "of the best heuristic's excess over perfect balance"),
+    Row("planner-choice", "chosen / least measured, mean", "the plan chosen at a start over the one measured least"),
     Row("planner-generalization", "fitted on 20x4 / fitted on 100x8, dreamshard", "planning 100 x 8, fitted on 20 x 4"),
+    Row("own-loop", "W-emb, 2 ranks: step time over the trainer's", "a step in a loop of one's own over our trainer's"),
+    Row("torchrec-loop", "of best known", "TorchRec from its worst plan, moved by Autoshard: of the best plan known"),
+    Row(
+        "splits",
+        "one dominant table of 26, 2 ranks: speed over the best table-wise plan",
+        "a table with half of all lookups, split by columns: over the best table-wise plan",
+    ),
+    Row("kills", "survived_bit_equal", "kill -9 at 200 random moments: resumed, weights bit-equal"),
     Row("criteo-preprocessing", "speedup_contiguous", "Criteo text to npy over a pandas script"),
 )  # fmt: skip
 
