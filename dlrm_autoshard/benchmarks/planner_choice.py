@@ -22,7 +22,7 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.probe.plan_probe import RankProbe
 
 TITLE = "at a job's start: the finalist that the evidence favours, beside the one that measured least"
-ROUGH_TIME = "8 min"
+ROUGH_TIME = "20 min"
 
 WORLD_SIZE, BATCH, TABLES, ROUNDS = 2, 2048, 30, 8
 
