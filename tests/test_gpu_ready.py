@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from dlrm_autoshard.benchmarks.gpu_all import LIMITS, TARGETS, judged, run_secti
 from dlrm_autoshard.benchmarks.gpu_sections import SECTIONS
 from dlrm_autoshard.benchmarks.harness import finish
 from dlrm_autoshard.distributed.runtime import choose_backend
+from dlrm_autoshard.distributed.side_streams import SideStreams
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,43 @@ def test_the_whole_job_takes_nccl_where_every_rank_has_a_gpu_of_its_own(devices:
     with ThreadPoolExecutor(len(devices)) as ranks:
         chosen = ranks.map(lambda rank: choose_backend(devices[rank], rank, len(devices), store), range(len(devices)))
         assert list(chosen) == [backend] * len(devices)
+
+
+class _OfHost:
+    """A host tensor whose copy notes which streams its memory is kept for."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.kept_for: list[object] = []
+
+    def pin_memory(self) -> _OfHost:
+        return self
+
+    def to(self, device: torch.device, non_blocking: bool) -> _OfHost:
+        assert non_blocking
+        return self
+
+    def record_stream(self, stream: object) -> None:
+        self.kept_for.append(stream)
+
+
+def test_what_is_copied_is_kept_for_both_streams_that_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: streams are objects that only have names."""
+    made: list[object] = []
+
+    def stream(device: torch.device) -> object:
+        made.append(object())
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "computes")
+    streams = SideStreams(torch.device("cuda"))
+    host = _OfHost()
+    streams.copy(host)  # type: ignore[arg-type]
+    _copies, travels = made
+    assert host.kept_for == [travels, "computes"]
 
 
 def test_gpu_all_is_not_met_where_a_section_failed_or_found_nothing() -> None:

@@ -23,9 +23,11 @@ class SideStreams:
         """From pinned memory, so that nobody waits; a tensor that is on the device already is given back."""
         if host.device.type != "cpu":
             return host
+        readers = (self._travels, torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._copies):
             copied = host.pin_memory().to(self._device, non_blocking=True)
-        copied.record_stream(self._travels)
+        for reader in readers:  # or the next copy takes its memory while one of them still reads, for the host is ahead
+            copied.record_stream(reader)
         return copied
 
     @contextlib.contextmanager
