@@ -18,7 +18,8 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.pool import TablePool, synthetic_pool, zipf_stats
 from dlrm_autoshard.probe.drawn_ids import draw_ids
-from dlrm_autoshard.probe.plan_probe import IsolatedProbe, ProbeError, RankProbe, median_profile
+from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
+from dlrm_autoshard.probe.rank_probe import ProbeError, RankProbe, median_profile
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, in_fewer_rows
 from dlrm_autoshard.tables import TableConfig, TableStats, measure_table_stats
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ import pytest
 
 from dlrm_autoshard.config import Config, ConfigError
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.train.checkpoint import run_and_checkpoint
+from dlrm_autoshard.train.checkpoint_folder import run_and_checkpoint
 from dlrm_autoshard.train.metrics import binary_metrics
 from dlrm_autoshard.train.saved_model import saved_model
 from dlrm_autoshard.train.trainer import TrainResult

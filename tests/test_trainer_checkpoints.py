@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from dlrm_autoshard.config import Config
-from dlrm_autoshard.train.checkpoint import run_and_checkpoint
+from dlrm_autoshard.train.checkpoint_folder import run_and_checkpoint
 from dlrm_autoshard.train.manifest import CheckpointError, bytes_digest
 from tests.ranks import run_ranks
 from tests.trainers import config, losses, make_runtime, records, tensors, trainer

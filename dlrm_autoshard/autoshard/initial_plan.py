@@ -24,7 +24,7 @@ from dlrm_autoshard.planner.result import PlanResult
 from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.calibration import start_costs
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
-from dlrm_autoshard.probe.plan_probe import RankProbe
+from dlrm_autoshard.probe.rank_probe import RankProbe
 from dlrm_autoshard.records.jsonl import append_jsonl
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats, memory_bytes
 

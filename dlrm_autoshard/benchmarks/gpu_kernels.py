@@ -67,7 +67,7 @@ def planning(folder: Path, seconds: float) -> dict[str, Any]:
     from dlrm_autoshard.planner.planner import ALGORITHMS, Planner
     from dlrm_autoshard.planner.pool import synthetic_pool
     from dlrm_autoshard.planner.task import PlacementTask
-    from dlrm_autoshard.probe.plan_probe import IsolatedProbe
+    from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
     from dlrm_autoshard.probe.shard_probe import ShardProbe
 
     batch_size = max(QUALITY_BATCH, BATCH_SIZES[0])

@@ -19,7 +19,7 @@ from dlrm_autoshard.config import parse_sections
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.distributed.bags import runtime_of
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.probe.plan_probe import RankProbe
+from dlrm_autoshard.probe.rank_probe import RankProbe
 
 TITLE = "at a job's start: the finalist that the evidence favours, beside the one that measured least"
 ROUGH_TIME = "20 min"

@@ -45,7 +45,7 @@ def run(quick: bool) -> dict[str, Any]:
     probe = ShardProbe(undisturbed=True, warmup=2, repeats=3, seconds_per_shard=0.0)
 
     def measure(task: PlacementTask, plans: Sequence[ShardingPlan], rounds: int = 1) -> list[StepProfile]:
-        from dlrm_autoshard.probe.plan_probe import IsolatedProbe
+        from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
 
         return IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, ExchangeModel(), rounds).measure(plans)
 

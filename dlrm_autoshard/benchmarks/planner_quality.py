@@ -72,7 +72,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
     included, is measured anew, in turns and `ROUNDS` times, and only that counts: a plan that was lucky in the first
     measurement gains nothing by it.
     """
-    from dlrm_autoshard.probe.plan_probe import IsolatedProbe
+    from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
     from dlrm_autoshard.probe.shard_probe import ShardProbe
 
     began = time.perf_counter()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from dlrm_autoshard.plan import PlanError, gib
-from dlrm_autoshard.planner.task import PlacementTask, Room, Units
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.units import Room, Units
 
 SEARCH_STEPS = 20_000
 

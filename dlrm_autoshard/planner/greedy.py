@@ -14,7 +14,8 @@ from collections.abc import Callable
 import numpy as np
 
 from dlrm_autoshard.planner.feasible import feasible, make_room
-from dlrm_autoshard.planner.task import PlacementTask, Room
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.units import Room
 from dlrm_autoshard.tables import TableConfig, TableStats, lookup_work
 
 KEYS: dict[str, Callable[[TableConfig, TableStats], float]] = {

@@ -10,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from dlrm_autoshard.planner.greedy import balance
-from dlrm_autoshard.planner.task import PlacementTask, Room
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
+from dlrm_autoshard.planner.units import Room
 
 MOST_RANKS = 8
 """Ranks whose fused cost is predicted for a unit: the likeliest by the sum of costs alone."""

@@ -12,8 +12,9 @@ import numpy as np
 
 from dlrm_autoshard.planner.feasible import feasible
 from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
-from dlrm_autoshard.planner.task import PlacementTask, Room
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
+from dlrm_autoshard.planner.units import Room
 
 # Axes: U units, W ranks, N candidates, K summary columns, 4 stages.
 

@@ -15,8 +15,9 @@ from dlrm_autoshard.plan import PlanError
 from dlrm_autoshard.planner.feasible import feasible
 from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.search import improve, late
-from dlrm_autoshard.planner.task import PlacementTask, Room
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
+from dlrm_autoshard.planner.units import Room
 from dlrm_autoshard.tables import Shard
 
 BEAM, MOST_HALVINGS = 3, 10

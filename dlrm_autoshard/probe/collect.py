@@ -137,7 +137,7 @@ def exchanges_on_ranks(rank: int, world_size: int, plans: int) -> list[dict[str,
     import torch.distributed as dist
 
     from dlrm_autoshard.distributed.runtime import Runtime
-    from dlrm_autoshard.probe.plan_probe import RankProbe
+    from dlrm_autoshard.probe.rank_probe import RankProbe
     from dlrm_autoshard.probe.shard_probe import ShardProbe
 
     world = dist.group.WORLD

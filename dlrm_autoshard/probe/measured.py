@@ -31,7 +31,7 @@ class Costs:
     def measure(self, task: PlacementTask, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
         if self.source == "simulated":
             return [self._cluster.profile(task.tables, task.stats, plan, task.batch_size) for plan in plans]
-        from dlrm_autoshard.probe.plan_probe import IsolatedProbe
+        from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
         from dlrm_autoshard.probe.shard_probe import ShardProbe
 
         if self._probe is None:

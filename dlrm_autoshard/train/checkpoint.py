@@ -9,9 +9,7 @@ Files: manifest.json, extra.json, rank_00000.bin, rank_00001.bin, ...: JSON and 
 from __future__ import annotations
 
 import json
-import os
 import platform
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -23,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.train.checkpoint_folder import CheckpointFolder, remove, sync
 from dlrm_autoshard.train.digest import ALGORITHM
 from dlrm_autoshard.train.manifest import (
     EXTRA,
     MANIFEST,
     CheckpointError,
-    DamagedCheckpoint,
     Manifest,
     SavedState,
     SavedTensor,
@@ -42,12 +40,10 @@ from dlrm_autoshard.train.manifest import (
 from dlrm_autoshard.train.tensor_file import read_tensors, write_tensors
 
 T = TypeVar("T")
-BEST = "best"
-"""Beside the checkpoints: a link to the best one."""
 
 
-class Checkpoints:
-    """The checkpoints of one run, in one folder that all ranks see. Methods are collectives unless they say so.
+class Checkpoints(CheckpointFolder):
+    """The checkpoints of one run, in one folder that all ranks see. Its own methods are collectives.
 
     Tensors have names that depend on the model alone (`tables.user.weight`, `dense.over_mlp.0.bias`), so that whoever
     owns a table later finds it. A rank that owns columns of one writes and reads `tables.user[0:64].weight`; of the
@@ -65,7 +61,8 @@ class Checkpoints:
         timeout_seconds: float = 300.0,
     ) -> None:
         """asynchronous: `save` returns once there is a copy of the tensors in host memory, and a thread writes it."""
-        self.folder, self._keep, self._asynchronous = folder, keep, asynchronous
+        super().__init__(folder, keep)
+        self._asynchronous = asynchronous
         # A group of its own: what is written while training goes on must not mix its messages with training's.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._ranks = replace(runtime, control=group)
@@ -105,7 +102,7 @@ class Checkpoints:
 
     def _write(self, tensors: Mapping[str, Tensor], state: SavedState, extra: bytes, final: Path) -> None:
         ranks, draft = self._ranks, final.with_name(final.name + ".tmp")
-        self._on_rank_0(lambda: self._make_draft(draft), final)
+        self._on_rank_0(lambda: self.make_draft(draft), final)
         saved: dict[str, SavedTensor] = {}
         problem = None
         try:
@@ -119,31 +116,19 @@ class Checkpoints:
             if problems:
                 raise OSError(0, "; ".join(problems))
             (draft / EXTRA).write_bytes(extra)
-            _sync(draft / EXTRA)
+            sync(draft / EXTRA)
             manifest = _manifest(draft, state, extra, [tensors for tensors, _ in written])
             (draft / MANIFEST).write_bytes(manifest.to_bytes())
             for path in (draft / MANIFEST, draft):
-                _sync(path)
+                sync(path)
             if final.exists():
                 final.rename(final.with_name(final.name + ".old"))
             draft.rename(final)
-            _sync(self.folder)
-            _remove(final.with_name(final.name + ".old"))
-            self._remove_old()
+            sync(self.folder)
+            remove(final.with_name(final.name + ".old"))
+            self.remove_old()
 
         self._on_rank_0(publish, final, draft)
-
-    def _remove_old(self) -> None:
-        best = self.best()
-        for old in self._whole()[: -self._keep]:
-            if old != best:
-                # Out of sight first, so that a kill in mid-deletion leaves no folder that seems whole.
-                _remove(old.rename(old.with_name(old.name + ".old")))
-
-    def _make_draft(self, draft: Path) -> None:
-        for left in (*self.folder.glob("*.tmp"), *self.folder.glob("*.old")):  # by a kill
-            _remove(left)
-        draft.mkdir(parents=True)
 
     def _on_rank_0(self, action: Callable[[], None], final: Path, draft: Path | None = None) -> None:
         """CheckpointError on all ranks, and no draft left, where `action` fails there."""
@@ -153,7 +138,7 @@ class Checkpoints:
                 action()
             except OSError as error:
                 if draft is not None:
-                    _remove(draft)
+                    remove(draft)
                 failure = (
                     f"checkpoint '{final}' cannot be written: {error.strerror or error}. The newest whole one: "
                     f"{self.newest() or 'none'}. Free some space, or let training go on without by "
@@ -163,74 +148,9 @@ class Checkpoints:
         if failure is not None:
             raise CheckpointError(failure)
 
-    # -- finding -----------------------------------------------------------------------------------------------------
-
     def latest(self, before: int | None = None) -> Path | None:
         """The newest checkpoint (of a step below `before`), the same on every rank."""
         return self._ranks.broadcast(self.newest(before) if self._ranks.rank == 0 else None)
-
-    def newest(self, before: int | None = None) -> Path | None:
-        """What `latest` finds, as this rank sees it: no collective."""
-        found = [path for path in self._whole() if before is None or step_of(path) < before]
-        return found[-1] if found else None
-
-    def best(self) -> Path | None:
-        """The checkpoint that `point_best_at` named, as this rank sees it: no collective."""
-        link = self.folder / BEST
-        path = link.with_name(os.readlink(link)) if link.is_symlink() else None
-        return path if path in self._whole() else None
-
-    def point_best_at(self, step: int) -> None:
-        """The checkpoint of `step`, if there is one, is kept until another is the best; no collective: rank 0's task.
-        `best` beside it is a link, replaced whole or not at all."""
-        path = self.folder / folder_name(step)
-        if path in self._whole() and path != self.best():
-            draft = self.folder / f"{BEST}.tmp"
-            draft.unlink(missing_ok=True)
-            draft.symlink_to(path.name)
-            draft.replace(self.folder / BEST)
-            self._remove_old()
-
-    def choose(self, asked: Path | None, *, fall_back: bool) -> tuple[Path | None, list[str]]:
-        """The checkpoint to start from, with what there is to say about it; no collective: rank 0's task.
-
-        asked: it, and none else. fall_back: past damaged ones to the newest that is whole, as far as its manifest and
-        the sizes of its files tell; else DamagedCheckpoint offers that one.
-        """
-        path = asked or self.newest()
-        said: list[str] = []
-        while path is not None:
-            try:
-                read_manifest(path)
-                break
-            except DamagedCheckpoint as error:
-                path, sentence = self.instead_of(path, error, fall_back=fall_back)
-                said.append(sentence)
-        return path, said
-
-    def instead_of(self, path: Path, damage: DamagedCheckpoint, *, fall_back: bool) -> tuple[Path, str]:
-        """The next older checkpoint, and a sentence that it is taken. DamagedCheckpoint, which offers it, where it is
-        not to be taken; no collective."""
-        older = self.newest(before=step_of(path))
-        if older is None:
-            raise DamagedCheckpoint(f"{damage} There is no checkpoint before it: start a new run.")
-        if not fall_back:
-            raise DamagedCheckpoint(f"{damage} The one before it: --resume {older}")
-        return older, f"{damage} Continuing from the one before it, '{older}'."
-
-    def set_aside_after(self, step: int) -> list[str]:
-        """Renames checkpoints of later steps, which are of training that will now be done otherwise, so that no start
-        takes them for its own. Returns sentences; no collective: rank 0's task."""
-        said = []
-        for path in self._whole():
-            if step_of(path) > step:
-                names = (path.with_name(f"{path.name}.set_aside{n or ''}") for n in range(10_000))
-                aside = path.rename(next(name for name in names if not name.exists()))
-                said.append(f"'{path.name}' is of a later step; set aside as '{aside}'.")
-        return said
-
-    def _whole(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("step_*") if path.name.removeprefix("step_").isdigit())
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
@@ -272,19 +192,6 @@ class Checkpoints:
         return result  # type: ignore[return-value]
 
 
-def run_and_checkpoint(resume: str | None) -> tuple[str | None, Path | None]:
-    """What --resume asks for: RUN/checkpoints/step_00000400 (or best) is that checkpoint of RUN; else the newest."""
-    path = behind_best(Path(resume or "").absolute())
-    if resume and path.name.startswith("step_") and path.parent.name == "checkpoints":
-        return str(path.parents[1]), path
-    return resume, None
-
-
-def behind_best(path: Path) -> Path:
-    """The checkpoint itself, where `path` is the link to a run's best."""
-    return path.with_name(os.readlink(path)) if path.name == BEST and path.is_symlink() else path
-
-
 def _manifest(draft: Path, state: SavedState, extra: bytes, saved: list[dict[str, SavedTensor]]) -> Manifest:
     """OSError where this rank does not see, whole, what the others have written."""
     tensors: dict[str, SavedTensor] = {}
@@ -298,25 +205,3 @@ def _manifest(draft: Path, state: SavedState, extra: bytes, saved: list[dict[str
             raise OSError(0, f"rank {rank} has written {sizes[name]} bytes to '{name}', rank 0 sees {what}")
         tensors = own | tensors  # the lowest rank's, where several have one
     return Manifest.of(state, ALGORITHM, sizes, bytes_digest(extra), tensors)
-
-
-def step_of(path: Path) -> int:
-    digits = path.name.removeprefix("step_")
-    return int(digits) if digits.isdigit() else -1
-
-
-def _sync(path: Path) -> None:
-    """Until it is on disk; of a folder: its names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    """A folder, or somebody's link to one."""
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)

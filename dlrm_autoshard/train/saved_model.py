@@ -28,7 +28,8 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.model.dlrm import DenseArch, make_model
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
-from dlrm_autoshard.train.checkpoint import BEST, Checkpoints, behind_best
+from dlrm_autoshard.train.checkpoint import Checkpoints
+from dlrm_autoshard.train.checkpoint_folder import BEST, behind_best
 from dlrm_autoshard.train.start_record import CONFIG
 from dlrm_autoshard.train.state import Position, TrainingState
 

@@ -23,7 +23,8 @@ from dlrm_autoshard.distributed.storage import state_shapes
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import Shard, TableConfig
-from dlrm_autoshard.train.checkpoint import Checkpoints, step_of
+from dlrm_autoshard.train.checkpoint import Checkpoints
+from dlrm_autoshard.train.checkpoint_folder import step_of
 from dlrm_autoshard.train.manifest import CheckpointError, SavedState, check_same, read_manifest
 from dlrm_autoshard.train.random_state import random_state, restore_random_state
 from dlrm_autoshard.train.selection import Selection

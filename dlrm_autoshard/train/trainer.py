@@ -22,7 +22,7 @@ from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.train.agreement import agree, check_shared
 from dlrm_autoshard.train.callbacks import Callback, make_callbacks
-from dlrm_autoshard.train.checkpoint import run_and_checkpoint, step_of
+from dlrm_autoshard.train.checkpoint_folder import run_and_checkpoint, step_of
 from dlrm_autoshard.train.display import Display, describe
 from dlrm_autoshard.train.evaluation import evaluate
 from dlrm_autoshard.train.job import Job

@@ -30,7 +30,8 @@ from dlrm_autoshard.planner.features import NUM_RAW, raw_features
 from dlrm_autoshard.planner.greedy import greedy
 from dlrm_autoshard.planner.masked import gumbel_noise
 from dlrm_autoshard.planner.mlp import Adam, load_weights, weights_to_json
-from dlrm_autoshard.planner.task import PlacementTask, Room
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.units import Room
 
 MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
 BUDGET = DreamShardSettings(cost_updates=300)

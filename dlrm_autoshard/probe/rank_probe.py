@@ -1,7 +1,7 @@
-"""The micro-benchmark of whole placements, in two modes that give the same StepProfile (source 'probe').
+"""The micro-benchmark of whole placements on the running ranks, which gives StepProfiles (source 'probe').
 
-    IsolatedProbe(tables, stats, batch_size, ShardProbe(), exchange)      # one process, any number of ranks
-    RankProbe(runtime, tables, stats, batch_size)                         # on the running ranks
+probe = RankProbe(runtime, tables, stats, batch_size)
+result = probe.on_rank_zero(lambda: planner.plan(task, measure=probe.measure))
 
 Every stage is timed on its own, none is a difference of two timings: nothing can come out negative.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, relative_spread
-from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats
+from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats
 
 T = TypeVar("T")
 Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
@@ -40,82 +40,6 @@ all of them are; the median counts. No round but the first begins after so many 
 
 class ProbeError(UserError):
     """A placement that could not be measured: the message says on which rank and why."""
-
-
-class ExchangeTimes(Protocol):
-    """What exchanges take, forward and backward [N, 2] ms, on ranks that own `dims_N` of all dims."""
-
-    def ms(self, dims_N: np.ndarray, batch_size: int) -> np.ndarray: ...
-
-
-class IsolatedProbe:
-    """Measures placements without the ranks they are for. Shards that were measured are remembered by their tables.
-
-    rounds: times that each new shard is measured, in turns with the others; its median counts.
-
-    Each shard's computation in turn on this one core or GPU; exchanges by a model fitted to measured ones.
-    """
-
-    def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        stats: Sequence[TableStats],
-        batch_size: int,
-        probe: ShardProbe,
-        exchange: ExchangeTimes,
-        rounds: int = 1,
-    ) -> None:
-        self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size
-        self._probe, self._exchange, self._rounds = probe, exchange, rounds
-        self._pairs = {table.name: (table, stat) for table, stat in zip(tables, stats, strict=True)}
-        self._position = {table.name: position for position, table in enumerate(tables)}
-        self.shard_times: dict[frozenset[str], list[ShardTime]] = {}
-
-    def measure(self, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
-        wanted = {frozenset(plan.tables_on(rank)) for plan in plans for rank in range(plan.world_size)}
-        missing = sorted(wanted - set(self.shard_times), key=sorted)
-        for _ in range(self._rounds):
-            for shard in missing:
-                self.measure_shard(shard)
-        return [self.profile(plan) for plan in plans]
-
-    def measure_shard(self, names: Iterable[str]) -> ShardTime:
-        """Measures a shard (again): repetitions are kept, and their median counts."""
-        wanted = frozenset(names)
-        chosen = [self._pair(name) for name in sorted(wanted, key=self._order)]
-        measured = self._probe.measure([t for t, _ in chosen], [s for _, s in chosen], self.batch_size)
-        self.shard_times.setdefault(wanted, []).append(measured)
-        return measured
-
-    def profile(self, plan: ShardingPlan) -> StepProfile:
-        """The profile from what has been measured of the plan's shards."""
-        dims = np.array(
-            [sum(self._pair(n)[0].embedding_dim for n in plan.tables_on(rank)) for rank in range(plan.world_size)]
-        )
-        forward_ms, backward_ms = self._exchange.ms(dims.astype(np.float64), self.batch_size)
-        ranks, noise = [], 0.0
-        for rank in range(plan.world_size):
-            times = self.shard_times[frozenset(plan.tables_on(rank))]
-            ranks.append(
-                RankCost(
-                    fwd_compute_ms=float(np.median([t.fwd_compute_ms for t in times])),
-                    fwd_comms_ms=float(forward_ms),
-                    bwd_comms_ms=float(backward_ms),
-                    bwd_compute_ms=float(np.median([t.bwd_compute_ms for t in times])),
-                )
-            )
-            again = relative_spread([t.fwd_compute_ms + t.bwd_compute_ms for t in times])
-            noise = max(noise, again, float(np.median([t.noise for t in times])))
-        return StepProfile(plan, self.tables, self.stats, self.batch_size, tuple(ranks), "probe", noise)
-
-    def _pair(self, name: str) -> tuple[TableConfig, TableStats]:
-        """A table, or a part of one, with the table's statistics."""
-        table, stats = self._pairs[Shard.parse(name).table]
-        return table.shard(name), stats
-
-    def _order(self, name: str) -> tuple[int, tuple[int, int]]:
-        shard = Shard.parse(name)
-        return self._position[shard.table], shard.columns or (0, 0)
 
 
 class RankProbe:

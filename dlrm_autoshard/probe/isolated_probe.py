@@ -1,0 +1,93 @@
+"""The micro-benchmark of whole placements without the ranks they are for: in one process, for any number of ranks.
+
+probe = IsolatedProbe(tables, stats, batch_size, ShardProbe(), exchange)
+probe.measure([plan])                           # StepProfiles, source 'probe'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from dlrm_autoshard.costs import RankCost, StepProfile
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, relative_spread
+from dlrm_autoshard.tables import Shard, TableConfig, TableStats
+
+
+class ExchangeTimes(Protocol):
+    """What exchanges take, forward and backward [N, 2] ms, on ranks that own `dims_N` of all dims."""
+
+    def ms(self, dims_N: np.ndarray, batch_size: int) -> np.ndarray: ...
+
+
+class IsolatedProbe:
+    """Measures placements without the ranks they are for. Shards that were measured are remembered by their tables.
+
+    rounds: times that each new shard is measured, in turns with the others; its median counts.
+
+    Each shard's computation in turn on this one core or GPU; exchanges by a model fitted to measured ones.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        stats: Sequence[TableStats],
+        batch_size: int,
+        probe: ShardProbe,
+        exchange: ExchangeTimes,
+        rounds: int = 1,
+    ) -> None:
+        self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size
+        self._probe, self._exchange, self._rounds = probe, exchange, rounds
+        self._pairs = {table.name: (table, stat) for table, stat in zip(tables, stats, strict=True)}
+        self._position = {table.name: position for position, table in enumerate(tables)}
+        self.shard_times: dict[frozenset[str], list[ShardTime]] = {}
+
+    def measure(self, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
+        wanted = {frozenset(plan.tables_on(rank)) for plan in plans for rank in range(plan.world_size)}
+        missing = sorted(wanted - set(self.shard_times), key=sorted)
+        for _ in range(self._rounds):
+            for shard in missing:
+                self.measure_shard(shard)
+        return [self.profile(plan) for plan in plans]
+
+    def measure_shard(self, names: Iterable[str]) -> ShardTime:
+        """Measures a shard (again): repetitions are kept, and their median counts."""
+        wanted = frozenset(names)
+        chosen = [self._pair(name) for name in sorted(wanted, key=self._order)]
+        measured = self._probe.measure([t for t, _ in chosen], [s for _, s in chosen], self.batch_size)
+        self.shard_times.setdefault(wanted, []).append(measured)
+        return measured
+
+    def profile(self, plan: ShardingPlan) -> StepProfile:
+        """The profile from what has been measured of the plan's shards."""
+        dims = np.array(
+            [sum(self._pair(n)[0].embedding_dim for n in plan.tables_on(rank)) for rank in range(plan.world_size)]
+        )
+        forward_ms, backward_ms = self._exchange.ms(dims.astype(np.float64), self.batch_size)
+        ranks, noise = [], 0.0
+        for rank in range(plan.world_size):
+            times = self.shard_times[frozenset(plan.tables_on(rank))]
+            ranks.append(
+                RankCost(
+                    fwd_compute_ms=float(np.median([t.fwd_compute_ms for t in times])),
+                    fwd_comms_ms=float(forward_ms),
+                    bwd_comms_ms=float(backward_ms),
+                    bwd_compute_ms=float(np.median([t.bwd_compute_ms for t in times])),
+                )
+            )
+            again = relative_spread([t.fwd_compute_ms + t.bwd_compute_ms for t in times])
+            noise = max(noise, again, float(np.median([t.noise for t in times])))
+        return StepProfile(plan, self.tables, self.stats, self.batch_size, tuple(ranks), "probe", noise)
+
+    def _pair(self, name: str) -> tuple[TableConfig, TableStats]:
+        """A table, or a part of one, with the table's statistics."""
+        table, stats = self._pairs[Shard.parse(name).table]
+        return table.shard(name), stats
+
+    def _order(self, name: str) -> tuple[int, tuple[int, int]]:
+        shard = Shard.parse(name)
+        return self._position[shard.table], shard.columns or (0, 0)
