@@ -265,15 +265,6 @@ def round_robin(names: Sequence[str], topology: Topology) -> ShardingPlan:
     return ShardingPlan({name: ranks[i % len(ranks)] for i, name in enumerate(names)}, topology.world_size)
 
 
-def is_legal(plan: ShardingPlan, table_bytes: Mapping[str, int], topology: Topology, constraints: Constraints) -> bool:
-    """Whether `check_plan` lets it pass."""
-    try:
-        check_plan(plan, table_bytes, topology, constraints)
-    except PlanError:
-        return False
-    return True
-
-
 def check_plan(
     plan: ShardingPlan,
     table_bytes: Mapping[str, int],

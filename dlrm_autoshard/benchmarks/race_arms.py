@@ -2,14 +2,12 @@
 
     found = run_arm("loop", world, folder)          # {"points": [[s, step], ...], "seconds": ..., "moves": [...], ...}
 
-Wall clock, from the process's start to the step that a line of metrics.jsonl names. Two kinds of job have an entry of
-their own at the end of this file: the clairvoyant's, whose moves are free of charge, and TorchRec's.
+Wall clock, from the process's start to the step that a line of metrics.jsonl names. Two kinds of job are started by
+race_jobs.py: the clairvoyant's, whose moves are free of charge, and TorchRec's.
 """
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
 import os
 import shutil
@@ -17,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ import yaml
 
 from dlrm_autoshard.benchmarks.harness import BenchError
 from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
-from dlrm_autoshard.benchmarks.race_worlds import NUM_DENSE, RANKS, World
+from dlrm_autoshard.benchmarks.race_worlds import RANKS, World
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.greedy import HEURISTICS
 from dlrm_autoshard.planner.planner import Planner
@@ -76,7 +74,7 @@ def own_start(arm: str, config: dict[str, Any], run: Path, schedule: Mapping[int
     """By torchrun, with the plans by epoch."""
     (run / "schedule.json").write_text(json.dumps({epoch: str(path) for epoch, path in schedule.items()}))
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={RANKS}"]
-    return [*torchrun, "-m", "dlrm_autoshard.benchmarks.race_arms", arm, str(_written(config, run)), str(run)]
+    return [*torchrun, "-m", "dlrm_autoshard.benchmarks.race_jobs", arm, str(_written(config, run)), str(run)]
 
 
 def _written(config: dict[str, Any], run: Path) -> Path:
@@ -218,89 +216,3 @@ def clairvoyant_plans(world: World, folder: Path) -> dict[int, Path]:
         ShardingPlan(dict(zip(last["name"], last["rank"], strict=True)), RANKS).save(path)
         shutil.rmtree(run)
     return plans
-
-
-# Ranks of the clairvoyant's and of TorchRec's jobs --------------------------------------------------------------------
-
-
-def _clairvoyant(config_file: Path, run: Path, plans: Mapping[int, ShardingPlan]) -> None:
-    """A job whose tables move at the epochs that the schedule names."""
-    from dlrm_autoshard.config import load_config
-    from dlrm_autoshard.distributed.reshard import reshard
-    from dlrm_autoshard.distributed.runtime import Runtime
-    from dlrm_autoshard.train.start_record import record_start
-    from dlrm_autoshard.train.trainer import Trainer
-
-    config = load_config(config_file)
-    with Runtime.start(config.run) as runtime:
-
-        class Clairvoyant(Trainer):
-            def _close_interval(self) -> None:
-                super()._close_interval()
-                plan = plans.get(self.position.epoch + 1)
-                if plan is None:
-                    return
-                stats = reshard(self.embeddings, plan, group=self.runtime.control)
-                self.step.redistribute()
-                free.append((self.position.step, stats.seconds))
-                self.intervals.open(self.position.step)
-
-        free: list[tuple[int, float]] = []
-        job = run / "job"
-        if runtime.rank == 0:
-            job.mkdir(parents=True, exist_ok=True)
-        runtime.barrier()
-        trainer = Clairvoyant(config, runtime, job)
-        if runtime.rank == 0:
-            record_start(job, config, runtime.world_size)
-        trainer.run()
-        if runtime.rank == 0:
-            (job / "free_seconds.json").write_text(json.dumps(free))
-
-
-def _torchrec(config_file: Path, run: Path, plan: ShardingPlan | None) -> None:
-    """TorchRec's job on the same loader: a bottom MLP, pooled vectors beside it, a top MLP."""
-    from dlrm_autoshard.benchmarks.race_torchrec import make_step
-    from dlrm_autoshard.config import load_config
-    from dlrm_autoshard.data.loader import Loader
-    from dlrm_autoshard.data.open import open_source
-    from dlrm_autoshard.distributed.runtime import Runtime, keep_freed_memory
-
-    keep_freed_memory()
-    config = load_config(config_file)
-    source = open_source(config.data, config.tables)
-    with Runtime.start(config.run) as runtime:
-        poolings = source.read("train", 0, 0, config.train.batch_size).lengths_TB.double().mean(1).tolist()
-        step = make_step(source.tables, poolings, NUM_DENSE, config.train.batch_size, plan)
-        job, number = run / "job", 0
-        job.mkdir(parents=True, exist_ok=True)
-        (job / "environment.json").touch()
-        with open(job / f"metrics{'' if runtime.rank == 0 else runtime.rank}.jsonl", "w") as metrics:
-            for epoch in range(config.train.epochs):
-                ranks = (config.train.batch_size, runtime.rank, runtime.world_size)
-                with Loader(source, "train", epoch, *ranks, cores=runtime.loader_cores) as loader:
-                    for batch in itertools.islice(loader, config.train.max_steps):
-                        step(batch)
-                        number += 1
-                        if number % config.train.log_every_steps == 0:
-                            print(json.dumps({"step": number}), file=metrics, flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("arm", choices=ARMS)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("run", type=Path)
-    given = parser.parse_args()
-    schedule = json.loads((given.run / "schedule.json").read_text())
-    plans = {int(epoch): ShardingPlan.load(Path(path)) for epoch, path in schedule.items()}
-    starts: dict[str, Callable[[], None]] = {
-        "clairvoyant": lambda: _clairvoyant(given.config, given.run, plans),
-        "torchrec": lambda: _torchrec(given.config, given.run, None),
-        "torchrec_our_plan": lambda: _torchrec(given.config, given.run, plans[0]),
-    }
-    starts[given.arm]()
-
-
-if __name__ == "__main__":
-    main()
