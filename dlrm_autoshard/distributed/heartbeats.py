@@ -252,9 +252,11 @@ class Heartbeats:
         return cause
 
     def _agree(self, store: dist.Store, cause: Cause) -> Cause:
-        """The cause that was found first."""
-        store.compare_set("cause", "", json.dumps(asdict(cause)))
-        return self._known_cause(store) or cause
+        """The cause that was found first; where the store is gone, what this rank knows."""
+        with contextlib.suppress(RuntimeError):
+            store.compare_set("cause", "", json.dumps(asdict(cause)))
+            return self._known_cause(store) or cause
+        return self._cause or cause
 
     def _known_cause(self, store: dist.Store) -> Cause | None:
         if self._cause is None and store.check(["cause"]):
