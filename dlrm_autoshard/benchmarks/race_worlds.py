@@ -30,7 +30,8 @@ RANKS, ALPHA, NUM_DENSE = 2, 1.05, 13
 
 @dataclass(frozen=True)
 class Scale:
-    """gib: of all tables with their optimizer's state. distinct: batches drawn of each phase, then gone over again."""
+    """gib: of all tables with their optimizer's state. distinct: batches drawn of each phase, then gone over again.
+    checkpoints: of our jobs, at their default; TorchRec's write none in any case."""
 
     tables: int = 60
     gib: float = 4.0
@@ -38,6 +39,7 @@ class Scale:
     epochs: int = 8
     steps: int = 400
     distinct: int = 32
+    checkpoints: bool = True
 
 
 QUICK = Scale(tables=12, gib=0.05, batch=256, epochs=4, steps=50, distinct=4)
@@ -166,6 +168,7 @@ class World:
                 "log_every_steps": 10,
                 "max_steps": steps or self.total_steps,
             },
+            "checkpoint": {"enabled": self.scale.checkpoints},
             "autoshard": limits | autoshard,
         }
 
