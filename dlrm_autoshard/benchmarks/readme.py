@@ -40,7 +40,7 @@ ROWS = (
         "a whole job of 45 s, its start included, pooling permuted: seconds with resharding over without",
     ),
     Row("race-short", "abrupt: torchrec / loop on", "the same job, TorchRec with its own planner over ours: seconds"),
-    Row("race-short", "start: planned more than round robin, s", "seconds that planning adds to a cold start, 40 tables"),
+    Row("race-short", "start: planned more than round robin, s", "seconds that planning adds to a cold start"),
     Row("race-simulated", "8 ranks, abrupt: recovered", "200 tables on 8 simulated ranks, pooling permuted"),
     Row("race-simulated", "64 ranks, abrupt: recovered", "the same on 64 ranks (simulated)"),
     Row("loop-bad-start", "of_best_known", "from the worst heuristic's plan: of the best plan known, held-out rounds"),
@@ -71,7 +71,7 @@ ROWS = (
         "one dominant table of 26, 2 ranks: speed over the best table-wise plan",
         "a table with half of all lookups, split by columns: over the best table-wise plan",
     ),
-    Row("kills", "survived_bit_equal", "kill -9 at 200 random moments: resumed, weights bit-equal"),
+    Row("kills", "survived_bit_equal", "kill -9 at random moments: so many ended bit-equal"),
     Row("criteo-preprocessing", "speedup_contiguous", "Criteo text to npy over a pandas script"),
 )  # fmt: skip
 
