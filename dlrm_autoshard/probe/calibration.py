@@ -24,7 +24,7 @@ MOST_SETS, MOST_ALONE = 64, 128
 MEASURING_SHARE = 0.3
 """Of the budget, and as much again for fitting; the rest is for planning. A third of it gives first plans as good, 4 s
 sooner, but decisions rest on it too: once the demo's data had drifted, one of four jobs left its tables where they were
-and two found half of the way, where all jobs that had measured for 0.3 found it."""
+and two found half of the way, where those that had measured for 0.3 found it."""
 MOST_FITTED = 400  # samples of other tables in the log that are learned from
 STATS_DIFFER = 0.1  # tables whose pooling and reuse are this close to the log's are the same tables
 
