@@ -17,6 +17,7 @@ from dlrm_autoshard.benchmarks.gpu_sections import SECTIONS
 from dlrm_autoshard.benchmarks.harness import finish
 from dlrm_autoshard.distributed.runtime import choose_backend
 from dlrm_autoshard.distributed.side_streams import SideStreams
+from dlrm_autoshard.distributed.tbe import RowCache
 
 
 @pytest.mark.parametrize(
@@ -57,22 +58,89 @@ class _OfHost:
         self.kept_for.append(stream)
 
 
-def test_what_is_copied_is_kept_for_both_streams_that_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU: streams are objects that only have names."""
-    made: list[object] = []
+class _Stream:
+    """One that notes which others it waits for."""
 
-    def stream(device: torch.device) -> object:
-        made.append(object())
-        return made[-1]
+    def __init__(self, device: object = None) -> None:
+        self.waited_for: list[object] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.waited_for.append(other)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[_Stream]:
+    """Without a GPU: streams that have been made, after the one that computes."""
+    known = [_Stream()]
+
+    def stream(device: torch.device) -> _Stream:
+        known.append(_Stream())
+        return known[-1]
 
     monkeypatch.setattr(torch.cuda, "Stream", stream)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "computes")
-    streams = SideStreams(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: known[0])
+    return known
+
+
+def test_what_is_copied_is_kept_for_both_streams_that_read_it(streams: list[_Stream]) -> None:
     host = _OfHost()
-    streams.copy(host)  # type: ignore[arg-type]
-    _copies, travels = made
-    assert host.kept_for == [travels, "computes"]
+    SideStreams(torch.device("cuda")).copy(host)  # type: ignore[arg-type]
+    computes, _copies, travels = streams
+    assert host.kept_for == [travels, computes]
+
+
+class _CachingTbe:
+    """As much of fbgemm's lookup as its cache of rows has to do with: a queue of what was prefetched, and locks."""
+
+    def __init__(self) -> None:
+        self.lxu_cache_locations_list: list[torch.Tensor] = []
+        self.timesteps_prefetched: list[int] = []
+        self.lxu_cache_locking_counter = torch.zeros(10, dtype=torch.int32)
+
+    def prefetch(self, values_N: torch.Tensor, offsets: torch.Tensor, forward_stream: object = None) -> None:
+        self.lxu_cache_locations_list.append(values_N.clone())
+        self.timesteps_prefetched.append(1)
+        self.lxu_cache_locking_counter[values_N] += 1
+
+    def look_up(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Whose rows it takes: of the first in the queue, whatever is asked for."""
+        if not self.timesteps_prefetched:
+            self.prefetch(values_N, values_N)
+        self.timesteps_prefetched.pop()
+        return self.lxu_cache_locations_list.pop()
+
+    def backward(self, values_N: torch.Tensor) -> None:
+        self.lxu_cache_locking_counter[values_N] -= 1
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_rows_that_were_prefetched_are_those_of_the_ids_looked_up(
+    streams: list[_Stream], evaluated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fbgemm gives the oldest of its queue to whoever asks, and locks rows until a backward pass unlocks them."""
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    tbe = _CachingTbe()
+    cache, ids, offsets = RowCache(tbe, torch.device("cuda")), torch.arange(6).view(3, 2), torch.zeros(1)
+
+    def look_up(values_N: torch.Tensor, *, training: bool) -> torch.Tensor:
+        with cache.lookup(values_N, training=training):
+            return tbe.look_up(values_N)
+
+    first, second, other = ids
+    assert look_up(first, training=True).equal(first)
+    cache.prefetch(second, offsets)
+    tbe.backward(first)
+    if evaluated:
+        assert look_up(other, training=False).equal(other)
+        assert not tbe.lxu_cache_locking_counter.any()
+    assert look_up(second, training=True).equal(second)
+    assert tbe.lxu_cache_locking_counter.nonzero().flatten().equal(second)
+    tbe.backward(second)
+    assert not tbe.lxu_cache_locking_counter.any()
+    computes, beside = streams
+    assert beside.waited_for == [computes]
+    assert set(computes.waited_for) == {beside}
 
 
 def test_gpu_all_is_not_met_where_a_section_failed_or_found_nothing() -> None:

@@ -125,13 +125,24 @@ class ShardedEmbeddings:
         dense_BF, labels_B = self.streams.copy(batch.dense_BF), self.streams.copy(batch.labels_B)
         return replace(batch, dense_BF=dense_BF, labels_B=labels_B, loss_weights_B=loss_weights_B)
 
+    @property
+    def batches_ahead(self) -> int:
+        """How many batches' ids are brought to their owners before the first is looked up: on a GPU one more, so that
+        its rows can be fetched to the device while the one before it is computed."""
+        return 1 if self.streams is None else 2
+
+    def prefetch(self, ids: LocalIds) -> None:
+        """Brings rows that lie in host memory to the device, beside what is computed there. Of the ids that the next
+        training lookup has."""
+        self.storage.prefetch(ids.values_N, ids.offsets)
+
     def lookup(self, ids: LocalIds, *, training: bool = True) -> Tensor:
         """Pooled vectors of the local tables for the global batch: [W * B, D_local], with a fused update as its
         gradient function when training."""
         if self.storage.lookup is None:
             self.updates += training  # a rank without tables counts too: it may be given some
             return torch.zeros(self.world_size * ids.batch_size, 0, device=self.device, requires_grad=training)
-        pooled = self.storage.look_up(ids.values_N, ids.offsets, ids.weights_N)
+        pooled = self.storage.look_up(ids.values_N, ids.offsets, ids.weights_N, training=training)
         if training:
             self.updates += 1
         else:

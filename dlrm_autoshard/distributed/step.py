@@ -1,13 +1,14 @@
 """One training step, in the order in which things happen.
 
 With `overlap`, whatever travels is started early and waited for late: the bottom MLP runs while vectors travel, its
-backward while gradients travel, the dense all-reduce behind the fused table update, the next batch's ids behind all
-of it. Results are bit-equal without: what travels does not depend on what is computed meanwhile.
+backward while gradients travel, the dense all-reduce behind the fused table update, a following batch's ids behind
+all of it. Results are bit-equal without: what travels does not depend on what is computed meanwhile.
 Sampled steps wait at once after each start (`_settle`), so that each stage's time is its own.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import torch
@@ -34,7 +35,7 @@ class NotFinite(Exception):
 
 
 class TrainStep:
-    """Runs steps over an epoch's batches, keeping the next batch's ids on their way."""
+    """Runs steps over an epoch's batches; the ids of the next `embeddings.batches_ahead` are with their owners."""
 
     def __init__(
         self,
@@ -52,27 +53,28 @@ class TrainStep:
         self._overlap, self._bf16, self._all_finite = overlap, autocast, all_finite
         self._device = embeddings.device
 
-        self._next: Batch | None = None
-        self.ids: LocalIds | None = None
-        """Of the batch that the next `run` trains on."""
+        self._waiting: deque[tuple[Batch, LocalIds]] = deque()
 
     def begin_epoch(self, batches: Iterator[Batch]) -> bool:
-        """Fetches the first batch and its ids. False where there is none."""
+        """Fetches the first batches and their ids. False where there is none."""
         self._batches = batches
-        self._next = self._fetch()
-        if self._next is None:
-            return False
-        self.ids = self.embeddings.distribute(self._next).finish()
-        return True
+        self._waiting.clear()
+        while len(self._waiting) < self.embeddings.batches_ahead and (batch := self._fetch()) is not None:
+            self._waiting.append((batch, self.embeddings.distribute(batch).finish()))
+        return not self.exhausted
 
     def redistribute(self) -> None:
-        """Sends the waiting batch's ids again: after tables have moved, they have other owners."""
-        if self._next is not None:
-            self.ids = self.embeddings.distribute(self._next).finish()
+        """Sends the waiting batches' ids again: after tables have moved, they have other owners."""
+        self._waiting = deque((batch, self.embeddings.distribute(batch).finish()) for batch, _ in self._waiting)
+
+    @property
+    def ids(self) -> LocalIds | None:
+        """Of the batch that the next `run` trains on."""
+        return None if self.exhausted else self._waiting[0][1]
 
     @property
     def exhausted(self) -> bool:
-        return self._next is None
+        return not self._waiting
 
     @property
     def last_loss_finite(self) -> bool:
@@ -80,16 +82,17 @@ class TrainStep:
         return bool(torch.isfinite(self._loss))
 
     def run(self, lr_scale: float, table_lr: float, *, sampled: bool = False) -> Batch:
-        """One step on the batch whose ids are here; afterwards the next one's are. Returns the batch trained on."""
+        """One step on the batch that has waited longest; afterwards another waits. Returns the batch trained on."""
         clock, dense, embeddings, model = self.clock, self.dense, self.embeddings, self.model
-        batch, ids = self._next, self.ids
-        assert batch is not None and ids is not None
+        batch, ids = self._waiting[0]
         with clock.step(sampled=sampled):
             embeddings.set_learning_rate(table_lr)
             dense.zero_gradient()
 
             with clock.stage("fwd_compute"):
                 local = embeddings.lookup(ids)
+                if self._overlaps and len(self._waiting) > 1:
+                    embeddings.prefetch(self._waiting[1][1])
             clock.barrier("fwd_comms")
             with clock.stage("fwd_comms"):
                 vectors = self._settle(embeddings.send_pooled(local))
@@ -161,13 +164,15 @@ class TrainStep:
         return self.embeddings.distribute(batch) if batch is not None and self._overlaps else None
 
     def _advance(self, following: Batch | None, ids: IdDistribution | DeviceIdDistribution | None) -> None:
-        """Brings the following batch's ids home."""
+        """The batch of this step goes, and the following one's ids come home."""
+        self._waiting.popleft()
         if following is not None and ids is None:
             self.clock.barrier("input_dist")
         with self.clock.stage("input_dist"):
             if following is not None and ids is None:
                 ids = self.embeddings.distribute(following)
-            self._next, self.ids = following, None if ids is None else ids.finish()
+            if following is not None and ids is not None:
+                self._waiting.append((following, ids.finish()))
 
 
 def _taken_gradient(leaf: Tensor) -> Tensor:

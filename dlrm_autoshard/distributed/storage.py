@@ -22,7 +22,7 @@ from dlrm_autoshard.distributed.table_memory import (
     on_device,
     on_host_for,
 )
-from dlrm_autoshard.distributed.tbe import Tbe, make_tbe
+from dlrm_autoshard.distributed.tbe import RowCache, Tbe, make_tbe
 from dlrm_autoshard.tables import Shard, TableConfig, TableDtype, TableOptimizer
 
 _DTYPES: dict[TableDtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
@@ -72,17 +72,30 @@ class Storage:
         self._held: tuple[str, ...] = ()
         self._cache_is_newer = False
         self.lookup: Tbe | None = None
+        self._row_cache: RowCache | None = None
 
     @property
     def can_leave_device(self) -> bool:
         return not self.in_pieces and not self._on_host("weight")
 
-    def look_up(self, values_N: Tensor, offsets: Tensor, weights_N: Tensor | None = None) -> Tensor:
-        """Pooled vectors [B, D] of the held tables, of which there is at least one. weights_N: of the ids, if any."""
+    def look_up(
+        self, values_N: Tensor, offsets: Tensor, weights_N: Tensor | None = None, *, training: bool = True
+    ) -> Tensor:
+        """Pooled vectors [B, D] of the held tables, of which there is at least one. weights_N: of the ids, if any.
+        training: a backward pass follows."""
         assert self.lookup is not None
         self._cache_is_newer = True
-        pooled: Tensor = self.lookup(values_N, offsets, weights_N)
+        if self._row_cache is None:
+            pooled: Tensor = self.lookup(values_N, offsets, weights_N)
+            return pooled
+        with self._row_cache.lookup(values_N, training=training):
+            pooled = self.lookup(values_N, offsets, weights_N)
         return pooled
+
+    def prefetch(self, values_N: Tensor, offsets: Tensor) -> None:
+        """Where rows lie in host memory beside a GPU: to its cache, for the next training lookup."""
+        if self._row_cache is not None:
+            self._row_cache.prefetch(values_N, offsets)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Live views {weight, momentum1, ...} of a shard that is held or about to be."""
@@ -129,7 +142,7 @@ class Storage:
     def hold(self, names: Sequence[str]) -> None:
         """All of `names` have been asked for by `tensors`, which is where their values were put."""
         self._flush()
-        self.lookup = None  # with its cache, before there is another
+        self.lookup = self._row_cache = None  # with its rows, before there is another
         for name in set(self._held) - set(names):
             for memory in self._memory.values():
                 memory.release(name)
@@ -139,6 +152,8 @@ class Storage:
             for name in names:
                 self.tensors(name)
             self.lookup = self._build()
+            cached = self._config.location == "managed_caching" and self._device.type == "cuda"
+            self._row_cache = RowCache(self.lookup, self._device) if cached else None
 
     def release_part(self, name: str, tensor: str, start: int, stop: int) -> None:
         """Bytes [start, stop) of a departing shard have been sent, as have those before them."""
@@ -147,7 +162,7 @@ class Storage:
     def leave_device(self, names: Iterable[str]) -> None:
         """Departing tables wait in host memory, so that what arrives can have their place. No lookup until `hold`."""
         self._flush()
-        self.lookup = None
+        self.lookup = self._row_cache = None
         for name in names:
             for memory in self._memory.values():
                 if isinstance(memory, Allocated):

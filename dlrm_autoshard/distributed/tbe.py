@@ -5,7 +5,8 @@ The only module that knows what its fields are called.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ def make_tbe(
         bounds_check_mode=BoundsCheckMode.NONE,
         # Rounding fp16 weights at random would make a run depend on how its tables are grouped.
         stochastic_rounding=False,
+        prefetch_pipeline=place is EmbeddingLocation.MANAGED_CACHING,
         device=device,
     )
     _resize(tbe, [rows for rows, _ in shapes])
@@ -77,6 +79,7 @@ def make_tbe(
         _point(tbe, name, flat, offsets)
     if place is EmbeddingLocation.MANAGED_CACHING:
         rows = [count for count, _ in shapes]
+        tbe._backward_pre_hooks.clear()  # the next line adds it again, and twice would unlock each cached row twice
         tbe._apply_cache_state(
             construct_cache_state(rows, [place] * len(rows), list(range(len(rows)))),
             CacheAlgorithm.LRU,
@@ -86,6 +89,44 @@ def make_tbe(
             cache_precision=_PRECISIONS[dtype],
         )
     return tbe
+
+
+class RowCache:
+    """The device's cache of rows that lie in host memory, filled ahead of the lookup that reads them.
+
+    fbgemm hands what was prefetched to the next lookup, whatever ids that has, and keeps rows locked until a backward
+    pass. So a lookup of other ids (an evaluation's) lets go of them first, and afterwards of its own.
+    """
+
+    def __init__(self, tbe: Any, device: torch.device) -> None:
+        self._tbe, self._device, self._stream = tbe, device, torch.cuda.Stream(device)
+        self._expected: Tensor | None = None
+
+    def prefetch(self, values_N: Tensor, offsets: Tensor) -> None:
+        """Beside what the computing stream does from here to the fused update, which waits for it."""
+        computing = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(computing)  # until ids are here, and rows have been looked up
+        with torch.cuda.stream(self._stream):
+            self._tbe.prefetch(values_N, offsets, forward_stream=computing)
+        for tensor in (values_N, offsets):
+            tensor.record_stream(self._stream)
+        self._expected = values_N
+
+    @contextlib.contextmanager
+    def lookup(self, values_N: Tensor, *, training: bool) -> Iterator[None]:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if self._expected is not values_N:
+            self._let_go()
+        self._expected = None
+        yield
+        if not training:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Between steps no other batch needs its rows to stay."""
+        self._tbe.lxu_cache_locations_list.clear()
+        self._tbe.timesteps_prefetched.clear()
+        self._tbe.lxu_cache_locking_counter.zero_()
 
 
 def _resize(tbe: Any, rows: Sequence[int]) -> None:
