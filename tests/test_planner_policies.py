@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from dlrm_autoshard import Constraints, Planner, ShardingPlan, SimulatedCluster, StepProfile
 from dlrm_autoshard.costs import step_cost_ms
-from dlrm_autoshard.planner.baselines.sequence import SequencePolicy, SequenceTrainer, measured_balance
+from dlrm_autoshard.planner.baselines.sequence import SequencePolicy, SequenceTrainer, balance, measured_compute
 from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings
 from dlrm_autoshard.planner.greedy import HEURISTICS
 from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
@@ -226,13 +227,34 @@ def test_autoshards_reward_is_the_balance_that_was_measured() -> None:
     trainer = SequenceTrainer(SequencePolicy(0, enriched=True), seed=0)
     played = trainer.episodes(mdp(task), 6)
     overflowing = replace(played, overflow_E=np.array([True, *[False] * 5]))
-    rewards = measured_balance(task, overflowing, measurer(cluster)).numpy()
+    compute_ED = torch.from_numpy(measured_compute(task, overflowing, measurer(cluster)))
+    rewards = balance(replace(overflowing, compute_ED=compute_ED)).numpy()
     assert rewards[0] == -1
     for rank_U, reward in zip(played.rank_EU[1:], rewards[1:], strict=True):
         compute = [
             r.fwd_compute_ms + r.bwd_compute_ms for r in measurer(cluster)(task, [task.plan_from(rank_U)])[0].ranks
         ]
         assert reward == pytest.approx(min(compute) / max(compute), rel=1e-5)
+
+
+def test_autoshards_cost_head_learns_what_was_measured() -> None:
+    """On placements of tables that it was trained on."""
+    task, cluster = some_task(10, 3, 7), SimulatedCluster(seed=0)
+    problem, trainer = mdp(task), SequenceTrainer(SequencePolicy(0, enriched=True), seed=0)
+
+    def error() -> float:
+        played = trainer.episodes(problem, 64)
+        compute_ED = torch.from_numpy(measured_compute(task, played, measurer(cluster)) / problem.share)
+        errors = trainer.policy.compute(played.held_EDH).detach() - compute_ED
+        return float(errors.square().mean() / compute_ED.var())
+
+    before = error()
+    trainer.train([task], lambda task: problem, measure=measurer(cluster))
+    assert error() < min(before, 0.3)
+
+
+def test_autoshards_episodes_are_measured() -> None:
+    task, cluster = some_task(8, 2, 4), SimulatedCluster(seed=0)
     asked: list[int] = []
 
     def counted(task: PlacementTask, plans: Sequence[ShardingPlan]) -> list[StepProfile]:

@@ -41,13 +41,16 @@ class SequenceSettings:
     baseline_weight: float = 0.5
     gradient_clip: float = 40.0
     samples: int = 16
+    cost_updates: int = 20  # of AutoShard's cost head, after each of the policy's
+    cost_batch: int = 512
+    cost_buffer: int = 5000  # placements of a task that it remembers
 
 
 class SequencePolicy(nn.Module):
     """An LSTM reads the units in the order of placing; a step's output is matched with a representation of each device.
-    In AutoShard that representation is the sum of the device's table vectors, its predicted cost (of computation:
-    AutoShard knows no communication) and its size, and the match is a network on [state, device, state x device]. The
-    RNN baseline sees of a device only how many tables it has.
+    In AutoShard that representation is the sum of the device's table vectors, what the cost head makes of it (its
+    computation: AutoShard knows no communication) and its size, and the match is a network on [state, device, state x
+    device]. The RNN baseline sees of a device only how many tables it has.
     """
 
     def __init__(self, seed: int = 0, enriched: bool = True) -> None:
@@ -61,6 +64,8 @@ class SequencePolicy(nn.Module):
         self.device_net = mlp([(EMBED if enriched else 0) + 2, HIDDEN], generator)
         self.match_net = mlp([3 * HIDDEN, HIDDEN, 1], generator)
         self.baseline = mlp([HIDDEN, 1], generator)
+        if enriched:
+            self.cost_head = mlp([EMBED, 64, 1], generator)
 
     def embed_units(self, mdp: EstimatedMDP) -> Tensor:
         """[U, EMBED] in the order of placing."""
@@ -72,6 +77,11 @@ class SequencePolicy(nn.Module):
         progress = torch.arange(len(unit_UE)).unsqueeze(1) / len(unit_UE)
         states, _ = self.lstm(torch.cat([unit_UE, progress], dim=1))
         return states
+
+    def compute(self, held: Tensor) -> Tensor:
+        """[...] predicted computation of devices with these sums of table vectors [..., EMBED], in even shares."""
+        predicted: Tensor = self.cost_head(held)
+        return predicted.squeeze(-1)
 
     def logits(self, state: Tensor, held: Tensor, known: Tensor) -> Tensor:
         """[..., D] from the state [..., H], device sums [..., D, EMBED] and two known numbers a device [..., D, 2]."""
@@ -89,8 +99,9 @@ class SequencePolicy(nn.Module):
 
 
 class SequenceTrainer:
-    """AutoShard's reward is balance, the least device's cost over the largest's, as measured (at plan time: as the cost
-    model predicts it); the RNN baseline's is minus the predicted cost.
+    """AutoShard's reward is balance, the least device's computation over the largest's, as measured (at plan time: as
+    the cost model predicts it), and its cost head learns the same figures; the RNN baseline's is minus the predicted
+    cost.
 
     Kept from AutoShard: networks and sizes, actor with a baseline, entropy weight, gradient clip. Not kept: its IMPALA
     machinery and 100,000 steps (episodes are simulated in a batch, so on-policy updates do), and memory by penalty (the
@@ -113,6 +124,7 @@ class SequenceTrainer:
         """Returns the updates made. With `measure`, AutoShard's reward is the measured balance, as in the paper;
         without (at plan time), the cost model's."""
         mdps: dict[int, EstimatedMDP] = {}
+        seen: dict[int, list[tuple[np.ndarray, Tensor]]] = {}
         for update in range(self.settings.updates):
             if late(deadline):
                 return update
@@ -122,8 +134,15 @@ class SequenceTrainer:
             self.optimizer.param_groups[0]["lr"] = self.settings.learning_rate * (1 - update / self.settings.updates)
             played = self.episodes(mdps[number], self.settings.episodes)
             if measure is not None and self.policy.enriched:
-                played = replace(played, reward_E=measured_balance(tasks[number], played, measure))
+                measured_ED = measured_compute(tasks[number], played, measure) / mdps[number].share
+                played = replace(played, compute_ED=torch.from_numpy(measured_ED))
+                played = replace(played, reward_E=balance(played))
             self._update(played)
+            if self.policy.enriched:
+                of_task = seen.setdefault(number, [])
+                of_task += zip(played.rank_EU, played.compute_ED, strict=True)
+                del of_task[: -self.settings.cost_buffer]
+                self._learn_costs(mdps[number], of_task)
         return self.settings.updates
 
     def place(self, mdp: EstimatedMDP) -> list[np.ndarray]:
@@ -149,14 +168,13 @@ class SequenceTrainer:
         overflow = np.zeros(width, dtype=bool)
         ranks = np.empty((width, len(mdp.order)), dtype=np.int64)
         log_probs, entropies = [], []
-        compute = np.zeros((width, devices), dtype=np.float32)
         for step, unit in enumerate(mdp.order):
-            used = 1 - free / mdp.capacity
-            known = np.stack([compute, used] if policy.enriched else [counts / len(mdp.order), used], axis=-1)
+            seen = policy.compute(held).detach() if policy.enriched else torch.from_numpy(counts / len(mdp.order))
+            known = torch.stack([seen, torch.from_numpy((1 - free / mdp.capacity).astype(np.float32))], dim=-1)
             legal, stuck = mdp.legal(step, free, ranks)
             overflow |= stuck
             state = states_UH[step].expand(width, -1)
-            logits = policy.logits(state, held, torch.from_numpy(known.astype(np.float32)))
+            logits = policy.logits(state, held, known)
             log_prob_ED = logits.masked_fill(torch.from_numpy(~legal), -torch.inf).log_softmax(dim=-1)
             action = (log_prob_ED if noise is None else log_prob_ED + torch.from_numpy(noise[step])).argmax(dim=-1)
             log_probs.append(log_prob_ED.gather(-1, action.unsqueeze(-1)).squeeze(-1))
@@ -166,23 +184,21 @@ class SequenceTrainer:
             held = held + nn.functional.one_hot(action, devices).unsqueeze(-1) * unit_UE[step]
             sums[rows, taken] += mdp.summary[step]
             counts[rows, taken] += 1
-            compute = mdp.costs.stages(sums)[..., COMPUTE].sum(axis=-1) / mdp.share
             free[rows, taken] -= mdp.bytes[step]
             ranks[:, unit] = taken
-        if policy.enriched:
-            reward_E = compute.min(axis=1) / np.maximum(compute.max(axis=1), 1e-9)
-        else:
-            stages = mdp.costs.stages(sums)
-            reward_E = -stages.max(axis=1).sum(axis=1) / mdp.share
-        reward_E = np.where(overflow, reward_E - 1, reward_E)
-        return Played(
+        stages = mdp.costs.stages(sums) / mdp.share
+        compute_ED = stages[..., COMPUTE].sum(axis=-1)
+        played = Played(
             ranks,
             overflow,
-            torch.from_numpy(reward_E).float(),
+            torch.from_numpy(np.where(overflow, -1.0, 0.0) - stages.max(axis=1).sum(axis=1)).float(),
             torch.stack(log_probs),
             torch.stack(entropies),
             states_UH,
+            held,
+            torch.from_numpy(np.where(overflow[:, None], np.nan, compute_ED)).float(),
         )
+        return replace(played, reward_E=balance(played)) if policy.enriched else played
 
     def _update(self, played: Played) -> None:
         """Policy gradient with a learned baseline for each step (the reward comes at the end, gamma is 1)."""
@@ -191,6 +207,22 @@ class SequenceTrainer:
         loss = -(advantage_UE * played.log_prob_UE).sum(dim=0).mean()
         loss = loss - self.settings.entropy_weight * played.entropy_UE.mean()
         loss = loss + self.settings.baseline_weight * error_UE.square().mean()
+        self._descend(loss)
+
+    def _learn_costs(self, mdp: EstimatedMDP, placements: Sequence[tuple[np.ndarray, Tensor]]) -> None:
+        """The cost head, of placements drawn from those of this task that were played."""
+        for _ in range(self.settings.cost_updates):
+            batch = max(1, self.settings.cost_batch // mdp.task.world_size)
+            drawn = [placements[i] for i in self.generator.integers(len(placements), size=batch)]
+            rank_BU = torch.from_numpy(np.stack([rank_U for rank_U, _ in drawn]))[:, mdp.order]
+            owned_BDU = nn.functional.one_hot(rank_BU, mdp.task.world_size).transpose(1, 2).float()
+            compute_BD = torch.stack([compute_D for _, compute_D in drawn])
+            known_BD = ~compute_BD.isnan()
+            if known_BD.any():
+                error_BD = self.policy.compute(owned_BDU @ self.policy.embed_units(mdp)) - compute_BD
+                self._descend(error_BD[known_BD].square().mean())
+
+    def _descend(self, loss: Tensor) -> None:
         self.optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.gradient_clip)
@@ -199,22 +231,32 @@ class SequenceTrainer:
 
 @dataclass(frozen=True)
 class Played:
+    """compute_ED: of each device in the end, in even shares; NaN in an episode that overflowed."""
+
     rank_EU: np.ndarray
     overflow_E: np.ndarray
     reward_E: Tensor
     log_prob_UE: Tensor
     entropy_UE: Tensor
     states_UH: Tensor
+    held_EDH: Tensor  # sums of table vectors, in the end
+    compute_ED: Tensor
 
 
-def measured_balance(task: PlacementTask, played: Played, measure: MeasureTask) -> Tensor:
-    """[E] least over largest computation of the ranks; an episode that overflowed cannot be measured: -1."""
+def balance(played: Played) -> Tensor:
+    """[E] least over largest computation of the devices; of an episode that overflowed: -1."""
+    least_E, largest_E = played.compute_ED.amin(dim=1), played.compute_ED.amax(dim=1)
+    return (least_E / largest_E.clamp(min=1e-9)).nan_to_num(nan=-1.0)
+
+
+def measured_compute(task: PlacementTask, played: Played, measure: MeasureTask) -> np.ndarray:
+    """[E, D] ms of computation; an episode that overflowed cannot be measured: NaN."""
     legal = [task.plan_from(rank_U) for rank_U in played.rank_EU[~played.overflow_E]]
-    compute_ED = np.array([[r.fwd_compute_ms + r.bwd_compute_ms for r in p.ranks] for p in measure(task, legal)])
-    reward_E = np.full(len(played.overflow_E), -1.0, dtype=np.float32)
-    if len(legal):
-        reward_E[~played.overflow_E] = compute_ED.min(axis=1) / np.maximum(compute_ED.max(axis=1), 1e-9)
-    return torch.from_numpy(reward_E)
+    compute_ED = np.full((len(played.overflow_E), task.world_size), np.nan, dtype=np.float32)
+    if legal:
+        profiles = measure(task, legal)
+        compute_ED[~played.overflow_E] = [[r.fwd_compute_ms + r.bwd_compute_ms for r in p.ranks] for p in profiles]
+    return compute_ED
 
 
 def mlp(sizes: Sequence[int], generator: torch.Generator) -> nn.Sequential:
