@@ -338,7 +338,10 @@ def test_stragglers_of_earlier_epochs_and_what_autoshard_did_are_told(tmp_path: 
 def test_where_nothing_moved_the_verdict_says_why(tmp_path: Path) -> None:
     record = RunRecord.load(write_run(tmp_path / "run", ranks=2, epochs=3))
     kept = replace(record, decisions=record.decisions[-1:])
-    assert autoshard_in_one_line(kept) == "no move in 1 decision (best candidate 1.2% faster, below min_gain 2%)"
+    assert (
+        autoshard_in_one_line(kept)
+        == "no move in 1 decision (at step 300: best candidate 1.2% faster, below min_gain 2%)"
+    )
 
 
 def test_no_epoch_is_lost_when_intervals_are_shorter_than_epochs(tmp_path: Path) -> None:

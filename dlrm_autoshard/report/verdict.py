@@ -69,8 +69,8 @@ def what_is_left(profile: EpochProfile, gain: float | None = None) -> list[str]:
         return []
     gain = profile.balance_gain if gain is None else gain
     if gain < 0.001:
-        return ["Perfect balance would save nothing more."]
-    return [f"Perfect balance would save {gain:.1%} of a step more, at most."]
+        return ["In the last interval perfect balance would have saved nothing more."]
+    return [f"In the last interval perfect balance would have saved {gain:.1%} of a step more, at most."]
 
 
 def count(number: int, thing: str) -> str:
@@ -87,6 +87,7 @@ def _thousands(rate: float) -> str:
 
 
 def _last_reason(decisions: tuple[Mapping[str, Any], ...]) -> str:
-    """Why tables stayed: the last reason that says something of the plan, not of the run's end."""
-    reasons = [str(d.get("text") or d.get("action")).removeprefix("kept: ") for d in decisions]
-    return next((reason for reason in reversed(reasons) if reason != "no steps are left"), reasons[-1])
+    """Why tables stayed, and when: the last reason that says something of the plan, not of the run's end."""
+    reasons = [(d.get("step"), str(d.get("text") or d.get("action")).removeprefix("kept: ")) for d in decisions]
+    step, reason = next((found for found in reversed(reasons) if found[1] != "no steps are left"), reasons[-1])
+    return reason if step is None else f"at step {step:,}: {reason}"
