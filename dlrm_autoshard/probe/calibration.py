@@ -7,7 +7,8 @@ started.sentence             # "31 shards of these tables measured in 2.4 s"
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,14 +18,14 @@ import numpy as np
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.replay import CommsSample, ShardSample
 from dlrm_autoshard.probe.cost_log import CostLog
+from dlrm_autoshard.probe.shard_probe import relative_spread
 from dlrm_autoshard.probe.shipped_costs import start_warm
 from dlrm_autoshard.tables import TableConfig, TableStats, lookup_work
 
 MOST_SETS, MOST_ALONE = 64, 128
-MEASURING_SHARE = 0.3
-"""Of the budget, and as much again for fitting; the rest is for planning. A third of it gives first plans as good, 4 s
-sooner, but decisions rest on it too: once the demo's data had drifted, one of four jobs left its tables where they were
-and two found half of the way, where those that had measured for 0.3 found it."""
+PASSES = 5  # over the tables alone, at different moments
+MEASURING_SHARE = 0.15
+"""Of the budget, and as much again for fitting; the rest is for planning."""
 MOST_FITTED = 400  # samples of other tables in the log that are learned from
 STATS_DIFFER = 0.1  # tables whose pooling and reuse are this close to the log's are the same tables
 
@@ -72,11 +73,11 @@ def start_costs(
     budget_seconds: float = 20.0,
     seed: int = 0,
 ) -> Started:
-    """Readies the planner's costs within about 60% of the budget.
+    """Readies the planner's costs within about 30% of the budget.
 
     A job whose tables were measured on this hardware before starts from the log, in well under a second. Otherwise a
     few dozen shards of its own tables are measured on the running ranks: tables alone, and sets as large as a rank will
-    own.
+    own. How far the moments at which a table was measured differ is the noise of all that was measured only once.
     """
     begun = time.perf_counter()
     start_warm(planner, fingerprint)
@@ -86,23 +87,15 @@ def start_costs(
     known = [sample for sample in logged if isinstance(sample, ShardSample) and _about(sample, own, batch_size)]
     measured: list[ShardSample] = []
     wanted = calibration_shards(tables, stats, world_size, seed)
-    if measure_shards is not None and len(known) < len(wanted) // 2:
+    if measure_shards is not None and len(known) < sum(map(len, wanted)) // 2:
         deadline = begun + MEASURING_SHARE * budget_seconds
-        for first in range(0, len(wanted), world_size):
-            if time.perf_counter() > deadline:
-                break
-            dealt = wanted[first : first + world_size]
-            for shard, seen in zip(dealt, measure_shards(dealt), strict=True):
-                measured.append(
-                    ShardSample(
-                        tuple(tables[i] for i in shard),
-                        tuple(stats[i] for i in shard),
-                        batch_size,
-                        seen.fwd_compute_ms,
-                        seen.bwd_compute_ms,
-                        seen.noise,
-                    )
-                )
+        have = {frozenset(sample.tables) for sample in known}  # an earlier start's time may have ended before
+        alone, sets = ([s for s in kind if frozenset(tables[i] for i in s) not in have] for kind in wanted)
+        passes = _measured_in_passes(alone, sets, measure_shards, world_size, deadline)
+        noise = moments_noise(passes.values())
+        for shard, seen in passes.items():
+            own_tables, own_stats = tuple(tables[i] for i in shard), tuple(stats[i] for i in shard)
+            measured.append(ShardSample(own_tables, own_stats, batch_size, *_at_any_moment(seen, noise)))
         if log is not None:
             log.append(measured)
     taken = set(map(id, known))
@@ -117,21 +110,55 @@ def start_costs(
 
 def calibration_shards(
     tables: Sequence[TableConfig], stats: Sequence[TableStats], world_size: int, seed: int
-) -> list[list[int]]:
-    """Sets of table numbers: as many as a rank will own (what plans are made of), and each table alone, dearest first.
-
-    In turns, a round of the one and a round of the other, for ranks that measure at once wait for the slowest."""
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Two kinds of shards, by numbers of tables: each table alone, dearest first; and sets of as many as a rank will
+    own, which is what plans are made of."""
     generator = np.random.default_rng(seed)
     share = max(1, round(len(tables) / world_size))
     heaviest = sorted(range(len(tables)), key=lambda i: -lookup_work(tables[i].embedding_dim, stats[i].mean_pooling))
-    alone = [(table,) for table in heaviest[:MOST_ALONE]]
     sets: dict[tuple[int, ...], None] = {}
     for _ in range(MOST_SETS):
         size = int(np.clip(round(share * generator.uniform(0.5, 1.5)), 1, len(tables)))
         sets.setdefault(tuple(sorted(generator.choice(len(tables), size, replace=False).tolist())))
-    together = [one for one in sets if len(one) > 1]
-    rounds = range(0, max(len(together), len(alone)), world_size)
-    return [list(one) for at in rounds for kind in (together, alone) for one in kind[at : at + world_size]]
+    return [[table] for table in heaviest[:MOST_ALONE]], [list(one) for one in sets if len(one) > 1]
+
+
+def _measured_in_passes(
+    alone: Sequence[Sequence[int]],
+    sets: Sequence[Sequence[int]],
+    measure_shards: ShardTimer,
+    world_size: int,
+    deadline: float,
+) -> dict[tuple[int, ...], list[Any]]:
+    """Tables alone in several passes, each by another rank than before, and sets of them in one. A shard a rank at a
+    time, all of one kind, for ranks that measure at once wait for the slowest; half of the time goes to each kind: a
+    set takes as long as all its tables, and tells less of each."""
+    passes = [table for number in range(PASSES) for table in (*alone[number:], *alone[:number])]
+    queues, spent = (deque(passes), deque(sets)), [0.0, 0.0]
+    found: dict[tuple[int, ...], list[Any]] = {}
+    while any(queues) and time.perf_counter() < deadline:
+        kind = min((number for number, queue in enumerate(queues) if queue), key=spent.__getitem__)
+        dealt = [queues[kind].popleft() for _ in range(min(world_size, len(queues[kind])))]
+        begun = time.perf_counter()
+        for shard, seen in zip(dealt, measure_shards(dealt), strict=True):
+            found.setdefault(tuple(shard), []).append(seen)
+        spent[kind] += time.perf_counter() - begun
+    return found
+
+
+def moments_noise(passes: Iterable[Sequence[Any]]) -> float:
+    """Interquartile range over median of the same shard at different moments, in the quadratic mean: where a neighbour
+    on the machine makes all steps of a moment slow, their own spread says nothing of it."""
+    again = [[one.fwd_compute_ms + one.bwd_compute_ms for one in seen] for seen in passes if len(seen) > 1]
+    return float(np.mean([relative_spread(ms) ** 2 for ms in again]) ** 0.5) if again else 0.0
+
+
+def _at_any_moment(seen: Sequence[Any], noise_of_moments: float) -> tuple[float, float, float]:
+    """Forward and backward ms of one shard measured at some moments, and what noise is left in that."""
+    steps = float(np.median([one.noise for one in seen]))
+    left = max(steps, noise_of_moments) / len(seen) ** 0.5
+    forward, backward = np.median([(one.fwd_compute_ms, one.bwd_compute_ms) for one in seen], axis=0).tolist()
+    return forward, backward, left
 
 
 def _about(sample: ShardSample, own: Mapping[TableConfig, TableStats], batch_size: int) -> bool:

@@ -82,7 +82,9 @@ class RankProbe:
     ) -> RankProbe:
         """For the few seconds that a job has before its first step: smaller buffers, fewer repetitions."""
         buffer_gib = 0.25 if runtime.device.type == "cpu" else 4.0  # far beyond a GPU's cache
-        shards = ShardProbe(optimizer, runtime.device, buffer_gib=buffer_gib, repeats=3, seconds_per_shard=0.1)
+        shards = ShardProbe(
+            optimizer, runtime.device, buffer_gib=buffer_gib, warmup_seconds=0.03, repeats=3, seconds_per_shard=0.1
+        )
         dtype = DTYPES[exchange_dtype]
         return RankProbe(runtime, task.tables, task.stats, task.batch_size, shards, dtype, shared_memory=shared_memory)
 

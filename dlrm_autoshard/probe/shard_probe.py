@@ -7,6 +7,7 @@ time.fwd_compute_ms, time.bwd_compute_ms                 # medians; `noise` is t
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -31,6 +32,10 @@ _DRAWS = 4
 table of 5 MiB a batch looked 40% cheaper than with eight, with four it does not."""
 
 
+DrawnIds = tuple[Tensor, Tensor]
+"""A table's lengths and ids in one batch."""
+
+
 @dataclass(frozen=True)
 class ShardTime:
     """Medians over `repeats` timed steps; noise: the larger of the two interquartile ranges / median."""
@@ -46,7 +51,8 @@ class ShardProbe:
 
     ids: what is looked up; the default draws ids that repeat as the statistics say.
     buffer_gib: memory for throwaway weights; of a table that is larger, the rows that are looked up have a place.
-    warmup, repeats, seconds_per_shard: at least `repeats` timed steps, up to four times as many while there is time.
+    warmup, warmup_seconds: steps before those that are timed; one is enough where it alone takes so long.
+    repeats, seconds_per_shard: at least `repeats` timed steps, up to four times as many while there is time.
     undisturbed: steps during which another process took this core are timed again (CPU only; for isolated mode,
         which asks what the shard itself takes). On running ranks such steps count: ranks may have to share cores.
 
@@ -62,18 +68,20 @@ class ShardProbe:
         ids: IdSource = draw_ids,
         buffer_gib: float = 1.0,
         warmup: int = 4,
+        warmup_seconds: float = math.inf,
         repeats: int = 5,
         seconds_per_shard: float = 0.25,
         undisturbed: bool = False,
     ) -> None:
         self.optimizer: TableOptimizer = optimizer
         self.device = device
-        self.warmup, self.repeats, self.seconds_per_shard = warmup, repeats, seconds_per_shard
+        self.warmup, self.warmup_seconds = warmup, warmup_seconds
+        self.repeats, self.seconds_per_shard = repeats, seconds_per_shard
         self.undisturbed = undisturbed and device.type == "cpu"
         self._ids = ids
         self._buffer_bytes = int(buffer_gib * 2**30)
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._drawn: OrderedDict[Any, tuple[Tensor, Tensor]] = OrderedDict()
+        self._drawn: OrderedDict[Any, list[DrawnIds]] = OrderedDict()
         self._num_drawn = 0
         if device.type == "cpu":
             keep_freed_memory()  # as the trainer does: else every step pages its pooled vectors in anew
@@ -112,7 +120,7 @@ class ShardProbe:
             pooled.backward(gradient)
             end, cpu = self._now(), time.thread_time() - start_cpu
             step += 1
-            if step <= self.warmup:
+            if step <= self.warmup and (step == 1 or end < started + self.warmup_seconds):
                 continue
             if self.undisturbed and cpu < 0.97 * (end - start) - 2e-5 and disturbed < 10 * self.repeats:
                 disturbed += 1
@@ -128,11 +136,7 @@ class ShardProbe:
         lengths: list[list[Tensor]] = [[] for _ in range(_DRAWS)]
         ids: list[list[Tensor]] = [[] for _ in range(_DRAWS)]
         for table, stat, count in zip(tables, stats, rows, strict=True):
-            drawn = [self._drawn_ids(table, stat, batch_size, draw) for draw in range(_DRAWS)]
-            of_table = [ids_N for _, ids_N in drawn]
-            if count < table.num_embeddings:
-                of_table = in_fewer_rows(of_table, count)
-            for draw, ((lengths_B, _), ids_N) in enumerate(zip(drawn, of_table, strict=True)):
+            for draw, (lengths_B, ids_N) in enumerate(self._drawn_ids(table, stat, count, batch_size)):
                 lengths[draw].append(lengths_B)
                 ids[draw].append(ids_N)
         batches = []
@@ -142,18 +146,22 @@ class ShardProbe:
             batches.append((torch.cat(ids[draw]).to(self.device), offsets.to(self.device)))
         return batches
 
-    def _drawn_ids(self, table: TableConfig, stats: TableStats, batch_size: int, draw: int) -> tuple[Tensor, Tensor]:
-        """Lengths and ids of one table, remembered between shards."""
-        key = (table.name, table.num_embeddings, stats, batch_size, draw)
+    def _drawn_ids(self, table: TableConfig, stats: TableStats, rows: int, batch_size: int) -> list[DrawnIds]:
+        """Of each draw, one table's, in so many rows; remembered between shards."""
+        key = (table.name, table.num_embeddings, stats, rows, batch_size)
         if key not in self._drawn:
-            lengths_B, ids_N = self._ids(table, stats, batch_size, draw)
-            if len(lengths_B) != batch_size:
-                raise ValueError(f"ids for table '{table.name}' have {len(lengths_B)} bags; {batch_size} are needed.")
-            self._drawn[key] = torch.from_numpy(lengths_B), torch.from_numpy(ids_N.astype(np.int32))
-            self._num_drawn += len(ids_N)
+            drawn = [self._ids(table, stats, batch_size, draw) for draw in range(_DRAWS)]
+            if any(len(lengths_B) != batch_size for lengths_B, _ in drawn):
+                bags = len(drawn[0][0])
+                raise ValueError(f"ids for table '{table.name}' have {bags} bags; {batch_size} are needed.")
+            ids = [torch.from_numpy(ids_N.astype(np.int32)) for _, ids_N in drawn]
+            if rows < table.num_embeddings:
+                ids = in_fewer_rows(ids, rows)
+            self._drawn[key] = [(torch.from_numpy(drawn[i][0]), ids_N) for i, ids_N in enumerate(ids)]
+            self._num_drawn += sum(map(len, ids))
             while self._num_drawn > _MOST_CACHED_IDS and len(self._drawn) > 1:
-                _, (_, oldest) = self._drawn.popitem(last=False)
-                self._num_drawn -= len(oldest)
+                _, oldest = self._drawn.popitem(last=False)
+                self._num_drawn -= sum(len(ids_N) for _, ids_N in oldest)
         self._drawn.move_to_end(key)
         return self._drawn[key]
 
