@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -73,6 +75,26 @@ def test_random_moves_change_no_bit(world_size: int, steps: int, fused: str, pla
     assert [losses for losses, _ in still] == [losses for losses, _ in moved]
     (_, one), (_, other) = still[0], moved[0]
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def memory_after_moves(rank: int, world_size: int) -> list[bool]:
+    """Of each move: whether the lookups that it replaced are still held. Python's collector does not come by itself."""
+    from dlrm_autoshard.torchrec.bags import TorchrecBags
+
+    model, optimizer = sharded(START)
+    bags = TorchrecBags(model, optimizer)
+    gc.disable()
+    held = []
+    for step in range(4):
+        train_step(model, optimizer, features_of(rank, step))
+        old = [weakref.ref(lookup) for c in bags.sharded.collections.values() for lookup in c._lookups]
+        bags.move_to(plan_of(*((i + step + 1) % 2 for i in range(6))))
+        held.append(any(lookup() is not None for lookup in old))
+    return held
+
+
+def test_what_a_move_replaced_is_let_go_at_once() -> None:
+    assert run_ranks(memory_after_moves, 2, timeout=100) == [[False] * 4] * 2
 
 
 def damaged_on_its_way(rank: int, world_size: int) -> tuple[list[float], str, bool]:

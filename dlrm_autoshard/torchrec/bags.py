@@ -6,6 +6,7 @@ bags.move_to(plan)                              # move.py
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,6 +61,7 @@ class TorchrecBags:
         are compared whether `checksums` asks for it or not. ReshardRefused: see `move`."""
         stats = move(self.sharded, plan)
         self.hook_in()
+        gc.collect()  # TorchRec's modules refer to each other: the old ones, tables and all, would stay until it comes
         return stats
 
     def hook_in(self) -> None:
