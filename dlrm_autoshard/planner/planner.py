@@ -38,6 +38,8 @@ from dlrm_autoshard.planner.task_costs import TaskCosts
 
 __all__ = ["ALGORITHMS", "LEARNED", "Measure", "MeasureTask", "Planner"]
 
+FINALISTS_SHARE = 0.15
+"""Of the budget: what measuring finalists may take before no other than the first two is measured."""
 FEW_SWAPS = 128
 """Tried in a round of the searches of `fit`, which need not be thorough: there are dozens."""
 MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
@@ -132,7 +134,8 @@ class Planner:
         if task.splits.allowed:
             candidates += splitted
         if measure is not None and measure_plans > 0 and self.algorithm == "auto":
-            candidates = measure_finalists(self.costs, task, candidates, measure, measure_plans, deadline)
+            until = None if budget_seconds is None else time.perf_counter() + FINALISTS_SHARE * budget_seconds
+            candidates = measure_finalists(self.costs, task, candidates, measure, measure_plans, until)
         chosen = best(candidates if self.algorithm == "auto" else [c for c in candidates if c.name == self.algorithm])
         task.check(chosen.plan)
         return PlanResult(

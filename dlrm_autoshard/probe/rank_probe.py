@@ -33,7 +33,7 @@ Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
 
 _STOP, _PLANS, _SHARDS = 0, 1, 2  # what rank 0 asks of the others
 _NO_REQUEST: tuple[int, list[Any]] | None = None
-_ROUNDS, _ROUNDS_SECONDS = 2, 3.0
+_ROUNDS, _ROUNDS_SECONDS = 2, 1.5
 """Times that each of several plans is measured, in turns with the others, so that when the machine is slow for a moment
 all of them are; the median counts. No round but the first begins after so many seconds."""
 
