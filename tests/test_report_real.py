@@ -52,6 +52,7 @@ def two_cores() -> list[int]:
     return cores[:2]
 
 
+@pytest.mark.alone  # another test on rank 0's core makes that rank the slow one
 def test_a_real_rank_with_more_lookups_is_the_one_that_others_wait_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
