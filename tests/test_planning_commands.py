@@ -331,10 +331,9 @@ def _torchrec_rank(rank: int, world_size: int) -> tuple[str, list[str]]:
 
 def _samples(count: int, num_tables: int = 6) -> list[ShardSample]:
     pool, cluster = synthetic_pool(num_tables, seed=1, batch_size=256), SimulatedCluster(0)
-    samples: list[ShardSample] = []
-    for shard in itertools.chain(*calibration_shards(pool.tables, pool.stats, 2, seed=0)):
-        if len(samples) == count:
-            break
+    samples = []
+    shards = itertools.chain(*calibration_shards(pool.tables, pool.stats, 2, seed=0))
+    for shard in itertools.islice(shards, count):
         part = pool.chosen(shard)
         plan = ShardingPlan({table.name: 0 for table in part.tables}, 1)
         [cost] = cluster.profile(part.tables, part.stats, plan, 256).ranks
@@ -391,7 +390,7 @@ def test_a_second_job_measures_nothing_and_starts_within_a_second(tmp_path: Path
             part = pool.chosen(shard)
             plan = ShardingPlan({table.name: 0 for table in part.tables}, 1)
             [cost] = cluster.profile(part.tables, part.stats, plan, 256).ranks
-            times.append(type("Time", (), {**{f"{k}_ms": v for k, v in cost.to_json().items()}, "noise": 0.01})())
+            times.append(ShardTime(cost.fwd_compute_ms, cost.bwd_compute_ms, 0.01, 1))
         return times
 
     def start() -> tuple[Any, float]:

@@ -7,6 +7,7 @@ storage.hold(["user", "item[0:64]"])   # these shards can be looked up, in this 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -85,11 +86,9 @@ class Storage:
         training: a backward pass follows."""
         assert self.lookup is not None
         self._cache_is_newer = True
-        if self._row_cache is None:
+        cache = self._row_cache
+        with nullcontext() if cache is None else cache.lookup(values_N, training=training):
             pooled: Tensor = self.lookup(values_N, offsets, weights_N)
-            return pooled
-        with self._row_cache.lookup(values_N, training=training):
-            pooled = self.lookup(values_N, offsets, weights_N)
         return pooled
 
     def prefetch(self, values_N: Tensor, offsets: Tensor) -> None:
@@ -152,8 +151,7 @@ class Storage:
             for name in names:
                 self.tensors(name)
             self.lookup = self._build()
-            cached = self._config.location == "managed_caching" and self._device.type == "cuda"
-            self._row_cache = RowCache(self.lookup, self._device) if cached else None
+            self._row_cache = RowCache(self.lookup, self._device) if self._caches_rows else None
 
     def release_part(self, name: str, tensor: str, start: int, stop: int) -> None:
         """Bytes [start, stop) of a departing shard have been sent, as have those before them."""
@@ -182,7 +180,7 @@ class Storage:
     def cache_bytes(self, names: Iterable[str]) -> int:
         """Of the device's cache where all weights are in host memory beside a GPU."""
         tables = [self.table(name) for name in names]
-        if not tables or self._config.location != "managed_caching" or self._device.type == "cpu":
+        if not tables or not self._caches_rows:
             return 0
         rows = sum(table.num_embeddings for table in tables)
         row = max(table.embedding_dim for table in tables) * _DTYPES[self._dtype].itemsize
@@ -193,6 +191,11 @@ class Storage:
         if self._cache_is_newer and self.lookup is not None:
             self.lookup.flush()
         self._cache_is_newer = False
+
+    @property
+    def _caches_rows(self) -> bool:
+        """Weights lie in host memory, and some of their rows on the GPU."""
+        return self._config.location == "managed_caching" and self._device.type != "cpu"
 
     def _on_host(self, tensor: str) -> bool:
         if self._device.type == "cpu" or self._config.location == "device":

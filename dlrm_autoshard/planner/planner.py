@@ -39,7 +39,7 @@ from dlrm_autoshard.planner.task_costs import TaskCosts
 __all__ = ["ALGORITHMS", "LEARNED", "Measure", "MeasureTask", "Planner"]
 
 FINALISTS_SHARE = 0.15
-"""Of the budget: what measuring finalists may take before no other than the first two is measured."""
+"""Of the budget: what measuring finalists may take; the first two are measured, however long that takes."""
 FEW_SWAPS = 128
 """Tried in a round of the searches of `fit`, which need not be thorough: there are dozens."""
 MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]

@@ -17,8 +17,9 @@ import numpy as np
 
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.replay import CommsSample, ShardSample
+from dlrm_autoshard.planner.search import late
 from dlrm_autoshard.probe.cost_log import CostLog
-from dlrm_autoshard.probe.shard_probe import relative_spread
+from dlrm_autoshard.probe.shard_probe import ShardTime, median_time, spread_of_times
 from dlrm_autoshard.probe.shipped_costs import start_warm
 from dlrm_autoshard.tables import TableConfig, TableStats, lookup_work
 
@@ -33,7 +34,7 @@ STATS_DIFFER = 0.1  # tables whose pooling and reuse are this close to the log's
 class ShardTimer(Protocol):
     """What `RankProbe.measure_shards` is: times of sets of tables, by number."""
 
-    def __call__(self, shards: Sequence[Sequence[int]]) -> Sequence[Any]: ...
+    def __call__(self, shards: Sequence[Sequence[int]]) -> Sequence[ShardTime]: ...
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,12 @@ def start_costs(
         have = {frozenset(sample.tables) for sample in known}  # an earlier start's time may have ended before
         alone, sets = ([s for s in kind if frozenset(tables[i] for i in s) not in have] for kind in wanted)
         passes = _measured_in_passes(alone, sets, measure_shards, world_size, deadline)
-        noise = moments_noise(passes.values())
+        moments = _noise_of_moments(passes.values())
         for shard, seen in passes.items():
-            own_tables, own_stats = tuple(tables[i] for i in shard), tuple(stats[i] for i in shard)
-            measured.append(ShardSample(own_tables, own_stats, batch_size, *_at_any_moment(seen, noise)))
+            one, own_tables, own_stats = median_time(seen), [tables[i] for i in shard], [stats[i] for i in shard]
+            noise = max(one.noise, moments) / len(seen) ** 0.5
+            times = one.fwd_compute_ms, one.bwd_compute_ms, noise
+            measured.append(ShardSample(tuple(own_tables), tuple(own_stats), batch_size, *times))
         if log is not None:
             log.append(measured)
     taken = set(map(id, known))
@@ -129,14 +132,14 @@ def _measured_in_passes(
     measure_shards: ShardTimer,
     world_size: int,
     deadline: float,
-) -> dict[tuple[int, ...], list[Any]]:
+) -> dict[tuple[int, ...], list[ShardTime]]:
     """Tables alone in several passes, each by another rank than before, and sets of them in one. A shard a rank at a
     time, all of one kind, for ranks that measure at once wait for the slowest; half of the time goes to each kind: a
     set takes as long as all its tables, and tells less of each."""
     passes = [table for number in range(PASSES) for table in (*alone[number:], *alone[:number])]
     queues, spent = (deque(passes), deque(sets)), [0.0, 0.0]
-    found: dict[tuple[int, ...], list[Any]] = {}
-    while any(queues) and time.perf_counter() < deadline:
+    found: dict[tuple[int, ...], list[ShardTime]] = {}
+    while any(queues) and not late(deadline):
         kind = min((number for number, queue in enumerate(queues) if queue), key=spent.__getitem__)
         dealt = [queues[kind].popleft() for _ in range(min(world_size, len(queues[kind])))]
         begun = time.perf_counter()
@@ -146,19 +149,11 @@ def _measured_in_passes(
     return found
 
 
-def moments_noise(passes: Iterable[Sequence[Any]]) -> float:
+def _noise_of_moments(passes: Iterable[Sequence[ShardTime]]) -> float:
     """Interquartile range over median of the same shard at different moments, in the quadratic mean: where a neighbour
     on the machine makes all steps of a moment slow, their own spread says nothing of it."""
-    again = [[one.fwd_compute_ms + one.bwd_compute_ms for one in seen] for seen in passes if len(seen) > 1]
-    return float(np.mean([relative_spread(ms) ** 2 for ms in again]) ** 0.5) if again else 0.0
-
-
-def _at_any_moment(seen: Sequence[Any], noise_of_moments: float) -> tuple[float, float, float]:
-    """Forward and backward ms of one shard measured at some moments, and what noise is left in that."""
-    steps = float(np.median([one.noise for one in seen]))
-    left = max(steps, noise_of_moments) / len(seen) ** 0.5
-    forward, backward = np.median([(one.fwd_compute_ms, one.bwd_compute_ms) for one in seen], axis=0).tolist()
-    return forward, backward, left
+    again = [spread_of_times(seen) for seen in passes if len(seen) > 1]
+    return float(np.mean(np.square(again)) ** 0.5) if again else 0.0
 
 
 def _about(sample: ShardSample, own: Mapping[TableConfig, TableStats], batch_size: int) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from dlrm_autoshard.costs import RankCost, StepProfile
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, relative_spread
+from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, median_time, spread_of_times
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 
 
@@ -71,16 +71,9 @@ class IsolatedProbe:
         ranks, noise = [], 0.0
         for rank in range(plan.world_size):
             times = self.shard_times[frozenset(plan.tables_on(rank))]
-            ranks.append(
-                RankCost(
-                    fwd_compute_ms=float(np.median([t.fwd_compute_ms for t in times])),
-                    fwd_comms_ms=float(forward_ms),
-                    bwd_comms_ms=float(backward_ms),
-                    bwd_compute_ms=float(np.median([t.bwd_compute_ms for t in times])),
-                )
-            )
-            again = relative_spread([t.fwd_compute_ms + t.bwd_compute_ms for t in times])
-            noise = max(noise, again, float(np.median([t.noise for t in times])))
+            one = median_time(times)
+            ranks.append(RankCost(one.fwd_compute_ms, float(forward_ms), float(backward_ms), one.bwd_compute_ms))
+            noise = max(noise, spread_of_times(times), one.noise)
         return StepProfile(plan, self.tables, self.stats, self.batch_size, tuple(ranks), "probe", noise)
 
     def _pair(self, name: str) -> tuple[TableConfig, TableStats]:

@@ -217,6 +217,21 @@ def in_fewer_rows(draws: Sequence[Tensor], rows: int) -> list[Tensor]:
     return list(scattered.split([len(draw) for draw in draws]))
 
 
+def median_time(times: Sequence[ShardTime]) -> ShardTime:
+    """One shard's measurements as one: the median of each figure."""
+    return ShardTime(
+        float(np.median([one.fwd_compute_ms for one in times])),
+        float(np.median([one.bwd_compute_ms for one in times])),
+        float(np.median([one.noise for one in times])),
+        sum(one.repeats for one in times),
+    )
+
+
+def spread_of_times(times: Sequence[ShardTime]) -> float:
+    """How far measurements of one shard differ: interquartile range / median of forward and backward together."""
+    return relative_spread([one.fwd_compute_ms + one.bwd_compute_ms for one in times])
+
+
 def relative_spread(values: Sequence[float]) -> float:
     """Interquartile range / median."""
     low, median, high = np.percentile(values, [25, 50, 75])
