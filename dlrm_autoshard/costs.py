@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import numpy as np
 from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.formats.json_file import FormatError, checked
@@ -25,6 +26,9 @@ PLANNED_STAGES = ("fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute")
 COMPUTE, EXCHANGE = slice(0, 4, 3), slice(1, 3)
 """Columns of an array [..., 4] in the order of PLANNED_STAGES: forward and backward of what each rank
 computes, and of what ranks exchange."""
+
+IQR_OF_NORMAL = 1.35
+"""Standard deviations that an interquartile range is, of normal errors."""
 
 STAGES = (
     "data_wait",  # waiting for the loader's next batch
@@ -100,8 +104,8 @@ class StepProfile:
     """What one placement cost: a fact where `source` is 'measured' or 'probe'.
 
     tables and stats are in canonical order and parallel; `ranks[r]` is rank r's cost. batch_size is the global
-    batch. noise: relative spread of repeated measurements (interquartile range / median); 0 where it is exact.
-    hosts: number of each rank's host; None: all ranks are on one.
+    batch. noise: how far its figures would scatter if they were measured again (interquartile range / median); 0 where
+    they are exact. hosts: number of each rank's host; None: all ranks are on one.
     """
 
     plan: ShardingPlan
@@ -184,11 +188,7 @@ def balanced_cost_ms(
     """The perfect-balance bound: what the step would cost if every stage's work were spread so that all ranks take
     equally long. slowness: times longer that each rank takes to compute the same work; None: all alike. exchange: False
     where placement also decides how much must travel (between hosts), so that balance is no bound on it."""
-    slowness = slowness or [1.0] * len(ranks)
-    speed = sum(1 / slow for slow in slowness)
-    compute = sum((r.fwd_compute_ms + r.bwd_compute_ms) / slow for r, slow in zip(ranks, slowness, strict=True))
-    travel = sum(r.fwd_comms_ms + r.bwd_comms_ms for r in ranks) if exchange else 0.0
-    return compute / speed + travel / len(ranks)
+    return float(_balanced_ms(_stages_W4(ranks), slowness, exchange))
 
 
 def balance_gain(
@@ -196,8 +196,28 @@ def balance_gain(
 ) -> float:
     """The part of a real step (`step_ms`: the mean of all) that perfect balance would save: all that placement can
     change, and the one meaning of it in decisions and reports. slowness, exchange: as in `balanced_cost_ms`."""
-    excess = step_cost_ms(ranks) - balanced_cost_ms(ranks, slowness, exchange=exchange)
-    return max(0.0, excess / step_ms) if step_ms > 0 else 0.0
+    return float(balance_gains(_stages_W4(ranks), step_ms, slowness, exchange=exchange))
+
+
+def balance_gains(
+    stages_W4: np.ndarray, step_ms: float, slowness: Sequence[float] | None = None, *, exchange: bool = True
+) -> np.ndarray:
+    """The same of stages [..., W, 4] in ms, of many steps, say: [...]."""
+    excess = stages_W4.max(axis=-2).sum(axis=-1) - _balanced_ms(stages_W4, slowness, exchange)
+    gains: np.ndarray = np.maximum(0.0, excess / step_ms) if step_ms > 0 else np.zeros_like(excess)
+    return gains
+
+
+def _balanced_ms(stages_W4: np.ndarray, slowness: Sequence[float] | None, exchange: bool) -> np.ndarray:
+    slow_W = np.ones(stages_W4.shape[-2]) if slowness is None else np.array(slowness, dtype=np.float64)
+    compute = (stages_W4[..., COMPUTE].sum(axis=-1) / slow_W).sum(axis=-1) / (1 / slow_W).sum()
+    travel = stages_W4[..., EXCHANGE].sum(axis=(-2, -1)) / len(slow_W) if exchange else 0.0
+    balanced: np.ndarray = compute + travel
+    return balanced
+
+
+def _stages_W4(ranks: Sequence[RankCost]) -> np.ndarray:
+    return np.array([[rank.stage(name) for name in PLANNED_STAGES] for rank in ranks])
 
 
 def imbalance(values: Sequence[float]) -> float:

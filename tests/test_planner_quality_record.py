@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_autoshard.benchmarks.planner_quality_record import LEARNED, SPLIT, summarise
+from dlrm_autoshard.benchmarks.planner_quality_record import ADDED_UP, LEARNED, SPLIT, summarise
 from dlrm_autoshard.planner.greedy import KEYS
 
 
@@ -50,6 +50,17 @@ def test_plans_with_split_tables_count_where_all_rows_of_a_cell_have_them() -> N
     assert outcome["targets"][f"20x8 {SPLIT}: excess removed"] == ">= 0.667"
     del rows[1]["stages_ms"][SPLIT]
     assert f"20x8 {SPLIT}: excess removed" not in summarise(rows, ["20x8"], tasks=2)["figures"]
+
+
+def test_auto_is_behind_where_a_heuristic_or_tables_added_up_cost_less() -> None:
+    rows = [row("20x2", task, {"lookup_greedy": 2.0, "auto": 1.0}) for task in range(4)]
+    for one, over in zip(rows, (0.5, 0.95, 2.0, 2.0), strict=True):
+        one["stages_ms"][ADDED_UP] = [[[10 + over, 0, 0, 0], [10 - over, 0, 0, 0]]] * 4
+        one["predicted_ms"][ADDED_UP] = 10.0
+    rows[3]["stages_ms"]["auto"] = [[[12.5, 0, 0, 0], [9.0, 0, 0, 0]], [[10.0, 0, 0, 0], [9.0, 0, 0, 0]]] * 2
+    figures = summarise(rows, ["20x2"], tasks=4)["figures"]
+    assert figures["20x2 auto: tasks behind by > 1%"] == 0.25  # the first; the last one's median is 11.25
+    assert figures["20x2 auto: tasks behind by > 1%, in each half of the rounds"] == 0.25
 
 
 def test_cells_that_were_not_measured_are_targets_all_the_same() -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Interval
@@ -37,6 +42,37 @@ def test_gains_grow_surer_with_intervals_alike_and_unsure_after_a_change() -> No
     several = trigger.gain_scatter
     trigger.see(interval(20, 40), [1.0, 1.0])
     assert trigger.gain_scatter > 1.5 * several
+
+
+def timed(first_S: list[float], second_S: list[float]) -> Interval:
+    """Two ranks whose lookups were timed in so many steps; the interval's figures are their means."""
+    steps_SW4 = np.zeros((len(first_S), 2, 4))
+    steps_SW4[:, 0, 0], steps_SW4[:, 1, 0] = first_S, second_S
+    one = interval(float(np.mean(first_S)), float(np.mean(second_S)))
+    return replace(one, samples=len(first_S), timed_SW4=steps_SW4)
+
+
+@given(st.lists(st.floats(0.7, 1.5), min_size=8, max_size=40), st.floats(1.2, 2.0))
+def test_moments_in_which_the_whole_machine_is_slow_leave_balance_as_sure_as_it_is(
+    slow_S: list[float], ratio: float
+) -> None:
+    trigger = SearchTrigger(0.02)
+    trigger.see(timed([10 * slow for slow in slow_S], [10 * ratio * slow for slow in slow_S]), [1.0, 1.0])
+    # What balance would save of a step scatters no more than the step does: a part of it.
+    spread = (max(slow_S) - min(slow_S)) / float(np.mean(slow_S))
+    assert trigger.gain_scatter <= max(thresholds.USUAL_SCATTER, trigger.balance_gain * spread / len(slow_S) ** 0.5)
+
+
+def test_a_gain_is_the_surer_the_more_steps_were_timed_and_the_less_ranks_differ_from_step_to_step() -> None:
+    def scatter(steps: int, noise: float) -> float:
+        draw = np.random.default_rng(0)
+        first_S, second_S = (base * np.exp(noise * draw.standard_normal(steps)) for base in (10, 20))
+        trigger = SearchTrigger(0.02)
+        trigger.see(timed(first_S.tolist(), second_S.tolist()), [1.0, 1.0])
+        return trigger.gain_scatter
+
+    assert scatter(10, 0.5) > 2 * scatter(160, 0.5) > 0
+    assert scatter(10, 0.5) > 2 * scatter(10, 0.1)
 
 
 def test_perfect_balance_gives_a_slow_rank_less_to_do() -> None:

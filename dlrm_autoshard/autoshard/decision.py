@@ -8,13 +8,14 @@ decision.to_json()                      # a line of decisions.jsonl: its text is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from statistics import NormalDist
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from dlrm_autoshard.autoshard import thresholds
-from dlrm_autoshard.costs import StepProfile
+from dlrm_autoshard.costs import IQR_OF_NORMAL, StepProfile, balance_gain, balance_gains
 from dlrm_autoshard.plan import ShardingPlan, gib
 
 Action = Literal["kept", "moved", "rolled_back", "refused"]
@@ -23,7 +24,7 @@ Action = Literal["kept", "moved", "rolled_back", "refused"]
 @dataclass(frozen=True)
 class Interval:
     """What was measured over an interval that ends after `step`; throughput over all ranks, in examples/s. samples:
-    steps whose stages were timed. remaining_steps: that are to come."""
+    steps whose stages were timed, timed_SW4: each of them, in ms. remaining_steps: that are to come."""
 
     epoch: int
     step: int
@@ -31,16 +32,27 @@ class Interval:
     throughput: float
     remaining_steps: int
     samples: int = thresholds.LEAST_SAMPLES
+    timed_SW4: np.ndarray = field(default_factory=lambda: np.zeros((0, 1, 4)), repr=False, compare=False)
 
     @property
     def step_ms(self) -> float:
         return 1000 * self.profile.batch_size / self.throughput
 
-    @property
-    def standard_error(self) -> float:
-        """Of its typical step, relative: a median's, from the quartiles of its timed steps."""
-        deviation = self.profile.noise / (2 * NormalDist().inv_cdf(0.75))
-        return math.sqrt(math.pi / 2 / self.samples) * deviation
+    def balance_gain(self, slowness: Sequence[float], *, exchange: bool) -> tuple[float, float]:
+        """What perfect balance would save (`costs.balance_gain`), and the standard error of that.
+
+        Of each timed step by itself, for a moment in which the whole machine is slow says nothing of balance.
+        """
+        gain = balance_gain(self.profile.ranks, self.step_ms, slowness, exchange=exchange)
+        if len(self.timed_SW4) < thresholds.LEAST_SAMPLES:
+            return gain, 0.0
+        low, high = np.quantile(balance_gains(self.timed_SW4, self.step_ms, slowness, exchange=exchange), [0.25, 0.75])
+        return gain, error_of_median(self.samples) * float(high - low) / IQR_OF_NORMAL
+
+
+def error_of_median(count: int) -> float:
+    """Of so many normal values with a standard deviation of 1; of a single one its own."""
+    return min(1.0, math.sqrt(math.pi / 2 / max(1, count)))
 
 
 @dataclass(frozen=True)

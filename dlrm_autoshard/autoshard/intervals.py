@@ -15,15 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dlrm_autoshard.autoshard.controller import Controller
-from dlrm_autoshard.autoshard.decision import Decision, Interval
+from dlrm_autoshard.autoshard.decision import Decision, Interval, error_of_median
 from dlrm_autoshard.autoshard.initial_plan import Placement
 from dlrm_autoshard.autoshard.resharding import MoveTo, Resharding
 from dlrm_autoshard.autoshard.table_observer import TableObserver
 from dlrm_autoshard.config import AutoshardConfig, ProfileConfig
-from dlrm_autoshard.costs import StepProfile
+from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile
 from dlrm_autoshard.distributed.movable import ArrivedIds, PlacedTables
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
@@ -101,18 +102,21 @@ class Intervals:
         number: of the epoch, or of the interval. None where nothing was measured, or no decision is due. Where
         decision.new_plan is set, tables have moved, and ids on their way have other owners now.
         """
-        record, profile = self._recorded(number, step)
+        record, profile, timed_SW4 = self._recorded(number, step)
         interval = None
         if record is not None and profile is not None:
             self.stats = profile.stats
             if record.throughput > 0:
-                interval = Interval(number, step, profile, record.throughput, remaining_steps, record.samples)
+                interval = Interval(
+                    number, step, profile, record.throughput, remaining_steps, record.samples, timed_SW4
+                )
         if self.resharding is None or not self.resharding.is_due(number):
             return record, None
         return record, self.resharding.after_interval(interval)
 
-    def _recorded(self, number: int, step: int) -> tuple[EpochProfile | None, StepProfile | None]:
-        """Each rank appends its own line; rank 0 the gathered one, and has a profile where steps were sampled."""
+    def _recorded(self, number: int, step: int) -> tuple[EpochProfile | None, StepProfile | None, np.ndarray]:
+        """Each rank appends its own line; rank 0 the gathered one, and has a profile, and [S, W, 4] of each timed step,
+        where steps were sampled."""
         runtime, embeddings = self._runtime, self._embeddings
         seconds = time.perf_counter() - self._started - self._paused
         plan, tables, batch_size = embeddings.plan, embeddings.tables, self.batch_size
@@ -133,20 +137,23 @@ class Intervals:
             peak_memory_bytes=peak_memory(embeddings.device),
         )
         append_jsonl(rank_file(self._run_dir, runtime.rank), mine.to_json())
-        gathered = runtime.gather((mine, self._observer.summary()))
+        gathered = runtime.gather((mine, self._observer.summary(), self._clock.timed_ms(PLANNED_STAGES)))
+        nothing = np.zeros((0, runtime.world_size, len(PLANNED_STAGES)))
         if gathered is None:
-            return None, None
-        seen = {name: stat for _, observed in gathered for name, stat in observed.items()}
+            return None, None, nothing
+        seen = {name: stat for _, observed, _ in gathered for name, stat in observed.items()}
         stats = tuple(seen.get(table.name, stat) for table, stat in zip(tables, self.stats, strict=True))
         planner, predicted = self._placement.planner, None
         if planner is not None:
             predicted = planner.predict(replace(self._placement.task, stats=self.stats), plan)
-        record = EpochProfile.gather([rank for rank, _ in gathered], plan, tables, stats, batch_size, predicted)
+        record = EpochProfile.gather([rank for rank, *_ in gathered], plan, tables, stats, batch_size, predicted)
         append_jsonl(epochs_file(self._run_dir), record.to_json())
         if self._clock.samples == 0:
-            return record, None
-        costs = tuple(rank.cost for rank, _ in gathered)
-        return record, StepProfile(plan, tables, stats, batch_size, costs, "measured", record.noise)
+            return record, None, nothing
+        costs = tuple(rank.cost for rank, *_ in gathered)
+        noise = record.noise * error_of_median(record.samples)  # of the typical step, not of a single one
+        profile = StepProfile(plan, tables, stats, batch_size, costs, "measured", noise)
+        return record, profile, np.array(list(zip(*(timed for *_, timed in gathered), strict=True)))
 
     # -- state -------------------------------------------------------------------------------------------------------
 

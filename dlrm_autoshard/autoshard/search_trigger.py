@@ -7,13 +7,14 @@ trigger.reason_not_to_search()          # "even perfect balance would save 1%, b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Interval, percent
-from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile, balance_gain
+from dlrm_autoshard.costs import IQR_OF_NORMAL, PLANNED_STAGES, StepProfile
 
 
 class SearchTrigger:
@@ -29,6 +30,7 @@ class SearchTrigger:
         self.gain_differences: list[float] = []  # of `balance_gain`, likewise
         self.searches = 0  # in a row that found nothing
         self.balance_gain = 0.0  # part of the step time that perfect balance would save
+        self._error = 0.0  # standard error of that, by the interval's own steps
         self._alike = 0  # intervals in a row like the one seen last
         self._seen: Interval | None = None
         self._settled: StepProfile | None = None  # what was measured when last a search found nothing better
@@ -36,8 +38,7 @@ class SearchTrigger:
 
     def see(self, interval: Interval, slowness: Sequence[float], *, one_host: bool = True) -> None:
         last, last_gain, self._seen = self._seen, self.balance_gain, interval
-        ranks = interval.profile.ranks
-        self.balance_gain = balance_gain(ranks, interval.step_ms, slowness, exchange=one_host)
+        self.balance_gain, self._error = interval.balance_gain(slowness, exchange=one_host)
         if last is not None and not differ(last.profile, interval.profile):
             self._alike = min(self._alike + 1, thresholds.MEMORY)
             _keep(self.differences, abs(interval.throughput / last.throughput - 1))
@@ -55,8 +56,8 @@ class SearchTrigger:
     @property
     def gain_scatter(self) -> float:
         """How far off a gain may be by measurements alone: as what balance would save differs from interval to
-        interval, or as the steps within one scatter, if that is more. Several intervals alike are averaged."""
-        return max(_typical(self.gain_differences), self._now.standard_error) / max(1, self._alike) ** 0.5
+        interval, or from step to step within one, if that is more. Several intervals alike are averaged."""
+        return max(_typical(self.gain_differences), self._error) / max(1, self._alike) ** 0.5
 
     @property
     def seconds_to_gain(self) -> float:
@@ -113,7 +114,8 @@ def differ(one: StepProfile, other: StepProfile) -> bool:
     changes = [
         abs(a.stage(s) - b.stage(s)) for a, b in zip(one.ranks, other.ranks, strict=True) for s in PLANNED_STAGES
     ]
-    return sum(changes) > max(thresholds.SURE * thresholds.USUAL_SCATTER, one.noise, other.noise) * total
+    scatter = math.hypot(one.noise, other.noise) / IQR_OF_NORMAL
+    return sum(changes) > thresholds.SURE * max(thresholds.USUAL_SCATTER, scatter) * total
 
 
 def _keep(values: list[float], value: float) -> None:

@@ -46,6 +46,7 @@ NAMES = (
     "loop-straggler",
     "loop-steady",
     "loop-netem",
+    "loop-split",
     "torchrec-loop",
     "reshard-speed",
     "train-wsmall",

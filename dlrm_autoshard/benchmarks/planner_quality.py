@@ -20,13 +20,16 @@ import numpy as np
 
 from dlrm_autoshard.benchmarks.harness import commit, finish
 from dlrm_autoshard.benchmarks.measured_exchanges import exchange_ms
-from dlrm_autoshard.benchmarks.planner_quality_record import LEARNED, SPLIT, summarise
+from dlrm_autoshard.benchmarks.planner_quality_record import ADDED_UP, LEARNED, SPLIT, summarise
 from dlrm_autoshard.costs import PLANNED_STAGES, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.greedy import KEYS
+from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.pool import TablePool, synthetic_pool
+from dlrm_autoshard.planner.search import search
 from dlrm_autoshard.planner.task import PlacementTask, Splits
+from dlrm_autoshard.planner.task_costs import TaskCosts
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.shipped_costs import start_warm
 
@@ -73,7 +76,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
     measurement gains nothing by it.
     """
     from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
-    from dlrm_autoshard.probe.shard_probe import ShardProbe
+    from dlrm_autoshard.probe.shard_probe import ShardProbe, median_time
 
     began = time.perf_counter()
     task = cell.task(index)
@@ -94,6 +97,13 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
         )
         plans[algorithm], seconds[algorithm] = result.plan, time.perf_counter() - started
         chosen = result.chosen.name if algorithm == "auto" else chosen
+    started = time.perf_counter()
+    isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.costs.exchange, rounds=3)
+    isolated.measure([ShardingPlan({table.name: rank for rank, table in enumerate(task.tables)}, len(task.tables))])
+    times = [median_time(isolated.shard_times[frozenset({table.name})]) for table in task.tables]
+    alone_T2 = np.array([[one.fwd_compute_ms, one.bwd_compute_ms] for one in times])
+    plans[ADDED_UP] = problem.plan_from(search(problem, AddedUp(problem, predictor.costs, alone_T2)))
+    seconds[ADDED_UP] = time.perf_counter() - started
     alone = predictor.costs.costs_of(problem).alone_ms()
     dearest = frozenset({task.tables[int(alone.argmax())].name})
     shards = sorted(
@@ -132,6 +142,16 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
         "plan_seconds": seconds,
         "seconds": time.perf_counter() - began,
     }
+
+
+class AddedUp(TaskCosts):
+    """As if a rank computed for as long as each of its tables takes alone, measured: no fusion, nothing learned."""
+
+    def __init__(self, task: PlacementTask, costs: LearnedCosts, alone_T2: np.ndarray) -> None:
+        super().__init__(task, costs.cost_model, costs.exchange)
+        self.summary_TK = np.concatenate([self.summary_TK, alone_T2.astype(np.float32)], axis=1)
+        self.summary_UK = task.units.sum_over_tables(self.summary_TK)
+        self.device_ms = lambda summaries: summaries[..., -2:]
 
 
 def _use_one_core(core: int) -> None:

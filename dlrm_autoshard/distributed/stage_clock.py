@@ -153,6 +153,10 @@ class StageClock:
             for stage in stages
         }
 
+    def timed_ms(self, names: Sequence[str]) -> list[list[float]]:
+        """Of each sampled step these stages, in ms."""
+        return [[1e3 * step.get(name, 0.0) for name in names] for step in self._steps]
+
     @property
     def step_ms(self) -> float:
         """Mean of the typical steps."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlrm_autoshard.costs import EXCHANGE, PLANNED_STAGES, StepProfile
+from dlrm_autoshard.costs import EXCHANGE, IQR_OF_NORMAL, PLANNED_STAGES, StepProfile
 from dlrm_autoshard.planner.correction_terms import Rows, Spreads, changes, exchange_covariance
 from dlrm_autoshard.planner.cost_model import COST, CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
@@ -25,8 +25,6 @@ MOST_ROWS = 600
 """Stages of profiles and of start-up shards: the system stays small."""
 LEAST = 1e-3
 """Lookups a sample, below which it no longer matters how few they are."""
-IQR_OF_NORMAL = 1.35
-"""A profile's noise is an interquartile range: so many standard deviations."""
 _SOURCES = ("probe", "measured", "simulated")
 
 

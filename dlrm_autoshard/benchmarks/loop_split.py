@@ -1,0 +1,129 @@
+"""A table becomes dominant at epoch 2 of 8: is it split live, and how near is that to having known it from the start?
+
+The tables of `bench splits`: 26 on 2 ranks, one of dim 128 that then has half of all lookups. The job may split tables
+and decides once an epoch; the clairvoyant is a job planned, split and probed for the drifted data from the start.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dlrm_autoshard.benchmarks.harness import paired_ratio
+from dlrm_autoshard.benchmarks.loop_job import MANY_SAMPLES, Job, run_jobs
+from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, Turn, plans_in_turns, recovered
+from dlrm_autoshard.benchmarks.splits import DOMINANT, dominated
+from dlrm_autoshard.benchmarks.workloads import Workload
+from dlrm_autoshard.config import Config, TablesConfig, parse_config
+from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
+from dlrm_autoshard.data.batch import Batch, Split
+from dlrm_autoshard.data.synthetic import SyntheticSource
+
+TITLE = "a table becomes dominant in mid-run: split live, against a plan made for it from the start"
+ROUGH_TIME = "3 min"
+BATCH, NUM_BATCHES = 1024, 8
+BEFORE = 6
+"""The table's ids a sample, as long as it is one of many."""
+
+
+def run(quick: bool) -> dict[str, Any]:
+    steps, epochs, at = (40, 5, 1) if quick else (60, 8, 2)
+    workload = replace(dominated(), batch_size=BATCH, num_batches=NUM_BATCHES)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        loop = run_jobs([Job("loop", _job(workload, folder, steps, epochs, at))], folder)["loop"]
+        clairvoyant = run_jobs([Job("clairvoyant", _job(workload, folder, steps, 2, 0))], folder)["clairvoyant"]
+    static = next(epoch.plan for epoch in loop.epochs if epoch.epoch == at)
+    turns = {"static": Turn(static), "in_loop": Turn(loop.final_plan), "clairvoyant": Turn(clairvoyant.final_plan)}
+    rates = plans_in_turns(workload, turns, 2 if quick else 24)
+    of_clairvoyant = paired_ratio(rates["in_loop"], rates["clairvoyant"])
+    static_of_clairvoyant = paired_ratio(rates["static"], rates["clairvoyant"])
+    share, interval = recovered(rates["in_loop"], rates["static"], rates["clairvoyant"])
+    name = workload.tables[DOMINANT].name
+    looks = [d for d in loop.decisions if d["step"] > at * steps]
+    moved = [number for number, d in enumerate(looks, 1) if d["action"] == "moved"]
+    return {
+        "figures": {
+            **{turn: median(values) for turn, values in rates.items()},
+            "of_clairvoyant": of_clairvoyant.median,
+            "static_of_clairvoyant": static_of_clairvoyant.median,
+            "recovered": share,
+            "decisions_until_the_last_move": moved[-1] if moved else None,
+            "parts_of_the_dominant_table": len(loop.final_plan.parts_of(name)),
+        },
+        "targets": {
+            "of_clairvoyant": ">= 0.95",
+            "decisions_until_the_last_move": "<= 2",
+            "parts_of_the_dominant_table": ">= 2",
+        },
+        "spread": {
+            "of_clairvoyant": [of_clairvoyant.low, of_clairvoyant.high],
+            "static_of_clairvoyant": [static_of_clairvoyant.low, static_of_clairvoyant.high],
+            "recovered": interval,
+        },
+        "notes": [
+            "static, in_loop, clairvoyant: the plan of before the drift, the one resharding ended with, and that of a "
+            "job on the drifted data from the start; examples/s on these within one job whose tables move from plan "
+            "to plan (medians over the rounds, ratios paired)",
+            *loop.texts,
+            f"the clairvoyant's: {', '.join(str(part) for part in clairvoyant.final_plan.parts_of(name))}",
+        ],
+    }
+
+
+def _job(workload: Workload, folder: Path, steps: int, epochs: int, change: int) -> Config:
+    """change: the epoch from which the table is dominant."""
+    model = workload.model
+    return parse_config(
+        {
+            "run": {"dir": str(folder), "device": "cpu", "pin_cores": False},
+            "data": {
+                "source": "custom",
+                "factory": "dlrm_autoshard.benchmarks.loop_split:BecomesDominant",
+                "options": {"change": change, "samples": BATCH * steps},
+            },
+            "tables": {"optimizer": {"name": workload.optimizer, "lr": 0.02}},
+            "model": model.model_dump(mode="json"),
+            "train": {"batch_size": BATCH // WORLD_SIZE, "epochs": epochs},
+            "checkpoint": {"enabled": False},
+            "profile": dict(MANY_SAMPLES),
+            "autoshard": {"enabled": True},
+        }
+    )
+
+
+class BecomesDominant:
+    """Samples with `BEFORE` ids of the wide table, and from epoch `change` on with as many as of all others."""
+
+    reuse_batches = NUM_BATCHES
+
+    def __init__(self, tables_config: TablesConfig, change: int, samples: int) -> None:
+        workload = dominated()
+        self.tables, self.num_dense, alpha = workload.tables, workload.num_dense, workload.alpha
+        self._change, self._samples = change, samples
+        before = [BEFORE if table == DOMINANT else pooling for table, pooling in enumerate(workload.pooling)]
+        self._phases = [
+            SyntheticSource(
+                SyntheticData(
+                    source="synthetic",
+                    tables=[
+                        SyntheticTable(name=t.name, num_embeddings=t.num_embeddings, mean_pooling=p, alpha=alpha)
+                        for t, p in zip(self.tables, pooling, strict=True)
+                    ],
+                    num_dense=self.num_dense,
+                    train_samples=samples,
+                    reuse_batches=NUM_BATCHES,
+                ),
+                self.tables,
+            )
+            for pooling in (before, workload.pooling)
+        ]
+
+    def num_samples(self, split: Split) -> int:
+        return self._samples if split == "train" else 0
+
+    def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
+        return self._phases[epoch >= self._change].read(split, epoch, first, last)
