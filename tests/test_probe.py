@@ -186,7 +186,7 @@ def _measure_on_ranks(rank: int, world_size: int) -> tuple[list[StepProfile], li
     ]
     probe = RankProbe(_runtime(), pool.tables, pool.stats, 3 * 128, ShardProbe(buffer_gib=0.01, repeats=2))
     return probe.on_rank_zero(
-        lambda: (probe.measure(plans), probe.measure_shards([[0], [1, 2], [3], [0, 1, 2, 3, 4, 5]]))
+        lambda: (probe.measure(plans), probe.measure_shards([["t_0[0:8]"], ["t_1", "t_2"], ["t_3"], names]))
     )
 
 

@@ -176,10 +176,7 @@ def calibrate(
     cache_dir = settings.cache_dir
     started = start_costs(
         planner,
-        task.tables,
-        task.stats,
-        task.batch_size,
-        world_size=task.world_size,
+        task,
         fingerprint=hardware_fingerprint(runtime.device),
         measure_shards=None if probe is None else probe.measure_shards,
         cache_dir=None if cache_dir is None else Path(cache_dir),

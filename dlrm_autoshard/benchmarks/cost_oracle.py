@@ -8,6 +8,7 @@ oracle.near_optimum(starts)             # what a long search on the exact costs 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -129,11 +130,25 @@ class CostOracle:
         noise = 1.35 * self.noise  # an interquartile range
         return StepProfile(plan, self.tables, self.stats, self.batch_size, ranks, "simulated", noise)
 
-    def measure_shards(self, shards: Sequence[Sequence[int]]) -> list[ShardTime]:
-        inside_NT = np.array([np.isin(np.arange(len(self.tables)), shard) for shard in shards])
-        ms_N2 = self.compute_ms(inside_NT)
+    def measure_shards(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        ms_N2 = np.array([self._shard_ms(shard) for shard in shards])
         ms_N2 = ms_N2 * np.exp(self.noise * self._noise.standard_normal(ms_N2.shape))
         return [ShardTime(float(f), float(b), 1.35 * self.noise, 1) for f, b in ms_N2]
+
+    def _shard_ms(self, names: Sequence[str]) -> np.ndarray:
+        """[2] exact, of tables and parts of tables."""
+        parts = {Shard.parse(name).table: Shard.parse(name).columns for name in names if name.endswith("]")}
+        rank_of = {}
+        for table in self.tables:
+            first, last = parts.get(table.name) or (0, table.embedding_dim)
+            cuts = sorted({0, first, last, table.embedding_dim})
+            for start, stop in itertools.pairwise(cuts):
+                part = table.part(start, stop)
+                rank_of[part.name] = 0 if part.name in names else 1
+        of = self.of(ShardingPlan(rank_of, 2))
+        inside_T = np.array([table.name in names for table in of.tables])
+        ms_2: np.ndarray = of.compute_ms(inside_T[None])[0]
+        return ms_2
 
     # -- what can be had -----------------------------------------------------------------------------------------------
 

@@ -86,10 +86,7 @@ def started(task: PlacementTask, oracle: CostOracle, seed: int) -> PlanResult:
     planner = Planner("auto", seed=seed)
     start_costs(
         planner,
-        task.tables,
-        task.stats,
-        BATCH,
-        world_size=task.world_size,
+        task,
         fingerprint={},
         measure_shards=oracle.measure_shards,
         seed=seed,

@@ -134,10 +134,7 @@ def simulate(world: SimulatedWorld) -> dict[str, float]:
         planner = Planner(seed=seed)
         start_costs(
             planner,
-            pool.tables,
-            stats,
-            BATCH,
-            world_size=world.world_size,
+            task(epoch),
             fingerprint={},
             measure_shards=lambda shards: cluster.measure_shards(stats, BATCH, shards),
             seed=seed,

@@ -89,8 +89,9 @@ class RecordedCluster:
         return StepProfile(plan, self.tables, tuple(stats), batch_size, ranks, "simulated", 1.35 * self.noise)
 
     def measure_shards(
-        self, stats: Sequence[TableStats], batch_size: int, shards: Sequence[Sequence[int]]
+        self, stats: Sequence[TableStats], batch_size: int, shards: Sequence[Sequence[str]]
     ) -> list[ShardTime]:
-        ms_N2 = np.array([self.compute_ms(stats, batch_size, shard) for shard in shards])
+        number = {table.name: i for i, table in enumerate(self.tables)}
+        ms_N2 = np.array([self.compute_ms(stats, batch_size, [number[n] for n in shard]) for shard in shards])
         ms_N2 = ms_N2 * np.exp(self.noise * self._noise.standard_normal(ms_N2.shape))
         return [ShardTime(float(f), float(b), 1.35 * self.noise, 1) for f, b in ms_N2]

@@ -19,7 +19,7 @@ from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.gaussian import Posterior, condition
 from dlrm_autoshard.planner.parts import Parts
 from dlrm_autoshard.planner.replay import ShardSample, comms_of
-from dlrm_autoshard.tables import TableConfig, TableStats
+from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 
 MOST_ROWS = 600
 """Stages of profiles and of start-up shards: the system stays small."""
@@ -64,6 +64,7 @@ class Observed:
         tables = profiles[-1].tables if profiles else tuple(dict.fromkeys(t for s in shards for t in s.tables))
         wholes = Parts(tables)
         split = [table for p in profiles if p.plan.split_tables for table in p.shards[0]]
+        split += [table for s in shards for table in s.tables if Shard.parse(table.name).columns]
         split = [table for table, inside_R in zip(split, wholes.wholes(split), strict=True) if inside_R.any()]
         tables = tuple(dict.fromkeys([*tables, *split]))
         column = {table: i for i, table in enumerate(tables)}

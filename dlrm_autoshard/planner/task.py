@@ -131,6 +131,11 @@ class PlacementTask:
                 widest[name] = table
         return tuple(replace(t, name=name, embedding_dim=t.columns[1]) for name, t in widest.items())
 
+    def shard(self, name: str) -> TableConfig:
+        """A table, or the part of one that `name` says."""
+        [table] = [table for table in self.wholes if table.name == Shard.parse(name).table]
+        return table.shard(name)
+
     def with_shards(self, shards: Sequence[TableConfig]) -> PlacementTask:
         """The same task about these shards of its tables. A part's memory is in proportion to what its shape needs."""
         known: dict[str, tuple[TableConfig, TableStats]] = {}

@@ -1,6 +1,6 @@
 """What a planner knows when a job starts: shipped costs, what earlier jobs measured here, and a short probe of its own.
 
-started = start_costs(planner, tables, stats, batch_size, world_size=2, fingerprint=hardware_fingerprint())
+started = start_costs(planner, task, fingerprint=hardware_fingerprint(), measure_shards=probe.measure_shards)
 started.sentence             # "31 shards of these tables measured in 2.4 s"
 """
 
@@ -18,12 +18,13 @@ import numpy as np
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.replay import CommsSample, ShardSample
 from dlrm_autoshard.planner.search import late
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.cost_log import CostLog
 from dlrm_autoshard.probe.shard_probe import ShardTime, median_time, spread_of_times
 from dlrm_autoshard.probe.shipped_costs import start_warm
-from dlrm_autoshard.tables import TableConfig, TableStats, lookup_work
+from dlrm_autoshard.tables import Shard, TableConfig, lookup_work
 
-MOST_SETS, MOST_ALONE = 64, 128
+MOST_SETS, MOST_ALONE, MOST_HALVES = 64, 128, 16
 PASSES = 5  # over the tables alone, at different moments
 MEASURING_SHARE = 0.15
 """Of the budget, and as much again for fitting; the rest is for planning."""
@@ -32,9 +33,9 @@ STATS_DIFFER = 0.1  # tables whose pooling and reuse are this close to the log's
 
 
 class ShardTimer(Protocol):
-    """What `RankProbe.measure_shards` is: times of sets of tables, by number."""
+    """What `RankProbe.measure_shards` is: times of sets of tables, or parts of tables, by name."""
 
-    def __call__(self, shards: Sequence[Sequence[int]]) -> Sequence[ShardTime]: ...
+    def __call__(self, shards: Sequence[Sequence[str]]) -> Sequence[ShardTime]: ...
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,8 @@ class Started:
 
 def start_costs(
     planner: Planner,
-    tables: Sequence[TableConfig],
-    stats: Sequence[TableStats],
-    batch_size: int,
+    task: PlacementTask,
     *,
-    world_size: int,
     fingerprint: Mapping[str, Any],
     measure_shards: ShardTimer | None = None,
     cache_dir: Path | None = None,
@@ -77,28 +75,32 @@ def start_costs(
     """Readies the planner's costs within about 30% of the budget.
 
     A job whose tables were measured on this hardware before starts from the log, in well under a second. Otherwise a
-    few dozen shards of its own tables are measured on the running ranks: tables alone, and sets as large as a rank will
-    own. How far the moments at which a table was measured differ is the noise of all that was measured only once.
+    few dozen shards of its own tables are measured on the running ranks: tables alone, halves of those that may be
+    split, and sets as large as a rank will own. How far the moments at which a table was measured differ is the noise
+    of all that was measured only once.
     """
     begun = time.perf_counter()
     start_warm(planner, fingerprint)
-    log = None if cache_dir is None else CostLog(cache_dir, {**fingerprint, "world_size": world_size})
+    log = None if cache_dir is None else CostLog(cache_dir, {**fingerprint, "world_size": task.world_size})
     logged = [] if log is None else log.read()
-    own = dict(zip(tables, stats, strict=True))
-    known = [sample for sample in logged if isinstance(sample, ShardSample) and _about(sample, own, batch_size)]
+    stat_of = dict(zip(task.names, task.stats, strict=True))
+    known = [s for s in logged if isinstance(s, ShardSample) and s.batch_size == task.batch_size and _about(s, task)]
     measured: list[ShardSample] = []
-    wanted = calibration_shards(tables, stats, world_size, seed)
+    wanted = calibration_shards(task, seed)
     if measure_shards is not None and len(known) < sum(map(len, wanted)) // 2:
         deadline = begun + MEASURING_SHARE * budget_seconds
-        have = {frozenset(sample.tables) for sample in known}  # an earlier start's time may have ended before
-        alone, sets = ([s for s in kind if frozenset(tables[i] for i in s) not in have] for kind in wanted)
-        passes = _measured_in_passes(alone, sets, measure_shards, world_size, deadline)
+        have = {
+            frozenset(t.name for t in sample.tables) for sample in known
+        }  # an earlier start's time may have ended before
+        alone, sets = ([s for s in kind if frozenset(s) not in have] for kind in wanted)
+        passes = _measured_in_passes(alone, sets, measure_shards, task.world_size, deadline)
         moments = _noise_of_moments(passes.values())
         for shard, seen in passes.items():
-            one, own_tables, own_stats = median_time(seen), [tables[i] for i in shard], [stats[i] for i in shard]
-            noise = max(one.noise, moments) / len(seen) ** 0.5
+            one, noise = median_time(seen), max(median_time(seen).noise, moments) / len(seen) ** 0.5
+            tables = tuple(task.shard(name) for name in shard)
+            stats = tuple(stat_of[Shard.parse(name).table] for name in shard)
             times = one.fwd_compute_ms, one.bwd_compute_ms, noise
-            measured.append(ShardSample(tuple(own_tables), tuple(own_stats), batch_size, *times))
+            measured.append(ShardSample(tables, stats, task.batch_size, *times))
         if log is not None:
             log.append(measured)
     taken = set(map(id, known))
@@ -111,34 +113,42 @@ def start_costs(
     return Started(len(known), len(measured), time.perf_counter() - begun, left_out)
 
 
-def calibration_shards(
-    tables: Sequence[TableConfig], stats: Sequence[TableStats], world_size: int, seed: int
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Two kinds of shards, by numbers of tables: each table alone, dearest first; and sets of as many as a rank will
-    own, which is what plans are made of."""
+def calibration_shards(task: PlacementTask, seed: int) -> tuple[list[list[str]], list[list[str]]]:
+    """Two kinds of shards: each table alone, and halves of the dearest that may be split, by their lookups' work; and
+    sets of as many tables as a rank will own, which is what plans are made of.
+
+    What width costs here is asked of halves, for a network that is fitted to a few widths says anything of others.
+    """
     generator = np.random.default_rng(seed)
-    share = max(1, round(len(tables) / world_size))
-    heaviest = sorted(range(len(tables)), key=lambda i: -lookup_work(tables[i].embedding_dim, stats[i].mean_pooling))
+    share = max(1, round(len(task.tables) / task.world_size))
+
+    def heaviest(shards: Iterable[TableConfig]) -> list[TableConfig]:
+        pooling = {name: stat.mean_pooling for name, stat in zip(task.names, task.stats, strict=True)}
+        return sorted(shards, key=lambda t: -lookup_work(t.embedding_dim, pooling[Shard.parse(t.name).table]))
+
+    halved = [half[0] for table in heaviest(task.tables) if (half := task.halves(table.name)) is not None]
+    halved = halved[: min(2 * task.world_size, MOST_HALVES)]
     sets: dict[tuple[int, ...], None] = {}
     for _ in range(MOST_SETS):
-        size = int(np.clip(round(share * generator.uniform(0.5, 1.5)), 1, len(tables)))
-        sets.setdefault(tuple(sorted(generator.choice(len(tables), size, replace=False).tolist())))
-    return [[table] for table in heaviest[:MOST_ALONE]], [list(one) for one in sets if len(one) > 1]
+        size = int(np.clip(round(share * generator.uniform(0.5, 1.5)), 1, len(task.tables)))
+        sets.setdefault(tuple(sorted(generator.choice(len(task.tables), size, replace=False).tolist())))
+    alone = heaviest([*heaviest(task.tables)[:MOST_ALONE], *halved])
+    return [[one.name] for one in alone], [[task.names[i] for i in one] for one in sets if len(one) > 1]
 
 
 def _measured_in_passes(
-    alone: Sequence[Sequence[int]],
-    sets: Sequence[Sequence[int]],
+    alone: Sequence[Sequence[str]],
+    sets: Sequence[Sequence[str]],
     measure_shards: ShardTimer,
     world_size: int,
     deadline: float,
-) -> dict[tuple[int, ...], list[ShardTime]]:
+) -> dict[tuple[str, ...], list[ShardTime]]:
     """Tables alone in several passes, each by another rank than before, and sets of them in one. A shard a rank at a
     time, all of one kind, for ranks that measure at once wait for the slowest; half of the time goes to each kind: a
     set takes as long as all its tables, and tells less of each."""
     passes = [table for number in range(PASSES) for table in (*alone[number:], *alone[:number])]
     queues, spent = (deque(passes), deque(sets)), [0.0, 0.0]
-    found: dict[tuple[int, ...], list[ShardTime]] = {}
+    found: dict[tuple[str, ...], list[ShardTime]] = {}
     while any(queues) and not late(deadline):
         kind = min((number for number, queue in enumerate(queues) if queue), key=spent.__getitem__)
         dealt = [queues[kind].popleft() for _ in range(min(world_size, len(queues[kind])))]
@@ -156,15 +166,16 @@ def _noise_of_moments(passes: Iterable[Sequence[ShardTime]]) -> float:
     return float(np.mean(np.square(again)) ** 0.5) if again else 0.0
 
 
-def _about(sample: ShardSample, own: Mapping[TableConfig, TableStats], batch_size: int) -> bool:
-    """Whether the sample is of this job's tables, with about the same statistics."""
-    if sample.batch_size != batch_size:
-        return False
+def _about(sample: ShardSample, task: PlacementTask) -> bool:
+    """Whether the sample is of this job's tables, or parts of them, with about the same statistics."""
+    own = {table.name: (table, stat) for table, stat in zip(task.tables, task.stats, strict=True)}
     for table, seen in zip(sample.tables, sample.stats, strict=True):
-        stat = own.get(table)
-        if stat is None or not (
-            np.isclose(stat.mean_pooling, seen.mean_pooling, rtol=STATS_DIFFER)
-            and np.isclose(stat.mean_reuse, seen.mean_reuse, rtol=STATS_DIFFER)
-        ):
+        whole, stat = own.get(Shard.parse(table.name).table, (None, seen))
+        if whole is None or table.columns[1] > whole.embedding_dim or table != whole.shard(table.name):
+            return False
+        near = (
+            np.isclose(getattr(stat, k), getattr(seen, k), rtol=STATS_DIFFER) for k in ("mean_pooling", "mean_reuse")
+        )
+        if not all(near):
             return False
     return True

@@ -26,7 +26,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, relative_spread
-from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats
+from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats
 
 T = TypeVar("T")
 Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
@@ -67,6 +67,7 @@ class RankProbe:
     ) -> None:
         """shared_memory: exchange through it where ranks share a host, as our own lookups do; else by the group."""
         self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size
+        self._pairs = {table.name: (table, stat) for table, stat in zip(tables, stats, strict=True)}
         self._runtime, self._dtype = runtime, exchange_dtype
         self._exchange_repeats = exchange_repeats
         self._probe = probe or ShardProbe(device=runtime.device, buffer_gib=0.25, repeats=3)
@@ -110,8 +111,8 @@ class RankProbe:
             rounds.append([self._measure_plan(plan) for plan in plans])
         return [median_profile(profiles) for profiles in zip(*rounds, strict=True)]
 
-    def measure_shards(self, shards: Sequence[Sequence[int]]) -> list[ShardTime]:
-        """Rank 0: times of sets of tables (by number), dealt out over the ranks, which measure at the same time."""
+    def measure_shards(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        """Rank 0: times of sets of tables or parts, dealt out over the ranks, which measure at the same time."""
         self._ask(_SHARDS, [list(shard) for shard in shards])
         return self._measure_shards(shards)
 
@@ -147,14 +148,15 @@ class RankProbe:
         ranks = tuple(RankCost(*row[:4]) for row in rows)
         return replace(profile, ranks=ranks, noise=max(row[4] for row in rows))
 
-    def _measure_shards(self, shards: Sequence[Sequence[int]]) -> list[ShardTime]:
+    def _measure_shards(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
         world_size = self._runtime.world_size
         measured: list[ShardTime] = []
         for first in range(0, len(shards), world_size):
             self._runtime.barrier()
             dealt = shards[first : first + world_size]
-            own = sorted(set(dealt[self._runtime.rank])) if self._runtime.rank < len(dealt) else []
-            mine, failure = self._try_shard([(self.tables[i], self.stats[i]) for i in own])
+            own = dealt[self._runtime.rank] if self._runtime.rank < len(dealt) else []
+            pairs = [(Shard.parse(name), self._pairs[Shard.parse(name).table]) for name in own]
+            mine, failure = self._try_shard([(table.shard(str(shard)), stat) for shard, (table, stat) in pairs])
             rows = self._gather([mine.fwd_compute_ms, mine.bwd_compute_ms, mine.noise, mine.repeats], failure)
             measured += [ShardTime(row[0], row[1], row[2], int(row[3])) for row in rows[: len(dealt)]]
         return measured
