@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -15,6 +16,8 @@ from dlrm_autoshard.plan import shard_tables
 from dlrm_autoshard.planner.relabel import relabelled
 from dlrm_autoshard.planner.splits import split_search
 from dlrm_autoshard.planner.task import PlacementTask, Splits
+from dlrm_autoshard.probe.halves import learn_halves
+from dlrm_autoshard.probe.shard_probe import ShardTime
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 from tests.planning_problems import BATCH, measurer, random_samples, some_tables, some_task
 from tests.split_plans import plans_of
@@ -140,6 +143,32 @@ def test_a_table_that_becomes_dominant_is_split_live_and_merged_when_it_no_longe
     assert "big" in found.split_tables and ms < 0.85 * planner.step_costs(task_of(tables, busy, 4))(plan)
     proposed = [plan for plan, _ in planner.propose(task, found)]
     assert any("big" not in plan.split_tables for plan in proposed)
+
+
+def test_in_mid_run_halves_of_what_no_whole_plan_balances_are_measured_once_and_believed() -> None:
+    tables, stats = with_a_dominant_table()
+    task, planner, asked = task_of(tables, stats, 4), learned(), list[list[str]]()
+    plan = ShardingPlan({name: 0 if name == "big" else 1 + i % 3 for i, name in enumerate(task.names)}, 4)
+
+    def dear(name: str) -> float:
+        """ms; half of `big` takes a third of it."""
+        return {"big": 60.0, "big[0:64]": 20.0}[name]
+
+    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        asked.extend(map(list, shards))
+        return [ShardTime(dear(name), 2 * dear(name), 0.01, 3) for [name] in shards]
+
+    assert learn_halves(planner, task, plan, measure, budget_seconds=0.1) == [] == asked  # it would take longer
+    assert learn_halves(planner, task, plan, measure, budget_seconds=9.0) == ["big"]
+    assert asked == [["big"], ["big[0:64]"]]
+    split = task.split("big")
+    assert split is not None
+    halves = planner.costs.costs_of(split).alone_ms()[:2]
+    assert halves == pytest.approx([60.0, 60.0], rel=0.15)  # the other half is as wide, so it takes as long
+    assert learn_halves(planner, task, plan, measure, budget_seconds=9.0) == []  # known by now
+    others = task_of(tables[1:], stats[1:], 2)
+    even = ShardingPlan({name: i % 2 for i, name in enumerate(others.names)}, 2)
+    assert learn_halves(planner, others, even, measure, budget_seconds=9.0) == []  # none is dearer than an even share
 
 
 def test_what_a_split_tables_parts_are_off_by_is_learned_of_the_whole_and_the_other_way_round() -> None:

@@ -441,7 +441,7 @@ def test_what_half_of_a_table_costs_is_measured_where_it_may_be_split() -> None:
     def ms(name: str) -> float:
         stat = stats[task.names.index(Shard.parse(name).table)]
         dearer = 2.0 if stat.mean_pooling > 100 else 1.0
-        return float(0.005 * dearer * stat.mean_pooling * task.shard(name).embedding_dim ** 0.85)
+        return float(0.005 * dearer * stat.mean_pooling * task.shard(name)[0].embedding_dim ** 0.85)
 
     def measure(shards: Any) -> list[ShardTime]:
         return [ShardTime(sum(map(ms, shard)), 2 * sum(map(ms, shard)), 0.01, 3) for shard in shards]

@@ -23,6 +23,8 @@ from dlrm_autoshard.costs import prediction_error
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.probe.calibration import ShardTimer
+from dlrm_autoshard.probe.halves import learn_halves
 
 
 class Log(Protocol):
@@ -48,8 +50,8 @@ class Controller:
 
     # -- one interval ------------------------------------------------------------------------------------------------
 
-    def decide(self, interval: Interval, plan: ShardingPlan) -> Decision:
-        """`plan` is the live one, under which the interval ran."""
+    def decide(self, interval: Interval, plan: ShardingPlan, measure_shards: ShardTimer | None = None) -> Decision:
+        """`plan` is the live one, under which the interval ran. measure_shards: the micro-benchmark of these ranks."""
         started = time.perf_counter()
         self._last_step = interval.step
         base = Decision(interval.epoch, interval.step, "kept", throughput_before=interval.throughput)
@@ -72,6 +74,8 @@ class Controller:
         elif no_search is not None:
             decision = replace(base, why=no_search)
         else:
+            if measure_shards is not None and task.splits.allowed and task.splits.max_parts > 1:
+                learn_halves(self.planner, task, plan, measure_shards, self.trigger.search_seconds)
             decision = self.chooser.choose(base, task, interval, plan)
         decision = replace(decision, decide_seconds=time.perf_counter() - started)
         self.chooser.history.intervals += 1

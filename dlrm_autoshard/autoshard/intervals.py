@@ -29,6 +29,7 @@ from dlrm_autoshard.distributed.movable import ArrivedIds, PlacedTables
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.plan import shard_tables
+from dlrm_autoshard.probe.rank_probe import RankProbe
 from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
 from dlrm_autoshard.records.facts import RankEpoch, rank_file
@@ -64,7 +65,8 @@ class Intervals:
                 bytes_of = {t.name: t.weight_bytes + t.optimizer_bytes(optimizer) for t in embeddings.tables}
                 log = DecisionLog(run_dir / "decisions.jsonl")
                 controller = Controller(settings, placement.planner, placement.task, bytes_of, log)
-            self.resharding = Resharding(settings.reshard, runtime, embeddings, move_to, controller, run_dir)
+            probe = self._shard_probe if settings.measure_plans > 0 else None
+            self.resharding = Resharding(settings.reshard, runtime, embeddings, move_to, controller, run_dir, probe)
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -154,6 +156,11 @@ class Intervals:
         noise = record.noise * error_of_median(record.samples)  # of the typical step, not of a single one
         profile = StepProfile(plan, tables, stats, batch_size, costs, "measured", noise)
         return record, profile, np.array(list(zip(*(timed for *_, timed in gathered), strict=True)))
+
+    def _shard_probe(self) -> RankProbe:
+        """Of the tables as their data are now, which rank 0 knows; no exchange is measured with it."""
+        task, optimizer = replace(self._placement.task, stats=self.stats), self._embeddings.config.optimizer.name
+        return RankProbe.at_start(self._runtime, task, optimizer, "fp32", shared_memory=False)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

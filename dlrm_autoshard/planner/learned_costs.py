@@ -73,6 +73,12 @@ class LearnedCosts:
         self._fit_exchange()
         self._correct()
 
+    def observe_shards(self, samples: Sequence[ShardSample]) -> None:
+        """Takes in what the micro-benchmark measured of a few shards: arithmetic, no training of networks."""
+        for sample in samples:
+            self.replay.add_shard(sample)
+        self._correct()
+
     def predict(self, task: PlacementTask, plan: ShardingPlan) -> tuple[RankCost, ...]:
         """[W] what each rank takes under `plan`, whether or not it is legal."""
         free = task.covering([plan])

@@ -104,7 +104,7 @@ class Observed:
                 if min(pair) > 0 and (rank_T == rank).any():
                     rows.append((number_of_kind, rank_T == rank, pair, profile.noise, number, rank))
                     left -= 2
-        for shard in shards:
+        for shard in reversed(shards):
             known = all(table in column for table in shard.tables) and shard.batch_size == batch_size
             pair = (shard.fwd_compute_ms, shard.bwd_compute_ms)
             if left > 0 and known and min(pair) > 0:

@@ -80,7 +80,7 @@ def split_search(
     for _ in range(MOST_HALVINGS if task.splits.max_parts > 1 else 0):
         children = []
         for node in beam:
-            for name in _dear(node):
+            for name in dear_shards(node):
                 for halved in _halvings(node.task, name):
                     if frozenset(halved.names) in seen or late(deadline):
                         continue
@@ -117,7 +117,7 @@ def _halvings(task: PlacementTask, name: str) -> Iterator[PlacementTask]:
         yield all_halved
 
 
-def _dear(node: Splitted) -> Iterator[str]:
+def dear_shards(node: Splitted) -> Iterator[str]:
     """Of each stage's slowest rank, the shard that is dearest in this stage and may be halved."""
     task, costs, world_size = node.task, node.costs, node.task.world_size
     ms_W4 = costs.stage_ms(costs.sums(node.rank_U), np.arange(world_size))

@@ -131,10 +131,20 @@ class PlacementTask:
                 widest[name] = table
         return tuple(replace(t, name=name, embedding_dim=t.columns[1]) for name, t in widest.items())
 
-    def shard(self, name: str) -> TableConfig:
-        """A table, or the part of one that `name` says."""
-        [table] = [table for table in self.wholes if table.name == Shard.parse(name).table]
-        return table.shard(name)
+    @cached_property
+    def _whole_of(self) -> Mapping[str, tuple[TableConfig, TableStats]]:
+        stat_of = {Shard.parse(name).table: stat for name, stat in zip(self.names, self.stats, strict=True)}
+        return {table.name: (table, stat_of[table.name]) for table in self.wholes}
+
+    def shard(self, name: str) -> tuple[TableConfig, TableStats]:
+        """A table, or the part of one that `name` says; with the table's statistics."""
+        table, stat = self._whole_of[Shard.parse(name).table]
+        return table.shard(name), stat
+
+    def has(self, table: TableConfig) -> bool:
+        """Whether it is one of these tables, or a part of one."""
+        whole, _ = self._whole_of.get(Shard.parse(table.name).table, (None, None))
+        return whole is not None and table.columns[1] <= whole.embedding_dim and table == whole.shard(table.name)
 
     def with_shards(self, shards: Sequence[TableConfig]) -> PlacementTask:
         """The same task about these shards of its tables. A part's memory is in proportion to what its shape needs."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.cost_log import CostLog
 from dlrm_autoshard.probe.shard_probe import ShardTime, median_time, spread_of_times
 from dlrm_autoshard.probe.shipped_costs import start_warm
-from dlrm_autoshard.tables import Shard, TableConfig, lookup_work
+from dlrm_autoshard.tables import TableConfig, lookup_work
 
 MOST_SETS, MOST_ALONE, MOST_HALVES = 64, 128, 16
 PASSES = 5  # over the tables alone, at different moments
@@ -83,8 +83,7 @@ def start_costs(
     start_warm(planner, fingerprint)
     log = None if cache_dir is None else CostLog(cache_dir, {**fingerprint, "world_size": task.world_size})
     logged = [] if log is None else log.read()
-    stat_of = dict(zip(task.names, task.stats, strict=True))
-    known = [s for s in logged if isinstance(s, ShardSample) and s.batch_size == task.batch_size and _about(s, task)]
+    known = [sample for sample in logged if isinstance(sample, ShardSample) and is_about(sample, task)]
     measured: list[ShardSample] = []
     wanted = calibration_shards(task, seed)
     if measure_shards is not None and len(known) < sum(map(len, wanted)) // 2:
@@ -96,11 +95,8 @@ def start_costs(
         passes = _measured_in_passes(alone, sets, measure_shards, task.world_size, deadline)
         moments = _noise_of_moments(passes.values())
         for shard, seen in passes.items():
-            one, noise = median_time(seen), max(median_time(seen).noise, moments) / len(seen) ** 0.5
-            tables = tuple(task.shard(name) for name in shard)
-            stats = tuple(stat_of[Shard.parse(name).table] for name in shard)
-            times = one.fwd_compute_ms, one.bwd_compute_ms, noise
-            measured.append(ShardSample(tables, stats, task.batch_size, *times))
+            one = median_time(seen)
+            measured.append(sample_of(task, shard, replace(one, noise=max(one.noise, moments) / len(seen) ** 0.5)))
         if log is not None:
             log.append(measured)
     taken = set(map(id, known))
@@ -123,8 +119,7 @@ def calibration_shards(task: PlacementTask, seed: int) -> tuple[list[list[str]],
     share = max(1, round(len(task.tables) / task.world_size))
 
     def heaviest(shards: Iterable[TableConfig]) -> list[TableConfig]:
-        pooling = {name: stat.mean_pooling for name, stat in zip(task.names, task.stats, strict=True)}
-        return sorted(shards, key=lambda t: -lookup_work(t.embedding_dim, pooling[Shard.parse(t.name).table]))
+        return sorted(shards, key=lambda t: -lookup_work(t.embedding_dim, task.shard(t.name)[1].mean_pooling))
 
     halved = [half[0] for table in heaviest(task.tables) if (half := task.halves(table.name)) is not None]
     halved = halved[: min(2 * task.world_size, MOST_HALVES)]
@@ -166,16 +161,23 @@ def _noise_of_moments(passes: Iterable[Sequence[ShardTime]]) -> float:
     return float(np.mean(np.square(again)) ** 0.5) if again else 0.0
 
 
-def _about(sample: ShardSample, task: PlacementTask) -> bool:
-    """Whether the sample is of this job's tables, or parts of them, with about the same statistics."""
-    own = {table.name: (table, stat) for table, stat in zip(task.tables, task.stats, strict=True)}
+def sample_of(task: PlacementTask, shard: Sequence[str], time: ShardTime) -> ShardSample:
+    """What was measured of some of the task's tables, or parts of them."""
+    tables, stats = zip(*(task.shard(name) for name in shard), strict=True)
+    return ShardSample(tables, stats, task.batch_size, time.fwd_compute_ms, time.bwd_compute_ms, time.noise)
+
+
+def is_about(sample: ShardSample, task: PlacementTask) -> bool:
+    """Whether the sample is of the task's tables, or parts of them, with about the same statistics."""
+    if sample.batch_size != task.batch_size:
+        return False
     for table, seen in zip(sample.tables, sample.stats, strict=True):
-        whole, stat = own.get(Shard.parse(table.name).table, (None, seen))
-        if whole is None or table.columns[1] > whole.embedding_dim or table != whole.shard(table.name):
+        if not task.has(table):
             return False
-        near = (
-            np.isclose(getattr(stat, k), getattr(seen, k), rtol=STATS_DIFFER) for k in ("mean_pooling", "mean_reuse")
-        )
-        if not all(near):
+        _, stat = task.shard(table.name)
+        if not (
+            np.isclose(stat.mean_pooling, seen.mean_pooling, rtol=STATS_DIFFER)
+            and np.isclose(stat.mean_reuse, seen.mean_reuse, rtol=STATS_DIFFER)
+        ):
             return False
     return True

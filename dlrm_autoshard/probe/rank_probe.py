@@ -38,6 +38,10 @@ _ROUNDS, _ROUNDS_SECONDS = 2, 1.5
 all of them are; the median counts. No round but the first begins after so many seconds."""
 
 
+SECONDS_PER_SHARD = 0.1
+"""That a shard is measured for in a running job, at least."""
+
+
 class ProbeError(UserError):
     """A placement that could not be measured: the message says on which rank and why."""
 
@@ -81,10 +85,15 @@ class RankProbe:
         exchange_dtype: str,
         shared_memory: bool = True,
     ) -> RankProbe:
-        """For the few seconds that a job has before its first step: smaller buffers, fewer repetitions."""
+        """For the little time that a job has for it: smaller buffers, fewer repetitions."""
         buffer_gib = 0.25 if runtime.device.type == "cpu" else 4.0  # far beyond a GPU's cache
         shards = ShardProbe(
-            optimizer, runtime.device, buffer_gib=buffer_gib, warmup_seconds=0.03, repeats=3, seconds_per_shard=0.1
+            optimizer,
+            runtime.device,
+            buffer_gib=buffer_gib,
+            warmup_seconds=0.03,
+            repeats=3,
+            seconds_per_shard=SECONDS_PER_SHARD,
         )
         dtype = DTYPES[exchange_dtype]
         return RankProbe(runtime, task.tables, task.stats, task.batch_size, shards, dtype, shared_memory=shared_memory)
@@ -113,8 +122,10 @@ class RankProbe:
 
     def measure_shards(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
         """Rank 0: times of sets of tables or parts, dealt out over the ranks, which measure at the same time."""
-        self._ask(_SHARDS, [list(shard) for shard in shards])
-        return self._measure_shards(shards)
+        parsed = [[Shard.parse(name) for name in shard] for shard in shards]
+        pairs = [[(self._pairs[s.table][0].shard(str(s)), self._pairs[s.table][1]) for s in own] for own in parsed]
+        self._ask(_SHARDS, pairs)
+        return self._measure_shards(pairs)
 
     # -- every rank --------------------------------------------------------------------------------------------------
 
@@ -148,15 +159,14 @@ class RankProbe:
         ranks = tuple(RankCost(*row[:4]) for row in rows)
         return replace(profile, ranks=ranks, noise=max(row[4] for row in rows))
 
-    def _measure_shards(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+    def _measure_shards(self, shards: Sequence[Sequence[tuple[TableConfig, TableStats]]]) -> list[ShardTime]:
         world_size = self._runtime.world_size
         measured: list[ShardTime] = []
         for first in range(0, len(shards), world_size):
             self._runtime.barrier()
             dealt = shards[first : first + world_size]
             own = dealt[self._runtime.rank] if self._runtime.rank < len(dealt) else []
-            pairs = [(Shard.parse(name), self._pairs[Shard.parse(name).table]) for name in own]
-            mine, failure = self._try_shard([(table.shard(str(shard)), stat) for shard, (table, stat) in pairs])
+            mine, failure = self._try_shard(own)
             rows = self._gather([mine.fwd_compute_ms, mine.bwd_compute_ms, mine.noise, mine.repeats], failure)
             measured += [ShardTime(row[0], row[1], row[2], int(row[3])) for row in rows[: len(dealt)]]
         return measured
