@@ -75,7 +75,8 @@ class Controller:
             decision = replace(base, why=no_search)
         else:
             if measure_shards is not None and task.splits.allowed and task.splits.max_parts > 1:
-                learn_halves(self.planner, task, plan, measure_shards, self.trigger.search_seconds)
+                seconds = thresholds.MEASURING_SHARE * self.trigger.seconds_to_gain
+                learn_halves(self.planner, task, plan, measure_shards, seconds)
             decision = self.chooser.choose(base, task, interval, plan)
         decision = replace(decision, decide_seconds=time.perf_counter() - started)
         self.chooser.history.intervals += 1

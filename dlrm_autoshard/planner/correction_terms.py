@@ -21,6 +21,9 @@ class Spreads:
     than its neighbours; the others hardly matter once anything was measured."""
 
     table: float = 0.1  # a table's own, in every plan: held-out single tables of the shipped costs
+    width: float = (
+        0.2  # of a part, beside its table's: halves of a dominant table took 0.56 of it, predicted 0.65 to 0.75
+    )
     change: float = 0.15  # of a table whose lookups, or their reuse, have become e times as many
     together: float = 0.03  # of one set of tables, beside its tables': held-out sets of the shipped costs
     noise: float = 0.01  # of an interval's figures, beside what the profile itself reports
@@ -40,8 +43,8 @@ GRID: Mapping[str, tuple[float, ...]] = {
 @dataclass(frozen=True)
 class Rows:
     """What a stage's logarithm consists of. source: where its scale comes from. rank: -1 where it is nobody's. Eras are
-    numbers of stretches of time in which ranks stayed as they were. Shares are along the directions of `Parts`;
-    change_NF: `changes`."""
+    numbers of stretches of time in which ranks stayed as they were. Shares are along the directions of `Parts`, first of
+    its num_wholes whole tables. change_NF: `changes`. fused_N: `fused`."""
 
     stage_N: np.ndarray
     source_N: np.ndarray
@@ -49,6 +52,14 @@ class Rows:
     era_N: np.ndarray
     share_NB: np.ndarray
     change_NF: np.ndarray
+    fused_N: np.ndarray
+    num_wholes: int
+
+    def variance_B(self, spreads: Spreads) -> np.ndarray:
+        """Prior variance along each direction."""
+        variance_B = np.full(self.share_NB.shape[1], spreads.width**2)
+        variance_B[: self.num_wholes] = spreads.table**2
+        return variance_B
 
     def covariance(self, other: Rows, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
         """[N, M] prior covariance."""
@@ -56,12 +67,14 @@ class Rows:
         # What probes and training are off by has much in common.
         found = spreads.scale**2 * np.where(self.source_N[:, None] == other.source_N, 1.0, 0.9)
         # What is wrong about a table, and what becomes of that as its data change.
-        overlap = self.share_NB @ other.share_NB.T
-        found = found + spreads.table**2 * overlap + spreads.change**2 * (self.change_NF @ other.change_NF.T)
+        found = found + (self.share_NB * self.variance_B(spreads)) @ other.share_NB.T
+        found = found + spreads.change**2 * (self.change_NF @ other.change_NF.T)
         # Sets of tables that have most in common are fused alike.
-        lengths = np.sqrt((self.share_NB**2).sum(axis=1))[:, None] * np.sqrt((other.share_NB**2).sum(axis=1))
-        alike = overlap / np.maximum(lengths, 1e-12)
-        found = (found + spreads.together**2 * alike**8) * same_stage
+        one, another = self.share_NB[:, : self.num_wholes], other.share_NB[:, : self.num_wholes]
+        lengths = np.sqrt((one**2).sum(axis=1))[:, None] * np.sqrt((another**2).sum(axis=1))
+        alike = (one @ another.T) / np.maximum(lengths, 1e-12)
+        fused = np.sqrt(np.outer(self.fused_N, other.fused_N))
+        found = (found + spreads.together**2 * fused * alike**8) * same_stage
         key_N, key_M = self.rank_keys, other.rank_keys
         variance_N = np.where(np.isin(key_N, list(slow)), spreads.slow_rank, spreads.rank) ** 2
         covariance: np.ndarray = found + np.where((key_N[:, None] == key_M) & (key_M >= 0), variance_N[:, None], 0.0)
@@ -80,10 +93,19 @@ def changes(share_NR: np.ndarray, log_data_R2: np.ndarray) -> np.ndarray:
     return (share_NR[:, :, None] * log_data_R2).reshape(len(share_NR), -1)
 
 
+def fused(share_NT: np.ndarray) -> np.ndarray:
+    """[N] 0 of a table alone, which nothing is fused with, towards 1 of many that take as long as one another."""
+    total_N = np.maximum(share_NT.sum(axis=1), 1e-12)
+    part: np.ndarray = np.clip(1 - (share_NT**2).sum(axis=1) / total_N**2, 0.0, 1.0)
+    return part
+
+
 def rows_of(
     stage_N: np.ndarray,
     share_NB: np.ndarray,
     change_NF: np.ndarray,
+    fused_N: np.ndarray,
+    num_wholes: int,
     *,
     source: int,
     rank: int | np.ndarray,
@@ -97,6 +119,8 @@ def rows_of(
         np.full(count, era),
         share_NB,
         change_NF,
+        fused_N,
+        num_wholes,
     )
 
 

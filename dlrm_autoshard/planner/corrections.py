@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.costs import StepProfile
-from dlrm_autoshard.planner.correction_terms import GRID, Rows, Spreads, changes, rows_of
+from dlrm_autoshard.planner.correction_terms import GRID, Rows, Spreads, changes, fused, rows_of
 from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.gaussian import Posterior, condition
@@ -103,12 +103,13 @@ class Corrections:
         self, share_MT: np.ndarray, stage_M: np.ndarray, rank_M: np.ndarray | int, tables: Sequence[TableConfig]
     ) -> Rows:
         """As they would be measured next."""
-        source, share_MB, change_MF = 0, share_MT, np.zeros((len(stage_M), 0))
+        source, share_MB, change_MF, wholes = 0, share_MT, np.zeros((len(stage_M), 0)), share_MT.shape[1]
         if self._observed is not None:
             source, parts = self._observed.newest_source, self._observed.parts
+            wholes = parts.num_wholes
             share_MB = share_MT @ parts.basis(tables)
             change_MF = changes(share_MT @ parts.wholes(tables), self._observed.now_R2)
-        return rows_of(stage_M, share_MB, change_MF, source=source, rank=rank_M, era=self._now)
+        return rows_of(stage_M, share_MB, change_MF, fused(share_MT), wholes, source=source, rank=rank_M, era=self._now)
 
     # -- conditioning ------------------------------------------------------------------------------------------------
 
@@ -158,11 +159,28 @@ class Corrections:
         self._observed, self._rows, self._posterior = observed, rows, posterior
         self._logs = self._log_factors(observed, rows, posterior)
         none = np.zeros((2, observed.parts.num_directions)), np.zeros((2, 2 * observed.parts.num_wholes))
-        scale = rows_of(np.arange(2), *none, source=observed.newest_source, rank=-1, era=self._now)
+        scale = rows_of(
+            np.arange(2),
+            *none,
+            np.zeros(2),
+            observed.parts.num_wholes,
+            source=observed.newest_source,
+            rank=-1,
+            era=self._now,
+        )
         self._scale_2 = posterior.mean(scale.covariance(rows, self.spreads, posterior.large))
         for key in np.unique(rows.rank_keys[rows.rank_N >= 0]):  # of several eras the last one counts
             rank, era = key % 1_000_000, key // 1_000_000
-            one = rows_of(np.array([9]), none[0][:1], none[1][:1], source=-1, rank=rank, era=era)
+            one = rows_of(
+                np.array([9]),
+                none[0][:1],
+                none[1][:1],
+                np.zeros(1),
+                observed.parts.num_wholes,
+                source=-1,
+                rank=rank,
+                era=era,
+            )
             own = posterior.mean(one.covariance(rows, self.spreads, posterior.large))
             self._ranks[int(rank)] = float(own[0])
         if observed.profiles:
@@ -175,7 +193,7 @@ class Corrections:
         for stage in (0, 1):
             weights_N = posterior.weights_N * (rows.stage_N == stage)
             changed_R2 = (weights_N @ rows.change_NF).reshape(-1, 2) * observed.now_R2
-            own.append(self.spreads.table**2 * (weights_N @ rows.share_NB))
+            own.append(rows.variance_B(self.spreads) * (weights_N @ rows.share_NB))
             changed.append(self.spreads.change**2 * changed_R2.sum(axis=1))
         return np.stack(own, axis=1), np.stack(changed, axis=1)
 

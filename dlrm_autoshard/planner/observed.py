@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dlrm_autoshard.costs import EXCHANGE, IQR_OF_NORMAL, PLANNED_STAGES, StepProfile
-from dlrm_autoshard.planner.correction_terms import Rows, Spreads, changes, exchange_covariance
+from dlrm_autoshard.planner.correction_terms import Rows, Spreads, changes, exchange_covariance, fused
 from dlrm_autoshard.planner.cost_model import COST, CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.gaussian import Posterior, condition
@@ -158,6 +158,8 @@ class Observed:
             np.tile(era_N, 2),
             share_NT @ self.parts.basis(self.tables),
             changes(share_NT @ self.parts.wholes(self.tables), self.log_data_KR2[np.tile(self.kind_N, 2)]),
+            fused(share_NT),
+            self.parts.num_wholes,
         )
         # Half of a profile's noise is its own moment's, the same for all of its ranks and stages.
         noise_N, profile_N = np.tile(self.noise_N / IQR_OF_NORMAL, 2), np.tile(self.profile_N, 2)
