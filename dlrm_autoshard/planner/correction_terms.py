@@ -43,8 +43,8 @@ GRID: Mapping[str, tuple[float, ...]] = {
 @dataclass(frozen=True)
 class Rows:
     """What a stage's logarithm consists of. source: where its scale comes from. rank: -1 where it is nobody's. Eras are
-    numbers of stretches of time in which ranks stayed as they were. Shares are along the directions of `Parts`, first of
-    its num_wholes whole tables. change_NF: `changes`. fused_N: `fused`."""
+    numbers of stretches of time in which ranks stayed as they were. Shares are along the directions of `Parts`, first
+    those of its num_wholes whole tables. change_NF: `changes`. fused_N: `fused`."""
 
     stage_N: np.ndarray
     source_N: np.ndarray
