@@ -12,9 +12,9 @@ those that are made, of which the median is taken. Chosen by hand: two epochs of
 `bench loop-steady`, on a machine with neighbours."""
 
 SURE = 1.64
-"""Standard deviations. By so many a gain must exceed min_gain, and by so many times the usual scatter must measured
-costs differ to have changed: of normal errors one in twenty is larger. With one standard deviation simulated jobs in
-which nothing changes made moves that gained nothing."""
+"""Standard deviations. So many must a gain be above nothing, and by so many times their scatter must measured costs
+differ to have changed: of normal errors one in twenty is larger. With one standard deviation simulated jobs in which
+nothing changes made moves that gained nothing."""
 
 RANK_CHANGED = 1.25
 """Ratio. A rank that has become slower than another by so much has changed by itself, and no move is blamed for it.

@@ -30,6 +30,7 @@ from dlrm_autoshard.planner.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.search import search
 from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.planner.task_costs import TaskCosts
+from dlrm_autoshard.probe.calibration import start_costs
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.shipped_costs import start_warm
 
@@ -71,9 +72,9 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
 
     Every shard is timed with fbgemm on one core. Exchanges are measured on real ranks where these are no more than
     MOST_REAL_RANKS; for more they follow the planner's own model, and the row says so. The cost model is the shipped
-    one (fitted to other tables). `auto` measures its finalists, as in a job; then every plan of the task, its finalists
-    included, is measured anew, in turns and `ROUNDS` times, and only that counts: a plan that was lucky in the first
-    measurement gains nothing by it.
+    one (fitted to other tables). `auto` begins as a job does: it measures tables alone, then its finalists. Then every
+    plan of the task, its finalists included, is measured anew, in turns and `ROUNDS` times, and only that counts: a
+    plan that was lucky in the first measurement gains nothing by it.
     """
     from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
     from dlrm_autoshard.probe.shard_probe import ShardProbe, median_time
@@ -83,27 +84,37 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
     problem = PlacementTask.build(task.tables, task.stats, Topology(cell.num_devices), batch_size=BATCH_SIZE)
     # Many short measurements in turns: a slow stretch of the machine is longer than a shard's measurement.
     probe = ShardProbe(undisturbed=True, warmup=2, repeats=2, seconds_per_shard=0.0)
-    predictor = _warm("auto")
+    predictor, started = _warm("auto"), _warm("auto")
+    splitting = replace(problem, splits=Splits(max_parts=4, min_dim=16))
+    isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.costs.exchange)
+    start_costs(
+        started,
+        splitting,
+        fingerprint=hardware_fingerprint(),
+        measure_shards=lambda shards: [isolated.measure_shard(shard) for shard in shards],
+    )
     plans: dict[str, ShardingPlan] = {}
     seconds: dict[str, float] = {}
     chosen = ""
     for algorithm in (*KEYS, *LEARNED, SPLIT):
-        planner = _warm("auto" if algorithm == SPLIT else algorithm)
+        measures = algorithm in ("auto", SPLIT)
+        planner = _warm("auto" if measures else algorithm)
+        if measures:
+            planner.load_state_dict(started.state_dict())
         isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.costs.exchange, rounds=3)
-        started = time.perf_counter()
+        begun = time.perf_counter()
         result = planner.plan(
-            replace(problem, splits=Splits(max_parts=4, min_dim=16)) if algorithm == SPLIT else problem,
-            measure=isolated.measure if algorithm in ("auto", SPLIT) else None,
+            splitting if algorithm == SPLIT else problem, measure=isolated.measure if measures else None
         )
-        plans[algorithm], seconds[algorithm] = result.plan, time.perf_counter() - started
+        plans[algorithm], seconds[algorithm] = result.plan, time.perf_counter() - begun
         chosen = result.chosen.name if algorithm == "auto" else chosen
-    started = time.perf_counter()
+    begun = time.perf_counter()
     isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.costs.exchange, rounds=3)
     isolated.measure([ShardingPlan({table.name: rank for rank, table in enumerate(task.tables)}, len(task.tables))])
     times = [median_time(isolated.shard_times[frozenset({table.name})]) for table in task.tables]
     alone_T2 = np.array([[one.fwd_compute_ms, one.bwd_compute_ms] for one in times])
     plans[ADDED_UP] = problem.plan_from(search(problem, AddedUp(problem, predictor.costs, alone_T2)))
-    seconds[ADDED_UP] = time.perf_counter() - started
+    seconds[ADDED_UP] = time.perf_counter() - begun
     alone = predictor.costs.costs_of(problem).alone_ms()
     dearest = frozenset({task.tables[int(alone.argmax())].name})
     shards = sorted(
@@ -137,6 +148,9 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
         "dearest_table_ms": dearest_ms,  # rounds x (forward, backward)
         "predicted_ms": {
             algorithm: step_cost_ms(predictor.predict(problem, plan)) for algorithm, plan in plans.items()
+        },
+        "predicted_at_start_ms": {  # tables measured alone
+            algorithm: step_cost_ms(started.predict(problem, plan)) for algorithm, plan in plans.items()
         },
         "auto_chose": chosen,
         "plan_seconds": seconds,
