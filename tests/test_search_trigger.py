@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_autoshard.autoshard import thresholds
-from dlrm_autoshard.autoshard.decision import Interval
+from dlrm_autoshard.autoshard.decision import Interval, error_of_median
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.costs import RankCost, StepProfile, balanced_cost_ms
 from dlrm_autoshard.plan import ShardingPlan
@@ -73,6 +73,12 @@ def test_a_gain_is_the_surer_the_more_steps_were_timed_and_the_less_ranks_differ
 
     assert scatter(10, 0.5) > 2 * scatter(160, 0.5) > 0
     assert scatter(10, 0.5) > 2 * scatter(10, 0.1)
+
+
+def test_a_typical_step_is_surer_than_a_single_one() -> None:
+    draws = np.random.default_rng(0).standard_normal((4000, 25))
+    assert error_of_median(1) == 1.0
+    assert error_of_median(25) == pytest.approx(np.median(draws, axis=1).std(), rel=0.05)
 
 
 def test_perfect_balance_gives_a_slow_rank_less_to_do() -> None:

@@ -87,10 +87,10 @@ class Rows:
         return keys
 
 
-def changes(share_NR: np.ndarray, log_data_R2: np.ndarray) -> np.ndarray:
-    """[N, 2R]: shares times how far the table's log lookups and log reuse are from what they were at first ([R, 2], or
-    [N, R, 2])."""
-    return (share_NR[:, :, None] * log_data_R2).reshape(len(share_NR), -1)
+def changes(share_NB: np.ndarray, log_data_B2: np.ndarray) -> np.ndarray:
+    """[N, 2B]: shares times how far the table's log lookups and log reuse are from what they were at first ([B, 2], or
+    [N, B, 2]). What a width is off by changes with them, too."""
+    return (share_NB[:, :, None] * log_data_B2).reshape(len(share_NB), -1)
 
 
 def fused(share_NT: np.ndarray) -> np.ndarray:

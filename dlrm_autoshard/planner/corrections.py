@@ -62,9 +62,9 @@ class Corrections:
         """[T, 2] that each table's forward and backward take of what is predicted."""
         if self._observed is None:
             return np.ones((len(tables), 2))
-        own_B2, changed_R2 = self._logs
+        own_B2, changed_B2 = self._logs
         parts = self._observed.parts
-        factors: np.ndarray = np.exp(parts.basis(tables) @ own_B2 + parts.wholes(tables) @ changed_R2)
+        factors: np.ndarray = np.exp(parts.basis(tables) @ (own_B2 + changed_B2))
         return factors
 
     def rank_factors_W2(self, world_size: int, expected_speed: Sequence[float] | None) -> np.ndarray:
@@ -108,13 +108,13 @@ class Corrections:
             source, parts = self._observed.newest_source, self._observed.parts
             wholes = parts.num_wholes
             share_MB = share_MT @ parts.basis(tables)
-            change_MF = changes(share_MT @ parts.wholes(tables), self._observed.now_R2)
+            change_MF = changes(share_MB, self._observed.now_B2)
         return rows_of(stage_M, share_MB, change_MF, fused(share_MT), wholes, source=source, rank=rank_M, era=self._now)
 
     # -- conditioning ------------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
-        self._logs = np.zeros((0, 2)), np.zeros((0, 2))  # own_B2 and changed_R2 of `_log_factors`
+        self._logs = np.zeros((0, 2)), np.zeros((0, 2))  # own_B2 and changed_B2 of `_log_factors`
         self._ranks: dict[int, float] = {}
         self._exchange: dict[int, tuple[float, float]] = {}
         self._scale_2 = np.zeros(2)
@@ -152,13 +152,13 @@ class Corrections:
             if table_T2 is None and len(values) <= MOST_ROWS:
                 self.spreads = self._likeliest_spreads(rows, values, noise)
             posterior = self._posterior_of(rows, values, noise, self.spreads)
-            own_B2, changed_R2 = self._log_factors(observed, rows, posterior)
+            own_B2, changed_B2 = self._log_factors(observed, rows, posterior)
             parts = observed.parts
-            table_T2 = parts.basis(observed.tables) @ own_B2 + parts.wholes(observed.tables) @ changed_R2
+            table_T2 = parts.basis(observed.tables) @ (own_B2 + changed_B2)
         assert table_T2 is not None
         self._observed, self._rows, self._posterior = observed, rows, posterior
         self._logs = self._log_factors(observed, rows, posterior)
-        none = np.zeros((2, observed.parts.num_directions)), np.zeros((2, 2 * observed.parts.num_wholes))
+        none = np.zeros((2, observed.parts.num_directions)), np.zeros((2, 2 * observed.parts.num_directions))
         scale = rows_of(
             np.arange(2),
             *none,
@@ -187,14 +187,14 @@ class Corrections:
             self._exchange = observed.exchange_factors(self.eras, self.spreads)
 
     def _log_factors(self, observed: Observed, rows: Rows, posterior: Posterior) -> tuple[np.ndarray, np.ndarray]:
-        """Posterior means of the tables' log factors, forward and backward: [B, 2] their own, [R, 2] what they have
+        """Posterior means of the tables' log factors, forward and backward: [B, 2] their own, [B, 2] what they have
         become as data changed."""
         own, changed = [], []
         for stage in (0, 1):
             weights_N = posterior.weights_N * (rows.stage_N == stage)
-            changed_R2 = (weights_N @ rows.change_NF).reshape(-1, 2) * observed.now_R2
+            changed_B2 = (weights_N @ rows.change_NF).reshape(-1, 2) * observed.now_B2
             own.append(rows.variance_B(self.spreads) * (weights_N @ rows.share_NB))
-            changed.append(self.spreads.change**2 * changed_R2.sum(axis=1))
+            changed.append(self.spreads.change**2 * changed_B2.sum(axis=1))
         return np.stack(own, axis=1), np.stack(changed, axis=1)
 
     def _likeliest_spreads(self, rows: Rows, values: np.ndarray, noise: np.ndarray) -> Spreads:

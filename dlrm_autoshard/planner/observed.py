@@ -48,9 +48,9 @@ class Observed:
     exchange_off: list[np.ndarray]  # of each profile: [W, 2] log measured / predicted
 
     @property
-    def now_R2(self) -> np.ndarray:
-        """`log_data_KR2` of the newest profile's tables."""
-        now: np.ndarray = self.log_data_KR2[0]
+    def now_B2(self) -> np.ndarray:
+        """`log_data_KR2` of the newest profile's tables, along the directions of `parts`."""
+        now: np.ndarray = self.log_data_KR2[0][self.parts.whole_of_B]
         return now
 
     @property
@@ -151,13 +151,14 @@ class Observed:
         era_N = np.array([eras[number] if number >= 0 else 0 for number in self.profile_N], dtype=int)
         share_NT = np.concatenate([share_N2T[:, 0], share_N2T[:, 1]])
         source_N = np.array([_SOURCES.index(self.profiles[n].source) if n >= 0 else 0 for n in self.profile_N])
+        share_NB = share_NT @ self.parts.basis(self.tables)
         rows = Rows(
             np.repeat([0, 1], count),
             np.tile(source_N, 2),
             np.tile(self.rank_N, 2),
             np.tile(era_N, 2),
-            share_NT @ self.parts.basis(self.tables),
-            changes(share_NT @ self.parts.wholes(self.tables), self.log_data_KR2[np.tile(self.kind_N, 2)]),
+            share_NB,
+            changes(share_NB, self.log_data_KR2[np.tile(self.kind_N, 2)][:, self.parts.whole_of_B]),
             fused(share_NT),
             self.parts.num_wholes,
         )

@@ -17,7 +17,8 @@ class Parts:
     """A part is off by what its table is off by, and by something of its width, of which the cost network may have
     seen few. Parts of a table that are as wide as one another take as long, so they are one here.
 
-    Axes: R whole tables, B directions: one for each of these, then one for each table's each width of parts.
+    Axes: R whole tables, B directions: one for each of these, then one for each table's each width of parts; whole_of_B
+    says whose.
     """
 
     def __init__(self, tables: Sequence[TableConfig]) -> None:
@@ -28,6 +29,7 @@ class Parts:
         self._own = {shape: len(wholes) + number for number, shape in enumerate(shapes)}
         self._seen = set(tables)
         self.num_wholes, self.num_directions = len(wholes), len(wholes) + len(shapes)
+        self.whole_of_B = np.array([*range(len(wholes)), *(self._number_of[whole] for whole, _ in shapes)], dtype=int)
 
     def wholes(self, tables: Sequence[TableConfig]) -> np.ndarray:
         """[T, R]: 1 where a table is this one, or a part of it; any tables, observed or not."""
