@@ -45,10 +45,10 @@ def seconds_saved(proposal: Proposal, interval: Interval, cost: MoveCost) -> flo
 def reason_to_stay(
     proposal: Proposal, interval: Interval, cost: MoveCost, min_gain: float, caution: float = 0.0
 ) -> str | None:
-    """None where the move is expected to gain `min_gain`, surely gains what caution asks for, and pays for itself.
+    """None where the move surely gains `min_gain` and what caution asks for beyond it, and pays for itself.
 
-    Not surely `min_gain`: what is left alone as too small is one question, whether there is a gain at all another. A
-    move is exact, takes tenths of a second, and is taken back where its gain isn't there.
+    Moves that were expected to gain `min_gain` and surely gained something were tried: where nothing changed, `bench
+    loop-steady` then made four, predicted to save 6 to 11%, of which one did.
     """
     gain, margin = proposal.gain, thresholds.SURE * proposal.uncertainty
     best = f"best candidate saves {percent(gain)}"
@@ -56,10 +56,10 @@ def reason_to_stay(
         return "no candidate is faster than the current plan"
     if gain < min_gain:
         return f"{best}, below min_gain {percent(min_gain)}"
-    if gain - margin < 0:
-        return f"{best}, give or take {percent(margin)}: not surely anything"
-    if gain < min_gain + caution or gain - margin < caution:
-        return f"{best}, give or take {percent(margin)}; after recent moves {percent(min_gain + caution)} are asked for"
+    if gain - margin < min_gain:
+        return f"{best}, give or take {percent(margin)}: not surely above min_gain {percent(min_gain)}"
+    if gain - margin < min_gain + caution:
+        return f"{best}; after recent moves {percent(min_gain + caution)} are asked for"
     net = seconds_saved(proposal, interval, cost)
     if net <= 0:
         move_seconds = cost.seconds(proposal.bytes, proposal.parts)

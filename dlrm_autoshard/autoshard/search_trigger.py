@@ -78,8 +78,8 @@ class SearchTrigger:
         if self.balance_gain < self.min_gain:
             return f"{most}, below min_gain {percent(self.min_gain)}"
         margin = thresholds.SURE * self.gain_scatter
-        if self.balance_gain - margin < 0:  # no candidate gains more, or is surer of it
-            return f"{most}, give or take {percent(margin)}: not surely anything"
+        if self.balance_gain - margin < self.min_gain:  # no candidate gains more, or is surer of it
+            return f"{most}, give or take {percent(margin)}: not surely above min_gain {percent(self.min_gain)}"
         if self.searches >= thresholds.SEARCHES:
             return f"nothing has changed ({self._best_then})"
         if self.search_seconds < thresholds.LEAST_SEARCH_SECONDS:
