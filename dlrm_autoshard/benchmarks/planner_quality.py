@@ -35,7 +35,7 @@ from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.shipped_costs import start_warm
 
 TITLE = "measured cost of the planner's plans against every heuristic's, on unseen tables"
-ROUGH_TIME = "40 min (quick: 2 min)"
+ROUGH_TIME = "5 h, better in slices (quick: 5 min)"
 
 CELLS = ((20, 2), (20, 4), (20, 8), (50, 2), (50, 4), (50, 8), (100, 2), (100, 4), (100, 8))
 BATCH_SIZE = 2048
