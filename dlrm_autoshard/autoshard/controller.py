@@ -51,7 +51,8 @@ class Controller:
     # -- one interval ------------------------------------------------------------------------------------------------
 
     def decide(self, interval: Interval, plan: ShardingPlan, measure_shards: ShardTimer | None = None) -> Decision:
-        """`plan` is the live one, under which the interval ran. measure_shards: the micro-benchmark of these ranks."""
+        """`plan` is the live one, under which the interval ran. measure_shards: these ranks' micro-benchmark, where
+        tables may be split."""
         started = time.perf_counter()
         self._last_step = interval.step
         base = Decision(interval.epoch, interval.step, "kept", throughput_before=interval.throughput)
@@ -74,7 +75,7 @@ class Controller:
         elif no_search is not None:
             decision = replace(base, why=no_search)
         else:
-            if measure_shards is not None and task.splits.allowed and task.splits.max_parts > 1:
+            if measure_shards is not None:
                 seconds = thresholds.MEASURING_SHARE * self.trigger.seconds_to_gain
                 learn_halves(self.planner, task, plan, measure_shards, seconds)
             decision = self.chooser.choose(base, task, interval, plan)

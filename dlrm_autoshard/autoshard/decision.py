@@ -47,7 +47,7 @@ class Interval:
         if len(self.timed_SW4) < thresholds.LEAST_SAMPLES:
             return gain, 0.0
         low, high = np.quantile(balance_gains(self.timed_SW4, self.step_ms, slowness, exchange=exchange), [0.25, 0.75])
-        return gain, error_of_median(self.samples) * float(high - low) / IQR_OF_NORMAL
+        return gain, error_of_median(len(self.timed_SW4)) * float(high - low) / IQR_OF_NORMAL
 
 
 def error_of_median(count: int) -> float:
