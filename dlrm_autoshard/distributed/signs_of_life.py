@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -62,6 +63,10 @@ def is_exchange_failure(error: BaseException | None) -> bool:
         words = ("gloo", "connection closed by peer", "connection reset by peer", "socket")
         if isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words):
             return True
+        if type(error) is RuntimeError:  # gloo's and NCCL's own words are many, and not all of them name themselves
+            frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+            if any(_waits_for_others(code) for code in frames):
+                return True
         error = error.__cause__
     return False
 
@@ -71,15 +76,22 @@ def busy_at(frame: FrameType | None) -> str | None:
     named: Any = None
     while frame is not None:
         code = frame.f_code
-        ours = "dlrm_autoshard" in code.co_filename
-        if "torch/distributed/distributed_c10d" in code.co_filename or (ours and code.co_name in _WAITS):
+        if _waits_for_others(code):
             return None
-        if named is None and (ours or "lib/python" not in code.co_filename):
+        if named is None and (_is_ours(code) or "lib/python" not in code.co_filename):
             named = frame
         frame = frame.f_back
     if named is None:
         return "code of a library"
     return f"{Path(named.f_code.co_filename).name}:{named.f_lineno} ({named.f_code.co_name})"
+
+
+def _waits_for_others(code: CodeType) -> bool:
+    return "torch/distributed/distributed_c10d" in code.co_filename or (_is_ours(code) and code.co_name in _WAITS)
+
+
+def _is_ours(code: CodeType) -> bool:
+    return "dlrm_autoshard" in code.co_filename
 
 
 def start_time(process: int) -> str:
