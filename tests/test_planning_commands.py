@@ -1,12 +1,8 @@
-"""The planning subcommands end to end, on small pools; cost log, warm start and start-up; plans in TorchRec's form."""
+"""The planning subcommands end to end, on small pools; plans in TorchRec's form."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import time
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +15,10 @@ from dlrm_autoshard.commands.arguments import planner_of
 from dlrm_autoshard.commands.compare_planners import Outcome, summarise
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan, torchrec_plan
-from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.drawn_tasks import TaskSet, draw_tasks
-from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.pool import PUBLISHED_REUSE_SHARES, TablePool, reuse_shares, synthetic_pool
-from dlrm_autoshard.planner.replay import CommsSample, ShardSample
-from dlrm_autoshard.planner.task import PlacementTask, Splits
-from dlrm_autoshard.probe.calibration import MEASURING_SHARE, calibration_shards, start_costs
-from dlrm_autoshard.probe.cost_log import CostLog
-from dlrm_autoshard.probe.shard_probe import ShardTime
-from dlrm_autoshard.probe.shipped_costs import WARM_START, read_samples, start_warm, write_samples
-from dlrm_autoshard.probe.simulator import SimulatedCluster
-from dlrm_autoshard.tables import NUM_REUSE_BINS, Shard, TableConfig, TableStats
+from dlrm_autoshard.tables import NUM_REUSE_BINS, TableConfig, TableStats
 
 MACHINE = {"device": "cpu", "processor": "a test", "fbgemm": "1.8.0"}
 
@@ -329,170 +317,3 @@ def _torchrec_rank(rank: int, world_size: int) -> tuple[str, list[str]]:
 
 
 # Costs that outlive a job --------------------------------------------------------------------------------------------
-
-
-def _named(pool: TablePool, names: Sequence[str]) -> TablePool:
-    return pool.chosen(i for i, table in enumerate(pool.tables) if table.name in names)
-
-
-def _samples(count: int, num_tables: int = 6) -> list[ShardSample]:
-    pool, cluster = synthetic_pool(num_tables, seed=1, batch_size=256), SimulatedCluster(0)
-    samples = []
-    task = PlacementTask.build(pool.tables, pool.stats, Topology(2), batch_size=256)
-    for shard in itertools.islice(itertools.chain(*calibration_shards(task, seed=0)), count):
-        part = _named(pool, shard)
-        plan = ShardingPlan({table.name: 0 for table in part.tables}, 1)
-        [cost] = cluster.profile(part.tables, part.stats, plan, 256).ranks
-        samples.append(ShardSample(part.tables, part.stats, 256, cost.fwd_compute_ms, cost.bwd_compute_ms, 0.01))
-    return samples
-
-
-def test_the_cost_log_gives_back_what_was_appended_and_skips_what_a_killed_job_left(tmp_path: Path) -> None:
-    samples = _samples(5)
-    exchange = CommsSample((64, 32), 256, (0.1, 0.2), (0.3, 0.4))
-    CostLog(tmp_path, MACHINE).append(samples[:3])
-    with CostLog(tmp_path, MACHINE).path.open("a") as file:
-        file.write('{"kind": "shard", "tab')  # killed in mid-line
-    CostLog(tmp_path, MACHINE).append([*samples[3:], exchange])
-    assert CostLog(tmp_path, MACHINE).read() == [*samples, exchange]
-
-
-def test_another_machine_has_another_cost_log(tmp_path: Path) -> None:
-    CostLog(tmp_path, MACHINE).append(_samples(2))
-    assert CostLog(tmp_path, {**MACHINE, "processor": "another"}).read() == []
-
-
-def test_shipped_measurements_survive_their_file_format(tmp_path: Path) -> None:
-    shards, comms = _samples(6), [CommsSample((64, 32), 256, (0.1, 0.2), (0.3, 0.4))]
-    write_samples(tmp_path / "some.npz", shards, comms)
-    *read, exchange = read_samples(tmp_path / "some.npz")
-    assert exchange == comms[0] and len(read) == 6
-    for before, after in zip(shards, read, strict=True):
-        assert isinstance(after, ShardSample)
-        assert after.tables == before.tables and after.batch_size == before.batch_size
-        assert after.bwd_compute_ms == pytest.approx(before.bwd_compute_ms, rel=1e-5)
-
-
-def test_the_shipped_costs_say_whose_they_are() -> None:
-    planner = Planner("search")
-    assert start_warm(planner, {"processor": "unheard of"})
-    assert "other hardware" in planner.costs.costs_from and "proportions" in planner.costs.costs_from
-    own = json.loads(WARM_START.with_suffix(".json").read_text())["fingerprint"]
-    assert start_warm(planner, own)
-    assert "hardware like this one" in planner.costs.costs_from
-    pool = synthetic_pool(10, seed=9, batch_size=2048)
-    plan = ShardingPlan({table.name: 0 for table in pool.tables}, 1)
-    [cost] = planner.predict(PlacementTask.build(pool.tables, pool.stats, Topology(1), batch_size=2048), plan)
-    assert 1 < cost.total_ms < 200  # ms, of ten tables on one core
-
-
-def test_a_second_job_measures_nothing_and_starts_within_a_second(tmp_path: Path) -> None:
-    pool, cluster, asked = synthetic_pool(12, seed=1, batch_size=256), SimulatedCluster(0), []
-    task = PlacementTask.build(pool.tables, pool.stats, Topology(2), batch_size=256)
-
-    def measure(shards: Any) -> list[Any]:
-        asked.extend(shards)
-        times = []
-        for shard in shards:
-            part = _named(pool, shard)
-            plan = ShardingPlan({table.name: 0 for table in part.tables}, 1)
-            [cost] = cluster.profile(part.tables, part.stats, plan, 256).ranks
-            times.append(ShardTime(cost.fwd_compute_ms, cost.bwd_compute_ms, 0.01, 1))
-        return times
-
-    def start() -> tuple[Any, float]:
-        begun = time.perf_counter()
-        started = start_costs(Planner("auto"), task, fingerprint=MACHINE, measure_shards=measure, cache_dir=tmp_path)
-        return started, time.perf_counter() - begun
-
-    first, _ = start()
-    wanted = list(itertools.chain(*calibration_shards(task, seed=0)))
-    assert first.measured == len(wanted) and first.known == 0 and asked
-    asked.clear()
-    second, seconds = start()
-    assert second.measured == 0 and second.known == first.measured and not asked
-    assert seconds < 3  # the target, 1 s, is a benchmark's affair on a quiet machine
-
-
-def test_calibration_looks_at_heavy_tables_alone_and_at_sets_like_a_ranks_share() -> None:
-    pool = synthetic_pool(20, seed=1, batch_size=256)
-    task = PlacementTask.build(pool.tables, pool.stats, Topology(4), batch_size=256)
-    alone, sets = calibration_shards(task, seed=0)
-    heaviest = max(range(20), key=lambda i: pool.tables[i].embedding_dim * pool.stats[i].mean_pooling)
-    assert alone[0] == [pool.tables[heaviest].name] and sorted(alone) == sorted([name] for name in task.names)
-    assert len(sets) == len({tuple(shard) for shard in sets}) and all(len(shard) > 1 for shard in sets)
-    assert any(4 <= len(shard) <= 6 for shard in sets)
-    assert calibration_shards(task, seed=0) == (alone, sets)
-    splitting = replace(task, splits=Splits(max_parts=4, min_dim=4))
-    more = [name for [name] in calibration_shards(splitting, seed=0)[0] if name not in task.names]
-    assert 0 < len(more) <= 8 and all(name.startswith(f"{Shard.parse(name).table}[0:") for name in more)
-
-
-def test_what_half_of_a_table_costs_is_measured_where_it_may_be_split() -> None:
-    """The one wide table is dearer than others of its kind: a network fitted to these tables as they are may take that
-    for the price of its lookups, which its parts all have."""
-    tables = tuple(
-        TableConfig(f"t{i}", 1_000_000 if i == 0 else 3000 * (i + 1), 128 if i == 0 else 32) for i in range(26)
-    )
-    stats = tuple(TableStats(120.0 if i == 0 else 1.0 + i % 9, batch_size=2048) for i in range(26))
-    splits = Splits(max_parts=4, min_dim=16, optimizer="adagrad")
-    task = PlacementTask.build(tables, stats, Topology(2), batch_size=2048, splits=splits)
-
-    def ms(name: str) -> float:
-        stat = stats[task.names.index(Shard.parse(name).table)]
-        dearer = 2.0 if stat.mean_pooling > 100 else 1.0
-        return float(0.005 * dearer * stat.mean_pooling * task.shard(name)[0].embedding_dim ** 0.85)
-
-    def measure(shards: Any) -> list[ShardTime]:
-        return [ShardTime(sum(map(ms, shard)), 2 * sum(map(ms, shard)), 0.01, 3) for shard in shards]
-
-    planner = Planner("auto")
-    start_costs(planner, task, fingerprint=MACHINE, measure_shards=measure)
-    split = task.split("t0")
-    assert split is not None
-    alone = dict(zip(split.names, planner.costs.costs_of(split).alone_ms(), strict=True))
-    for half in ("t0[0:64]", "t0[64:128]"):
-        assert alone[half] == pytest.approx(3 * ms(half), rel=0.1)
-
-
-def test_a_slow_moment_is_noise_and_no_table_of_its_own() -> None:
-    """The machine is twice as slow for half of the time; each moment's own steps agree with one another."""
-    pool, moments = synthetic_pool(8, seed=1, batch_size=256), np.random.default_rng(0)
-
-    def measure(shards: Any) -> list[ShardTime]:
-        slow = float(moments.choice([1.0, 2.0]))
-        return [ShardTime(slow * len(shard), slow * len(shard), 0.01, 3) for shard in shards]
-
-    planner = Planner("auto")
-    task = PlacementTask.build(pool.tables, pool.stats, Topology(2), batch_size=256)
-    start_costs(planner, task, fingerprint=MACHINE, measure_shards=measure)
-    noise = {len(sample.tables): sample.noise for sample in planner.costs.replay.shards}
-    assert noise.pop(1) > 0.1  # five moments of each table alone
-    assert min(noise.values()) > 0.3  # of each set, one
-
-
-def test_a_start_spends_half_of_its_time_on_tables_alone_and_the_next_goes_on_where_it_ended(tmp_path: Path) -> None:
-    """Sets take ten times as long as a table: a start that dealt them in turns would know next to no table."""
-    pool, rounds = synthetic_pool(30, seed=1, batch_size=256), []
-
-    def measure(shards: Any) -> list[ShardTime]:
-        rounds.append(shards)
-        time.sleep(0.01 * max(map(len, shards)))
-        return [ShardTime(1.0, 1.0, 0.01, 3)] * len(shards)
-
-    def start() -> set[tuple[str, ...]]:
-        rounds.clear()
-        task = PlacementTask.build(pool.tables, pool.stats, Topology(2), batch_size=256)
-        start_costs(
-            Planner("auto"), task, fingerprint=MACHINE, measure_shards=measure, cache_dir=tmp_path,
-            budget_seconds=0.6 / MEASURING_SHARE,
-        )  # fmt: skip
-        return {tuple(shard) for dealt in rounds for shard in dealt}
-
-    first = start()
-    assert all(len({len(shard) == 1 for shard in dealt}) == 1 for dealt in rounds)  # one kind at a time
-    alone, sets = (sum(max(map(len, d)) for d in rounds if (len(d[0]) == 1) == kind) for kind in (True, False))
-    assert 0.5 < alone / sets < 2
-    assert {(table.name,) for table in pool.tables} < first
-    second = start()
-    assert first and second and not first & second

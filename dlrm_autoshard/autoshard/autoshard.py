@@ -152,6 +152,7 @@ class Autoshard:
             optimizer=sharded.config.optimizer,
             exchange_dtype=bags.exchange_dtype,
             shared_memory=bags.shared_memory,
+            steps=self._total,
             current=current,
         )
         bags.move_to(placement.plan)

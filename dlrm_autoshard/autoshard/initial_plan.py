@@ -57,6 +57,7 @@ def place(
     optimizer: TableOptimizerConfig,
     exchange_dtype: str,
     shared_memory: bool = True,
+    steps: int | None = None,
     seed: int = 0,
     current: ShardingPlan | None = None,
 ) -> Placement:
@@ -64,7 +65,8 @@ def place(
     anything is allocated, where tables do not fit.
 
     find_stats: of each table; asked on rank 0, once the settings are known to be right. batch_size: over all ranks.
-    shared_memory: whether ranks of a host exchange through it. current: a plan that is taken as it is, where it is for
+    shared_memory: whether ranks of a host exchange through it. steps: of the job, where that is known: a start that
+    takes long does not pay in a short one. current: a plan that is taken as it is, where it is for
     these ranks.
     """
     check_settings(settings, [table.name for table in tables], runtime.world_size)
@@ -94,17 +96,16 @@ def place(
         probe = RankProbe.at_start(runtime, task, optimizer.name, exchange_dtype, shared_memory)
 
     def decide() -> tuple[ShardingPlan, PlanResult | None]:
-        seconds = settings.budget_seconds
         if planning and planner is not None:
-            seconds -= calibrate(planner, task, settings, runtime, probe, seed)
-        if planning and planner is not None and settings.placement is None:
-            result = planner.plan(
-                task,
-                measure=None if probe is None else probe.measure,
-                measure_plans=settings.measure_plans,
-                budget_seconds=max(0.0, seconds),
-            )
-            return result.plan.ordered(task.names), result
+            seconds_left = calibrate(planner, task, settings, runtime, probe, steps, seed)
+            if settings.placement is None:
+                result = planner.plan(
+                    task,
+                    measure=None if probe is None else probe.measure,
+                    measure_plans=settings.measure_plans,
+                    budget_seconds=seconds_left,
+                )
+                return result.plan.ordered(task.names), result
         return (settled or given_plan(settings.placement, task)).ordered(task.names), None
 
     plan, result = runtime.from_rank_0(decide, None if probe is None else probe.on_rank_zero)
@@ -170,9 +171,11 @@ def calibrate(
     settings: AutoshardConfig,
     runtime: Runtime,
     probe: RankProbe | None,
+    steps: int | None,
     seed: int,
 ) -> float:
-    """Readies the planner's costs, by measuring on these ranks or from what earlier jobs did; the seconds it took."""
+    """Readies the planner's costs, by measuring on these ranks or from what earlier jobs did; the seconds that are left
+    to plan with."""
     cache_dir = settings.cache_dir
     started = start_costs(
         planner,
@@ -181,9 +184,10 @@ def calibrate(
         measure_shards=None if probe is None else probe.measure_shards,
         cache_dir=None if cache_dir is None else Path(cache_dir),
         budget_seconds=settings.budget_seconds,
+        steps=steps,
         seed=seed,
     )
-    return started.seconds
+    return started.seconds_left
 
 
 def given_plan(placement: str | None, task: PlacementTask) -> ShardingPlan:

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dlrm_autoshard.costs import step_cost_ms
+from dlrm_autoshard.plan import round_robin
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.replay import CommsSample, ShardSample
 from dlrm_autoshard.planner.search import late
@@ -28,6 +30,11 @@ MOST_SETS, MOST_ALONE, MOST_HALVES = 64, 128, 16
 PASSES = 5  # over the tables alone, at different moments
 MEASURING_SHARE = 0.15
 """Of the budget, and as much again for fitting; the rest is for planning."""
+JOB_SHARE, LEAST_SECONDS = 0.03, 4.0
+"""Of the training time that shipped costs expect: what a start may take; and seconds that it may take of any job. About
+a third of a budget is used, so a start takes some 1% of a job of minutes. Resharding learns the rest from its steps."""
+UNSEEN_MOMENTS = 0.05
+"""Noise of moments where no shard was measured at two of them: twice what it was, 0.005 to 0.03, on two quiet cores."""
 MOST_FITTED = 400  # samples of other tables in the log that are learned from
 STATS_DIFFER = 0.1  # tables whose pooling and reuse are this close to the log's are the same tables
 
@@ -40,12 +47,13 @@ class ShardTimer(Protocol):
 
 @dataclass(frozen=True)
 class Started:
-    """known: shards of these tables that the log had. measured: shards measured now. left_out: lines of the log that
-    could not be used, each in a sentence."""
+    """known: shards of these tables that the log had. measured: shards measured now. seconds_left: of the budget, to
+    plan with. left_out: lines of the log that could not be used, each in a sentence."""
 
     known: int
     measured: int
     seconds: float
+    seconds_left: float
     left_out: Sequence[str] = ()
 
     @property
@@ -70,9 +78,11 @@ def start_costs(
     measure_shards: ShardTimer | None = None,
     cache_dir: Path | None = None,
     budget_seconds: float = 20.0,
+    steps: int | None = None,
     seed: int = 0,
 ) -> Started:
-    """Readies the planner's costs within about 30% of the budget.
+    """Readies the planner's costs within about 30% of the budget. steps: of the job, where that is known: the budget of
+    a short one is smaller.
 
     A job whose tables were measured on this hardware before starts from the log, in well under a second. Otherwise a
     few dozen shards of its own tables are measured on the running ranks: tables alone, halves of those that may be
@@ -81,6 +91,8 @@ def start_costs(
     """
     begun = time.perf_counter()
     start_warm(planner, fingerprint)
+    if steps is not None:
+        budget_seconds = min(budget_seconds, max(LEAST_SECONDS, JOB_SHARE * expected_seconds(planner, task, steps)))
     log = None if cache_dir is None else CostLog(cache_dir, {**fingerprint, "world_size": task.world_size})
     logged = [] if log is None else log.read()
     known = [sample for sample in logged if isinstance(sample, ShardSample) and is_about(sample, task)]
@@ -106,7 +118,14 @@ def start_costs(
         # Known tables need only be recalled: fewer updates, so that a second start takes less than a second.
         planner.costs.learn(learned, updates=600 if measured else 60, budget_seconds=MEASURING_SHARE * budget_seconds)
     left_out = () if log is None else log.left_out
-    return Started(len(known), len(measured), time.perf_counter() - begun, left_out)
+    seconds = time.perf_counter() - begun
+    return Started(len(known), len(measured), seconds, max(0.0, budget_seconds - seconds), left_out)
+
+
+def expected_seconds(planner: Planner, task: PlacementTask, steps: int) -> float:
+    """Of training under round-robin, as far as placement decides it."""
+    plan = round_robin(task.names, task.topology)
+    return steps * step_cost_ms(planner.predict(task, plan)) / 1000
 
 
 def calibration_shards(task: PlacementTask, seed: int) -> tuple[list[list[str]], list[list[str]]]:
@@ -140,12 +159,14 @@ def _measured_in_passes(
 ) -> dict[tuple[str, ...], list[ShardTime]]:
     """Tables alone in several passes, each by another rank than before, and sets of them in one. A shard a rank at a
     time, all of one kind, for ranks that measure at once wait for the slowest; half of the time goes to each kind: a
-    set takes as long as all its tables, and tells less of each."""
+    set takes as long as all its tables, and tells less of each, so each table has its first turn before."""
     passes = [table for number in range(PASSES) for table in (*alone[number:], *alone[:number])]
     queues, spent = (deque(passes), deque(sets)), [0.0, 0.0]
     found: dict[tuple[str, ...], list[ShardTime]] = {}
     while any(queues) and not late(deadline):
-        kind = min((number for number, queue in enumerate(queues) if queue), key=spent.__getitem__)
+        first_turns = len(queues[0]) > len(passes) - len(alone)
+        kinds = [0] if first_turns else [number for number, queue in enumerate(queues) if queue]
+        kind = min(kinds, key=spent.__getitem__)
         dealt = [queues[kind].popleft() for _ in range(min(world_size, len(queues[kind])))]
         begun = time.perf_counter()
         for shard, seen in zip(dealt, measure_shards(dealt), strict=True):
@@ -158,7 +179,7 @@ def _noise_of_moments(passes: Iterable[Sequence[ShardTime]]) -> float:
     """Interquartile range over median of the same shard at different moments, in the quadratic mean: where a neighbour
     on the machine makes all steps of a moment slow, their own spread says nothing of it."""
     again = [spread_of_times(seen) for seen in passes if len(seen) > 1]
-    return float(np.mean(np.square(again)) ** 0.5) if again else 0.0
+    return float(np.mean(np.square(again)) ** 0.5) if again else UNSEEN_MOMENTS
 
 
 def sample_of(task: PlacementTask, shard: Sequence[str], time: ShardTime) -> ShardSample:

@@ -37,7 +37,7 @@ _ROUNDS, _ROUNDS_SECONDS = 2, 1.5
 """Times that each of several plans is measured, in turns with the others, so that when the machine is slow for a moment
 all of them are; the median counts. No round but the first begins after so many seconds."""
 
-SECONDS_PER_SHARD = 0.1
+SECONDS_PER_SHARD = 0.03
 """That a shard is measured for, at least."""
 
 

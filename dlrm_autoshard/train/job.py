@@ -73,6 +73,7 @@ class Job:
             batch_size=self.global_batch,
             optimizer=config.tables.optimizer,
             exchange_dtype=config.train.exchange_dtype,
+            steps=self._count_steps(Position()),
             seed=config.run.seed,
             current=current,
         )
@@ -126,7 +127,7 @@ class Job:
         if runtime.rank == 0:  # for all ranks, for there may be fewer now; started again without a checkpoint: all
             forget_after(run_dir, -1 if self.resumed_from is None else self.position.step)
         runtime.barrier()
-        self.total_steps = self._count_steps()
+        self.total_steps = self._count_steps(self.position)
 
     def _resume(self, fall_back: bool) -> Position:
         checkpoints, runtime = self.checkpoints, self.runtime
@@ -143,8 +144,9 @@ class Job:
                 return position
         return Position()
 
-    def _count_steps(self) -> int:
-        samples, position, train = self.source.num_samples("train"), self.position, self.config.train
+    def _count_steps(self, position: Position) -> int:
+        """Those done there, and to come."""
+        samples, train = self.source.num_samples("train"), self.config.train
         total = position.step
         if position.epoch < train.epochs:
             this_epoch = -(-(samples - position.sample) // self.global_batch)
