@@ -25,6 +25,8 @@ from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import Gain
 from dlrm_autoshard.planner.task import PlacementTask, Splits
+from dlrm_autoshard.probe.calibration import ShardTimer
+from dlrm_autoshard.probe.shard_probe import ShardTime
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.jsonl import read_jsonl
@@ -65,6 +67,7 @@ class Training:
         self.log = DecisionLog(Path(self.folder.name) / "decisions.jsonl")
         self.planner = Planner(seed=seed)
         self.step, self.total = 0, 100_000
+        self.measure_shards: ShardTimer | None = None
         self.plan = self.start_plan()
         self.controller = self.make_controller()
 
@@ -95,9 +98,8 @@ class Training:
         profile = self.measure(self.plan)
         step_ms = self.true_ms(self.plan) * float(np.exp(self.cluster.noise * self.noise.standard_normal()))
         self.step += STEPS
-        decision = self.controller.decide(
-            Interval(self.step // STEPS, self.step, profile, 1000 * BATCH / step_ms, self.total - self.step), self.plan
-        )
+        interval = Interval(self.step // STEPS, self.step, profile, 1000 * BATCH / step_ms, self.total - self.step)
+        decision = self.controller.decide(interval, self.plan, self.measure_shards)
         if decision.new_plan is not None:
             moves = self.plan.moves_to(decision.new_plan)
             self.plan = decision.new_plan
@@ -229,6 +231,34 @@ def liar(job: Training) -> Liar:
     planner.load_state_dict(job.planner.state_dict())
     planner.lie = ShardingPlan({table.name: 0 for table in job.tables}, 2)
     return planner
+
+
+class Doubtful(Planner):
+    """Is sure of no gain before it has been told what tables take alone."""
+
+    def gains(self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan]) -> list[Gain]:
+        std = 0.0 if self.costs.replay.shards else 0.5
+        return [replace(gain, std=std) for gain in super().gains(task, current, candidates)]
+
+
+def test_where_too_little_is_known_of_what_would_move_that_is_measured_first() -> None:
+    moves, asked = [], list[list[str]]()
+
+    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        asked.extend(map(list, shards))
+        pairs = [job.task.shard(name) for [name] in shards]
+        alone = [job.exact.profile([t], [s], ShardingPlan({t.name: 0}, 1), BATCH).ranks[0] for t, s in pairs]
+        return [ShardTime(cost.fwd_compute_ms, cost.bwd_compute_ms, 0.01, 3) for cost in alone]
+
+    for measure_shards in (None, measure):
+        job = Training(1)
+        job.plan = job.worst_heuristic()
+        doubtful = Doubtful(seed=0)
+        doubtful.load_state_dict(job.planner.state_dict())
+        job.controller, job.measure_shards = job.make_controller(doubtful), measure_shards
+        moves.append(job.run(3).count("moved"))
+    assert moves[0] == 0 and 1 <= moves[1] <= 2
+    assert sorted(name for [name] in asked) == sorted(job.task.names)  # each once
 
 
 def test_a_move_that_made_it_worse_is_taken_back_once_and_not_tried_again() -> None:

@@ -84,7 +84,9 @@ class Always(SearchTrigger):
 class NextOfPlans(MoveChooser):
     """Always goes for the next of PLANS: what is tested is everything around it."""
 
-    def choose(self, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> Decision:
+    def choose(
+        self, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan, learn: Any = None
+    ) -> Decision:
         ranks = PLANS[len(self.history.moves_at) % len(PLANS)]
         rank_of = {table["name"]: int(rank) for table, rank in zip(TABLES, ranks, strict=True)}
         return replace(base, action="moved", predicted_gain=0.1, new_plan=ShardingPlan(rank_of, 2), old_plan=plan)

@@ -9,7 +9,7 @@ A gain is what the planner predicts of the planned stages, with its uncertainty,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -62,23 +62,23 @@ class MoveChooser:
         self.move_cost, self.history = MoveCost(), History()
         self.target: ShardingPlan | None = None  # of a move that is made in parts, and not yet at its end
 
-    def choose(self, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> Decision:
-        """`plan` is the live one."""
+    def choose(
+        self,
+        base: Decision,
+        task: PlacementTask,
+        interval: Interval,
+        plan: ShardingPlan,
+        learn: Callable[[], bool] = lambda: False,
+    ) -> Decision:
+        """`plan` is the live one. learn: measures tables, if that can be and tells something new; asked where a move is
+        left undone only because too little is known of what it moves."""
         try:
-            found = self.planner.propose(task, plan, budget_seconds=self.trigger.search_seconds / 2)
+            best, why = self._best(task, interval, plan)
+            surely = replace(best, uncertainty=self.trigger.gain_scatter)
+            if why is not None and self._reason_to_stay(surely, interval) is None and learn():
+                best, why = self._best(task, interval, plan)
         except PlanError as error:  # no reason to stop training under a plan that works
             return replace(base, why=str(error))
-        candidates = [candidate.ordered(task.names) for candidate, _ in found]
-        if self.target is not None and self.target != plan:
-            candidates.append(self.target)
-        proposals = self.proposals(task, interval, plan, candidates)
-        if not proposals:
-            return replace(base, why="no other plan is legal")
-        reasons = [self._reason_to_stay(proposal, interval) for proposal in proposals]
-        best, why = max(
-            zip(proposals, reasons, strict=True),
-            key=lambda pair: (pair[1] is None, seconds_saved(pair[0], interval, self.move_cost)),
-        )
         base = replace(base, predicted_gain=best.gain, uncertainty=best.uncertainty)
         if why is not None:
             self.target = None
@@ -90,6 +90,21 @@ class MoveChooser:
         if best.parts > 1:
             return self._part_of(best, base, task, interval, plan)
         return _moved(base, best, plan)
+
+    def _best(self, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> tuple[Proposal, str | None]:
+        """The proposal that saves most, of those that pay if any does; and why it does not pay."""
+        found = self.planner.propose(task, plan, budget_seconds=self.trigger.search_seconds / 2)
+        candidates = [candidate.ordered(task.names) for candidate, _ in found]
+        if self.target is not None and self.target != plan:
+            candidates.append(self.target)
+        proposals = self.proposals(task, interval, plan, candidates)
+        if not proposals:
+            raise PlanError("no other plan is legal")
+        reasons = [self._reason_to_stay(proposal, interval) for proposal in proposals]
+        return max(
+            zip(proposals, reasons, strict=True),
+            key=lambda pair: (pair[1] is None, seconds_saved(pair[0], interval, self.move_cost)),
+        )
 
     def proposals(
         self, task: PlacementTask, interval: Interval, plan: ShardingPlan, candidates: list[ShardingPlan]

@@ -24,6 +24,7 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import ShardTimer
+from dlrm_autoshard.probe.changed import learn_changed
 from dlrm_autoshard.probe.halves import learn_halves
 
 
@@ -51,8 +52,8 @@ class Controller:
     # -- one interval ------------------------------------------------------------------------------------------------
 
     def decide(self, interval: Interval, plan: ShardingPlan, measure_shards: ShardTimer | None = None) -> Decision:
-        """`plan` is the live one, under which the interval ran. measure_shards: these ranks' micro-benchmark, where
-        tables may be split."""
+        """`plan` is the live one, under which the interval ran. measure_shards: these ranks' micro-benchmark, where it
+        may be asked."""
         started = time.perf_counter()
         self._last_step = interval.step
         base = Decision(interval.epoch, interval.step, "kept", throughput_before=interval.throughput)
@@ -75,10 +76,15 @@ class Controller:
         elif no_search is not None:
             decision = replace(base, why=no_search)
         else:
-            if measure_shards is not None:
-                seconds = thresholds.MEASURING_SHARE * self.trigger.seconds_to_gain
+            seconds = thresholds.MEASURING_SHARE * self.trigger.seconds_to_gain
+            if measure_shards is not None and task.splits.allowed and task.splits.max_parts > 1:
                 learn_halves(self.planner, task, plan, measure_shards, seconds)
-            decision = self.chooser.choose(base, task, interval, plan)
+
+            def learn() -> bool:
+                measure = measure_shards
+                return measure is not None and len(learn_changed(self.planner, task, plan, measure, seconds)) > 0
+
+            decision = self.chooser.choose(base, task, interval, plan, learn)
         decision = replace(decision, decide_seconds=time.perf_counter() - started)
         self.chooser.history.intervals += 1
         if decision.new_plan is None:

@@ -65,9 +65,7 @@ class Intervals:
                 bytes_of = {t.name: t.weight_bytes + t.optimizer_bytes(optimizer) for t in embeddings.tables}
                 log = DecisionLog(run_dir / "decisions.jsonl")
                 controller = Controller(settings, placement.planner, placement.task, bytes_of, log)
-            splits = placement.task.splits
-            probes = settings.measure_plans > 0 and splits.allowed and splits.max_parts > 1
-            probe = self._shard_probe if probes else None
+            probe = self._shard_probe if settings.measure_plans > 0 else None
             self.resharding = Resharding(settings.reshard, runtime, embeddings, move_to, controller, run_dir, probe)
         self.begin(0)
 

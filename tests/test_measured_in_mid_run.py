@@ -1,0 +1,83 @@
+"""Tables whose data have changed, measured alone in mid-run: where a move depends on what is not known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from dlrm_autoshard.costs import RankCost, StepProfile
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.probe.calibration import sample_of
+from dlrm_autoshard.probe.changed import learn_changed
+from dlrm_autoshard.probe.shard_probe import ShardTime
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+TABLES = [TableConfig(f"t{i}", 100_000, 64) for i in range(6)]
+START = [TableStats(20.0, batch_size=1024) for _ in TABLES]
+PLAN = ShardingPlan({table.name: i // 3 for i, table in enumerate(TABLES)}, 2)
+
+
+def task_of(stats: Sequence[TableStats]) -> PlacementTask:
+    return PlacementTask.build(TABLES, list(stats), Topology(2), batch_size=1024)
+
+
+class Ranks:
+    """Take `ms` for a table alone, `slow` times that in the moment in which they are asked."""
+
+    def __init__(self, ms: dict[str, float], slow: float = 1.0) -> None:
+        self.ms, self.slow, self.asked = ms, slow, list[str]()
+
+    def __call__(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        self.asked += [name for [name] in shards]
+        return [ShardTime(self.slow * self.ms[name], 2 * self.slow * self.ms[name], 0.01, 3) for [name] in shards]
+
+
+def started() -> Planner:
+    """Every table was measured with the data of the start: 2 ms forward, 4 ms backward."""
+    planner, task = Planner("auto"), task_of(START)
+    planner.costs.observe_shards([sample_of(task, [t.name], ShardTime(2.0, 4.0, 0.01, 3)) for t in TABLES])
+    return planner
+
+
+@pytest.mark.parametrize("slow", [1.0, 1.5])
+def test_how_changed_tables_compare_is_learned_and_not_how_slow_the_moment_was(slow: float) -> None:
+    """Lookups of two tables of one rank have become three times as many: one takes four times as long as it did, the
+    other twice; what their rank takes does not tell that."""
+    stats = [replace(stat, mean_pooling=60.0) if i < 2 else stat for i, stat in enumerate(START)]
+    planner, task = started(), task_of(stats)
+    costs = RankCost(14.0, 1.0, 1.0, 28.0), RankCost(6.0, 1.0, 1.0, 12.0)
+    planner.costs.observe(StepProfile(PLAN, task.tables, task.stats, task.batch_size, costs, "measured", 0.01))
+    before = planner.costs.costs_of(task).alone_ms()
+    assert before[0] == pytest.approx(before[1])
+    ranks = Ranks({"t0": 8.0, "t1": 4.0}, slow)
+    assert learn_changed(planner, task, PLAN, ranks, budget_seconds=9.0) == ["t0", "t1"] == ranks.asked
+    after = planner.costs.costs_of(task).alone_ms()
+    assert after[0] / after[1] == pytest.approx(2.0, rel=0.15)
+    assert after[:2].sum() == pytest.approx(before[:2].sum(), rel=0.1)
+    assert after[2:] == pytest.approx(before[2:], rel=0.1)
+
+
+def test_it_is_asked_once_of_the_dearest_and_within_the_time_there_is() -> None:
+    stats = [replace(stat, mean_pooling=20.0 * (i + 2)) for i, stat in enumerate(START)]
+    planner, task = started(), task_of(stats)
+    ranks = Ranks({table.name: 4.0 for table in TABLES})
+    assert learn_changed(planner, task, PLAN, ranks, budget_seconds=0.01) == [] == ranks.asked
+    few = learn_changed(planner, task, PLAN, ranks, budget_seconds=0.3)
+    assert 2 <= len(few) < 6 and few == [f"t{5 - i}" for i in range(len(few))]
+    rest = learn_changed(planner, task, PLAN, ranks, budget_seconds=9.0)
+    assert sorted(few + rest) == [table.name for table in TABLES]
+    assert learn_changed(planner, task, PLAN, ranks, budget_seconds=9.0) == []  # known by now
+    assert learn_changed(started(), task_of(START), PLAN, ranks, budget_seconds=9.0) == []  # and what did not change
+
+
+def test_where_a_rank_has_no_memory_for_it_predictions_have_to_do() -> None:
+    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        raise UserError("rank 1 could not measure its shard: no memory")
+
+    stats = [replace(stat, mean_pooling=60.0) for stat in START]
+    assert learn_changed(started(), task_of(stats), PLAN, measure, budget_seconds=9.0) == []
