@@ -40,6 +40,11 @@ ROWS = (
         "a whole job of 45 s, its start included, pooling permuted: seconds with resharding over without",
     ),
     Row("race-short", "abrupt: torchrec / loop on", "the same job, TorchRec with its own planner over ours: seconds"),
+    Row(
+        "race-short",
+        "abrupt: recovered",
+        "the same job: of what a clairvoyant, whose planning is free, gains over a static plan",
+    ),
     Row("race-short", "start: planned more than round robin, s", "seconds that planning adds to a cold start"),
     Row("race-simulated", "8 ranks, abrupt: recovered", "200 tables on 8 simulated ranks, pooling permuted"),
     Row("race-simulated", "64 ranks, abrupt: recovered", "the same on 64 ranks (simulated)"),
