@@ -44,10 +44,11 @@ class Autoshard:
     ) -> None:
         """every_steps: between decisions. sample_every: steps between those whose stages are timed, with barriers.
 
-        total_steps: of the whole training, which a move must pay for itself in; where it is not said, as many steps are
-        expected to come as have been done. state: what `state_dict()` gave, to go on from there, in the same run_dir,
-        once the bags' own state is loaded. placement: what the live plan rests on, where it was planned by measurements
-        before; else a plan is made after the first step. settings: the other keys of the YAML's `autoshard:` section.
+        total_steps: of the whole training, which the first plan and each move must pay for themselves in; where it is
+        not said, as many steps are expected to come as have been done. state: what `state_dict()` gave, to go on from
+        there, in the same run_dir, once the bags' own state is loaded. placement: what the live plan rests on, where it
+        was planned by measurements before; else a plan is made after the first step. settings: the other keys of the
+        YAML's `autoshard:` section.
         """
         section = {"enabled": True, **settings}
         if isinstance(given := section.get("reshard", {}), dict):

@@ -38,7 +38,8 @@ _ROUNDS, _ROUNDS_SECONDS = 2, 1.5
 all of them are; the median counts. No round but the first begins after so many seconds."""
 
 SECONDS_PER_SHARD = 0.03
-"""That a shard is measured for, at least."""
+"""That a shard is measured for, at least. Little, for its moment may be a slow one: what matters is measured again, at
+others."""
 
 
 class ProbeError(UserError):
