@@ -13,7 +13,7 @@ from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import sample_of
-from dlrm_autoshard.probe.changed import learn_changed
+from dlrm_autoshard.probe.mid_run import learn_changed
 from dlrm_autoshard.probe.shard_probe import ShardTime
 from dlrm_autoshard.tables import TableConfig, TableStats
 

@@ -16,7 +16,7 @@ from dlrm_autoshard.plan import shard_tables
 from dlrm_autoshard.planner.relabel import relabelled
 from dlrm_autoshard.planner.splits import split_search
 from dlrm_autoshard.planner.task import PlacementTask, Splits
-from dlrm_autoshard.probe.halves import learn_halves
+from dlrm_autoshard.probe.mid_run import learn_halves
 from dlrm_autoshard.probe.shard_probe import ShardTime
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 from tests.planning_problems import BATCH, measurer, random_samples, some_tables, some_task

@@ -24,8 +24,7 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import ShardTimer
-from dlrm_autoshard.probe.changed import learn_changed
-from dlrm_autoshard.probe.halves import learn_halves
+from dlrm_autoshard.probe.mid_run import learn_changed, learn_halves
 
 
 class Log(Protocol):

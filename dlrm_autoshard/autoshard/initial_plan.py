@@ -66,8 +66,7 @@ def place(
 
     find_stats: of each table; asked on rank 0, once the settings are known to be right. batch_size: over all ranks.
     shared_memory: whether ranks of a host exchange through it. steps: of the job, where that is known: a start that
-    takes long does not pay in a short one. current: a plan that is taken as it is, where it is for
-    these ranks.
+    takes long does not pay in a short one. current: a plan that is taken as it is, where it is for these ranks.
     """
     check_settings(settings, [table.name for table in tables], runtime.world_size)
     stats = runtime.from_rank_0(find_stats)

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from dlrm_autoshard.benchmarks.harness import paired_ratio
@@ -14,7 +14,7 @@ from dlrm_autoshard.benchmarks.loop_job import JOB, Job, fixed_plan, pooling_at,
 from dlrm_autoshard.benchmarks.plans_in_turns import Turn, plans_in_turns, recovered
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import Config
-from dlrm_autoshard.costs import step_cost_ms
+from dlrm_autoshard.costs import balanced_cost_ms, step_cost_ms
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.data.statistics import measure_stats
 from dlrm_autoshard.plan import ShardingPlan, Topology
@@ -101,7 +101,7 @@ def over_balance(plan: ShardingPlan, config: Config) -> float:
     stats = measure_stats(source, JOB.batch_size, 1)
     task = PlacementTask.build(source.tables, stats, Topology(plan.world_size), batch_size=JOB.batch_size)
     ranks = planner.predict(task, plan)
-    return step_cost_ms(ranks) / fmean(rank.total_ms for rank in ranks)
+    return step_cost_ms(ranks) / balanced_cost_ms(ranks)
 
 
 def largest_share(plan: ShardingPlan, pooling: Sequence[float]) -> float:
