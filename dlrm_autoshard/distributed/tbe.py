@@ -27,6 +27,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 
 from dlrm_autoshard.config import TableOptimizerConfig
+from dlrm_autoshard.distributed.rowwise_adagrad import RowwiseAdagradTbe
 from dlrm_autoshard.tables import TableDtype
 
 _OPTIMIZERS = {
@@ -57,10 +58,12 @@ def make_tbe(
     tensor's first. location: `device`, or `managed_caching`: weights in host memory that the device reads, and a
     cache on the device for `cache_load_factor` of all rows.
     """
-    place, compute = _LOCATIONS[location], ComputeDevice.CUDA
+    kind, place, compute = Tbe, _LOCATIONS[location], ComputeDevice.CUDA
     if device.type == "cpu":
         place, compute = EmbeddingLocation.HOST, ComputeDevice.CPU
-    tbe = Tbe(
+        if optimizer.name == "rowwise_adagrad" and dtype == "fp32" and torch.get_num_threads() == 1:
+            kind = RowwiseAdagradTbe  # its loop runs on one thread; fbgemm's own for fp16 is the same one
+    tbe = kind(
         [(1, dim, place, compute) for _, dim in shapes],  # one row a table: next to nothing is allocated
         optimizer=_OPTIMIZERS[optimizer.name],
         learning_rate=optimizer.lr,

@@ -1,0 +1,88 @@
+"""Row-wise Adagrad on CPU, three times as fast: by fbgemm's plain loop instead of its generated code.
+
+tbe = RowwiseAdagradTbe(...)         # arguments, forward and state are fbgemm's own; only the update takes another way
+
+The generated code of fbgemm 1.8 mixes SSE with AVX instructions six times a row. Intel's CPUs since Ice Lake pay some
+70 ns for each: 26 ms for 43,000 rows where the plain loop takes 8. tests/test_rowwise_adagrad.py compares them.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen as Tbe,
+)
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_UPDATE = torch.ops.fbgemm.split_embedding_backward_codegen_rowwise_adagrad_cpu.default
+
+
+class RowwiseAdagradTbe(Tbe):
+    """fbgemm takes its plain loop where several features look up one table. So the update is told of two features a
+    table, the second of which has no columns and no ids. That loop adds a row's gradients in the order of samples, as
+    the generated code does; a row's squares it adds one after the other, so weights differ in their last bits.
+    """
+
+    def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Pooled vectors [B, D], with the update as their gradient function where gradients are on."""
+        if not torch.is_grad_enabled():
+            return self.look_up(indices, offsets, per_sample_weights)
+        pooled: Tensor = _LookUp.apply(self.weights_host, self, indices, offsets, per_sample_weights)
+        return pooled
+
+    def look_up(self, values_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> Tensor:
+        pooled: Tensor = super().forward(values_N, offsets, weights_N)
+        return pooled
+
+    def update(self, gradient_BD: Tensor, values_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> None:
+        samples = len(gradient_BD)
+        starts_T2B = offsets[:-1].view(-1, 1, samples).repeat(1, 2, 1)
+        starts_T2B[:, 1] = offsets[samples::samples, None]
+        _UPDATE(
+            grad_output=gradient_BD,
+            host_weights=self.weights_host,
+            indices=values_N,
+            offsets=torch.cat([starts_T2B.flatten(), offsets[-1:]]),
+            pooling_mode=self.pooling_mode.value,
+            indice_weights=torch.empty(0) if weights_N is None else weights_N,
+            momentum1_host=self.momentum1_host,
+            learning_rate_tensor=self.learning_rate_tensor,
+            **self._two_features,
+        )
+
+    @cached_property
+    def _two_features(self) -> dict[str, Any]:
+        """What of the update's arguments is the same in every step."""
+        placements = torch.zeros(2 * len(self.weights_offsets), dtype=torch.int32)
+        return {
+            "weights_placements": placements,
+            "weights_offsets": self.weights_offsets.repeat_interleave(2),
+            "D_offsets": self.D_offsets.repeat_interleave(2)[1:],
+            "max_D": self.max_D,
+            "hash_size_cumsum": self.hash_size_cumsum.repeat_interleave(2)[:-1],
+            "total_hash_size_bits": self.total_hash_size_bits,
+            "stochastic_rounding": False,
+            "momentum1_placements": placements,
+            "momentum1_offsets": self.momentum1_offsets.repeat_interleave(2),
+            "eps": self.optimizer_args.eps,
+        }
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weights: Tensor, tbe: RowwiseAdagradTbe, values_N: Tensor, offsets: Tensor, weights_N: Tensor | None
+    ) -> Tensor:
+        """weights: of all tables; here for autograd to see that there is something to update."""
+        ctx.tbe, ctx.ids = tbe, (values_N, offsets, weights_N)
+        return tbe.look_up(values_N, offsets, weights_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_BD: Tensor) -> tuple[None, ...]:
+        ctx.tbe.update(gradient_BD, *ctx.ids)
+        return None, None, None, None, None
