@@ -124,13 +124,14 @@ class Projection(nn.Module):
         num_samples = pooled_BD.shape[0]
         if not self.weights:
             return pooled_BD.view(num_samples, -1, self.dim)
-        projected, start = [], 0
-        for own, count in self.groups:
-            group = pooled_BD[:, start : start + own * count].reshape(-1, count, own)
+        projected = []
+        # `split`, whose gradient is written once; that of each slice would be a tensor as large as all of them.
+        columns = pooled_BD.split([own * count for own, count in self.groups], 1)
+        for (own, count), group in zip(self.groups, columns, strict=True):
+            group = group.reshape(-1, count, own)
             if own != self.dim:
                 group = torch.bmm(group.transpose(0, 1), self.weights[str(own)].to(group.dtype)).transpose(0, 1)
             projected.append(group)
-            start += own * count
         margin = [projected[0].new_zeros(num_samples, count, self.dim) for count in (1, self.padding)]
         return torch.cat([margin[0], *(group.to(margin[0].dtype) for group in projected), margin[1]], 1)
 
