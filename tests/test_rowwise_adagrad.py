@@ -1,8 +1,11 @@
-"""Row-wise Adagrad on CPU: the update is that of fbgemm's own code, whatever is looked up, and much quicker."""
+"""Row-wise Adagrad by fbgemm's plain loop: the update of its generated code, whatever is looked up."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from statistics import median
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dlrm_autoshard.config import TableOptimizerConfig
-from dlrm_autoshard.distributed.rowwise_adagrad import RowwiseAdagradTbe
+from dlrm_autoshard.distributed.rowwise_adagrad import RowwiseAdagradTbe, plain_loop_is_faster
 from dlrm_autoshard.distributed.tbe import Tbe, make_tbe
 
 CPU = torch.device("cpu")
@@ -27,7 +30,8 @@ def tables(shapes: Sequence[tuple[int, int]], pooling: str = "sum", seed: int = 
         "weights": (weights, [sum(sizes[:t]) for t in range(len(sizes))]),
         "momentum1": (squares, [sum(rows for rows, _ in shapes[:t]) for t in range(len(shapes))]),
     }
-    tbe = make_tbe(shapes, memory, TableOptimizerConfig(lr=0.05), "fp32", pooling, CPU)
+    with patch("dlrm_autoshard.distributed.tbe.plain_loop_is_faster", return_value=True):
+        tbe = make_tbe(shapes, memory, TableOptimizerConfig(lr=0.05), "fp32", pooling, CPU)
     assert isinstance(tbe, RowwiseAdagradTbe)
     return tbe
 
@@ -101,26 +105,21 @@ def test_a_lookup_without_gradients_updates_nothing() -> None:
         assert not tbe(torch.tensor([1]), torch.tensor([0, 1])).requires_grad
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "dtype", "threads"),
-    [("sgd", "fp32", 1), ("rowwise_adagrad", "fp16", 1), ("rowwise_adagrad", "fp32", 2)],
-)
-def test_where_fbgemms_own_update_is_as_good_it_is_taken(optimizer: str, dtype: str, threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        memory = {"weights": (torch.zeros(8, dtype=torch.float16 if dtype == "fp16" else torch.float32), [0])}
-        if optimizer != "sgd":
-            memory["momentum1"] = torch.zeros(2), [0]
-        tbe = make_tbe([(2, 4)], memory, TableOptimizerConfig(name=optimizer), dtype, "sum", CPU)  # type: ignore[arg-type]
-        assert type(tbe) is Tbe
-    finally:
-        torch.set_num_threads(before)
+def test_it_is_taken_where_it_is_faster_for_one_thread_and_where_fbgemm_has_other_code() -> None:
+    memory = {"weights": (torch.zeros(8), [0]), "momentum1": (torch.zeros(2), [0])}
+    taken = type(make_tbe([(2, 4)], memory, TableOptimizerConfig(), "fp32", "sum", CPU))
+    assert taken is (RowwiseAdagradTbe if plain_loop_is_faster() else Tbe)
+    half = memory | {"weights": (torch.zeros(8, dtype=torch.float16), [0])}
+    assert type(make_tbe([(2, 4)], half, TableOptimizerConfig(), "fp16", "sum", CPU)) is Tbe
+    del memory["momentum1"]
+    assert type(make_tbe([(2, 4)], memory, TableOptimizerConfig(name="sgd"), "fp32", "sum", CPU)) is Tbe
+    asked = "import torch; torch.set_num_threads(2)\nfrom dlrm_autoshard.distributed import rowwise_adagrad as r\n"
+    subprocess.run([sys.executable, "-c", asked + "assert not r.plain_loop_is_faster()"], check=True, timeout=60)
 
 
 @pytest.mark.alone
-def test_an_update_is_no_slower_than_by_fbgemms_generated_code() -> None:
-    """On Intel's CPUs since Ice Lake it takes a third of the time."""
+def test_what_is_taken_takes_no_longer_than_the_other() -> None:
+    """On an Intel CPU of 2023 a third of the time."""
     shapes = [(50_000, 32)] * 4
     batches = [drawn(np.random.default_rng(seed), shapes, 4096, False, torch.int64) for seed in range(4)]
     tbe, ratios = tables(shapes), []
@@ -131,4 +130,4 @@ def test_an_update_is_no_slower_than_by_fbgemms_generated_code() -> None:
             pooled.backward(gradient)
             seconds.append(time.perf_counter() - started)
         ratios.append(seconds[1] / seconds[0])
-    assert median(ratios) < 1.2
+    assert (median(ratios) < 1) == plain_loop_is_faster()

@@ -27,7 +27,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 
 from dlrm_autoshard.config import TableOptimizerConfig
-from dlrm_autoshard.distributed.rowwise_adagrad import RowwiseAdagradTbe
+from dlrm_autoshard.distributed.rowwise_adagrad import RowwiseAdagradTbe, plain_loop_is_faster
 from dlrm_autoshard.tables import TableDtype
 
 _OPTIMIZERS = {
@@ -61,8 +61,8 @@ def make_tbe(
     kind, place, compute = Tbe, _LOCATIONS[location], ComputeDevice.CUDA
     if device.type == "cpu":
         place, compute = EmbeddingLocation.HOST, ComputeDevice.CPU
-        if optimizer.name == "rowwise_adagrad" and dtype == "fp32" and torch.get_num_threads() == 1:
-            kind = RowwiseAdagradTbe  # its loop runs on one thread; fbgemm's own for fp16 is the same one
+        if optimizer.name == "rowwise_adagrad" and dtype == "fp32" and plain_loop_is_faster():
+            kind = RowwiseAdagradTbe  # for fp16 fbgemm takes the plain loop by itself
     tbe = kind(
         [(1, dim, place, compute) for _, dim in shapes],  # one row a table: next to nothing is allocated
         optimizer=_OPTIMIZERS[optimizer.name],

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from dlrm_autoshard.distributed.rowwise_adagrad import plain_loop_is_faster
+
 
 def hardware_fingerprint(device: torch.device = torch.device("cpu")) -> dict[str, Any]:
     """What a measured time depends on beside the shard itself; two jobs with equal ones can share measurements."""
@@ -24,6 +26,7 @@ def hardware_fingerprint(device: torch.device = torch.device("cpu")) -> dict[str
     else:
         processor = _processor()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    updates = {"rowwise_adagrad": "plain loop" if plain_loop_is_faster() else "generated code"}
     return {
         "device": device.type,
         "processor": processor,
@@ -32,6 +35,7 @@ def hardware_fingerprint(device: torch.device = torch.device("cpu")) -> dict[str
         "threads": torch.get_num_threads(),
         "torch": torch.__version__.split("+")[0],
         "fbgemm": _fbgemm_version(),
+        **(updates if device.type == "cpu" else {}),
     }
 
 
