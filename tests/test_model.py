@@ -22,7 +22,8 @@ def inputs(batch: int, tables: int, dim: int) -> tuple[Tensor, Tensor]:
 
 def beside(bottom: Tensor, vectors: Tensor, padding: int) -> Tensor:
     """As the model does it: vectors with a margin around them."""
-    return with_dense(bottom, torch.nn.functional.pad(vectors, (0, 0, 1, padding), value=float("nan")), padding)
+    room = torch.nn.functional.pad(vectors, (0, 0, 1, padding), value=float("nan"))
+    return with_dense(bottom, room.flatten(1), padding)
 
 
 def plain_dot(bottom: Tensor, vectors: Tensor) -> Tensor:
@@ -49,8 +50,8 @@ def test_dot_and_its_gradients_are_autograds(batch: int, tables: int, dim: int) 
 def test_cat_and_dcn_are_their_formulas() -> None:
     bottom, vectors = inputs(3, 2, 4)
     start = torch.cat([bottom, vectors.flatten(1)], 1)
-    assert torch.equal(CatInteraction(2, 4)(beside(bottom, vectors, 0)), start)
-    cross = LowRankCross(2, 4, num_layers=2, rank=3).double()
+    assert torch.equal(CatInteraction(12)(beside(bottom, vectors, 0)), start)
+    cross = LowRankCross(12, num_layers=2, rank=3).double()
     x = start
     for layer in range(2):
         weights = dict(cross.named_parameters())
@@ -59,7 +60,7 @@ def test_cat_and_dcn_are_their_formulas() -> None:
     torch.testing.assert_close(cross(beside(bottom, vectors, 0)), x)
 
 
-def test_projection_gives_each_table_its_own_matrix_and_leaves_equal_dims_alone() -> None:
+def test_projection_gives_each_table_of_another_dim_a_matrix_of_its_own() -> None:
     dims = [4, 4, 8, 16]
     tables = [TableConfig(f"t{i}", 10, dim) for i, dim in enumerate(dims)]
     projection = Projection(tables, 8, padding=3)

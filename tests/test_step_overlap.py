@@ -137,7 +137,7 @@ def test_dot_interaction_and_its_gradient(num_tables: int) -> None:
     pairs = [(rows[i] * rows[j]).sum(1, keepdim=True) for i in range(len(rows)) for j in range(i)]
     expected = torch.cat([bottom, *pairs], 1)
     margin = torch.nn.functional.pad(vectors, (0, 0, 1, interaction.padding))
-    actual = interaction(with_dense(bottom, margin, interaction.padding))
+    actual = interaction(with_dense(bottom, margin.flatten(1), interaction.padding))
     assert actual.shape[1] == interaction.out_features
     torch.testing.assert_close(actual, expected)
     gradient = torch.randn(expected.shape, generator=generator, dtype=torch.float64)

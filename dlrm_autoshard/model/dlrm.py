@@ -1,4 +1,4 @@
-"""The dense part of DLRM: bottom MLP, projections to a common dim, interaction, top MLP. No distribution in here.
+"""The dense part of DLRM: bottom MLP, interaction, top MLP. No distribution in here.
 
     logits_B = model.top(model.bottom(dense_BF), pooled_BD)
 
@@ -66,8 +66,11 @@ class DLRM(DenseArch):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.bottom_mlp = mlp([max(num_dense, 1), *config.dense_arch_layer_sizes], last_activation=True)
-            self.interaction = make_interaction(len(tables), dim, config)
-            self.projection = Projection(tables, dim, self.interaction.padding)
+            self.interaction = make_interaction(tables, dim, config)
+            # Products are of vectors of one dim; `cat` and `dcn` take vectors of any.
+            mixed = config.interaction == "dot" and any(table.embedding_dim != dim for table in tables)
+            self.projection = Projection(tables, dim, self.interaction.padding) if mixed else None
+            self.dim = dim
             hidden = config.over_arch_layer_sizes[:-1]
             self.over_mlp = mlp([self.interaction.out_features, *hidden, num_labels], last_activation=False)
 
@@ -82,29 +85,32 @@ class DLRM(DenseArch):
     def margin(self) -> tuple[int, int]:
         """Columns that `top` wants free before and after the pooled ones, so that the dense vector and the padding
         can take their places without anything being copied; none where vectors are projected, which copies them."""
-        dim = self.projection.dim
-        return (0, 0) if self.projection.weights else (dim, dim * self.interaction.padding)
+        return (self.dim, self.dim * self.interaction.padding) if self.projection is None else (0, 0)
 
     def top(self, bottom_BD: Tensor, pooled_BD: Tensor) -> Tensor:
         """Logits from the dense vector and the concatenated pooled vectors, `margin` around them, which is written
         to."""
-        x_BFD = with_dense(bottom_BD, self.projection(pooled_BD), self.interaction.padding)
-        result: Tensor = self.over_mlp(self.interaction(x_BFD))
+        if self.projection is not None:
+            pooled_BD = self.projection(pooled_BD).flatten(1)
+        x_BX = with_dense(bottom_BD, pooled_BD, self.interaction.padding)
+        result: Tensor = self.over_mlp(self.interaction(x_BX))
         return result.squeeze(1)  # of one label
 
 
-def make_interaction(num_tables: int, dim: int, config: ModelConfig) -> DotInteraction | CatInteraction | LowRankCross:
+def make_interaction(
+    tables: Sequence[TableConfig], dim: int, config: ModelConfig
+) -> DotInteraction | CatInteraction | LowRankCross:
+    width = dim + sum(table.embedding_dim for table in tables)
     if config.interaction == "dot":
-        return DotInteraction(num_tables, dim)
+        return DotInteraction(len(tables), dim)
     if config.interaction == "cat":
-        return CatInteraction(num_tables, dim)
-    return LowRankCross(num_tables, dim, config.dcn_num_layers, config.dcn_low_rank_dim)
+        return CatInteraction(width)
+    return LowRankCross(width, config.dcn_num_layers, config.dcn_low_rank_dim)
 
 
 class Projection(nn.Module):
     """Pooled vectors of several dims to one, with a margin for the dense vector before and `padding` vectors after:
-    [B, sum of dims] -> [B, 1 + T + padding, dim]; one matrix a table where dims differ. Where all have the right one,
-    the input has the margin already (`DLRM.margin`) and only changes its shape."""
+    [B, sum of dims] -> [B, 1 + T + padding, dim]; one matrix for each table that has another."""
 
     def __init__(self, tables: Sequence[TableConfig], dim: int, padding: int) -> None:
         super().__init__()
@@ -121,9 +127,6 @@ class Projection(nn.Module):
                 self.weights[str(own)] = nn.Parameter(torch.empty(count, own, dim).uniform_(-bound, bound))
 
     def forward(self, pooled_BD: Tensor) -> Tensor:
-        num_samples = pooled_BD.shape[0]
-        if not self.weights:
-            return pooled_BD.view(num_samples, -1, self.dim)
         projected = []
         # `split`, whose gradient is written once; that of each slice would be a tensor as large as all of them.
         columns = pooled_BD.split([own * count for own, count in self.groups], 1)
@@ -132,7 +135,7 @@ class Projection(nn.Module):
             if own != self.dim:
                 group = torch.bmm(group.transpose(0, 1), self.weights[str(own)].to(group.dtype)).transpose(0, 1)
             projected.append(group)
-        margin = [projected[0].new_zeros(num_samples, count, self.dim) for count in (1, self.padding)]
+        margin = [projected[0].new_zeros(pooled_BD.shape[0], count, self.dim) for count in (1, self.padding)]
         return torch.cat([margin[0], *(group.to(margin[0].dtype) for group in projected), margin[1]], 1)
 
 

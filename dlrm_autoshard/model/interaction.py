@@ -1,7 +1,7 @@
 """How DLRM combines the dense vector with the pooled vectors: `dot`, `cat`, or `dcn`.
 
-Input everywhere: x_BFD [B, F, D], the dense vector, the pooled vectors of T tables, and `padding` vectors of zeros that
-`dot` asks for. The pooled vectors come with a margin, so `with_dense` makes x where they lie, copying nothing.
+Input everywhere: x_BX, the dense vector [B, D], every table's pooled vectors beside it, and `padding` vectors of zeros
+that `dot` asks for. The pooled vectors come with a margin, so `with_dense` makes x where they lie, copying nothing.
 The dot interaction is the costly one, so it has its own backward: with Z = X Xt, and S the symmetric matrix of Z's
 gradients, the gradient of X is one product S X.
 """
@@ -14,24 +14,25 @@ import torch
 from torch import Tensor, nn
 
 
-def with_dense(bottom_BD: Tensor, room_BFD: Tensor, padding: int) -> Tensor:
-    """x_BFD, in room_BFD's memory: the dense vector goes first, zeros into the last `padding` vectors."""
-    result: Tensor = _WithDense.apply(bottom_BD, room_BFD.to(bottom_BD.dtype), padding)
+def with_dense(bottom_BD: Tensor, room_BX: Tensor, padding: int) -> Tensor:
+    """x_BX, in room_BX's memory: the dense vector goes first, zeros into the last `padding` vectors of its size."""
+    result: Tensor = _WithDense.apply(bottom_BD, room_BX.to(bottom_BD.dtype), padding)
     return result
 
 
 class _WithDense(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bottom_BD: Tensor, room_BFD: Tensor, padding: int) -> Tensor:
-        x_BFD = room_BFD.detach()  # the same memory, which nobody else has read yet
-        x_BFD[:, 0] = bottom_BD
-        x_BFD[:, x_BFD.shape[1] - padding :] = 0
-        return x_BFD
+    def forward(ctx: Any, bottom_BD: Tensor, room_BX: Tensor, padding: int) -> Tensor:
+        x_BX = room_BX.detach()  # the same memory, which nobody else has read yet
+        ctx.dim = bottom_BD.shape[1]
+        x_BX[:, : ctx.dim] = bottom_BD
+        x_BX[:, x_BX.shape[1] - padding * ctx.dim :] = 0
+        return x_BX
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         (gradient,) = gradients
-        return gradient[:, 0], gradient, None  # what it says of the margin is for nobody
+        return gradient[:, : ctx.dim], gradient, None  # what it says of the margin is for nobody
 
 
 class _PairwiseDots(torch.autograd.Function):
@@ -72,37 +73,40 @@ class DotInteraction(nn.Module):
         where = torch.zeros(width, width, dtype=torch.int64)
         where[row, column] = where[column, row] = torch.arange(len(row)) + 1
         self.register_buffer("where", where.flatten(), persistent=False)
+        self.shape = width, dim
         self.out_features = dim + len(row)
 
-    def forward(self, x_BFD: Tensor) -> Tensor:
-        result: Tensor = _PairwiseDots.apply(x_BFD, self.pairs, self.where)
+    def forward(self, x_BX: Tensor) -> Tensor:
+        result: Tensor = _PairwiseDots.apply(x_BX.unflatten(1, self.shape), self.pairs, self.where)
         return result
 
 
 class CatInteraction(nn.Module):
-    """The dense vector and all pooled vectors side by side."""
+    """The dense vector and all pooled vectors side by side, of any dims. width: of all of them."""
 
-    def __init__(self, num_tables: int, dim: int) -> None:
+    padding = 0
+
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.padding = 0
-        self.out_features = dim * (num_tables + 1)
+        self.out_features = width
 
-    def forward(self, x_BFD: Tensor) -> Tensor:
-        return x_BFD.flatten(1)
+    def forward(self, x_BX: Tensor) -> Tensor:
+        return x_BX
 
 
 class LowRankCross(nn.Module):
     """x -> x0 * (W (V x) + b) + x, layer after layer: DCN-v2's low-rank cross network (Wang et al. 2021, eq. 2)."""
 
-    def __init__(self, num_tables: int, dim: int, num_layers: int, rank: int) -> None:
+    padding = 0
+
+    def __init__(self, width: int, num_layers: int, rank: int) -> None:
         super().__init__()
-        self.padding = 0
-        self.out_features = dim * (num_tables + 1)
+        self.out_features = width
         self.down = nn.ModuleList(nn.Linear(self.out_features, rank, bias=False) for _ in range(num_layers))
         self.up = nn.ModuleList(nn.Linear(rank, self.out_features) for _ in range(num_layers))
 
-    def forward(self, x_BFD: Tensor) -> Tensor:
-        start = x = x_BFD.flatten(1)
+    def forward(self, x_BX: Tensor) -> Tensor:
+        start = x = x_BX
         for down, up in zip(self.down, self.up, strict=True):
             x = start * up(down(x)) + x
         return x
