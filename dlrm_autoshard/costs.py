@@ -216,6 +216,11 @@ def _balanced_ms(stages_W4: np.ndarray, slowness: Sequence[float] | None, exchan
     return balanced
 
 
+def rank_costs(ms_W4: np.ndarray) -> tuple[RankCost, ...]:
+    """[W, 4], stages as in PLANNED_STAGES."""
+    return tuple(RankCost(*row) for row in ms_W4.tolist())
+
+
 def _stages_W4(ranks: Sequence[RankCost]) -> np.ndarray:
     return np.array([[rank.stage(name) for name in PLANNED_STAGES] for rank in ranks])
 

@@ -13,7 +13,9 @@ from dlrm_autoshard import Planner, RankCost, ShardingPlan, StepProfile
 from dlrm_autoshard.costs import COMPUTE, PLANNED_STAGES
 from dlrm_autoshard.planner.cost_model import COST
 from dlrm_autoshard.planner.dreamshard import DreamShardSettings
+from dlrm_autoshard.planner.estimates import Estimates
 from dlrm_autoshard.planner.greedy import KEYS, heuristic
+from dlrm_autoshard.planner.result import PlanResult
 from dlrm_autoshard.planner.task import PlacementTask
 from tests.planning_problems import some_task
 
@@ -125,3 +127,34 @@ def test_the_choice_is_never_expected_to_be_worse_than_a_measured_plan(seed: int
     assert result.chosen in judged and result.chosen.estimate_ms == min(c.estimate_ms for c in judged)
     if plans > 1:
         assert any(c.name in KEYS for c in judged)
+
+
+def measured_in(task: PlacementTask, steps: int | None) -> tuple[int, PlanResult]:
+    """How many plans a start measures, at what predictions say, for a job of so many steps."""
+    planner = Planner("auto", settings=QUICK)
+    asked: list[ShardingPlan] = []
+
+    def measure(plans: Sequence[ShardingPlan]) -> list[StepProfile]:
+        asked.extend(plans)
+        costs = Planner().costs.costs_of(task)
+        ranks = [task.ranks_from(plan) for plan in plans]
+        return [profile_of(task, costs.rank_ms(rank_U), rank_U, noise=0.02) for rank_U in ranks]
+
+    result = planner.plan(task, measure=measure, measure_plans=3, steps=steps)
+    return len(asked), result
+
+
+def test_a_job_too_short_for_what_measuring_saves_measures_no_plan() -> None:
+    task = some_task(16, 4, seed=4)
+    for steps, least in ((20, 0), (1_000_000, 2), (None, 2)):
+        count, result = measured_in(task, steps)
+        judged = [c for c in result.candidates if c.measured_ms is not None]
+        assert len(judged) == count >= least and (least or not count)
+        assert result.chosen.estimate_ms == min(c.estimate_ms for c in judged or result.candidates)
+
+
+def test_knowing_is_worth_what_choosing_saves() -> None:
+    """Two plans, each the better one in half of the cases, by 10%; and one that is never the better one."""
+    even = Estimates(np.array([[1.0, 1.1, 2.0], [1.1, 1.0, 2.0]]))
+    assert even.worth_knowing == pytest.approx(1 - 1.0 / 1.05)
+    assert even.of([0, 2]).worth_knowing == 0

@@ -103,6 +103,7 @@ def place(
                     measure=None if probe is None else probe.measure,
                     measure_plans=settings.measure_plans,
                     budget_seconds=seconds_left,
+                    steps=steps,
                 )
                 return result.plan.ordered(task.names), result
         return (settled or given_plan(settings.placement, task)).ordered(task.names), None

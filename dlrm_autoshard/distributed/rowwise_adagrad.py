@@ -45,7 +45,7 @@ class RowwiseAdagradTbe(Tbe):
         return pooled
 
     def update(self, gradient_BD: Tensor, values_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> None:
-        samples = len(gradient_BD)
+        samples, offsets = len(gradient_BD), offsets.to(values_N.dtype)
         starts_T2B = offsets[:-1].view(-1, 1, samples).repeat(1, 2, 1)
         starts_T2B[:, 1] = offsets[samples::samples, None]
         _UPDATE(

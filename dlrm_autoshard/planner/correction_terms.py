@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -41,6 +42,31 @@ GRID: Mapping[str, tuple[float, ...]] = {
 
 
 @dataclass(frozen=True)
+class Common:
+    """What two lists of observations have in common, term by term, each [N, M]: what is off about a stage's source, its
+    tables, their widths, their data's change, sets like these; and whether the rank is the same. key_N: `rank_keys`."""
+
+    source: np.ndarray
+    table: np.ndarray
+    width: np.ndarray
+    change: np.ndarray
+    together: np.ndarray
+    rank: np.ndarray
+    key_N: np.ndarray
+
+    def covariance(self, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
+        found = spreads.scale**2 * self.source + spreads.table**2 * self.table
+        found += spreads.together**2 * self.together
+        if self.width.any():
+            found += spreads.width**2 * self.width
+        if self.change.any():
+            found += spreads.change**2 * self.change
+        variance_N = np.where(np.isin(self.key_N, list(slow)), spreads.slow_rank, spreads.rank) ** 2
+        found += self.rank * variance_N[:, None]
+        return found
+
+
+@dataclass(frozen=True)
 class Rows:
     """What a stage's logarithm consists of. source: where its scale comes from. rank: -1 where it is nobody's. Eras are
     numbers of stretches of time in which ranks stayed as they were. Shares are along the directions of `Parts`, first
@@ -63,22 +89,32 @@ class Rows:
 
     def covariance(self, other: Rows, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
         """[N, M] prior covariance."""
+        return self.common(other).covariance(spreads, slow)
+
+    @cached_property
+    def own(self) -> Common:
+        return self.common(self)
+
+    def common(self, other: Rows) -> Common:
         same_stage = self.stage_N[:, None] == other.stage_N
-        # What probes and training are off by has much in common.
-        found = spreads.scale**2 * np.where(self.source_N[:, None] == other.source_N, 1.0, 0.9)
-        # What is wrong about a table, and what becomes of that as its data change.
-        found = found + (self.share_NB * self.variance_B(spreads)) @ other.share_NB.T
-        found = found + spreads.change**2 * (self.change_NF @ other.change_NF.T)
-        # Sets of tables that have most in common are fused alike.
-        one, another = self.share_NB[:, : self.num_wholes], other.share_NB[:, : self.num_wholes]
+        wholes, rest = slice(0, self.num_wholes), slice(self.num_wholes, None)
+        one, another = self.share_NB[:, wholes], other.share_NB[:, wholes]
+        tables_NM = one @ another.T
         lengths = np.sqrt((one**2).sum(axis=1))[:, None] * np.sqrt((another**2).sum(axis=1))
-        alike = (one @ another.T) / np.maximum(lengths, 1e-12)
-        fused = np.sqrt(np.outer(self.fused_N, other.fused_N))
-        found = (found + spreads.together**2 * fused * alike**8) * same_stage
+        alike = (tables_NM / np.maximum(lengths, 1e-12)) ** 2
+        alike *= alike
         key_N, key_M = self.rank_keys, other.rank_keys
-        variance_N = np.where(np.isin(key_N, list(slow)), spreads.slow_rank, spreads.rank) ** 2
-        covariance: np.ndarray = found + np.where((key_N[:, None] == key_M) & (key_M >= 0), variance_N[:, None], 0.0)
-        return covariance
+        return Common(
+            # What probes and training are off by has much in common.
+            np.where(self.source_N[:, None] == other.source_N, 1.0, 0.9) * same_stage,
+            tables_NM * same_stage,
+            (self.share_NB[:, rest] @ other.share_NB[:, rest].T) * same_stage,
+            (self.change_NF @ other.change_NF.T) * same_stage,
+            # Sets of tables that have most in common are fused alike.
+            np.sqrt(np.outer(self.fused_N, other.fused_N)) * alike * alike * same_stage,
+            (key_N[:, None] == key_M) & (key_M >= 0),
+            key_N,
+        )
 
     @property
     def rank_keys(self) -> np.ndarray:

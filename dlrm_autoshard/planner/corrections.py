@@ -50,11 +50,15 @@ class Corrections:
         """Conditions on what is remembered. For each new profile the likelier is taken: that ranks are as they were, or
         that they have changed."""
         self._clear()
+        observed: Observed | None = None
         while len(self.eras) < len(self.profiles):
             seen = self.profiles[: len(self.eras) + 1]
-            self.eras.append(self._likeliest_era(Observed.of(seen, shards, model, exchange)))
-        if self.profiles or shards:
-            self._condition(Observed.of(self.profiles, shards, model, exchange))
+            observed = Observed.of(seen, shards, model, exchange)
+            self.eras.append(self._likeliest_era(observed))
+        if observed is None and (self.profiles or shards):
+            observed = Observed.of(self.profiles, shards, model, exchange)
+        if observed is not None:
+            self._condition(observed)
 
     # -- what it says ------------------------------------------------------------------------------------------------
 
@@ -84,9 +88,8 @@ class Corrections:
         if self._posterior is None:
             return np.ones((world_size, 2))
         rows = self._rows_now(share_2WT.reshape(2 * world_size, -1), np.repeat([0, 1], world_size), -1, tables)
-        with_sets = rows.covariance(self._rows, self.spreads, self._posterior.large)
-        without = rows.covariance(self._rows, replace(self.spreads, together=0.0), self._posterior.large)
-        return np.exp(self._posterior.mean(with_sets - without)).reshape(2, world_size).T
+        sets = self.spreads.together**2 * rows.common(self._rows).together
+        return np.exp(self._posterior.mean(sets)).reshape(2, world_size).T
 
     def covariance(
         self, share_MT: np.ndarray, stage_M: np.ndarray, rank_M: np.ndarray, tables: Sequence[TableConfig]
@@ -137,7 +140,8 @@ class Corrections:
         return max(evidence, key=lambda era: evidence[era])
 
     def _posterior_of(self, rows: Rows, values: np.ndarray, noise: np.ndarray, spreads: Spreads) -> Posterior:
-        covariance = rows.covariance(rows, spreads, frozenset()) + noise + spreads.noise**2 * np.eye(len(values))
+        covariance = rows.own.covariance(spreads, frozenset()) + noise
+        covariance[np.diag_indices(len(values))] += spreads.noise**2
         keys = rows.rank_keys
         causes = {int(key): np.flatnonzero(keys == key) for key in np.unique(keys[keys >= 0])}
         ranks = max(2, len(np.unique(rows.rank_N[rows.rank_N >= 0])))

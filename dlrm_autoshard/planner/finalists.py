@@ -6,15 +6,15 @@ best(candidates)
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.candidates import KICKS, MEDIUM
+from dlrm_autoshard.planner.estimates import Estimates
 from dlrm_autoshard.planner.greedy import KEYS
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.result import Candidate
@@ -22,8 +22,10 @@ from dlrm_autoshard.planner.search import improve, late, search
 from dlrm_autoshard.planner.splits import Splitted, fitting, split_search
 from dlrm_autoshard.planner.task import PlacementTask
 
-WORTH_MEASURING = 0.003
-"""The part of a step that a plan must be likely enough to save (a standard deviation above the mean) to be measured."""
+WORTH_MEASURING = 0.001
+"""Part of a step. What measuring must be expected to save, in a job of any length."""
+STEPS_MEASURED = 10
+"""That measuring a plan takes as long as, until one was measured: two rounds of four or five."""
 Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
 
 
@@ -34,6 +36,7 @@ def measure_finalists(
     measure: Measure,
     measure_plans: int,
     deadline: float | None = None,
+    steps: int | None = None,
 ) -> list[Candidate]:
     """All candidates and those found on the way, with what was measured and what is expected of each.
 
@@ -41,9 +44,14 @@ def measure_finalists(
     corrects the predictions; the search goes on with these, and what it finds is measured too: and so on, until
     `measure_plans` are, or nothing better is in sight. Every candidate gets `expected_ms`, the best estimate from all
     of it, and the least one that was measured wins: the best heuristic is among them, so the winner is never expected
-    to be worse.
+    to be worse. steps: of the job. Where knowing the plans' costs would save less time in it, on average, than
+    measuring takes, none is measured.
     """
     profiles: dict[str, StepProfile] = {}
+
+    def pays(estimated: Estimates, seconds: float) -> bool:
+        job_seconds = math.inf if steps is None else steps * float(estimated.step_ms.min()) / 1000
+        return estimated.worth_knowing > max(WORTH_MEASURING, seconds / job_seconds)
 
     def measured(plans: Sequence[ShardingPlan]) -> float:
         started = time.perf_counter()
@@ -54,11 +62,13 @@ def measure_finalists(
 
     ranked = sorted(candidates, key=lambda candidate: candidate.predicted_ms)
     first = {c.plan.fingerprint: c.plan for c in (ranked[0], next(c for c in ranked if c.name in KEYS), *ranked)}
-    seconds = measured(list(first.values())[: min(2, measure_plans)])
-    found = list(candidates)
+    finalists = list(first.values())[: min(2, measure_plans)]
+    found, seconds = list(candidates), STEPS_MEASURED * ranked[0].predicted_ms / 1000
+    if steps is None or pays(costs.estimates(task, list(first.values())), len(finalists) * seconds):
+        seconds = measured(finalists)
     kicks = KICKS if len(task.units) * task.world_size <= MEDIUM else 0
     base = fitting(task)
-    while len(profiles) < measure_plans and not late(deadline, seconds):
+    while profiles and len(profiles) < measure_plans and not late(deadline, seconds):
         plans = [profile.plan for profile in profiles.values()]
         leading = plans[int(costs.estimates(task, plans).step_ms.argmin())]
         now = task.split_as(leading)
@@ -75,11 +85,11 @@ def measure_finalists(
         found += [Candidate("measured+search", one.task.plan_from(one.rank_U), one.step_ms) for one in better]
         open_ = [candidate for candidate in found if candidate.plan.fingerprint not in profiles]
         estimated = costs.estimates(task, [leading, *(candidate.plan for candidate in open_)])
-        gains = [estimated.gain(0, number + 1) for number in range(len(open_))]
-        hoped = [gain.mean + gain.std for gain in gains]
-        if not hoped or max(hoped) < WORTH_MEASURING:
+        worth = [estimated.of([0, number + 1]) for number in range(len(open_))]
+        hopeful = max(range(len(open_)), key=lambda number: worth[number].worth_knowing, default=None)
+        if hopeful is None or not pays(worth[hopeful], seconds):
             break
-        seconds = measured([open_[int(np.argmax(hoped))].plan])
+        seconds = measured([open_[hopeful].plan])
     found = list({candidate.plan.fingerprint: candidate for candidate in reversed(found)}.values())[::-1]
     expected = costs.estimates(task, [candidate.plan for candidate in found]).step_ms
     return [

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.costs import RankCost, StepProfile
+from dlrm_autoshard.costs import RankCost, StepProfile, rank_costs
 from dlrm_autoshard.plan import PlanError, ShardingPlan, Topology
 from dlrm_autoshard.planner.corrections import Corrections
 from dlrm_autoshard.planner.cost_model import CostModel
-from dlrm_autoshard.planner.estimates import Estimates, estimates
+from dlrm_autoshard.planner.estimates import Estimates, estimates, expected_ms
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.fit_costs import FitReport, fit_cost_model
 from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample, comms_of
@@ -82,7 +82,8 @@ class LearnedCosts:
     def predict(self, task: PlacementTask, plan: ShardingPlan) -> tuple[RankCost, ...]:
         """[W] what each rank takes under `plan`, whether or not it is legal."""
         free = task.covering([plan])
-        return self.costs_of(free).rank_costs(free.placed(plan))
+        ms_W4, _ = expected_ms(free, self.costs_of(free), self.corrections, free.placed(plan))
+        return rank_costs(ms_W4)
 
     def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:
         """[W] times longer that each rank takes to compute the same work. expected_speed: of ranks never observed."""

@@ -7,7 +7,7 @@ observed.exchange_factors(eras, spreads)                 # of each rank's exchan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,26 +69,14 @@ class Observed:
         tables = tuple(dict.fromkeys([*tables, *split]))
         column = {table: i for i, table in enumerate(tables)}
         batch_size = profiles[-1].batch_size if profiles else shards[-1].batch_size
-        kinds: dict[tuple[int, ...], int] = {}
-        summaries: list[np.ndarray] = []
-        log_data: list[np.ndarray] = []
+        kinds: dict[tuple[int, ...], tuple[Sequence[TableConfig], Sequence[TableStats]]] = {}
+        number_of: dict[tuple[int, ...], int] = {}
         rows: list[tuple[int, np.ndarray, tuple[float, float], float, int, int]] = []
 
         def kind_of(own: Sequence[TableConfig], stats: Sequence[TableStats]) -> int:
             key = (*map(id, own), *map(id, stats))
-            if key not in kinds:
-                own_TK = model.summaries(own, stats, batch_size)
-                columns = [column[table] for table in own]
-                summary = np.zeros((len(tables), own_TK.shape[1]))
-                summary[columns] = own_TK
-                kinds[key] = len(summaries)
-                summaries.append(summary)
-                data = np.full((wholes.num_wholes, 2), np.nan)
-                data[wholes.wholes(own).argmax(axis=1)] = [
-                    (np.log(max(s.mean_pooling, LEAST)), np.log(max(s.mean_reuse, LEAST))) for s in stats
-                ]
-                log_data.append(data)
-            return kinds[key]
+            kinds.setdefault(key, (own, stats))
+            return number_of.setdefault(key, len(number_of))
 
         left = MOST_ROWS
         for number in range(len(profiles) - 1, -1, -1):
@@ -113,6 +101,7 @@ class Observed:
                 number_of_kind = kind_of(shard.tables, shard.stats)
                 rows.append((number_of_kind, inside, pair, shard.noise, -1, -1))
                 left -= 2
+        summaries, log_data = _of_kinds(list(kinds.values()), column, wholes, model, batch_size)
         kinds_N, insides, pairs, noises, numbers, ranks = zip(*rows, strict=True) if rows else ((),) * 6
         return Observed(
             profiles,
@@ -191,6 +180,34 @@ class Observed:
         _, _, keys = self._exchange_rows(eras)
         mean = self.exchange_posterior(eras, spreads).mean(exchange_covariance(wanted, keys, spreads))
         return {rank: (float(f), float(b)) for rank, (f, b) in enumerate(mean.reshape(-1, 2))}
+
+
+def _of_kinds(
+    kinds: Sequence[tuple[Sequence[TableConfig], Sequence[TableStats]]],
+    column: Mapping[TableConfig, int],
+    wholes: Parts,
+    model: CostModel,
+    batch_size: int,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Of each list of tables [T, K] summaries, zeros of those that are not in it, and [R, 2] logarithms of lookups and
+    reuse, not a number of those. One pass of the network for all: a start has a hundred lists of one table."""
+    if not kinds:
+        return [], []
+    every = model.summaries(
+        [table for own, _ in kinds for table in own], [stat for _, stats in kinds for stat in stats], batch_size
+    )
+    summaries, log_data, start = [], [], 0
+    for own, stats in kinds:
+        summary = np.zeros((len(column), every.shape[1]))
+        summary[[column[table] for table in own]] = every[start : start + len(own)]
+        data = np.full((wholes.num_wholes, 2), np.nan)
+        data[wholes.wholes(own).argmax(axis=1)] = [
+            (np.log(max(s.mean_pooling, LEAST)), np.log(max(s.mean_reuse, LEAST))) for s in stats
+        ]
+        summaries.append(summary)
+        log_data.append(data)
+        start += len(own)
+    return summaries, log_data
 
 
 def _since_the_first(log_data: Sequence[np.ndarray], num_tables: int) -> np.ndarray:

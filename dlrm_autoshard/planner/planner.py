@@ -39,7 +39,7 @@ from dlrm_autoshard.planner.task_costs import TaskCosts
 __all__ = ["ALGORITHMS", "LEARNED", "Measure", "MeasureTask", "Planner"]
 
 FINALISTS_SHARE = 0.15
-"""Of the budget: what measuring finalists may take; the first two are measured, however long that takes."""
+"""Of the budget: what measuring finalists may take beside the first two."""
 FEW_SWAPS = 128
 """Tried in a round of the searches of `fit`, which need not be thorough: there are dozens."""
 MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
@@ -122,10 +122,12 @@ class Planner:
         measure: Measure | None = None,
         measure_plans: int = 5,
         budget_seconds: float | None = None,
+        steps: int | None = None,
     ) -> PlanResult:
         """A legal plan by this planner's algorithm; PlanError where none exists.
 
-        measure: called with plans, returns their profiles; `auto` measures its finalists with it.
+        measure: called with plans, returns their profiles; `auto` measures its finalists with it. steps: of the job,
+        where that is known: in a short one measuring may not pay.
         """
         started = time.perf_counter()
         deadline = None if budget_seconds is None else started + budget_seconds
@@ -135,7 +137,7 @@ class Planner:
             candidates += splitted
         if measure is not None and measure_plans > 0 and self.algorithm == "auto":
             until = None if budget_seconds is None else time.perf_counter() + FINALISTS_SHARE * budget_seconds
-            candidates = measure_finalists(self.costs, task, candidates, measure, measure_plans, until)
+            candidates = measure_finalists(self.costs, task, candidates, measure, measure_plans, until, steps)
         chosen = best(candidates if self.algorithm == "auto" else [c for c in candidates if c.name == self.algorithm])
         task.check(chosen.plan)
         return PlanResult(

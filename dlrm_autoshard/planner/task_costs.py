@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dlrm_autoshard.costs import COMPUTE, EXCHANGE, PLANNED_STAGES, RankCost
+from dlrm_autoshard.costs import COMPUTE, EXCHANGE
 from dlrm_autoshard.planner.corrections import Corrections
 from dlrm_autoshard.planner.cost_model import COST, DIM, CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
@@ -103,9 +103,3 @@ class TaskCosts:
         with_nothing_UK = np.concatenate([self.summary_UK, np.zeros_like(self.summary_UK[:1])])
         ms = self.stage_ms(with_nothing_UK, np.full(len(with_nothing_UK), fastest)).sum(axis=1)
         return np.maximum(ms[:-1] - ms[-1], 1e-6)
-
-    def rank_costs(self, rank_U: np.ndarray) -> tuple[RankCost, ...]:
-        return tuple(
-            RankCost(**{f"{stage}_ms": float(ms) for stage, ms in zip(PLANNED_STAGES, row, strict=True)})
-            for row in self.rank_ms(rank_U)
-        )
