@@ -24,8 +24,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_UPDATE = torch.ops.fbgemm.split_embedding_backward_codegen_rowwise_adagrad_cpu.default
-
 
 class RowwiseAdagradTbe(Tbe):
     """fbgemm takes its plain loop where several features look up one table. So the update is told of two features a
@@ -48,7 +46,7 @@ class RowwiseAdagradTbe(Tbe):
         samples, offsets = len(gradient_BD), offsets.to(values_N.dtype)
         starts_T2B = offsets[:-1].view(-1, 1, samples).repeat(1, 2, 1)
         starts_T2B[:, 1] = offsets[samples::samples, None]
-        _UPDATE(
+        torch.ops.fbgemm.split_embedding_backward_codegen_rowwise_adagrad_cpu(
             grad_output=gradient_BD,
             host_weights=self.weights_host,
             indices=values_N,
@@ -110,11 +108,15 @@ def plain_loop_is_faster() -> bool:
         bounds_check_mode=BoundsCheckMode.NONE,
     )
     ids, offsets, gradient = torch.arange(rows), torch.arange(rows + 1), torch.full((rows, dim), 1e-3)
-    generated: list[float] = []
-    plain: list[float] = []
-    for _ in range(6):  # the first makes the code; of the others the quickest counts, which nothing has disturbed
-        for pooled, seconds in ((Tbe.forward(tbe, ids, offsets), generated), (tbe(ids, offsets), plain)):
-            started = time.perf_counter()
-            pooled.backward(gradient)
-            seconds.append(time.perf_counter() - started)
-    return min(plain) < _FASTER * min(generated)
+
+    def seconds(pooled: Tensor) -> float:
+        started = time.perf_counter()
+        pooled.backward(gradient)
+        return time.perf_counter() - started
+
+    try:  # the first round makes the code; of the others the quickest counts, which nothing has disturbed
+        rounds = [(seconds(Tbe.forward(tbe, ids, offsets)), seconds(tbe(ids, offsets))) for _ in range(6)]
+    except (AttributeError, RuntimeError):  # another fbgemm, whose update is called otherwise
+        return False
+    generated, plain = map(min, zip(*rounds, strict=True))
+    return plain < _FASTER * generated
