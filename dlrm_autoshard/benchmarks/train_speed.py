@@ -71,8 +71,8 @@ def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[st
     spread: dict[str, list[float]] = {}
     notes = [
         "over torchrec: over the fastest of its arms with its own planner, chosen on other rounds than it is measured "
-        "on; over torchrec as it comes: with fbgemm's bounds check, which our loader does beside the step; limits measured "
-        "in between: as all of our figures were until 58d1f3f, when one process did both.",
+        "on; over torchrec as it comes: with fbgemm's bounds check, which our loader does beside the step; limits "
+        "measured in between: as all of our figures were until 58d1f3f, when one process did both.",
     ] + ([] if missing is None else [f"no comparison: {missing}"])
     for ranks in (1, 2):
         put = _Figures(figures, spread, f"{ranks} rank" + "s" * (ranks > 1))
