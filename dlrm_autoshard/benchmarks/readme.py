@@ -37,7 +37,7 @@ ROWS = (
     Row(
         "race-short",
         "abrupt: loop on / loop off",
-        "a whole job of 45 s, its start included, pooling permuted: seconds with resharding over without",
+        "a whole job of 20 s, its start included, pooling permuted: seconds with resharding over without",
     ),
     Row("race-short", "abrupt: torchrec / loop on", "the same job, TorchRec with its own planner over ours: seconds"),
     Row(
