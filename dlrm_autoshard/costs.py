@@ -188,7 +188,7 @@ def balanced_cost_ms(
     """The perfect-balance bound: what the step would cost if every stage's work were spread so that all ranks take
     equally long. slowness: times longer that each rank takes to compute the same work; None: all alike. exchange: False
     where placement also decides how much must travel (between hosts), so that balance is no bound on it."""
-    return float(_balanced_ms(_stages_W4(ranks), slowness, exchange))
+    return float(_balanced_ms(stages_W4(ranks), slowness, exchange))
 
 
 def balance_gain(
@@ -196,7 +196,7 @@ def balance_gain(
 ) -> float:
     """The part of a real step (`step_ms`: the mean of all) that perfect balance would save: all that placement can
     change, and the one meaning of it in decisions and reports. slowness, exchange: as in `balanced_cost_ms`."""
-    return float(balance_gains(_stages_W4(ranks), step_ms, slowness, exchange=exchange))
+    return float(balance_gains(stages_W4(ranks), step_ms, slowness, exchange=exchange))
 
 
 def balance_gains(
@@ -217,11 +217,12 @@ def _balanced_ms(stages_W4: np.ndarray, slowness: Sequence[float] | None, exchan
 
 
 def rank_costs(ms_W4: np.ndarray) -> tuple[RankCost, ...]:
-    """[W, 4], stages as in PLANNED_STAGES."""
+    """From what `stages_W4` gives."""
     return tuple(RankCost(*row) for row in ms_W4.tolist())
 
 
-def _stages_W4(ranks: Sequence[RankCost]) -> np.ndarray:
+def stages_W4(ranks: Sequence[RankCost]) -> np.ndarray:
+    """[W, 4] ms, stages as in PLANNED_STAGES."""
     return np.array([[rank.stage(name) for name in PLANNED_STAGES] for rank in ranks])
 
 

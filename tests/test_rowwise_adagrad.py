@@ -85,9 +85,8 @@ def test_a_row_learns_from_the_mean_square_of_its_summed_gradient() -> None:
     tbe = tables([(3, 4), (2, 8)])
     weights, squares = tbe.weights_host.detach().clone().double(), tbe.momentum1_host.clone().double()
     gradient = torch.arange(24.0).view(2, 12) / 10
-    tbe(torch.tensor([1, 1, 2, 0]), torch.tensor([0, 2, 3, 3, 4])).backward(
-        gradient
-    )  # table 0: [1, 1], [2]; 1: [], [0]
+    # Of table 0 rows [1, 1] and [2], of table 1 none and [0].
+    tbe(torch.tensor([1, 1, 2, 0]), torch.tensor([0, 2, 3, 3, 4])).backward(gradient)
     for row, square, own in (
         (slice(4, 8), 1, 2 * gradient[0, :4]),
         (slice(8, 12), 2, gradient[1, :4]),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlrm_autoshard.costs import EXCHANGE, IQR_OF_NORMAL, PLANNED_STAGES, StepProfile
+from dlrm_autoshard.costs import EXCHANGE, IQR_OF_NORMAL, StepProfile, stages_W4
 from dlrm_autoshard.planner.correction_terms import Rows, Spreads, changes, exchange_covariance, fused
 from dlrm_autoshard.planner.cost_model import COST, CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
@@ -69,14 +69,12 @@ class Observed:
         tables = tuple(dict.fromkeys([*tables, *split]))
         column = {table: i for i, table in enumerate(tables)}
         batch_size = profiles[-1].batch_size if profiles else shards[-1].batch_size
-        kinds: dict[tuple[int, ...], tuple[Sequence[TableConfig], Sequence[TableStats]]] = {}
-        number_of: dict[tuple[int, ...], int] = {}
+        kinds: dict[tuple[int, ...], tuple[int, Sequence[TableConfig], Sequence[TableStats]]] = {}
         rows: list[tuple[int, np.ndarray, tuple[float, float], float, int, int]] = []
 
         def kind_of(own: Sequence[TableConfig], stats: Sequence[TableStats]) -> int:
-            key = (*map(id, own), *map(id, stats))
-            kinds.setdefault(key, (own, stats))
-            return number_of.setdefault(key, len(number_of))
+            number, _, _ = kinds.setdefault((*map(id, own), *map(id, stats)), (len(kinds), own, stats))
+            return number
 
         left = MOST_ROWS
         for number in range(len(profiles) - 1, -1, -1):
@@ -101,7 +99,9 @@ class Observed:
                 number_of_kind = kind_of(shard.tables, shard.stats)
                 rows.append((number_of_kind, inside, pair, shard.noise, -1, -1))
                 left -= 2
-        summaries, log_data = _of_kinds(list(kinds.values()), column, wholes, model, batch_size)
+        summaries, log_data = _of_kinds(
+            [(own, stats) for _, own, stats in kinds.values()], column, wholes, model, batch_size
+        )
         kinds_N, insides, pairs, noises, numbers, ranks = zip(*rows, strict=True) if rows else ((),) * 6
         return Observed(
             profiles,
@@ -221,7 +221,7 @@ def _since_the_first(log_data: Sequence[np.ndarray], num_tables: int) -> np.ndar
 def _exchange_off(profile: StepProfile, exchange: ExchangeModel) -> np.ndarray:
     sample = comms_of(profile)
     predicted_2 = exchange.ms(np.array(sample.dims, dtype=np.float64), profile.batch_size, profile.hosts)
-    measured_W4 = np.array([[rank.stage(stage) for stage in PLANNED_STAGES] for rank in profile.ranks])
+    measured_W4 = stages_W4(profile.ranks)
     with np.errstate(divide="ignore", invalid="ignore"):
         off: np.ndarray = np.log(measured_W4[:, EXCHANGE] / predicted_2)
     return off

@@ -20,13 +20,14 @@ from dlrm_autoshard.distributed.rowwise_adagrad import plain_loop_is_faster
 
 def hardware_fingerprint(device: torch.device = torch.device("cpu")) -> dict[str, Any]:
     """What a measured time depends on beside the shard itself; two jobs with equal ones can share measurements."""
+    updates = {}
     if device.type == "cuda":
         processor = torch.cuda.get_device_name(device)
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
+        updates = {"rowwise_adagrad": "plain loop" if plain_loop_is_faster() else "generated code"}
         processor = _processor()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    updates = {"rowwise_adagrad": "plain loop" if plain_loop_is_faster() else "generated code"}
     return {
         "device": device.type,
         "processor": processor,
@@ -35,7 +36,7 @@ def hardware_fingerprint(device: torch.device = torch.device("cpu")) -> dict[str
         "threads": torch.get_num_threads(),
         "torch": torch.__version__.split("+")[0],
         "fbgemm": _fbgemm_version(),
-        **(updates if device.type == "cpu" else {}),
+        **updates,
     }
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, rank_costs, step_cost_ms
+from dlrm_autoshard.costs import RankCost, StepProfile, rank_costs, stages_W4, step_cost_ms
 from dlrm_autoshard.distributed.embeddings import DTYPES
 from dlrm_autoshard.distributed.exchange import Exchange
 from dlrm_autoshard.distributed.runtime import Runtime
@@ -223,7 +223,6 @@ def median_profile(profiles: Sequence[StepProfile]) -> StepProfile:
 
     Its noise is how far steps, or these profiles, differ from one another, whichever is more.
     """
-    figures = np.array([[[rank.stage(stage) for stage in PLANNED_STAGES] for rank in p.ranks] for p in profiles])
-    ranks = rank_costs(np.median(figures, axis=0))
+    ranks = rank_costs(np.median([stages_W4(p.ranks) for p in profiles], axis=0))
     again = relative_spread([step_cost_ms(profile.ranks) for profile in profiles])
     return replace(profiles[0], ranks=ranks, noise=max(again, float(np.median([p.noise for p in profiles]))))
