@@ -70,10 +70,12 @@ def test_whoever_starts_the_same_job_again_continues_it_and_another_job_does_not
         job.process.send_signal(signal.SIGKILL)  # torchrun itself, so nothing restarts the ranks
     with started(command("two", "train.max_steps=20"), tmp_path) as job:
         assert job.ends_within(90) == 0, job.said()
-    with started(command("one", "train.max_steps=200"), tmp_path) as job:
+    resumed_at = steps_saved(tmp_path / "runs" / "job")[-1]  # of the ranks' own end, as far as they got
+    with started(command("one", f"train.max_steps={resumed_at + 100}"), tmp_path) as job:
         assert job.ends_within(90) == 0, job.said()
-        assert "resumed at step" in job.said()
-    assert steps_saved(tmp_path / "runs" / "job")[-1] == 200 and steps_saved(tmp_path / "runs" / "job-2")[-1] == 20
+        assert f"resumed at step {resumed_at}" in job.said()
+    saved = [steps_saved(tmp_path / "runs" / name)[-1] for name in ("job", "job-2")]
+    assert saved == [resumed_at + 100, 20]
 
 
 @pytest.fixture
