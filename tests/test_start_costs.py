@@ -27,7 +27,7 @@ from dlrm_autoshard.probe.calibration import (
 )
 from dlrm_autoshard.probe.cost_log import CostLog
 from dlrm_autoshard.probe.shard_probe import ShardTime
-from dlrm_autoshard.probe.shipped_costs import WARM_START, read_samples, start_warm, write_samples
+from dlrm_autoshard.probe.shipped_costs import SHIPPED, most_alike, read_samples, start_warm, write_samples
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 
@@ -78,15 +78,23 @@ def test_shipped_measurements_survive_their_file_format(tmp_path: Path) -> None:
 
 def test_the_shipped_costs_say_whose_they_are() -> None:
     planner = Planner("search")
-    assert start_warm(planner, {"processor": "unheard of"})
+    start_warm(planner, {"processor": "unheard of"})
     assert "other hardware" in planner.costs.costs_from and "proportions" in planner.costs.costs_from
-    own = json.loads(WARM_START.with_suffix(".json").read_text())["fingerprint"]
-    assert start_warm(planner, own)
-    assert "hardware like this one" in planner.costs.costs_from
+    for path in SHIPPED.glob("*.json"):
+        start_warm(planner, json.loads(path.read_text())["fingerprint"])
+        assert "hardware like this one" in planner.costs.costs_from
     pool = synthetic_pool(10, seed=9, batch_size=2048)
     plan = ShardingPlan({table.name: 0 for table in pool.tables}, 1)
     [cost] = planner.predict(PlacementTask.build(pool.tables, pool.stats, Topology(1), batch_size=2048), plan)
     assert 1 < cost.total_ms < 200  # ms, of ten tables on one core
+
+
+def test_of_the_shipped_costs_those_of_the_machine_most_alike_are_taken() -> None:
+    machines = [json.loads(path.read_text())["fingerprint"] for path in SHIPPED.glob("*.json")]
+    assert len({machine["processor"] for machine in machines}) == len(machines) >= 2
+    for machine in machines:
+        with_more_cores = {**machine, "cores": 64, "memory_gib": 512}
+        assert most_alike(with_more_cores)["fingerprint"] == machine
 
 
 def test_a_second_job_measures_nothing_and_starts_within_a_second(tmp_path: Path) -> None:

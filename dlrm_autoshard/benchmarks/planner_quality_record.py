@@ -5,14 +5,14 @@ summarise(rows, ["20x2", "20x4"], tasks=20)         # figures, targets, spread, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from dlrm_autoshard.planner.greedy import KEYS
-from dlrm_autoshard.probe.shipped_costs import WARM_START
+from dlrm_autoshard.probe.hardware import hardware_fingerprint
+from dlrm_autoshard.probe.shipped_costs import most_alike
 
 LEARNED = ("auto", "dreamshard", "search")
 SPLIT = "auto, tables split"
@@ -202,7 +202,7 @@ def _interval(ours: np.ndarray, theirs: np.ndarray) -> list[float]:
 
 def _add_cost_network(figures: dict[str, Any], targets: dict[str, str], notes: list[str]) -> None:
     """The shipped cost network's error on shards that it was not fitted to, as its record has it."""
-    shipped = json.loads(WARM_START.with_suffix(".json").read_text())
+    shipped = most_alike(hardware_fingerprint())
     error, again = shipped["held_out_error"]["both"], shipped["measured_again_differs_by"]
     figures["cost network: error on held-out shards"] = error
     figures["cost network: a shard measured again differs by"] = again

@@ -18,17 +18,17 @@ from dlrm_autoshard.planner.features import work
 from dlrm_autoshard.planner.least_squares import fit_nonnegative
 from dlrm_autoshard.planner.replay import ShardSample
 from dlrm_autoshard.probe.shard_probe import ShardTime
-from dlrm_autoshard.probe.shipped_costs import WARM_START, read_samples
+from dlrm_autoshard.probe.shipped_costs import SHIPPED, read_samples
 from dlrm_autoshard.tables import TableConfig, TableStats
 
-NEIGHBOURS, HIDDEN_SPREAD = 8, 0.2
+MACHINE, NEIGHBOURS, HIDDEN_SPREAD = "amd_epyc", 8, 0.2
 LATENCY_MS, MB_PER_MS = 0.2, 1.5
 
 
 @cache
 def _recorded() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Prices [P, 2], and of each recorded shard its work [N, P], on log scales, and its residuals [N, 2]."""
-    samples = [s for s in read_samples(WARM_START) if isinstance(s, ShardSample)]
+    samples = [s for s in read_samples(SHIPPED / f"{MACHINE}.npz") if isinstance(s, ShardSample)]
     work_NP = np.array([work(s.tables, s.stats, s.batch_size).sum(axis=0) for s in samples])
     ms_N2 = np.array([[s.fwd_compute_ms, s.bwd_compute_ms] for s in samples])
     weight_N, prior_P = np.ones(len(samples)), np.zeros(work_NP.shape[1])

@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dlrm_autoshard.benchmarks.workloads import W_EMB, Workload
+from dlrm_autoshard.benchmarks.harness import on_pinned_ranks, paired_ratio
+from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, Turn, best_of, plans_in_turns
+from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob, Workload
+from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.task import PlacementTask, Splits
+from dlrm_autoshard.probe.hardware import hardware_fingerprint
+from dlrm_autoshard.probe.shipped_costs import start_warm
 
 TITLE = "one dominant table, split by columns: the training step against the best table-wise plan"
 ROUGH_TIME = "4 min"
@@ -19,11 +26,11 @@ EQUAL_STEPS = 12
 
 
 def run(quick: bool) -> dict[str, Any]:
-    from dlrm_autoshard.benchmarks.harness import on_pinned_ranks, paired_ratio
-    from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, Turn, best_of, plans_in_turns
-    from dlrm_autoshard.plan import Topology
-    from dlrm_autoshard.planner.planner import Planner
-    from dlrm_autoshard.planner.task import PlacementTask, Splits
+    def planner(name: str) -> Planner:
+        """With the shipped costs, as jobs start."""
+        found = Planner(name)
+        start_warm(found, hardware_fingerprint())
+        return found
 
     workload = dominated()
     stats = workload.stats()
@@ -33,8 +40,8 @@ def run(quick: bool) -> dict[str, Any]:
             workload.tables, stats, Topology(WORLD_SIZE), batch_size=workload.batch_size, splits=splits
         )
 
-    table_wise = {name: Planner(name).plan(task(Splits())).plan for name in ("auto", "lookup_greedy", "dim_greedy")}
-    split = Planner("auto").plan(task(Splits(max_parts=4, optimizer="adagrad"))).plan
+    table_wise = {name: planner(name).plan(task(Splits())).plan for name in ("auto", "lookup_greedy", "dim_greedy")}
+    split = planner("auto").plan(task(Splits(max_parts=4, optimizer="adagrad"))).plan
     rates = plans_in_turns(
         workload, {"split": Turn(split)} | {name: Turn(plan) for name, plan in table_wise.items()}, 4 if quick else 16
     )
@@ -73,9 +80,7 @@ def dominated() -> Workload:
     )
 
 
-def _losses(rank: int, world_size: int, workload: Workload, plan: Any) -> list[float]:
-    from dlrm_autoshard.benchmarks.workloads import OurJob
-
+def _losses(rank: int, world_size: int, workload: Workload, plan: ShardingPlan) -> list[float]:
     job = OurJob(workload, plan, rank, workload.batches(rank, world_size))
     losses = []
     for _ in range(EQUAL_STEPS):

@@ -2,8 +2,8 @@
 
 python -m dlrm_autoshard.probe.collect --out shards.jsonl --shards 1500 --seconds 110
 python -m dlrm_autoshard.probe.collect --out shards.jsonl --exchanges       # gloo exchanges of 2 to 4 ranks
-python -m dlrm_autoshard.probe.collect --out shards.jsonl --pack            # fits, prints errors, writes cpu.npz
-python -m dlrm_autoshard.probe.collect --refit                              # where only the model changed
+python -m dlrm_autoshard.probe.collect --out shards.jsonl --pack amd_epyc   # fits, prints errors, writes amd_epyc.*
+python -m dlrm_autoshard.probe.collect --refit amd_epyc                     # where only the model changed
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.replay import CommsSample, ShardSample, comms_of
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
-from dlrm_autoshard.probe.shipped_costs import WARM_START, read_samples, write_samples
+from dlrm_autoshard.probe.shipped_costs import SHIPPED, read_samples, write_samples
 
 BATCH_SIZES, BATCH_SHARES = (512, 1024, 2048, 4096, 8192), (0.1, 0.1, 0.5, 0.2, 0.1)
 REPEAT_EVERY = 10
@@ -192,11 +192,11 @@ def samples_in(path: Path) -> tuple[list[ShardSample], list[CommsSample], list[f
     return list(shards.values()), comms, again
 
 
-def pack(path: Path) -> dict[str, Any]:
-    """Writes the shipped files from what was measured."""
+def pack(path: Path, machine: str) -> dict[str, Any]:
+    """Writes the shipped files of a machine from what was measured on it."""
     shards, comms, again = samples_in(path)
     kept = [sample for sample in shards if sample.noise <= DISTURBED]
-    write_samples(WARM_START, kept, comms)
+    write_samples(SHIPPED / f"{machine}.npz", kept, comms)
     facts = {
         "schema": 1,
         "fingerprint": next(row["fingerprint"] for row in read_rows(path) if "fingerprint" in row),
@@ -206,12 +206,12 @@ def pack(path: Path) -> dict[str, Any]:
         "measured_again_differs_by": float(np.mean(np.abs(again))) if again else None,
         "measured_again_differs_by_median": float(np.median(np.abs(again))) if again else None,
     }
-    return fit_shipped(facts)
+    return fit_shipped(machine, facts)
 
 
-def fit_shipped(facts: dict[str, Any]) -> dict[str, Any]:
-    """Fits to four fifths of the shipped samples, reports the error on the rest, fits to all, and writes cpu.json."""
-    samples = read_samples(WARM_START)
+def fit_shipped(machine: str, facts: dict[str, Any]) -> dict[str, Any]:
+    """Fits to four fifths of a machine's samples, reports the error on the rest, fits to all, and writes its record."""
+    samples = read_samples(SHIPPED / f"{machine}.npz")
     shards = [sample for sample in samples if isinstance(sample, ShardSample)]
     order = np.random.default_rng(0).permutation(len(shards))
     held_out = [shards[i] for i in order[: len(shards) // 5]]
@@ -224,7 +224,7 @@ def fit_shipped(facts: dict[str, Any]) -> dict[str, Any]:
     planner.costs.learn(samples, updates=UPDATES)
     figures = {
         **facts,
-        "command": "python -m dlrm_autoshard.probe.collect --out shards.jsonl --shards N, --exchanges, then --pack",
+        "command": "python -m dlrm_autoshard.probe.collect --out shards.jsonl --shards N, --exchanges, then --pack X",
         "updates": UPDATES,
         "held_out_shards": len(held_out),
         "held_out_error": {"forward": float(errors[0]), "backward": float(errors[1]), "both": float(total.mean())},
@@ -234,13 +234,13 @@ def fit_shipped(facts: dict[str, Any]) -> dict[str, Any]:
         "cost_model": planner.costs.cost_model.to_json(),
         "comms": planner.costs.exchange.prices_SP.tolist(),
     }
-    WARM_START.with_suffix(".json").write_text(json.dumps({**figures, **fitted}) + "\n")
+    (SHIPPED / f"{machine}.json").write_text(json.dumps({**figures, **fitted}) + "\n")
     return figures
 
 
-def refit() -> dict[str, Any]:
-    record = json.loads(WARM_START.with_suffix(".json").read_text())
-    return fit_shipped({key: value for key, value in record.items() if key not in ("cost_model", "comms")})
+def refit(machine: str) -> dict[str, Any]:
+    record = json.loads((SHIPPED / f"{machine}.json").read_text())
+    return fit_shipped(machine, {key: value for key, value in record.items() if key not in ("cost_model", "comms")})
 
 
 def main() -> None:
@@ -250,15 +250,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=110.0)
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
     parser.add_argument("--exchanges", action="store_true", help="measure exchanges instead of shards")
-    parser.add_argument("--pack", action="store_true", help="fit and write the shipped files instead of measuring")
-    parser.add_argument("--refit", action="store_true", help="fit anew to the shipped samples, measuring nothing")
+    parser.add_argument("--pack", metavar="NAME", help="fit, write the shipped files of that name")
+    parser.add_argument("--refit", metavar="NAME", help="fit anew to the shipped samples of that name")
     arguments = parser.parse_args()
     if arguments.exchanges:
         print(f"{collect_exchanges(arguments.out)} exchanges measured")
     elif arguments.pack:
-        print(json.dumps(pack(arguments.out), indent=1))
+        print(json.dumps(pack(arguments.out, arguments.pack), indent=1))
     elif arguments.refit:
-        print(json.dumps(refit(), indent=1))
+        print(json.dumps(refit(arguments.refit), indent=1))
     else:
         missing = collect(arguments.out, arguments.shards, arguments.seconds, arguments.core)
         print(f"{missing} measurements still missing")

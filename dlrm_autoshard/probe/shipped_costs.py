@@ -1,6 +1,6 @@
-"""The costs that the package ships: shards measured on CPU, and what exchanges took, as a start for any planner.
+"""The costs that the package ships: shards measured on CPUs, and what exchanges took, as a start for any planner.
 
-samples = read_samples(WARM_START)                       # ShardSamples and CommsSamples
+samples = read_samples(SHIPPED / "amd_epyc.npz")         # ShardSamples and CommsSamples
 start_warm(planner, hardware_fingerprint())              # says in `planner.costs.costs_from` whose machine it was
 """
 
@@ -17,11 +17,11 @@ from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.replay import CommsSample, ShardSample
 from dlrm_autoshard.tables import TableConfig, TableStats
 
-# `cpu.npz` holds the measurements (made by `python -m dlrm_autoshard.probe.collect`), `cpu.json` the machine they were
-# made on, the command, and the cost model fitted to them, so that starting warm takes no fitting. On hardware with
-# another fingerprint these are another machine's costs: proportions that are better than none, and they are called so.
+# `<machine>.npz`: the measurements (made by `python -m dlrm_autoshard.probe.collect`); `<machine>.json`: the hardware
+# they were made on, the command, and the cost model fitted to them, so that starting warm takes no fitting. On hardware
+# with another fingerprint these are another machine's costs: proportions that are better than none, and called so.
 
-WARM_START = Path(__file__).parent / "shipped" / "cpu.npz"
+SHIPPED = Path(__file__).parent / "shipped"
 
 
 def write_samples(path: Path, shards: Sequence[ShardSample], comms: Sequence[CommsSample]) -> None:
@@ -87,22 +87,28 @@ def read_samples(path: Path) -> list[ShardSample | CommsSample]:
     return [*shards, *(CommsSample.from_json(sample) for sample in json.loads(str(column["comms"])))]
 
 
-def start_warm(planner: Planner, fingerprint: Mapping[str, Any] | None, path: Path = WARM_START) -> bool:
-    """Gives the planner the shipped costs; False (and nothing done) where the package has none.
+def start_warm(planner: Planner, fingerprint: Mapping[str, Any] | None) -> None:
+    """Gives the planner the shipped costs of the machine most like this one.
 
     fingerprint: this machine's, to tell whether the costs are its own; None where it is not known.
     """
-    described = path.with_suffix(".json")
-    if not described.exists():
-        return False
-    record = json.loads(described.read_text())
+    record = most_alike(fingerprint or {})
     planner.costs.cost_model.load_json(record["cost_model"])
     planner.costs.exchange.load_prices(record["comms"])
-    own = fingerprint is not None and dict(fingerprint) == record["fingerprint"]
     machine = record["fingerprint"]
+    own = dict(fingerprint or {}) == machine
     planner.costs.costs_from = f"{record['shards']:,} shipped measurements on " + (
         "hardware like this one"
         if own
         else f"other hardware ({machine['processor']}, fbgemm {machine['fbgemm']}): proportions, not this machine's ms"
     )
-    return True
+
+
+def most_alike(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of the shipped machine that most entries of the fingerprint agree with; of equals, the first."""
+    records = [json.loads(path.read_text()) for path in sorted(SHIPPED.glob("*.json"))]
+
+    def alike(record: dict[str, Any]) -> int:
+        return sum(fingerprint.get(key) == value for key, value in record["fingerprint"].items())
+
+    return max(records, key=alike)
