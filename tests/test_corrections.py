@@ -11,6 +11,7 @@ from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, step_cos
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.probe.shipped_costs import start_warm
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 from dlrm_autoshard.tables import TableConfig, TableStats
 
@@ -109,6 +110,62 @@ def test_a_table_whose_lookups_jumped_is_what_is_dear_and_not_the_rank_that_has_
     fresh = Planner(seed=0)
     follow(fresh, *[profile] * 4)
     assert there > 1.15 * fresh.predict(task, elsewhere)[1 - owner].bwd_compute_ms
+
+
+def measured(planner: Planner, task: PlacementTask, plan: ShardingPlan, launch_ms: float, wait: float) -> StepProfile:
+    """As predicted, with a fixed cost of each stage's computation, and exchanges that take `wait` times as long."""
+    ranks = []
+    for rank in planner.predict(task, plan):
+        stages = {f"{s}_ms": launch_ms + rank.stage(s) for s in ("fwd_compute", "bwd_compute")}
+        stages |= {f"{s}_ms": wait * rank.stage(s) for s in ("fwd_comms", "bwd_comms")}
+        ranks.append(replace(rank, **stages))
+    return StepProfile(plan, task.tables, task.stats, task.batch_size, tuple(ranks), "measured", noise=0.015)
+
+
+def test_a_rank_left_with_little_to_do_is_not_taken_for_a_slow_one() -> None:
+    """What a stage costs however little is in it is half of what a light rank takes, and training's is not the
+    probe's."""
+    tables = [TableConfig(f"t{i}", 200_000, 64) for i in range(10)]
+    stats = [TableStats(60.0 if i == 0 else 3.0, batch_size=2048) for i in range(10)]
+    task = PlacementTask.build(tables, stats, Topology(2), batch_size=2048)
+    even, light, other = (
+        ShardingPlan({table.name: int(i not in own) for i, table in enumerate(tables)}, 2) for own in ({0}, {1}, {2, 3})
+    )
+    truth, planner = Planner(seed=0), Planner(seed=0)
+    for knows in (truth, planner):
+        start_warm(knows, None)
+    launch_ms = 0.6 * min(rank.fwd_compute_ms for rank in truth.predict(task, light))
+    follow(planner, *[measured(truth, task, even, launch_ms, 1.0)] * 3, measured(truth, task, light, launch_ms, 1.0))
+    slowness = planner.rank_slowness(2)
+    assert max(slowness) / min(slowness) < 1.05
+    expected = measured(truth, task, other, launch_ms, 1.0).ranks[0]
+    assert planner.predict(task, other)[0].fwd_compute_ms == pytest.approx(expected.fwd_compute_ms, rel=0.15)
+
+
+def test_exchanges_that_wait_longer_after_a_drift_say_nothing_of_ranks() -> None:
+    planner, truth = Planner(seed=0), Planner(seed=0)
+    follow(planner, *[measured(truth, TASK, EVEN, 0.0, 1.0)] * 4)
+    drifted = replace(TASK, stats=(replace(STATS[0], mean_pooling=4 * STATS[0].mean_pooling), *STATS[1:]))
+    follow(planner, measured(truth, drifted, EVEN, 0.0, 1.12))
+    assert planner.costs.corrections.eras == [0] * 5
+
+
+def test_a_probe_that_something_disturbed_makes_nothing_unsure() -> None:
+    """A stage of one rank, 30% up in one of the plans that were measured at the start."""
+    probed = [
+        replace(measured(Planner(seed=0), TASK, plan, 0.0, 1.0), source="probe", noise=0.03)
+        for plan in (EVEN, ShardingPlan({name: i // 6 for i, name in enumerate(EVEN.rank_of)}, 2))
+    ]
+    first, rest = probed[0].ranks[0], probed[0].ranks[1:]
+    disturbed = replace(probed[0], ranks=(replace(first, fwd_compute_ms=1.3 * first.fwd_compute_ms), *rest))
+    other = ShardingPlan({name: (i // 2) % 2 for i, name in enumerate(EVEN.rank_of)}, 2)
+    gains = []
+    for start in (probed[0], disturbed):
+        planner = Planner(seed=0)
+        follow(planner, start, probed[1], *[measured(Planner(seed=0), TASK, EVEN, 0.0, 1.0)] * 2)
+        gains.append(planner.gains(TASK, EVEN, [other])[0])
+    assert gains[1].mean == pytest.approx(gains[0].mean, abs=0.01)
+    assert gains[1].std < 1.3 * gains[0].std
 
 
 def test_a_plan_is_expected_to_cost_the_more_the_less_is_known_of_its_ranks() -> None:

@@ -1,6 +1,6 @@
 """The terms that a measured stage's logarithm consists of, and how they vary before anything was measured.
 
-rows = rows_of(stage_N, share_NB, change_NF, source=0, rank=1, era=0)
+rows, values_N, noise_NN = observed.rows(eras, None)     # `observed.py`
 rows.covariance(rows, Spreads(), frozenset())            # [N, N], prior
 """
 
@@ -29,9 +29,11 @@ class Spreads:
     together: float = 0.03  # of one set of tables, beside its tables': held-out sets of the shipped costs
     noise: float = 0.01  # of an interval's figures, beside what the profile itself reports
     scale: float = 0.5  # all tables of a stage: another machine, a GPU instead of a CPU
+    light: float = 0.7  # of what any stage takes (`lightness`): a light rank's took 1.4 to 1.6 of its probe's
     rank: float = 0.02  # ranks of one machine
     slow_rank: float = 0.7  # a rank whose core is shared by one or two other processes
     exchange: float = 0.1  # one rank's exchanges, beside the others'
+    exchanged: float = 0.1  # of one interval: where ranks wait longer for each other, exchanges took 10% longer
 
 
 GRID: Mapping[str, tuple[float, ...]] = {
@@ -39,14 +41,19 @@ GRID: Mapping[str, tuple[float, ...]] = {
     "together": (0.01, 0.03, 0.06, 0.12),
     "noise": (0.003, 0.01, 0.03, 0.06),
 }
+RELUCTANCE: Mapping[str, float] = {"table": 0.5, "together": 2.0, "noise": 0.5}
+"""By how much likelier, as a power of e, a value that is half or twice the prior's must be to be taken. A job's own
+measurements say little of `together`, either way: 0.12, taken as easily, hid half of a gain of 10%."""
 
 
 @dataclass(frozen=True)
 class Common:
     """What two lists of observations have in common, term by term, each [N, M]: what is off about a stage's source, its
-    tables, their widths, their data's change, sets like these; and whether the rank is the same. key_N: `rank_keys`."""
+    lightness, tables, their widths, their data's change, sets like these; and whether the rank is the same. key_N:
+    `rank_keys`."""
 
     source: np.ndarray
+    light: np.ndarray
     table: np.ndarray
     width: np.ndarray
     change: np.ndarray
@@ -55,27 +62,34 @@ class Common:
     key_N: np.ndarray
 
     def covariance(self, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
-        found = spreads.scale**2 * self.source + spreads.table**2 * self.table
+        found = spreads.scale**2 * self.source + spreads.light**2 * self.light + spreads.table**2 * self.table
         found += spreads.together**2 * self.together
         if self.width.any():
             found += spreads.width**2 * self.width
         if self.change.any():
             found += spreads.change**2 * self.change
-        variance_N = np.where(np.isin(self.key_N, list(slow)), spreads.slow_rank, spreads.rank) ** 2
-        found += self.rank * variance_N[:, None]
+        found += self.rank * rank_variances(self.key_N, spreads, slow)[:, None]
         return found
+
+
+def rank_variances(key_N: np.ndarray, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
+    """[N] prior, of ranks by their keys (`Rows.rank_keys`). slow: keys of those far from the others."""
+    variances: np.ndarray = np.where(np.isin(key_N, list(slow)), spreads.slow_rank, spreads.rank) ** 2
+    return variances
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a stage's logarithm consists of. source: where its scale comes from. rank: -1 where it is nobody's. Eras are
+    """What a stage's logarithm consists of. source: where its scale comes from. rank, profile: -1 of none. Eras are
     numbers of stretches of time in which ranks stayed as they were. Shares are along the directions of `Parts`, first
-    those of its num_wholes whole tables. change_NF: `changes`. fused_N: `fused`."""
+    those of its num_wholes whole tables. light_N, change_NF, fused_N: `lightness`, `changes`, `fused`."""
 
     stage_N: np.ndarray
     source_N: np.ndarray
     rank_N: np.ndarray
     era_N: np.ndarray
+    profile_N: np.ndarray
+    light_N: np.ndarray
     share_NB: np.ndarray
     change_NF: np.ndarray
     fused_N: np.ndarray
@@ -103,10 +117,11 @@ class Rows:
         lengths = np.sqrt((one**2).sum(axis=1))[:, None] * np.sqrt((another**2).sum(axis=1))
         alike = (tables_NM / np.maximum(lengths, 1e-12)) ** 2
         alike *= alike
+        same_source = self.source_N[:, None] == other.source_N
         key_N, key_M = self.rank_keys, other.rank_keys
         return Common(
-            # What probes and training are off by has much in common.
-            np.where(self.source_N[:, None] == other.source_N, 1.0, 0.9) * same_stage,
+            sources_alike(same_source) * same_stage,
+            np.outer(self.light_N, other.light_N) * same_source * same_stage,
             tables_NM * same_stage,
             (self.share_NB[:, rest] @ other.share_NB[:, rest].T) * same_stage,
             (self.change_NF @ other.change_NF.T) * same_stage,
@@ -129,6 +144,17 @@ def changes(share_NB: np.ndarray, log_data_B2: np.ndarray) -> np.ndarray:
     return (share_NB[:, :, None] * log_data_B2).reshape(len(share_NB), -1)
 
 
+LIGHT = 0.1
+"""Part of the dearest set's stage, below which another's is light."""
+
+
+def lightness(ms_N: np.ndarray, dearest_N: np.ndarray) -> np.ndarray:
+    """[N] 1 of stages that take nothing beside the dearest, towards 0 of those that take as long: how much of them is
+    what any stage takes, caches that have turned cold between two steps' lookups, or a probe's launch."""
+    part: np.ndarray = LIGHT * dearest_N / np.maximum(LIGHT * dearest_N + ms_N, 1e-12)
+    return part
+
+
 def fused(share_NT: np.ndarray) -> np.ndarray:
     """[N] 0 of a table alone, which nothing is fused with, towards 1 of many that take as long as one another."""
     total_N = np.maximum(share_NT.sum(axis=1), 1e-12)
@@ -136,34 +162,16 @@ def fused(share_NT: np.ndarray) -> np.ndarray:
     return part
 
 
-def rows_of(
-    stage_N: np.ndarray,
-    share_NB: np.ndarray,
-    change_NF: np.ndarray,
-    fused_N: np.ndarray,
-    num_wholes: int,
-    *,
-    source: int,
-    rank: int | np.ndarray,
-    era: int,
-) -> Rows:
-    count = len(stage_N)
-    return Rows(
-        stage_N,
-        np.full(count, source),
-        np.broadcast_to(rank, count),
-        np.full(count, era),
-        share_NB,
-        change_NF,
-        fused_N,
-        num_wholes,
-    )
+def sources_alike(same: np.ndarray) -> np.ndarray:
+    """How much what sources are off by has in common: of probes and training, much."""
+    alike: np.ndarray = np.where(same, 1.0, 0.9)
+    return alike
 
 
 def exchange_covariance(one: np.ndarray, other: np.ndarray, spreads: Spreads) -> np.ndarray:
-    """A stage's own, of all ranks and of each, as long as they stay as they are; each plan's; and what always is."""
+    """A stage's, of all ranks and of each, as long as they stay as they are; each interval's; and what always is."""
     same = one[:, None, :] == other
-    stage, rank, era, plan = (same[..., i] for i in range(4))
+    stage, rank, era, interval = (same[..., i] for i in range(4))
     ranks = spreads.exchange**2 * (rank & era) + spreads.scale**2 * era
-    covariance: np.ndarray = stage * (ranks + spreads.together**2 * plan + spreads.exchange**2)
+    covariance: np.ndarray = stage * (ranks + spreads.exchanged**2 * interval + spreads.exchange**2)
     return covariance

@@ -15,10 +15,20 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.costs import StepProfile
-from dlrm_autoshard.planner.correction_terms import GRID, Rows, Spreads, changes, fused, rows_of
+from dlrm_autoshard.planner.correction_terms import (
+    GRID,
+    RELUCTANCE,
+    Rows,
+    Spreads,
+    changes,
+    fused,
+    lightness,
+    rank_variances,
+    sources_alike,
+)
 from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
-from dlrm_autoshard.planner.gaussian import Posterior, condition
+from dlrm_autoshard.planner.gaussian import Cause, Disturbed, Posterior, condition
 from dlrm_autoshard.planner.observed import MOST_ROWS, Observed
 from dlrm_autoshard.planner.replay import ShardSample
 from dlrm_autoshard.tables import TableConfig
@@ -29,6 +39,8 @@ SLOW = 0.1
 """Slow ranks that are expected among all of a job, in each era."""
 FAST = 0.05
 """Fast ones, to a slow one: what else a rank's core does takes time."""
+MOMENT, SLOW_MOMENT = 0.3, 0.02
+"""Standard deviation of what a whole interval took longer, of those (one in fifty) in which the machine was another."""
 REMEMBERED = 16
 """Profiles conditioned on."""
 
@@ -82,20 +94,36 @@ class Corrections:
         """[W, 2] that each rank's exchanges take."""
         return np.exp(np.array([self._exchange.get(rank, (0.0, 0.0)) for rank in range(world_size)]))
 
-    def together_factors_W2(self, share_2WT: np.ndarray, tables: Sequence[TableConfig]) -> np.ndarray:
-        """[W, 2] that sets of tables take beside what their tables do, given each table's share of the set's cost."""
+    def light_factors(self, ms: np.ndarray) -> np.ndarray:
+        """[..., 2] that what any stage takes makes of ms, [..., 2] of forward and backward computation."""
+        if self._observed is None:
+            return np.ones(2)
+        factors: np.ndarray = np.exp(lightness(ms, self._observed.dearest_2) * self._light_2)
+        return factors
+
+    def together_factors_W2(
+        self, share_2WT: np.ndarray, ms_W2: np.ndarray, tables: Sequence[TableConfig]
+    ) -> np.ndarray:
+        """[W, 2] that sets of tables take beside what their tables do. share_2WT: each table's share of the set's cost;
+        ms_W2: that cost."""
         _, world_size, _ = share_2WT.shape
         if self._posterior is None:
             return np.ones((world_size, 2))
-        rows = self._rows_now(share_2WT.reshape(2 * world_size, -1), np.repeat([0, 1], world_size), -1, tables)
+        stage_M = np.repeat([0, 1], world_size)
+        rows = self._rows_now(share_2WT.reshape(2 * world_size, -1), ms_W2.T.ravel(), stage_M, -1, tables)
         sets = self.spreads.together**2 * rows.common(self._rows).together
         return np.exp(self._posterior.mean(sets)).reshape(2, world_size).T
 
     def covariance(
-        self, share_MT: np.ndarray, stage_M: np.ndarray, rank_M: np.ndarray, tables: Sequence[TableConfig]
+        self,
+        share_MT: np.ndarray,
+        ms_M: np.ndarray,
+        stage_M: np.ndarray,
+        rank_M: np.ndarray,
+        tables: Sequence[TableConfig],
     ) -> np.ndarray:
-        """[M, M] of the logarithms of what sets of tables take on ranks. stage_M: 0 forward, 1 backward."""
-        rows = self._rows_now(share_MT, stage_M, rank_M, tables)
+        """[M, M] of the logarithms of what sets of tables take on ranks: ms_M. stage_M: 0 forward, 1 backward."""
+        rows = self._rows_now(share_MT, ms_M, stage_M, rank_M, tables)
         if self._posterior is None:
             return rows.covariance(rows, self.spreads, frozenset())
         slow = self._posterior.large
@@ -103,16 +131,35 @@ class Corrections:
         return self._posterior.covariance(rows.covariance(rows, self.spreads, slow), cross)
 
     def _rows_now(
-        self, share_MT: np.ndarray, stage_M: np.ndarray, rank_M: np.ndarray | int, tables: Sequence[TableConfig]
+        self,
+        share_MT: np.ndarray,
+        ms_M: np.ndarray,
+        stage_M: np.ndarray,
+        rank_M: np.ndarray | int,
+        tables: Sequence[TableConfig],
     ) -> Rows:
         """As they would be measured next."""
         source, share_MB, change_MF, wholes = 0, share_MT, np.zeros((len(stage_M), 0)), share_MT.shape[1]
+        light_M = np.zeros(len(stage_M))
         if self._observed is not None:
             source, parts = self._observed.newest_source, self._observed.parts
             wholes = parts.num_wholes
             share_MB = share_MT @ parts.basis(tables)
             change_MF = changes(share_MB, self._observed.now_B2)
-        return rows_of(stage_M, share_MB, change_MF, fused(share_MT), wholes, source=source, rank=rank_M, era=self._now)
+            light_M = lightness(ms_M, self._observed.dearest_2[stage_M])
+        count = len(stage_M)
+        return Rows(
+            stage_M,
+            np.full(count, source),
+            np.broadcast_to(rank_M, count),
+            np.full(count, self._now),
+            np.full(count, -1),
+            light_M,
+            share_MB,
+            change_MF,
+            fused(share_MT),
+            wholes,
+        )
 
     # -- conditioning ------------------------------------------------------------------------------------------------
 
@@ -120,7 +167,7 @@ class Corrections:
         self._logs = np.zeros((0, 2)), np.zeros((0, 2))  # own_B2 and changed_B2 of `_log_factors`
         self._ranks: dict[int, float] = {}
         self._exchange: dict[int, tuple[float, float]] = {}
-        self._scale_2 = np.zeros(2)
+        self._scale_2, self._light_2 = np.zeros(2), np.zeros(2)
         self._posterior: Posterior | None = None
         self._observed: Observed | None = None
 
@@ -143,10 +190,18 @@ class Corrections:
         covariance = rows.own.covariance(spreads, frozenset()) + noise
         covariance[np.diag_indices(len(values))] += spreads.noise**2
         keys = rows.rank_keys
-        causes = {int(key): np.flatnonzero(keys == key) for key in np.unique(keys[keys >= 0])}
         ranks = max(2, len(np.unique(rows.rank_N[rows.rank_N >= 0])))
         price = -float(np.log(SLOW / ranks))
-        return condition(covariance, values, causes, spreads.slow_rank**2, price, price - float(np.log(FAST)))
+        price_below = price - float(np.log(FAST))
+        causes = {
+            int(key): Cause(np.flatnonzero(keys == key), spreads.slow_rank**2, price, price_below)
+            for key in np.unique(keys[keys >= 0])
+        }
+        for profile in np.unique(rows.profile_N[rows.profile_N >= 0]):
+            members = np.flatnonzero(rows.profile_N == profile)
+            causes[-2 - int(profile)] = Cause(members, MOMENT**2, -float(np.log(SLOW_MOMENT)))
+        # A probe measures for a moment, in which something else may run; an interval's figures are of many.
+        return condition(covariance, values, causes, Disturbed(rows.source_N == 0))
 
     def _condition(self, observed: Observed) -> None:
         table_T2: np.ndarray | None = None
@@ -162,31 +217,13 @@ class Corrections:
         assert table_T2 is not None
         self._observed, self._rows, self._posterior = observed, rows, posterior
         self._logs = self._log_factors(observed, rows, posterior)
-        none = np.zeros((2, observed.parts.num_directions)), np.zeros((2, 2 * observed.parts.num_directions))
-        scale = rows_of(
-            np.arange(2),
-            *none,
-            np.zeros(2),
-            observed.parts.num_wholes,
-            source=observed.newest_source,
-            rank=-1,
-            era=self._now,
-        )
-        self._scale_2 = posterior.mean(scale.covariance(rows, self.spreads, posterior.large))
-        for key in np.unique(rows.rank_keys[rows.rank_N >= 0]):  # of several eras the last one counts
-            rank, era = key % 1_000_000, key // 1_000_000
-            one = rows_of(
-                np.array([9]),
-                none[0][:1],
-                none[1][:1],
-                np.zeros(1),
-                observed.parts.num_wholes,
-                source=-1,
-                rank=rank,
-                era=era,
-            )
-            own = posterior.mean(one.covariance(rows, self.spreads, posterior.large))
-            self._ranks[int(rank)] = float(own[0])
+        key_N = rows.rank_keys
+        newest_N, stage_2N = rows.source_N == observed.newest_source, rows.stage_N == np.arange(2)[:, None]
+        self._scale_2 = posterior.mean(self.spreads.scale**2 * sources_alike(newest_N) * stage_2N)
+        self._light_2 = posterior.mean(self.spreads.light**2 * rows.light_N * newest_N * stage_2N)
+        variance_N = rank_variances(key_N, self.spreads, posterior.large)
+        for key in np.unique(key_N[key_N >= 0]):  # of several eras the last one counts
+            self._ranks[int(key % 1_000_000)] = float(posterior.mean((variance_N * (key_N == key))[None])[0])
         if observed.profiles:
             self._exchange = observed.exchange_factors(self.eras, self.spreads)
 
@@ -202,12 +239,14 @@ class Corrections:
         return np.stack(own, axis=1), np.stack(changed, axis=1)
 
     def _likeliest_spreads(self, rows: Rows, values: np.ndarray, noise: np.ndarray) -> Spreads:
-        """One after the other; a value that is twice or half the prior's must be likelier by e^0.5 to be taken."""
-        best = Spreads()
+        """One after the other, with `RELUCTANCE`."""
+        best = prior = Spreads()
 
         def fitness(spreads: Spreads) -> float:
-            away = sum(np.log2(getattr(spreads, name) / getattr(Spreads(), name)) ** 2 for name in GRID)
-            return self._posterior_of(rows, values, noise, spreads).log_evidence - 0.5 * float(away)
+            away = sum(
+                r * np.log2(getattr(spreads, name) / getattr(prior, name)) ** 2 for name, r in RELUCTANCE.items()
+            )
+            return self._posterior_of(rows, values, noise, spreads).log_evidence - float(away)
 
         for name, values_of in GRID.items():
             trials = [replace(best, **{name: value}) for value in values_of]

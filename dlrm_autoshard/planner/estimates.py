@@ -69,7 +69,7 @@ def expected_ms(
     sums_W2 = inside_WT @ cost_T2 + costs.launch_S
     share_2WT = inside_WT * cost_T2.T[:, None, :] / sums_W2.T[:, :, None]
     ms_W4 = costs.rank_ms(rank_U)
-    ms_W4[:, COMPUTE] *= corrections.together_factors_W2(share_2WT, task.tables)
+    ms_W4[:, COMPUTE] *= corrections.together_factors_W2(share_2WT, ms_W4[:, COMPUTE], task.tables)
     return ms_W4, share_2WT
 
 
@@ -88,7 +88,9 @@ def estimates(
             ms.append(ms_W[dearest])
             shares.append(share_2WT[stage, dearest])
     stage_M = np.tile(np.repeat([0, 1], most), len(placements))
-    covariance = corrections.covariance(np.concatenate(shares), stage_M, np.concatenate(ranks), task.tables)
+    covariance = corrections.covariance(
+        np.concatenate(shares), np.concatenate(ms), stage_M, np.concatenate(ranks), task.tables
+    )
     values, vectors = np.linalg.eigh(covariance)
     drawn_DM = np.random.default_rng(0).standard_normal((DRAWS, len(values)))
     errors_DM = drawn_DM @ (vectors * np.sqrt(np.maximum(values, 0.0))).T - covariance.diagonal() / 2  # 1 on average

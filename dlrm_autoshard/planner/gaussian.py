@@ -1,6 +1,6 @@
 """Gaussian conditioning on correlated observations, with a few of their causes perhaps far larger than the others.
 
-posterior = condition(covariance_NN, values_N, causes, large)
+posterior = condition(covariance_NN, values_N, {7: Cause(members, 0.5, 3.0)}, Disturbed(may_be_N))
 posterior.mean(cross_MN), posterior.covariance(own_MM, cross_MN), posterior.log_evidence
 """
 
@@ -13,6 +13,27 @@ import numpy as np
 
 MOST_LARGE = 8
 """Causes that may be large at a time: after so many it is no longer they that are unusual."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What some observations (`members`, indices) have in common: 0, or of `variance` where that makes all observations
+    likelier by more than e^price (price_below: where it is negative)."""
+
+    members: np.ndarray
+    variance: float
+    price: float
+    price_below: float | None = None
+
+
+@dataclass(frozen=True)
+class Disturbed:
+    """Observations that something else may have disturbed: `may_be_N`. Such a one has `variance` beside its own, where
+    that makes all observations likelier by more than e^price."""
+
+    may_be_N: np.ndarray
+    variance: float = 0.3**2
+    price: float = 3.9  # one in fifty
 
 
 @dataclass(frozen=True)
@@ -34,36 +55,47 @@ class Posterior:
 def condition(
     covariance_NN: np.ndarray,
     values_N: np.ndarray,
-    causes: Mapping[int, np.ndarray] | None = None,
-    variance: float = 0.0,
-    least_gain: float = 3.0,
-    least_gain_below: float | None = None,
+    causes: Mapping[int, Cause] | None = None,
+    disturbed: Disturbed | None = None,
 ) -> Posterior:
-    """Zero-mean normal values with that covariance. causes: groups of observations (indices by key), each with
-    something in common that is 0, or has `variance` where that makes the observations likelier by e^least_gain
-    (least_gain_below: where it is negative; by default as much)."""
+    """Zero-mean normal values with that covariance. causes: by key; the posterior says which are `large`."""
     inverse = np.linalg.inv(covariance_NN)
     inverse = (inverse + inverse.T) / 2
     log_determinant = float(np.linalg.slogdet(covariance_NN)[1])
     left = dict(causes or {})
     large: set[int] = set()
     bonus = 0.0
+    if disturbed is not None:
+        may_be_N, wide = disturbed.may_be_N.copy(), disturbed.variance
+        for _ in range(MOST_LARGE):
+            own_N, pull_N = inverse.diagonal(), inverse @ values_N
+            gain_N = 0.5 * wide * pull_N**2 / (1 + wide * own_N) - 0.5 * np.log1p(wide * own_N) - disturbed.price
+            worst = int(np.where(may_be_N, gain_N, -np.inf).argmax())
+            if not may_be_N[worst] or gain_N[worst] <= 0:
+                break
+            log_determinant += float(np.log1p(wide * own_N[worst]))
+            bonus -= disturbed.price
+            may_be_N[worst] = False
+            row = inverse[worst].copy()
+            inverse = inverse - np.outer(row, row) * (wide / (1 + wide * row[worst]))
     while left and len(large) < MOST_LARGE:
         weights = inverse @ values_N
         gains = {}
-        for key, members in left.items():
-            own = float(inverse[np.ix_(members, members)].sum())
-            pull = float(weights[members].sum())
-            price = least_gain if pull > 0 or least_gain_below is None else least_gain_below
-            gain = 0.5 * variance * pull**2 / (1 + variance * own) - 0.5 * np.log1p(variance * own) - price
+        for key, cause in left.items():
+            own = float(inverse[np.ix_(cause.members, cause.members)].sum())
+            pull = float(weights[cause.members].sum())
+            price = cause.price if pull > 0 or cause.price_below is None else cause.price_below
+            wide = cause.variance
+            gain = 0.5 * wide * pull**2 / (1 + wide * own) - 0.5 * np.log1p(wide * own) - price
             gains[key] = (gain, own, price)
         key = max(gains, key=lambda k: gains[k][0])
         gain, own, price = gains[key]
         if gain <= 0:
             break
-        row = inverse[left.pop(key)].sum(axis=0)
-        inverse = inverse - np.outer(row, row) * (variance / (1 + variance * own))
-        log_determinant += float(np.log1p(variance * own))
+        cause = left.pop(key)
+        row = inverse[cause.members].sum(axis=0)
+        inverse = inverse - np.outer(row, row) * (cause.variance / (1 + cause.variance * own))
+        log_determinant += float(np.log1p(cause.variance * own))
         bonus -= price
         large.add(key)
     weights = inverse @ values_N

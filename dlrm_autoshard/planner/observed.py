@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from dlrm_autoshard.costs import EXCHANGE, IQR_OF_NORMAL, StepProfile, stages_W4
-from dlrm_autoshard.planner.correction_terms import Rows, Spreads, changes, exchange_covariance, fused
+from dlrm_autoshard.planner.correction_terms import Rows, Spreads, changes, exchange_covariance, fused, lightness
 from dlrm_autoshard.planner.cost_model import COST, CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.gaussian import Posterior, condition
@@ -56,6 +57,13 @@ class Observed:
     @property
     def newest_source(self) -> int:
         return _SOURCES.index(self.profiles[-1].source) if self.profiles else 0
+
+    @cached_property
+    def dearest_2(self) -> np.ndarray:
+        """Forward and backward of the dearest set of tables that was measured, as predicted."""
+        sums = np.stack([own @ self.summary_NTK[k] for own, k in zip(self.inside_NT, self.kind_N, strict=True)])
+        dearest: np.ndarray = self.model.device_ms(sums.astype(np.float32)).max(axis=0)
+        return dearest
 
     @staticmethod
     def of(
@@ -141,11 +149,14 @@ class Observed:
         share_NT = np.concatenate([share_N2T[:, 0], share_N2T[:, 1]])
         source_N = np.array([_SOURCES.index(self.profiles[n].source) if n >= 0 else 0 for n in self.profile_N])
         share_NB = share_NT @ self.parts.basis(self.tables)
+        light_N = lightness(predicted_N2.T.ravel(), np.repeat(self.dearest_2, count))
         rows = Rows(
             np.repeat([0, 1], count),
             np.tile(source_N, 2),
             np.tile(self.rank_N, 2),
             np.tile(era_N, 2),
+            np.tile(self.profile_N, 2),
+            light_N,
             share_NB,
             changes(share_NB, self.log_data_KR2[np.tile(self.kind_N, 2)][:, self.parts.whole_of_B]),
             fused(share_NT),
@@ -158,14 +169,13 @@ class Observed:
         return rows, off_N2.T.ravel(), noise_NN
 
     def _exchange_rows(self, eras: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(values, noise, [N, 4] stage, rank, era, profile's plan)."""
+        """(values, noise, [N, 4] stage, rank, era, profile)."""
         values, noise, keys = [], [], []
-        plans = [profile.plan.fingerprint for profile in self.profiles]
         for number, off_W2 in enumerate(self.exchange_off):
             for rank, stage in zip(*np.nonzero(np.isfinite(off_W2)), strict=True):
                 values.append(off_W2[rank, stage])
                 noise.append(self.profiles[number].noise / IQR_OF_NORMAL)
-                keys.append((stage, rank, eras[number], plans.index(plans[number])))
+                keys.append((stage, rank, eras[number], number))
         return np.array(values), np.array(noise), np.array(keys, dtype=int).reshape(-1, 4)
 
     def exchange_posterior(self, eras: Sequence[int], spreads: Spreads) -> Posterior:

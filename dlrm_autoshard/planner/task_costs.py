@@ -40,7 +40,12 @@ class TaskCosts:
         world_size, topology = task.world_size, task.topology
         summary_TK = model.summaries(task.tables, task.stats, task.batch_size)
         summary_TK[:, COST] *= corrections.table_factors_T2(task.tables)
-        self.device_ms = model.device_ms
+
+        def device_ms(summaries: np.ndarray) -> np.ndarray:
+            ms = model.device_ms(summaries)
+            return ms * corrections.light_factors(ms).astype(np.float32)
+
+        self.device_ms = device_ms
         self.launch_S = model.launch_S
         self.world_size = world_size
         self.summary_TK = summary_TK
