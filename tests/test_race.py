@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dlrm_autoshard.benchmarks import race, race_arms
+from dlrm_autoshard.benchmarks import race, race_arms, race_turns
 from dlrm_autoshard.benchmarks.race_simulated import EPOCHS, SimulatedWorld
 from dlrm_autoshard.benchmarks.race_worlds import WORLDS, Replayed, Scale, World, WorldName
 from dlrm_autoshard.benchmarks.recorded_cluster import RecordedCluster
@@ -72,15 +74,21 @@ def test_what_is_done_is_not_done_again_and_what_fails_is_said(tmp_path: Path, m
             raise race_arms.BenchError("it does not fit")
         return finished(10.0)
 
+    def steps_in_turns(world: World, folder: Path, arms: Sequence[str]) -> dict[str, list[float]]:
+        asked.append("turns")
+        return {arm: [4.0, 5.0, 6.0] for arm in arms}
+
     monkeypatch.setattr(race, "run_arm", run_arm)
+    monkeypatch.setattr(race, "steps_in_turns", steps_in_turns)
     arms = ("loop", "planned", "round_robin")
     once = race.race(tmp_path, ("calm",), arms, 1, TINY)
-    assert sorted(asked) == sorted(arms)
+    assert sorted(asked[:-1]) == sorted(arms) and asked.pop() == "turns"
+    assert once["calm"][0]["loop"]["steps_seconds"] == 5
     assert race.race(tmp_path, ("calm",), arms, 1, TINY) == once and len(asked) == 3
     saved = tmp_path / "calm-0" / "loop.json"
     saved.write_text(json.dumps(json.loads(saved.read_text()) | {"state": -1}))  # of an earlier state of the code
     race.race(tmp_path, ("calm",), arms, 1, TINY)
-    assert asked[3:] == ["loop"]
+    assert asked[3:] == ["loop", "turns"]
     assert "calm, seed 0, round_robin: missing: it does not fit" in race.summarise(once, ("calm",), arms, 1)["notes"]
 
 
@@ -93,6 +101,28 @@ def test_shares_are_of_the_clairvoyants_gain_and_missing_arms_are_missed_targets
     assert "abrupt: torchrec / loop on" in outcome["targets"]
     assert "abrupt: torchrec / loop on" not in outcome["figures"]
     assert outcome["figures"]["worst run: loop on / loop off"] < 1
+
+
+def test_the_same_is_said_of_the_steps_alone_where_they_ran_again() -> None:
+    steps = {"loop": 62.0, "planned": 70.0, "clairvoyant": 60.0}
+    done = {"abrupt": {seed: {arm: finished(90.0, steps_seconds=s) for arm, s in steps.items()} for seed in range(3)}}
+    figures = race.summarise(done, ("abrupt",), tuple(steps), 3)["figures"]
+    assert figures["abrupt: recovered, steps alone"] == pytest.approx(0.8, abs=0.03)
+    assert figures["abrupt: loop on / loop off, steps alone"] == pytest.approx(62 / 70)
+    assert figures["abrupt: recovered of all seeds' seconds, steps alone"] == pytest.approx(0.8)
+    assert figures["worst run: loop on / loop off, steps alone"] == pytest.approx(62 / 70)
+    assert "abrupt: recovered" not in figures, "the whole jobs took equally long"
+
+
+def test_a_jobs_steps_are_counted_by_phase_and_plan(tmp_path: Path) -> None:
+    world = World("abrupt", seed=0, scale=Scale(tables=4, epochs=4, steps=10))
+    one, other = (ShardingPlan({t.name: i % n for i, t in enumerate(world.tables)}, 2) for n in (1, 2))
+    for step, plan in ((0, one), (25, other)):
+        plan.save(tmp_path / "loop" / "job" / "plan" / f"step_{step:08d}.json")
+    counted = race_turns._steps(world, race_turns._plans(world, tmp_path, "loop"))
+    (change,) = world.changes
+    expected = Counter((int(at >= 10 * change), (one if at < 25 else other).fingerprint) for at in range(40))
+    assert {key: count for key, (_, count) in counted.items()} == expected
 
 
 def test_the_picture_marks_moves_and_needs_nothing_else() -> None:

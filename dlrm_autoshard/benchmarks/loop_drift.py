@@ -20,6 +20,7 @@ from dlrm_autoshard.data.statistics import measure_stats
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.shipped_costs import start_warm
 
 TITLE = "pooling factors permuted at epoch 3 of 9: throughput after it static, with resharding, and re-planned at once"
@@ -97,7 +98,7 @@ def run(quick: bool) -> dict[str, Any]:
 def over_balance(plan: ShardingPlan, config: Config) -> float:
     """A step under the plan over one in which ranks take equally long, by the costs that the package ships."""
     source, planner = open_source(config.data, config.tables), Planner()
-    start_warm(planner, None)
+    start_warm(planner, hardware_fingerprint())
     stats = measure_stats(source, JOB.batch_size, 1)
     task = PlacementTask.build(source.tables, stats, Topology(plan.world_size), batch_size=JOB.batch_size)
     ranks = planner.predict(task, plan)

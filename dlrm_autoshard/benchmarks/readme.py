@@ -37,13 +37,18 @@ ROWS = (
     Row(
         "race-short",
         "abrupt: loop on / loop off",
-        "a whole job of 20 s, its start included, pooling permuted: seconds with resharding over without",
+        "a whole job of half a minute, its start included, pooling permuted: seconds with resharding over without",
     ),
     Row("race-short", "abrupt: torchrec / loop on", "the same job, TorchRec with its own planner over ours: seconds"),
     Row(
         "race-short",
         "abrupt: recovered",
         "the same job: of what a clairvoyant, whose planning is free, gains over a static plan",
+    ),
+    Row(
+        "race-short",
+        "abrupt: recovered, steps alone",
+        "the same of its steps, replayed in turns within one job, without start, decisions and moves",
     ),
     Row("race-short", "start: planned more than round robin, s", "seconds that planning adds to a cold start"),
     Row("race-simulated", "8 ranks, abrupt: recovered", "200 tables on 8 simulated ranks, pooling permuted"),

@@ -1,0 +1,101 @@
+"""The steps of the race's jobs once more, in turns within one job: what their plans were worth, whatever else differed.
+
+    seconds = steps_in_turns(world, folder, ["planned", "loop"])     # {"loop": [s of each round], ...}
+
+Whole jobs one after the other differ by some percent under one plan; turns of a second see the same machine. Start-up,
+planning, deciding and moving are left out: the jobs' wall clock has them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from dlrm_autoshard.benchmarks.plans_in_turns import Turn, plans_in_turns
+from dlrm_autoshard.benchmarks.race_worlds import NUM_DENSE, RANKS, Replayed, World
+from dlrm_autoshard.benchmarks.workloads import Workload
+from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.tables import TableConfig
+
+ROUNDS = 10
+
+
+@dataclass(frozen=True)
+class Phase(Workload):
+    """A world's tables, and the batches of one phase of its data, as the race's jobs read them from `folder`."""
+
+    shapes: tuple[TableConfig, ...] = ()
+    folder: str = ""
+    phase: int = 0
+
+    @cached_property
+    def tables(self) -> tuple[TableConfig, ...]:
+        return self.shapes
+
+    def batches(self, rank: int = 0, world_size: int = 1) -> list[Batch]:
+        samples, size = self.num_batches * self.batch_size, self.batch_size // world_size
+        shapes = [[t.name, t.num_embeddings, t.embedding_dim] for t in self.tables]
+        source = Replayed(TablesConfig(), self.folder, shapes, [self.phase], samples)
+        firsts = range(rank * size, samples, self.batch_size)
+        return [replace(source.read("train", 0, at, at + size), global_size=self.batch_size) for at in firsts]
+
+
+def steps_in_turns(world: World, folder: Path, arms: Sequence[str]) -> dict[str, list[float]]:
+    """Seconds that each arm's steps took under the plans it had, by round. Its job has ended, and `folder/data` is
+    there."""
+    spent = {arm: _steps(world, _plans(world, folder, arm)) for arm in arms}
+    seconds = {arm: np.zeros(ROUNDS) for arm in arms}
+    for phase in range(world.phases):
+        turns = {name: turn for steps in spent.values() for (at, name), (turn, _) in steps.items() if at == phase}
+        rates = plans_in_turns(_workload(world, folder, phase), turns, ROUNDS)
+        for arm, steps in spent.items():
+            for (at, name), (_, count) in steps.items():
+                if at == phase:
+                    seconds[arm] += count * world.scale.batch * RANKS / np.array(rates[name])
+    return {arm: values.tolist() for arm, values in seconds.items()}
+
+
+def _plans(world: World, folder: Path, arm: str) -> dict[int, ShardingPlan]:
+    """By the step from which the job was under it."""
+    if arm == "clairvoyant":
+        schedule = json.loads((folder / arm / "schedule.json").read_text())
+        return {int(e) * world.scale.steps: ShardingPlan.load(Path(path)) for e, path in schedule.items()}
+    kept = sorted((folder / arm / "job" / "plan").glob("step_*.json"))
+    return {int(path.stem.removeprefix("step_")): ShardingPlan.load(path) for path in kept}
+
+
+def _steps(world: World, plans: Mapping[int, ShardingPlan]) -> dict[tuple[int, str], tuple[Turn, int]]:
+    """Turns and numbers of steps, by the phase of the data and a name of the plan and of whether a core was shared."""
+    bounds = sorted({*plans, *range(0, world.total_steps + 1, world.scale.steps)})
+    found: dict[tuple[int, str], tuple[Turn, int]] = {}
+    for first, last in itertools.pairwise(bounds):
+        epoch, plan = first // world.scale.steps, plans[max(step for step in plans if step <= first)]
+        turn = Turn(plan, epoch in world.busy_epochs)
+        key = world.phase_of(epoch), f"{plan.fingerprint}{', busy' if turn.busy else ''}"
+        found[key] = turn, last - first + found.get(key, (turn, 0))[1]
+    return found
+
+
+def _workload(world: World, folder: Path, phase: int) -> Phase:
+    return Phase(
+        name=f"{world.name}, phase {phase}",
+        rows=tuple(t.num_embeddings for t in world.tables),
+        pooling=tuple(world.pooling(phase).tolist()),
+        bottom=(64,),
+        top=(64, 1),
+        num_batches=world.scale.distinct,
+        batch_size=world.scale.batch * RANKS,
+        num_dense=NUM_DENSE,
+        interaction="cat",
+        shapes=world.tables,
+        folder=str(folder / "data"),
+        phase=phase,
+    )
