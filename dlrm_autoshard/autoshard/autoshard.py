@@ -78,11 +78,13 @@ class Autoshard:
             with self._random_numbers_kept():
                 intervals = self._start(self._first_stats(), self._samples * self._runtime.world_size)
         else:
-            intervals.count(self._samples)
-            if self.steps % self._every == 0:
+            intervals.count(self.steps, self._samples)
+            whole = self.steps % self._every == 0
+            if whole or intervals.is_due(self.steps):
                 left = self.steps if self._total is None else max(0, self._total - self.steps)
                 with self._random_numbers_kept():
-                    _, decision = intervals.close(self.steps // self._every - 1, self.steps, left)
+                    number = (self.steps - 1) // self._every
+                    _, decision = intervals.close(number, self.steps, left, early=not whole)
                 intervals.open(self.steps)
         self._step.enter_context(self._bags.clock.step(sampled=intervals.is_sampled(self.steps)))
         return decision

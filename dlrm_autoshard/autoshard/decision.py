@@ -24,7 +24,8 @@ Action = Literal["kept", "moved", "rolled_back", "refused"]
 @dataclass(frozen=True)
 class Interval:
     """What was measured over an interval that ends after `step`; throughput over all ranks, in examples/s. samples:
-    steps whose stages were timed, timed_SW4: each of them, in ms. remaining_steps: that are to come."""
+    steps whose stages were timed, timed_SW4: each of them, in ms. remaining_steps: that are to come. changed_steps:
+    since the ranks' times changed, where they did so in mid-interval."""
 
     epoch: int
     step: int
@@ -33,10 +34,17 @@ class Interval:
     remaining_steps: int
     samples: int = thresholds.LEAST_SAMPLES
     timed_SW4: np.ndarray = field(default_factory=lambda: np.zeros((0, 1, 4)), repr=False, compare=False)
+    changed_steps: int | None = None
 
     @property
     def step_ms(self) -> float:
         return 1000 * self.profile.batch_size / self.throughput
+
+    @property
+    def lasting_steps(self) -> int:
+        """For which what was measured is expected to last. Of what has just changed, as many as it has lasted so far:
+        where nothing is known of how long changes last (a density of 1/T), half of them last twice as long."""
+        return self.remaining_steps if self.changed_steps is None else min(self.remaining_steps, self.changed_steps)
 
     def balance_gain(self, slowness: Sequence[float], *, exchange: bool) -> tuple[float, float]:
         """What perfect balance would save (`costs.balance_gain`), and the standard error of that.

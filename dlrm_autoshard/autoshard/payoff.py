@@ -37,8 +37,8 @@ class MoveCost:
 
 
 def seconds_saved(proposal: Proposal, interval: Interval, cost: MoveCost) -> float:
-    """Over the steps that are left, less what moving takes."""
-    gained = proposal.gain * interval.step_ms / 1000 * interval.remaining_steps
+    """Over the steps for which that lasts, less what moving takes."""
+    gained = proposal.gain * interval.step_ms / 1000 * interval.lasting_steps
     return gained - cost.seconds(proposal.bytes, proposal.parts)
 
 
@@ -63,8 +63,10 @@ def reason_to_stay(
     net = seconds_saved(proposal, interval, cost)
     if net <= 0:
         move_seconds = cost.seconds(proposal.bytes, proposal.parts)
+        steps = interval.lasting_steps
+        those = "left" if steps == interval.remaining_steps else "for which so new a change may be expected to last"
         return (
-            f"{best}: {net + move_seconds:.2g} s in the {interval.remaining_steps} steps left; "
+            f"{best}: {net + move_seconds:.2g} s in the {steps} steps {those}; "
             f"moving {gib(proposal.bytes)} takes {move_seconds:.2g} s"
         )
     return None

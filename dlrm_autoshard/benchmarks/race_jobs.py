@@ -27,8 +27,8 @@ def _clairvoyant(config_file: Path, run: Path, plans: Mapping[int, ShardingPlan]
     with Runtime.start(config.run) as runtime:
 
         class Clairvoyant(Trainer):
-            def _close_interval(self) -> None:
-                super()._close_interval()
+            def _close_interval(self, *, early: bool = False) -> None:
+                super()._close_interval(early=early)
                 plan = plans.get(self.position.epoch + 1)
                 if plan is None:
                     return

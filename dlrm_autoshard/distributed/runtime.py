@@ -11,11 +11,12 @@ import ctypes
 import gc
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -119,6 +120,13 @@ class Runtime:
         gathered: list[T | None] = [None] * self.world_size
         dist.all_gather_object(gathered, value, group=self.control)
         return gathered  # type: ignore[return-value]
+
+    def all_gather_numbers(self, values: Sequence[float]) -> np.ndarray:
+        """[W, len(values)]; as many on every rank. A tenth of the time that objects take."""
+        own = torch.tensor(values, dtype=torch.float64)
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(gathered, own, group=self.control)
+        return torch.stack(gathered).numpy()
 
     def from_rank_0(self, decide: Callable[[], T], attempt: Callable[[Callable[[], Outcome]], Any] | None = None) -> T:
         """What `decide` returns on rank 0, on every rank; an error for people that it raises there, everywhere.

@@ -158,6 +158,11 @@ class StageClock:
         return [[1e3 * step.get(name, 0.0) for name in names] for step in self._steps]
 
     @property
+    def last_step_ms(self) -> float:
+        """The whole of the last sampled step."""
+        return 1e3 * sum(self._steps[-1].values())
+
+    @property
     def step_ms(self) -> float:
         """Mean of the typical steps."""
         return 1e3 * statistics.fmean(sum(step.values()) for step in self._typical) if self._steps else 0.0
@@ -177,9 +182,10 @@ class StageClock:
             return None
         return min(1.0, statistics.median(self._cpu_shares))
 
-    def reset(self) -> None:
-        self._steps.clear()
-        self._cpu_shares.clear()
+    def reset(self, keep: int = 0) -> None:
+        """keep: the last so many sampled steps stay."""
+        for values in (self._steps, self._cpu_shares):
+            del values[: len(values) - keep]
 
 
 def stage_time(seconds: Sequence[float], typical: Sequence[float] = ()) -> StageTime:

@@ -5,11 +5,13 @@ job = Job(config, runtime, run_dir)         # tables placed, model made, the new
 
 from __future__ import annotations
 
-from functools import partial
+import math
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 
+from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.initial_plan import place
 from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.config import Config
@@ -152,6 +154,15 @@ class Job:
             this_epoch = -(-(samples - position.sample) // self.global_batch)
             total += this_epoch + (train.epochs - position.epoch - 1) * -(-samples // self.global_batch)
         return total if train.max_steps is None else min(total, train.max_steps)
+
+    @cached_property
+    def part_of_epoch(self) -> int:
+        """Steps of an interval where `reshard.every_steps` says nothing: an epoch, or one of its equal parts."""
+        epoch = -(-self.source.num_samples("train") // self.global_batch)
+        longest = max(thresholds.LONG_INTERVAL, self.total_steps / thresholds.MANY_INTERVALS)
+        if self.intervals.resharding is None or self.config.autoshard.reshard.every_epochs > 1:
+            return epoch
+        return math.ceil(epoch / math.ceil(epoch / longest))
 
     def batches(self, split: Split, epoch: int, first_sample: int = 0) -> Loader:
         """This rank's slices of an epoch."""

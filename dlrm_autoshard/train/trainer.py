@@ -136,8 +136,9 @@ class Trainer(Job):
             self.intervals.begin(position.step)
             while not (self.step.exhausted or self.finished or self.dense.stop_agreed):
                 self._train_step(sampled=self._profile_due())
-                if self._reshard_due():
-                    self._close_interval()
+                early = not self.step.exhausted and self.intervals.is_due(position.step)
+                if early or self._interval_due():
+                    self._close_interval(early=early)
                 if self._checkpoint_due():
                     self._save()
                 if not (self.step.exhausted or self.out_of_steps) and self._evaluation_due:
@@ -174,9 +175,13 @@ class Trainer(Job):
         whole = self.position.sample + self.global_batch <= self.source.num_samples("train")
         return whole and self.intervals.is_sampled(self.position.step)
 
-    def _reshard_due(self) -> bool:
+    def _interval_due(self) -> bool:
         every = self.config.autoshard.reshard.every_steps
-        return every is not None and self.position.step % every == 0 and not self.step.exhausted
+        if every is None:
+            due = self.position.sample // self.global_batch % self.part_of_epoch == 0
+        else:
+            due = self.position.step % every == 0
+        return due and not self.step.exhausted
 
     def _checkpoint_due(self) -> bool:
         return self._checkpoint_step and not self.step.exhausted and not self.out_of_steps
@@ -225,7 +230,7 @@ class Trainer(Job):
             self.clock.forget_last()  # the profiler's own time is in it
         position.sample += batch.global_size
         position.step += 1
-        self.intervals.count(batch.size)
+        self.intervals.count(position.step, batch.size)
         if left_out:
             self._log_metrics("train", {"skipped_not_finite": 1.0})
             self.watch.left_out(position.step)
@@ -265,12 +270,12 @@ class Trainer(Job):
                 raise
             self.display.line(f"step {self.position.step}  {error}")
 
-    def _close_interval(self) -> None:
-        """Says what was measured, and what was decided on it."""
+    def _close_interval(self, *, early: bool = False) -> None:
+        """Says what was measured, and what was decided on it. early: as `Intervals.close` takes it."""
         position, intervals = self.position, self.intervals
         left = 0 if self.selection.stop else self.total_steps - position.step
         with self._timed("resharding"):
-            record, decision = intervals.close(position.epoch, position.step, left)
+            record, decision = intervals.close(position.epoch, position.step, left, early=early)
             if decision is not None and decision.new_plan is not None:
                 self.step.redistribute()
         if record is not None:
@@ -283,6 +288,8 @@ class Trainer(Job):
             )
         if decision is not None:
             self.display.line(f"step {position.step}  {decision.text}")
+        elif early:
+            self.display.line(f"step {position.step}  {intervals.noticed}")
         intervals.open(position.step)
 
     def _evaluate(self, split: Split) -> None:
