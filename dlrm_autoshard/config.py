@@ -152,7 +152,7 @@ class ProfileConfig(Section):
 
 class ReshardConfig(Section):
     enabled: bool = True
-    every_epochs: PositiveInt = 1
+    every_epochs: PositiveInt = 1  # 1: within an epoch of more than 1,000 steps, too. In any case when times change
     every_steps: PositiveInt | None = None  # instead of epochs
     min_gain: NonNegativeFloat = 0.02  # of the step time; smaller gains are left alone
     rollback: bool = True

@@ -94,11 +94,14 @@ class Training:
         self.exact.slowdown = self.cluster.slowdown
         return DENSE_MS + step_cost_ms(self.exact.profile(self.tables, self.stats, plan, BATCH).ranks)
 
-    def interval(self) -> Decision:
+    def interval(self, changed_steps: int | None = None) -> Decision:
         profile = self.measure(self.plan)
         step_ms = self.true_ms(self.plan) * float(np.exp(self.cluster.noise * self.noise.standard_normal()))
         self.step += STEPS
-        interval = Interval(self.step // STEPS, self.step, profile, 1000 * BATCH / step_ms, self.total - self.step)
+        interval = Interval(
+            self.step // STEPS, self.step, profile, 1000 * BATCH / step_ms, self.total - self.step,
+            changed_steps=changed_steps,
+        )  # fmt: skip
         decision = self.controller.decide(interval, self.plan, self.measure_shards)
         if decision.new_plan is not None:
             moves = self.plan.moves_to(decision.new_plan)
@@ -185,6 +188,21 @@ def test_after_a_drift_it_gets_what_a_clairvoyant_would(seed: int) -> None:
     clairvoyant.plan = clairvoyant.start_plan()
     assert clairvoyant.true_ms(clairvoyant.plan) / job.true_ms(job.plan) >= 0.93
     assert job.true_ms(job.plan) <= job.true_ms(static)
+
+
+def test_a_change_too_new_for_a_dear_move_is_moved_for_once_it_has_lasted() -> None:
+    job = Training()
+    job.run(3)
+    job.stats = [replace(stat, mean_pooling=float(p)) for stat, p in zip(job.stats, _uneven(job), strict=True)]
+    job.controller.chooser.move_cost = MoveCost(fixed_seconds=0.1 * job.true_ms(job.plan))  # 100 steps' time
+    first = job.interval(changed_steps=1)
+    assert first.action == "kept" and "so new a change" in first.text
+    assert job.interval(changed_steps=2000).action == "moved"
+
+
+def _uneven(job: Training) -> list[float]:
+    """Pooling factors with three times as many lookups for one rank's tables."""
+    return [s.mean_pooling * (1 + 2 * job.plan.rank_of[t.name]) for t, s in zip(job.tables, job.stats, strict=True)]
 
 
 def test_a_straggler_is_relieved_and_gets_its_tables_back() -> None:

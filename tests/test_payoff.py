@@ -58,11 +58,12 @@ def test_says_what_a_move_costs_and_what_caution_asks_for() -> None:
     assert reason_to_stay(PROPOSAL, interval(remaining_steps=100), COST, 0.02) == (
         "best candidate saves 14.8%: 0.3 s in the 100 steps left; moving 412 MiB takes 0.53 s"
     )
-    new = dataclasses.replace(interval(), changed_steps=100)  # in 1000 steps it would pay
+    new = dataclasses.replace(interval(), changed_steps=20)  # in 1000 steps it would pay
     assert reason_to_stay(PROPOSAL, interval(), COST, 0.02) is None
-    assert "0.3 s in the 100 steps for which so new a change may be expected to last" in (
+    assert "0.23 s in the 79 steps for which so new a change may be expected to last" in (
         reason_to_stay(PROPOSAL, new, COST, 0.02) or ""
     )
+    assert reason_to_stay(PROPOSAL, dataclasses.replace(new, changed_steps=80), COST, 0.02) is None
     small = dataclasses.replace(PROPOSAL, gain=0.03, uncertainty=0.0)
     assert "after recent moves 6% are asked for" in (reason_to_stay(small, interval(), COST, 0.02, 0.04) or "")
 

@@ -8,7 +8,6 @@ watch.changed, watch.since          # they surely say so; how many they are
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,18 +16,6 @@ from dlrm_autoshard.costs import IQR_OF_NORMAL, balance_gains
 
 KEPT = 20
 """Sampled steps that tell what is usual."""
-
-
-@dataclass
-class Change:
-    """at: the step in which it was first seen. decide_at: when it is decided on once more, after it was decided that
-    tables stay: what has lasted twice as long may pay for a dearer move."""
-
-    at: int
-    decide_at: int | None = None
-
-    def kept(self, step: int) -> None:
-        self.decide_at = step + (step - self.at)
 
 
 class ChangeWatch:

@@ -82,7 +82,8 @@ class MoveChooser:
         base = replace(base, predicted_gain=best.gain, uncertainty=best.uncertainty)
         if why is not None:
             self.target = None
-            if self._reason_to_stay(best, interval, cautious=False) is not None:  # else time alone may change it
+            settled = replace(interval, changed_steps=None)
+            if self._reason_to_stay(best, settled, cautious=False) is not None:  # else time alone may change it
                 self.trigger.found_nothing(why)
             return replace(base, why=why)
         self.trigger.found()

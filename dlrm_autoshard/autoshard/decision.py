@@ -42,9 +42,10 @@ class Interval:
 
     @property
     def lasting_steps(self) -> int:
-        """For which what was measured is expected to last. Of what has just changed, as many as it has lasted so far:
-        where nothing is known of how long changes last (a density of 1/T), half of them last twice as long."""
-        return self.remaining_steps if self.changed_steps is None else min(self.remaining_steps, self.changed_steps)
+        """For which what was measured is expected to last: to the end, if nothing has changed. Where nothing is known
+        of how long changes last (a density of 1/T), one of t steps lasts for x more with probability t / (t + x)."""
+        t, left = self.changed_steps, self.remaining_steps
+        return left if t is None else round(t * math.log1p(left / max(1, t)))
 
     def balance_gain(self, slowness: Sequence[float], *, exchange: bool) -> tuple[float, float]:
         """What perfect balance would save (`costs.balance_gain`), and the standard error of that.

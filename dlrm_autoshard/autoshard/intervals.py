@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrm_autoshard.autoshard import thresholds
-from dlrm_autoshard.autoshard.change_watch import Change, ChangeWatch
+from dlrm_autoshard.autoshard.change_watch import ChangeWatch
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval, error_of_median
 from dlrm_autoshard.autoshard.initial_plan import Placement
 from dlrm_autoshard.autoshard.resharding import MoveTo, Resharding
+from dlrm_autoshard.autoshard.sampling import Sampling
 from dlrm_autoshard.autoshard.table_observer import TableObserver
 from dlrm_autoshard.config import AutoshardConfig, ProfileConfig
 from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile
@@ -59,9 +59,7 @@ class Intervals:
         self._profile, self._placement, self._run_dir = profile, placement, run_dir
         self.batch_size = placement.task.batch_size
         self._observer = TableObserver(embeddings)
-        self._watch: ChangeWatch | None = None
-        self._change: Change | None = None  # in this interval
-        self._seen_at, self._carried = 0, 0
+        self._carried = 0  # sampled steps, from the last interval into this one
         self.stats = placement.task.stats
         self.resharding: Resharding | None = None
         if settings.enabled and settings.reshard.enabled and runtime.world_size > 1:
@@ -73,12 +71,13 @@ class Intervals:
                 controller = Controller(settings, placement.planner, placement.task, bytes_of, log)
             probe = self._shard_probe if settings.measure_plans > 0 else None
             self.resharding = Resharding(settings.reshard, runtime, embeddings, move_to, controller, run_dir, probe)
-            self._watch = ChangeWatch(settings.reshard.min_gain)
+        watch = None if self.resharding is None else ChangeWatch(settings.reshard.min_gain)
+        self._sampling = Sampling(profile, watch)
         self.begin(0)
 
     def begin(self, step: int) -> None:
         """Training starts, or starts again, with this step; the first are to warm up."""
-        self._begun = step
+        self._sampling.begin(step)
         self.open(step)
 
     def open(self, step: int) -> None:
@@ -91,21 +90,12 @@ class Intervals:
 
     def is_sampled(self, step: int) -> bool:
         """Whether the stages of this step are timed, with barriers; such a step should have a whole batch."""
-        change, watch = self._change, self._watch
-        hurried = change.decide_at is None if change is not None else watch is not None and watch.suspects
-        return self._in_rhythm(step) or (hurried and self._in_rhythm(step, max(2, self._profile.every_steps // 4)))
+        return self._sampling.is_sampled(step)
 
     def is_due(self, step: int) -> bool:
         """Whether this interval should end before its time, after so many steps in all: the ranks' times have changed,
         so that it ends without a decision; or enough has been measured since they did."""
-        change = self._change
-        if change is None:
-            return self._watch is not None and self._watch.changed
-        return self._clock.samples >= thresholds.SAMPLES_OF_CHANGE and step >= (change.decide_at or 0)
-
-    def _in_rhythm(self, step: int, every: int | None = None) -> bool:
-        due = step - self._begun - self._profile.warmup_steps
-        return self._profile.enabled and due >= 0 and due % (every or self._profile.every_steps) == 0
+        return self._sampling.is_due(step, self._clock.samples)
 
     def observe(self, ids: ArrivedIds, samples: int) -> None:
         """A sampled step's ids. samples: real ones, over all ranks."""
@@ -114,16 +104,14 @@ class Intervals:
     def count(self, step: int, samples: int) -> None:
         """After so many steps in all; samples: this rank's real ones of the last. Collective where that was sampled."""
         sampled, self._timed = self._clock.samples > self._timed, self._clock.samples
-        if sampled and not self._in_rhythm(step - 1):
+        if sampled and not self._sampling.in_rhythm(step - 1):
             self._paused += self._clock.last_step_ms / 1000  # longer than others, and more of them than usual
         else:
             self._samples += samples
-        if sampled and self._watch is not None:
-            mine = self._clock.timed_ms(PLANNED_STAGES)[-1]
-            gathered = self._runtime.all_gather_numbers([*mine, self._clock.last_step_ms])
-            self._watch.see(gathered[:, :-1], float(gathered[:, -1].max()))
-            if self._watch.since == 1:
-                self._seen_at = step
+        if sampled and self.resharding is not None:
+            mine = [*self._clock.timed_ms(PLANNED_STAGES)[-1], self._clock.last_step_ms]
+            by_rank = self._runtime.all_gather_numbers(mine)
+            self._sampling.see(step, by_rank[:, :-1], float(by_rank[:, -1].max()))
 
     def exclude(self, seconds: float) -> None:
         """Time that is not training (a checkpoint, an evaluation) inside the interval."""
@@ -138,37 +126,25 @@ class Intervals:
         decision is due. Where decision.new_plan is set, tables have moved, and ids on their way have other owners now.
         """
         record, profile, timed_SW4 = self._recorded(number, step)
-        watch, change = self._watch, self._change
-        if early and watch is not None and change is None:  # what was before the change ends here
-            self._change, self._carried = Change(self._seen_at), watch.since
+        if early and (carried := self._sampling.cut()) is not None:
+            self._carried = carried
             return record, None
         interval = None
         if record is not None and profile is not None:
             self.stats = profile.stats
             if record.throughput > 0:
-                since = None if change is None else step - change.at
-                measured = profile, record.throughput, remaining_steps, record.samples, timed_SW4, since
-                interval = Interval(number, step, *measured)
+                steps = remaining_steps, record.samples, timed_SW4, self._sampling.changed_steps(step)
+                interval = Interval(number, step, profile, record.throughput, *steps)
         if self.resharding is None or not (early or self.resharding.is_due(number)):
             return record, None
         decision = self.resharding.after_interval(interval)
-        self._decided(step, early, moved=decision is not None and decision.new_plan is not None)
+        self._sampling.decided(step, early=early, moved=decision is not None and decision.new_plan is not None)
         return record, decision
 
-    def _decided(self, step: int, early: bool, *, moved: bool) -> None:
-        """What counts as usual from now on."""
-        if self._watch is not None and (moved or self._change is not None):
-            self._watch.settle()
-        if moved or not early:
-            self._change = None
-        elif self._change is not None:
-            self._change.kept(step)
-
     @property
-    def noticed(self) -> str | None:
-        """Where the last interval ended because ranks' times had changed, and nothing is decided yet: in what way."""
-        pending = self._change is not None and self._change.decide_at is None
-        return self._watch.text if pending and self._watch is not None else None
+    def noticed(self) -> str:
+        """Of the last interval that ended because the ranks' times had changed: in what way."""
+        return self._sampling.noticed
 
     def _recorded(self, number: int, step: int) -> tuple[EpochProfile | None, StepProfile | None, np.ndarray]:
         """Each rank appends its own line; rank 0 the gathered one, and has a profile, and [S, W, 4] of each timed step,

@@ -90,7 +90,7 @@ def run(quick: bool) -> dict[str, Any]:
             "job planned for the drifted data from the start, with resharding on; examples/s on drifted data within "
             "one job whose tables move from plan to plan (medians over the rounds, ratios paired). loop_job_*: as the "
             "resharding job ran, minutes earlier; since_the_drift counts the epoch in which it could not know yet.",
-            *runs["loop"].texts,
+            *(f"step {d['step']}: {d['text']}" for d in loop_run.decisions if d["epoch"] >= at),
         ],
     }
 

@@ -185,7 +185,7 @@ class StageClock:
     def reset(self, keep: int = 0) -> None:
         """keep: the last so many sampled steps stay."""
         for values in (self._steps, self._cpu_shares):
-            del values[: len(values) - keep]
+            del values[: max(0, len(values) - keep)]
 
 
 def stage_time(seconds: Sequence[float], typical: Sequence[float] = ()) -> StageTime:

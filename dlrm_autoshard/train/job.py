@@ -5,15 +5,14 @@ job = Job(config, runtime, run_dir)         # tables placed, model made, the new
 
 from __future__ import annotations
 
-import math
 from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 
-from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.initial_plan import place
 from dlrm_autoshard.autoshard.intervals import Intervals
+from dlrm_autoshard.autoshard.sampling import steps_of_part
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import Split, label_names_of
 from dlrm_autoshard.data.loader import Loader
@@ -157,12 +156,10 @@ class Job:
 
     @cached_property
     def part_of_epoch(self) -> int:
-        """Steps of an interval where `reshard.every_steps` says nothing: an epoch, or one of its equal parts."""
+        """Steps of an interval where `reshard.every_steps` says nothing."""
         epoch = -(-self.source.num_samples("train") // self.global_batch)
-        longest = max(thresholds.LONG_INTERVAL, self.total_steps / thresholds.MANY_INTERVALS)
-        if self.intervals.resharding is None or self.config.autoshard.reshard.every_epochs > 1:
-            return epoch
-        return math.ceil(epoch / math.ceil(epoch / longest))
+        whole = self.intervals.resharding is None or self.config.autoshard.reshard.every_epochs > 1
+        return epoch if whole else steps_of_part(epoch, self.total_steps)
 
     def batches(self, split: Split, epoch: int, first_sample: int = 0) -> Loader:
         """This rank's slices of an epoch."""
