@@ -32,8 +32,9 @@ def train_with_a_slow_rank(rank: int, world_size: int, job: Config, run_dir: Pat
 
 def job(folder: Path, **autoshard: Any) -> Config:
     data = {"train_samples": 16 * STEPS}
-    autoshard = {"enabled": True, "measure_plans": 0, "algorithm": "lookup_greedy", **autoshard}
-    return config(folder, data=data, profile={"every_steps": 8}, autoshard=autoshard)
+    reshard = {"on_change": True, **autoshard.get("reshard", {})}
+    settings = {"enabled": True, "measure_plans": 0, "algorithm": "lookup_greedy", "reshard": reshard}
+    return config(folder, data=data, profile={"every_steps": 8}, autoshard=settings)
 
 
 def epochs(run_dir: Path) -> list[EpochProfile]:

@@ -73,7 +73,7 @@ def test_its_training_loop_runs_on_two_ranks(tmp_path: Path) -> None:
     assert len(loop.splitlines()) <= 25
     run_loop(tmp_path, MADE_UP + loop)
     decisions = (tmp_path / "runs/mine/decisions.jsonl").read_text().splitlines()
-    assert len(decisions) == 1 and (tmp_path / "runs/mine/report.html").exists()
+    assert decisions and (tmp_path / "runs/mine/report.html").exists()
 
 
 TORCHREC = """
@@ -114,7 +114,7 @@ batches = [(features, torch.randint(2, (64,)).float()) for features in ids]
 def test_its_torchrec_loop_runs_on_two_ranks(tmp_path: Path) -> None:
     run_loop(tmp_path, TORCHREC + the_loop("das.torchrec"))
     decisions = (tmp_path / "runs/torchrec/decisions.jsonl").read_text().splitlines()
-    assert len(decisions) == 1 and (tmp_path / "runs/torchrec/report.html").exists()
+    assert decisions and (tmp_path / "runs/torchrec/report.html").exists()
 
 
 def the_loop(marked: str) -> str:

@@ -23,6 +23,7 @@ from dlrm_autoshard.probe.calibration import (
     MEASURING_SHARE,
     UNSEEN_MOMENTS,
     calibration_shards,
+    expected_seconds,
     start_costs,
 )
 from dlrm_autoshard.probe.cost_log import CostLog
@@ -209,8 +210,9 @@ def test_a_start_spends_half_of_its_time_on_tables_alone_and_the_next_goes_on_wh
     assert first and second and not first & second
 
 
-def test_a_short_jobs_start_takes_less_time_and_believes_its_few_measurements_less() -> None:
-    """A job of ten steps has next to nothing to win by planning; one of a million steps takes the whole budget."""
+def test_a_shorter_jobs_start_measures_less_and_believes_it_less() -> None:
+    """For ten steps nothing is measured, for it would not pay; for 80 seconds of them little; a million take the whole
+    budget."""
     pool = synthetic_pool(30, seed=1, batch_size=256)
     task = PlacementTask.build(pool.tables, pool.stats, Topology(2), batch_size=256)
 
@@ -225,7 +227,9 @@ def test_a_short_jobs_start_takes_less_time_and_believes_its_few_measurements_le
         )
         return planner, started.seconds + started.seconds_left
 
-    short, budget = start(10)
+    shortest, budget = start(10)
+    assert budget == pytest.approx(LEAST_SECONDS, rel=0.01) and shortest.costs.replay.shards == []
+    short, budget = start(round(80 / expected_seconds(shortest, task, steps=1)))
     assert budget == pytest.approx(LEAST_SECONDS, rel=0.01)
     few = short.costs.replay.shards
     assert 0 < len(few) < 30 and all(sample.noise >= UNSEEN_MOMENTS for sample in few)

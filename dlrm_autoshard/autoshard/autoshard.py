@@ -120,6 +120,12 @@ class Autoshard:
         assert every is not None
         return every
 
+    def _steps_of_first_plan(self) -> int | None:
+        """Until resharding first decides, where it does."""
+        if not self.settings.reshard.enabled or self._runtime.world_size == 1:
+            return self._total
+        return self._every if self._total is None else min(self._every, self._total)
+
     def _claim(self, state: Mapping[str, Any] | None) -> None:
         if state is not None:
             forget_after(self.run_dir, state["steps"])
@@ -155,7 +161,7 @@ class Autoshard:
             optimizer=sharded.config.optimizer,
             exchange_dtype=bags.exchange_dtype,
             shared_memory=bags.shared_memory,
-            steps=self._total,
+            steps=self._steps_of_first_plan(),
             current=current,
         )
         bags.move_to(placement.plan)

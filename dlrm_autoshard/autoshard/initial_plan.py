@@ -65,8 +65,9 @@ def place(
     anything is allocated, where tables do not fit.
 
     find_stats: of each table; asked on rank 0, once the settings are known to be right. batch_size: over all ranks.
-    shared_memory: whether ranks of a host exchange through it. steps: of the job, where that is known: a start that
-    takes long does not pay in a short one. current: a plan that is taken as it is, where it is for these ranks.
+    shared_memory: whether ranks of a host exchange through it. steps: for which the plan is to serve, where that is
+    known: of the job, or until resharding, which learns from steps for nothing, decides anew. current: a plan that is
+    taken as it is, where it is for these ranks.
     """
     check_settings(settings, [table.name for table in tables], runtime.world_size)
     stats = runtime.from_rank_0(find_stats)
@@ -103,8 +104,7 @@ def place(
                     measure=None if probe is None else probe.measure,
                     measure_plans=settings.measure_plans,
                     budget_seconds=seconds_left,
-                    # Resharding decides by it again: without, the demo's move brought 28 to 49%, with it 50 to 61.
-                    steps=None if settings.reshard.enabled else steps,
+                    steps=steps,
                 )
                 return result.plan.ordered(task.names), result
         return (settled or given_plan(settings.placement, task)).ordered(task.names), None

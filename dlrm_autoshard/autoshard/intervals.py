@@ -60,6 +60,7 @@ class Intervals:
         self.batch_size = placement.task.batch_size
         self._observer = TableObserver(embeddings)
         self._carried = 0  # sampled steps, from the last interval into this one
+        self._pace: float | None = None  # of the last interval without a change: sampled steps over all, in their times
         self.stats = placement.task.stats
         self.resharding: Resharding | None = None
         if settings.enabled and settings.reshard.enabled and runtime.world_size > 1:
@@ -71,8 +72,8 @@ class Intervals:
                 controller = Controller(settings, placement.planner, placement.task, bytes_of, log)
             probe = self._shard_probe if settings.measure_plans > 0 else None
             self.resharding = Resharding(settings.reshard, runtime, embeddings, move_to, controller, run_dir, probe)
-        watch = None if self.resharding is None else ChangeWatch(settings.reshard.min_gain)
-        self._sampling = Sampling(profile, watch)
+        watching = self.resharding is not None and settings.reshard.on_change
+        self._sampling = Sampling(profile, ChangeWatch(settings.reshard.min_gain) if watching else None)
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -108,7 +109,7 @@ class Intervals:
             self._paused += self._clock.last_step_ms / 1000  # longer than others, and more of them than usual
         else:
             self._samples += samples
-        if sampled and self.resharding is not None:
+        if sampled and self._sampling.watches:
             mine = [*self._clock.timed_ms(PLANNED_STAGES)[-1], self._clock.last_step_ms]
             by_rank = self._runtime.all_gather_numbers(mine)
             self._sampling.see(step, by_rank[:, :-1], float(by_rank[:, -1].max()))
@@ -132,14 +133,24 @@ class Intervals:
         interval = None
         if record is not None and profile is not None:
             self.stats = profile.stats
+            changed_steps = self._sampling.changed_steps(step)
             if record.throughput > 0:
-                steps = remaining_steps, record.samples, timed_SW4, self._sampling.changed_steps(step)
-                interval = Interval(number, step, profile, record.throughput, *steps)
+                steps = remaining_steps, record.samples, timed_SW4, changed_steps
+                interval = Interval(number, step, profile, self._throughput(record, changed_steps), *steps)
         if self.resharding is None or not (early or self.resharding.is_due(number)):
             return record, None
         decision = self.resharding.after_interval(interval)
         self._sampling.decided(step, early=early, moved=decision is not None and decision.new_plan is not None)
         return record, decision
+
+    def _throughput(self, record: EpochProfile, changed_steps: int | None) -> float:
+        """Of the few steps after a change, of which many are sampled, told by the sampled ones: these take longer than
+        all do, by as much as they did before."""
+        if changed_steps is None:
+            self._pace = record.step_ms / record.mean_step_ms
+        if changed_steps is None or self._pace is None or record.step_ms <= 0:
+            return record.throughput
+        return 1000 * record.batch_size * self._pace / record.step_ms
 
     @property
     def noticed(self) -> str:

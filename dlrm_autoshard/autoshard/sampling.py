@@ -54,11 +54,15 @@ class Sampling:
         return self._falls_on(step, self._profile.every_steps)
 
     def see(self, step: int, stages_W4: np.ndarray, step_ms: float) -> None:
-        """Of a sampled step, after so many in all: as `ChangeWatch.see` takes it."""
+        """Of a sampled step, after so many in all: as `ChangeWatch.see` takes it. Needed where it `watches`."""
         if self._watch is not None:
             self._watch.see(stages_W4, step_ms)
             if self._watch.since == 1:
                 self._seen_at = step
+
+    @property
+    def watches(self) -> bool:
+        return self._watch is not None
 
     def is_due(self, step: int, samples: int) -> bool:
         """After so many steps in all, of which this interval has timed `samples`."""

@@ -44,14 +44,14 @@ def measure_finalists(
     corrects the predictions; the search goes on with these, and what it finds is measured too: and so on, until
     `measure_plans` are, or nothing better is in sight. Every candidate gets `expected_ms`, the best estimate from all
     of it, and the least one that was measured wins: the best heuristic is among them, so the winner is never expected
-    to be worse. steps: of the job. Where knowing the plans' costs would save less time in it, on average, than
-    measuring takes, none is measured.
+    to be worse. steps: for which the plan is to serve. Where knowing the plans' costs would save less time in them, on
+    average, than measuring takes, none is measured.
     """
     profiles: dict[str, StepProfile] = {}
 
     def pays(estimated: Estimates, seconds: float) -> bool:
-        job_seconds = math.inf if steps is None else steps * float(estimated.step_ms.min()) / 1000
-        return estimated.worth_knowing > max(WORTH_MEASURING, seconds / job_seconds)
+        served_seconds = math.inf if steps is None else steps * float(estimated.step_ms.min()) / 1000
+        return estimated.worth_knowing > max(WORTH_MEASURING, seconds / served_seconds)
 
     def measured(plans: Sequence[ShardingPlan]) -> float:
         started = time.perf_counter()

@@ -126,8 +126,8 @@ class Planner:
     ) -> PlanResult:
         """A legal plan by this planner's algorithm; PlanError where none exists.
 
-        measure: called with plans, returns their profiles; `auto` measures its finalists with it. steps: of the job,
-        where that is known: in a short one measuring may not pay.
+        measure: called with plans, returns their profiles; `auto` measures its finalists with it. steps: for which the
+        plan is to serve, where that is known: in few of them measuring may not pay.
         """
         started = time.perf_counter()
         deadline = None if budget_seconds is None else started + budget_seconds
@@ -151,6 +151,13 @@ class Planner:
             seed=self.seed,
             would_split=next(iter(splitted), None) if not task.splits.allowed else None,
         )
+
+    def worth_knowing(self, task: PlacementTask, *, budget_seconds: float | None = None) -> float:
+        """ms of a step that choosing among the candidates would save, on average, if their costs were known."""
+        deadline = None if budget_seconds is None else time.perf_counter() + budget_seconds
+        candidates = self.makers.candidates("auto", task, self.costs.costs_of, deadline)
+        estimated = self.costs.estimates(task, [candidate.plan for candidate in candidates])
+        return estimated.worth_knowing * float(estimated.step_ms.min())
 
     def _splitted(
         self, task: PlacementTask, candidates: Sequence[Candidate], deadline: float | None

@@ -81,8 +81,8 @@ def start_costs(
     steps: int | None = None,
     seed: int = 0,
 ) -> Started:
-    """Readies the planner's costs within about 30% of the budget. steps: of the job, where that is known: the budget of
-    a short one is smaller.
+    """Readies the planner's costs within about 30% of the budget. steps: for which the first plan is to serve, where
+    that is known: with few the budget is smaller, and nothing is measured that would not pay in them.
 
     A job whose tables were measured on this hardware before starts from the log, in well under a second. Otherwise a
     few dozen shards of its own tables are measured on the running ranks: tables alone, halves of those that may be
@@ -98,8 +98,9 @@ def start_costs(
     known = [sample for sample in logged if isinstance(sample, ShardSample) and is_about(sample, task)]
     measured: list[ShardSample] = []
     wanted = calibration_shards(task, seed)
-    if measure_shards is not None and len(known) < sum(map(len, wanted)) // 2:
-        deadline = begun + MEASURING_SHARE * budget_seconds
+    unknown = measure_shards is not None and len(known) < sum(map(len, wanted)) // 2
+    if measure_shards is not None and unknown and measuring_pays(planner, task, budget_seconds, steps):
+        deadline = time.perf_counter() + MEASURING_SHARE * budget_seconds
         have = {
             frozenset(t.name for t in sample.tables) for sample in known
         }  # an earlier start's time may have ended before
@@ -120,6 +121,14 @@ def start_costs(
     left_out = () if log is None else log.left_out
     seconds = time.perf_counter() - begun
     return Started(len(known), len(measured), seconds, max(0.0, budget_seconds - seconds), left_out)
+
+
+def measuring_pays(planner: Planner, task: PlacementTask, budget_seconds: float, steps: int | None) -> bool:
+    """Whether knowing what tables cost would save more, on average, than measuring them takes."""
+    if steps is None:
+        return True
+    worth_ms = planner.worth_knowing(task, budget_seconds=MEASURING_SHARE * budget_seconds)
+    return steps * worth_ms / 1000 > MEASURING_SHARE * budget_seconds
 
 
 def expected_seconds(planner: Planner, task: PlacementTask, steps: int) -> float:

@@ -5,7 +5,7 @@ job = Job(config, runtime, run_dir)         # tables placed, model made, the new
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -74,7 +74,7 @@ class Job:
             batch_size=self.global_batch,
             optimizer=config.tables.optimizer,
             exchange_dtype=config.train.exchange_dtype,
-            steps=self._count_steps(Position()),
+            steps=self._steps_of_first_plan(),
             seed=config.run.seed,
             current=current,
         )
@@ -129,6 +129,7 @@ class Job:
             forget_after(run_dir, -1 if self.resumed_from is None else self.position.step)
         runtime.barrier()
         self.total_steps = self._count_steps(self.position)
+        self.part_of_epoch = self.steps_of_interval(self.total_steps)
 
     def _resume(self, fall_back: bool) -> Position:
         checkpoints, runtime = self.checkpoints, self.runtime
@@ -154,12 +155,17 @@ class Job:
             total += this_epoch + (train.epochs - position.epoch - 1) * -(-samples // self.global_batch)
         return total if train.max_steps is None else min(total, train.max_steps)
 
-    @cached_property
-    def part_of_epoch(self) -> int:
-        """Steps of an interval where `reshard.every_steps` says nothing."""
+    def _steps_of_first_plan(self) -> int:
+        """Until resharding first decides, where it does."""
+        settings, total = self.config.autoshard.reshard, self._count_steps(Position())
+        if not settings.enabled or self.runtime.world_size == 1:
+            return total
+        return min(total, settings.every_steps or settings.every_epochs * self.steps_of_interval(total))
+
+    def steps_of_interval(self, total: int) -> int:
+        """Where `reshard.every_steps` says nothing: an epoch's, or those of an equal part. total: of the job."""
         epoch = -(-self.source.num_samples("train") // self.global_batch)
-        whole = self.intervals.resharding is None or self.config.autoshard.reshard.every_epochs > 1
-        return epoch if whole else steps_of_part(epoch, self.total_steps)
+        return epoch if self.config.autoshard.reshard.every_epochs > 1 else steps_of_part(epoch, total)
 
     def batches(self, split: Split, epoch: int, first_sample: int = 0) -> Loader:
         """This rank's slices of an epoch."""

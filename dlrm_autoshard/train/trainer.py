@@ -177,11 +177,12 @@ class Trainer(Job):
 
     def _interval_due(self) -> bool:
         every = self.config.autoshard.reshard.every_steps
+        if self.step.exhausted:
+            return False
         if every is None:
-            due = self.position.sample // self.global_batch % self.part_of_epoch == 0
-        else:
-            due = self.position.step % every == 0
-        return due and not self.step.exhausted
+            part_ends = self.position.sample // self.global_batch % self.part_of_epoch == 0
+            return part_ends and self.intervals.resharding is not None
+        return self.position.step % every == 0
 
     def _checkpoint_due(self) -> bool:
         return self._checkpoint_step and not self.step.exhausted and not self.out_of_steps
