@@ -173,9 +173,9 @@ class AutoshardConfig(Section):
     placement: str | None = None  # at the start: round_robin, or a plan file; null: the planner's where that is enabled
     algorithm: Algorithm = "auto"
     memory_gib: Annotated[list[PositiveFloat] | PositiveFloat | None, Field(union_mode="left_to_right")] = None
-    budget_seconds: PositiveFloat = 20.0  # of planning at the start; less where the job is short
+    budget_seconds: PositiveFloat = 20.0  # of planning at the start; less where the plan serves for few steps
     cache_dir: str | None = None  # measured costs kept between jobs on the same hardware
-    measure_plans: NonNegativeInt = 5  # finalists that are measured on the running ranks
+    measure_plans: NonNegativeInt = 5  # finalists that are measured on the running ranks, at most, where that pays
     pinned: dict[str, NonNegativeInt] = {}  # by tables (all of their parts), or by parts: `item[0:64]`
     together: list[list[str]] = []
     apart: list[list[str]] = []

@@ -12,6 +12,13 @@ from dlrm_autoshard.benchmarks.moving_job import MOMENTS, Kill
 pytestmark = pytest.mark.alone
 
 
+@pytest.mark.timeout(300)
+def test_kills_at_seeded_moments() -> None:
+    outcome = kill_often(6, seed=11, each=4)  # 4 on 2 ranks, 2 on 3
+    assert (outcome["kills"], outcome["survived"], outcome["notes"]) == (6, 6, [])
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # two minutes where nothing else runs
 def test_twenty_kills_at_seeded_moments() -> None:
     outcome = kill_often(20, seed=11, each=14)  # 14 on 2 ranks, 6 on 3

@@ -14,9 +14,6 @@ import numpy as np
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.costs import IQR_OF_NORMAL, balance_gains
 
-KEPT = 20
-"""Sampled steps that tell what is usual."""
-
 
 class ChangeWatch:
     """A cumulative sum (CUSUM; Page 1954, Biometrika 41) of how far what perfect balance would save lies above what is
@@ -29,7 +26,7 @@ class ChangeWatch:
 
     def settle(self) -> None:
         """What comes now is the usual, whatever was before."""
-        self._usual: deque[float] = deque(maxlen=KEPT)
+        self._usual: deque[float] = deque(maxlen=thresholds.USUAL_SAMPLES)
         self._unusual: list[float] = []
         self._sum = 0.0
 

@@ -60,7 +60,6 @@ class Intervals:
         self.batch_size = placement.task.batch_size
         self._observer = TableObserver(embeddings)
         self._carried = 0  # sampled steps, from the last interval into this one
-        self._pace: float | None = None  # of the last interval without a change: sampled steps over all, in their times
         self.stats = placement.task.stats
         self.resharding: Resharding | None = None
         if settings.enabled and settings.reshard.enabled and runtime.world_size > 1:
@@ -133,24 +132,14 @@ class Intervals:
         interval = None
         if record is not None and profile is not None:
             self.stats = profile.stats
-            changed_steps = self._sampling.changed_steps(step)
             if record.throughput > 0:
-                steps = remaining_steps, record.samples, timed_SW4, changed_steps
-                interval = Interval(number, step, profile, self._throughput(record, changed_steps), *steps)
+                steps = remaining_steps, record.samples, timed_SW4, self._sampling.changed_steps(step)
+                interval = Interval(number, step, profile, record.throughput, *steps)
         if self.resharding is None or not (early or self.resharding.is_due(number)):
             return record, None
         decision = self.resharding.after_interval(interval)
         self._sampling.decided(step, early=early, moved=decision is not None and decision.new_plan is not None)
         return record, decision
-
-    def _throughput(self, record: EpochProfile, changed_steps: int | None) -> float:
-        """Of the few steps after a change, of which many are sampled, told by the sampled ones: these take longer than
-        all do, by as much as they did before."""
-        if changed_steps is None:
-            self._pace = record.step_ms / record.mean_step_ms
-        if changed_steps is None or self._pace is None or record.step_ms <= 0:
-            return record.throughput
-        return 1000 * record.batch_size * self._pace / record.step_ms
 
     @property
     def noticed(self) -> str:

@@ -6,6 +6,9 @@ Used as `thresholds.SEARCHES`. Each line below a number: its unit, what it means
 LEAST_SAMPLES = 3
 """Timed steps. An interval with fewer says nothing: three values are the fewest that have quartiles."""
 
+USUAL_SAMPLES = 20
+"""Timed steps, at most, that tell what is usual, by their quartiles. Chosen by hand."""
+
 CHANGED = 4.0
 """Standard deviations. By so many, summed over steps beyond one each and at most two of each, must sampled steps be
 less balanced than usual before they end an interval: two that are three off, four that are two off. Chosen so that one
@@ -50,8 +53,9 @@ searches find nothing there, or nothing sure. Chosen by hand."""
 LEAST_SEARCH_SECONDS = 0.03
 """Seconds. With less no search is made, for it would be cut short before it finds anything. Chosen by hand."""
 
-MOVE_BYTES_PER_SECOND, MOVE_SECONDS = 0.5e9, 0.1
-"""Bytes/s and seconds. What a move takes until the first was made; then it is measured. Chosen by hand."""
+MOVE_BYTES_PER_SECOND, MOVE_SECONDS = 1e9, 0.1
+"""Bytes/s and seconds. What a move takes until the first was made; then it is measured. A link of 10 Gbit/s carries as
+much; through a host's shared memory 2.5e9 were measured (`bench reshard-speed`)."""
 
 MOST_WEIGHED = 40
 """Tables or groups of them, weighed against each other for a part of a large move: the time grows with its square."""

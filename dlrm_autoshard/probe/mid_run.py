@@ -9,6 +9,7 @@ Only how shards compare is taken from it: what they take in all, training steps 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -69,24 +70,29 @@ def learn_changed(
     now = task.split_as(plan)
     told_T2 = _told_T2(planner.costs.costs_of(now))
     known = _measured(planner, now)
-    wanted: list[int] = []
-    for table in np.argsort(-told_T2.sum(axis=1)):
-        if (now.tables[table],) in known:
-            continue
-        budget_seconds -= _seconds(float(told_T2[table].sum())) / now.world_size
-        if budget_seconds < 0:
+    unknown = [t for t in np.argsort(-told_T2.sum(axis=1)).tolist() if (now.tables[t],) not in known]
+    measured: list[int] = []
+    times: list[ShardTime] = []
+    slower = 1.0  # than expected: the first shards also pay for memory and drawn ids
+    for first in range(0, len(unknown), now.world_size):
+        some = unknown[first : first + now.world_size]  # on all ranks at once
+        expected = max(_seconds(float(told_T2[table].sum())) for table in some)
+        if slower * expected > budget_seconds:
             break
-        wanted.append(int(table))
-    names = [now.names[table] for table in wanted]
-    times = _times(measure_shards, [[name] for name in names]) if len(names) > 1 else []
-    if not times:
+        begun = time.perf_counter()
+        times += _times(measure_shards, [[now.names[table]] for table in some])
+        measured += some
+        seconds = time.perf_counter() - begun
+        slower, budget_seconds = max(slower, seconds / expected), budget_seconds - max(seconds, expected)
+    if len(times) < max(2, len(measured)):
         return []
-    took_N2 = np.array([(time.fwd_compute_ms, time.bwd_compute_ms) for time in times])
-    told_N2 = told_T2[wanted].sum(axis=0) / took_N2.sum(axis=0) * took_N2
+    names = [now.names[table] for table in measured]
+    took_N2 = np.array([(took.fwd_compute_ms, took.bwd_compute_ms) for took in times])
+    told_N2 = told_T2[measured].sum(axis=0) / took_N2.sum(axis=0) * took_N2
     seen = []
-    for name, (forward, backward), time in zip(names, told_N2.tolist(), times, strict=True):
-        took = ShardTime(forward, backward, max(time.noise, UNSEEN_MOMENTS), time.repeats)
-        seen.append(sample_of(now, [name], took))
+    for name, (forward, backward), took in zip(names, told_N2.tolist(), times, strict=True):
+        told = ShardTime(forward, backward, max(took.noise, UNSEEN_MOMENTS), took.repeats)
+        seen.append(sample_of(now, [name], told))
     planner.costs.observe_shards(seen)
     return names
 
