@@ -39,11 +39,12 @@ MANY_SAMPLES = {"every_steps": 4, "warmup_steps": 2}
 
 @dataclass(frozen=True)
 class Job:
-    """busy_epochs: in which a busy process shares the last rank's core."""
+    """busy_epochs: in which a busy process shares the last rank's core. trains: or only starts."""
 
     name: str
     config: Config
     busy_epochs: tuple[int, ...] = ()
+    trains: bool = True
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,12 @@ def run_jobs(jobs: Sequence[Job], folder: Path, timeout: float = 900.0) -> dict[
     return {job.name: read_run(folder / job.name) for job in jobs}
 
 
+def start_seconds(job: Job, folder: Path, timeout: float = 300.0) -> float:
+    """Until it could train, in processes of its own."""
+    on_pinned_ranks(_train_all, WORLD_SIZE, [replace(job, trains=False)], str(folder), timeout=timeout)
+    return float((folder / job.name / "start_seconds.txt").read_text())
+
+
 def read_run(run_dir: Path) -> JobRun:
     epochs = tuple(EpochProfile.from_json(line) for line in read_jsonl(epochs_file(run_dir)))
     decisions = tuple(read_jsonl(run_dir / "decisions.jsonl"))
@@ -171,7 +178,8 @@ def _train_all(rank: int, world_size: int, jobs: list[Job], folder: str) -> None
             job_trainer = _Trainer(job, runtime, run_dir)
             if rank == 0:
                 (run_dir / "start_seconds.txt").write_text(str(time.perf_counter() - started))
-            job_trainer.run()
+            if job.trains:
+                job_trainer.run()
             del job_trainer
         gc.collect()
 
