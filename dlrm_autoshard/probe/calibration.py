@@ -31,8 +31,8 @@ PASSES = 5  # over the tables alone, at different moments
 MEASURING_SHARE = 0.15
 """Of the budget, and as much again for fitting; the rest is for planning."""
 JOB_SHARE, LEAST_SECONDS = 0.03, 4.0
-"""Of the training time that shipped costs expect: what a start may take; and seconds that it may take of any job. About
-a third of a budget is used, so a start takes some 1% of a job of minutes. Resharding learns the rest from its steps."""
+"""Of the training time that shipped costs expect of the steps for which the plan serves: what a start may take; and
+seconds that it may take in any case. About a third of a budget is used, if anything is measured."""
 UNSEEN_MOMENTS = 0.05
 """Noise of moments where no shard was measured at two of them: twice what it was, 0.005 to 0.03, on two quiet cores."""
 MOST_FITTED = 400  # samples of other tables in the log that are learned from
