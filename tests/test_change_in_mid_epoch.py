@@ -64,3 +64,4 @@ def test_an_epoch_of_many_steps_is_decided_on_in_equal_parts() -> None:
     assert steps_of_part(epoch=100_000, total=100_000) == 5000
     assert steps_of_part(epoch=100_000, total=300_000) == 14_286
     assert steps_of_part(epoch=1000, total=10**6) == 1000
+    assert steps_of_part(epoch=0, total=0) == 0

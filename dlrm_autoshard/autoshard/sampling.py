@@ -21,7 +21,7 @@ def steps_of_part(epoch: int, total: int) -> int:
     """Steps of an interval, where nobody says how many: an epoch, or one of its equal parts. epoch, total: steps of
     one, and of the job."""
     longest = max(thresholds.LONG_INTERVAL, total / thresholds.MANY_INTERVALS)
-    return math.ceil(epoch / math.ceil(epoch / longest))
+    return math.ceil(epoch / max(1, math.ceil(epoch / longest)))
 
 
 @dataclass
