@@ -39,6 +39,12 @@ ROWS = (
         "abrupt: loop on / loop off",
         "a whole job of half a minute, its start included, pooling permuted: seconds with resharding over without",
     ),
+    Row("race-short", "worst run: loop on / loop off", "the slowest of the five, with resharding over without"),
+    Row(
+        "race-short",
+        "gain predicted - measured of moves, points",
+        "of their moves, gain predicted beside measured, points of a step off",
+    ),
     Row("race-short", "abrupt: torchrec / loop on", "the same job, TorchRec with its own planner over ours: seconds"),
     Row(
         "race-short",
