@@ -38,8 +38,9 @@ def train(rank: int, world_size: int, run_dir: Path | None) -> tuple[list[float]
     autoshard = None
     if run_dir is not None:
         autoshard = Autoshard(
-            bags, every_steps=30, sample_every=3, total_steps=10_000, run_dir=run_dir, measure_plans=2
-        )
+            bags, every_steps=30, sample_every=3, total_steps=10_000, run_dir=run_dir, measure_plans=2,
+            reshard={"on_change": False},
+        )  # fmt: skip
     torch.manual_seed(rank)
     losses = []
     for step in range(STEPS):

@@ -171,8 +171,9 @@ def train(
         tower.load_state_dict(state["tower"])
     model = DistributedDataParallel(tower)
     autoshard = das.Autoshard(
-        bags, every_steps=10, sample_every=2, run_dir=folder, budget_seconds=2.0, state=(state or {}).get("autoshard")
-    )
+        bags, every_steps=10, sample_every=2, run_dir=folder, budget_seconds=2.0, reshard={"on_change": False},
+        state=(state or {}).get("autoshard"),
+    )  # fmt: skip
     optimizer, found, saved = torch.optim.SGD(model.parameters(), lr=0.1), [], {}
     for step in steps:
         lengths, values, labels = data_of(rank, step)

@@ -61,8 +61,9 @@ def train(
     autoshard = None
     if run_dir is not None:
         autoshard = das.Autoshard(
-            model, optimizer, every_steps=20, sample_every=2, total_steps=10_000, run_dir=run_dir, measure_plans=2
-        )
+            model, optimizer, every_steps=20, sample_every=2, total_steps=10_000, run_dir=run_dir, measure_plans=2,
+            reshard={"on_change": False},
+        )  # fmt: skip
     torch.manual_seed(rank)
     losses: list[float] = []
     actions: list[str] = []
