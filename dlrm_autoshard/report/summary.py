@@ -42,9 +42,10 @@ def details(record: RunRecord) -> list[str]:
 def where_it_ran(record: RunRecord) -> str:
     last = record.last
     hosts, devices = len(set(last.hosts)), " and ".join(sorted(set(last.devices)))
+    epochs = count(len({interval.epoch for interval in record.epochs}), "epoch")
     return (
         f"{count(last.world_size, 'rank')} ({devices}) on {count(hosts, 'host')}, "
-        f"{count(len(last.tables), 'table')}, {count(len(record.epochs), 'epoch')} profiled, {last.end_step:,} steps."
+        f"{count(len(last.tables), 'table')}, {epochs} profiled, {last.end_step:,} steps."
     )
 
 
