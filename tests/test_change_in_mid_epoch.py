@@ -18,21 +18,20 @@ from tests.trainers import config, make_runtime, records, trainer
 STEPS, SLOW_FROM = 160, 80
 
 
-def train_with_a_slow_rank(rank: int, world_size: int, job: Config, run_dir: Path, slow: bool) -> None:
+def train_with_a_slow_rank(rank: int, world_size: int, job: Config, run_dir: Path) -> None:
     with trainer(job, make_runtime(rank, world_size), run_dir) as made:
         lookup = made.embeddings.lookup
 
         def slowed(*given: Any, **options: Any) -> Any:
-            time.sleep(0.03 * (1 + (slow and rank == 1 and made.position.step >= SLOW_FROM)))
+            time.sleep(0.03 * (1 + (rank == 1 and made.position.step >= SLOW_FROM)))
             return lookup(*given, **options)
 
         made.embeddings.lookup = slowed  # type: ignore[method-assign]
         made.run()
 
 
-def job(folder: Path, **autoshard: Any) -> Config:
-    data = {"train_samples": 16 * STEPS}
-    reshard = {"on_change": True, **autoshard.get("reshard", {})}
+def job(folder: Path, every_epochs: int) -> Config:
+    data, reshard = {"train_samples": 16 * STEPS}, {"on_change": True, "every_epochs": every_epochs}
     settings = {"enabled": True, "measure_plans": 0, "algorithm": "lookup_greedy", "reshard": reshard}
     return config(folder, data=data, profile={"every_steps": 8}, autoshard=settings)
 
@@ -45,8 +44,7 @@ def epochs(run_dir: Path) -> list[EpochProfile]:
 def test_a_slower_rank_is_noticed_and_decided_on_in_mid_epoch(tmp_path: Path, every_epochs: int) -> None:
     """However seldom decisions are asked for."""
     run_dir = tmp_path / "run"
-    asked = job(tmp_path, reshard={"every_epochs": every_epochs})
-    run_ranks(train_with_a_slow_rank, 2, asked, run_dir, True, timeout=90)
+    run_ranks(train_with_a_slow_rank, 2, job(tmp_path, every_epochs), run_dir, timeout=90)
     found = epochs(run_dir)
     assert [e.first_step for e in found] == [0, *(e.end_step for e in found[:-1])] and found[-1].end_step == STEPS
     after = [e for e in found if e.first_step >= SLOW_FROM]

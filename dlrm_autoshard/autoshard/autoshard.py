@@ -120,12 +120,6 @@ class Autoshard:
         assert every is not None
         return every
 
-    def _steps_of_first_plan(self) -> int | None:
-        """Until resharding first decides, where it does."""
-        if not self.settings.reshard.enabled or self._runtime.world_size == 1:
-            return self._total
-        return self._every if self._total is None else min(self._every, self._total)
-
     def _claim(self, state: Mapping[str, Any] | None) -> None:
         if state is not None:
             forget_after(self.run_dir, state["steps"])
@@ -161,7 +155,8 @@ class Autoshard:
             optimizer=sharded.config.optimizer,
             exchange_dtype=bags.exchange_dtype,
             shared_memory=bags.shared_memory,
-            steps=self._steps_of_first_plan(),
+            steps=self._total,
+            interval_steps=self._every,
             current=current,
         )
         bags.move_to(placement.plan)

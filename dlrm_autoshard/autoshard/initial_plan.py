@@ -58,6 +58,7 @@ def place(
     exchange_dtype: str,
     shared_memory: bool = True,
     steps: int | None = None,
+    interval_steps: int | None = None,
     seed: int = 0,
     current: ShardingPlan | None = None,
 ) -> Placement:
@@ -65,10 +66,12 @@ def place(
     anything is allocated, where tables do not fit.
 
     find_stats: of each table; asked on rank 0, once the settings are known to be right. batch_size: over all ranks.
-    shared_memory: whether ranks of a host exchange through it. steps: for which the plan is to serve, where that is
-    known: of the job, or until resharding, which learns from steps for nothing, decides anew. current: a plan that is
-    taken as it is, where it is for these ranks.
+    shared_memory: whether ranks of a host exchange through it. steps: of the job, where that is known;
+    interval_steps: until resharding, which learns from steps for nothing, first decides. current: a plan that is taken
+    as it is, where it is for these ranks.
     """
+    if interval_steps is not None and reshards(settings, runtime.world_size):
+        steps = interval_steps if steps is None else min(steps, interval_steps)
     check_settings(settings, [table.name for table in tables], runtime.world_size)
     stats = runtime.from_rank_0(find_stats)
     task = PlacementTask.build(
@@ -112,6 +115,11 @@ def place(
     plan, result = runtime.from_rank_0(decide, None if probe is None else probe.on_rank_zero)
     task.check(plan)
     return Placement(plan, task, planner, result)
+
+
+def reshards(settings: AutoshardConfig, world_size: int) -> bool:
+    """Whether tables may move while training goes on."""
+    return settings.enabled and settings.reshard.enabled and world_size > 1
 
 
 # -- what is to be placed, and where ---------------------------------------------------------------------------------

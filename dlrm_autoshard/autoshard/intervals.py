@@ -22,7 +22,7 @@ import torch
 from dlrm_autoshard.autoshard.change_watch import ChangeWatch
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval, error_of_median
-from dlrm_autoshard.autoshard.initial_plan import Placement
+from dlrm_autoshard.autoshard.initial_plan import Placement, reshards
 from dlrm_autoshard.autoshard.resharding import MoveTo, Resharding
 from dlrm_autoshard.autoshard.sampling import Sampling
 from dlrm_autoshard.autoshard.table_observer import TableObserver
@@ -56,13 +56,13 @@ class Intervals:
     ) -> None:
         """placement: how the tables came to lie as they do in `embeddings`, whose steps `clock` times."""
         self._runtime, self._embeddings, self._clock = runtime, embeddings, clock
-        self._profile, self._placement, self._run_dir = profile, placement, run_dir
+        self._placement, self._run_dir = placement, run_dir
         self.batch_size = placement.task.batch_size
         self._observer = TableObserver(embeddings)
         self._carried = 0  # sampled steps, from the last interval into this one
         self.stats = placement.task.stats
         self.resharding: Resharding | None = None
-        if settings.enabled and settings.reshard.enabled and runtime.world_size > 1:
+        if reshards(settings, runtime.world_size):
             controller = None
             if placement.planner is not None:
                 optimizer = embeddings.config.optimizer.name
@@ -109,8 +109,7 @@ class Intervals:
         else:
             self._samples += samples
         if sampled and self._sampling.watches:
-            mine = [*self._clock.timed_ms(PLANNED_STAGES)[-1], self._clock.last_step_ms]
-            by_rank = self._runtime.all_gather_numbers(mine)
+            by_rank = self._runtime.all_gather_numbers([*self._clock.last_ms(PLANNED_STAGES), self._clock.last_step_ms])
             self._sampling.see(step, by_rank[:, :-1], float(by_rank[:, -1].max()))
 
     def exclude(self, seconds: float) -> None:

@@ -18,8 +18,8 @@ SAMPLES_OF_CHANGE = 8
 """Timed steps after a change on which it is decided. Chosen by hand: their median is off by half of what a step is."""
 
 LONG_INTERVAL, MANY_INTERVALS = 1000, 20
-"""Steps, and intervals of a job. An epoch that is longer than so many steps, and than a job's so-manieth part, is
-decided on in parts: a job of one epoch would else be decided on when it is over. Chosen by hand."""
+"""Steps, and intervals of a job. An epoch that is longer than so many steps, and than such a part of a job, is decided
+on in parts: a job of one epoch would else be decided on when it is over. Chosen by hand."""
 
 USUAL_SCATTER = 0.02
 """Part of the step. How far two intervals of one plan differ, until more is known: it counts as one observation among

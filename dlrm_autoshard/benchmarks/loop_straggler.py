@@ -55,10 +55,8 @@ def run(quick: bool) -> dict[str, Any]:
 
     def whole(parts: Sequence[tuple[str, int]], lost: float = 0.0) -> list[float]:
         """Examples/s over all busy epochs and the first one after, by round; parts: turns, each for so many steps."""
-        rate_PR, samples_P = (
-            np.array([rates[name] for name, _ in parts]),
-            np.array([JOB.batch_size * n for _, n in parts]),
-        )
+        rate_PR = np.array([rates[name] for name, _ in parts])
+        samples_P = np.array([JOB.batch_size * count for _, count in parts])
         by_round: np.ndarray = samples_P.sum() / (lost + (samples_P[:, None] / rate_PR).sum(axis=0))
         return [float(value) for value in by_round]
 

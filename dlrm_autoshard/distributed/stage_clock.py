@@ -12,7 +12,7 @@ import itertools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -155,7 +155,11 @@ class StageClock:
 
     def timed_ms(self, names: Sequence[str]) -> list[list[float]]:
         """Of each sampled step these stages, in ms."""
-        return [[1e3 * step.get(name, 0.0) for name in names] for step in self._steps]
+        return [_ms(step, names) for step in self._steps]
+
+    def last_ms(self, names: Sequence[str]) -> list[float]:
+        """The same of the last one."""
+        return _ms(self._steps[-1], names)
 
     @property
     def last_step_ms(self) -> float:
@@ -186,6 +190,10 @@ class StageClock:
         """keep: the last so many sampled steps stay."""
         for values in (self._steps, self._cpu_shares):
             del values[: max(0, len(values) - keep)]
+
+
+def _ms(step: Mapping[str, float], names: Sequence[str]) -> list[float]:
+    return [1e3 * step.get(name, 0.0) for name in names]
 
 
 def stage_time(seconds: Sequence[float], typical: Sequence[float] = ()) -> StageTime:

@@ -98,7 +98,7 @@ def start_costs(
     known = [sample for sample in logged if isinstance(sample, ShardSample) and is_about(sample, task)]
     measured: list[ShardSample] = []
     wanted = calibration_shards(task, seed)
-    unknown = measure_shards is not None and len(known) < sum(map(len, wanted)) // 2
+    unknown = len(known) < sum(map(len, wanted)) // 2
     if measure_shards is not None and unknown and measuring_pays(planner, task, budget_seconds, steps):
         deadline = time.perf_counter() + MEASURING_SHARE * budget_seconds
         have = {

@@ -80,11 +80,13 @@ def learn_changed(
         if slower * expected > budget_seconds:
             break
         begun = time.perf_counter()
-        times += _times(measure_shards, [[now.names[table]] for table in some])
-        measured += some
+        seen_now = _times(measure_shards, [[now.names[table]] for table in some])
+        if not seen_now:
+            return []
+        times, measured = [*times, *seen_now], [*measured, *some]
         seconds = time.perf_counter() - begun
         slower, budget_seconds = max(slower, seconds / expected), budget_seconds - max(seconds, expected)
-    if len(times) < max(2, len(measured)):
+    if len(times) < 2:
         return []
     names = [now.names[table] for table in measured]
     took_N2 = np.array([(took.fwd_compute_ms, took.bwd_compute_ms) for took in times])

@@ -66,6 +66,7 @@ class Job:
             lambda: self.checkpoints.choose(checkpoint, fall_back=fall_back)
         )
         current = plan_of(self.resumed_from, self.source.tables)
+        total, decides = self._count_steps(Position()), config.autoshard.reshard
         self.placement = place(
             config.autoshard,
             runtime,
@@ -74,7 +75,8 @@ class Job:
             batch_size=self.global_batch,
             optimizer=config.tables.optimizer,
             exchange_dtype=config.train.exchange_dtype,
-            steps=self._steps_of_first_plan(),
+            steps=total,
+            interval_steps=decides.every_steps or decides.every_epochs * self.steps_of_interval(total),
             seed=config.run.seed,
             current=current,
         )
@@ -154,13 +156,6 @@ class Job:
             this_epoch = -(-(samples - position.sample) // self.global_batch)
             total += this_epoch + (train.epochs - position.epoch - 1) * -(-samples // self.global_batch)
         return total if train.max_steps is None else min(total, train.max_steps)
-
-    def _steps_of_first_plan(self) -> int:
-        """Until resharding first decides, where it does."""
-        settings, total = self.config.autoshard.reshard, self._count_steps(Position())
-        if not settings.enabled or self.runtime.world_size == 1:
-            return total
-        return min(total, settings.every_steps or settings.every_epochs * self.steps_of_interval(total))
 
     def steps_of_interval(self, total: int) -> int:
         """Where `reshard.every_steps` says nothing: an epoch's, or those of an equal part. total: of the job."""
