@@ -258,6 +258,11 @@ class Doubtful(Planner):
         std = 0.0 if self.costs.replay.shards else 0.5
         return [replace(gain, std=std) for gain in super().gains(task, current, candidates)]
 
+    def told(
+        self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan], measuring: Sequence[str]
+    ) -> list[float]:
+        return [0.5 if measuring else 0.0] * len(candidates)
+
 
 def test_where_too_little_is_known_of_what_would_move_that_is_measured_first() -> None:
     moves, asked = [], list[list[str]]()
@@ -277,6 +282,19 @@ def test_where_too_little_is_known_of_what_would_move_that_is_measured_first() -
         moves.append(job.run(3).count("moved"))
     assert moves[0] == 0 and 1 <= moves[1] <= 2
     assert sorted(name for [name] in asked) == sorted(job.task.names)  # each once
+
+
+def test_nothing_is_measured_where_that_takes_longer_than_it_would_save() -> None:
+    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        raise AssertionError("nothing was to be measured")
+
+    for planner, steps_left in ((Doubtful(seed=0), 5), (Planner("auto", seed=0), 10_000)):
+        job = Training(1)
+        job.plan = job.worst_heuristic()
+        planner.load_state_dict(job.planner.state_dict())
+        job.controller, job.measure_shards = job.make_controller(planner), measure
+        job.total = STEPS + steps_left
+        job.run(1)
 
 
 def test_a_move_that_made_it_worse_is_taken_back_once_and_not_tried_again() -> None:

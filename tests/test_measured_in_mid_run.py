@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import sample_of
-from dlrm_autoshard.probe.mid_run import learn_changed
+from dlrm_autoshard.probe.mid_run import Unmeasured, learn_changed, unmeasured
 from dlrm_autoshard.probe.shard_probe import ShardTime
 from dlrm_autoshard.tables import TableConfig, TableStats
 
@@ -37,6 +38,17 @@ class Ranks:
         return [ShardTime(self.slow * self.ms[name], 2 * self.slow * self.ms[name], 0.01, 3) for [name] in shards]
 
 
+class Slowly:
+    """Ranks that take 20 ms to answer."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def __call__(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        time.sleep(0.02)
+        return self.ranks(shards)
+
+
 def started() -> Planner:
     """Every table was measured with the data of the start: 2 ms forward, 4 ms backward."""
     planner, task = Planner("auto"), task_of(START)
@@ -55,24 +67,44 @@ def test_how_changed_tables_compare_is_learned_and_not_how_slow_the_moment_was(s
     before = planner.costs.costs_of(task).alone_ms()
     assert before[0] == pytest.approx(before[1])
     ranks = Ranks({"t0": 8.0, "t1": 4.0}, slow)
-    assert learn_changed(planner, task, PLAN, ranks, budget_seconds=9.0) == ["t0", "t1"] == ranks.asked
+    unknown = unmeasured(planner, task, PLAN)
+    assert learn_changed(planner, task, PLAN, ranks, unknown) == ["t0", "t1"] == ranks.asked == unknown.names
     after = planner.costs.costs_of(task).alone_ms()
     assert after[0] / after[1] == pytest.approx(2.0, rel=0.15)
     assert after[:2].sum() == pytest.approx(before[:2].sum(), rel=0.1)
     assert after[2:] == pytest.approx(before[2:], rel=0.1)
 
 
-def test_it_is_asked_once_of_the_dearest_and_within_the_time_there_is() -> None:
+def test_each_is_asked_once_the_dearest_first_and_within_twice_the_time() -> None:
     stats = [replace(stat, mean_pooling=20.0 * (i + 2)) for i, stat in enumerate(START)]
     planner, task = started(), task_of(stats)
     ranks = Ranks({table.name: 4.0 for table in TABLES})
-    assert learn_changed(planner, task, PLAN, ranks, budget_seconds=0.01) == [] == ranks.asked
-    few = learn_changed(planner, task, PLAN, ranks, budget_seconds=0.3)
-    assert 2 <= len(few) < 6 and few == [f"t{5 - i}" for i in range(len(few))]
-    rest = learn_changed(planner, task, PLAN, ranks, budget_seconds=9.0)
-    assert sorted(few + rest) == [table.name for table in TABLES]
-    assert learn_changed(planner, task, PLAN, ranks, budget_seconds=9.0) == []  # known by now
-    assert learn_changed(started(), task_of(START), PLAN, ranks, budget_seconds=9.0) == []  # and what did not change
+    unknown = unmeasured(planner, task, PLAN)
+    assert unknown.names == [f"t{5 - i}" for i in range(6)]
+    few = learn_changed(planner, task, PLAN, Slowly(ranks), replace(unknown, seconds=0.01))
+    assert few == ["t5", "t4"]  # one round, and the time was over
+    rest = unmeasured(planner, task, PLAN)
+    assert sorted(rest.names) == ["t0", "t1", "t2", "t3"] and rest.seconds < unknown.seconds
+    assert learn_changed(planner, task, PLAN, ranks, rest) == rest.names
+    assert unmeasured(planner, task, PLAN).names == []  # known by now
+    assert unmeasured(started(), task_of(START), PLAN).names == []  # and what did not change
+
+
+def test_how_much_surer_measuring_makes_gains_is_known_before() -> None:
+    """Gains' variance before is what measuring tells and what it leaves open, whatever is measured."""
+    stats = [replace(stat, mean_pooling=60.0) if i < 4 else stat for i, stat in enumerate(START)]
+    planner, task = started(), task_of(stats)
+    costs = RankCost(14.0, 1.0, 1.0, 28.0), RankCost(9.0, 1.0, 1.0, 18.0)
+    planner.costs.observe(StepProfile(PLAN, task.tables, task.stats, task.batch_size, costs, "measured", 0.01))
+    other = ShardingPlan({**PLAN.rank_of, "t0": 1, "t5": 0}, 2)
+    unknown = unmeasured(planner, task, PLAN)
+    [before], [told] = planner.gains(task, PLAN, [other]), planner.told(task, PLAN, [other], unknown.names)
+    assert planner.told(task, PLAN, [other], []) == [pytest.approx(0.0)]
+    ranks = Ranks({table.name: 4.0 for table in TABLES})
+    learn_changed(planner, task, PLAN, ranks, unknown)
+    [after] = planner.gains(task, PLAN, [other])
+    assert 0.5 * before.std < told < before.std
+    assert after.std**2 == pytest.approx(before.std**2 - told**2, rel=0.7) and after.std < 0.75 * before.std
 
 
 def test_where_a_rank_has_no_memory_for_it_predictions_have_to_do() -> None:
@@ -80,4 +112,4 @@ def test_where_a_rank_has_no_memory_for_it_predictions_have_to_do() -> None:
         raise UserError("rank 1 could not measure its shard: no memory")
 
     stats = [replace(stat, mean_pooling=60.0) for stat in START]
-    assert learn_changed(started(), task_of(stats), PLAN, measure, budget_seconds=9.0) == []
+    assert learn_changed(started(), task_of(stats), PLAN, measure, Unmeasured(["t0", "t1"], 9.0)) == []

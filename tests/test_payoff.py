@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, gains, moving
-from dlrm_autoshard.autoshard.payoff import MoveCost, caution_after, measured_gain, reason_to_stay
+from dlrm_autoshard.autoshard.payoff import MoveCost, caution_after, measured_gain, reason_to_stay, worth_measuring
 from dlrm_autoshard.costs import RankCost, StepProfile
 from dlrm_autoshard.plan import ShardingPlan
 
@@ -118,6 +119,28 @@ def test_move_cost_learns_a_steady_truth(bandwidth: float, fixed: float, sizes: 
         assert learned.bytes_per_second > 0 and learned.fixed_seconds > 0
     for size in sizes[-1:]:  # what was just seen is what is expected the next time, within a factor of 2
         assert truth.seconds(size) / 2.01 <= learned.seconds(size) <= truth.seconds(size) * 2.01 + 0.2
+
+
+@given(
+    gain=st.floats(-0.05, 0.2),
+    told=st.floats(0.002, 0.05),
+    left=st.floats(0.0, 0.03),
+    asked=st.floats(0.01, 0.06),
+)
+def test_measuring_is_worth_what_is_saved_where_it_tells_that_a_move_pays(
+    gain: float, told: float, left: float, asked: float
+) -> None:
+    """Against as many jobs as it takes to know: in each, what is expected once tables are known decides on the move."""
+    now, cost, scatter = interval(), COST, 0.01
+    proposal = dataclasses.replace(PROPOSAL, gain=gain, uncertainty=(told**2 + left**2) ** 0.5)
+    seconds = now.step_ms / 1000 * now.remaining_steps
+    expected = gain + told * np.random.default_rng(0).standard_normal(100_000)
+    moved = expected > asked + thresholds.SURE * max(scatter, left)
+    saved = np.where(moved, expected * seconds - cost.seconds(proposal.bytes), 0.0)
+    worth = worth_measuring(proposal, told, now, cost, asked, scatter)
+    error = 5 * saved.std() / len(saved) ** 0.5 + 1e-4 * seconds * told
+    assert worth == pytest.approx(max(0.0, saved.mean()), abs=error)
+    assert worth_measuring(proposal, 0.0, now, cost, asked, scatter) == 0.0
 
 
 def test_measured_gain_is_a_part_of_the_step_time() -> None:

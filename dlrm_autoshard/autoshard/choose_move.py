@@ -9,19 +9,21 @@ A gain is what the planner predicts of the planned stages, with its uncertainty,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, gains, moving
 from dlrm_autoshard.autoshard.partial_move import first_part
-from dlrm_autoshard.autoshard.payoff import MoveCost, caution_after, reason_to_stay, seconds_saved
+from dlrm_autoshard.autoshard.payoff import MoveCost, caution_after, reason_to_stay, seconds_saved, worth_measuring
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import ReshardConfig
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import PlanError, ShardingPlan, gib
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.probe.calibration import ShardTimer
+from dlrm_autoshard.probe.mid_run import learn_changed, unmeasured
 from dlrm_autoshard.tables import Shard
 
 
@@ -68,15 +70,18 @@ class MoveChooser:
         task: PlacementTask,
         interval: Interval,
         plan: ShardingPlan,
-        learn: Callable[[], bool] = lambda: False,
+        measure_shards: ShardTimer | None = None,
     ) -> Decision:
-        """`plan` is the live one. learn: measures tables, if that can be and tells something new; asked where a move is
-        left undone only because too little is known of what it moves."""
+        """`plan` is the live one. measure_shards: these ranks' micro-benchmark, where it may be asked: for tables whose
+        data have changed, where no move is sure enough and knowing them is worth more than measuring takes."""
         try:
-            best, why = self._best(task, interval, plan)
-            surely = replace(best, uncertainty=self.trigger.gain_scatter)
-            if why is not None and self._reason_to_stay(surely, interval) is None and learn():
-                best, why = self._best(task, interval, plan)
+            proposals = self._proposed(task, interval, plan)
+            best, why = self._best(proposals, interval)
+            if why is not None and measure_shards is not None:
+                unknown = unmeasured(self.planner, task, plan)
+                if self._worth_measuring(unknown.names, proposals, task, interval, plan) > unknown.seconds:
+                    learn_changed(self.planner, task, plan, measure_shards, unknown)
+                    best, why = self._best(self._proposed(task, interval, plan), interval)
         except PlanError as error:  # no reason to stop training under a plan that works
             return replace(base, why=str(error))
         base = replace(base, predicted_gain=best.gain, uncertainty=best.uncertainty)
@@ -92,8 +97,7 @@ class MoveChooser:
             return self._part_of(best, base, task, interval, plan)
         return _moved(base, best, plan)
 
-    def _best(self, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> tuple[Proposal, str | None]:
-        """The proposal that saves most, of those that pay if any does; and why it does not pay."""
+    def _proposed(self, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> list[Proposal]:
         found = self.planner.propose(task, plan, budget_seconds=self.trigger.search_seconds / 2)
         candidates = [candidate.ordered(task.names) for candidate, _ in found]
         if self.target is not None and self.target != plan:
@@ -101,11 +105,33 @@ class MoveChooser:
         proposals = self.proposals(task, interval, plan, candidates)
         if not proposals:
             raise PlanError("no other plan is legal")
+        return proposals
+
+    def _best(self, proposals: Sequence[Proposal], interval: Interval) -> tuple[Proposal, str | None]:
+        """The proposal that saves most, of those that pay if any does; and why it does not pay."""
         reasons = [self._reason_to_stay(proposal, interval) for proposal in proposals]
         return max(
             zip(proposals, reasons, strict=True),
             key=lambda pair: (pair[1] is None, seconds_saved(pair[0], interval, self.move_cost)),
         )
+
+    def _worth_measuring(
+        self,
+        names: Sequence[str],
+        proposals: Sequence[Proposal],
+        task: PlacementTask,
+        interval: Interval,
+        plan: ShardingPlan,
+    ) -> float:
+        """Seconds that it saves, on average, to have measured these tables before one of the proposals is taken."""
+        planned = step_cost_ms(interval.profile.ranks) / interval.step_ms
+        told = self.planner.told(task, plan, [proposal.plan for proposal in proposals], names)
+        worth = []
+        for proposal, std in zip(proposals, told, strict=True):
+            asked = self.config.min_gain + self.history.caution(self.config.min_gain, proposal.plan)
+            scatter = self.trigger.gain_scatter
+            worth.append(worth_measuring(proposal, planned * std, interval, self.move_cost, asked, scatter))
+        return max(worth)
 
     def proposals(
         self, task: PlacementTask, interval: Interval, plan: ShardingPlan, candidates: list[ShardingPlan]

@@ -24,7 +24,7 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import ShardTimer
-from dlrm_autoshard.probe.mid_run import learn_changed, learn_halves
+from dlrm_autoshard.probe.mid_run import learn_halves
 
 
 class Log(Protocol):
@@ -75,15 +75,10 @@ class Controller:
         elif no_search is not None:
             decision = replace(base, why=no_search)
         else:
-            seconds = thresholds.MEASURING_SHARE * self.trigger.seconds_to_gain
             if measure_shards is not None and task.splits.allowed and task.splits.max_parts > 1:
+                seconds = thresholds.MEASURING_SHARE * self.trigger.seconds_to_gain
                 learn_halves(self.planner, task, plan, measure_shards, seconds)
-
-            def learn() -> bool:
-                measure = measure_shards
-                return measure is not None and len(learn_changed(self.planner, task, plan, measure, seconds)) > 0
-
-            decision = self.chooser.choose(base, task, interval, plan, learn)
+            decision = self.chooser.choose(base, task, interval, plan, measure_shards)
         decision = replace(decision, decide_seconds=time.perf_counter() - started)
         self.chooser.history.intervals += 1
         if decision.new_plan is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Interval, Proposal, percent
@@ -70,6 +71,25 @@ def reason_to_stay(
             f"moving {gib(proposal.bytes)} takes {move_seconds:.2g} s"
         )
     return None
+
+
+def worth_measuring(
+    proposal: Proposal, told: float, interval: Interval, cost: MoveCost, asked_gain: float, scatter: float
+) -> float:
+    """Seconds that a move would save, on average, if it were made where measuring shows that it surely gains what is
+    asked for, and else not. told: standard deviation of the gain that will be expected then; scatter: of gains whose
+    tables are known.
+
+    What will be expected is normal about what is expected now, so this is its partial expectation above that gain.
+    """
+    if told <= 0 or proposal.tables == 0 or not math.isfinite(proposal.gain):
+        return 0.0
+    left_open = max(scatter, math.sqrt(max(0.0, proposal.uncertainty**2 - told**2)))
+    asked = (asked_gain + thresholds.SURE * left_open - proposal.gain) / told
+    enough = 1 - NormalDist().cdf(asked)
+    gained = proposal.gain * enough + told * NormalDist().pdf(asked)
+    seconds = interval.step_ms / 1000 * interval.lasting_steps
+    return max(0.0, gained * seconds - enough * cost.seconds(proposal.bytes, proposal.parts))
 
 
 def caution_after(min_gain: float, moves_ago: Iterable[int], left_ago: int | None, rolled_back: bool) -> float:

@@ -46,9 +46,8 @@ SEARCH_SHARE = 0.05
 finds nothing: 0.6% of the training time in `bench loop-steady`."""
 
 MEASURING_SHARE = 0.2
-"""Of the seconds that perfect balance would save: what measuring may take, of half of a dominant table, and of tables
-whose data have changed where a move depends on them; once for their statistics. More than a search's, for without it
-searches find nothing there, or nothing sure. Chosen by hand."""
+"""Of the seconds that perfect balance would save: what measuring half of a dominant table may take, once for its
+statistics. More than a search's, for without it searches find nothing there. Chosen by hand."""
 
 LEAST_SEARCH_SECONDS = 0.03
 """Seconds. With less no search is made, for it would be cut short before it finds anything. Chosen by hand."""

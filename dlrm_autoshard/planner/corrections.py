@@ -41,6 +41,8 @@ FAST = 0.05
 """Fast ones, to a slow one: what else a rank's core does takes time."""
 MOMENT, SLOW_MOMENT = 0.3, 0.02
 """Standard deviation of what a whole interval took longer, of those (one in fifty) in which the machine was another."""
+MEASURED_NOISE = 0.04
+"""Standard deviation of what a moment's measurement of a table alone is off by: `UNSEEN_MOMENTS` of the probe."""
 REMEMBERED = 16
 """Profiles conditioned on."""
 
@@ -129,6 +131,31 @@ class Corrections:
         slow = self._posterior.large
         cross = rows.covariance(self._rows, self.spreads, slow)
         return self._posterior.covariance(rows.covariance(rows, self.spreads, slow), cross)
+
+    def told(
+        self,
+        share_MT: np.ndarray,
+        ms_M: np.ndarray,
+        stage_M: np.ndarray,
+        rank_M: np.ndarray,
+        tables: Sequence[TableConfig],
+        alone_KT: np.ndarray,
+        alone_K2: np.ndarray,
+    ) -> np.ndarray:
+        """[M, M] of the logarithms that will be expected of what `covariance` is about, once K tables have been
+        measured alone: alone_KT says which, alone_K2 what they are expected to take. What was measured does not matter
+        to that, only how well: as a moment's figures are, `MEASURED_NOISE` beside what is left open."""
+        count = len(stage_M)
+        covariance = self.covariance(
+            np.concatenate([share_MT, alone_KT, alone_KT]),
+            np.concatenate([ms_M, alone_K2.T.ravel()]),
+            np.concatenate([stage_M, np.repeat([0, 1], len(alone_KT))]),
+            np.concatenate([rank_M, np.full(2 * len(alone_KT), -1)]),
+            tables,
+        )
+        seen, cross = covariance[count:, count:], covariance[:count, count:]
+        told: np.ndarray = cross @ np.linalg.solve(seen + MEASURED_NOISE**2 * np.eye(len(seen)), cross.T)
+        return (told + told.T) / 2
 
     def _rows_now(
         self,

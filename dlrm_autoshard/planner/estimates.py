@@ -74,9 +74,14 @@ def expected_ms(
 
 
 def estimates(
-    task: PlacementTask, costs: TaskCosts, corrections: Corrections, placements: Sequence[np.ndarray]
+    task: PlacementTask,
+    costs: TaskCosts,
+    corrections: Corrections,
+    placements: Sequence[np.ndarray],
+    measuring: Sequence[int] | None = None,
 ) -> Estimates:
-    """Of placements of the task's units."""
+    """Of placements of the task's units. measuring: tables (numbers of the task's); what is drawn then is what the
+    expected costs may be once these have been measured alone, and nothing else is known."""
     most = min(task.world_size, MOST_RANKS)
     shares, ms, ranks, exchanges = [], [], [], []
     for rank_U in placements:
@@ -88,11 +93,17 @@ def estimates(
             ms.append(ms_W[dearest])
             shares.append(share_2WT[stage, dearest])
     stage_M = np.tile(np.repeat([0, 1], most), len(placements))
-    covariance = corrections.covariance(
-        np.concatenate(shares), np.concatenate(ms), stage_M, np.concatenate(ranks), task.tables
-    )
+    share_MT, ms_M, rank_M = np.concatenate(shares), np.concatenate(ms), np.concatenate(ranks)
+    if measuring is None:
+        covariance = corrections.covariance(share_MT, ms_M, stage_M, rank_M, task.tables)
+    elif not measuring:
+        covariance = np.zeros((len(ms_M), len(ms_M)))
+    else:
+        alone_KT = np.eye(len(task.tables))[list(measuring)]
+        alone_K2 = costs.device_ms(costs.summary_TK[list(measuring)])
+        covariance = corrections.told(share_MT, ms_M, stage_M, rank_M, task.tables, alone_KT, alone_K2)
     values, vectors = np.linalg.eigh(covariance)
     drawn_DM = np.random.default_rng(0).standard_normal((DRAWS, len(values)))
     errors_DM = drawn_DM @ (vectors * np.sqrt(np.maximum(values, 0.0))).T - covariance.diagonal() / 2  # 1 on average
-    computed_DP = (np.concatenate(ms) * np.exp(errors_DM)).reshape(DRAWS, len(placements), 2, most).max(axis=3).sum(2)
+    computed_DP = (ms_M * np.exp(errors_DM)).reshape(DRAWS, len(placements), 2, most).max(axis=3).sum(2)
     return Estimates(computed_DP + np.array(exchanges))

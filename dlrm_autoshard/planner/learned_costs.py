@@ -90,10 +90,15 @@ class LearnedCosts:
         slowness: np.ndarray = self.corrections.rank_factors_W2(world_size, expected_speed).mean(axis=1)
         return slowness
 
-    def estimates(self, task: PlacementTask, plans: Sequence[ShardingPlan]) -> Estimates:
-        """What plans, legal or not, are expected to cost by all that was measured, and how sure that is."""
+    def estimates(
+        self, task: PlacementTask, plans: Sequence[ShardingPlan], measuring: Sequence[str] | None = None
+    ) -> Estimates:
+        """What plans, legal or not, are expected to cost by all that was measured, and how sure that is. measuring:
+        names of tables; what may be expected once these have been measured alone."""
         free = task.covering(plans)
-        return estimates(free, self.costs_of(free), self.corrections, [free.placed(plan) for plan in plans])
+        placements = [free.placed(plan) for plan in plans]
+        tables = None if measuring is None else [free.names.index(name) for name in measuring if name in free.names]
+        return estimates(free, self.costs_of(free), self.corrections, placements, tables)
 
     def fit_costs(
         self, updates: int, learning_rate: float, budget_seconds: float | None, *, correct: bool = True

@@ -22,6 +22,7 @@ from dlrm_autoshard.planner.baselines.reference import BUDGET
 from dlrm_autoshard.planner.candidates import ALGORITHMS, LEARNED, CandidateMakers
 from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings
+from dlrm_autoshard.planner.estimates import Estimates
 from dlrm_autoshard.planner.finalists import Measure, best, measure_finalists, order
 from dlrm_autoshard.planner.fit_costs import FitReport
 from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
@@ -152,11 +153,11 @@ class Planner:
             would_split=next(iter(splitted), None) if not task.splits.allowed else None,
         )
 
-    def worth_knowing(self, task: PlacementTask, *, budget_seconds: float | None = None) -> float:
-        """ms of a step that choosing among the candidates would save, on average, if their costs were known."""
+    def worth_measuring(self, task: PlacementTask, *, budget_seconds: float | None = None) -> float:
+        """ms of a step that choosing among the candidates would save, on average, once all tables were measured."""
         deadline = None if budget_seconds is None else time.perf_counter() + budget_seconds
         candidates = self.makers.candidates("auto", task, self.costs.costs_of, deadline)
-        estimated = self.costs.estimates(task, [candidate.plan for candidate in candidates])
+        estimated = self.costs.estimates(task, [candidate.plan for candidate in candidates], task.names)
         return estimated.worth_knowing * float(estimated.step_ms.min())
 
     def _splitted(
@@ -241,8 +242,14 @@ class Planner:
 
     def gains(self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan]) -> list[Gain]:
         """What each candidate saves over `current`, as a part of its predicted step."""
-        found = self.costs.estimates(task, [current, *candidates])
-        return [found.gain(0, number) for number in range(1, len(candidates) + 1)]
+        return _gains(self.costs.estimates(task, [current, *candidates]))
+
+    def told(
+        self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan], measuring: Sequence[str]
+    ) -> list[float]:
+        """Standard deviation of each of these gains, as it would be expected once tables had been measured alone: none
+        of it where that tells nothing."""
+        return [gain.std for gain in _gains(self.costs.estimates(task, [current, *candidates], measuring))]
 
     def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:
         """[W] times longer that each rank takes to compute the same work. expected_speed: of ranks never observed."""
@@ -266,3 +273,8 @@ class Planner:
         record = checked(PlannerRecord, state)
         self.costs.load_json(record["costs"])
         self.makers.load_state_dict(record)
+
+
+def _gains(found: Estimates) -> list[Gain]:
+    """Over the first plan, of each of the others."""
+    return [found.gain(0, number) for number in range(1, found.step_ms_DP.shape[1])]

@@ -124,10 +124,10 @@ def start_costs(
 
 
 def measuring_pays(planner: Planner, task: PlacementTask, budget_seconds: float, steps: int | None) -> bool:
-    """Whether knowing what tables cost would save more, on average, than measuring them takes."""
+    """Whether having measured all tables would save more, on average, than measuring them takes."""
     if steps is None:
         return True
-    worth_ms = planner.worth_knowing(task, budget_seconds=MEASURING_SHARE * budget_seconds)
+    worth_ms = planner.worth_measuring(task, budget_seconds=MEASURING_SHARE * budget_seconds)
     return steps * worth_ms / 1000 > MEASURING_SHARE * budget_seconds
 
 

@@ -1,7 +1,8 @@
 """What a running job measures before it decides: half of a dominant table, and tables whose data have changed.
 
 learned = learn_halves(planner, task, plan, probe.measure_shards, budget_seconds=1.0)     # ["item"]: of these
-learned = learn_changed(planner, task, plan, probe.measure_shards, budget_seconds=0.5)    # ["item", "user"]: of these
+unknown = unmeasured(planner, task, plan)        # shards whose data have changed, and the seconds that they take
+learn_changed(planner, task, plan, probe.measure_shards, unknown)
 
 Only how shards compare is taken from it: what they take in all, training steps tell better than a moment may.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from dlrm_autoshard.costs import COMPUTE
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.search import late
 from dlrm_autoshard.planner.splits import Splitted, dear_shards
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
@@ -25,6 +28,10 @@ from dlrm_autoshard.probe.calibration import UNSEEN_MOMENTS, ShardTimer, is_abou
 from dlrm_autoshard.probe.rank_probe import SECONDS_PER_SHARD
 from dlrm_autoshard.probe.shard_probe import ShardTime
 from dlrm_autoshard.tables import TableConfig
+
+FIRST_SECONDS = 0.3
+"""That the first shard takes beside its own time, for memory that nobody has touched yet: 0.2 to 0.7 s in jobs of two
+ranks."""
 
 
 def learn_halves(
@@ -62,35 +69,43 @@ def learn_halves(
     return [name for [name] in wanted[::2]]
 
 
-def learn_changed(
-    planner: Planner, task: PlacementTask, plan: ShardingPlan, measure_shards: ShardTimer, budget_seconds: float
-) -> list[str]:
-    """The dearest of the plan's shards that were not measured with the data that they have now: each alone, as many as
-    there is time for. Predictions are conditioned on how they compare."""
+@dataclass(frozen=True)
+class Unmeasured:
+    """Shards, the dearest first, and what measuring them takes."""
+
+    names: Sequence[str]
+    seconds: float
+
+
+def unmeasured(planner: Planner, task: PlacementTask, plan: ShardingPlan) -> Unmeasured:
+    """The plan's shards that were not measured with the data that they have now."""
     now = task.split_as(plan)
     told_T2 = _told_T2(planner.costs.costs_of(now))
     known = _measured(planner, now)
     unknown = [t for t in np.argsort(-told_T2.sum(axis=1)).tolist() if (now.tables[t],) not in known]
-    measured: list[int] = []
+    rounds = [_seconds(float(told_T2[t].sum())) for t in unknown[:: now.world_size]]  # of each, the dearest
+    return Unmeasured([now.names[t] for t in unknown], FIRST_SECONDS + sum(rounds))
+
+
+def learn_changed(
+    planner: Planner, task: PlacementTask, plan: ShardingPlan, measure_shards: ShardTimer, unknown: Unmeasured
+) -> list[str]:
+    """Measures each of them alone, as many as there are within twice the time; predictions are conditioned on how they
+    compare. Returns which."""
+    now = task.split_as(plan)
+    deadline = time.perf_counter() + 2 * unknown.seconds
     times: list[ShardTime] = []
-    slower = 1.0  # than expected: the first shards also pay for memory and drawn ids
-    for first in range(0, len(unknown), now.world_size):
-        some = unknown[first : first + now.world_size]  # on all ranks at once
-        expected = max(_seconds(float(told_T2[table].sum())) for table in some)
-        if slower * expected > budget_seconds:
-            break
-        begun = time.perf_counter()
-        seen_now = _times(measure_shards, [[now.names[table]] for table in some])
+    while len(times) < len(unknown.names) and not late(deadline):
+        seen_now = _times(measure_shards, [[name] for name in unknown.names[len(times) :][: now.world_size]])
         if not seen_now:
             return []
-        times, measured = [*times, *seen_now], [*measured, *some]
-        seconds = time.perf_counter() - begun
-        slower, budget_seconds = max(slower, seconds / expected), budget_seconds - max(seconds, expected)
+        times += seen_now
     if len(times) < 2:
         return []
-    names = [now.names[table] for table in measured]
+    names = list(unknown.names[: len(times)])
+    told_T2 = _told_T2(planner.costs.costs_of(now))
     took_N2 = np.array([(took.fwd_compute_ms, took.bwd_compute_ms) for took in times])
-    told_N2 = told_T2[measured].sum(axis=0) / took_N2.sum(axis=0) * took_N2
+    told_N2 = told_T2[[now.names.index(name) for name in names]].sum(axis=0) / took_N2.sum(axis=0) * took_N2
     seen = []
     for name, (forward, backward), took in zip(names, told_N2.tolist(), times, strict=True):
         told = ShardTime(forward, backward, max(took.noise, UNSEEN_MOMENTS), took.repeats)
