@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.loads import NUM_FEATURES, LoadRange
 from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.replay import ShardSample
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.shipped_costs import start_warm
 from dlrm_autoshard.probe.simulator import SimulatedCluster
@@ -178,3 +183,40 @@ def test_a_plan_is_expected_to_cost_the_more_the_less_is_known_of_its_ranks() ->
     assert found.step_ms[0] == pytest.approx(step_cost_ms(profile.ranks), rel=0.01)
     measured, searched = found.step_ms_DP.std(axis=0)
     assert measured < 0.5 * searched
+
+
+@given(st.integers(0, 1000))
+def test_loads_products_are_a_squared_line(seed: int) -> None:
+    """So that a set's load may bend what it takes, and sets of middling load agree."""
+    logs = np.random.default_rng(seed).uniform(1.0, 9.0, (9, 4))
+    features = LoadRange.of(logs).features(logs)
+    z = logs - logs.mean(axis=0)
+    assert features.shape == (9, NUM_FEATURES)
+    assert features @ features.T == pytest.approx((1 + z @ z.T / 2) ** 2)
+    far = 3 * logs.max(axis=0)  # nothing is said of what lies beyond those that were measured
+    assert LoadRange.of(logs).features(far) == pytest.approx(LoadRange.of(logs).features(logs.max(axis=0)))
+
+
+def test_what_sets_take_beside_their_tables_is_learned_by_how_they_load_a_rank() -> None:
+    """Each table takes what was predicted when it is alone; sets of n tables n^0.3 times as long."""
+    planner, task = Planner("auto"), TASK
+    cost = planner.costs.cost_model
+    draw = np.random.default_rng(0)
+    sets = [sorted(draw.choice(12, size, replace=False).tolist()) for size in draw.integers(2, 9, 60)]
+
+    def truth(members: Sequence[int]) -> ShardSample:
+        tables, stats = [TABLES[i] for i in members], [STATS[i] for i in members]
+        sample = ShardSample(tuple(tables), tuple(stats), 1024, 1.0, 1.0, 0.01)
+        [(forward, backward)] = cost.shard_ms([sample]) * len(members) ** 0.3
+        return replace(sample, fwd_compute_ms=float(forward), bwd_compute_ms=float(backward))
+
+    planner.costs.observe_shards([truth([i]) for i in range(12)] + [truth(members) for members in sets[:40]])
+    errors = []
+    for members in sets[40:]:
+        rank_of = {table.name: int(i not in members) for i, table in enumerate(TABLES)}
+        told, true = planner.predict(task, ShardingPlan(rank_of, 2))[0], truth(members)
+        errors.append(told.fwd_compute_ms / true.fwd_compute_ms - 1)
+        errors.append(told.bwd_compute_ms / true.bwd_compute_ms - 1)
+    assert np.abs(errors).max() < 0.1 and np.abs(errors).mean() < 0.02
+    alone = planner.predict(task, ShardingPlan({t.name: int(i != 3) for i, t in enumerate(TABLES)}, 2))[0]
+    assert alone.fwd_compute_ms == pytest.approx(truth([3]).fwd_compute_ms, rel=0.05)

@@ -26,6 +26,8 @@ class Spreads:
         0.2  # of a part, beside its table's: halves of a dominant table took 0.56 of it, predicted 0.65 to 0.75
     )
     change: float = 0.15  # of a table whose lookups, or their reuse, have become e times as many
+    fused: float = 0.03  # a table's own, where it is fused with many others
+    load: float = 0.01  # of sets that load their rank alike, beside what sets of middling load take (`loads.py`)
     together: float = 0.03  # of one set of tables, beside its tables': held-out sets of the shipped costs
     noise: float = 0.01  # of an interval's figures, beside what the profile itself reports
     scale: float = 0.5  # all tables of a stage: another machine, a GPU instead of a CPU
@@ -38,10 +40,12 @@ class Spreads:
 
 GRID: Mapping[str, tuple[float, ...]] = {
     "table": (0.05, 0.1, 0.2, 0.4),
+    "load": (0.003, 0.01, 0.03, 0.1),
+    "fused": (0.01, 0.03, 0.1, 0.2),
     "together": (0.01, 0.03, 0.06, 0.12),
     "noise": (0.003, 0.01, 0.03, 0.06),
 }
-RELUCTANCE: Mapping[str, float] = {"table": 0.5, "together": 2.0, "noise": 0.5}
+RELUCTANCE: Mapping[str, float] = {"table": 0.5, "load": 0.5, "fused": 0.5, "together": 2.0, "noise": 0.5}
 """By how much likelier, as a power of e, a value that is half or twice the prior's must be to be taken. A job's own
 measurements say little of `together`, either way: 0.12, taken as easily, hid half of a gain of 10%."""
 
@@ -49,21 +53,23 @@ measurements say little of `together`, either way: 0.12, taken as easily, hid ha
 @dataclass(frozen=True)
 class Common:
     """What two lists of observations have in common, term by term, each [N, M]: what is off about a stage's source, its
-    lightness, tables, their widths, their data's change, sets like these; and whether the rank is the same. key_N:
-    `rank_keys`."""
+    lightness, tables, their widths, their data's change, tables among many others, loads like these, sets like these;
+    and whether the rank is the same. key_N: `rank_keys`."""
 
     source: np.ndarray
     light: np.ndarray
     table: np.ndarray
     width: np.ndarray
     change: np.ndarray
+    fused: np.ndarray
+    load: np.ndarray
     together: np.ndarray
     rank: np.ndarray
     key_N: np.ndarray
 
     def covariance(self, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
         found = spreads.scale**2 * self.source + spreads.light**2 * self.light + spreads.table**2 * self.table
-        found += spreads.together**2 * self.together
+        found += spreads.fused**2 * self.fused + spreads.load**2 * self.load + spreads.together**2 * self.together
         if self.width.any():
             found += spreads.width**2 * self.width
         if self.change.any():
@@ -82,7 +88,8 @@ def rank_variances(key_N: np.ndarray, spreads: Spreads, slow: frozenset[int]) ->
 class Rows:
     """What a stage's logarithm consists of. source: where its scale comes from. rank, profile: -1 of none. Eras are
     numbers of stretches of time in which ranks stayed as they were. Shares are along the directions of `Parts`, first
-    those of its num_wholes whole tables. light_N, change_NF, fused_N: `lightness`, `changes`, `fused`."""
+    those of its num_wholes whole tables. light_N, change_NF, many_N, load_NF, even_N: `lightness`, `changes`, `many`,
+    `LoadRange.features`, `evenness`."""
 
     stage_N: np.ndarray
     source_N: np.ndarray
@@ -92,7 +99,9 @@ class Rows:
     light_N: np.ndarray
     share_NB: np.ndarray
     change_NF: np.ndarray
-    fused_N: np.ndarray
+    many_N: np.ndarray
+    load_NF: np.ndarray
+    even_N: np.ndarray
     num_wholes: int
 
     def variance_B(self, spreads: Spreads) -> np.ndarray:
@@ -117,6 +126,7 @@ class Rows:
         lengths = np.sqrt((one**2).sum(axis=1))[:, None] * np.sqrt((another**2).sum(axis=1))
         alike = (tables_NM / np.maximum(lengths, 1e-12)) ** 2
         alike *= alike
+        both_many = np.outer(self.many_N, other.many_N) * same_stage
         same_source = self.source_N[:, None] == other.source_N
         key_N, key_M = self.rank_keys, other.rank_keys
         return Common(
@@ -125,8 +135,10 @@ class Rows:
             tables_NM * same_stage,
             (self.share_NB[:, rest] @ other.share_NB[:, rest].T) * same_stage,
             (self.change_NF @ other.change_NF.T) * same_stage,
+            tables_NM * both_many,
+            (self.load_NF @ other.load_NF.T) * both_many,
             # Sets of tables that have most in common are fused alike.
-            np.sqrt(np.outer(self.fused_N, other.fused_N)) * alike * alike * same_stage,
+            np.sqrt(np.outer(self.even_N, other.even_N)) * alike * alike * same_stage,
             (key_N[:, None] == key_M) & (key_M >= 0),
             key_N,
         )
@@ -155,8 +167,8 @@ def lightness(ms_N: np.ndarray, dearest_N: np.ndarray) -> np.ndarray:
     return part
 
 
-def fused(share_NT: np.ndarray) -> np.ndarray:
-    """[N] 0 of a table alone, which nothing is fused with, towards 1 of many that take as long as one another."""
+def evenness(share_NT: np.ndarray) -> np.ndarray:
+    """[N] 0 of a table alone, towards 1 of many that take as long as one another."""
     total_N = np.maximum(share_NT.sum(axis=1), 1e-12)
     part: np.ndarray = np.clip(1 - (share_NT**2).sum(axis=1) / total_N**2, 0.0, 1.0)
     return part

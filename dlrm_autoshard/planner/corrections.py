@@ -9,7 +9,7 @@ log(measured / predicted) = scale + rank + sum of (share x table) + these tables
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from dlrm_autoshard.planner.correction_terms import (
     Rows,
     Spreads,
     changes,
-    fused,
+    evenness,
     lightness,
     rank_variances,
     sources_alike,
@@ -29,6 +29,7 @@ from dlrm_autoshard.planner.correction_terms import (
 from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.gaussian import Cause, Disturbed, Posterior, condition
+from dlrm_autoshard.planner.loads import NUM_FEATURES, log_loads, many
 from dlrm_autoshard.planner.observed import MOST_ROWS, Observed
 from dlrm_autoshard.planner.replay import ShardSample
 from dlrm_autoshard.tables import TableConfig
@@ -45,6 +46,24 @@ MEASURED_NOISE = 0.04
 """Standard deviation of what a moment's measurement of a table alone is off by: `UNSEEN_MOMENTS` of the probe."""
 REMEMBERED = 16
 """Profiles conditioned on."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Computations that are asked about: what they are expected to take, which (0 forward, 1 backward), on which rank
+    (-1: any), each table's share of it, and how the tables load the rank (`log_loads`)."""
+
+    ms_M: np.ndarray
+    stage_M: np.ndarray
+    rank_M: np.ndarray
+    share_MT: np.ndarray
+    load_ML: np.ndarray
+
+    def some(self, which: np.ndarray) -> Stages:
+        return Stages(*(getattr(self, field.name)[which] for field in fields(self)))
+
+    def and_also(self, *others: Stages) -> Stages:
+        return Stages(*(np.concatenate([getattr(one, f.name) for one in (self, *others)]) for f in fields(self)))
 
 
 class Corrections:
@@ -96,95 +115,75 @@ class Corrections:
         """[W, 2] that each rank's exchanges take."""
         return np.exp(np.array([self._exchange.get(rank, (0.0, 0.0)) for rank in range(world_size)]))
 
-    def light_factors(self, ms: np.ndarray) -> np.ndarray:
-        """[..., 2] that what any stage takes makes of ms, [..., 2] of forward and backward computation."""
+    def fused_logs_T2(self, tables: Sequence[TableConfig]) -> np.ndarray:
+        """[T, 2] logarithms of what each table's forward and backward take, beside that, among many others."""
+        if self._observed is None:
+            return np.zeros((len(tables), 2))
+        logs: np.ndarray = self._observed.parts.basis(tables) @ self._fused_B2
+        return logs
+
+    def set_factors(self, ms: np.ndarray, summaries: np.ndarray, fused_logs: np.ndarray) -> np.ndarray:
+        """[..., 2] that sets of tables take of what is predicted, by their summaries [..., K]. ms: that prediction;
+        fused_logs: their tables' `fused_logs_T2` in the mean, by cost."""
         if self._observed is None:
             return np.ones(2)
-        factors: np.ndarray = np.exp(lightness(ms, self._observed.dearest_2) * self._light_2)
+        loads = log_loads(summaries)
+        logs = fused_logs + self._observed.load_range.features(loads) @ self._load_F2
+        logs *= many(loads)[..., None]
+        logs += lightness(ms, self._observed.dearest_2) * self._light_2
+        factors: np.ndarray = np.exp(logs)
         return factors
 
-    def together_factors_W2(
-        self, share_2WT: np.ndarray, ms_W2: np.ndarray, tables: Sequence[TableConfig]
-    ) -> np.ndarray:
-        """[W, 2] that sets of tables take beside what their tables do. share_2WT: each table's share of the set's cost;
-        ms_W2: that cost."""
-        _, world_size, _ = share_2WT.shape
+    def together_factors_W2(self, stages: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
+        """[W, 2] that just these sets of tables take beside all that. stages: of all ranks, forward, then backward."""
         if self._posterior is None:
-            return np.ones((world_size, 2))
-        stage_M = np.repeat([0, 1], world_size)
-        rows = self._rows_now(share_2WT.reshape(2 * world_size, -1), ms_W2.T.ravel(), stage_M, -1, tables)
-        sets = self.spreads.together**2 * rows.common(self._rows).together
-        return np.exp(self._posterior.mean(sets)).reshape(2, world_size).T
+            return np.ones((len(stages.ms_M) // 2, 2))
+        sets = self.spreads.together**2 * self._rows_now(stages, tables).common(self._rows).together
+        return np.exp(self._posterior.mean(sets)).reshape(2, -1).T
 
-    def covariance(
-        self,
-        share_MT: np.ndarray,
-        ms_M: np.ndarray,
-        stage_M: np.ndarray,
-        rank_M: np.ndarray,
-        tables: Sequence[TableConfig],
-    ) -> np.ndarray:
-        """[M, M] of the logarithms of what sets of tables take on ranks: ms_M. stage_M: 0 forward, 1 backward."""
-        rows = self._rows_now(share_MT, ms_M, stage_M, rank_M, tables)
+    def covariance(self, stages: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
+        """[M, M] of the logarithms of what they take."""
+        rows = self._rows_now(stages, tables)
         if self._posterior is None:
             return rows.covariance(rows, self.spreads, frozenset())
         slow = self._posterior.large
         cross = rows.covariance(self._rows, self.spreads, slow)
         return self._posterior.covariance(rows.covariance(rows, self.spreads, slow), cross)
 
-    def told(
-        self,
-        share_MT: np.ndarray,
-        ms_M: np.ndarray,
-        stage_M: np.ndarray,
-        rank_M: np.ndarray,
-        tables: Sequence[TableConfig],
-        alone_KT: np.ndarray,
-        alone_K2: np.ndarray,
-    ) -> np.ndarray:
-        """[M, M] of the logarithms that will be expected of what `covariance` is about, once K tables have been
-        measured alone: alone_KT says which, alone_K2 what they are expected to take. What was measured does not matter
-        to that, only how well: as a moment's figures are, `MEASURED_NOISE` beside what is left open."""
-        count = len(stage_M)
-        covariance = self.covariance(
-            np.concatenate([share_MT, alone_KT, alone_KT]),
-            np.concatenate([ms_M, alone_K2.T.ravel()]),
-            np.concatenate([stage_M, np.repeat([0, 1], len(alone_KT))]),
-            np.concatenate([rank_M, np.full(2 * len(alone_KT), -1)]),
-            tables,
-        )
+    def told(self, stages: Stages, alone: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
+        """[M, M] of the logarithms that will be expected of `stages`, once those of tables alone have been measured.
+        What was measured does not matter to that, only how well: as a moment's figures are, `MEASURED_NOISE` beside
+        what is left open."""
+        count = len(stages.ms_M)
+        covariance = self.covariance(stages.and_also(alone), tables)
         seen, cross = covariance[count:, count:], covariance[:count, count:]
         told: np.ndarray = cross @ np.linalg.solve(seen + MEASURED_NOISE**2 * np.eye(len(seen)), cross.T)
         return (told + told.T) / 2
 
-    def _rows_now(
-        self,
-        share_MT: np.ndarray,
-        ms_M: np.ndarray,
-        stage_M: np.ndarray,
-        rank_M: np.ndarray | int,
-        tables: Sequence[TableConfig],
-    ) -> Rows:
+    def _rows_now(self, stages: Stages, tables: Sequence[TableConfig]) -> Rows:
         """As they would be measured next."""
-        source, share_MB, change_MF, wholes = 0, share_MT, np.zeros((len(stage_M), 0)), share_MT.shape[1]
-        light_M = np.zeros(len(stage_M))
+        count = len(stages.ms_M)
+        source, share_MB, change_MF, wholes = 0, stages.share_MT, np.zeros((count, 0)), stages.share_MT.shape[1]
+        light_M, load_MF = np.zeros(count), np.zeros((count, NUM_FEATURES))
         if self._observed is not None:
             source, parts = self._observed.newest_source, self._observed.parts
             wholes = parts.num_wholes
-            share_MB = share_MT @ parts.basis(tables)
+            share_MB = stages.share_MT @ parts.basis(tables)
             change_MF = changes(share_MB, self._observed.now_B2)
-            light_M = lightness(ms_M, self._observed.dearest_2[stage_M])
-        count = len(stage_M)
+            light_M = lightness(stages.ms_M, self._observed.dearest_2[stages.stage_M])
+            load_MF = self._observed.load_range.features(stages.load_ML)
         return Rows(
-            stage_M,
+            stages.stage_M,
             np.full(count, source),
-            np.broadcast_to(rank_M, count),
+            stages.rank_M,
             np.full(count, self._now),
             np.full(count, -1),
             light_M,
             share_MB,
             change_MF,
-            fused(share_MT),
+            many(stages.load_ML),
+            load_MF,
+            evenness(stages.share_MT),
             wholes,
         )
 
@@ -194,6 +193,7 @@ class Corrections:
         self._logs = np.zeros((0, 2)), np.zeros((0, 2))  # own_B2 and changed_B2 of `_log_factors`
         self._ranks: dict[int, float] = {}
         self._exchange: dict[int, tuple[float, float]] = {}
+        self._fused_B2, self._load_F2 = np.zeros((0, 2)), np.zeros((NUM_FEATURES, 2))
         self._scale_2, self._light_2 = np.zeros(2), np.zeros(2)
         self._posterior: Posterior | None = None
         self._observed: Observed | None = None
@@ -248,6 +248,10 @@ class Corrections:
         newest_N, stage_2N = rows.source_N == observed.newest_source, rows.stage_N == np.arange(2)[:, None]
         self._scale_2 = posterior.mean(self.spreads.scale**2 * sources_alike(newest_N) * stage_2N)
         self._light_2 = posterior.mean(self.spreads.light**2 * rows.light_N * newest_N * stage_2N)
+        many_N2 = (posterior.weights_N * rows.many_N * stage_2N).T
+        self._load_F2 = self.spreads.load**2 * rows.load_NF.T @ many_N2
+        self._fused_B2 = self.spreads.fused**2 * rows.share_NB.T @ many_N2
+        self._fused_B2[rows.num_wholes :] = 0.0
         variance_N = rank_variances(key_N, self.spreads, posterior.large)
         for key in np.unique(key_N[key_N >= 0]):  # of several eras the last one counts
             self._ranks[int(key % 1_000_000)] = float(posterior.mean((variance_N * (key_N == key))[None])[0])

@@ -8,13 +8,14 @@ found.worth_knowing                      # 0.009: part of the step that choosing
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dlrm_autoshard.costs import COMPUTE, EXCHANGE
-from dlrm_autoshard.planner.corrections import Corrections
+from dlrm_autoshard.planner.corrections import Corrections, Stages
 from dlrm_autoshard.planner.cost_model import COST
+from dlrm_autoshard.planner.loads import log_loads
 from dlrm_autoshard.planner.result import Gain
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
@@ -61,16 +62,27 @@ class Estimates:
 
 def expected_ms(
     task: PlacementTask, costs: TaskCosts, corrections: Corrections, rank_U: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, Stages]:
     """[W, 4] that each rank takes, with what is known of sets of tables like its own beside that of single tables; and
-    [2, W, T] each table's share of its rank's computation."""
-    cost_T2 = costs.summary_TK[:, COST].astype(np.float64)
-    inside_WT = rank_U[task.units.unit_of_T] == np.arange(task.world_size)[:, None]
-    sums_W2 = inside_WT @ cost_T2 + costs.launch_S
-    share_2WT = inside_WT * cost_T2.T[:, None, :] / sums_W2.T[:, :, None]
+    the ranks' forward, then backward computations."""
+    inside_WT = (rank_U[task.units.unit_of_T] == np.arange(task.world_size)[:, None]).astype(np.float64)
     ms_W4 = costs.rank_ms(rank_U)
-    ms_W4[:, COMPUTE] *= corrections.together_factors_W2(share_2WT, ms_W4[:, COMPUTE], task.tables)
-    return ms_W4, share_2WT
+    stages = _stages(costs, inside_WT, ms_W4[:, COMPUTE], np.arange(task.world_size))
+    ms_W4[:, COMPUTE] *= corrections.together_factors_W2(stages, task.tables)
+    return ms_W4, replace(stages, ms_M=ms_W4[:, COMPUTE].T.ravel())
+
+
+def _stages(costs: TaskCosts, inside_NT: np.ndarray, ms_N2: np.ndarray, rank_N: np.ndarray) -> Stages:
+    """Forward, then backward computations of sets of the task's tables."""
+    sums_NK = inside_NT @ costs.summary_TK
+    share_2NT = inside_NT * costs.summary_TK[:, COST].T[:, None, :] / (sums_NK[:, COST] + costs.launch_S).T[:, :, None]
+    return Stages(
+        ms_N2.T.ravel(),
+        np.repeat([0, 1], len(rank_N)),
+        np.tile(rank_N, 2),
+        np.concatenate(list(share_2NT)),
+        np.tile(log_loads(sums_NK), (2, 1)),
+    )
 
 
 def estimates(
@@ -83,27 +95,23 @@ def estimates(
     """Of placements of the task's units. measuring: tables (numbers of the task's); what is drawn then is what the
     expected costs may be once these have been measured alone, and nothing else is known."""
     most = min(task.world_size, MOST_RANKS)
-    shares, ms, ranks, exchanges = [], [], [], []
+    asked, exchanges = [], []
     for rank_U in placements:
-        ms_W4, share_2WT = expected_ms(task, costs, corrections, rank_U)
+        ms_W4, ranks = expected_ms(task, costs, corrections, rank_U)
         exchanges.append(ms_W4[:, EXCHANGE].max(axis=0).sum())
-        for stage, ms_W in enumerate(ms_W4[:, COMPUTE].T):
-            dearest = np.argsort(-ms_W)[:most]
-            ranks.append(dearest)
-            ms.append(ms_W[dearest])
-            shares.append(share_2WT[stage, dearest])
-    stage_M = np.tile(np.repeat([0, 1], most), len(placements))
-    share_MT, ms_M, rank_M = np.concatenate(shares), np.concatenate(ms), np.concatenate(ranks)
+        dearest_2M = np.argsort(-ranks.ms_M.reshape(2, -1), axis=1)[:, :most]
+        asked.append(ranks.some(np.add(dearest_2M, [[0], [task.world_size]]).ravel()))
+    stages = asked[0].and_also(*asked[1:])
     if measuring is None:
-        covariance = corrections.covariance(share_MT, ms_M, stage_M, rank_M, task.tables)
+        covariance = corrections.covariance(stages, task.tables)
     elif not measuring:
-        covariance = np.zeros((len(ms_M), len(ms_M)))
+        covariance = np.zeros((len(stages.ms_M), len(stages.ms_M)))
     else:
-        alone_KT = np.eye(len(task.tables))[list(measuring)]
-        alone_K2 = costs.device_ms(costs.summary_TK[list(measuring)])
-        covariance = corrections.told(share_MT, ms_M, stage_M, rank_M, task.tables, alone_KT, alone_K2)
+        alone_KT, own = np.eye(len(task.tables))[list(measuring)], costs.summary_TK[list(measuring)]
+        alone = _stages(costs, alone_KT, costs.device_ms(own), np.full(len(own), -1))
+        covariance = corrections.told(stages, alone, task.tables)
     values, vectors = np.linalg.eigh(covariance)
     drawn_DM = np.random.default_rng(0).standard_normal((DRAWS, len(values)))
     errors_DM = drawn_DM @ (vectors * np.sqrt(np.maximum(values, 0.0))).T - covariance.diagonal() / 2  # 1 on average
-    computed_DP = (ms_M * np.exp(errors_DM)).reshape(DRAWS, len(placements), 2, most).max(axis=3).sum(2)
+    computed_DP = (stages.ms_M * np.exp(errors_DM)).reshape(DRAWS, len(placements), 2, most).max(axis=3).sum(2)
     return Estimates(computed_DP + np.array(exchanges))

@@ -14,10 +14,11 @@ from functools import cached_property
 import numpy as np
 
 from dlrm_autoshard.costs import EXCHANGE, IQR_OF_NORMAL, StepProfile, stages_W4
-from dlrm_autoshard.planner.correction_terms import Rows, Spreads, changes, exchange_covariance, fused, lightness
+from dlrm_autoshard.planner.correction_terms import Rows, Spreads, changes, evenness, exchange_covariance, lightness
 from dlrm_autoshard.planner.cost_model import COST, CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.gaussian import Posterior, condition
+from dlrm_autoshard.planner.loads import LoadRange, log_loads, many
 from dlrm_autoshard.planner.parts import Parts
 from dlrm_autoshard.planner.replay import ShardSample, comms_of
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
@@ -59,11 +60,22 @@ class Observed:
         return _SOURCES.index(self.profiles[-1].source) if self.profiles else 0
 
     @cached_property
+    def _sums_NK(self) -> np.ndarray:
+        return np.stack([own @ self.summary_NTK[k] for own, k in zip(self.inside_NT, self.kind_N, strict=True)])
+
+    @cached_property
     def dearest_2(self) -> np.ndarray:
         """Forward and backward of the dearest set of tables that was measured, as predicted."""
-        sums = np.stack([own @ self.summary_NTK[k] for own, k in zip(self.inside_NT, self.kind_N, strict=True)])
-        dearest: np.ndarray = self.model.device_ms(sums.astype(np.float32)).max(axis=0)
+        dearest: np.ndarray = self.model.device_ms(self._sums_NK.astype(np.float32)).max(axis=0)
         return dearest
+
+    @cached_property
+    def _log_loads_NL(self) -> np.ndarray:
+        return log_loads(self._sums_NK)
+
+    @cached_property
+    def load_range(self) -> LoadRange:
+        return LoadRange.of(self._log_loads_NL)
 
     @staticmethod
     def of(
@@ -159,7 +171,9 @@ class Observed:
             light_N,
             share_NB,
             changes(share_NB, self.log_data_KR2[np.tile(self.kind_N, 2)][:, self.parts.whole_of_B]),
-            fused(share_NT),
+            np.tile(many(self._log_loads_NL), 2),
+            np.tile(self.load_range.features(self._log_loads_NL), (2, 1)),
+            evenness(share_NT),
             self.parts.num_wholes,
         )
         # Half of a profile's noise is its own moment's, the same for all of its ranks and stages.

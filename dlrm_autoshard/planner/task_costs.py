@@ -11,7 +11,7 @@ import numpy as np
 
 from dlrm_autoshard.costs import COMPUTE, EXCHANGE
 from dlrm_autoshard.planner.corrections import Corrections
-from dlrm_autoshard.planner.cost_model import COST, DIM, CostModel
+from dlrm_autoshard.planner.cost_model import COST, DIM, NUM_SUMMARY, CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.task import PlacementTask
 
@@ -40,10 +40,14 @@ class TaskCosts:
         world_size, topology = task.world_size, task.topology
         summary_TK = model.summaries(task.tables, task.stats, task.batch_size)
         summary_TK[:, COST] *= corrections.table_factors_T2(task.tables)
+        fused_T2 = summary_TK[:, COST] * corrections.fused_logs_T2(task.tables).astype(np.float32)
+        summary_TK = np.concatenate([summary_TK, fused_T2], axis=1)
 
         def device_ms(summaries: np.ndarray) -> np.ndarray:
-            ms = model.device_ms(summaries)
-            return ms * corrections.light_factors(ms).astype(np.float32)
+            own = summaries[..., :NUM_SUMMARY]
+            ms = model.device_ms(own)
+            fused_logs = summaries[..., NUM_SUMMARY:] / np.maximum(own[..., COST], 1e-9)
+            return ms * corrections.set_factors(ms, own, fused_logs).astype(np.float32)
 
         self.device_ms = device_ms
         self.launch_S = model.launch_S

@@ -117,7 +117,7 @@ def start_costs(
     learned: list[ShardSample | CommsSample] = [*others[-MOST_FITTED:], *known[-(MOST_SETS + MOST_ALONE) :], *measured]
     if learned:
         # Known tables need only be recalled: fewer updates, so that a second start takes less than a second.
-        planner.costs.learn(learned, updates=600 if measured else 60, budget_seconds=MEASURING_SHARE * budget_seconds)
+        planner.costs.learn(learned, updates=150 if measured else 60, budget_seconds=MEASURING_SHARE * budget_seconds)
     left_out = () if log is None else log.left_out
     seconds = time.perf_counter() - begun
     return Started(len(known), len(measured), seconds, max(0.0, budget_seconds - seconds), left_out)

@@ -1,0 +1,53 @@
+"""How sets of tables load their rank: what fusing changes depends on that, smoothly.
+
+loads_NL = log_loads(summary_NK)                 # of sets, from their summaries
+known = LoadRange.of(loads_NL)
+known.features(loads_NL)                         # [N, F]: quadratic, for a linear model with a normal prior
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dlrm_autoshard.planner.cost_model import LEAST_LOAD, LOADS, LOGGED
+
+# Axes: N sets of tables, K summary columns, L loads (how many tables, then the cost model's), F features.
+
+_COLUMNS = [0, *range(LOGGED.stop - len(LOADS), LOGGED.stop)]
+NUM_FEATURES = 1 + len(_COLUMNS) + len(_COLUMNS) * (len(_COLUMNS) + 1) // 2
+
+
+def log_loads(summary_NK: np.ndarray) -> np.ndarray:
+    """[..., L] natural logarithms: of the number of tables, ids, bytes read and bytes of different rows."""
+    found: np.ndarray = np.log(np.maximum(summary_NK[..., _COLUMNS], [1.0] + [LEAST_LOAD] * len(LOADS)))
+    return found
+
+
+def many(log_NL: np.ndarray) -> np.ndarray:
+    """[...] 0 of a table alone, which nothing is fused with, towards 1 of many."""
+    found: np.ndarray = 1 - np.exp(-log_NL[..., 0])
+    return found
+
+
+@dataclass(frozen=True)
+class LoadRange:
+    """Of the sets that were measured, [L] each: what is said of others is what is said of the nearest of these."""
+
+    middle_L: np.ndarray
+    low_L: np.ndarray
+    high_L: np.ndarray
+
+    @staticmethod
+    def of(log_NL: np.ndarray) -> LoadRange:
+        sets = log_NL[many(log_NL) > 0]
+        sets = sets if len(sets) else np.zeros((1, len(_COLUMNS)))
+        return LoadRange(sets.mean(axis=0), sets.min(axis=0), sets.max(axis=0))
+
+    def features(self, log_NL: np.ndarray) -> np.ndarray:
+        """[..., F], whose products are (1 + z . z' / 2) squared, z: loads beside those in the middle."""
+        z = np.clip(log_NL, self.low_L, self.high_L) - self.middle_L
+        first, second = np.triu_indices(z.shape[-1])
+        products = z[..., first] * z[..., second] * np.where(first == second, 0.5, 0.5**0.5)
+        return np.concatenate([np.ones_like(z[..., :1]), z, products], axis=-1)
