@@ -193,6 +193,8 @@ def test_loads_products_are_a_squared_line(seed: int) -> None:
     z = logs - logs.mean(axis=0)
     assert features.shape == (9, NUM_FEATURES)
     assert features @ features.T == pytest.approx((1 + z @ z.T / 2) ** 2)
+    weights = np.random.default_rng(seed).normal(size=(NUM_FEATURES, 2))
+    assert LoadRange.of(logs).form(weights)(logs) == pytest.approx(features @ weights, rel=1e-3, abs=1e-3)
     far = 3 * logs.max(axis=0)  # nothing is said of what lies beyond those that were measured
     assert LoadRange.of(logs).features(far) == pytest.approx(LoadRange.of(logs).features(logs.max(axis=0)))
 

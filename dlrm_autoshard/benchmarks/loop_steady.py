@@ -62,9 +62,14 @@ def run(quick: bool) -> dict[str, Any]:
             "next_epoch_error: sum of |predicted - measured| over sum of measured, all ranks' four stages, before the "
             "model has seen the epoch; median over epochs 3 to 9. epochs_differ_by_themselves: the same measure of "
             "one epoch taken for a prediction of the next, the plan unchanged (median): what the machine allows.",
-            *(f"step {d['step']}: {d['text']} (error {d['error_before']:.1%})" for d in job.decisions),
+            *(f"step {d['step']}: {d['text']}{error_said(d['error_before'])}" for d in job.decisions),
         ],
     }
+
+
+def error_said(error: float | None) -> str:
+    """Nothing of an interval in which too few steps were timed."""
+    return "" if error is None else f" (error {error:.1%})"
 
 
 def difference(before: EpochProfile, after: EpochProfile) -> float:

@@ -8,8 +8,8 @@ log(measured / predicted) = scale + rank + sum of (share x table) + these tables
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from dlrm_autoshard.planner.gaussian import Cause, Disturbed, Posterior, conditi
 from dlrm_autoshard.planner.loads import NUM_FEATURES, log_loads, many
 from dlrm_autoshard.planner.observed import MOST_ROWS, Observed
 from dlrm_autoshard.planner.replay import ShardSample
+from dlrm_autoshard.planner.stages import Stages
 from dlrm_autoshard.tables import TableConfig
 
 CHANGE = 0.05
@@ -46,24 +47,6 @@ MEASURED_NOISE = 0.04
 """Standard deviation of what a moment's measurement of a table alone is off by: `UNSEEN_MOMENTS` of the probe."""
 REMEMBERED = 16
 """Profiles conditioned on."""
-
-
-@dataclass(frozen=True)
-class Stages:
-    """Computations that are asked about: what they are expected to take, which (0 forward, 1 backward), on which rank
-    (-1: any), each table's share of it, and how the tables load the rank (`log_loads`)."""
-
-    ms_M: np.ndarray
-    stage_M: np.ndarray
-    rank_M: np.ndarray
-    share_MT: np.ndarray
-    load_ML: np.ndarray
-
-    def some(self, which: np.ndarray) -> Stages:
-        return Stages(*(getattr(self, field.name)[which] for field in fields(self)))
-
-    def and_also(self, *others: Stages) -> Stages:
-        return Stages(*(np.concatenate([getattr(one, f.name) for one in (self, *others)]) for f in fields(self)))
 
 
 class Corrections:
@@ -128,7 +111,7 @@ class Corrections:
         if self._observed is None:
             return np.ones(2)
         loads = log_loads(summaries)
-        logs = fused_logs + self._observed.load_range.features(loads) @ self._load_F2
+        logs = fused_logs + self._load_form(loads)
         logs *= many(loads)[..., None]
         logs += lightness(ms, self._observed.dearest_2) * self._light_2
         factors: np.ndarray = np.exp(logs)
@@ -193,7 +176,8 @@ class Corrections:
         self._logs = np.zeros((0, 2)), np.zeros((0, 2))  # own_B2 and changed_B2 of `_log_factors`
         self._ranks: dict[int, float] = {}
         self._exchange: dict[int, tuple[float, float]] = {}
-        self._fused_B2, self._load_F2 = np.zeros((0, 2)), np.zeros((NUM_FEATURES, 2))
+        self._fused_B2 = np.zeros((0, 2))
+        self._load_form: Callable[[np.ndarray], np.ndarray] = lambda _: np.zeros(2)
         self._scale_2, self._light_2 = np.zeros(2), np.zeros(2)
         self._posterior: Posterior | None = None
         self._observed: Observed | None = None
@@ -249,7 +233,7 @@ class Corrections:
         self._scale_2 = posterior.mean(self.spreads.scale**2 * sources_alike(newest_N) * stage_2N)
         self._light_2 = posterior.mean(self.spreads.light**2 * rows.light_N * newest_N * stage_2N)
         many_N2 = (posterior.weights_N * rows.many_N * stage_2N).T
-        self._load_F2 = self.spreads.load**2 * rows.load_NF.T @ many_N2
+        self._load_form = observed.load_range.form(self.spreads.load**2 * rows.load_NF.T @ many_N2)
         self._fused_B2 = self.spreads.fused**2 * rows.share_NB.T @ many_N2
         self._fused_B2[rows.num_wholes :] = 0.0
         variance_N = rank_variances(key_N, self.spreads, posterior.large)

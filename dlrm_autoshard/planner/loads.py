@@ -7,6 +7,7 @@ known.features(loads_NL)                         # [N, F]: quadratic, for a line
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,8 @@ from dlrm_autoshard.planner.cost_model import LEAST_LOAD, LOADS, LOGGED
 # Axes: N sets of tables, K summary columns, L loads (how many tables, then the cost model's), F features.
 
 _COLUMNS = [0, *range(LOGGED.stop - len(LOADS), LOGGED.stop)]
+_FIRST, _SECOND = np.triu_indices(len(_COLUMNS))
+_OF_PRODUCTS = np.where(_FIRST == _SECOND, 0.5, 0.5**0.5)
 NUM_FEATURES = 1 + len(_COLUMNS) + len(_COLUMNS) * (len(_COLUMNS) + 1) // 2
 
 
@@ -47,7 +50,25 @@ class LoadRange:
 
     def features(self, log_NL: np.ndarray) -> np.ndarray:
         """[..., F], whose products are (1 + z . z' / 2) squared, z: loads beside those in the middle."""
-        z = np.clip(log_NL, self.low_L, self.high_L) - self.middle_L
-        first, second = np.triu_indices(z.shape[-1])
-        products = z[..., first] * z[..., second] * np.where(first == second, 0.5, 0.5**0.5)
+        z = self._beside_the_middle(log_NL)
+        products = z[..., _FIRST] * z[..., _SECOND] * _OF_PRODUCTS
         return np.concatenate([np.ones_like(z[..., :1]), z, products], axis=-1)
+
+    def form(self, weights_FS: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+        """What makes features @ weights of loads, without making features: for searches. In float32."""
+        constant_S, linear_LS, products_PS = np.split(weights_FS.astype(np.float32), [1, 1 + len(_COLUMNS)])
+        square_LSL = np.zeros((len(_COLUMNS), weights_FS.shape[1], len(_COLUMNS)), dtype=np.float32)
+        square_LSL[_FIRST, :, _SECOND] = products_PS * _OF_PRODUCTS[:, None]
+        wide = square_LSL.reshape(len(_COLUMNS), -1)
+
+        def value(log_NL: np.ndarray) -> np.ndarray:
+            z = self._beside_the_middle(log_NL).astype(np.float32)
+            squares = (z @ wide).reshape(*z.shape[:-1], *square_LSL.shape[1:])
+            found: np.ndarray = constant_S + z @ linear_LS + (squares @ z[..., None])[..., 0]
+            return found
+
+        return value
+
+    def _beside_the_middle(self, log_NL: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.clip(log_NL, self.low_L, self.high_L) - self.middle_L
+        return found

@@ -1,0 +1,29 @@
+"""Computations of ranks, under plans, or of tables alone: what corrections are asked about.
+
+stages = Stages(ms_M, stage_M, rank_M, share_MT, load_ML)
+corrections.covariance(stages.and_also(others), tables)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What each is expected to take, which it is (0 forward, 1 backward), on which rank (-1: any), each table's share
+    of it, and how the tables load the rank (`log_loads`)."""
+
+    ms_M: np.ndarray
+    stage_M: np.ndarray
+    rank_M: np.ndarray
+    share_MT: np.ndarray
+    load_ML: np.ndarray
+
+    def some(self, which: np.ndarray) -> Stages:
+        return Stages(*(getattr(self, field.name)[which] for field in fields(self)))
+
+    def and_also(self, *others: Stages) -> Stages:
+        return Stages(*(np.concatenate([getattr(one, f.name) for one in (self, *others)]) for f in fields(self)))
