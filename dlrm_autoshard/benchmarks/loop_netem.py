@@ -92,7 +92,7 @@ def settings(folder: Path, epochs: int, steps: int, autoshard: dict[str, Any], b
 
 
 def main() -> None:
-    from dlrm_autoshard.train.trainer import train as train_rank
+    from dlrm_autoshard.train.run_job import train as train_rank
 
     train_rank(load_config(Path(sys.argv[1])))
 

@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(config: Config, resume: str | None) -> int:
     from dlrm_autoshard.distributed.signs_of_life import RankFailure
+    from dlrm_autoshard.train.run_job import train
     from dlrm_autoshard.train.stop_signals import Stopped
-    from dlrm_autoshard.train.trainer import train
 
     try:
         train(config, resume=resume)

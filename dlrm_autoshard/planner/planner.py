@@ -15,21 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.costs import RankCost, StepProfile, step_cost_ms
+from dlrm_autoshard.costs import RankCost, step_cost_ms
 from dlrm_autoshard.formats.json_file import checked
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.planner.baselines.reference import BUDGET
 from dlrm_autoshard.planner.candidates import ALGORITHMS, LEARNED, CandidateMakers
 from dlrm_autoshard.planner.cost_model import CostModel
-from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings
+from dlrm_autoshard.planner.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.estimates import Estimates
 from dlrm_autoshard.planner.finalists import Measure, best, measure_finalists, order
 from dlrm_autoshard.planner.fit_costs import FitReport
-from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
+from dlrm_autoshard.planner.fit_planner import MeasureTask, fit_planner
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
-from dlrm_autoshard.planner.mdp import Rollout
 from dlrm_autoshard.planner.relabel import relabelled
-from dlrm_autoshard.planner.replay import comms_of, shards_of
 from dlrm_autoshard.planner.result import Candidate, Gain, PlanResult
 from dlrm_autoshard.planner.saved_state import PlannerRecord
 from dlrm_autoshard.planner.search import improve, search
@@ -41,9 +39,6 @@ __all__ = ["ALGORITHMS", "LEARNED", "Measure", "MeasureTask", "Planner"]
 
 FINALISTS_SHARE = 0.15
 """Of the budget: what measuring finalists may take beside the first two."""
-FEW_SWAPS = 128
-"""Tried in a round of the searches of `fit`, which need not be thorough: there are dozens."""
-MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
 
 
 class Planner:
@@ -73,48 +68,8 @@ class Planner:
         *,
         progress: Callable[[int, int], None] | None = None,
     ) -> FitReport:
-        """DreamShard's training on many tasks: measured placements, the cost model, the policy, over and over.
-
-        Generalizes to other tables and numbers of them. The placements measured are the policy's samples and, every
-        other time, what `search` makes of them: the cost model must be right where searches end up.
-        """
-        started = time.perf_counter()
-        placements, reports = 0, list[FitReport]()
-        total = self.settings.iterations * self.settings.placements
-        if self.algorithm == "autoshard":
-            total += self.settings.iterations * self.settings.policy_updates * self.settings.episodes
-
-        def counted(task: PlacementTask, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
-            nonlocal placements
-            placements += len(plans)
-            profiles = measure(task, plans)
-            if progress is not None:
-                progress(placements, total)
-            return profiles
-
-        if self.makers.reference is not None:
-            self.makers.reference.train(tasks, counted)
-            return FitReport(0, 0, (0.0, 0.0), (0.0, 0.0), time.perf_counter() - started)
-
-        def measure_all(rollout: Rollout) -> None:
-            task, costs = rollout.mdp.task, rollout.mdp.costs
-            for rank_U, overflow in zip(rollout.rank_EU, rollout.overflow_E, strict=True):
-                placement = greedy_on_cost(task, costs) if overflow else rank_U
-                if placements % 2:
-                    placement = improve(task, costs, placement, seed=self.seed, most_swaps=FEW_SWAPS)
-                [profile] = counted(task, [task.plan_from(placement)])
-                self.costs.replay.comms.append(comms_of(profile))
-                self.costs.replay.shards.extend(shards_of(profile))
-
-        def fit_costs() -> None:
-            last = len(reports) + 1 == self.settings.iterations
-            reports.append(self.costs.fit_costs(self.settings.cost_updates, 2e-3, None, correct=last))
-
-        trainer = DreamShard(self.makers.policy, self.settings, self.seed)
-        trainer.train(tasks, self.costs.costs_of, measure_all, fit_costs)
-        if self.algorithm in self.makers.sequences:
-            self.makers.train_sequence(self.algorithm, tasks, self.costs.costs_of, counted)
-        return replace(reports[-1], error_before=reports[0].error_before, seconds=time.perf_counter() - started)
+        """DreamShard's training on many tasks (`fit_planner.py`). Generalizes to other tables and numbers of them."""
+        return fit_planner(self.costs, self.makers, self.algorithm, tasks, measure, progress)
 
     def plan(
         self,

@@ -131,7 +131,6 @@ class Job:
             forget_after(run_dir, -1 if self.resumed_from is None else self.position.step)
         runtime.barrier()
         self.total_steps = self._count_steps(self.position)
-        self.part_of_epoch = self.steps_of_interval(self.total_steps)
 
     def _resume(self, fall_back: bool) -> Position:
         checkpoints, runtime = self.checkpoints, self.runtime

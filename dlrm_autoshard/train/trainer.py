@@ -1,28 +1,26 @@
-"""Training. `Trainer.run` and `_train_epoch` are its rhythm; job.py says what it works with.
+"""Training. `Trainer.run` and `_train_epoch` are its rhythm; job.py says what it works with, timetable.py what is when.
 
-torchrun --nproc_per_node=2 launch/train.py --config configs/debug_cpu.yaml
+result = Trainer(config, runtime, run_dir).run()
 
-Reading order: `train` -> `Trainer.run` -> `_train_epoch` -> distributed/step.py.
+Reading order: run_job.py -> `Trainer.run` -> `_train_epoch` -> distributed/step.py.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import Batch, Split, label_names_of
 from dlrm_autoshard.distributed.runtime import Runtime
-from dlrm_autoshard.distributed.signs_of_life import RankFailure
 from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.train.agreement import agree, check_shared
 from dlrm_autoshard.train.callbacks import Callback, make_callbacks
-from dlrm_autoshard.train.checkpoint_folder import run_and_checkpoint, step_of
+from dlrm_autoshard.train.checkpoint_folder import step_of
 from dlrm_autoshard.train.display import Display, describe
 from dlrm_autoshard.train.evaluation import evaluate
 from dlrm_autoshard.train.job import Job
@@ -31,9 +29,8 @@ from dlrm_autoshard.train.loss_watch import LossWatch
 from dlrm_autoshard.train.lr_schedule import lr_scale
 from dlrm_autoshard.train.manifest import CheckpointError
 from dlrm_autoshard.train.opening import open_run
-from dlrm_autoshard.train.run_directory import claimed_run_dir, job_of_this_process
-from dlrm_autoshard.train.start_record import record_start
 from dlrm_autoshard.train.stop_signals import Stopped, StopSignals
+from dlrm_autoshard.train.timetable import Timetable
 
 
 @dataclass(frozen=True)
@@ -44,35 +41,6 @@ class TrainResult:
     steps: int
     metrics: Mapping[str, float]
     throughput: float
-
-
-def train(config: Config, resume: str | None = None) -> TrainResult:
-    """Runs a job on this rank, from its config to its last evaluation.
-
-    resume: None starts a new run; "" continues the newest run of the config's name; else the run directory to continue,
-    or a checkpoint in one. A job that is started again continues by itself, past checkpoints that are damaged. SIGINT
-    and SIGTERM end it with a checkpoint, and raise `Stopped`.
-    """
-    with StopSignals() as signals, ExitStack() as held:
-        try:
-            with Runtime.start(config.run) as runtime:
-                agree(config, runtime)
-                job = frozenset(filter(None, runtime.all_gather(job_of_this_process())))
-                run, checkpoint = run_and_checkpoint(resume)
-                claim = claimed_run_dir(config, run, job)
-                run_dir = runtime.from_rank_0(lambda: held.enter_context(claim))
-                check_shared(run_dir, runtime)
-                trainer = Trainer(config, runtime, run_dir, signals, checkpoint, fall_back=resume is None)
-                runtime.from_rank_0(lambda: record_start(run_dir, config, runtime.world_size))
-                result = trainer.run()
-        except RankFailure as failure:
-            if failure.signal is None:
-                raise
-            stopped = Stopped(failure.signal)  # as another rank was, in mid-exchange, and told us
-            stopped.args = failure.args
-            raise stopped from failure
-        trainer.write_report()  # only now: no rank waits for it, or takes the one that writes it for hung
-        return result
 
 
 class Trainer(Job):
@@ -98,8 +66,16 @@ class Trainer(Job):
         self.watch = LossWatch(runtime, self.step, self.state)
         self.display = Display(runtime.rank == 0, self.total_steps, self.position.step, config.run.log_level)
         self.metrics: Mapping[str, float] = {}
-        self._evaluated_step = -1  # the last evaluation's
         self.selection = self.state.selection
+        self.timetable = Timetable(
+            config,
+            self.source,
+            self.global_batch,
+            self.position,
+            self.selection,
+            self.total_steps,
+            self.steps_of_interval(self.total_steps),
+        )
         if self.selection.wanted and self.source.num_samples("val") == 0:
             raise UserError(
                 "checkpoint.keep_best and train.early_stopping choose by evaluations on the val split, and this data "
@@ -114,12 +90,12 @@ class Trainer(Job):
         try:
             with self.display, self._timed("total"):
                 self._begin()
-                while not self.finished:
+                while not self.timetable.finished:
                     with self.signals.postponed():
                         self._train_epoch()
                         self._end_if_asked()
-                    if self._evaluation_due:
-                        self._evaluate(self.split_between_epochs)
+                    if self.timetable.evaluation_due:
+                        self._evaluate(self.timetable.split_between_epochs)
                 self._evaluate("test")
                 self._written(self.checkpoints.finish)
         except Stopped as stopped:
@@ -130,71 +106,32 @@ class Trainer(Job):
 
     def _train_epoch(self) -> None:
         """From the current position to the epoch's end, or to where the job ends before."""
-        position = self.position
+        position, due = self.position, self.timetable
         with self.batches("train", position.epoch, position.sample) as loader:
             self.step.begin_epoch(iter(loader))
             self.intervals.begin(position.step)
-            while not (self.step.exhausted or self.finished or self.dense.stop_agreed):
-                self._train_step(sampled=self._profile_due())
-                early = not self.step.exhausted and self.intervals.is_due(position.step)
-                if early or self._interval_due():
+            while not (self.step.exhausted or due.finished or self.dense.stop_agreed):
+                self._train_step(sampled=due.batch_is_whole and self.intervals.is_sampled(position.step))
+                inside = not self.step.exhausted
+                early = inside and self.intervals.is_due(position.step)
+                if early or (inside and due.interval_due and self._parts_decided):
                     self._close_interval(early=early)
-                if self._checkpoint_due():
+                if inside and due.checkpoint_due:
                     self._save()
-                if not (self.step.exhausted or self.out_of_steps) and self._evaluation_due:
-                    self._evaluate(self.split_between_epochs)
-        stopped = not (self.step.exhausted or self.finished)
+                if inside and not due.out_of_steps and due.evaluation_due:
+                    self._evaluate(due.split_between_epochs)
+        stopped = not (self.step.exhausted or due.finished)
         if position.step > self.intervals.first_step and not stopped:
             self._close_interval()
         if self.step.exhausted:
             position.epoch, position.sample = position.epoch + 1, 0
-        if stopped or self._checkpoint_due_after_epoch():
+        if stopped or due.checkpoint_due_after_epoch:
             self._save()
 
     @property
-    def finished(self) -> bool:
-        return self.position.epoch >= self.config.train.epochs or self.out_of_steps or self.selection.stop
-
-    @property
-    def out_of_steps(self) -> bool:
-        return self.position.step >= self.total_steps
-
-    @property
-    def split_between_epochs(self) -> Split:
-        return "val" if self.source.num_samples("val") else "test"
-
-    @property
-    def _evaluation_due(self) -> bool:
-        """After an epoch and every so many steps; after the last step where something is chosen by it."""
-        every, position = self.config.train.eval_every_steps, self.position
-        due = position.sample == 0 or self.out_of_steps or (every is not None and position.step % every == 0)
-        return due and self._evaluated_step != position.step and (self.selection.wanted or not self.out_of_steps)
-
-    def _profile_due(self) -> bool:
-        # The last batch of an epoch may be a smaller one, whose times say nothing about the others.
-        whole = self.position.sample + self.global_batch <= self.source.num_samples("train")
-        return whole and self.intervals.is_sampled(self.position.step)
-
-    def _interval_due(self) -> bool:
-        every = self.config.autoshard.reshard.every_steps
-        if self.step.exhausted:
-            return False
-        if every is None:
-            part_ends = self.position.sample // self.global_batch % self.part_of_epoch == 0
-            return part_ends and self.intervals.resharding is not None
-        return self.position.step % every == 0
-
-    def _checkpoint_due(self) -> bool:
-        return self._checkpoint_step and not self.step.exhausted and not self.out_of_steps
-
-    def _checkpoint_due_after_epoch(self) -> bool:
-        every_epochs = self.position.epoch % self.config.checkpoint.every_epochs == 0
-        return self.finished or every_epochs or self._checkpoint_step
-
-    @property
-    def _checkpoint_step(self) -> bool:
-        every = self.config.checkpoint.every_steps
-        return every is not None and self.position.step % every == 0
+    def _parts_decided(self) -> bool:
+        """Whether an epoch's parts end intervals: where steps say so, or tables may move."""
+        return self.config.autoshard.reshard.every_steps is not None or self.intervals.resharding is not None
 
     # -- its beats ---------------------------------------------------------------------------------------------------
 
@@ -204,14 +141,16 @@ class Trainer(Job):
             steps = f"{self.total_steps} steps of {self.global_batch} examples"
             open_run(
                 self.display, self.run_dir, self.placement, self.source.tables, self.intervals.stats,
-                step=position.step, steps=steps, finished=self.finished,
+                step=position.step, steps=steps, finished=self.timetable.finished,
             )  # fmt: skip
         for note in self.notes:
             self.display.line(note)
         if self.resumed_from is None and self.config.checkpoint.initial:
             self._save()  # so that there is always a good one to name and to go back to
-        if position.step and self._evaluation_due:
-            self._evaluate(self.split_between_epochs)  # its checkpoint came first, so a kill may have come between
+        if position.step and self.timetable.evaluation_due:
+            self._evaluate(
+                self.timetable.split_between_epochs
+            )  # its checkpoint came first, so a kill may have come between
 
     def _train_step(self, *, sampled: bool) -> None:
         config, position = self.config, self.position
@@ -274,9 +213,8 @@ class Trainer(Job):
     def _close_interval(self, *, early: bool = False) -> None:
         """Says what was measured, and what was decided on it. early: as `Intervals.close` takes it."""
         position, intervals = self.position, self.intervals
-        left = 0 if self.selection.stop else self.total_steps - position.step
         with self._timed("resharding"):
-            record, decision = intervals.close(position.epoch, position.step, left, early=early)
+            record, decision = intervals.close(position.epoch, position.step, self.timetable.steps_left, early=early)
             if decision is not None and decision.new_plan is not None:
                 self.step.redistribute()
         if record is not None:
@@ -305,7 +243,8 @@ class Trainer(Job):
                 self.step.model, self.embeddings, batches, self.runtime,
                 autocast=self.autocast, label_names=label_names_of(self.source),
             )  # fmt: skip
-        self.metrics, self._evaluated_step = self.runtime.broadcast(metrics), self.position.step
+        self.metrics = self.runtime.broadcast(metrics)
+        self.timetable.evaluated()
         self._log_metrics(split, self.metrics, epoch=done)
         where = f"step {self.position.step}" if self.position.sample else f"epoch {done}"
         self.display.line(f"{where}  {split}  {describe(self.metrics)}")

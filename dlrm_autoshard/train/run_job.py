@@ -1,0 +1,47 @@
+"""A training job on this rank, from its config to its report.
+
+torchrun --nproc_per_node=2 launch/train.py --config configs/debug_cpu.yaml        # calls `train` on each rank
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from dlrm_autoshard.config import Config
+from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.signs_of_life import RankFailure
+from dlrm_autoshard.train.agreement import agree, check_shared
+from dlrm_autoshard.train.checkpoint_folder import run_and_checkpoint
+from dlrm_autoshard.train.run_directory import claimed_run_dir, job_of_this_process
+from dlrm_autoshard.train.start_record import record_start
+from dlrm_autoshard.train.stop_signals import Stopped, StopSignals
+from dlrm_autoshard.train.trainer import Trainer, TrainResult
+
+
+def train(config: Config, resume: str | None = None) -> TrainResult:
+    """Runs a job on this rank, from its config to its last evaluation.
+
+    resume: None starts a new run; "" continues the newest run of the config's name; else the run directory to continue,
+    or a checkpoint in one. A job that is started again continues by itself, past checkpoints that are damaged. SIGINT
+    and SIGTERM end it with a checkpoint, and raise `Stopped`.
+    """
+    with StopSignals() as signals, ExitStack() as held:
+        try:
+            with Runtime.start(config.run) as runtime:
+                agree(config, runtime)
+                job = frozenset(filter(None, runtime.all_gather(job_of_this_process())))
+                run, checkpoint = run_and_checkpoint(resume)
+                claim = claimed_run_dir(config, run, job)
+                run_dir = runtime.from_rank_0(lambda: held.enter_context(claim))
+                check_shared(run_dir, runtime)
+                trainer = Trainer(config, runtime, run_dir, signals, checkpoint, fall_back=resume is None)
+                runtime.from_rank_0(lambda: record_start(run_dir, config, runtime.world_size))
+                result = trainer.run()
+        except RankFailure as failure:
+            if failure.signal is None:
+                raise
+            stopped = Stopped(failure.signal)  # as another rank was, in mid-exchange, and told us
+            stopped.args = failure.args
+            raise stopped from failure
+        trainer.write_report()  # only now: no rank waits for it, or takes the one that writes it for hung
+        return result
