@@ -121,6 +121,16 @@ def test_move_cost_learns_a_steady_truth(bandwidth: float, fixed: float, sizes: 
         assert truth.seconds(size) / 2.01 <= learned.seconds(size) <= truth.seconds(size) * 2.01 + 0.2
 
 
+def test_after_a_noticed_change_a_gain_has_to_be_sure_and_not_all_of_min_gain() -> None:
+    likely = dataclasses.replace(PROPOSAL, gain=0.05, uncertainty=0.02)
+    changed = dataclasses.replace(interval(), changed_steps=500)
+    assert "not surely above min_gain 2%" in (reason_to_stay(likely, interval(), COST, 0.02) or "")
+    assert reason_to_stay(likely, changed, COST, 0.02) is None
+    unsure, little = (dataclasses.replace(likely, **c) for c in ({"uncertainty": 0.04}, {"gain": 0.015}))
+    assert "not surely a gain" in (reason_to_stay(unsure, changed, COST, 0.02) or "")
+    assert "below min_gain" in (reason_to_stay(little, changed, COST, 0.02) or "")
+
+
 @given(
     gain=st.floats(-0.05, 0.2),
     told=st.floats(0.002, 0.05),

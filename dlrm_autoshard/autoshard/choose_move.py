@@ -15,7 +15,14 @@ from typing import Any
 
 from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, gains, moving
 from dlrm_autoshard.autoshard.partial_move import first_part
-from dlrm_autoshard.autoshard.payoff import MoveCost, caution_after, reason_to_stay, seconds_saved, worth_measuring
+from dlrm_autoshard.autoshard.payoff import (
+    MoveCost,
+    caution_after,
+    reason_to_stay,
+    seconds_saved,
+    sure_gain,
+    worth_measuring,
+)
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import ReshardConfig
 from dlrm_autoshard.costs import step_cost_ms
@@ -128,7 +135,8 @@ class MoveChooser:
         told = self.planner.told(task, plan, [proposal.plan for proposal in proposals], names)
         worth = []
         for proposal, std in zip(proposals, told, strict=True):
-            asked = self.config.min_gain + self.history.caution(self.config.min_gain, proposal.plan)
+            asked = sure_gain(interval, self.config.min_gain)
+            asked += self.history.caution(self.config.min_gain, proposal.plan)
             scatter = self.trigger.gain_scatter
             worth.append(worth_measuring(proposal, planned * std, interval, self.move_cost, asked, scatter))
         return max(worth)
