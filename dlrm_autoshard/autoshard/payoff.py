@@ -49,7 +49,8 @@ def reason_to_stay(
     """None where the move surely gains `min_gain` and what caution asks for beyond it, and pays for itself.
 
     Moves that were expected to gain `min_gain` and surely gained something were tried: where nothing changed, `bench
-    loop-steady` then made four, predicted to save 6 to 11%, of which one did. Where a change was noticed they do.
+    loop-steady` then made four, predicted to save 6 to 11%, of which one did. Where a change was noticed they are made
+    (`sure_gain`).
     """
     gain, margin = proposal.gain, thresholds.SURE * proposal.uncertainty
     best, surely = f"best candidate saves {percent(gain)}", sure_gain(interval, min_gain)

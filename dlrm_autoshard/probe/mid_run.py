@@ -1,10 +1,9 @@
 """What a running job measures before it decides: half of a dominant table, and tables whose data have changed.
+Only how shards compare is taken from it: what they take in all, training steps tell better than a moment may.
 
 learned = learn_halves(planner, task, plan, probe.measure_shards, budget_seconds=1.0)     # ["item"]: of these
 unknown = unmeasured(planner, task, plan)        # shards whose data have changed, and the seconds that they take
 learn_changed(planner, task, plan, probe.measure_shards, unknown)
-
-Only how shards compare is taken from it: what they take in all, training steps tell better than a moment may.
 """
 
 from __future__ import annotations
