@@ -78,7 +78,7 @@ def test_a_table_that_costs_more_than_predicted_is_found_out() -> None:
         for c in (before, after)
     )
     assert off_after < off_before / 2
-    corrected = (after.summary_UK / before.summary_UK)[:, COST].sum(axis=1)
+    corrected = (after.summary_UK[:, COST] / before.summary_UK[:, COST]).sum(axis=1)
     assert corrected.argmax() == 0
 
 

@@ -126,7 +126,7 @@ def test_after_a_noticed_change_a_gain_has_to_be_sure_and_not_all_of_min_gain() 
     changed = dataclasses.replace(interval(), changed_steps=500)
     assert "not surely above min_gain 2%" in (reason_to_stay(likely, interval(), COST, 0.02) or "")
     assert reason_to_stay(likely, changed, COST, 0.02) is None
-    unsure, little = (dataclasses.replace(likely, **c) for c in ({"uncertainty": 0.04}, {"gain": 0.015}))
+    unsure, little = dataclasses.replace(likely, uncertainty=0.04), dataclasses.replace(likely, gain=0.015)
     assert "not surely a gain" in (reason_to_stay(unsure, changed, COST, 0.02) or "")
     assert "below min_gain" in (reason_to_stay(little, changed, COST, 0.02) or "")
 
