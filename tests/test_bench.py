@@ -185,6 +185,28 @@ def test_a_record_stands_in_the_readme_only_where_it_counts(tmp_path: Path) -> N
     assert "`loop-steady`" in page.read_text()
 
 
+def test_a_race_is_a_table_of_worlds() -> None:
+    seconds = {f"abrupt: {arm} seconds": 30.0 + i for i, arm in enumerate(("planned", "loop", "torchrec"))}
+    record = {
+        "figures": {
+            **seconds,
+            "abrupt: recovered": 0.5,
+            "abrupt: static / clairvoyant, steps alone": 1.02,
+            "abrupt: moves, roll-backs": [3, 1],
+        },
+        "targets": {"abrupt: recovered": ">= 0.8", "abrupt: torchrec / loop on": ">= 1.25"},
+        "spread": {"abrupt: recovered": [0.4, 0.6], "abrupt: loop seconds": [29, 33]},
+        "verdicts": {"abrupt: recovered": "missed", "abrupt: torchrec / loop on": "missed"},
+        "environment": {"commit": "abc1234"},
+    }
+    *_, head, rule, line = readme.worlds("race-short", record)
+    assert line.startswith(
+        "| pooling permuted once | 30 | 31 | not measured | 32 | not measured | not measured, missed"
+    )
+    assert line.endswith("| 0.5 (0.4 to 0.6), missed | of 2.0%: too little | 3, 1 |")
+    assert head.count("|") == rule.count("|") == line.count("|")
+
+
 def test_a_readme_without_the_marks_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("mine")
     with pytest.raises(harness.BenchError, match="repository's root"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_autoshard.benchmarks import race, race_arms, race_turns
+from dlrm_autoshard.benchmarks import race, race_arms, race_picture, race_turns
 from dlrm_autoshard.benchmarks.race_simulated import EPOCHS, SimulatedWorld
 from dlrm_autoshard.benchmarks.race_worlds import WORLDS, Replayed, Scale, World, WorldName
 from dlrm_autoshard.benchmarks.recorded_cluster import RecordedCluster
@@ -80,22 +81,22 @@ def test_what_is_done_is_not_done_again_and_what_fails_is_said(tmp_path: Path, m
 
     monkeypatch.setattr(race, "run_arm", run_arm)
     monkeypatch.setattr(race, "steps_in_turns", steps_in_turns)
-    arms = ("loop", "planned", "round_robin")
-    once = race.race(tmp_path, ("calm",), arms, 1, TINY)
-    assert sorted(asked[:-1]) == sorted(arms) and asked.pop() == "turns"
+    arms: race.Arms = {"calm": ("loop", "planned", "round_robin")}
+    once = race.race(tmp_path, arms, 1, TINY)
+    assert sorted(asked[:-1]) == sorted(arms["calm"]) and asked.pop() == "turns"
     assert once["calm"][0]["loop"]["steps_seconds"] == 5
-    assert race.race(tmp_path, ("calm",), arms, 1, TINY) == once and len(asked) == 3
+    assert race.race(tmp_path, arms, 1, TINY) == once and len(asked) == 3
     saved = tmp_path / "calm-0" / "loop.json"
     saved.write_text(json.dumps(json.loads(saved.read_text()) | {"state": -1}))  # of an earlier state of the code
-    race.race(tmp_path, ("calm",), arms, 1, TINY)
+    race.race(tmp_path, arms, 1, TINY)
     assert asked[3:] == ["loop", "turns"]
-    assert "calm, seed 0, round_robin: missing: it does not fit" in race.summarise(once, ("calm",), arms, 1)["notes"]
+    assert "calm, seed 0, round_robin: missing: it does not fit" in race.summarise(once, arms, 1)["notes"]
 
 
 def test_shares_are_of_the_clairvoyants_gain_and_missing_arms_are_missed_targets() -> None:
     seconds = {"loop": 82.0, "planned": 90.0, "clairvoyant": 80.0, "round_robin": 100.0}
     done = {"abrupt": {seed: {arm: finished(s + seed) for arm, s in seconds.items()} for seed in range(3)}}
-    outcome = race.summarise(done, ("abrupt",), tuple(seconds), 3)
+    outcome = race.summarise(done, {"abrupt": tuple(seconds)}, 3)
     assert outcome["figures"]["abrupt: recovered"] == pytest.approx(0.8, abs=0.02)
     assert outcome["figures"]["abrupt: round robin / clairvoyant"] == pytest.approx(1.25, abs=0.01)
     assert "abrupt: torchrec / loop on" in outcome["targets"]
@@ -106,7 +107,7 @@ def test_shares_are_of_the_clairvoyants_gain_and_missing_arms_are_missed_targets
 def test_the_same_is_said_of_the_steps_alone_where_they_ran_again() -> None:
     steps = {"loop": 62.0, "planned": 70.0, "clairvoyant": 60.0}
     done = {"abrupt": {seed: {arm: finished(90.0, steps_seconds=s) for arm, s in steps.items()} for seed in range(3)}}
-    figures = race.summarise(done, ("abrupt",), tuple(steps), 3)["figures"]
+    figures = race.summarise(done, {"abrupt": tuple(steps)}, 3)["figures"]
     assert figures["abrupt: recovered, steps alone"] == pytest.approx(0.8, abs=0.03)
     assert figures["abrupt: loop on / loop off, steps alone"] == pytest.approx(62 / 70)
     assert figures["abrupt: recovered of all seeds' seconds, steps alone"] == pytest.approx(0.8)
@@ -127,9 +128,20 @@ def test_a_jobs_steps_are_counted_by_phase_and_plan(tmp_path: Path) -> None:
 
 def test_the_picture_marks_moves_and_needs_nothing_else() -> None:
     move = {"step": 5, "text": "moved <2> tables"}
-    page = race.picture({"abrupt": {0: {"loop": finished(9.0, moves=[move]), "torchrec": {"missing": "no"}}}})
+    page = race_picture.page({"abrupt": {0: {"loop": finished(9.0, moves=[move]), "torchrec": {"missing": "no"}}}})
     assert page.count("<polyline") == 1 and page.count("<circle") == 1 and "moved &lt;2&gt; tables" in page
     assert "http" not in page and "<script" not in page
+
+
+def test_a_panel_shows_the_seed_whose_ratio_is_the_median_and_is_whole_xml() -> None:
+    move = {"step": 5, "text": "moved 2 tables"}
+    seeds = {
+        seed: {"loop": finished(seconds, moves=[move] * seed), "planned": finished(10.0), "clairvoyant": finished(7.0)}
+        for seed, seconds in enumerate((12.0, 9.0, 8.0))
+    }
+    drawn = race_picture.panels({"abrupt": seeds, "tight": {0: {"loop": finished(9.0), "planned": {}}}})
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+    assert drawn.count("<polyline") == 2 and drawn.count("<circle") == 1, "seed 1's; a world without a pair has none"
 
 
 def test_a_line_that_is_being_written_is_no_step_yet(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ What is done lies in runs/race: the benchmark goes on where it was stopped.
 
 from __future__ import annotations
 
-import html
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -20,8 +19,9 @@ import numpy as np
 from dlrm_autoshard.benchmarks.harness import STATE, BenchError, median_with_interval, paired_ratio
 from dlrm_autoshard.benchmarks.plans_in_turns import recovered
 from dlrm_autoshard.benchmarks.race_arms import ARMS, DECIDES_EVERY, missing_peer, run_arm
+from dlrm_autoshard.benchmarks.race_picture import Runs, page, panels
 from dlrm_autoshard.benchmarks.race_turns import steps_in_turns
-from dlrm_autoshard.benchmarks.race_worlds import QUICK, RANKS, WORLDS, Scale, World, WorldName
+from dlrm_autoshard.benchmarks.race_worlds import QUICK, WORLDS, Scale, World, WorldName
 
 TITLE = "whole jobs, with resharding and without, clairvoyant, and TorchRec's, in six worlds: seconds, start to end"
 ROUGH_TIME = "some hours; goes on where it was stopped (quick: 1 min)"
@@ -35,35 +35,34 @@ RATIOS = (
     ("static / clairvoyant", "planned", "clairvoyant"),
     ("torchrec / loop on", "torchrec", "loop"),
 )
-Runs = Mapping[str, Mapping[int, Mapping[str, dict[str, Any]]]]
-"""By world, seed and arm."""
+Arms = Mapping[WorldName, Sequence[str]]
+"""Which run in which world."""
 
 
 def run(quick: bool) -> dict[str, Any]:
-    folder = Path("runs/race-quick" if quick else "runs/race")
-    worlds, arms, seeds = (WORLDS, ARMS, SEEDS) if not quick else (WORLDS[1:2], ("planned", "loop"), 1)
-    return outcome_of(folder, worlds, arms, seeds, QUICK if quick else Scale())
+    if quick:
+        return outcome_of(Path("runs/race-quick"), {"abrupt": ("planned", "loop")}, 1, QUICK)
+    return outcome_of(Path("runs/race"), dict.fromkeys(WORLDS, ARMS), SEEDS, Scale())
 
 
-def outcome_of(
-    folder: Path, worlds: Sequence[WorldName], arms: Sequence[str], seeds: int, scale: Scale
-) -> dict[str, Any]:
+def outcome_of(folder: Path, arms: Arms, seeds: int, scale: Scale) -> dict[str, Any]:
     """Runs what is not saved in `folder` yet; figures of all of it, and the picture."""
-    done = race(folder, worlds, arms, seeds, scale)
-    outcome = summarise(done, worlds, arms, seeds)
-    (folder / "race.html").write_text(picture(done))
-    outcome["notes"].append(f"the picture: {folder / 'race.html'}")
+    done = race(folder, arms, seeds, scale)
+    outcome = summarise(done, arms, seeds)
+    (folder / "race.html").write_text(page(done))
+    (folder / "race.svg").write_text(panels(done))
+    outcome["notes"].append(f"the pictures: {folder}/race.html, of all jobs, and race.svg, of a job a world")
     return outcome
 
 
-def race(folder: Path, worlds: Sequence[WorldName], arms: Sequence[str], seeds: int, scale: Scale) -> Runs:
+def race(folder: Path, arms: Arms, seeds: int, scale: Scale) -> Runs:
     """All runs that are not saved yet, and then all of them. A run that fails is saved with its reason."""
-    done: dict[str, dict[int, dict[str, dict[str, Any]]]] = {world: {} for world in worlds}
+    done: dict[str, dict[int, dict[str, dict[str, Any]]]] = {world: {} for world in arms}
     for seed in range(seeds):
-        for name in worlds:
+        for name in arms:
             world, place = World(name, seed, scale), folder / f"{name}-{seed}"
             runs = done[name].setdefault(seed, {})
-            for arm in np.random.default_rng([seed, WORLDS.index(name)]).permutation(list(arms)).tolist():
+            for arm in np.random.default_rng([seed, WORLDS.index(name)]).permutation(list(arms[name])).tolist():
                 saved = place / f"{arm}.json"
                 runs[arm] = json.loads(saved.read_text()) if saved.exists() else {}
                 if runs[arm].get("state") == STATE:
@@ -93,7 +92,7 @@ def race(folder: Path, worlds: Sequence[WorldName], arms: Sequence[str], seeds: 
 # What it says ---------------------------------------------------------------------------------------------------------
 
 
-def summarise(done: Runs, worlds: Sequence[WorldName], arms: Sequence[str], seeds: int) -> dict[str, Any]:
+def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
     """Figures, targets, spread, notes. A world's target that has no figure, since arms are missing, is missed; that of
     a share where there is nothing to recover is not set.
 
@@ -104,8 +103,8 @@ def summarise(done: Runs, worlds: Sequence[WorldName], arms: Sequence[str], seed
     targets = {WORST: "<= 1.02", "gain predicted - measured of moves, points": "<= 3"}
     notes: list[str] = []
     misjudged = []
-    for name in worlds:
-        by_arm = {arm: [done[name][s][arm] for s in range(seeds)] for arm in arms}
+    for name in arms:
+        by_arm = {arm: [done[name][s][arm] for s in range(seeds)] for arm in arms[name]}
         for arm, runs in by_arm.items():
             notes += [f"{name}, seed {s}, {arm}: missing: {r['missing']}" for s, r in enumerate(runs) if "missing" in r]
             ended = [r["seconds"] for r in runs if "seconds" in r]
@@ -202,47 +201,3 @@ def _starts(done: Runs, figures: dict[str, Any], targets: dict[str, str], spread
         for name, values in zip(names, ([p for p, _ in pairs], [p - r for p, r in pairs]), strict=True):
             middle = median_with_interval(values)
             figures[name], spread[name] = round(middle.median, 1), [round(middle.low, 1), round(middle.high, 1)]
-
-
-# The picture ----------------------------------------------------------------------------------------------------------
-
-WIDTH, HEIGHT = 560, 300
-COLORS = dict(zip(ARMS, ("#888", "#b8860b", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#17becf"), strict=True))
-
-
-def picture(done: Runs) -> str:
-    """A page of its own: steps trained over time, a chart for each world and seed, moves marked."""
-    parts = []
-    for world, by_seed in done.items():
-        for seed, runs in by_seed.items():
-            curves = {arm: r for arm, r in runs.items() if "points" in r}
-            if curves:
-                parts.append(
-                    f"<figure><figcaption>{html.escape(world)}, seed {seed}</figcaption>{_chart(curves)}</figure>"
-                )
-    legend = " ".join(f'<span style="color:{color}">&#9632; {arm}</span>' for arm, color in COLORS.items())
-    style = "body{font:14px sans-serif;margin:2em}figure{display:inline-block;margin:1em}svg{border:1px solid #ccc}"
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>The race</title><style>{style}</style>'
-        f"<h1>Steps of {RANKS} ranks over seconds since the process's start</h1>"
-        f"<p>{legend} &#9679; a move</p>{''.join(parts)}</html>"
-    )
-
-
-def _chart(curves: Mapping[str, dict[str, Any]]) -> str:
-    longest = max(r["points"][-1][0] for r in curves.values())
-    most = max(r["points"][-1][1] for r in curves.values())
-
-    def at(seconds: float, step: float) -> tuple[float, float]:
-        return round(10 + (WIDTH - 20) * seconds / longest, 1), round(HEIGHT - 20 - (HEIGHT - 30) * step / most, 1)
-
-    drawn = [f'<text x="10" y="{HEIGHT - 5}">0 s</text><text x="{WIDTH - 60}" y="{HEIGHT - 5}">{longest:.0f} s</text>']
-    for arm, r in curves.items():
-        line = " ".join(f"{x},{y}" for x, y in (at(*point) for point in [(0, 0), *r["points"]]))
-        drawn.append(f'<polyline points="{line}" fill="none" stroke="{COLORS[arm]}"><title>{arm}</title></polyline>')
-        for move in r["moves"]:
-            seconds = next((s for s, step in r["points"] if step >= move["step"]), r["points"][-1][0])
-            x, y = at(seconds, move["step"])
-            said = html.escape(str(move["text"]))
-            drawn.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{COLORS[arm]}"><title>{said}</title></circle>')
-    return f'<svg width="{WIDTH}" height="{HEIGHT}" role="img">{"".join(drawn)}</svg>'

@@ -28,33 +28,11 @@ class Row:
 
 
 ROWS = (
-    Row("race", "calm: loop on / loop off", "a whole job where nothing changes: seconds with resharding over without"),
-    Row("race", "abrupt: recovered", "pooling permuted in mid-job: recovered of a clairvoyant's gain over static"),
-    Row("race", "gradual: recovered", "pooling drifts every epoch: the same"),
-    Row("race", "hot-ids: recovered", "hot rows move, pooling stays: the same"),
-    Row("race", "straggler: recovered", "half of one rank's core taken for a third of the job: the same"),
-    Row("race", "calm: torchrec / loop on", "a whole job, TorchRec with its own planner over ours: seconds"),
-    Row(
-        "race-short",
-        "abrupt: loop on / loop off",
-        "a whole job of half a minute, its start included, pooling permuted: seconds with resharding over without",
-    ),
-    Row("race-short", "worst run: loop on / loop off", "the slowest of the five, with resharding over without"),
+    Row("race-short", "worst run: loop on / loop off", "the slowest of those jobs, with resharding over without"),
     Row(
         "race-short",
         "gain predicted - measured of moves, points",
         "of their moves, gain predicted beside measured, points of a step off",
-    ),
-    Row("race-short", "abrupt: torchrec / loop on", "the same job, TorchRec with its own planner over ours: seconds"),
-    Row(
-        "race-short",
-        "abrupt: recovered",
-        "the same job: of what a clairvoyant, whose planning is free, gains over a static plan",
-    ),
-    Row(
-        "race-short",
-        "abrupt: recovered, steps alone",
-        "the same of its steps, replayed in turns within one job, without start, decisions and moves",
     ),
     Row("race-short", "start: planned more than round robin, s", "seconds that planning adds to a cold start"),
     Row("race-simulated", "8 ranks, abrupt: recovered", "200 tables on 8 simulated ranks, pooling permuted"),
@@ -93,6 +71,23 @@ ROWS = (
     Row("criteo-preprocessing", "speedup_contiguous", "Criteo text to npy over a pandas script"),
 )  # fmt: skip
 
+RACES = ("race", "race-short")
+WORLDS = {
+    "calm": "nothing changes",
+    "abrupt": "pooling permuted once",
+    "gradual": "pooling drifts every epoch",
+    "hot-ids": "other rows become hot, pooling stays",
+    "straggler": "half a core taken from one rank for a while",
+    "tight": "nothing; memory a twentieth above an even share",
+}
+ARMS = ("planned", "loop", "clairvoyant", "torchrec")
+RATIOS = ("loop on / loop off", "torchrec / loop on")
+CLOCKS, LITTLE = ("", ", steps alone"), "of {:.1%}: too little"
+WORLDS_HEAD = (
+    "| what changes | static plan, s | with resharding, s | clairvoyant, s | TorchRec, s | with / static "
+    "| TorchRec / with | recovered | of the steps alone | moves, back |"
+)
+
 
 def objections(record: Mapping[str, Any]) -> list[str]:
     """Why a record's figures cannot stand in the README."""
@@ -117,26 +112,55 @@ def table(results: Path = RESULTS) -> tuple[str, list[str]]:
     """The README's text, and a sentence for each record that does not count."""
     records = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
     left_out = {name: found for name, record in records.items() if (found := objections(record))}
-    lines, missing = [], dict[str, None]()
+    counted = {name: record for name, record in records.items() if name not in left_out}
+    lines, missing = [], {name: None for name in RACES if name not in counted}
     for row in ROWS:
-        record = records.get(row.benchmark)
-        if record is None or row.benchmark in left_out:
+        record = counted.get(row.benchmark)
+        if record is None:
             missing[row.benchmark] = None
             continue
-        measured = cell(record["figures"].get(row.figure), record["spread"].get(row.figure))
+        measured = cell(record, row.figure)
         target, verdict = record["targets"].get(row.figure, ""), record["verdicts"].get(row.figure, "")
         commit = record["environment"]["commit"]
         lines.append(f"| {row.what} | `bench {row.benchmark}` | {measured} | {target} | {verdict} | {commit} |")
     head = ["| what | command | measured (95%) | target | | commit |", "| --- | --- | --- | --- | --- | --- |"]
     text = [*head, *lines] if lines else []
+    for name in RACES:
+        text = [*worlds(name, counted[name]), "", *text] if name in counted else text
     if missing:
         named = ", ".join(f"`{name}`" for name in missing)
         text += [*([""] if lines else []), f"Not measured at this state of the code yet, so not shown: {named}."]
     return "\n".join(text), [f"{name} does not count: {'; '.join(found)}." for name, found in left_out.items()]
 
 
-def cell(figure: object, interval: list[float] | None) -> str:
+def worlds(name: str, record: Mapping[str, Any]) -> list[str]:
+    """A race's worlds, a line each: its arms' medians, ratios, what was recovered of a clairvoyant's gain."""
+
+    def judged(figure: str) -> str:
+        verdict = record["verdicts"].get(figure)
+        return cell(record, figure) + (f", {verdict}" if verdict else "")
+
+    lines = []
+    for world, what in WORLDS.items():
+        if f"{world}: loop seconds" not in record["figures"]:
+            continue
+        seconds = [cell(record, f"{world}: {arm} seconds", spread=False) for arm in ARMS]
+        ratios = [judged(f"{world}: {key}") for key in RATIOS]
+        ratios += [
+            judged(f"{world}: recovered{clock}")
+            if f"{world}: recovered{clock}" in {**record["figures"], **record["targets"]}
+            else LITTLE.format(record["figures"].get(f"{world}: static / clairvoyant{clock}", 1) - 1)
+            for clock in CLOCKS
+        ]
+        moves, back = record["figures"][f"{world}: moves, roll-backs"]
+        lines.append(f"| {what} | {' | '.join([*seconds, *ratios])} | {moves}, {back} |")
+    head = [f"`bench {name}`, at {record['environment']['commit']}:", "", WORLDS_HEAD]
+    return [*head, "| --- " * (WORLDS_HEAD.count("|") - 1) + "|", *lines]
+
+
+def cell(record: Mapping[str, Any], figure: str, *, spread: bool = True) -> str:
     """'1.30 (1.22 to 1.34)'"""
-    if not isinstance(figure, (int, float)):
+    value, interval = record["figures"].get(figure), record["spread"].get(figure)
+    if not isinstance(value, (int, float)):
         return "not measured"
-    return f"{figure:.3g}" + (f" ({interval[0]:.3g} to {interval[-1]:.3g})" if interval else "")
+    return f"{value:.3g}" + (f" ({interval[0]:.3g} to {interval[-1]:.3g})" if interval and spread else "")

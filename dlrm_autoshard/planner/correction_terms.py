@@ -152,7 +152,7 @@ class Rows:
 
 def changes(share_NB: np.ndarray, log_data_B2: np.ndarray) -> np.ndarray:
     """[N, 2B]: shares times how far the table's log lookups and log reuse are from what they were at first ([B, 2], or
-    [N, B, 2]). What a width is off by changes with them, too."""
+    [N, B, 2]; `Observed.log_data_KR2`). What a width is off by changes with them, too."""
     return (share_NB[:, :, None] * log_data_B2).reshape(len(share_NB), -1)
 
 

@@ -1,0 +1,132 @@
+"""Pictures of the race: all its jobs on a page, and how far they came of a static plan, a job for each world.
+
+page(done)          # an HTML page of its own: steps trained over seconds, a chart for each world and seed
+panels(done)        # an SVG for the README
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dlrm_autoshard.benchmarks.race_arms import ARMS
+from dlrm_autoshard.benchmarks.race_worlds import RANKS
+
+WIDTH, HEIGHT = 560, 300
+COLORS = dict(zip(ARMS, ("#888", "#b8860b", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#17becf"), strict=True))
+NAMES = {"loop": "with resharding", "clairvoyant": "clairvoyant: planned anew at each change, for nothing"}
+PANEL_WIDTH, PANEL_HEIGHT, COLUMNS = 300, 190, 3
+LEFT, TOP = 40, 44
+Runs = Mapping[str, Mapping[int, Mapping[str, dict[str, Any]]]]
+"""By world, seed and arm."""
+
+
+def page(done: Runs) -> str:
+    """A page of its own: steps trained over time, a chart for each world and seed, moves marked."""
+    parts = []
+    for world, by_seed in done.items():
+        for seed, runs in by_seed.items():
+            curves = {arm: r for arm, r in runs.items() if "points" in r}
+            if curves:
+                parts.append(
+                    f"<figure><figcaption>{html.escape(world)}, seed {seed}</figcaption>{_chart(curves)}</figure>"
+                )
+    legend = " ".join(f'<span style="color:{color}">&#9632; {arm}</span>' for arm, color in COLORS.items())
+    style = "body{font:14px sans-serif;margin:2em}figure{display:inline-block;margin:1em}svg{border:1px solid #ccc}"
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>The race</title><style>{style}</style>'
+        f"<h1>Steps of {RANKS} ranks over seconds since the process's start</h1>"
+        f"<p>{legend} &#9679; a move</p>{''.join(parts)}</html>"
+    )
+
+
+def _chart(curves: Mapping[str, dict[str, Any]]) -> str:
+    longest = max(r["points"][-1][0] for r in curves.values())
+    most = max(r["points"][-1][1] for r in curves.values())
+
+    def at(seconds: float, step: float) -> tuple[float, float]:
+        return round(10 + (WIDTH - 20) * seconds / longest, 1), round(HEIGHT - 20 - (HEIGHT - 30) * step / most, 1)
+
+    drawn = [f'<text x="10" y="{HEIGHT - 5}">0 s</text><text x="{WIDTH - 60}" y="{HEIGHT - 5}">{longest:.0f} s</text>']
+    for arm, r in curves.items():
+        line = " ".join(f"{x},{y}" for x, y in (at(*point) for point in [(0, 0), *r["points"]]))
+        drawn.append(f'<polyline points="{line}" fill="none" stroke="{COLORS[arm]}"><title>{arm}</title></polyline>')
+        for move in r["moves"]:
+            seconds = next((s for s, step in r["points"] if step >= move["step"]), r["points"][-1][0])
+            x, y = at(seconds, move["step"])
+            said = html.escape(str(move["text"]))
+            drawn.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{COLORS[arm]}"><title>{said}</title></circle>')
+    return f'<svg width="{WIDTH}" height="{HEIGHT}" role="img">{"".join(drawn)}</svg>'
+
+
+# For the README -------------------------------------------------------------------------------------------------------
+
+
+def panels(done: Runs) -> str:
+    """Steps ahead of the static plan's job over seconds, one panel a world: of the seed whose ratio is the median."""
+    drawn, place = [], 0
+    for world, by_seed in done.items():
+        ratios = {
+            seed: runs["loop"]["seconds"] / runs["planned"]["seconds"]
+            for seed, runs in by_seed.items()
+            if all("points" in runs.get(arm, {}) for arm in ("loop", "planned"))
+        }
+        if not ratios:
+            continue
+        seed = sorted(ratios, key=ratios.__getitem__)[len(ratios) // 2]
+        x, y = LEFT + place % COLUMNS * PANEL_WIDTH, TOP + place // COLUMNS * PANEL_HEIGHT
+        drawn.append(f'<g transform="translate({x},{y})">{_panel(world, by_seed[seed])}</g>')
+        place += 1
+    names = "".join(
+        f'<text x="{LEFT + 330 * i}" y="16" fill="{COLORS[arm]}">&#9632; {name}</text>'
+        for i, (arm, name) in enumerate(NAMES.items())
+    )
+    height = TOP + -(-place // COLUMNS) * PANEL_HEIGHT
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + COLUMNS * PANEL_WIDTH}" height="{height}" '
+        'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
+        f'{names}<text x="{LEFT}" y="32" fill="#555">steps ahead of the same job under the first plan, '
+        f"over seconds since its start; a dot is a move</text>{''.join(drawn)}</svg>"
+    )
+
+
+def _panel(world: str, runs: Mapping[str, dict[str, Any]]) -> str:
+    seconds, steps = _curve(runs["planned"])
+    ahead = {}
+    for arm in NAMES:
+        if "points" in runs.get(arm, {}):
+            at, reached = _curve(runs[arm])
+            ahead[arm] = at, reached - np.interp(at, seconds, steps)
+    most = max(5.0, *(float(np.abs(values).max()) for _, values in ahead.values()))
+    longest = max(float(at[-1]) for at, _ in ahead.values())
+    width, height = PANEL_WIDTH - 50, PANEL_HEIGHT - 50
+
+    def at_point(second: float, value: float) -> str:
+        return f"{width * second / longest:.1f},{height / 2 * (1 - value / most):.1f}"
+
+    middle = f"{height / 2:.1f}"
+    drawn = [
+        f'<text x="{width / 2}" y="-2" text-anchor="middle" font-weight="bold">{html.escape(world)}</text>',
+        f'<path d="M0,0V{height}M0,{middle}H{width}" stroke="#999" fill="none"/>',
+        f'<text x="-4" y="10" text-anchor="end">+{most:.0f}</text>',
+        f'<text x="-4" y="{height}" text-anchor="end">-{most:.0f}</text>',
+        f'<text x="{width}" y="{height + 12}" text-anchor="end">{longest:.0f} s</text>',
+    ]
+    for arm, (at, values) in ahead.items():
+        line = " ".join(at_point(*point) for point in zip(at, values, strict=True))
+        drawn.append(f'<polyline points="{line}" fill="none" stroke="{COLORS[arm]}" stroke-width="1.5"/>')
+    at, values = ahead["loop"]
+    for move in runs["loop"]["moves"]:
+        second = float(np.interp(move["step"], _curve(runs["loop"])[1], at))
+        x, y = at_point(second, float(np.interp(second, at, values))).split(",")
+        drawn.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{COLORS["loop"]}"/>')
+    return "".join(drawn)
+
+
+def _curve(run: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds, and steps by then; none while it starts."""
+    points = np.array([(0.0, 0), (run["first_step_seconds"], 0), *run["points"]])
+    return points[:, 0], points[:, 1]
