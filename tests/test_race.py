@@ -93,6 +93,22 @@ def test_what_is_done_is_not_done_again_and_what_fails_is_said(tmp_path: Path, m
     assert "calm, seed 0, round_robin: missing: it does not fit" in race.summarise(once, arms, 1)["notes"]
 
 
+def test_an_interrupted_race_says_what_is_missing_and_has_the_figures_of_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_arm(arm: str, world: World, folder: Path) -> dict[str, Any]:
+        if world.name == "tight":
+            raise KeyboardInterrupt
+        return finished(10.0, steps_seconds=5.0)
+
+    monkeypatch.setattr(race, "run_arm", run_arm)
+    arms: race.Arms = {"calm": ("loop", "planned"), "tight": ("loop", "planned")}
+    outcome = race.outcome_of(tmp_path, arms, 1, TINY)
+    assert outcome["figures"]["calm: loop on / loop off"] == 1
+    assert "tight: loop seconds" not in outcome["figures"]
+    assert "tight, seed 0, planned: missing: not run yet" in outcome["notes"]
+
+
 def test_shares_are_of_the_clairvoyants_gain_and_missing_arms_are_missed_targets() -> None:
     seconds = {"loop": 82.0, "planned": 90.0, "clairvoyant": 80.0, "round_robin": 100.0}
     done = {"abrupt": {seed: {arm: finished(s + seed) for arm, s in seconds.items()} for seed in range(3)}}

@@ -56,37 +56,47 @@ def outcome_of(folder: Path, arms: Arms, seeds: int, scale: Scale) -> dict[str, 
 
 
 def race(folder: Path, arms: Arms, seeds: int, scale: Scale) -> Runs:
-    """All runs that are not saved yet, and then all of them. A run that fails is saved with its reason."""
-    done: dict[str, dict[int, dict[str, dict[str, Any]]]] = {world: {} for world in arms}
-    for seed in range(seeds):
+    """All runs that are not saved yet, one world after the other, and then all of them. A run that fails is saved with
+    its reason; where it is interrupted, the rest is missing."""
+    done = {
+        name: {seed: {arm: {"missing": "not run yet"} for arm in arms[name]} for seed in range(seeds)} for name in arms
+    }
+    try:
         for name in arms:
-            world, place = World(name, seed, scale), folder / f"{name}-{seed}"
-            runs = done[name].setdefault(seed, {})
-            for arm in np.random.default_rng([seed, WORLDS.index(name)]).permutation(list(arms[name])).tolist():
-                saved = place / f"{arm}.json"
-                runs[arm] = json.loads(saved.read_text()) if saved.exists() else {}
-                if runs[arm].get("state") == STATE:
-                    continue
-                reason = missing_peer(arm)
-                if reason is not None:  # not saved: it may be there next time
-                    runs[arm] = {"missing": reason}
-                    continue
-                world.draw_data(place / "data")
-                try:
-                    runs[arm] = run_arm(arm, world, place)
-                except BenchError as error:
-                    runs[arm] = {"missing": str(error)}
-                runs[arm]["state"] = STATE
-                saved.write_text(json.dumps(runs[arm]))
-                print(f"{name}, seed {seed}, {arm}: {runs[arm].get('missing') or runs[arm]['seconds']}", flush=True)
-            again = [arm for arm in REPLAYED if "seconds" in runs.get(arm, {})]
-            if any("steps_seconds" not in runs[arm] for arm in again):
-                world.draw_data(place / "data")
-                for arm, seconds in steps_in_turns(world, place, again).items():
-                    runs[arm]["steps_seconds"] = median(seconds)
-                    (place / f"{arm}.json").write_text(json.dumps(runs[arm]))
-            shutil.rmtree(place / "data", ignore_errors=True)  # gibibytes, and drawn again in a minute
+            for seed in range(seeds):
+                _run_missing(World(name, seed, scale), arms[name], folder / f"{name}-{seed}", done[name][seed])
+    except KeyboardInterrupt:
+        print(f"Stopped. What was done lies in {folder}; the same command goes on there.", flush=True)
     return done
+
+
+def _run_missing(world: World, arms: Sequence[str], place: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """Of one world and seed, into `runs`."""
+    for arm in np.random.default_rng([world.seed, WORLDS.index(world.name)]).permutation(list(arms)).tolist():
+        saved = place / f"{arm}.json"
+        known = json.loads(saved.read_text()) if saved.exists() else {}
+        if known.get("state") == STATE:
+            runs[arm] = known
+            continue
+        reason = missing_peer(arm)
+        if reason is not None:  # not saved: it may be there next time
+            runs[arm] = {"missing": reason}
+            continue
+        world.draw_data(place / "data")
+        try:
+            found = run_arm(arm, world, place)
+        except BenchError as error:
+            found = {"missing": str(error)}
+        runs[arm] = {**found, "state": STATE}
+        saved.write_text(json.dumps(runs[arm]))
+        print(f"{world.name}, seed {world.seed}, {arm}: {found.get('missing') or found['seconds']}", flush=True)
+    again = [arm for arm in REPLAYED if "seconds" in runs.get(arm, {})]
+    if any("steps_seconds" not in runs[arm] for arm in again):
+        world.draw_data(place / "data")
+        for arm, seconds in steps_in_turns(world, place, again).items():
+            runs[arm]["steps_seconds"] = median(seconds)
+            (place / f"{arm}.json").write_text(json.dumps(runs[arm]))
+    shutil.rmtree(place / "data", ignore_errors=True)  # gibibytes, and drawn again in a minute
 
 
 # What it says ---------------------------------------------------------------------------------------------------------
