@@ -9,6 +9,7 @@ A gain is what the planner predicts of the planned stages, with its uncertainty,
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -105,6 +106,7 @@ class MoveChooser:
         return _moved(base, best, plan)
 
     def _proposed(self, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> list[Proposal]:
+        started = time.perf_counter()
         found = self.planner.propose(task, plan, budget_seconds=self.trigger.search_seconds / 2)
         candidates = [candidate.ordered(task.names) for candidate, _ in found]
         if self.target is not None and self.target != plan:
@@ -112,6 +114,7 @@ class MoveChooser:
         proposals = self.proposals(task, interval, plan, candidates)
         if not proposals:
             raise PlanError("no other plan is legal")
+        self.trigger.searched(time.perf_counter() - started)
         return proposals
 
     def _best(self, proposals: Sequence[Proposal], interval: Interval) -> tuple[Proposal, str | None]:

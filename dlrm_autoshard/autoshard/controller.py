@@ -9,7 +9,7 @@ Knows nothing of ranks that run, so a simulated cluster can stand in for them.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -45,7 +45,6 @@ class Controller:
         self.chooser = MoveChooser(config.reshard, planner, bytes_of, self.trigger)
         self._pending: Decision | None = None  # not yet carried out
         self._unproven: Decision | None = None  # carried out, gain not yet measured
-        self._slowness_before: Sequence[float] | None = None  # of each rank, after the last interval
         self._last_step = -1  # after which there was a decision
 
     # -- one interval ------------------------------------------------------------------------------------------------
@@ -68,16 +67,14 @@ class Controller:
         self.trigger.see(interval, slowness, one_host=len(task.topology.ranks_by_host) == 1)
         base = replace(base, balance_gain=self.trigger.balance_gain, error_before=error_before, error_after=error_after)
         no_search = self.trigger.reason_not_to_search()
-        mistake = self._judge_last_move(task, interval, a_rank_changed(slowness, self._slowness_before))
-        self._slowness_before = slowness
+        mistake = self._judge_last_move(task, interval)
         if mistake is not None:
             decision = _taken_back(base, mistake)
         elif no_search is not None:
             decision = replace(base, why=no_search)
         else:
             if measure_shards is not None and task.splits.allowed and task.splits.max_parts > 1:
-                seconds = thresholds.MEASURING_SHARE * self.trigger.seconds_to_gain
-                learn_halves(self.planner, task, plan, measure_shards, seconds)
+                learn_halves(self.planner, task, plan, measure_shards, self.trigger.search_seconds)
             decision = self.chooser.choose(base, task, interval, plan, measure_shards)
         decision = replace(decision, decide_seconds=time.perf_counter() - started)
         self.chooser.history.intervals += 1
@@ -109,9 +106,9 @@ class Controller:
 
     # -- the last move -----------------------------------------------------------------------------------------------
 
-    def _judge_last_move(self, task: PlacementTask, interval: Interval, rank_changed: bool) -> Decision | None:
-        """Completes its record. Returned where it was a mistake that it pays to take back. rank_changed: a rank has
-        become slower or faster meanwhile, which is not the move's fault."""
+    def _judge_last_move(self, task: PlacementTask, interval: Interval) -> Decision | None:
+        """Completes its record. Returned where it was a mistake that it pays to take back: where ranks have become
+        slower or faster meanwhile, that is not the move's fault."""
         move, self._unproven = self._unproven, None
         if move is None:
             return None
@@ -121,7 +118,7 @@ class Controller:
         saved_seconds = gain * interval.profile.batch_size / move.throughput_before
         worse = gain < -self.trigger.scatter
         [back] = self.chooser.proposals(task, interval, new_plan, [old_plan])
-        blamed = worse and not rank_changed and back.gain > -self.trigger.scatter
+        blamed = worse and not self.planner.costs.ranks_changed and back.gain > -self.trigger.scatter
         move = replace(
             move,
             why="slower than before, but so would the old plan be now" if worse and not blamed else "",
@@ -174,9 +171,3 @@ def _taken_back(base: Decision, move: Decision) -> Decision:
         new_plan=move.old_plan,
         old_plan=move.new_plan,
     )
-
-
-def a_rank_changed(slowness: Sequence[float], before: Sequence[float] | None) -> bool:
-    """Whether one rank has become slower, against the others, than it was before."""
-    ratios = [now / then for now, then in zip(slowness, slowness if before is None else before, strict=True)]
-    return max(ratios) > thresholds.RANK_CHANGED * min(ratios)

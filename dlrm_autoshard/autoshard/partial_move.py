@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.plan import Constraints, ShardingPlan, gib
 from dlrm_autoshard.tables import Shard
 
 Group = tuple[str, ...]
+MOST_WEIGHED = 40
+"""Groups that are weighed against each other: the time grows with its square."""
 
 
 def first_part(
@@ -40,8 +41,8 @@ def first_part(
         named = " and ".join(f"'{table}'" for table in smallest)
         return f"the smallest of what moves, {named}, has {gib(_size(smallest, bytes_of))}"
     waiting = [group for group in groups if group not in too_large]
-    if len(waiting) > thresholds.MOST_WEIGHED:  # those that help most by themselves
-        waiting = sorted(waiting, key=lambda group: cost_ms(_moved(plan, target, group)))[: thresholds.MOST_WEIGHED]
+    if len(waiting) > MOST_WEIGHED:  # those that help most by themselves
+        waiting = sorted(waiting, key=lambda group: cost_ms(_moved(plan, target, group)))[:MOST_WEIGHED]
     now, best, best_ms = plan, None, cost_ms(plan)
     left = max_bytes
     while True:

@@ -28,7 +28,7 @@ class SearchTrigger:
         self.min_gain, self.budget_seconds = min_gain, budget_seconds
         self.differences: list[float] = []  # of throughput between intervals in which nothing changed
         self.gain_differences: list[float] = []  # of `balance_gain`, likewise
-        self.searches = 0  # in a row that found nothing
+        self._took = self._spent = 0.0  # seconds: of the last search, and of those that found nothing here
         self.balance_gain = 0.0  # part of the step time that perfect balance would save
         self._error = 0.0  # standard error of that, by the interval's own steps
         self._alike = 0  # intervals in a row like the one seen last
@@ -46,7 +46,7 @@ class SearchTrigger:
         else:
             self._alike = 1
         if self._settled is not None and differ(self._settled, interval.profile):
-            self._settled, self.searches = None, 0
+            self._settled, self._spent = None, 0.0
 
     @property
     def scatter(self) -> float:
@@ -66,8 +66,8 @@ class SearchTrigger:
 
     @property
     def search_seconds(self) -> float:
-        """What a search may take."""
-        return min(thresholds.SEARCH_SHARE * self.seconds_to_gain, self.budget_seconds)
+        """What a search may take, those before it that found nothing here counted."""
+        return min(thresholds.SEARCH_SHARE * self.seconds_to_gain - self._spent, self.budget_seconds)
 
     def reason_not_to_search(self) -> str | None:
         """None: there may be something to find."""
@@ -80,18 +80,20 @@ class SearchTrigger:
         margin = thresholds.SURE * self.gain_scatter
         if self.balance_gain - margin < self.min_gain:  # no candidate gains more, or is surer of it
             return f"{most}, give or take {percent(margin)}: not surely above min_gain {percent(self.min_gain)}"
-        if self.searches >= thresholds.SEARCHES:
-            return f"nothing has changed ({self._best_then})"
-        if self.search_seconds < thresholds.LEAST_SEARCH_SECONDS:
+        if self.seconds_to_gain <= thresholds.MOVE_SECONDS:
             return f"at most {self.seconds_to_gain:.2g} s to gain in the {steps} steps left"
-        return None
+        return None if self.search_seconds > 0 else f"nothing has changed ({self._best_then})"
+
+    def searched(self, seconds: float) -> None:
+        """A search took so long; `found` or `found_nothing` says what came of it."""
+        self._took = seconds
 
     def found(self) -> None:
-        self._settled, self.searches = None, 0
+        self._settled, self._spent = None, 0.0
 
     def found_nothing(self, best: str) -> None:
         self._settled, self._best_then = self._now.profile, best
-        self.searches += 1
+        self._spent += self._took
 
     @property
     def _now(self) -> Interval:

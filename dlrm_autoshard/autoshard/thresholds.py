@@ -1,13 +1,10 @@
 """Every number by which resharding decides that is neither measured nor set in the YAML: this is the whole list.
 
-Used as `thresholds.SEARCHES`. Each line below a number: its unit, what it means, what it was derived from.
+Used as `thresholds.SURE`. Each line below a number: its unit, what it means, what it was derived from.
 """
 
 LEAST_SAMPLES = 3
 """Timed steps. An interval with fewer says nothing: three values are the fewest that have quartiles."""
-
-USUAL_SAMPLES = 20
-"""Timed steps, at most, that tell what is usual, by their quartiles. Chosen by hand."""
 
 CHANGED = 4.0
 """Standard deviations. By so many, summed over steps beyond one each and at most two of each, must sampled steps be
@@ -15,7 +12,8 @@ less balanced than usual before they end an interval: two that are three off, fo
 step alone cannot; of 20,000 simulated ones with an error of 5% none does."""
 
 SAMPLES_OF_CHANGE = 8
-"""Timed steps after a change on which it is decided. Chosen by hand: their median is off by half of what a step is."""
+"""Timed steps after a change on which it is decided; twice as many tell what is usual. Chosen by hand: their median is
+off by half of what a step is."""
 
 LONG_INTERVAL, MANY_INTERVALS = 1000, 20
 """Steps, and intervals of a job. An epoch that is longer than so many steps, and than such a part of a job, is decided
@@ -31,33 +29,18 @@ SURE = 1.64
 differ to have changed: of normal errors one in twenty is larger. With one standard deviation simulated jobs in which
 nothing changes made moves that gained nothing."""
 
-RANK_CHANGED = 1.25
-"""Ratio. A rank that has become slower than another by so much has changed by itself, and no move is blamed for it.
-Chosen by hand: half a core taken away makes it 1.5 to 2."""
-
 MEMORY = 6
 """Intervals. How long moves ask for more caution; of twice as many the differences are kept. Chosen by hand."""
 
-SEARCHES = 3
-"""In a row that found nothing; the next waits until something changes. Chosen by hand."""
-
 SEARCH_SHARE = 0.05
-"""Of the seconds that perfect balance would save: what a search may take. Chosen so that it stays cheap where it
-finds nothing: 0.6% of the training time in `bench loop-steady`."""
-
-MEASURING_SHARE = 0.2
-"""Of the seconds that perfect balance would save: what measuring half of a dominant table may take, once for its
-statistics. More than a search's, for without it searches find nothing there. Chosen by hand."""
-
-LEAST_SEARCH_SECONDS = 0.03
-"""Seconds. With less no search is made, for it would be cut short before it finds anything. Chosen by hand."""
+"""Of the seconds that perfect balance would save: what searches may take until one finds something, or something
+changes; and what measuring half of a dominant table may, once for its statistics. Chosen so that it stays cheap where
+nothing is found: where balance would save 4% that is 0.2% of the training time."""
 
 MOVE_BYTES_PER_SECOND, MOVE_SECONDS = 1e9, 0.1
 """Bytes/s and seconds. What a move takes until the first was made; then it is measured. A link of 10 Gbit/s carries as
-much; through a host's shared memory 2.5e9 were measured (`bench reshard-speed`)."""
-
-MOST_WEIGHED = 40
-"""Tables or groups of them, weighed against each other for a part of a large move: the time grows with its square."""
+much; through a host's shared memory 2.5e9 were measured (`bench reshard-speed`). What would not save that many seconds
+is not searched for."""
 
 MEMORY_SHARE = 0.9
 """Of a rank's free memory. What tables may take of it at the start; the rest is for activations and the system. Chosen

@@ -58,7 +58,7 @@ def outcome_of(folder: Path, arms: Arms, seeds: int, scale: Scale) -> dict[str, 
 def race(folder: Path, arms: Arms, seeds: int, scale: Scale) -> Runs:
     """All runs that are not saved yet, one world after the other, and then all of them. A run that fails is saved with
     its reason; where it is interrupted, the rest is missing."""
-    done = {
+    done: dict[str, dict[int, dict[str, dict[str, Any]]]] = {
         name: {seed: {arm: {"missing": "not run yet"} for arm in arms[name]} for seed in range(seeds)} for name in arms
     }
     try:

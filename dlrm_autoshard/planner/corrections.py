@@ -183,6 +183,11 @@ class Corrections:
         self._observed: Observed | None = None
 
     @property
+    def ranks_changed(self) -> bool:
+        """With the newest profile."""
+        return len(self.eras) > 1 and self.eras[-1] != self.eras[-2]
+
+    @property
     def _now(self) -> int:
         return self.eras[-1] if self.eras else 0
 

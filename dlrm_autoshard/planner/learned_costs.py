@@ -90,6 +90,12 @@ class LearnedCosts:
         slowness: np.ndarray = self.corrections.rank_factors_W2(world_size, expected_speed).mean(axis=1)
         return slowness
 
+    @property
+    def ranks_changed(self) -> bool:
+        """Whether some rank has become slower or faster since the observation before the last, rather than that tables
+        cost what they do."""
+        return self.corrections.ranks_changed
+
     def estimates(
         self, task: PlacementTask, plans: Sequence[ShardingPlan], measuring: Sequence[str] | None = None
     ) -> Estimates:
