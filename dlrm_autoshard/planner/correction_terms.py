@@ -6,7 +6,6 @@ rows.covariance(rows, Spreads(), frozenset())            # [N, N], prior
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,13 +17,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Spreads:
-    """Prior standard deviations of log factors. Those with a GRID take the likeliest value, the prior's being likelier
-    than its neighbours; the others hardly matter once anything was measured."""
+    """Prior standard deviations of log factors. Those with a GRID (`conditioning.py`) take the likeliest value, the
+    prior's being likelier than its neighbours; the others hardly matter once anything was measured."""
 
     table: float = 0.1  # a table's own, in every plan: held-out single tables of the shipped costs
-    width: float = (
-        0.2  # of a part, beside its table's: halves of a dominant table took 0.56 of it, predicted 0.65 to 0.75
-    )
+    width: float = 0.2  # of a part, beside its table's: halves took 0.56 of a table, predicted 0.65 to 0.75
     change: float = 0.15  # of a table whose lookups, or their reuse, have become e times as many
     fused: float = 0.03  # a table's own, where it is fused with many others
     load: float = 0.01  # of sets that load their rank alike, beside what sets of middling load take (`loads.py`)
@@ -36,18 +33,6 @@ class Spreads:
     slow_rank: float = 0.7  # a rank whose core is shared by one or two other processes
     exchange: float = 0.1  # one rank's exchanges, beside the others'
     exchanged: float = 0.1  # of one interval: where ranks wait longer for each other, exchanges took 10% longer
-
-
-GRID: Mapping[str, tuple[float, ...]] = {
-    "table": (0.05, 0.1, 0.2, 0.4),
-    "load": (0.003, 0.01, 0.03, 0.1),
-    "fused": (0.01, 0.03, 0.1, 0.2),
-    "together": (0.01, 0.03, 0.06, 0.12),
-    "noise": (0.003, 0.01, 0.03, 0.06),
-}
-RELUCTANCE: Mapping[str, float] = {"table": 0.5, "load": 0.5, "fused": 0.5, "together": 2.0, "noise": 0.5}
-"""By how much likelier, as a power of e, a value that is half or twice the prior's must be to be taken. A job's own
-measurements say little of `together`, either way: 0.12, taken as easily, hid half of a gain of 10%."""
 
 
 @dataclass(frozen=True)
@@ -178,12 +163,3 @@ def sources_alike(same: np.ndarray) -> np.ndarray:
     """How much what sources are off by has in common: of probes and training, much."""
     alike: np.ndarray = np.where(same, 1.0, 0.9)
     return alike
-
-
-def exchange_covariance(one: np.ndarray, other: np.ndarray, spreads: Spreads) -> np.ndarray:
-    """A stage's, of all ranks and of each, as long as they stay as they are; each interval's; and what always is."""
-    same = one[:, None, :] == other
-    stage, rank, era, interval = (same[..., i] for i in range(4))
-    ranks = spreads.exchange**2 * (rank & era) + spreads.scale**2 * era
-    covariance: np.ndarray = stage * (ranks + spreads.exchanged**2 * interval + spreads.exchange**2)
-    return covariance

@@ -9,15 +9,13 @@ log(measured / predicted) = scale + rank + sum of (share x table) + these tables
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from dlrm_autoshard.costs import StepProfile
+from dlrm_autoshard.planner.conditioning import likeliest_spreads, posterior_of
 from dlrm_autoshard.planner.correction_terms import (
-    GRID,
-    RELUCTANCE,
     Rows,
     Spreads,
     changes,
@@ -28,7 +26,7 @@ from dlrm_autoshard.planner.correction_terms import (
 )
 from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
-from dlrm_autoshard.planner.gaussian import Cause, Disturbed, Posterior, condition
+from dlrm_autoshard.planner.gaussian import Posterior
 from dlrm_autoshard.planner.loads import NUM_FEATURES, log_loads, many
 from dlrm_autoshard.planner.observed import MOST_ROWS, Observed
 from dlrm_autoshard.planner.replay import ShardSample
@@ -37,12 +35,6 @@ from dlrm_autoshard.tables import TableConfig
 
 CHANGE = 0.05
 """Chance that ranks are no longer as they were an interval ago."""
-SLOW = 0.1
-"""Slow ranks that are expected among all of a job, in each era."""
-FAST = 0.05
-"""Fast ones, to a slow one: what else a rank's core does takes time."""
-MOMENT, SLOW_MOMENT = 0.3, 0.02
-"""Standard deviation of what a whole interval took longer, of those (one in fifty) in which the machine was another."""
 MEASURED_NOISE = 0.04
 """Standard deviation of what a moment's measurement of a table alone is off by: `UNSEEN_MOMENTS` of the probe."""
 REMEMBERED = 16
@@ -197,27 +189,10 @@ class Corrections:
         evidence = {}
         for era, prior in ((self._now, 0.0), (self._now + 1, float(np.log(CHANGE)))):
             rows, values, noise = observed.rows([*self.eras, era], None)
-            posterior = self._posterior_of(rows, values, noise, self.spreads)
-            exchange = observed.exchange_posterior([*self.eras, era], self.spreads)
+            posterior = posterior_of(rows, values, noise, self.spreads)
+            exchange = observed.exchange.posterior([*self.eras, era], self.spreads)
             evidence[era] = prior + posterior.log_evidence + exchange.log_evidence
         return max(evidence, key=lambda era: evidence[era])
-
-    def _posterior_of(self, rows: Rows, values: np.ndarray, noise: np.ndarray, spreads: Spreads) -> Posterior:
-        covariance = rows.own.covariance(spreads, frozenset()) + noise
-        covariance[np.diag_indices(len(values))] += spreads.noise**2
-        keys = rows.rank_keys
-        ranks = max(2, len(np.unique(rows.rank_N[rows.rank_N >= 0])))
-        price = -float(np.log(SLOW / ranks))
-        price_below = price - float(np.log(FAST))
-        causes = {
-            int(key): Cause(np.flatnonzero(keys == key), spreads.slow_rank**2, price, price_below)
-            for key in np.unique(keys[keys >= 0])
-        }
-        for profile in np.unique(rows.profile_N[rows.profile_N >= 0]):
-            members = np.flatnonzero(rows.profile_N == profile)
-            causes[-2 - int(profile)] = Cause(members, MOMENT**2, -float(np.log(SLOW_MOMENT)))
-        # A probe measures for a moment, in which something else may run; an interval's figures are of many.
-        return condition(covariance, values, causes, Disturbed(rows.source_N == 0))
 
     def _condition(self, observed: Observed) -> None:
         table_T2: np.ndarray | None = None
@@ -225,8 +200,8 @@ class Corrections:
         for _ in range(3):  # how tables add up bends with their costs, so their shares are taken again
             rows, values, noise = observed.rows(self.eras, table_T2)
             if table_T2 is None and len(values) <= MOST_ROWS:
-                self.spreads = self._likeliest_spreads(rows, values, noise)
-            posterior = self._posterior_of(rows, values, noise, self.spreads)
+                self.spreads = likeliest_spreads(rows, values, noise)
+            posterior = posterior_of(rows, values, noise, self.spreads)
             own_B2, changed_B2 = self._log_factors(observed, rows, posterior)
             parts = observed.parts
             table_T2 = parts.basis(observed.tables) @ (own_B2 + changed_B2)
@@ -245,7 +220,7 @@ class Corrections:
         for key in np.unique(key_N[key_N >= 0]):  # of several eras the last one counts
             self._ranks[int(key % 1_000_000)] = float(posterior.mean((variance_N * (key_N == key))[None])[0])
         if observed.profiles:
-            self._exchange = observed.exchange_factors(self.eras, self.spreads)
+            self._exchange = observed.exchange.factors(self.eras, self.spreads)
 
     def _log_factors(self, observed: Observed, rows: Rows, posterior: Posterior) -> tuple[np.ndarray, np.ndarray]:
         """Posterior means of the tables' log factors, forward and backward: [B, 2] their own, [B, 2] what they have
@@ -257,21 +232,6 @@ class Corrections:
             own.append(rows.variance_B(self.spreads) * (weights_N @ rows.share_NB))
             changed.append(self.spreads.change**2 * changed_B2.sum(axis=1))
         return np.stack(own, axis=1), np.stack(changed, axis=1)
-
-    def _likeliest_spreads(self, rows: Rows, values: np.ndarray, noise: np.ndarray) -> Spreads:
-        """One after the other, with `RELUCTANCE`."""
-        best = prior = Spreads()
-
-        def fitness(spreads: Spreads) -> float:
-            away = sum(
-                r * np.log2(getattr(spreads, name) / getattr(prior, name)) ** 2 for name, r in RELUCTANCE.items()
-            )
-            return self._posterior_of(rows, values, noise, spreads).log_evidence - float(away)
-
-        for name, values_of in GRID.items():
-            trials = [replace(best, **{name: value}) for value in values_of]
-            best = max(trials, key=fitness)
-        return best
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 observed = Observed.of(profiles, shards, cost_model, exchange_model)
 rows, values, noise = observed.rows(eras, None)          # of computation, as logarithms
-observed.exchange_factors(eras, spreads)                 # of each rank's exchanges, as logarithms
+observed.exchange.factors(eras, spreads)                 # of each rank's exchanges, as logarithms
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from functools import cached_property
 
 import numpy as np
 
-from dlrm_autoshard.costs import EXCHANGE, IQR_OF_NORMAL, StepProfile, stages_W4
-from dlrm_autoshard.planner.correction_terms import Rows, Spreads, changes, evenness, exchange_covariance, lightness
+from dlrm_autoshard.costs import IQR_OF_NORMAL, StepProfile
+from dlrm_autoshard.planner.correction_terms import Rows, changes, evenness, lightness
 from dlrm_autoshard.planner.cost_model import COST, CostModel
+from dlrm_autoshard.planner.exchange_errors import ExchangeErrors
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
-from dlrm_autoshard.planner.gaussian import Posterior, condition
 from dlrm_autoshard.planner.loads import LoadRange, log_loads, many
 from dlrm_autoshard.planner.parts import Parts
-from dlrm_autoshard.planner.replay import ShardSample, comms_of
+from dlrm_autoshard.planner.replay import ShardSample
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 
 MOST_ROWS = 600
@@ -50,7 +50,7 @@ class Observed:
     profile_N: np.ndarray  # -1 of a start-up shard
     rank_N: np.ndarray
     model: CostModel
-    exchange_off: list[np.ndarray]  # of each profile: [W, 2] log measured / predicted
+    exchange: ExchangeErrors
 
     @property
     def now_B2(self) -> np.ndarray:
@@ -139,7 +139,7 @@ class Observed:
             np.array(numbers, dtype=int),
             np.array(ranks, dtype=int),
             model,
-            [_exchange_off(profile, exchange) for profile in profiles],
+            ExchangeErrors.of(profiles, exchange),
         )
 
     def rows(self, eras: Sequence[int], table_T2: np.ndarray | None) -> tuple[Rows, np.ndarray, np.ndarray]:
@@ -185,29 +185,6 @@ class Observed:
         noise_NN = np.outer(noise_N, noise_N) * np.where(np.eye(2 * count, dtype=bool), 1.0, 0.5 * together)
         return rows, off_N2.T.ravel(), noise_NN
 
-    def _exchange_rows(self, eras: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(values, noise, [N, 4] stage, rank, era, profile)."""
-        values, noise, keys = [], [], []
-        for number, off_W2 in enumerate(self.exchange_off):
-            for rank, stage in zip(*np.nonzero(np.isfinite(off_W2)), strict=True):
-                values.append(off_W2[rank, stage])
-                noise.append(self.profiles[number].noise / IQR_OF_NORMAL)
-                keys.append((stage, rank, eras[number], number))
-        return np.array(values), np.array(noise), np.array(keys, dtype=int).reshape(-1, 4)
-
-    def exchange_posterior(self, eras: Sequence[int], spreads: Spreads) -> Posterior:
-        values, noise, keys = self._exchange_rows(eras)
-        covariance = exchange_covariance(keys, keys, spreads)
-        return condition(covariance + np.diag(noise**2 + spreads.noise**2), values)
-
-    def exchange_factors(self, eras: Sequence[int], spreads: Spreads) -> dict[int, tuple[float, float]]:
-        """Log factors of each rank's exchanges, now."""
-        world_size = self.profiles[-1].plan.world_size
-        wanted = np.array([(stage, rank, eras[-1], -1) for rank in range(world_size) for stage in (0, 1)])
-        _, _, keys = self._exchange_rows(eras)
-        mean = self.exchange_posterior(eras, spreads).mean(exchange_covariance(wanted, keys, spreads))
-        return {rank: (float(f), float(b)) for rank, (f, b) in enumerate(mean.reshape(-1, 2))}
-
 
 def _of_kinds(
     kinds: Sequence[tuple[Sequence[TableConfig], Sequence[TableStats]]],
@@ -245,12 +222,3 @@ def _since_the_first(log_data: Sequence[np.ndarray], num_tables: int) -> np.ndar
     first = all_KR2[::-1][known.argmax(axis=0), np.arange(num_tables)]
     away_KR2 = np.nan_to_num(all_KR2 - first)
     return away_KR2 / np.sqrt(1 + (away_KR2 / FAR) ** 2)
-
-
-def _exchange_off(profile: StepProfile, exchange: ExchangeModel) -> np.ndarray:
-    sample = comms_of(profile)
-    predicted_2 = exchange.ms(np.array(sample.dims, dtype=np.float64), profile.batch_size, profile.hosts)
-    measured_W4 = stages_W4(profile.ranks)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        off: np.ndarray = np.log(measured_W4[:, EXCHANGE] / predicted_2)
-    return off
