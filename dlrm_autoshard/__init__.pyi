@@ -5,11 +5,11 @@ from .costs import StepProfile as StepProfile
 from .data.batch import Batch as Batch
 from .data.resolve_tables import TableRows as TableRows
 from .data.resolve_tables import resolve_tables as resolve_tables
-from .distributed.bags import SGD as SGD
-from .distributed.bags import Adagrad as Adagrad
-from .distributed.bags import Adam as Adam
-from .distributed.bags import RowwiseAdagrad as RowwiseAdagrad
 from .distributed.bags import ShardedEmbeddingBags as ShardedEmbeddingBags
+from .distributed.table_optimizers import SGD as SGD
+from .distributed.table_optimizers import Adagrad as Adagrad
+from .distributed.table_optimizers import Adam as Adam
+from .distributed.table_optimizers import RowwiseAdagrad as RowwiseAdagrad
 from .model.dlrm import DenseArch as DenseArch
 from .plan import Constraints as Constraints
 from .plan import PlanError as PlanError

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dlrm_autoshard.autoshard.autoshard import Autoshard
-from dlrm_autoshard.distributed.bags import SGD, ShardedEmbeddingBags
+from dlrm_autoshard.distributed.bags import ShardedEmbeddingBags
+from dlrm_autoshard.distributed.table_optimizers import SGD
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig

@@ -17,7 +17,7 @@ from dlrm_autoshard.benchmarks.harness import median_with_interval, on_pinned_ra
 from dlrm_autoshard.benchmarks.planner_quality import Cell
 from dlrm_autoshard.config import parse_sections
 from dlrm_autoshard.costs import step_cost_ms
-from dlrm_autoshard.distributed.bags import runtime_of
+from dlrm_autoshard.distributed.runtime import runtime_of
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.probe.rank_probe import RankProbe
 

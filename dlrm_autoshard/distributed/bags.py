@@ -25,28 +25,11 @@ from dlrm_autoshard.distributed.id_distribution import LocalIds
 from dlrm_autoshard.distributed.movable import ArrivedIds
 from dlrm_autoshard.distributed.reshard import ReshardStats, reshard
 from dlrm_autoshard.distributed.runtime import runtime_of
+from dlrm_autoshard.distributed.saved_parts import assembled
 from dlrm_autoshard.distributed.stage_clock import StageClock
+from dlrm_autoshard.distributed.table_optimizers import RowwiseAdagrad
 from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
 from dlrm_autoshard.tables import Shard, TableConfig
-
-
-def RowwiseAdagrad(lr: float = 0.02, eps: float = 1e-8, per_part: bool = False) -> TableOptimizerConfig:
-    """One sum of squared gradients a row. per_part: of a split table, a row and part; else no table can be split."""
-    return TableOptimizerConfig(name="rowwise_adagrad", lr=lr, eps=eps, per_part=per_part)
-
-
-def Adagrad(lr: float = 0.02, eps: float = 1e-8) -> TableOptimizerConfig:
-    """One sum of squared gradients an element."""
-    return TableOptimizerConfig(name="adagrad", lr=lr, eps=eps)
-
-
-def SGD(lr: float = 0.02) -> TableOptimizerConfig:
-    return TableOptimizerConfig(name="sgd", lr=lr)
-
-
-def Adam(lr: float = 0.001, eps: float = 1e-8) -> TableOptimizerConfig:
-    """On GPUs only: fbgemm has no CPU kernel for it."""
-    return TableOptimizerConfig(name="adam", lr=lr, eps=eps)
 
 
 class ShardedEmbeddingBags(nn.Module):
@@ -205,7 +188,7 @@ class ShardedEmbeddingBags(nn.Module):
         rest = {key: value for key, value in state_dict.items() if key[len(prefix) :] not in theirs}
         super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)
         for name, value in own.items():
-            saved = _assembled(theirs, name, value)
+            saved = assembled(theirs, name, value)
             if saved is None:
                 missing.append(prefix + name)
             elif saved.shape != value.shape:
@@ -214,27 +197,6 @@ class ShardedEmbeddingBags(nn.Module):
                 value.copy_(saved)
 
     # -- how -----------------------------------------------------------------------------------------------------------
-
-
-def _assembled(saved: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor | None:
-    """A shard's tensor, from whatever columns of its table were saved; None where there are none. What is kept a row
-    is the parts' mean, by columns."""
-    owner, _, tensor = name.rpartition(".")
-    wanted, parts = Shard.parse(owner), {}
-    for key, value in saved.items():
-        own, _, of = key.rpartition(".")
-        shard = Shard.parse(own)
-        if key == name or (of == tensor and like.dim() == 1 and shard == Shard(wanted.table)):
-            return value
-        if of == tensor and shard & wanted is not None:
-            parts[shard.columns or (0, value.shape[1])] = value
-    if not parts:
-        return None
-    start, stop = wanted.columns or (0, max(last for _, last in parts))
-    cuts = {(first, last): (max(first, start), min(last, stop)) for first, last in sorted(parts)}
-    if like.dim() == 1:
-        return torch.stack([parts[own] * ((b - a) / (stop - start)) for own, (a, b) in cuts.items()]).sum(0)
-    return torch.cat([parts[own][:, a - own[0] : b - own[0]] for own, (a, b) in cuts.items()], 1)
 
 
 class _Lookup(torch.autograd.Function):
