@@ -1,24 +1,21 @@
 """Do the planner's plans cost less than the heuristics', measured, on tasks whose tables the planner never saw?
 
-    python -m dlrm_autoshard.benchmarks.planner_quality --rows rows.jsonl --cell 50x4 --seconds 100     # in slices
-    python -m dlrm_autoshard.benchmarks.planner_quality --rows rows.jsonl --record planner-quality.json
-
-Rows keep every round; `planner_quality_record` makes figures.
+Some minutes a task, so rows are kept in runs/planner-quality, with every round and the commit: the benchmark goes on
+where it was stopped, and what was done till then has its record. `planner_quality_record` makes figures of rows.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.benchmarks.harness import commit, finish
+from dlrm_autoshard.benchmarks.harness import STATE, commit
 from dlrm_autoshard.benchmarks.measured_exchanges import exchange_ms
 from dlrm_autoshard.benchmarks.planner_quality_record import ADDED_UP, LEARNED, SPLIT, summarise
 from dlrm_autoshard.costs import PLANNED_STAGES, step_cost_ms
@@ -33,9 +30,10 @@ from dlrm_autoshard.planner.task_costs import TaskCosts
 from dlrm_autoshard.probe.calibration import start_costs
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.shipped_costs import start_warm
+from dlrm_autoshard.records.jsonl import append_jsonl, read_jsonl
 
 TITLE = "measured cost of the planner's plans against every heuristic's, on unseen tables"
-ROUGH_TIME = "5 h, better in slices (quick: 5 min)"
+ROUGH_TIME = "5 h; goes on where it was stopped (quick: 5 min)"
 
 CELLS = ((20, 2), (20, 4), (20, 8), (50, 2), (50, 4), (50, 8), (100, 2), (100, 4), (100, 8))
 BATCH_SIZE = 2048
@@ -63,8 +61,24 @@ def run(quick: bool) -> dict[str, Any]:
     _use_one_core(max(os.sched_getaffinity(0)))
     cells = [Cell(20, 4)] if quick else [Cell(*cell) for cell in CELLS]
     tasks = 3 if quick else 20
-    rows = [measure_task(cell, index) for cell in cells for index in range(tasks)]
+    rows = rows_of(Path(f"runs/planner-quality{'-quick' if quick else ''}/rows.jsonl"), cells, tasks)
     return summarise(rows, list(map(str, cells)), tasks)
+
+
+def rows_of(kept: Path, cells: Sequence[Cell], tasks: int) -> list[dict[str, Any]]:
+    """Measures what is not kept yet, a task of each cell after the other, so that all cells have about as many."""
+    rows = [row for row in read_jsonl(kept) if row["state"] == STATE]
+    done = {(row["cell"], row["task"]) for row in rows}
+    try:
+        for index in range(tasks):
+            for cell in cells:
+                if (str(cell), index) not in done:
+                    rows.append({"state": STATE, **measure_task(cell, index)})
+                    append_jsonl(kept, rows[-1])
+                    print(f"{cell}, task {index}: {rows[-1]['seconds']:.0f} s", flush=True)
+    except KeyboardInterrupt:
+        print(f"Stopped. What was done lies in {kept}; the same command goes on there.", flush=True)
+    return rows
 
 
 def measure_task(cell: Cell, index: int) -> dict[str, Any]:
@@ -179,37 +193,3 @@ def _warm(algorithm: str) -> Planner:
     planner = Planner(algorithm, seed=0)
     start_warm(planner, hardware_fingerprint())
     return planner
-
-
-def main() -> None:
-    """One cell, in slices: appends a row for each task to `--rows` until `--seconds` are over."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--cell", default="20x4", help="tables x devices")
-    parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--record", type=Path, help="write the benchmark's record of all rows here; measures nothing")
-    parser.add_argument("--tasks", type=int, default=20)
-    parser.add_argument("--seconds", type=float, default=100.0)
-    parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
-    arguments = parser.parse_args()
-    if arguments.record:
-        rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
-        outcome = summarise(rows, [str(Cell(*cell)) for cell in CELLS], arguments.tasks)
-        record = finish("planner-quality", False, outcome, sum(row["seconds"] for row in rows))
-        arguments.record.parent.mkdir(parents=True, exist_ok=True)
-        arguments.record.write_text(json.dumps(record, indent=1) + "\n")
-        return
-    _use_one_core(arguments.core)
-    cell = Cell(*(int(part) for part in arguments.cell.split("x")))
-    deadline = time.monotonic() + arguments.seconds
-    rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()] if arguments.rows.exists() else []
-    done = {row["task"] for row in rows if row["cell"] == str(cell)}
-    for index in range(arguments.tasks):
-        if index not in done and time.monotonic() < deadline:
-            with arguments.rows.open("a") as file:
-                file.write(json.dumps(measure_task(cell, index)) + "\n")
-            done.add(index)
-    print(f"{cell}: {len(done)} of {arguments.tasks} tasks measured")
-
-
-if __name__ == "__main__":
-    main()
