@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dlrm_autoshard.benchmarks import planner_quality
-from dlrm_autoshard.benchmarks.planner_quality import Cell, rows_of
 from dlrm_autoshard.benchmarks.planner_quality_record import ADDED_UP, LEARNED, SPLIT, summarise
 from dlrm_autoshard.planner.greedy import KEYS
 
@@ -94,20 +91,3 @@ def test_it_names_the_cells_in_which_nothing_can_be_told_and_how_exchanges_were_
     assert len(told) == 2 and all(note.startswith("20x2: ") for note in told)
     assert "20x2: compute measured, exchange measured on real ranks; of commits abc1234" in notes
     assert "20x8: compute measured, exchange modelled in 8 of 8 tasks; of commits None" in notes
-
-
-def test_it_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int]] = []
-
-    def measure_task(cell: Cell, index: int) -> dict[str, Any]:
-        asked.append((str(cell), index))
-        if len(asked) == 3:
-            raise KeyboardInterrupt
-        return row(str(cell), index, {})
-
-    monkeypatch.setattr(planner_quality, "measure_task", measure_task)
-    cells, kept = [Cell(20, 2), Cell(50, 2)], tmp_path / "runs" / "rows.jsonl"
-    assert len(rows_of(kept, cells, 2)) == 2
-    again = rows_of(kept, cells, 2)
-    assert asked[3:] == [("20x2", 1), ("50x2", 1)], "what was interrupted, once more, and the rest"
-    assert sorted((row["cell"], row["task"]) for row in again) == sorted({*asked})

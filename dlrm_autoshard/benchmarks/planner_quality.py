@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.benchmarks.harness import STATE, commit
 from dlrm_autoshard.benchmarks.measured_exchanges import exchange_ms
 from dlrm_autoshard.benchmarks.planner_quality_record import ADDED_UP, LEARNED, SPLIT, summarise
+from dlrm_autoshard.benchmarks.slices import in_slices
 from dlrm_autoshard.costs import PLANNED_STAGES, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.greedy import KEYS
@@ -30,7 +29,6 @@ from dlrm_autoshard.planner.task_costs import TaskCosts
 from dlrm_autoshard.probe.calibration import start_costs
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.shipped_costs import start_warm
-from dlrm_autoshard.records.jsonl import append_jsonl, read_jsonl
 
 TITLE = "measured cost of the planner's plans against every heuristic's, on unseen tables"
 ROUGH_TIME = "5 h; goes on where it was stopped (quick: 5 min)"
@@ -59,26 +57,14 @@ class Cell:
 
 def run(quick: bool) -> dict[str, Any]:
     _use_one_core(max(os.sched_getaffinity(0)))
-    cells = [Cell(20, 4)] if quick else [Cell(*cell) for cell in CELLS]
+    cells = {str(cell): cell for cell in ([Cell(20, 4)] if quick else [Cell(*cell) for cell in CELLS])}
     tasks = 3 if quick else 20
-    rows = rows_of(Path(f"runs/planner-quality{'-quick' if quick else ''}/rows.jsonl"), cells, tasks)
-    return summarise(rows, list(map(str, cells)), tasks)
-
-
-def rows_of(kept: Path, cells: Sequence[Cell], tasks: int) -> list[dict[str, Any]]:
-    """Measures what is not kept yet, a task of each cell after the other, so that all cells have about as many."""
-    rows = [row for row in read_jsonl(kept) if row["state"] == STATE]
-    done = {(row["cell"], row["task"]) for row in rows}
-    try:
-        for index in range(tasks):
-            for cell in cells:
-                if (str(cell), index) not in done:
-                    rows.append({"state": STATE, **measure_task(cell, index)})
-                    append_jsonl(kept, rows[-1])
-                    print(f"{cell}, task {index}: {rows[-1]['seconds']:.0f} s", flush=True)
-    except KeyboardInterrupt:
-        print(f"Stopped. What was done lies in {kept}; the same command goes on there.", flush=True)
-    return rows
+    rows = in_slices(
+        None if quick else Path("runs/planner-quality/rows.jsonl"),
+        [(name, index) for index in range(tasks) for name in cells],  # all cells have about as many
+        lambda name, index: measure_task(cells[name], index),
+    )
+    return summarise(rows, list(cells), tasks)
 
 
 def measure_task(cell: Cell, index: int) -> dict[str, Any]:
@@ -155,7 +141,6 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
                     row[1], row[2] = round(there, 4), round(back, 4)
     return {
         "cell": str(cell),
-        "commit": commit(),
         "exchange": "measured" if real else "modelled",
         "task": index,
         "stages_ms": stages,  # algorithm: rounds x ranks x PLANNED_STAGES

@@ -1,0 +1,38 @@
+"""Benchmarks in slices: what was measured is not measured again, and what is missing is left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from dlrm_autoshard.benchmarks.harness import STATE
+from dlrm_autoshard.benchmarks.slices import Key, in_slices
+
+
+def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    asked: list[Key] = []
+
+    def measure(name: str, number: int) -> dict[str, float]:
+        asked.append((name, number))
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return {"ms": 1.5 * number}
+
+    wanted: list[Key] = [(name, number) for number in (1, 2) for name in ("a", "b")]
+    kept = tmp_path / "runs" / "rows.jsonl"
+    assert len(in_slices(kept, wanted, measure)) == 2
+    rows = in_slices(kept, wanted, measure)
+    assert asked == [*wanted[:3], *wanted[2:]], "what was interrupted once more, and the rest"
+    assert {tuple(row["of"]): row["ms"] for row in rows} == {key: 1.5 * int(key[1]) for key in wanted}
+    assert in_slices(kept, wanted[:1], measure)[0]["of"] == ["a", 1] and len(asked) == 5, "others are left out"
+
+
+def test_rows_of_another_state_of_the_code_are_measured_again(tmp_path: Path) -> None:
+    kept = tmp_path / "rows.jsonl"
+    kept.write_text(json.dumps({"schema": 1, "state": STATE - 1, "of": ["a"], "ms": 7}) + "\n")
+    assert [row["ms"] for row in in_slices(kept, [("a",)], lambda _: {"ms": 8})] == [8]
+
+
+def test_nothing_is_kept_where_nobody_says_where() -> None:
+    for ms in (8, 9):
+        assert [row["ms"] for row in in_slices(None, [("a",)], lambda _, ms=ms: {"ms": ms})] == [ms]
