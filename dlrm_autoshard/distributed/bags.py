@@ -150,9 +150,16 @@ class ShardedEmbeddingBags(nn.Module):
             pooled: Tensor = _Lookup.apply(anchor, self, local)
         else:
             looked_up = self.sharded.lookup(local, training=False).detach()
-            pooled = self.sharded.in_output_order(self.sharded.send_pooled(looked_up).wait())
-        pooled = pooled if self._columns is None else pooled.index_select(1, self._columns)
+            pooled = self._as_given(self.sharded.in_output_order(self.sharded.send_pooled(looked_up).wait()))
         return pooled if self.sharded.tables == self.tables else self._inputs.means(pooled, batch.lengths_TB)
+
+    def _as_given(self, pooled_BD: Tensor) -> Tensor:
+        """Columns in the tables' order."""
+        return pooled_BD if self._columns is None else pooled_BD.index_select(1, self._columns[0])
+
+    def _as_exchanged(self, gradient_BD: Tensor) -> Tensor:
+        """And back."""
+        return gradient_BD if self._columns is None else gradient_BD.index_select(1, self._columns[1])
 
     # -- checkpoints: keys that no plan changes ------------------------------------------------------------------------
 
@@ -209,7 +216,7 @@ class _Lookup(torch.autograd.Function):
             local = sharded.lookup(ids)
         clock.barrier("fwd_comms")
         with clock.stage("fwd_comms"):
-            pooled = sharded.in_output_order(sharded.send_pooled(local).wait())
+            pooled = bags._as_given(sharded.in_output_order(sharded.send_pooled(local).wait()))
         ctx.bags, ctx.edge = bags, get_gradient_edge(local)  # type: ignore[attr-defined]
         bags._between.enter_context(clock.stage("dense_fwd"))
         return pooled
@@ -221,7 +228,8 @@ class _Lookup(torch.autograd.Function):
         bags._between.close()
         clock.barrier("bwd_comms")
         with clock.stage("bwd_comms"):  # a mean over ranks, as DDP takes it of the dense part's
-            arrived = sharded.send_gradients((gradient_BD / sharded.world_size).contiguous()).wait()
+            gradient_BD = bags._as_exchanged(gradient_BD / sharded.world_size)
+            arrived = sharded.send_gradients(gradient_BD.contiguous()).wait()
         with clock.stage("bwd_compute"):
             sharded.update(ctx.edge, arrived)  # type: ignore[attr-defined]
         return None, None, None
@@ -229,9 +237,13 @@ class _Lookup(torch.autograd.Function):
 
 def _columns_as_given(
     tables: Sequence[TableConfig], output: Sequence[TableConfig], device: torch.device
-) -> Tensor | None:
-    """Where each given column lies in the exchange's output; None where they lie in one order."""
+) -> tuple[Tensor, Tensor] | None:
+    """Where each given column lies in the exchange's output, and each of those among the given; None where they lie in
+    one order. Both, for what autograd makes of the first adds column by column."""
     names = [table.name for table in output]
     starts = dict(zip(names, itertools.accumulate((t.embedding_dim for t in output), initial=0), strict=False))
     columns = [starts[table.name] + i for table in tables for i in range(table.embedding_dim)]
-    return None if columns == list(range(len(columns))) else torch.tensor(columns, device=device)
+    if columns == list(range(len(columns))):
+        return None
+    there = torch.tensor(columns, device=device)
+    return there, there.argsort()
