@@ -109,8 +109,8 @@ def run_benchmark(name: str, quick: bool) -> dict[str, Any]:
 def finish(name: str, quick: bool, outcome: dict[str, Any], seconds: float, load_before: float = 0.0) -> dict[str, Any]:
     """The whole record. load_before: the load average when the benchmark began, which is other work's.
 
-    `found` has "figures" ({name: number}), "targets" ({name: ">= 1.0"}), "spread" ({name: [low, high]}) and, if there
-    are any, "notes" (sentences).
+    outcome has "figures" ({name: number}), "targets" ({name: ">= 1.0"}), "spread" ({name: [low, high]}) and, if there
+    are any, "notes" (sentences) and "measured_at" (commits of what was measured in earlier starts, too).
     """
     figures, targets, spread = outcome["figures"], outcome.get("targets", {}), outcome.get("spread", {})
     cores = len(os.sched_getaffinity(0))
@@ -132,6 +132,7 @@ def finish(name: str, quick: bool, outcome: dict[str, Any], seconds: float, load
         "reservations": reservations,
         "spread": spread,
         "notes": outcome.get("notes", []),
+        "measured_at": outcome.get("measured_at") or [commit()],
         "seconds": round(seconds, 1),
         "environment": environment() | {"load_before": round(load_before, 2)},
     }

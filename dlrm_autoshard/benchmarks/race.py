@@ -16,18 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.benchmarks.harness import STATE, BenchError, median_with_interval, paired_ratio
+from dlrm_autoshard.benchmarks.harness import STATE, BenchError, commit, median_with_interval, paired_ratio
 from dlrm_autoshard.benchmarks.plans_in_turns import recovered
 from dlrm_autoshard.benchmarks.race_arms import ARMS, DECIDES_EVERY, missing_peer, run_arm
 from dlrm_autoshard.benchmarks.race_picture import Runs, page, panels
 from dlrm_autoshard.benchmarks.race_turns import steps_in_turns
 from dlrm_autoshard.benchmarks.race_worlds import QUICK, WORLDS, Scale, World, WorldName
+from dlrm_autoshard.benchmarks.slices import commits
 
 TITLE = "whole jobs, with resharding and without, clairvoyant, and TorchRec's, in six worlds: seconds, start to end"
 ROUGH_TIME = "some hours; goes on where it was stopped (quick: 1 min)"
 SEEDS, LEAST_GAIN = 5, 0.05
 REPLAYED = ("round_robin", "heuristic", "planned", "loop", "clairvoyant")
-CLOCKS = {"seconds": "", "steps_seconds": ", steps alone"}
+CLOCKS = {"seconds": "", "steps_seconds": ", steps alone", "net_seconds": ", steps and what resharding took"}
 WORST = "worst run: loop on / loop off"
 RATIOS = (
     ("loop on / loop off", "loop", "planned"),
@@ -87,7 +88,7 @@ def _run_missing(world: World, arms: Sequence[str], place: Path, runs: dict[str,
             found = run_arm(arm, world, place)
         except BenchError as error:
             found = {"missing": str(error)}
-        runs[arm] = {**found, "state": STATE}
+        runs[arm] = {**found, "state": STATE, "commit": commit()}
         saved.write_text(json.dumps(runs[arm]))
         print(f"{world.name}, seed {world.seed}, {arm}: {found.get('missing') or found['seconds']}", flush=True)
     again = [arm for arm in REPLAYED if "seconds" in runs.get(arm, {})]
@@ -96,6 +97,10 @@ def _run_missing(world: World, arms: Sequence[str], place: Path, runs: dict[str,
         for arm, seconds in steps_in_turns(world, place, again).items():
             runs[arm]["steps_seconds"] = median(seconds)
             (place / f"{arm}.json").write_text(json.dumps(runs[arm]))
+    for run in runs.values():
+        if "steps_seconds" in run:
+            resharding = run["deciding_seconds"] + run["moving_seconds"]
+            run["net_seconds"] = run["steps_seconds"] + run["phases_seconds"].get("planning", 0.0) + resharding
     shutil.rmtree(place / "data", ignore_errors=True)  # gibibytes, and drawn again in a minute
 
 
@@ -154,10 +159,12 @@ def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
     notes.append("seconds: from the process's start to the last step; interval: 95%, over seeds")
     notes.append(
         "steps alone: the same plans over the same data in turns within one job, without start, decisions and moves; "
-        "jobs one after the other differ by some percent under one plan"
+        "jobs one after the other differ by some percent under one plan. What resharding took: planning, deciding and "
+        "moving, of the jobs, added to that"
     )
     notes.append(f"loop on decides every {DECIDES_EVERY} steps (reshard.every_steps); all else is by default")
-    return {"figures": figures, "targets": targets, "spread": spread, "notes": notes}
+    runs = [run for by_seed in done.values() for by_arm in by_seed.values() for run in by_arm.values()]
+    return {"figures": figures, "targets": targets, "spread": spread, "notes": notes, "measured_at": commits(runs)}
 
 
 def _compare(

@@ -81,20 +81,26 @@ WORLDS = {
     "tight": "nothing; memory a twentieth above an even share",
 }
 ARMS = ("planned", "loop", "clairvoyant", "torchrec")
-RATIOS = ("loop on / loop off", "torchrec / loop on")
-CLOCKS, LITTLE = ("", ", steps alone"), "of {:.1%}: too little"
+NET = ", steps and what resharding took"
+RATIOS = ("loop on / loop off", f"loop on / loop off{NET}", "torchrec / loop on")
+SHARES = {"recovered": "", f"recovered of all seeds' seconds{NET}": NET}
+LITTLE = "of {:.1%}: too little"
 WORLDS_HEAD = (
     "| what changes | static plan, s | with resharding, s | clairvoyant, s | TorchRec, s | with / static "
-    "| TorchRec / with | recovered | of the steps alone | moves, back |"
+    "| in turns | TorchRec / with | recovered | in turns | moves, back |"
 )
 
 
 def objections(record: Mapping[str, Any]) -> list[str]:
     """Why a record's figures cannot stand in the README."""
-    commit = record["environment"].get("commit") or "+"
     found = [] if record.get("state") == STATE else [f"it is of state {record.get('state')}, not {STATE}"]
-    found += ["it is not of a clean commit"] if commit.endswith("+") else []
+    found += ["it is not of a clean commit"] if any(commit.endswith("+") for commit in commits_of(record)) else []
     return [*found, *record.get("reservations", [])]
+
+
+def commits_of(record: Mapping[str, Any]) -> list[str]:
+    """At which it was measured; "+" for one that nobody knows."""
+    return record.get("measured_at") or [record["environment"].get("commit") or "+"]
 
 
 def rewrite(readme: Path, results: Path = RESULTS) -> str:
@@ -121,8 +127,8 @@ def table(results: Path = RESULTS) -> tuple[str, list[str]]:
             continue
         measured = cell(record, row.figure)
         target, verdict = record["targets"].get(row.figure, ""), record["verdicts"].get(row.figure, "")
-        commit = record["environment"]["commit"]
-        lines.append(f"| {row.what} | `bench {row.benchmark}` | {measured} | {target} | {verdict} | {commit} |")
+        at = ", ".join(commits_of(record))
+        lines.append(f"| {row.what} | `bench {row.benchmark}` | {measured} | {target} | {verdict} | {at} |")
     head = ["| what | command | measured (95%) | target | | commit |", "| --- | --- | --- | --- | --- | --- |"]
     text = [*head, *lines] if lines else []
     for name in RACES:
@@ -136,25 +142,26 @@ def table(results: Path = RESULTS) -> tuple[str, list[str]]:
 def worlds(name: str, record: Mapping[str, Any]) -> list[str]:
     """A race's worlds, a line each: its arms' medians, ratios, what was recovered of a clairvoyant's gain."""
 
-    def judged(figure: str) -> str:
-        verdict = record["verdicts"].get(figure)
-        return cell(record, figure) + (f", {verdict}" if verdict else "")
+    figures, verdicts = record["figures"], record["verdicts"]
+
+    def judged(figure: str, *, spread: bool = True) -> str:
+        if figure not in figures and figure not in verdicts:
+            return ""
+        return cell(record, figure, spread=spread) + (f", {verdicts[figure]}" if figure in verdicts else "")
 
     lines = []
     for world, what in WORLDS.items():
-        if f"{world}: loop seconds" not in record["figures"]:
+        if f"{world}: loop seconds" not in figures:
             continue
-        seconds = [cell(record, f"{world}: {arm} seconds", spread=False) for arm in ARMS]
-        ratios = [judged(f"{world}: {key}") for key in RATIOS]
-        ratios += [
-            judged(f"{world}: recovered{clock}")
-            if f"{world}: recovered{clock}" in {**record["figures"], **record["targets"]}
-            else LITTLE.format(record["figures"].get(f"{world}: static / clairvoyant{clock}", 1) - 1)
-            for clock in CLOCKS
-        ]
-        moves, back = record["figures"][f"{world}: moves, roll-backs"]
-        lines.append(f"| {what} | {' | '.join([*seconds, *ratios])} | {moves}, {back} |")
-    head = [f"`bench {name}`, at {record['environment']['commit']}:", "", WORLDS_HEAD]
+        texts = [judged(f"{world}: {arm} seconds", spread=False) for arm in ARMS]
+        texts += [judged(f"{world}: {key}") for key in RATIOS]
+        for key, clock in SHARES.items():
+            gain = figures.get(f"{world}: static / clairvoyant{clock}")
+            share = judged(f"{world}: {key}")
+            texts.append(share if share or gain is None else LITTLE.format(gain - 1))
+        moves, back = figures[f"{world}: moves, roll-backs"]
+        lines.append(f"| {what} | {' | '.join(texts)} | {moves}, {back} |")
+    head = [f"`bench {name}`, at {', '.join(commits_of(record))}:", "", WORLDS_HEAD]
     return [*head, "| --- " * (WORLDS_HEAD.count("|") - 1) + "|", *lines]
 
 

@@ -6,7 +6,7 @@ rows[0]["of"], rows[0]["commit"]           # ["20x2", 0], at which that was meas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +34,8 @@ def in_slices(
     except KeyboardInterrupt:
         print(f"Stopped. What was measured lies in {kept or 'no file'}.", flush=True)
     return rows
+
+
+def commits(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """At which rows were measured."""
+    return sorted({str(row["commit"]) for row in rows if "commit" in row})
