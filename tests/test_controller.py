@@ -218,7 +218,7 @@ def test_a_straggler_is_relieved_and_gets_its_tables_back() -> None:
         job.cluster.slowdown = {}
         job.run(5)
         back.append(job.true_ms(job.plan) / healthy)
-    assert fmean(back) <= 1.05 and max(back) <= 1.08
+    assert fmean(back) <= 1.01 and max(back) <= 1.02, "at the worst under the plan that was left"
 
 
 def test_noise_moves_no_table_to_and_fro() -> None:

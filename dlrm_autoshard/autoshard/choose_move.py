@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, gains, moving
 from dlrm_autoshard.autoshard.partial_move import first_part
 from dlrm_autoshard.autoshard.payoff import (
@@ -71,6 +72,13 @@ class MoveChooser:
         self.config, self.planner, self.bytes_of, self.trigger = config, planner, bytes_of, trigger
         self.move_cost, self.history = MoveCost(), History()
         self.target: ShardingPlan | None = None  # of a move that is made in parts, and not yet at its end
+        self.left: list[ShardingPlan] = []  # live ones, the newest last: what they cost is known better than of others
+
+    def moved(self, old_plan: ShardingPlan, num_bytes: int, seconds: float, *, in_parts: bool) -> None:
+        """From that plan, which may be the best again when what changed is over."""
+        self.move_cost = self.move_cost.learned(num_bytes, seconds)
+        self.history.moved(old_plan, in_parts=in_parts)
+        self.left = [*(plan for plan in self.left if plan != old_plan), old_plan][-thresholds.MEMORY :]
 
     def choose(
         self,
@@ -111,6 +119,7 @@ class MoveChooser:
         candidates = [candidate.ordered(task.names) for candidate, _ in found]
         if self.target is not None and self.target != plan:
             candidates.append(self.target)
+        candidates += [left for left in self.left if left not in [plan, *candidates] and task.allows(left)]
         proposals = self.proposals(task, interval, plan, candidates)
         if not proposals:
             raise PlanError("no other plan is legal")
@@ -214,11 +223,13 @@ class MoveChooser:
 
     def state_dict(self) -> dict[str, Any]:
         target = None if self.target is None else self.target.to_json()
-        return {"history": asdict(self.history), "move_cost": asdict(self.move_cost), "target": target}
+        left = [plan.to_json() for plan in self.left]
+        return {"history": asdict(self.history), "move_cost": asdict(self.move_cost), "target": target, "left": left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.history, self.move_cost = History(**state["history"]), MoveCost(**state["move_cost"])
         self.target = None if state["target"] is None else ShardingPlan.from_json(state["target"])
+        self.left = [ShardingPlan.from_json(plan) for plan in state.get("left", [])]
 
 
 def _moved(base: Decision, proposal: Proposal, plan: ShardingPlan) -> Decision:

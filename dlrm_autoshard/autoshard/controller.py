@@ -87,8 +87,7 @@ class Controller:
         """The last decision has been carried out on all ranks."""
         decision, self._pending = self._pending, None
         assert decision is not None and decision.old_plan is not None, "there is no decision to carry out"
-        self.chooser.move_cost = self.chooser.move_cost.learned(num_bytes, seconds)
-        self.chooser.history.moved(decision.old_plan, in_parts=decision.part_of is not None)
+        self.chooser.moved(decision.old_plan, num_bytes, seconds, in_parts=decision.part_of is not None)
         decision = replace(decision, bytes_moved=num_bytes, move_seconds=seconds)
         if decision.action == "moved":
             self._unproven = decision
