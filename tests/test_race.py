@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 
 from dlrm_autoshard.benchmarks import race, race_arms, race_picture, race_turns
+from dlrm_autoshard.benchmarks.race_short import SHORT
 from dlrm_autoshard.benchmarks.race_simulated import EPOCHS, SimulatedWorld
 from dlrm_autoshard.benchmarks.race_worlds import WORLDS, Replayed, Scale, World, WorldName
 from dlrm_autoshard.benchmarks.recorded_cluster import RecordedCluster
 from dlrm_autoshard.config import TablesConfig, parse_config
 from dlrm_autoshard.data.custom import open_custom
-from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.pool import synthetic_pool
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.tables import TableStats
 
 TINY = Scale(tables=5, gib=0.01, batch=32, epochs=4, steps=6, distinct=2)
 
@@ -58,6 +62,15 @@ def test_its_data_are_the_phases_batches_over_and_over(name: WorldName, tmp_path
     table, start = 3, int(whole.lengths_TB[:3].sum() + whole.lengths_TB[3, :32].sum())
     begin, count = int(first.lengths_TB[:table].sum()), int(first.lengths_TB[table].sum())
     assert whole.values_N[start : start + count].equal(first.values_N[begin : begin + count])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_tight_world_has_a_plan(seed: int) -> None:
+    world = World("tight", seed, SHORT)
+    stats = [TableStats(float(pooling)) for pooling in world.pooling(0)]
+    limit = int((world.memory_gib or 0) * 2**30)
+    task = PlacementTask.build(world.tables, stats, Topology(2, memory_bytes=(limit, limit)), batch_size=2048)
+    assert task.allows(Planner("size_greedy").plan(task).plan)
 
 
 def finished(seconds: float, **more: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import Drift, SyntheticData, SyntheticTable
 from dlrm_autoshard.data.batch import Batch, Split
 from dlrm_autoshard.data.synthetic import SyntheticSource
-from dlrm_autoshard.tables import TableConfig, measure_table_stats
+from dlrm_autoshard.tables import TableConfig, TableStats, measure_table_stats, memory_bytes
 
 WorldName = Literal["calm", "abrupt", "gradual", "hot-ids", "straggler", "tight"]
 WORLDS: tuple[WorldName, ...] = ("calm", "abrupt", "gradual", "hot-ids", "straggler", "tight")
@@ -108,11 +108,15 @@ class World:
 
     @property
     def memory_gib(self) -> float | None:
-        """A twentieth more than an even share: round robin seldom meets it."""
+        """A fiftieth more than the fuller rank needs where tables are placed largest first: few plans meet it."""
         if self.name != "tight":
             return None
-        total = sum(t.weight_bytes + t.optimizer_bytes("rowwise_adagrad") for t in self.tables)
-        return round(1.05 * total / RANKS / 2**30, 4)
+        stats = [TableStats(float(pooling)) for pooling in self.pooling(0)]
+        needed = memory_bytes(self.tables, stats, "rowwise_adagrad", self.scale.batch * RANKS)
+        loads = [0] * RANKS
+        for size in sorted(needed.values(), reverse=True):
+            loads[loads.index(min(loads))] += size
+        return round(1.02 * max(loads) / 2**30, 4)
 
     def draw_data(self, folder: Path) -> None:
         samples = self.scale.distinct * self.scale.batch * RANKS

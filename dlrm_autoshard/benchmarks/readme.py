@@ -78,7 +78,7 @@ WORLDS = {
     "gradual": "pooling drifts every epoch",
     "hot-ids": "other rows become hot, pooling stays",
     "straggler": "half a core taken from one rank for a while",
-    "tight": "nothing; memory a twentieth above an even share",
+    "tight": "nothing; memory for few plans only",
 }
 ARMS = ("planned", "loop", "clairvoyant", "torchrec")
 NET = ", steps and what resharding took"
