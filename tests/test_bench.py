@@ -200,8 +200,8 @@ def test_a_race_is_a_table_of_worlds() -> None:
         "environment": {"commit": "abc1234"},
     }
     *_, head, rule, line = readme.worlds("race-short", record)
-    assert line.startswith("| pooling permuted once | 30 | 31 |  | 32 |  |  | not measured, missed |")
-    assert line.endswith("| 0.5 (0.4 to 0.6), missed | of 2.0%: too little | 3, 1 |")
+    assert line.startswith("| pooling permuted once | 30.0 | 31.0 |  | 32.0 |  |  | not measured, missed |")
+    assert line.endswith("| 0.500 (0.400 to 0.600), missed | of 2.0%: too little | 3, 1 |")
     assert head.count("|") == rule.count("|") == line.count("|")
 
 

@@ -19,7 +19,7 @@ WIDTH, HEIGHT = 560, 300
 COLORS = dict(zip(ARMS, ("#888", "#b8860b", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#17becf"), strict=True))
 NAMES = {"loop": "with resharding", "clairvoyant": "clairvoyant: planned anew at each change, for nothing"}
 PANEL_WIDTH, PANEL_HEIGHT, COLUMNS = 300, 190, 3
-LEFT, TOP = 40, 44
+LEFT, TOP = 40, 60
 Runs = Mapping[str, Mapping[int, Mapping[str, dict[str, Any]]]]
 """By world, seed and arm."""
 

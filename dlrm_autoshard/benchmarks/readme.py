@@ -84,7 +84,7 @@ ARMS = ("planned", "loop", "clairvoyant", "torchrec")
 NET = ", steps and what resharding took"
 RATIOS = ("loop on / loop off", f"loop on / loop off{NET}", "torchrec / loop on")
 SHARES = {"recovered": "", f"recovered of all seeds' seconds{NET}": NET}
-LITTLE = "of {:.1%}: too little"
+LITTLE, NOTHING = "of {:.1%}: too little", "within the noise"
 WORLDS_HEAD = (
     "| what changes | static plan, s | with resharding, s | clairvoyant, s | TorchRec, s | with / static "
     "| in turns | TorchRec / with | recovered | in turns | moves, back |"
@@ -147,7 +147,8 @@ def worlds(name: str, record: Mapping[str, Any]) -> list[str]:
     def judged(figure: str, *, spread: bool = True) -> str:
         if figure not in figures and figure not in verdicts:
             return ""
-        return cell(record, figure, spread=spread) + (f", {verdicts[figure]}" if figure in verdicts else "")
+        said = cell(record, figure, spread=spread, digits="#.3g") if figures.get(figure, 0) is not None else NOTHING
+        return said + (f", {verdicts[figure]}" if figure in verdicts else "")
 
     lines = []
     for world, what in WORLDS.items():
@@ -165,9 +166,11 @@ def worlds(name: str, record: Mapping[str, Any]) -> list[str]:
     return [*head, "| --- " * (WORLDS_HEAD.count("|") - 1) + "|", *lines]
 
 
-def cell(record: Mapping[str, Any], figure: str, *, spread: bool = True) -> str:
+def cell(record: Mapping[str, Any], figure: str, *, spread: bool = True, digits: str = ".3g") -> str:
     """'1.30 (1.22 to 1.34)'"""
     value, interval = record["figures"].get(figure), record["spread"].get(figure)
     if not isinstance(value, (int, float)):
         return "not measured"
-    return f"{value:.3g}" + (f" ({interval[0]:.3g} to {interval[-1]:.3g})" if interval and spread else "")
+    return f"{value:{digits}}" + (
+        f" ({interval[0]:{digits}} to {interval[-1]:{digits}})" if interval and spread else ""
+    )
