@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from dlrm_autoshard.autoshard.sampling import steps_of_part
-from dlrm_autoshard.config import Config
+from dlrm_autoshard.autoshard.change_watch import ChangeWatch
+from dlrm_autoshard.autoshard.sampling import Sampling, steps_of_part
+from dlrm_autoshard.config import Config, ProfileConfig
 from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
 from dlrm_autoshard.records.jsonl import read_jsonl
 from tests.ranks import run_ranks
@@ -49,9 +52,45 @@ def test_a_slower_rank_is_noticed_and_decided_on_in_mid_epoch(tmp_path: Path, ev
     assert [e.first_step for e in found] == [0, *(e.end_step for e in found[:-1])] and found[-1].end_step == STEPS
     after = [e for e in found if e.first_step >= SLOW_FROM]
     assert after and after[0].first_step <= SLOW_FROM + 8 + 3 * 2  # a usual sample, and some more of them
-    assert after[0].samples >= 8 and after[0].end_step < STEPS - 40
+    assert after[0].samples >= 4 and after[0].end_step < STEPS - 50
+    assert after[0].throughput < 0.75 * found[0].throughput  # of steps since the change, those before it was sure too
     first = next(d for d in records(run_dir, "decisions.jsonl") if d["step"] > SLOW_FROM)
     assert first["step"] == after[0].end_step and first["balance_gain"] > 0.1
+
+
+def due_steps(steps: int, changes_at: int, moved_at: int | None = None) -> list[int]:
+    """After which intervals of one long epoch end early; ranks wait for one another from the change on, and at each end
+    it is decided that tables stay, but once."""
+    sampling = Sampling(ProfileConfig(every_steps=20, warmup_steps=5), ChangeWatch(min_gain=0.02))
+    draw, samples, found = np.random.default_rng(0), 0, []
+    sampling.begin(0)
+    for step in range(steps):
+        if sampling.is_sampled(step):
+            stages_W4 = 5 * draw.lognormal(0, 0.03, (2, 4))
+            stages_W4[1] *= 1 + (step >= changes_at and moved_at not in found)
+            sampling.see(step + 1, stages_W4, float(stages_W4.max(axis=0).sum()))
+            samples += 1
+        if sampling.is_due(step + 1, samples):
+            carried = sampling.cut()
+            samples = carried or 0
+            if carried is None:
+                found.append(step + 1)
+                sampling.decided(step + 1, early=True, moved=step + 1 == moved_at)
+    return found
+
+
+def test_a_change_is_decided_on_soon_and_again_each_time_it_has_lasted_twice_as_long() -> None:
+    first, *later = due_steps(900, changes_at=300)
+    assert first - 300 <= 5 + 20 + 3 * 5  # warmth, the next usual sample, and three more of them
+    seen_at = next(step for step in range(301, 400) if (step - 1 - 5) % 20 == 0)
+    for before, now in itertools.pairwise([first, *later]):
+        assert 2 <= (now - seen_at) / (before - seen_at) < 2.4
+    assert len(later) >= 3
+
+
+def test_after_a_move_nothing_is_decided_on_until_something_changes() -> None:
+    first, *_ = due_steps(900, changes_at=300)
+    assert due_steps(900, changes_at=300, moved_at=first) == [first]
 
 
 def test_an_epoch_of_many_steps_is_decided_on_in_equal_parts() -> None:

@@ -26,7 +26,7 @@ class ChangeWatch:
 
     def settle(self) -> None:
         """What comes now is the usual, whatever was before."""
-        self._usual: deque[float] = deque(maxlen=2 * thresholds.SAMPLES_OF_CHANGE)
+        self._usual: deque[float] = deque(maxlen=4 * thresholds.SAMPLES_OF_CHANGE)
         self._unusual: list[float] = []
         self._sum = 0.0
 

@@ -12,7 +12,7 @@ import platform
 import resource
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,16 @@ from dlrm_autoshard.records.jsonl import append_jsonl
 from dlrm_autoshard.tables import TableStats
 
 
+@dataclass(frozen=True)
+class Carried:
+    """Of one interval, into the next: what showed a change. timed: sampled steps; samples: this rank's real ones of the
+    other steps, which took so many seconds."""
+
+    timed: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+
+
 class Intervals:
     """stats: what is known of the tables now. batch_size: over all ranks. resharding: None where tables stay."""
 
@@ -59,7 +69,8 @@ class Intervals:
         self._placement, self._run_dir = placement, run_dir
         self.batch_size = placement.task.batch_size
         self._observer = TableObserver(embeddings)
-        self._carried = 0  # sampled steps, from the last interval into this one
+        self._carried = Carried()
+        self._suspected = 0, 0.0  # samples and seconds up to the first step that suggested a change
         self.stats = placement.task.stats
         self.resharding: Resharding | None = None
         if reshards(settings, runtime.world_size):
@@ -82,11 +93,10 @@ class Intervals:
 
     def open(self, step: int) -> None:
         """After `close`, or a move: of what was timed before, only what showed a change is kept."""
-        self._clock.reset(keep=self._carried)
-        self.first_step, self._carried, self._timed = step, 0, self._clock.samples
-        self._samples = 0
-        self._paused = 0.0
-        self._started = time.perf_counter()
+        carried, self._carried, self._suspected = self._carried, Carried(), (0, 0.0)
+        self._clock.reset(keep=carried.timed)
+        self.first_step, self._timed, self._samples = step, self._clock.samples, carried.samples
+        self._paused, self._started = 0.0, time.perf_counter() - carried.seconds
 
     def is_sampled(self, step: int) -> bool:
         """Whether the stages of this step are timed, with barriers; such a step should have a whole batch."""
@@ -110,7 +120,8 @@ class Intervals:
             self._samples += samples
         if sampled and self._sampling.watches:
             by_rank = self._runtime.all_gather_numbers([*self._clock.last_ms(PLANNED_STAGES), self._clock.last_step_ms])
-            self._sampling.see(step, by_rank[:, :-1], float(by_rank[:, -1].max()))
+            if self._sampling.see(step, by_rank[:, :-1], float(by_rank[:, -1].max())):
+                self._suspected = self._samples, self._seconds
 
     def exclude(self, seconds: float) -> None:
         """Time that is not training (a checkpoint, an evaluation) inside the interval."""
@@ -124,9 +135,11 @@ class Intervals:
         number: of the epoch, or of the interval. early: because it `is_due`. None where nothing was measured, or no
         decision is due. Where decision.new_plan is set, tables have moved, and ids on their way have other owners now.
         """
+        samples, seconds = self._suspected
+        since = self._samples - samples, self._seconds - seconds
         record, profile, timed_SW4 = self._recorded(number, step)
-        if early and (carried := self._sampling.cut()) is not None:
-            self._carried = carried
+        if early and (timed := self._sampling.cut()) is not None:
+            self._carried = Carried(timed, *since)
             return record, None
         interval = None
         if record is not None and profile is not None:
@@ -145,11 +158,15 @@ class Intervals:
         """Of the last interval that ended because the ranks' times had changed: in what way."""
         return self._sampling.noticed
 
+    @property
+    def _seconds(self) -> float:
+        """Of training in this interval, so far."""
+        return time.perf_counter() - self._started - self._paused
+
     def _recorded(self, number: int, step: int) -> tuple[EpochProfile | None, StepProfile | None, np.ndarray]:
         """Each rank appends its own line; rank 0 the gathered one, and has a profile, and [S, W, 4] of each timed step,
         where steps were sampled."""
-        runtime, embeddings = self._runtime, self._embeddings
-        seconds = time.perf_counter() - self._started - self._paused
+        runtime, embeddings, seconds = self._runtime, self._embeddings, self._seconds
         plan, tables, batch_size = embeddings.plan, embeddings.tables, self.batch_size
         own = [shard for shard in shard_tables(tables, plan) if plan.rank_of[shard.name] == runtime.rank]
         mine = RankEpoch(

@@ -26,18 +26,18 @@ def steps_of_part(epoch: int, total: int) -> int:
 
 @dataclass
 class Change:
-    """at: the step after which it was first seen. decide_at: when it is decided on once more, after it was decided that
-    tables stay: what has lasted twice as long may pay for a dearer move."""
+    """at: the step after which it was first seen. decide_at: when it may be decided on; after a decision that tables
+    stay, when it has lasted twice as long: it may pay for a dearer move then, and more is known of it."""
 
     at: int
-    decide_at: int | None = None
+    decide_at: int = 0
 
 
 class Sampling:
     def __init__(self, profile: ProfileConfig, watch: ChangeWatch | None) -> None:
         """watch: None where intervals have their whole time."""
         self._profile, self._watch = profile, watch
-        self._begun = self._seen_at = 0
+        self._begun = self._seen_at = self._timed_at = 0
         self._change: Change | None = None  # in this interval
         self.noticed = ""  # of the last change, in words
 
@@ -46,19 +46,24 @@ class Sampling:
         self._begun = step
 
     def is_sampled(self, step: int) -> bool:
-        hurried = max(2, self._profile.every_steps // 4)
-        return self.in_rhythm(step) or (self._hurries and self._falls_on(step, hurried))
+        hurried = self._hurried(step)
+        return self.in_rhythm(step) or (hurried is not None and step + 1 >= self._timed_at + hurried)
 
     def in_rhythm(self, step: int) -> bool:
         """Whether it is sampled in any case."""
-        return self._falls_on(step, self._profile.every_steps)
+        return self._warm(step) and (step - self._begun - self._profile.warmup_steps) % self._profile.every_steps == 0
 
-    def see(self, step: int, stages_W4: np.ndarray, step_ms: float) -> None:
-        """Of a sampled step, after so many in all: as `ChangeWatch.see` takes it. Needed where it `watches`."""
-        if self._watch is not None:
-            self._watch.see(stages_W4, step_ms)
-            if self._watch.since == 1:
-                self._seen_at = step
+    def see(self, step: int, stages_W4: np.ndarray, step_ms: float) -> bool:
+        """Of a sampled step, after so many in all: as `ChangeWatch.see` takes it. Needed where it `watches`. Returned:
+        whether it is the first that suggests a change."""
+        self._timed_at = step
+        if self._watch is None:
+            return False
+        self._watch.see(stages_W4, step_ms)
+        first = self._watch.since == 1
+        if first:
+            self._seen_at = step
+        return first
 
     @property
     def watches(self) -> bool:
@@ -68,7 +73,7 @@ class Sampling:
         """After so many steps in all, of which this interval has timed `samples`."""
         if self._change is None:
             return self._watch is not None and self._watch.changed
-        return samples >= thresholds.SAMPLES_OF_CHANGE and step >= (self._change.decide_at or 0)
+        return samples >= thresholds.SAMPLES_OF_CHANGE and step >= self._change.decide_at
 
     def cut(self) -> int | None:
         """Where a change has just been seen: how many of the last sampled steps show it, which the next interval is to
@@ -91,12 +96,18 @@ class Sampling:
         elif self._change is not None:
             self._change.decide_at = step + (step - self._change.at)
 
-    @property
-    def _hurries(self) -> bool:
+    def _hurried(self, step: int) -> int | None:
+        """Steps from one sampled step to the next while a change is suspected, or has been seen: so few that each time
+        it has lasted twice as long enough of them are new."""
+        if not self._warm(step):
+            return None
         if self._change is not None:
-            return self._change.decide_at is None
-        return self._watch is not None and self._watch.suspects
+            return max(self._closest, (step - self._change.at) // (2 * thresholds.SAMPLES_OF_CHANGE))
+        return self._closest if self._watch is not None and self._watch.suspects else None
 
-    def _falls_on(self, step: int, every: int) -> bool:
-        due = step - self._begun - self._profile.warmup_steps
-        return self._profile.enabled and due >= 0 and due % every == 0
+    @property
+    def _closest(self) -> int:
+        return max(2, self._profile.every_steps // 4)
+
+    def _warm(self, step: int) -> bool:
+        return self._profile.enabled and step >= self._begun + self._profile.warmup_steps
