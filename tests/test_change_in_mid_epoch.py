@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +59,16 @@ def test_a_slower_rank_is_noticed_and_decided_on_in_mid_epoch(tmp_path: Path, ev
     assert first["step"] == after[0].end_step and first["balance_gain"] > 0.1
 
 
-def due_steps(steps: int, changes_at: int, moved_at: int | None = None) -> list[int]:
-    """After which intervals of one long epoch end early; ranks wait for one another from the change on, and at each end
-    it is decided that tables stay, but once."""
+def due_steps(slow: Callable[[int], float], moves_at: int | None = None) -> list[int]:
+    """After which intervals of an epoch of 900 steps end early. slow: times longer that the second rank takes for a
+    step; at each end but one it is decided that tables stay."""
     sampling = Sampling(ProfileConfig(every_steps=20, warmup_steps=5), ChangeWatch(min_gain=0.02))
     draw, samples, found = np.random.default_rng(0), 0, []
     sampling.begin(0)
-    for step in range(steps):
+    for step in range(900):
         if sampling.is_sampled(step):
             stages_W4 = 5 * draw.lognormal(0, 0.03, (2, 4))
-            stages_W4[1] *= 1 + (step >= changes_at and moved_at not in found)
+            stages_W4[1] *= slow(step)
             sampling.see(step + 1, stages_W4, float(stages_W4.max(axis=0).sum()))
             samples += 1
         if sampling.is_due(step + 1, samples):
@@ -75,22 +76,38 @@ def due_steps(steps: int, changes_at: int, moved_at: int | None = None) -> list[
             samples = carried or 0
             if carried is None:
                 found.append(step + 1)
-                sampling.decided(step + 1, early=True, moved=step + 1 == moved_at)
+                sampling.decided(step + 1, early=True, moved=step + 1 == moves_at)
     return found
 
 
+CHANGE = 300
+MOST_STEPS = 5 + 20 + 3 * 5
+"""Until a change is decided on: warmth, the next usual sample, and three more of them."""
+
+
 def test_a_change_is_decided_on_soon_and_again_each_time_it_has_lasted_twice_as_long() -> None:
-    first, *later = due_steps(900, changes_at=300)
-    assert first - 300 <= 5 + 20 + 3 * 5  # warmth, the next usual sample, and three more of them
-    seen_at = next(step for step in range(301, 400) if (step - 1 - 5) % 20 == 0)
+    first, *later = due_steps(lambda step: 2 if step >= CHANGE else 1)
+    assert first <= CHANGE + MOST_STEPS
+    seen_at = next(step for step in range(CHANGE + 1, CHANGE + 40) if (step - 1 - 5) % 20 == 0)
     for before, now in itertools.pairwise([first, *later]):
         assert 2 <= (now - seen_at) / (before - seen_at) < 2.4
     assert len(later) >= 3
 
 
-def test_after_a_move_nothing_is_decided_on_until_something_changes() -> None:
-    first, *_ = due_steps(900, changes_at=300)
-    assert due_steps(900, changes_at=300, moved_at=first) == [first]
+def test_after_a_move_nothing_is_decided_on_until_something_changes_and_that_soon_is() -> None:
+    first, *_ = due_steps(lambda step: 2 if step >= CHANGE else 1)
+    assert due_steps(lambda step: 2 if CHANGE <= step < first else 1, moves_at=first) == [first]
+    back = first + 4 * 5  # the balance after the move is known by then
+    _, second, *_ = due_steps(lambda step: 2 if CHANGE <= step < first or step >= back else 1, moves_at=first)
+    assert back < second <= back + MOST_STEPS
+
+
+def test_what_changes_right_after_a_decision_is_noticed_too() -> None:
+    decided = due_steps(lambda step: 1.5 if step >= CHANGE else 1)
+    late = decided[3]
+    assert decided[4] > late + 2 * MOST_STEPS  # when it would be decided on if nothing else happened
+    anew = due_steps(lambda step: 1 if step < CHANGE else 1.5 if step < late else 4)
+    assert anew[:4] == decided[:4] and anew[4] <= late + MOST_STEPS
 
 
 def test_an_epoch_of_many_steps_is_decided_on_in_equal_parts() -> None:

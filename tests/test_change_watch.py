@@ -66,3 +66,20 @@ def test_what_has_settled_is_the_usual() -> None:
     watch.settle()
     assert noticed_after(watch, steps(20, slow=2.0, seed=1)) is None
     assert noticed_after(watch, steps(5, slow=4.0, seed=2)) is not None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_change_right_after_one_that_was_settled_is_noticed_as_soon(seed: int) -> None:
+    watch = ChangeWatch(0.02)
+    noticed_after(watch, steps(20, seed=seed))
+    assert noticed_after(watch, steps(10, slow=1.5, seed=seed + 100)) is not None
+    noticed_after(watch, steps(4, slow=1.5, seed=seed + 200))
+    watch.settle()
+    assert noticed_after(watch, steps(10, slow=2.5, seed=seed + 300)) in (2, 3)
+
+
+def test_after_a_move_nothing_is_known_of_what_is_usual() -> None:
+    watch = ChangeWatch(0.02)
+    noticed_after(watch, steps(20))
+    watch.restart()
+    assert noticed_after(watch, steps(20, slow=2.0, seed=1)) is None

@@ -22,18 +22,24 @@ class ChangeWatch:
     def __init__(self, min_gain: float) -> None:
         """min_gain: part of a step; smaller changes are none."""
         self._least = max(min_gain, thresholds.USUAL_SCATTER)
-        self.settle()
+        self.restart()
 
-    def settle(self) -> None:
-        """What comes now is the usual, whatever was before."""
+    def restart(self) -> None:
+        """What comes now is the usual, whatever was before: tables have moved."""
         self._usual: deque[float] = deque(maxlen=4 * thresholds.SAMPLES_OF_CHANGE)
         self._unusual: list[float] = []
         self._sum = 0.0
 
+    def settle(self) -> None:
+        """What has been seen since the change, if it lasts, is the usual from now on: tables have stayed."""
+        known = self._unusual or list(self._usual)
+        self.restart()
+        self._usual.extend(known)
+
     def see(self, stages_W4: np.ndarray, step_ms: float) -> None:
         """A sampled step: ms of PLANNED_STAGES on each rank, and of the whole step."""
         gain = float(balance_gains(stages_W4, step_ms))
-        if len(self._usual) < thresholds.LEAST_SAMPLES:
+        if self.learns:
             self._usual.append(gain)
             return
         low, middle, high = np.quantile(self._usual, [0.25, 0.5, 0.75])
@@ -46,6 +52,11 @@ class ChangeWatch:
         else:
             self._usual.extend([*self._unusual, gain])
             self._unusual.clear()
+
+    @property
+    def learns(self) -> bool:
+        """Whether too little is known of what is usual."""
+        return len(self._usual) < thresholds.LEAST_SAMPLES
 
     @property
     def suspects(self) -> bool:

@@ -39,6 +39,7 @@ class Sampling:
         self._profile, self._watch = profile, watch
         self._begun = self._seen_at = self._timed_at = 0
         self._change: Change | None = None  # in this interval
+        self._moved = False  # since the job began
         self.noticed = ""  # of the last change, in words
 
     def begin(self, step: int) -> None:
@@ -71,14 +72,14 @@ class Sampling:
 
     def is_due(self, step: int, samples: int) -> bool:
         """After so many steps in all, of which this interval has timed `samples`."""
-        if self._change is None:
-            return self._watch is not None and self._watch.changed
+        if self._change is None or self._sees_another:
+            return self._sees_another
         return samples >= thresholds.SAMPLES_OF_CHANGE and step >= self._change.decide_at
 
     def cut(self) -> int | None:
         """Where a change has just been seen: how many of the last sampled steps show it, which the next interval is to
         be of. None where there is something to decide on."""
-        if self._watch is None or self._change is not None:
+        if self._watch is None or not self._sees_another:
             return None
         self._change, self.noticed = Change(self._seen_at), self._watch.text
         return self._watch.since
@@ -89,21 +90,31 @@ class Sampling:
 
     def decided(self, step: int, *, early: bool, moved: bool) -> None:
         """early: the interval ended before its time."""
-        if self._watch is not None and (moved or self._change is not None):
+        self._moved |= moved
+        if self._watch is not None and moved:
+            self._watch.restart()
+        elif self._watch is not None and self._change is not None:
             self._watch.settle()
         if moved or not early:
             self._change = None
         elif self._change is not None:
             self._change.decide_at = step + (step - self._change.at)
 
+    @property
+    def _sees_another(self) -> bool:
+        """A change, beside one that has been decided on."""
+        known = self._change is not None and self._change.decide_at == 0
+        return self._watch is not None and self._watch.changed and not known
+
     def _hurried(self, step: int) -> int | None:
-        """Steps from one sampled step to the next while a change is suspected, or has been seen: so few that each time
-        it has lasted twice as long enough of them are new."""
-        if not self._warm(step):
+        """Steps from one sampled step to the next where they are fewer than usual: while a change is suspected; after a
+        move, until it is known how ranks wait for one another now; and since a change, so that enough are new each time
+        it has lasted twice as long."""
+        if self._watch is None or not self._warm(step):
             return None
         if self._change is not None:
             return max(self._closest, (step - self._change.at) // (2 * thresholds.SAMPLES_OF_CHANGE))
-        return self._closest if self._watch is not None and self._watch.suspects else None
+        return self._closest if self._watch.suspects or (self._moved and self._watch.learns) else None
 
     @property
     def _closest(self) -> int:

@@ -28,11 +28,9 @@ Margin = tuple[int, int]
 
 
 def with_margin(pooled_BD: Tensor, margin: Margin) -> Tensor:
-    """[B, margin + D + margin], anything in the margins."""
-    before, after = margin
-    output = pooled_BD.new_empty(len(pooled_BD), before + pooled_BD.shape[1] + after)
-    output[:, before : before + pooled_BD.shape[1]] = pooled_BD
-    return output
+    """[B, margin + D + margin], anything in the margins. Its gradient is a view."""
+    before, after = (pooled_BD.new_empty(len(pooled_BD), columns) for columns in margin)
+    return torch.cat([before, pooled_BD, after], 1)
 
 
 def without_margin(output: Tensor, margin: Margin) -> Tensor:
