@@ -16,7 +16,7 @@ from typing import Any
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, gains, moving
-from dlrm_autoshard.autoshard.partial_move import first_part
+from dlrm_autoshard.autoshard.partial_move import first_part, paying_part
 from dlrm_autoshard.autoshard.payoff import (
     MoveCost,
     caution_after,
@@ -116,7 +116,7 @@ class MoveChooser:
     def _proposed(self, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> list[Proposal]:
         started = time.perf_counter()
         found = self.planner.propose(task, plan, budget_seconds=self.trigger.search_seconds / 2)
-        candidates = [candidate.ordered(task.names) for candidate, _ in found]
+        candidates = [self._paying(task, interval, plan, candidate.ordered(task.names)) for candidate, _ in found]
         if self.target is not None and self.target != plan:
             candidates.append(self.target)
         candidates += [left for left in self.left if left not in [plan, *candidates] and task.allows(left)]
@@ -125,6 +125,17 @@ class MoveChooser:
             raise PlanError("no other plan is legal")
         self.trigger.searched(time.perf_counter() - started)
         return proposals
+
+    def _paying(
+        self, task: PlacementTask, interval: Interval, plan: ShardingPlan, candidate: ShardingPlan
+    ) -> ShardingPlan:
+        """What of the move pays, where moving takes as much as `min_gain` would save."""
+        moving = self._moving(task, plan, candidate)
+        ms_per_byte = 1000 / self.move_cost.bytes_per_second / max(1, interval.lasting_steps)
+        if ms_per_byte * sum(moving.values()) < self.config.min_gain * interval.step_ms:
+            return candidate
+        cost_ms = self.planner.step_costs(task)
+        return paying_part(plan, candidate, moving, ms_per_byte, cost_ms, task.allows, task.constraints)
 
     def _best(self, proposals: Sequence[Proposal], interval: Interval) -> tuple[Proposal, str | None]:
         """The proposal that saves most, of those that pay if any does; and why it does not pay."""
