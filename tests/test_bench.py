@@ -193,6 +193,7 @@ def test_a_race_is_a_table_of_worlds() -> None:
             "abrupt: recovered": 0.5,
             f"abrupt: static / clairvoyant{readme.NET}": 1.02,
             "abrupt: moves, roll-backs": [3, 1],
+            "abrupt: commits": ["abc1234", "def5678"],
         },
         "targets": {"abrupt: recovered": ">= 0.8", "abrupt: torchrec / loop on": ">= 1.25"},
         "spread": {"abrupt: recovered": [0.4, 0.6], "abrupt: loop seconds": [29, 33]},
@@ -201,7 +202,7 @@ def test_a_race_is_a_table_of_worlds() -> None:
     }
     *_, head, rule, line = readme.worlds("race-short", record)
     assert line.startswith("| pooling permuted once | 30.0 | 31.0 |  | 32.0 |  |  | not measured, missed |")
-    assert line.endswith("| 0.500 (0.400 to 0.600), missed | of 2.0%: too little | 3, 1 |")
+    assert line.endswith("| 0.500 (0.400 to 0.600), missed | of 2.0%: too little | 3, 1 | abc1234, def5678 |")
     assert head.count("|") == rule.count("|") == line.count("|")
 
 

@@ -136,6 +136,7 @@ def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
         gain = figures.get(f"{name}: static / clairvoyant")
         if name not in ("calm", "tight") and (gain is None or gain - 1 >= LEAST_GAIN):
             targets[f"{name}: recovered"] = ">= 0.6" if name == "straggler" else ">= 0.8"
+        figures[f"{name}: commits"] = commits(run for runs in by_arm.values() for run in runs)
         looped = [r for r in by_arm.get("loop", []) if "seconds" in r]
         moves = [move for r in looped for move in r["moves"]]
         if looped:

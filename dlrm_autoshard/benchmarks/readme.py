@@ -87,7 +87,7 @@ SHARES = {"recovered": "", f"recovered of all seeds' seconds{NET}": NET}
 LITTLE, NOTHING = "of {:.1%}: too little", "within the noise"
 WORLDS_HEAD = (
     "| what changes | static plan, s | with resharding, s | clairvoyant, s | TorchRec, s | with / static "
-    "| in turns | TorchRec / with | recovered | in turns | moves, back |"
+    "| in turns | TorchRec / with | recovered | in turns | moves, back | commit |"
 )
 
 
@@ -161,8 +161,9 @@ def worlds(name: str, record: Mapping[str, Any]) -> list[str]:
             share = judged(f"{world}: {key}")
             texts.append(share if share or gain is None else LITTLE.format(gain - 1))
         moves, back = figures[f"{world}: moves, roll-backs"]
-        lines.append(f"| {what} | {' | '.join(texts)} | {moves}, {back} |")
-    head = [f"`bench {name}`, at {', '.join(commits_of(record))}:", "", WORLDS_HEAD]
+        at = ", ".join(figures.get(f"{world}: commits", commits_of(record)))
+        lines.append(f"| {what} | {' | '.join(texts)} | {moves}, {back} | {at} |")
+    head = [f"`bench {name}`:", "", WORLDS_HEAD]
     return [*head, "| --- " * (WORLDS_HEAD.count("|") - 1) + "|", *lines]
 
 
