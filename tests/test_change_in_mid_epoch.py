@@ -55,13 +55,15 @@ def test_a_slower_rank_is_noticed_and_decided_on_in_mid_epoch(tmp_path: Path, ev
     assert after and after[0].first_step <= SLOW_FROM + 8 + 3 * 2  # a usual sample, and some more of them
     assert after[0].samples >= 4 and after[0].end_step < STEPS - 50
     assert after[0].throughput < 0.75 * found[0].throughput  # of steps since the change, those before it was sure too
-    first = next(d for d in records(run_dir, "decisions.jsonl") if d["step"] > SLOW_FROM)
+    decisions = records(run_dir, "decisions.jsonl")
+    assert not any("too few" in d["text"] for d in decisions)  # where the epoch ends soon after one
+    first = next(d for d in decisions if d["step"] > SLOW_FROM)
     assert first["step"] == after[0].end_step and first["balance_gain"] > 0.1
 
 
 def due_steps(slow: Callable[[int], float], moves_at: int | None = None) -> list[int]:
     """After which intervals of an epoch of 900 steps end early. slow: times longer that the second rank takes for a
-    step; at each end but one it is decided that tables stay."""
+    step. moves_at: after which tables move; else they stay."""
     sampling = Sampling(ProfileConfig(every_steps=20, warmup_steps=5), ChangeWatch(min_gain=0.02))
     draw, samples, found = np.random.default_rng(0), 0, []
     sampling.begin(0)
@@ -85,21 +87,35 @@ MOST_STEPS = 5 + 20 + 3 * 5
 """Until a change is decided on: warmth, the next usual sample, and three more of them."""
 
 
-def test_a_change_is_decided_on_soon_and_again_each_time_it_has_lasted_twice_as_long() -> None:
-    first, *later = due_steps(lambda step: 2 if step >= CHANGE else 1)
-    assert first <= CHANGE + MOST_STEPS
-    seen_at = next(step for step in range(CHANGE + 1, CHANGE + 40) if (step - 1 - 5) % 20 == 0)
-    for before, now in itertools.pairwise([first, *later]):
-        assert 2 <= (now - seen_at) / (before - seen_at) < 2.4
-    assert len(later) >= 3
+def seen_at(change: int) -> int:
+    """The step after which it is first sampled."""
+    return next(step for step in range(change + 1, change + 40) if (step - 1 - 5) % 20 == 0)
 
 
-def test_after_a_move_nothing_is_decided_on_until_something_changes_and_that_soon_is() -> None:
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_change_is_decided_on_soon_and_again_each_time_it_has_lasted_twice_as_long(moves: bool) -> None:
+    """Whether tables stay or move: four sampled steps may not tell all that is to be done."""
     first, *_ = due_steps(lambda step: 2 if step >= CHANGE else 1)
-    assert due_steps(lambda step: 2 if CHANGE <= step < first else 1, moves_at=first) == [first]
-    back = first + 4 * 5  # the balance after the move is known by then
-    _, second, *_ = due_steps(lambda step: 2 if CHANGE <= step < first or step >= back else 1, moves_at=first)
-    assert back < second <= back + MOST_STEPS
+    assert first <= CHANGE + MOST_STEPS
+    slow_until = first if moves else 900
+    decided = due_steps(lambda step: 2 if CHANGE <= step < slow_until else 1, first if moves else None)
+    for before, now in itertools.pairwise(decided):
+        assert 2 <= (now - seen_at(CHANGE)) / (before - seen_at(CHANGE)) < 2.4
+    assert decided[0] == first and len(decided) >= 4
+
+
+def test_after_a_move_at_an_intervals_end_it_soon_is_known_how_ranks_wait() -> None:
+    """Else what changes meanwhile would be taken for the usual."""
+    sampling = Sampling(ProfileConfig(every_steps=20, warmup_steps=5), ChangeWatch(min_gain=0.02))
+    sampling.begin(0)
+    sampled = []
+    for step in range(200):
+        if step == 100:
+            sampling.decided(step, early=False, moved=True)
+        if sampling.is_sampled(step):
+            sampled.append(step)
+            sampling.see(step + 1, np.full((2, 4), 5.0), 20.0)
+    assert [step for step in sampled if step > 90] == [104, 105, 110, 125, 145, 165, 185]
 
 
 def test_what_changes_right_after_a_decision_is_noticed_too() -> None:

@@ -377,7 +377,7 @@ def test_an_interval_of_too_few_timed_steps_says_nothing() -> None:
     job.plan = job.worst_heuristic()
     seen = len(job.planner.costs.replay.profiles)
     decision = job.controller.decide(Interval(1, 500, job.measure(job.plan), 1000.0, 10_000, 2), job.plan)
-    assert decision.action == "kept" and "only 2 steps were timed" in decision.text
+    assert decision.action == "kept" and "too few steps were timed to judge by (2)" in decision.text
     assert len(job.planner.costs.replay.profiles) == seen and job.records[-1]["text"] == decision.text
 
 

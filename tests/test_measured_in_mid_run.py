@@ -90,6 +90,18 @@ def test_each_is_asked_once_the_dearest_first_and_within_twice_the_time() -> Non
     assert unmeasured(started(), task_of(START), PLAN).names == []  # and what did not change
 
 
+def test_where_a_rank_is_slow_all_wait_for_it() -> None:
+    """Ranks measure at once: that takes as long as the slowest."""
+    stats = [replace(stat, mean_pooling=60.0) for stat in START]
+    task, seconds = task_of(stats), []
+    for slow in (1.0, 3.0):
+        planner = started()
+        costs = RankCost(6.0, 1.0, 1.0, 12.0), RankCost(6.0 * slow, 1.0, 1.0, 12.0 * slow)
+        planner.costs.observe(StepProfile(PLAN, task.tables, task.stats, task.batch_size, costs, "measured", 0.01))
+        seconds.append(unmeasured(planner, task, PLAN).seconds)
+    assert 2.0 < seconds[1] / seconds[0] < 4.0
+
+
 def test_how_much_surer_measuring_makes_gains_is_known_before() -> None:
     """Gains' variance before is what measuring tells and what it leaves open, whatever is measured."""
     stats = [replace(stat, mean_pooling=60.0) if i < 4 else stat for i, stat in enumerate(START)]

@@ -54,13 +54,12 @@ class History:
         self.left_at[old_plan.fingerprint] = self.intervals
         self.in_parts = in_parts
 
-    def caution(self, min_gain: float, plan: ShardingPlan) -> float:
-        """What to ask for beyond min_gain."""
+    def caution(self, min_gain: float, plan: ShardingPlan, moves_since: int) -> float:
+        """What to ask for beyond min_gain. moves_since: the last ones, that were made for what is decided on now."""
         name = plan.fingerprint
         left_ago = self.intervals - self.left_at[name] if name in self.left_at else None
-        return caution_after(
-            min_gain, [self.intervals - at for at in self.moves_at], left_ago, name in self.rolled_back
-        )
+        moves_ago = [self.intervals - at for at in self.moves_at[: max(0, len(self.moves_at) - moves_since)]]
+        return caution_after(min_gain, moves_ago, left_ago, name in self.rolled_back)
 
 
 class MoveChooser:
@@ -159,7 +158,7 @@ class MoveChooser:
         worth = []
         for proposal, std in zip(proposals, told, strict=True):
             asked = sure_gain(interval, self.config.min_gain)
-            asked += self.history.caution(self.config.min_gain, proposal.plan)
+            asked += self.history.caution(self.config.min_gain, proposal.plan, interval.moves_since)
             scatter = self.trigger.gain_scatter
             worth.append(worth_measuring(proposal, planned * std, interval, self.move_cost, asked, scatter))
         return max(worth)
@@ -191,7 +190,7 @@ class MoveChooser:
         if proposal.plan == self.target:  # was sure enough before its first part was made
             proposal = replace(proposal, uncertainty=0.0)
         elif cautious:
-            caution = self.history.caution(min_gain, proposal.plan)
+            caution = self.history.caution(min_gain, proposal.plan, interval.moves_since)
         return reason_to_stay(proposal, interval, self.move_cost, min_gain, caution)
 
     def _part_of(

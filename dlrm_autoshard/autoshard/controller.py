@@ -56,7 +56,7 @@ class Controller:
         self._last_step = interval.step
         base = Decision(interval.epoch, interval.step, "kept", throughput_before=interval.throughput)
         if interval.samples < thresholds.LEAST_SAMPLES:
-            few = f"only {interval.samples} steps were timed, too few to judge by; lower profile.every_steps"
+            few = f"too few steps were timed to judge by ({interval.samples}); lower profile.every_steps"
             return self._written(replace(base, why=few))
         profile = interval.profile
         task = replace(self.task, stats=profile.stats, batch_size=profile.batch_size)

@@ -25,7 +25,7 @@ Action = Literal["kept", "moved", "rolled_back", "refused"]
 class Interval:
     """What was measured over an interval that ends after `step`; throughput over all ranks, in examples/s. samples:
     steps whose stages were timed, timed_SW4: each of them, in ms. remaining_steps: that are to come. changed_steps:
-    since the ranks' times changed, where they did so in mid-interval."""
+    since the ranks' times changed, where they did so in mid-interval; moves_since: that were made since then."""
 
     epoch: int
     step: int
@@ -35,6 +35,7 @@ class Interval:
     samples: int = thresholds.LEAST_SAMPLES
     timed_SW4: np.ndarray = field(default_factory=lambda: np.zeros((0, 1, 4)), repr=False, compare=False)
     changed_steps: int | None = None
+    moves_since: int = 0
 
     @property
     def step_ms(self) -> float:

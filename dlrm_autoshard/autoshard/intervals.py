@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.change_watch import ChangeWatch
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval, error_of_median
@@ -70,6 +71,7 @@ class Intervals:
         self.batch_size = placement.task.batch_size
         self._observer = TableObserver(embeddings)
         self._carried = Carried()
+        self._rest = False  # whether this interval began with a decision before its time
         self._suspected = 0, 0.0  # samples and seconds up to the first step that suggested a change
         self.stats = placement.task.stats
         self.resharding: Resharding | None = None
@@ -145,10 +147,13 @@ class Intervals:
         if record is not None and profile is not None:
             self.stats = profile.stats
             if record.throughput > 0:
-                steps = remaining_steps, record.samples, timed_SW4, self._sampling.changed_steps(step)
-                interval = Interval(number, step, profile, record.throughput, *steps)
+                seen = remaining_steps, record.samples, timed_SW4, *self._sampling.since_change(step)
+                interval = Interval(number, step, profile, record.throughput, *seen)
         if self.resharding is None or not (early or self.resharding.is_due(number)):
             return record, None
+        rest, self._rest = self._rest, early
+        if rest and not early and self._clock.samples < thresholds.LEAST_SAMPLES:
+            return record, None  # it was decided a few steps ago
         decision = self.resharding.after_interval(interval)
         self._sampling.decided(step, early=early, moved=decision is not None and decision.new_plan is not None)
         return record, decision

@@ -59,8 +59,7 @@ def reason_to_stay(
     if gain < min_gain:
         return f"{best}, below min_gain {percent(min_gain)}"
     if gain - margin < surely:
-        above = f"above min_gain {percent(min_gain)}" if surely else "a gain"
-        return f"{best}, give or take {percent(margin)}: not surely {above}"
+        return f"{best}, give or take {percent(margin)}: not surely {above(surely)}"
     if gain - margin < surely + caution:
         return f"{best}; after recent moves {percent(surely + caution)} are asked for"
     net = seconds_saved(proposal, interval, cost)
@@ -77,8 +76,13 @@ def reason_to_stay(
 
 def sure_gain(interval: Interval, min_gain: float) -> float:
     """That a move must surely have, beside being expected to gain `min_gain`. Where ranks have just changed there is
-    something to find, and it is looked for once; else each interval finds the best of many that may all be nothing."""
+    something to find; else each interval finds the best of many that may all be nothing."""
     return min_gain if interval.changed_steps is None else 0.0
+
+
+def above(surely: float) -> str:
+    """Of a gain that is not sure, what it would have to be above, in words."""
+    return f"above min_gain {percent(surely)}" if surely else "a gain"
 
 
 def worth_measuring(

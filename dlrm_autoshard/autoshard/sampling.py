@@ -26,11 +26,12 @@ def steps_of_part(epoch: int, total: int) -> int:
 
 @dataclass
 class Change:
-    """at: the step after which it was first seen. decide_at: when it may be decided on; after a decision that tables
-    stay, when it has lasted twice as long: it may pay for a dearer move then, and more is known of it."""
+    """at: the step after which it was first seen. decide_at: when it may be decided on; after a decision, when it has
+    lasted twice as long: it may pay for a dearer move then, and more is known of it. moves: that were made since."""
 
     at: int
     decide_at: int = 0
+    moves: int = 0
 
 
 class Sampling:
@@ -84,21 +85,23 @@ class Sampling:
         self._change, self.noticed = Change(self._seen_at), self._watch.text
         return self._watch.since
 
-    def changed_steps(self, step: int) -> int | None:
-        """For which a change in this interval has lasted."""
-        return None if self._change is None else step - self._change.at
+    def since_change(self, step: int) -> tuple[int | None, int]:
+        """Steps for which a change in this interval has lasted, and moves that were made since."""
+        return (None, 0) if self._change is None else (step - self._change.at, self._change.moves)
 
     def decided(self, step: int, *, early: bool, moved: bool) -> None:
         """early: the interval ended before its time."""
         self._moved |= moved
+        self._timed_at = step  # the next is some steps away: the first after a move are slow
         if self._watch is not None and moved:
             self._watch.restart()
         elif self._watch is not None and self._change is not None:
             self._watch.settle()
-        if moved or not early:
+        if not early:
             self._change = None
         elif self._change is not None:
             self._change.decide_at = step + (step - self._change.at)
+            self._change.moves += moved
 
     @property
     def _sees_another(self) -> bool:

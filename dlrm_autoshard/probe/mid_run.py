@@ -45,9 +45,10 @@ def learn_halves(
     alone_ms = dict(zip((members[0] for members in now.units.members), costs.alone_ms(), strict=True))
     known = _measured(planner, now)
     wanted: list[list[str]] = []
+    slow = _slowest(costs)
     for name in dear_shards(Splitted(now, costs, rank_U, costs.step_ms(rank_U))):
         halves, ms = now.halves(name), alone_ms.get(now.names.index(name), 0.0)
-        seconds = 2 * _seconds(ms)  # of both
+        seconds = 2 * slow * _seconds(ms)  # of both
         if halves is not None and ms > even_ms and (halves[0],) not in known and seconds <= budget_seconds:
             wanted += [[name], [halves[0].name]]
             budget_seconds -= seconds
@@ -79,11 +80,11 @@ class Unmeasured:
 def unmeasured(planner: Planner, task: PlacementTask, plan: ShardingPlan) -> Unmeasured:
     """The plan's shards that were not measured with the data that they have now."""
     now = task.split_as(plan)
-    told_T2 = _told_T2(planner.costs.costs_of(now))
-    known = _measured(planner, now)
+    costs = planner.costs.costs_of(now)
+    told_T2, known = _told_T2(costs), _measured(planner, now)
     unknown = [t for t in np.argsort(-told_T2.sum(axis=1)).tolist() if (now.tables[t],) not in known]
     rounds = [_seconds(float(told_T2[t].sum())) for t in unknown[:: now.world_size]]  # of each, the dearest
-    return Unmeasured([now.names[t] for t in unknown], FIRST_SECONDS + sum(rounds))
+    return Unmeasured([now.names[t] for t in unknown], _slowest(costs) * (FIRST_SECONDS + sum(rounds)))
 
 
 def learn_changed(
@@ -124,8 +125,13 @@ def _told_T2(costs: TaskCosts) -> np.ndarray:
     return told_T2
 
 
+def _slowest(costs: TaskCosts) -> float:
+    """How many times as long as the fastest rank the slowest takes, for which all wait where all measure."""
+    return float((costs.factor_W2 / costs.factor_W2.min(axis=0)).max())
+
+
 def _seconds(ms: float) -> float:
-    """That measuring a shard takes, warmed up."""
+    """That measuring a shard takes on the fastest rank, warmed up."""
     return SECONDS_PER_SHARD + 4e-3 * ms
 
 
