@@ -93,13 +93,13 @@ class Training:
         self.exact.slowdown = self.cluster.slowdown
         return DENSE_MS + step_cost_ms(self.exact.profile(self.tables, self.stats, plan, BATCH).ranks)
 
-    def interval(self, changed_steps: int | None = None) -> Decision:
+    def interval(self, changed_steps: int | None = None, moves_since: int = 0, *, early: bool = False) -> Decision:
         profile = self.measure(self.plan)
         step_ms = self.true_ms(self.plan) * float(np.exp(self.cluster.noise * self.noise.standard_normal()))
         self.step += STEPS
         interval = Interval(
             self.step // STEPS, self.step, profile, 1000 * BATCH / step_ms, self.total - self.step,
-            changed_steps=changed_steps,
+            changed_steps=changed_steps, moves_since=moves_since, early=early,
         )  # fmt: skip
         decision = self.controller.decide(interval, self.plan, self.measure_shards)
         if decision.new_plan is not None:
@@ -197,6 +197,31 @@ def test_a_change_too_new_for_a_dear_move_is_moved_for_once_it_has_lasted() -> N
     first = job.interval(changed_steps=1)
     assert first.action == "kept" and "so new a change" in first.text
     assert job.interval(changed_steps=2000).action == "moved"
+
+
+def test_a_move_is_judged_by_a_whole_interval_not_by_the_few_steps_after_it() -> None:
+    job = Training()
+    job.run(3)
+    job.stats = [replace(stat, mean_pooling=float(p)) for stat, p in zip(job.stats, _uneven(job), strict=True)]
+    moved = job.interval(changed_steps=100, early=True)
+    assert moved.action == "moved"
+    assert job.interval(changed_steps=200, moves_since=1, early=True).action == "kept"
+    [record] = [r for r in job.records if r["action"] == "moved"]
+    assert record["measured_gain"] is None
+    job.interval(changed_steps=400, moves_since=1)
+    [record] = [r for r in job.records if r["action"] == "moved"]
+    assert record["measured_gain"] == pytest.approx(moved.predicted_gain, abs=0.1)
+
+
+def test_a_second_move_for_the_same_change_asks_for_no_more_than_the_first() -> None:
+    """Else what four sampled steps could not tell would stay as it is."""
+    job = Training()
+    chooser = job.controller.chooser
+    chooser.history.moved(job.plan, in_parts=False)
+    other = job.worst_heuristic()
+    assert chooser.history.caution(0.02, other, moves_since=0) == pytest.approx(0.02)
+    assert chooser.history.caution(0.02, other, moves_since=1) == 0.0
+    assert chooser.history.caution(0.02, job.plan, moves_since=1) == pytest.approx(0.02)  # to go back
 
 
 def _uneven(job: Training) -> list[float]:

@@ -45,6 +45,7 @@ class Controller:
         self.chooser = MoveChooser(config.reshard, planner, bytes_of, self.trigger)
         self._pending: Decision | None = None  # not yet carried out
         self._unproven: Decision | None = None  # carried out, gain not yet measured
+        self._ranks_changed = False  # since it was
         self._last_step = -1  # after which there was a decision
 
     # -- one interval ------------------------------------------------------------------------------------------------
@@ -67,7 +68,8 @@ class Controller:
         self.trigger.see(interval, slowness, one_host=len(task.topology.ranks_by_host) == 1)
         base = replace(base, balance_gain=self.trigger.balance_gain, error_before=error_before, error_after=error_after)
         no_search = self.trigger.reason_not_to_search()
-        mistake = self._judge_last_move(task, interval)
+        self._ranks_changed |= self.planner.costs.ranks_changed
+        mistake = None if interval.early else self._judge_last_move(task, interval)  # few steps tell little of it
         if mistake is not None:
             decision = _taken_back(base, mistake)
         elif no_search is not None:
@@ -76,6 +78,8 @@ class Controller:
             if measure_shards is not None and task.splits.allowed and task.splits.max_parts > 1:
                 learn_halves(self.planner, task, plan, measure_shards, self.trigger.search_seconds)
             decision = self.chooser.choose(base, task, interval, plan, measure_shards)
+        if decision.new_plan is not None:  # its last chance
+            self._judge_last_move(task, interval)
         decision = replace(decision, decide_seconds=time.perf_counter() - started)
         self.chooser.history.intervals += 1
         if decision.new_plan is None:
@@ -90,7 +94,7 @@ class Controller:
         self.chooser.moved(decision.old_plan, num_bytes, seconds, in_parts=decision.part_of is not None)
         decision = replace(decision, bytes_moved=num_bytes, move_seconds=seconds)
         if decision.action == "moved":
-            self._unproven = decision
+            self._unproven, self._ranks_changed = decision, False
         else:
             self.chooser.target = None
         return self._written(decision)
@@ -117,7 +121,7 @@ class Controller:
         saved_seconds = gain * interval.profile.batch_size / move.throughput_before
         worse = gain < -self.trigger.scatter
         [back] = self.chooser.proposals(task, interval, new_plan, [old_plan])
-        blamed = worse and not self.planner.costs.ranks_changed and back.gain > -self.trigger.scatter
+        blamed = worse and not self._ranks_changed and back.gain > -self.trigger.scatter
         move = replace(
             move,
             why="slower than before, but so would the old plan be now" if worse and not blamed else "",

@@ -25,7 +25,8 @@ Action = Literal["kept", "moved", "rolled_back", "refused"]
 class Interval:
     """What was measured over an interval that ends after `step`; throughput over all ranks, in examples/s. samples:
     steps whose stages were timed, timed_SW4: each of them, in ms. remaining_steps: that are to come. changed_steps:
-    since the ranks' times changed, where they did so in mid-interval; moves_since: that were made since then."""
+    since the ranks' times changed, where they did so in mid-interval; moves_since: that were made since then.
+    early: it ended before its time, to be decided on soon."""
 
     epoch: int
     step: int
@@ -36,6 +37,7 @@ class Interval:
     timed_SW4: np.ndarray = field(default_factory=lambda: np.zeros((0, 1, 4)), repr=False, compare=False)
     changed_steps: int | None = None
     moves_since: int = 0
+    early: bool = False
 
     @property
     def step_ms(self) -> float:

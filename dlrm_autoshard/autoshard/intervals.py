@@ -148,7 +148,7 @@ class Intervals:
             self.stats = profile.stats
             if record.throughput > 0:
                 seen = remaining_steps, record.samples, timed_SW4, *self._sampling.since_change(step)
-                interval = Interval(number, step, profile, record.throughput, *seen)
+                interval = Interval(number, step, profile, record.throughput, *seen, early)
         if self.resharding is None or not (early or self.resharding.is_due(number)):
             return record, None
         rest, self._rest = self._rest, early
