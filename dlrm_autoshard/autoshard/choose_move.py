@@ -115,7 +115,7 @@ class MoveChooser:
     def _proposed(self, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> list[Proposal]:
         started = time.perf_counter()
         found = self.planner.propose(task, plan, budget_seconds=self.trigger.search_seconds / 2)
-        candidates = [self._paying(task, interval, plan, candidate.ordered(task.names)) for candidate, _ in found]
+        candidates = self._paying(task, interval, plan, [candidate.ordered(task.names) for candidate, _ in found])
         if self.target is not None and self.target != plan:
             candidates.append(self.target)
         candidates += [left for left in self.left if left not in [plan, *candidates] and task.allows(left)]
@@ -126,15 +126,18 @@ class MoveChooser:
         return proposals
 
     def _paying(
-        self, task: PlacementTask, interval: Interval, plan: ShardingPlan, candidate: ShardingPlan
-    ) -> ShardingPlan:
-        """What of the move pays, where moving takes as much as `min_gain` would save."""
-        moving = self._moving(task, plan, candidate)
+        self, task: PlacementTask, interval: Interval, plan: ShardingPlan, candidates: Sequence[ShardingPlan]
+    ) -> list[ShardingPlan]:
+        """What of each move pays, where moving takes as much as `min_gain` would save; each plan once."""
+        cost_ms, found = self.planner.step_costs(task), list[ShardingPlan]()
         ms_per_byte = 1000 / self.move_cost.bytes_per_second / max(1, interval.lasting_steps)
-        if ms_per_byte * sum(moving.values()) < self.config.min_gain * interval.step_ms:
-            return candidate
-        cost_ms = self.planner.step_costs(task)
-        return paying_part(plan, candidate, moving, ms_per_byte, cost_ms, task.allows, task.constraints)
+        for candidate in candidates:
+            moving = self._moving(task, plan, candidate)
+            if ms_per_byte * sum(moving.values()) >= self.config.min_gain * interval.step_ms:
+                candidate = paying_part(plan, candidate, moving, ms_per_byte, cost_ms, task.allows, task.constraints)
+            if candidate not in found:
+                found.append(candidate)
+        return found
 
     def _best(self, proposals: Sequence[Proposal], interval: Interval) -> tuple[Proposal, str | None]:
         """The proposal that saves most, of those that pay if any does; and why it does not pay."""
