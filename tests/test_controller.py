@@ -365,6 +365,18 @@ def test_a_move_just_before_a_rank_became_slow_is_not_blamed_for_it() -> None:
     assert "so would the old plan" in job.records[0]["text"] and job.records[0]["measured_gain"] < 0
 
 
+def test_that_ranks_changed_since_a_move_is_known_after_a_restart_too() -> None:
+    """A move that is judged two intervals later is not blamed for it either way."""
+    one, other = Training(0), Training(0)
+    one.plan = one.worst_heuristic()
+    assert one.interval().action == "moved"
+    one.cluster.slowdown, one.total = {1: 2.0}, one.step + STEPS + 3  # too few are left for another move
+    assert one.interval(changed_steps=50, moves_since=1, early=True).action == "kept"
+    state = json.loads(json.dumps(one.controller.state_dict()))
+    other.controller.load_state_dict(state)
+    assert state["ranks_changed"] and other.controller.state_dict()["ranks_changed"]
+
+
 def test_records_tell_the_whole_story_in_order() -> None:
     job = Training(0)
     job.plan = job.worst_heuristic()

@@ -146,6 +146,7 @@ class Controller:
         return {
             "last_step": self._last_step,
             "unproven": None if self._unproven is None else self._unproven.state_dict(),
+            "ranks_changed": self._ranks_changed,
             "trigger": self.trigger.state_dict(),
             "chooser": self.chooser.state_dict(),
         }
@@ -159,7 +160,7 @@ class Controller:
         if unproven is not None:
             self._written(unproven)
         if same_ranks:
-            self._unproven = unproven
+            self._unproven, self._ranks_changed = unproven, state.get("ranks_changed", False)
             self.trigger.load_state_dict(state["trigger"])
             self.chooser.load_state_dict(state["chooser"])
 
