@@ -370,7 +370,7 @@ def test_that_ranks_changed_since_a_move_is_known_after_a_restart_too() -> None:
     one, other = Training(0), Training(0)
     one.plan = one.worst_heuristic()
     assert one.interval().action == "moved"
-    one.cluster.slowdown, one.total = {1: 2.0}, one.step + STEPS + 3  # too few are left for another move
+    one.cluster.slowdown, one.total = {1: 2.0}, one.step + STEPS + 1  # too few are left for another move
     assert one.interval(changed_steps=50, moves_since=1, early=True).action == "kept"
     state = json.loads(json.dumps(one.controller.state_dict()))
     other.controller.load_state_dict(state)
@@ -402,9 +402,9 @@ def test_a_move_at_the_end_is_recorded_without_its_gain() -> None:
 def test_too_few_steps_left_to_pay_for_a_move() -> None:
     job = Training(0)
     job.plan = job.worst_heuristic()
-    job.total = STEPS + 3
+    job.total = STEPS + 2
     decision = job.interval()
-    assert decision.action == "kept" and "in the 3 steps left" in decision.text
+    assert decision.action == "kept" and "in the 2 steps left" in decision.text
     job.total = 2 * STEPS
     assert job.interval().text == "kept: no steps are left"
 

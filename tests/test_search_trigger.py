@@ -107,8 +107,8 @@ def test_it_does_not_search_where_balance_would_save_little_or_no_steps_are_left
     trigger = SearchTrigger(0.02)
     trigger.see(interval(20, 20.2), [1.0, 1.0])
     assert "even perfect balance would save" in (trigger.reason_not_to_search() or "")
-    trigger.see(interval(20, 30, left=10), [1.0, 1.0])
-    assert "in the 10 steps left" in (trigger.reason_not_to_search() or "")
+    trigger.see(interval(20, 30, left=2), [1.0, 1.0])
+    assert "in the 2 steps left" in (trigger.reason_not_to_search() or "")
     trigger.see(interval(20, 30, left=0), [1.0, 1.0])
     assert trigger.reason_not_to_search() == "no steps are left"
 

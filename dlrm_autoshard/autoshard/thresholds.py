@@ -38,10 +38,10 @@ SEARCH_SHARE = 0.05
 changes; and what measuring half of a dominant table may, once for its statistics. Chosen so that it stays cheap where
 nothing is found: where balance would save 4% that is 0.2% of the training time."""
 
-MOVE_BYTES_PER_SECOND, MOVE_SECONDS = 1e9, 0.1
-"""Bytes/s and seconds. What a move takes until the first was made; then it is measured. A link of 10 Gbit/s carries as
-much; through a host's shared memory 2.5e9 were measured (`bench reshard-speed`). What would not save that many seconds
-is not searched for."""
+MOVE_BYTES_PER_SECOND, MOVE_SECONDS = 4e8, 0.02
+"""Bytes/s and seconds. What a move takes until the first was made; then it is measured. Of 36 first moves of jobs of
+`bench race-short` those of 50 MiB and more had 3 to 6e8 but for one (memory new to a process comes slowly), small ones
+took 0.01 to 0.03 s. What would not save that many seconds is not searched for."""
 
 MEMORY_SHARE = 0.9
 """Of a rank's free memory. What tables may take of it at the start; the rest is for activations and the system. Chosen
