@@ -75,6 +75,7 @@ def judged(tables: int, devices: int, index: int) -> dict[str, float]:
         "over_best_heuristic": chosen_ms / heuristic_ms,
         "near_optimum_over_best_heuristic": near_ms / heuristic_ms,
         "over_least_measured": chosen_ms / oracle.step_ms(oracle.ranks_of(least.plan)),
+        "plans_measured": len(measured),
         "planning_seconds": seconds,
         **({"split_over_whole": split_ms(task, oracle, index) / chosen_ms} if (tables, devices) in SPLIT_CELLS else {}),
     }

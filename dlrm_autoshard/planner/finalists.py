@@ -16,9 +16,10 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.candidates import KICKS, MEDIUM
 from dlrm_autoshard.planner.estimates import Estimates
 from dlrm_autoshard.planner.greedy import KEYS
+from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.result import Candidate
-from dlrm_autoshard.planner.search import improve, late, search
+from dlrm_autoshard.planner.search import late, optima
 from dlrm_autoshard.planner.splits import Splitted, fitting, split_search
 from dlrm_autoshard.planner.task import PlacementTask
 
@@ -26,6 +27,8 @@ WORTH_MEASURING = 0.001
 """Part of a step. What measuring must be expected to save, in a job of any length."""
 STEPS_MEASURED = 10
 """That measuring a plan takes as long as, until one was measured: two rounds of four or five."""
+RIVALS = 8
+"""Placements of each search that compete to be measured next: the best by prediction is often one that is flattered."""
 Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
 
 
@@ -41,11 +44,12 @@ def measure_finalists(
     """All candidates and those found on the way, with what was measured and what is expected of each.
 
     The plan with the least predicted cost and the best heuristic are measured first. What that says about the tables
-    corrects the predictions; the search goes on with these, and what it finds is measured too: and so on, until
-    `measure_plans` are, or nothing better is in sight. Every candidate gets `expected_ms`, the best estimate from all
-    of it, and the least one that was measured wins: the best heuristic is among them, so the winner is never expected
-    to be worse. steps: for which the plan is to serve. Where knowing the plans' costs would save less time in them, on
-    average, than measuring takes, none is measured.
+    corrects the predictions, and searches go on with these. Of the placements at which they end, that one is measured
+    next which is worth most to know: it is expected to be faster than the best so far, or may be. And so on, until
+    `measure_plans` are, or none is worth it. Every candidate gets `expected_ms`, the best estimate from all of it, and
+    the least one that was measured wins: the best heuristic is among them, so the winner is never expected to be worse.
+    steps: for which the plan is to serve. Where knowing the plans' costs would save less time in them, on average, than
+    finding and measuring them takes, none is measured.
     """
     profiles: dict[str, StepProfile] = {}
 
@@ -66,36 +70,45 @@ def measure_finalists(
     found, seconds = list(candidates), STEPS_MEASURED * ranked[0].predicted_ms / 1000
     if steps is None or pays(costs.estimates(task, list(first.values())), len(finalists) * seconds):
         seconds = measured(finalists)
-    kicks = KICKS if len(task.units) * task.world_size <= MEDIUM else 0
-    base = fitting(task)
     while profiles and len(profiles) < measure_plans and not late(deadline, seconds):
+        started = time.perf_counter()
         plans = [profile.plan for profile in profiles.values()]
         leading = plans[int(costs.estimates(task, plans).step_ms.argmin())]
-        now = task.split_as(leading)
-        now_costs, base_costs = costs.costs_of(now), costs.costs_of(base)
-        near_U = improve(now, now_costs, now.ranks_from(leading), kicks=kicks, seed=costs.seed, deadline=deadline)
-        anew_U = search(base, base_costs, kicks=kicks, seed=costs.seed, deadline=deadline)
-        better = [
-            Splitted(now, now_costs, near_U, now_costs.step_ms(near_U)),
-            Splitted(base, base_costs, anew_U, base_costs.step_ms(anew_U)),
-        ]
-        if task.splits.allowed:
-            start = min(better, key=lambda one: one.step_ms)
-            better += split_search(start.task, costs.costs_of, start.rank_U, deadline)
-        found += [Candidate("measured+search", one.task.plan_from(one.rank_U), one.step_ms) for one in better]
-        open_ = [candidate for candidate in found if candidate.plan.fingerprint not in profiles]
-        estimated = costs.estimates(task, [leading, *(candidate.plan for candidate in open_)])
-        worth = [estimated.of([0, number + 1]) for number in range(len(open_))]
-        hopeful = max(range(len(open_)), key=lambda number: worth[number].worth_knowing, default=None)
+        rivals = [*found, *_rivals(costs, task, leading, deadline)]
+        rivals = [rival for rival in rivals if rival.plan.fingerprint not in profiles]
+        estimated = costs.estimates(task, [leading, *(rival.plan for rival in rivals)])
+        worth = [estimated.of([0, number + 1]) for number in range(len(rivals))]
+        hopeful = max(range(len(rivals)), key=lambda number: worth[number].worth_knowing, default=None)
         if hopeful is None or not pays(worth[hopeful], seconds):
             break
-        seconds = measured([open_[hopeful].plan])
+        found.append(rivals[hopeful])
+        measured([rivals[hopeful].plan])
+        seconds = time.perf_counter() - started
     found = list({candidate.plan.fingerprint: candidate for candidate in reversed(found)}.values())[::-1]
     expected = costs.estimates(task, [candidate.plan for candidate in found]).step_ms
     return [
         _judged(candidate, float(ms), profiles.get(candidate.plan.fingerprint))
         for candidate, ms in zip(found, expected, strict=True)
     ]
+
+
+def _rivals(costs: LearnedCosts, task: PlacementTask, leading: ShardingPlan, deadline: float | None) -> list[Candidate]:
+    """Where searches end that start from the leading plan, and anew; and what splitting tables makes of the best."""
+    kicks = KICKS if len(task.units) * task.world_size <= MEDIUM else 0
+    now, base = task.split_as(leading), fitting(task)
+    now_costs, base_costs = costs.costs_of(now), costs.costs_of(base)
+    starts = (
+        (now, now_costs, now.ranks_from(leading)),
+        (base, base_costs, greedy_on_cost(base, base_costs)),
+    )
+    found = []
+    for of_task, of_costs, start_U in starts:
+        ended = optima(of_task, of_costs, start_U, kicks=kicks, seed=costs.seed, deadline=deadline)[:RIVALS]
+        found += [Splitted(of_task, of_costs, rank_U, of_costs.step_ms(rank_U)) for rank_U in ended]
+    if task.splits.allowed:
+        start = min(found, key=lambda one: one.step_ms)
+        found += split_search(start.task, costs.costs_of, start.rank_U, deadline)
+    return [Candidate("measured+search", one.task.plan_from(one.rank_U), one.step_ms) for one in found]
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:

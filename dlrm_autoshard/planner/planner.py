@@ -76,7 +76,7 @@ class Planner:
         task: PlacementTask,
         *,
         measure: Measure | None = None,
-        measure_plans: int = 5,
+        measure_plans: int = 12,
         budget_seconds: float | None = None,
         steps: int | None = None,
     ) -> PlanResult:

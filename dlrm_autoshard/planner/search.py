@@ -2,6 +2,7 @@
 
 rank_U = search(task, costs)                         # greedy_on_cost, improved
 rank_U = improve(task, costs, rank_U, seed=0)        # never worse than what it was given
+several = optima(task, costs, rank_U, kicks=20)      # that, and where other kicks led
 """
 
 from __future__ import annotations
@@ -35,7 +36,25 @@ def improve(
     most_swaps: int = MOST_SWAPS,
     most_moves: int | None = None,
 ) -> np.ndarray:
-    """Local search from a legal placement until nothing helps, then `kicks` times from a shaken copy of the best.
+    """The best of `optima`."""
+    return optima(
+        task, costs, rank_U, kicks=kicks, seed=seed, deadline=deadline, most_swaps=most_swaps, most_moves=most_moves
+    )[0]
+
+
+def optima(
+    task: PlacementTask,
+    costs: TaskCosts,
+    rank_U: np.ndarray,
+    *,
+    kicks: int = 0,
+    seed: int = 0,
+    deadline: float | None = None,
+    most_swaps: int = MOST_SWAPS,
+    most_moves: int | None = None,
+) -> list[np.ndarray]:
+    """Local search from a legal placement until nothing helps, then `kicks` times from a shaken copy of the best. All
+    placements that it ended at, each once, the best first.
 
     The step takes the sum over stages of the slowest rank, so only the slowest rank of some stage is worth relieving: a
     round takes each of those (at most four), evaluates every move of one of its units to another rank and the promising
@@ -43,6 +62,7 @@ def improve(
     """
     best = _Search(task, costs, rank_U, most_swaps)
     best.descend(deadline, most_moves)
+    found = {best.room.rank_U.tobytes(): best}
     generator = np.random.default_rng(seed)
     for _ in range(kicks):
         if late(deadline):
@@ -50,9 +70,10 @@ def improve(
         other = _Search(task, costs, best.room.rank_U, most_swaps)
         other.shake(generator)
         other.descend(deadline)
+        found.setdefault(other.room.rank_U.tobytes(), other)
         if other.step_ms < best.step_ms * (1 - 1e-9):
             best = other
-    return best.room.rank_U
+    return [one.room.rank_U for one in sorted(found.values(), key=lambda one: (one is not best, one.step_ms))]
 
 
 def late(deadline: float | None, needed_seconds: float = 0.0) -> bool:
