@@ -6,7 +6,6 @@ from .data.batch import Batch as Batch
 from .data.resolve_tables import TableRows as TableRows
 from .data.resolve_tables import resolve_tables as resolve_tables
 from .distributed.bags import ShardedEmbeddingBags as ShardedEmbeddingBags
-from .distributed.gradient_mean import gradient_mean as gradient_mean
 from .distributed.table_optimizers import SGD as SGD
 from .distributed.table_optimizers import Adagrad as Adagrad
 from .distributed.table_optimizers import Adam as Adam

@@ -66,7 +66,6 @@ def both_loops(rank: int, world_size: int, folder: Path) -> tuple[list[float], d
     for value, first in zip(tower.state_dict().values(), initial, strict=True):
         value.copy_(first)
     model = DistributedDataParallel(tower)
-    model.register_comm_hook(bags, das.gradient_mean)
     dense_optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     autoshard = das.Autoshard(bags, every_steps=10, sample_every=3, run_dir=folder / "own", budget_seconds=2.0)
     order = [made.embeddings.tables.index(table) for table in tables]
@@ -91,37 +90,6 @@ def test_the_losses_and_weights_are_our_trainers_to_the_bit(tmp_path: Path) -> N
     assert len(trained) == 30 and [np.float32(loss) for loss in own] == [np.float32(loss) for loss in trained]
     compared = [equal for _, equal in ranks]
     assert all(all(equal.values()) for equal in compared) and all(len(equal) >= 6 for equal in compared)
-
-
-def means(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
-    """Of a tower in several buckets: gradients by our hook, and by DDP's own all-reduce; of three batches."""
-    bags = das.ShardedEmbeddingBags([das.TableConfig("t", 50, 8)])
-    towers = []
-    for hook in (True, False):
-        torch.manual_seed(0)
-        tower = nn.Sequential(nn.Linear(8, 1031), nn.ReLU(), nn.Linear(1031, 517), nn.ReLU(), nn.Linear(517, 1))
-        towers.append(DistributedDataParallel(tower, bucket_cap_mb=1))
-        if hook:
-            towers[-1].register_comm_hook(bags, das.gradient_mean)
-    found = []
-    for step in range(3):
-        torch.manual_seed(10 * step + rank)
-        batch = torch.rand(16, 8)
-        for replica in towers:
-            replica.zero_grad()
-            replica(batch).sum().backward()
-        ours, theirs = (torch.cat([p.grad.flatten() for p in t.parameters() if p.grad is not None]) for t in towers)
-        found.append((ours, theirs))
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_the_hooks_mean_is_ddps_and_the_same_on_all_ranks(world_size: int) -> None:
-    ranks = run_ranks(means, world_size, timeout=120)
-    for of_ranks in zip(*ranks, strict=True):
-        for ours, theirs in of_ranks:
-            torch.testing.assert_close(ours, theirs)
-            assert torch.equal(ours, of_ranks[0][0]) and len(ours) > 500_000
 
 
 # Anybody's dense part ------------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
 """A loop of one's own through the public API (our module, DDP, torch's optimizer, Autoshard) against our trainer's.
 
 Both on one workload's batches, tables, plan and dense part, in the same two ranks, a few steps of each in turn; the
-trainer's step with its overlap, as it comes. DDP takes the mean gradient by our hook, as the README shows, and in other
-processes by its own all-reduce. Losses are compared too: they must be the same to the bit.
+trainer's step with its overlap, as it comes. Their losses are compared too: they must be the same to the bit.
 """
 
 from __future__ import annotations
@@ -25,30 +24,27 @@ def run(quick: bool) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     spread: dict[str, list[float]] = {}
     targets: dict[str, str] = {}
-    for name, hook in itertools.product(("W-emb", "W-small"), (True, False)):
-        ours = f"{name}, 2 ranks" + ("" if hook else ", DDP's own all-reduce")
+    for name in ("W-emb", "W-small"):
         with tempfile.TemporaryDirectory() as folder:
-            found = on_pinned_ranks(_both, 2, name, Path(folder), 6 if quick else 24, hook)
+            found = on_pinned_ranks(_both, 2, name, Path(folder), 6 if quick else 24)
         for what, end in (("step time", ""), ("CPU time of a step", " cpu")):
             ratio = paired_ratio(slowest_rank(found, f"own{end}"), slowest_rank(found, f"trainer{end}"))
-            figure = f"{ours}: {what} over the trainer's"
+            figure = f"{name}, 2 ranks: {what} over the trainer's"
             figures[figure], spread[figure] = round(ratio.median, 3), [round(ratio.low, 3), round(ratio.high, 3)]
-        if hook:
-            targets[f"{ours}: step time over the trainer's"] = "<= 1.02"
-        losses = f"{ours}: steps whose losses differ"
+        targets[f"{name}, 2 ranks: step time over the trainer's"] = "<= 1.02"
+        losses = f"{name}, 2 ranks: steps whose losses differ"
         figures[losses], targets[losses] = found[0]["differ"], "== 0"
     return {"figures": figures, "targets": targets, "spread": spread}
 
 
-def _both(rank: int, world_size: int, name: str, folder: Path, rounds: int, hook: bool) -> dict[str, Any]:
-    """Seconds of each by round, and the number of steps after which their global losses were not the same. hook: DDP's
-    mean gradient by ours."""
+def _both(rank: int, world_size: int, name: str, folder: Path, rounds: int) -> dict[str, Any]:
+    """Seconds of each by round, and the number of steps after which their global losses were not the same."""
     import torch
     import torch.distributed as dist
     from torch.nn.functional import binary_cross_entropy_with_logits
     from torch.nn.parallel import DistributedDataParallel
 
-    from dlrm_autoshard import Autoshard, RowwiseAdagrad, ShardedEmbeddingBags, gradient_mean
+    from dlrm_autoshard import Autoshard, RowwiseAdagrad, ShardedEmbeddingBags
     from dlrm_autoshard.benchmarks.workloads import DENSE_LR, TABLE_LR, W_EMB, W_SMALL, OurJob
     from dlrm_autoshard.distributed.exchange import with_margin
     from dlrm_autoshard.distributed.runtime import keep_freed_memory
@@ -70,8 +66,6 @@ def _both(rank: int, world_size: int, name: str, folder: Path, rounds: int, hook
     job = OurJob(workload, plan, rank, batches)
     bags = ShardedEmbeddingBags(workload.tables, optimizer=RowwiseAdagrad(lr=TABLE_LR), plan=plan)
     replicas = [DistributedDataParallel(Whole())]
-    if hook:
-        replicas[0].register_comm_hook(bags, gradient_mean)
     optimizer = torch.optim.SGD(replicas[0].parameters(), lr=DENSE_LR)
     autoshard = Autoshard(bags, every_steps=10**6, sample_every=10**6, run_dir=folder, budget_seconds=5.0)
     upcoming = itertools.cycle(batches)

@@ -59,7 +59,7 @@ class ShardedEmbeddings:
         self.tables = tuple(tables)
         self.config, self.rank, self.device = config, rank, device
         self.groups, self._exchange_dtype = (group, id_group), DTYPES[exchange_dtype]
-        self.link = connect(group) if shared_memory and device.type == "cpu" else None
+        self._link = connect(group) if shared_memory and device.type == "cpu" else None
         self.updates = 0  # training lookups so far: fbgemm's `iter`, which must survive a rebuild
         self.learning_rate = config.optimizer.lr
         self.storage = storage or Storage(tables, config, device)
@@ -95,7 +95,7 @@ class ShardedEmbeddings:
         self.plan = plan.ordered([table.name for table in self.tables])
         group, id_group = self.groups
         self._exchange = Exchange(
-            self.tables, self.plan, self.rank, group, id_group, self.device, self._exchange_dtype, self.link
+            self.tables, self.plan, self.rank, group, id_group, self.device, self._exchange_dtype, self._link
         )
         self.storage.hold([shard.name for shard in self.local_shards])
         self._restore_counters()
