@@ -25,6 +25,7 @@ class Row:
     benchmark: str
     figure: str
     what: str
+    digits: str = ".3g"
 
 
 ROWS = (
@@ -57,10 +58,16 @@ ROWS = (
     Row("planner-time", "dreamshard_seconds_50_tables", "DreamShard, 50 tables x 4 devices (simulated costs), seconds"),
     Row("planner-quality", "all cells: auto / best heuristic", "plans' cost over the best heuristic's, unseen tables"),
     Row("planner-quality", "all cells: auto: excess removed", "of the best heuristic's excess over perfect balance"),
-    Row("planner-oracle", "over_near_optimum_50x4", "plans' cost over the near-optimum, 50 tables x 4 (an oracle's)"),
+    Row("planner-oracle", "over_near_optimum_20x4", "plans' cost over the near-optimum, by an oracle, 20 x 4", "#.4g"),
+    Row("planner-oracle", "over_near_optimum_50x4", "the same, 50 tables x 4 devices", "#.4g"),
+    Row("planner-oracle", "over_near_optimum_100x8", "the same, 100 tables x 8", "#.4g"),
+    Row("planner-oracle", "over_best_heuristic_20x4", "plans' cost over the best heuristic's, by an oracle, 20 x 4"),
+    Row("planner-oracle", "over_best_heuristic_50x4", "the same, 50 tables x 4 devices"),
+    Row("planner-oracle", "over_best_heuristic_100x8", "the same, 100 tables x 8"),
     Row("planner-choice", "chosen / least measured, mean", "the plan chosen at a start over the one measured least"),
     Row("planner-generalization", "fitted on 20x4 / fitted on 100x8, dreamshard", "planning 100 x 8, fitted on 20 x 4"),
     Row("own-loop", "W-emb, 2 ranks: step time over the trainer's", "a step in a loop of one's own over our trainer's"),
+    Row("own-loop", "W-small, 2 ranks: step time over the trainer's", "the same, MLP-heavy"),
     Row("torchrec-loop", "of best known", "TorchRec from its worst plan, moved by Autoshard: of the best plan known"),
     Row(
         "splits",
@@ -125,7 +132,7 @@ def table(results: Path = RESULTS) -> tuple[str, list[str]]:
         if record is None:
             missing[row.benchmark] = None
             continue
-        measured = cell(record, row.figure)
+        measured = cell(record, row.figure, digits=row.digits)
         target, verdict = record["targets"].get(row.figure, ""), record["verdicts"].get(row.figure, "")
         at = ", ".join(commits_of(record))
         lines.append(f"| {row.what} | `bench {row.benchmark}` | {measured} | {target} | {verdict} | {at} |")
