@@ -365,12 +365,26 @@ def test_a_move_just_before_a_rank_became_slow_is_not_blamed_for_it() -> None:
     assert "so would the old plan" in job.records[0]["text"] and job.records[0]["measured_gain"] < 0
 
 
+def test_a_move_is_judged_by_the_steps_before_the_next_change() -> None:
+    """Also where that was noticed so soon that no whole interval lies between, and another move comes of it."""
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    assert job.interval(changed_steps=50, early=True).action == "moved"
+    assert job.interval(changed_steps=70, moves_since=1, early=True).action == "kept"
+    alike = job.records[-1]["throughput_before"]
+    job.cluster.slowdown = {1: 2.0}
+    assert job.interval(changed_steps=50, early=True).action == "moved"
+    assert job.records[0]["throughput_after"] == alike and job.records[0]["measured_gain"] > 0
+    state = json.loads(json.dumps(job.controller.state_dict()))
+    assert state["since_move"] is None, "the next move has no steps yet"
+
+
 def test_that_ranks_changed_since_a_move_is_known_after_a_restart_too() -> None:
     """A move that is judged two intervals later is not blamed for it either way."""
     one, other = Training(0), Training(0)
     one.plan = one.worst_heuristic()
     assert one.interval().action == "moved"
-    one.cluster.slowdown, one.total = {1: 2.0}, one.step + STEPS + 1  # too few are left for another move
+    one.cluster.slowdown, one.total = {1: 2.0}, one.step + STEPS  # none are left for another move
     assert one.interval(changed_steps=50, moves_since=1, early=True).action == "kept"
     state = json.loads(json.dumps(one.controller.state_dict()))
     other.controller.load_state_dict(state)

@@ -46,6 +46,7 @@ class Controller:
         self._pending: Decision | None = None  # not yet carried out
         self._unproven: Decision | None = None  # carried out, gain not yet measured
         self._ranks_changed = False  # since it was
+        self._since_move: float | None = None  # examples/s since it was, as far as nothing else changed
         self._last_step = -1  # after which there was a decision
 
     # -- one interval ------------------------------------------------------------------------------------------------
@@ -55,6 +56,8 @@ class Controller:
         may be asked."""
         started = time.perf_counter()
         self._last_step = interval.step
+        if interval.changed_steps is None or interval.moves_since:
+            self._since_move = interval.throughput
         base = Decision(interval.epoch, interval.step, "kept", throughput_before=interval.throughput)
         if interval.samples < thresholds.LEAST_SAMPLES:
             few = f"too few steps were timed to judge by ({interval.samples}); lower profile.every_steps"
@@ -94,7 +97,7 @@ class Controller:
         self.chooser.moved(decision.old_plan, num_bytes, seconds, in_parts=decision.part_of is not None)
         decision = replace(decision, bytes_moved=num_bytes, move_seconds=seconds)
         if decision.action == "moved":
-            self._unproven, self._ranks_changed = decision, False
+            self._unproven, self._ranks_changed, self._since_move = decision, False, None
         else:
             self.chooser.target = None
         return self._written(decision)
@@ -112,12 +115,13 @@ class Controller:
     def _judge_last_move(self, task: PlacementTask, interval: Interval) -> Decision | None:
         """Completes its record. Returned where it was a mistake that it pays to take back: where ranks have become
         slower or faster meanwhile, that is not the move's fault."""
-        move, self._unproven = self._unproven, None
-        if move is None:
+        move, throughput = self._unproven, self._since_move
+        if move is None or throughput is None:
             return None
+        self._unproven = None
         new_plan, old_plan = move.new_plan, move.old_plan
         assert new_plan is not None and old_plan is not None and move.throughput_before is not None
-        gain = measured_gain(move.throughput_before, interval.throughput)
+        gain = measured_gain(move.throughput_before, throughput)
         saved_seconds = gain * interval.profile.batch_size / move.throughput_before
         worse = gain < -self.trigger.scatter
         [back] = self.chooser.proposals(task, interval, new_plan, [old_plan])
@@ -126,7 +130,7 @@ class Controller:
             move,
             why="slower than before, but so would the old plan be now" if worse and not blamed else "",
             measured_gain=gain,
-            throughput_after=interval.throughput,
+            throughput_after=throughput,
             paid_back_after_steps=round(move.move_seconds / saved_seconds) if saved_seconds > 0 else None,
         )
         self._written(move)
@@ -147,6 +151,7 @@ class Controller:
             "last_step": self._last_step,
             "unproven": None if self._unproven is None else self._unproven.state_dict(),
             "ranks_changed": self._ranks_changed,
+            "since_move": self._since_move,
             "trigger": self.trigger.state_dict(),
             "chooser": self.chooser.state_dict(),
         }
@@ -161,6 +166,7 @@ class Controller:
             self._written(unproven)
         if same_ranks:
             self._unproven, self._ranks_changed = unproven, state.get("ranks_changed", False)
+            self._since_move = state.get("since_move")
             self.trigger.load_state_dict(state["trigger"])
             self.chooser.load_state_dict(state["chooser"])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -54,6 +55,7 @@ def likeliest_spreads(rows: Rows, values: np.ndarray, noise: np.ndarray) -> Spre
     """One after the other, with `RELUCTANCE`."""
     best = prior = Spreads()
 
+    @cache
     def fitness(spreads: Spreads) -> float:
         away = sum(r * np.log2(getattr(spreads, name) / getattr(prior, name)) ** 2 for name, r in RELUCTANCE.items())
         return posterior_of(rows, values, noise, spreads).log_evidence - float(away)

@@ -46,10 +46,10 @@ def measure_finalists(
     The plan with the least predicted cost and the best heuristic are measured first. What that says about the tables
     corrects the predictions, and searches go on with these. Of the placements at which they end, that one is measured
     next which is worth most to know: it is expected to be faster than the best so far, or may be. And so on, until
-    `measure_plans` are, or none is worth it. Every candidate gets `expected_ms`, the best estimate from all of it, and
-    the least one that was measured wins: the best heuristic is among them, so the winner is never expected to be worse.
-    steps: for which the plan is to serve. Where knowing the plans' costs would save less time in them, on average, than
-    finding and measuring them takes, none is measured.
+    `measure_plans` are, or neither it nor all of them together are worth it. Every candidate gets `expected_ms`, the
+    best estimate from all of it, and the least one that was measured wins: the best heuristic is among them, so the
+    winner is never expected to be worse. steps: for which the plan is to serve. Where knowing the plans' costs would
+    save less time in them, on average, than finding and measuring them takes, none is measured.
     """
     profiles: dict[str, StepProfile] = {}
 
@@ -79,7 +79,7 @@ def measure_finalists(
         estimated = costs.estimates(task, [leading, *(rival.plan for rival in rivals)])
         worth = [estimated.of([0, number + 1]) for number in range(len(rivals))]
         hopeful = max(range(len(rivals)), key=lambda number: worth[number].worth_knowing, default=None)
-        if hopeful is None or not pays(worth[hopeful], seconds):
+        if hopeful is None or not (pays(worth[hopeful], seconds) or pays(estimated, len(rivals) * seconds)):
             break
         found.append(rivals[hopeful])
         measured([rivals[hopeful].plan])
