@@ -156,5 +156,6 @@ def test_a_job_too_short_for_what_measuring_saves_measures_no_plan() -> None:
 def test_knowing_is_worth_what_choosing_saves() -> None:
     """Two plans, each the better one in half of the cases, by 10%; and one that is never the better one."""
     even = Estimates(np.array([[1.0, 1.1, 2.0], [1.1, 1.0, 2.0]]))
-    assert even.worth_knowing == pytest.approx(1 - 1.0 / 1.05)
-    assert even.of([0, 2]).worth_knowing == 0
+    assert even.worth_knowing() == pytest.approx(1 - 1.0 / 1.05)
+    assert even.of([0, 2]).worth_knowing() == 0
+    assert even.of([2, 0]).worth_knowing(kept=0) == pytest.approx(1 - 1.05 / 2.0)  # only what is measured is taken

@@ -2,7 +2,7 @@
 
 found = estimates(task, costs, corrections, [rank_U, other_U])
 found.step_ms[1], found.gain(0, 1)       # Gain(mean=0.031, std=0.012): what the second saves over the first
-found.worth_knowing                      # 0.009: part of the step that choosing saves, once their costs are known
+found.worth_knowing()                    # 0.009: part of the step that choosing saves, once their costs are known
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Estimates:
         """Some of the plans."""
         return Estimates(self.step_ms_DP[:, plans])
 
-    @property
-    def worth_knowing(self) -> float:
-        """Part of the step that choosing between the plans would save, on average, if their costs were known."""
-        expected = float(self.step_ms.min())
+    def worth_knowing(self, kept: int | None = None) -> float:
+        """Part of the step that choosing between the plans would save, on average, if their costs were known. kept: the
+        plan that is taken if they are not; where nothing is said, the one that is expected to cost least."""
+        expected = float(self.step_ms.min() if kept is None else self.step_ms[kept])
         return 1 - float(self.step_ms_DP.min(axis=1).mean()) / expected if expected else 0.0
 
 

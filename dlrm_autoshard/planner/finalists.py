@@ -53,9 +53,9 @@ def measure_finalists(
     """
     profiles: dict[str, StepProfile] = {}
 
-    def pays(estimated: Estimates, seconds: float) -> bool:
+    def pays(estimated: Estimates, seconds: float, kept: int | None = None) -> bool:
         served_seconds = math.inf if steps is None else steps * float(estimated.step_ms.min()) / 1000
-        return estimated.worth_knowing > max(WORTH_MEASURING, seconds / served_seconds)
+        return estimated.worth_knowing(kept) > max(WORTH_MEASURING, seconds / served_seconds)
 
     def measured(plans: Sequence[ShardingPlan]) -> float:
         started = time.perf_counter()
@@ -78,8 +78,8 @@ def measure_finalists(
         rivals = [rival for rival in rivals if rival.plan.fingerprint not in profiles]
         estimated = costs.estimates(task, [leading, *(rival.plan for rival in rivals)])
         worth = [estimated.of([0, number + 1]) for number in range(len(rivals))]
-        hopeful = max(range(len(rivals)), key=lambda number: worth[number].worth_knowing, default=None)
-        if hopeful is None or not (pays(worth[hopeful], seconds) or pays(estimated, len(rivals) * seconds)):
+        hopeful = max(range(len(rivals)), key=lambda number: worth[number].worth_knowing(kept=0), default=None)
+        if hopeful is None or not (pays(worth[hopeful], seconds, 0) or pays(estimated, len(rivals) * seconds, 0)):
             break
         found.append(rivals[hopeful])
         measured([rivals[hopeful].plan])

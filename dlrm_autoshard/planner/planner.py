@@ -113,7 +113,7 @@ class Planner:
         deadline = None if budget_seconds is None else time.perf_counter() + budget_seconds
         candidates = self.makers.candidates("auto", task, self.costs.costs_of, deadline)
         estimated = self.costs.estimates(task, [candidate.plan for candidate in candidates], task.names)
-        return estimated.worth_knowing * float(estimated.step_ms.min())
+        return estimated.worth_knowing() * float(estimated.step_ms.min())
 
     def _splitted(
         self, task: PlacementTask, candidates: Sequence[Candidate], deadline: float | None
