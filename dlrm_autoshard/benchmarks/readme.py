@@ -64,6 +64,8 @@ ROWS = (
     Row("planner-oracle", "over_best_heuristic_20x4", "plans' cost over the best heuristic's, by an oracle, 20 x 4"),
     Row("planner-oracle", "over_best_heuristic_50x4", "the same, 50 tables x 4 devices"),
     Row("planner-oracle", "over_best_heuristic_100x8", "the same, 100 tables x 8"),
+    Row("planner-oracle", "split_over_whole_20x8", "where tables may be split by columns, over whole ones, 20 x 8"),
+    Row("planner-oracle", "split_over_whole_50x8", "the same, 50 tables x 8 devices"),
     Row("planner-choice", "chosen / least measured, mean", "the plan chosen at a start over the one measured least"),
     Row("planner-generalization", "fitted on 20x4 / fitted on 100x8, dreamshard", "planning 100 x 8, fitted on 20 x 4"),
     Row("own-loop", "W-emb, 2 ranks: step time over the trainer's", "a step in a loop of one's own over our trainer's"),
