@@ -50,8 +50,8 @@ def run(quick: bool) -> dict[str, Any]:
     notes = [
         "Costs are an oracle's arithmetic, no hardware's; means over tasks, the spread is that of the median.",
         "near_optimum_over_best_heuristic: what can be had, at most, of over_best_heuristic on these tasks.",
-        "split_over_...: the plan of a planner that may split tables (4 parts, 16 columns), over one's that may not, and "
-        "over the best heuristic's, which splits none.",
+        "split_over_...: the plan of a planner that may split tables (4 parts, 16 columns), over that of one that may "
+        "not, and over the best heuristic's, which splits none.",
     ]
     return {"figures": figures, "targets": targets, "spread": spread, "notes": notes}
 
