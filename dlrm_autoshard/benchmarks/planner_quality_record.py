@@ -58,10 +58,9 @@ def summarise(rows: Sequence[Row], cells: Sequence[str], tasks: int) -> dict[str
             figures[f"{name} {SPLIT} / best heuristic"] = cell.ratio(SPLIT)
             figures[f"{name} {SPLIT}: excess removed"] = cell.removed(SPLIT, cell.bound)
             spread[f"{name} {SPLIT} / best heuristic"] = _interval(cell.cost[SPLIT], cell.cost[cell.best])
-        bound = cell.bound
-        spread[f"{name} auto: excess removed"] = [
-            1 - end for end in reversed(_interval(cell.cost["auto"] - bound, cell.cost[cell.best] - bound))
-        ]
+        for algorithm in {"auto", SPLIT} & set(cell.cost):
+            left = _interval(cell.cost[algorithm] - cell.bound, cell.cost[cell.best] - cell.bound)
+            spread[f"{name} {algorithm}: excess removed"] = [1 - end for end in reversed(left)]
         low, high = spread[f"{name} auto / best heuristic"]
         if low <= 1 <= high:
             notes.append(f"{name}: auto cannot be told from the best heuristic ({low:.3f} to {high:.3f})")
