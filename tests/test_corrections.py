@@ -98,6 +98,22 @@ def test_it_is_saved_with_the_planner() -> None:
     assert other.predict(TASK, EVEN) == planner.predict(TASK, EVEN)
 
 
+def test_how_far_things_vary_is_estimated_anew_where_half_of_the_profiles_are_new_restarts_or_not() -> None:
+    planner, cluster = Planner(seed=0), SimulatedCluster(1, noise=0.05)
+    estimated = []
+    for number in range(1, 13):
+        before = planner.costs.corrections.to_json()["spreads"]["new_profiles"]
+        follow(planner, cluster.profile(TABLES, STATS, EVEN, 1024))
+        if planner.costs.corrections.to_json()["spreads"]["new_profiles"] <= before:
+            estimated.append(number)
+        again = Planner(seed=0)
+        again.load_state_dict(planner.state_dict())
+        assert again.predict(TASK, EVEN) == planner.predict(TASK, EVEN)
+        assert again.state_dict() == planner.state_dict()
+        planner = again
+    assert estimated == [1, 2, 4, 8]
+
+
 def test_a_table_whose_lookups_jumped_is_what_is_dear_and_not_the_rank_that_has_it() -> None:
     planner, profile = Planner(seed=0), SimulatedCluster(0).profile(TABLES, STATS, EVEN, 1024)
     follow(planner, *[profile] * 4)

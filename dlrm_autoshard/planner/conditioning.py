@@ -1,7 +1,8 @@
 """What is concluded from measurements: which ranks are slow, which moments were disturbed, how far each term varies.
 
-spreads = likeliest_spreads(rows, values_N, noise_NN)           # rows, values and noise: `Observed.rows`
-posterior = posterior_of(rows, values_N, noise_NN, spreads)
+likeliest = LikeliestSpreads()
+likeliest.update(rows, values_N, noise_NN)                      # rows, values and noise: `Observed.rows`
+posterior = posterior_of(rows, values_N, noise_NN, likeliest.spreads)
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -49,6 +51,32 @@ def posterior_of(rows: Rows, values: np.ndarray, noise: np.ndarray, spreads: Spr
         causes[-2 - int(profile)] = Cause(members, MOMENT**2, -float(np.log(SLOW_MOMENT)))
     # A probe measures for a moment, in which something else may run; an interval's figures are of many.
     return condition(covariance, values, causes, Disturbed(rows.source_N == 0))
+
+
+class LikeliestSpreads:
+    """Estimated anew once half of the profiles are new, or there are other shards: that takes most of the time that
+    conditioning takes, and one profile more says little of how far things vary."""
+
+    def __init__(self) -> None:
+        self.spreads = Spreads()
+        self._new_profiles, self._shard_rows = 0, -1  # since, and when, they were estimated
+
+    def observed(self) -> None:
+        """One profile more."""
+        self._new_profiles += 1
+
+    def update(self, rows: Rows, values: np.ndarray, noise: np.ndarray) -> None:
+        profiles, shard_rows = len(set(rows.profile_N) - {-1}), int((rows.profile_N < 0).sum())
+        if shard_rows != self._shard_rows or 2 * self._new_profiles >= max(1, profiles):
+            self.spreads, self._new_profiles, self._shard_rows = likeliest_spreads(rows, values, noise), 0, shard_rows
+
+    def to_json(self) -> dict[str, Any]:
+        likeliest = {name: getattr(self.spreads, name) for name in GRID}
+        return {"likeliest": likeliest, "new_profiles": self._new_profiles, "shard_rows": self._shard_rows}
+
+    def load_json(self, record: Mapping[str, Any]) -> None:
+        self.spreads = Spreads(**record["likeliest"])
+        self._new_profiles, self._shard_rows = record["new_profiles"], record["shard_rows"]
 
 
 def likeliest_spreads(rows: Rows, values: np.ndarray, noise: np.ndarray) -> Spreads:

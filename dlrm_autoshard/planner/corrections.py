@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.costs import StepProfile
-from dlrm_autoshard.planner.conditioning import likeliest_spreads, posterior_of
+from dlrm_autoshard.planner.conditioning import LikeliestSpreads, posterior_of
 from dlrm_autoshard.planner.correction_terms import (
     Rows,
     Spreads,
@@ -45,12 +45,13 @@ class Corrections:
     def __init__(self) -> None:
         self.profiles: list[StepProfile] = []
         self.eras: list[int] = []  # of ranks, one a profile that was conditioned on
-        self.spreads = Spreads()
+        self.spreads, self._likeliest = Spreads(), LikeliestSpreads()
         self._clear()
 
     def observe(self, profile: StepProfile) -> None:
         """Remembers a profile, to be conditioned on by the next `fit`."""
         self.profiles.append(profile)
+        self._likeliest.observed()
         dropped = max(0, len(self.profiles) - REMEMBERED)
         del self.profiles[:dropped], self.eras[:dropped]
 
@@ -200,7 +201,8 @@ class Corrections:
         for _ in range(3):  # how tables add up bends with their costs, so their shares are taken again
             rows, values, noise = observed.rows(self.eras, table_T2)
             if table_T2 is None and len(values) <= MOST_ROWS:
-                self.spreads = likeliest_spreads(rows, values, noise)
+                self._likeliest.update(rows, values, noise)
+                self.spreads = self._likeliest.spreads
             posterior = posterior_of(rows, values, noise, self.spreads)
             own_B2, changed_B2 = self._log_factors(observed, rows, posterior)
             parts = observed.parts
@@ -236,9 +238,11 @@ class Corrections:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        return {"eras": self.eras}
+        return {"eras": self.eras, "spreads": self._likeliest.to_json()}
 
     def load_json(self, record: Mapping[str, Any], profiles: Sequence[StepProfile]) -> None:
         """profiles: all that were kept, the newest last."""
         self.eras = list(record["eras"])
+        if "spreads" in record:  # not in states of older versions
+            self._likeliest.load_json(record["spreads"])
         self.profiles = list(profiles)[len(profiles) - len(self.eras) :]

@@ -147,7 +147,7 @@ class Planner:
         candidates += self.makers.candidates("auto", task, self.costs.costs_of, deadline)
         if task.splits.allowed:
             candidates += self._splitted(task, candidates, deadline)
-        candidates = near + [self._relabelled(task, candidate, current) for candidate in candidates]
+        candidates = near + self._relabelled(task, candidates, current)
         different = {candidate.plan.fingerprint: candidate for candidate in reversed(candidates)}
         ranked = sorted(different.values(), key=lambda c: c.predicted_ms)
         kept = ranked[:most]
@@ -155,11 +155,19 @@ class Planner:
             kept[-1] = near[0]
         return [(candidate.plan, candidate.predicted_ms) for candidate in kept]
 
-    def _relabelled(self, task: PlacementTask, candidate: Candidate, current: ShardingPlan) -> Candidate:
-        of_plan = task.split_as(candidate.plan)
-        costs = self.costs.costs_of(of_plan)
-        rank_U = relabelled(of_plan, costs, of_plan.ranks_from(candidate.plan), current)
-        return replace(candidate, plan=of_plan.plan_from(rank_U), predicted_ms=costs.step_ms(rank_U))
+    def _relabelled(
+        self, task: PlacementTask, candidates: Sequence[Candidate], current: ShardingPlan
+    ) -> list[Candidate]:
+        """Equal ranks exchanged so that the fewest bytes move from `current`."""
+        found, costs_of = list[Candidate](), dict[tuple[str, ...], TaskCosts]()
+        for candidate in candidates:
+            of_plan = task.split_as(candidate.plan)
+            if of_plan.names not in costs_of:
+                costs_of[of_plan.names] = self.costs.costs_of(of_plan)
+            costs = costs_of[of_plan.names]
+            rank_U = relabelled(of_plan, costs, of_plan.ranks_from(candidate.plan), current)
+            found.append(replace(candidate, plan=of_plan.plan_from(rank_U), predicted_ms=costs.step_ms(rank_U)))
+        return found
 
     def _away_from_hosts(self, task: PlacementTask, deadline: float | None) -> list[Candidate]:
         """For each host, a plan that leaves it empty: no single move shows what a slow link costs to all behind it."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.costs import StepRecord
 from dlrm_autoshard.errors import UserError
@@ -21,8 +21,15 @@ Price = Annotated[float, Field(ge=0, le=MOST)]
 Weights = dict[str, Any]
 
 
+class SpreadsRecord(TypedDict):
+    likeliest: dict[Literal["table", "load", "fused", "together", "noise"], Annotated[float, Field(gt=0, le=10)]]
+    new_profiles: Annotated[int, Field(ge=0)]
+    shard_rows: Annotated[int, Field(ge=-1)]
+
+
 class CorrectionsRecord(TypedDict):
     eras: list[Annotated[int, Field(ge=0)]]
+    spreads: NotRequired[SpreadsRecord]  # not in states of older versions
 
 
 class ReplayRecord(TypedDict):
