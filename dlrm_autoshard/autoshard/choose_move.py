@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, gains, moving
+from dlrm_autoshard.autoshard.move_history import History
 from dlrm_autoshard.autoshard.partial_move import first_part, paying_part
 from dlrm_autoshard.autoshard.payoff import (
     MoveCost,
-    caution_after,
     reason_to_stay,
     seconds_saved,
     sure_gain,
@@ -34,32 +34,6 @@ from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import ShardTimer
 from dlrm_autoshard.probe.mid_run import learn_changed, unmeasured
 from dlrm_autoshard.tables import Shard
-
-
-@dataclass
-class History:
-    """The moves that were made, as far as the next one depends on them. Times are counted in intervals."""
-
-    intervals: int = 0
-    moves_at: list[int] = field(default_factory=list)
-    left_at: dict[str, int] = field(default_factory=dict)  # plan fingerprint -> when it stopped being the live one
-    rolled_back: list[str] = field(default_factory=list)
-    in_parts: bool = False  # the last move was a part of a larger one
-
-    def moved(self, old_plan: ShardingPlan, *, in_parts: bool) -> None:
-        """A move in parts counts once, when its last part is made."""
-        if self.in_parts:
-            self.moves_at.pop()
-        self.moves_at.append(self.intervals)
-        self.left_at[old_plan.fingerprint] = self.intervals
-        self.in_parts = in_parts
-
-    def caution(self, min_gain: float, plan: ShardingPlan, moves_since: int) -> float:
-        """What to ask for beyond min_gain. moves_since: the last ones, that were made for what is decided on now."""
-        name = plan.fingerprint
-        left_ago = self.intervals - self.left_at[name] if name in self.left_at else None
-        moves_ago = [self.intervals - at for at in self.moves_at[: max(0, len(self.moves_at) - moves_since)]]
-        return caution_after(min_gain, moves_ago, left_ago, name in self.rolled_back)
 
 
 class MoveChooser:
