@@ -60,14 +60,15 @@ def optima(
     round takes each of those (at most four), evaluates every move of one of its units to another rank and the promising
     swaps, and takes the best. When none helps, a few random kicks are tried from the best placement so far.
     """
-    best = _Search(task, costs, rank_U, most_swaps)
+    alone_U = costs.alone_ms()
+    best = _Search(task, costs, rank_U, most_swaps, alone_U)
     best.descend(deadline, most_moves)
     found = {best.room.rank_U.tobytes(): best}
     generator = np.random.default_rng(seed)
     for _ in range(kicks):
         if late(deadline):
             break
-        other = _Search(task, costs, best.room.rank_U, most_swaps)
+        other = _Search(task, costs, best.room.rank_U, most_swaps, alone_U)
         other.shake(generator)
         other.descend(deadline)
         found.setdefault(other.room.rank_U.tobytes(), other)
@@ -92,16 +93,17 @@ def search(
 class _Search:
     """A placement, what each rank's stages cost under it, and the steps that make it better."""
 
-    def __init__(self, task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray, most_swaps: int) -> None:
-        self.task = task
-        self.costs = costs
-        self.most_swaps = most_swaps
+    def __init__(
+        self, task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray, most_swaps: int, alone_U: np.ndarray
+    ) -> None:
+        """alone_U: `TaskCosts.alone_ms`."""
+        self.task, self.costs = task, costs
+        self.most_swaps, self.alone_U = most_swaps, alone_U
         self.room = Room(task.units, rank_U)
         if (self.room.free_W < 0).any():
             self.room = Room(task.units, feasible(task))
         self.sums_WK = costs.sums(self.room.rank_U)
         self.ms_W4 = costs.stage_ms(self.sums_WK, np.arange(task.world_size))
-        self.alone_U = costs.alone_ms()
 
     @property
     def step_ms(self) -> float:
