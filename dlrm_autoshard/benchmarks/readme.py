@@ -30,6 +30,7 @@ class Row:
 
 ROWS = (
     Row("race-short", "worst run: loop on / loop off", "the slowest of those jobs, with resharding over without"),
+    Row("race-short", "worst run: loop on / loop off, steps and what resharding took", "the same in turns", "#.4g"),
     Row(
         "race-short",
         "gain predicted - measured of moves, points",
