@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.benchmarks.race_arms import ARMS
-from dlrm_autoshard.benchmarks.race_worlds import RANKS
+from dlrm_autoshard.benchmarks.race_worlds import IN_WORDS, RANKS
 
 WIDTH, HEIGHT = 560, 300
 COLORS = dict(zip(ARMS, ("#888", "#b8860b", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#17becf"), strict=True))
@@ -66,25 +66,29 @@ def _chart(curves: Mapping[str, dict[str, Any]]) -> str:
 
 
 def panels(done: Runs) -> str:
-    """Steps ahead of the static plan's job over seconds, one panel a world: of the seed whose ratio is the median."""
-    drawn, place = [], 0
+    """Steps ahead of the static plan's job over seconds, one panel a world, all to one scale: of the seed whose ratio
+    is the median."""
+    of_world = {}
     for world, by_seed in done.items():
         ratios = {
             seed: runs["loop"]["seconds"] / runs["planned"]["seconds"]
             for seed, runs in by_seed.items()
             if all("points" in runs.get(arm, {}) for arm in ("loop", "planned"))
         }
-        if not ratios:
-            continue
-        seed = sorted(ratios, key=ratios.__getitem__)[len(ratios) // 2]
+        if ratios:
+            of_world[world] = by_seed[sorted(ratios, key=ratios.__getitem__)[len(ratios) // 2]]
+    ahead = {world: _ahead(runs) for world, runs in of_world.items()}
+    most = max([5.0, *(float(np.abs(values).max()) for curves in ahead.values() for _, values in curves.values())])
+    drawn = []
+    for place, (world, curves) in enumerate(ahead.items()):
         x, y = LEFT + place % COLUMNS * PANEL_WIDTH, TOP + place // COLUMNS * PANEL_HEIGHT
-        drawn.append(f'<g transform="translate({x},{y})">{_panel(world, by_seed[seed])}</g>')
-        place += 1
+        panel = _panel(IN_WORDS[world], curves, of_world[world]["loop"], most)
+        drawn.append(f'<g transform="translate({x},{y})">{panel}</g>')
     names = "".join(
         f'<text x="{LEFT + 330 * i}" y="16" fill="{COLORS[arm]}">&#9632; {name}</text>'
         for i, (arm, name) in enumerate(NAMES.items())
     )
-    height = TOP + -(-place // COLUMNS) * PANEL_HEIGHT
+    height = TOP + -(-len(drawn) // COLUMNS) * PANEL_HEIGHT
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + COLUMNS * PANEL_WIDTH}" height="{height}" '
         'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
@@ -93,14 +97,20 @@ def panels(done: Runs) -> str:
     )
 
 
-def _panel(world: str, runs: Mapping[str, dict[str, Any]]) -> str:
+def _ahead(runs: Mapping[str, dict[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Of each arm, seconds, and steps ahead of the static plan's job by then."""
     seconds, steps = _curve(runs["planned"])
-    ahead = {}
+    found = {}
     for arm in NAMES:
         if "points" in runs.get(arm, {}):
             at, reached = _curve(runs[arm])
-            ahead[arm] = at, reached - np.interp(at, seconds, steps)
-    most = max(5.0, *(float(np.abs(values).max()) for _, values in ahead.values()))
+            found[arm] = at, reached - np.interp(at, seconds, steps)
+    return found
+
+
+def _panel(
+    title: str, ahead: Mapping[str, tuple[np.ndarray, np.ndarray]], looped: Mapping[str, Any], most: float
+) -> str:
     longest = max(float(at[-1]) for at, _ in ahead.values())
     width, height = PANEL_WIDTH - 50, PANEL_HEIGHT - 50
 
@@ -109,7 +119,7 @@ def _panel(world: str, runs: Mapping[str, dict[str, Any]]) -> str:
 
     middle = f"{height / 2:.1f}"
     drawn = [
-        f'<text x="{width / 2}" y="-2" text-anchor="middle" font-weight="bold">{html.escape(world)}</text>',
+        f'<text x="{width / 2}" y="-4" text-anchor="middle" font-weight="bold">{html.escape(title)}</text>',
         f'<path d="M0,0V{height}M0,{middle}H{width}" stroke="#999" fill="none"/>',
         f'<text x="-4" y="10" text-anchor="end">+{most:.0f}</text>',
         f'<text x="-4" y="{height}" text-anchor="end">-{most:.0f}</text>',
@@ -119,8 +129,8 @@ def _panel(world: str, runs: Mapping[str, dict[str, Any]]) -> str:
         line = " ".join(at_point(*point) for point in zip(at, values, strict=True))
         drawn.append(f'<polyline points="{line}" fill="none" stroke="{COLORS[arm]}" stroke-width="1.5"/>')
     at, values = ahead["loop"]
-    for move in runs["loop"]["moves"]:
-        second = float(np.interp(move["step"], _curve(runs["loop"])[1], at))
+    for move in looped["moves"]:
+        second = float(np.interp(move["step"], _curve(looped)[1], at))
         x, y = at_point(second, float(np.interp(second, at, values))).split(",")
         drawn.append(f'<circle cx="{x}" cy="{y}" r="3.5" fill="{COLORS["loop"]}"/>')
     return "".join(drawn)

@@ -25,6 +25,14 @@ from dlrm_autoshard.tables import TableConfig, TableStats, measure_table_stats, 
 
 WorldName = Literal["calm", "abrupt", "gradual", "hot-ids", "straggler", "tight"]
 WORLDS: tuple[WorldName, ...] = ("calm", "abrupt", "gradual", "hot-ids", "straggler", "tight")
+IN_WORDS: dict[str, str] = {  # in the README's order
+    "calm": "nothing changes",
+    "abrupt": "pooling permuted once",
+    "gradual": "pooling drifts every epoch",
+    "hot-ids": "other rows become hot, pooling stays",
+    "straggler": "half a core taken from one rank for a while",
+    "tight": "nothing; memory for few plans only",
+}
 RANKS, ALPHA, NUM_DENSE = 2, 1.05, 13
 
 

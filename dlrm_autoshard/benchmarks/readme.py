@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_autoshard.benchmarks.harness import STATE, BenchError
+from dlrm_autoshard.benchmarks.race_worlds import IN_WORDS
 
 RESULTS = Path(__file__).parent / "results"
 FIRST, LAST = "<!-- figures: written by `dlrm-autoshard bench readme` -->", "<!-- end of figures -->"
@@ -87,14 +88,6 @@ ROWS = (
 )  # fmt: skip
 
 RACES = ("race", "race-short")
-WORLDS = {
-    "calm": "nothing changes",
-    "abrupt": "pooling permuted once",
-    "gradual": "pooling drifts every epoch",
-    "hot-ids": "other rows become hot, pooling stays",
-    "straggler": "half a core taken from one rank for a while",
-    "tight": "nothing; memory for few plans only",
-}
 ARMS = ("planned", "loop", "clairvoyant", "torchrec")
 NET = ", steps and what resharding took"
 RATIOS = ("loop on / loop off", f"loop on / loop off{NET}", "torchrec / loop on")
@@ -166,7 +159,7 @@ def worlds(name: str, record: Mapping[str, Any]) -> list[str]:
         return said + (f", {verdicts[figure]}" if figure in verdicts else "")
 
     lines = []
-    for world, what in WORLDS.items():
+    for world, what in IN_WORDS.items():
         if f"{world}: loop seconds" not in figures:
             continue
         texts = [judged(f"{world}: {arm} seconds", spread=False) for arm in ARMS]
