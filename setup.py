@@ -32,7 +32,10 @@ setup(
     packages=[*find_packages(include=["dlrm_autoshard", "dlrm_autoshard.*"]), "dlrm_autoshard.configs"],
     package_dir={"dlrm_autoshard.configs": "configs"},  # one copy in the repository, inside the package in a wheel
     package_data={
-        "dlrm_autoshard": ["py.typed", *(f"**/*.{end}" for end in ["pyi", "npz", "json", "html", "css", "js", "md"])],
+        "dlrm_autoshard": [
+            "py.typed",
+            *(f"**/*.{end}" for end in ["pyi", "npz", "json", "html", "css", "js", "md", "svg"]),
+        ],
         "dlrm_autoshard.configs": ["*.yaml"],
     },
     install_requires=[
