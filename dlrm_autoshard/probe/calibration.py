@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from dlrm_autoshard.probe.shard_probe import ShardTime, median_time, spread_of_t
 from dlrm_autoshard.probe.shipped_costs import start_warm
 from dlrm_autoshard.tables import TableConfig, lookup_work
 
-MOST_SETS, MOST_ALONE, MOST_HALVES = 64, 128, 16
+MOST_SETS, MOST_ALONE, MOST_PARTS = 64, 128, 16
 PASSES = 5  # over the tables alone, at different moments
 MEASURING_SHARE = 0.15
 """Of the budget, and as much again for fitting; the rest is for planning."""
@@ -85,7 +85,7 @@ def start_costs(
     that is known: with few the budget is smaller, and nothing is measured that would not pay in them.
 
     A job whose tables were measured on this hardware before starts from the log, in well under a second. Otherwise a
-    few dozen shards of its own tables are measured on the running ranks: tables alone, halves of those that may be
+    few dozen shards of its own tables are measured on the running ranks: tables alone, parts of those that may be
     split, and sets as large as a rank will own. How far the moments at which a table was measured differ is the noise
     of all that was measured only once.
     """
@@ -138,25 +138,42 @@ def expected_seconds(planner: Planner, task: PlacementTask, steps: int) -> float
 
 
 def calibration_shards(task: PlacementTask, seed: int) -> tuple[list[list[str]], list[list[str]]]:
-    """Two kinds of shards: each table alone, and halves of the dearest that may be split, by their lookups' work; and
+    """Two kinds of shards: each table alone, and parts of the dearest that may be split, by their lookups' work; and
     sets of as many tables as a rank will own, which is what plans are made of.
 
-    What width costs here is asked of halves, for a network that is fitted to a few widths says anything of others.
+    What width costs here is asked of parts, for a network that is fitted to a few widths says anything of others.
     """
     generator = np.random.default_rng(seed)
     share = max(1, round(len(task.tables) / task.world_size))
 
-    def heaviest(shards: Iterable[TableConfig]) -> list[TableConfig]:
-        return sorted(shards, key=lambda t: -lookup_work(t.embedding_dim, task.shard(t.name)[1].mean_pooling))
+    def work(shard: TableConfig) -> float:
+        return lookup_work(shard.embedding_dim, task.shard(shard.name)[1].mean_pooling)
 
-    halved = [half[0] for table in heaviest(task.tables) if (half := task.halves(table.name)) is not None]
-    halved = halved[: min(2 * task.world_size, MOST_HALVES)]
+    def heaviest(shards: Iterable[TableConfig]) -> list[TableConfig]:
+        return sorted(shards, key=work, reverse=True)
+
+    even_share = sum(map(work, task.tables)) / task.world_size
+    parts = [part for table in heaviest(task.tables) for part in _parts_of_use(task, table, work, even_share)]
+    parts = parts[: min(2 * task.world_size, MOST_PARTS)]
     sets: dict[tuple[int, ...], None] = {}
     for _ in range(MOST_SETS):
         size = int(np.clip(round(share * generator.uniform(0.5, 1.5)), 1, len(task.tables)))
         sets.setdefault(tuple(sorted(generator.choice(len(task.tables), size, replace=False).tolist())))
-    alone = heaviest([*heaviest(task.tables)[:MOST_ALONE], *halved])
+    alone = heaviest([*heaviest(task.tables)[:MOST_ALONE], *parts])
     return [[one.name] for one in alone], [[task.names[i] for i in one] for one in sets if len(one) > 1]
+
+
+def _parts_of_use(
+    task: PlacementTask, table: TableConfig, work: Callable[[TableConfig], float], even_share: float
+) -> Iterator[TableConfig]:
+    """Its half, and of what is still dearer than a rank's even share the half again, as far as it may be split."""
+    split: PlacementTask | None = task
+    part = table
+    while split is not None and (part is table or work(part) > even_share):
+        halves, split = split.halves(part.name), split.split(part.name)
+        if halves is not None:
+            part = halves[0]
+            yield part
 
 
 def _measured_in_passes(
