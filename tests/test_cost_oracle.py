@@ -10,6 +10,7 @@ import pytest
 from dlrm_autoshard import ShardingPlan
 from dlrm_autoshard.benchmarks.cost_oracle import CostOracle
 from dlrm_autoshard.benchmarks.planner_oracle import judged
+from dlrm_autoshard.benchmarks.splits_planned import dcn_balance
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.planner.pool import synthetic_pool
 
@@ -57,3 +58,10 @@ def test_auto_is_near_the_optimum_and_ahead_of_heuristics_on_a_machine_it_knows_
     rows = [judged(20, 4, index) for index in range(3)]
     assert np.mean([row["over_near_optimum"] for row in rows]) < 1.06
     assert np.mean([row["over_best_heuristic"] for row in rows]) < 0.95
+
+
+def test_dcnv2_is_balanced_on_eight_devices_by_splitting_its_dearest_table() -> None:
+    """One table has 100 of 214 lookups: whole, it alone is 3.7 even shares."""
+    balance = dcn_balance(devices=8, seed=0)
+    assert balance["whole"] >= 100 * 8 / 214
+    assert balance["split"] < 1.25 and balance["step"] < 0.75

@@ -1,8 +1,8 @@
 """How long the planner takes with the reference's budget, and what its plans cost, beside DreamShard to the letter.
 
 That budget is 10 iterations of 10 placements, 300 cost updates (ours: 50) and 10 policy updates of 10 episodes. Costs
-are simulated, so that only the planner's own time is counted. Repeated; the median is reported and the spread shown.
-CPU seconds stand beside wall seconds: on a shared machine the two part, and only CPU time is the planner's own.
+are simulated, so that only the planner's own time is counted, in CPU seconds; wall seconds stand beside them. Absolute
+seconds differ twofold between machines, so they are held against a small loop that the reference was timed beside.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlrm_autoshard.benchmarks.harness import paired_ratio
 from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.greedy import KEYS
@@ -25,7 +26,9 @@ from dlrm_autoshard.probe.simulator import SimulatedCluster
 TITLE = "planning time with the reference DreamShard's budget, simulated costs, one thread"
 ROUGH_TIME = "1 min"
 BATCH, DEVICES = 4096, 4
-REFERENCE_SECONDS = {50: 43.0, 100: 86.0}
+REFERENCE_LOOPS = {50: 110.0, 100: 222.0}
+"""CPU time of the published code's default training (github.com/daochenzha/dreamshard, 4 devices, a stand-in for its
+GPU measurements that takes no time, torch 2.13, one thread) over that of `calibration_loop`, run in turns with it."""
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -43,35 +46,58 @@ def _run(quick: bool) -> dict[str, Any]:
     for tables in (50,) if quick else (50, 100):
         task = _task(tables)
         for name, reference in (("dreamshard", False), ("reference", True)):
-            seconds, cpu = [], []
-            for repeat in range(2 if quick else 5):
+            seconds, cpu, loops = [], [], []
+            for repeat in range(3 if quick else 8):
                 # The first repeat warms up allocator and caches and is not counted.
+                loop = calibration_loop()
                 wall, own, planner = _train(task, reference)
                 if repeat:
                     seconds.append(wall)
                     cpu.append(own)
+                    loops.append(0.5 * (loop + calibration_loop()))
             figures[f"{name}_seconds_{tables}_tables"] = float(np.median(seconds))
             figures[f"{name}_cpu_seconds_{tables}_tables"] = float(np.median(cpu))
             spread[f"{name}_seconds_{tables}_tables"] = [min(seconds), max(seconds)]
             figures[f"{name}_simulated_cost_ms_{tables}_tables"] = _cost(task, planner)
+            quicker = paired_ratio([REFERENCE_LOOPS[tables] * loop for loop in loops], cpu)
+            figures[f"{name}_times_quicker_{tables}_tables"] = quicker.median
+            spread[f"{name}_times_quicker_{tables}_tables"] = [quicker.low, quicker.high]
         figures[f"best_heuristic_simulated_cost_ms_{tables}_tables"] = min(
             _cost(task, Planner(heuristic)) for heuristic in KEYS
         )
-        figures[f"speedup_over_reference_{tables}_tables"] = (
-            REFERENCE_SECONDS[tables] / figures[f"dreamshard_seconds_{tables}_tables"]
-        )
-    targets = {"dreamshard_seconds_50_tables": "<= 2.0", "reference_seconds_50_tables": "<= 2.0"}
-    if not quick:
-        targets |= {"dreamshard_seconds_100_tables": "<= 4.0", "reference_seconds_100_tables": "<= 4.0"}
     return {
         "figures": figures,
-        "targets": targets,
+        "targets": {f"dreamshard_times_quicker_{tables}_tables": ">= 20" for tables in ((50,) if quick else (50, 100))},
         "spread": spread,
         "notes": [
             "All costs are simulated.",
-            "The reference's 43 s (50 tables) and 86 s (100 tables) were taken another day on a machine of this kind.",
+            "times_quicker: than the published code's default training, by CPU time, each in units of a loop timed "
+            "beside it.",
         ],
     }
+
+
+def calibration_loop() -> float:
+    """CPU seconds of small torch operations as both trainings are made of: 300 updates of a table network, each table's
+    vector summed with those of its set."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        table, head = _mlp(21, 128, 32), _mlp(32, 64, 1)
+    optimizer = torch.optim.Adam([*table.parameters(), *head.parameters()], lr=5e-4)
+    feature_TF, ms_N = torch.rand(64 * 12, 21, generator=generator), torch.rand(64, generator=generator)
+    set_T = torch.arange(64).repeat_interleave(12)
+    begun = time.process_time()
+    for _ in range(300):
+        optimizer.zero_grad()
+        summed_NL = torch.zeros(64, 32).index_add(0, set_T, table(feature_TF))
+        torch.nn.functional.mse_loss(head(summed_NL).squeeze(1), ms_N).backward()
+        optimizer.step()
+    return time.process_time() - begun
+
+
+def _mlp(first: int, hidden: int, last: int) -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(first, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, last))
 
 
 def _task(tables: int) -> PlacementTask:
