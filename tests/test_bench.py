@@ -102,6 +102,13 @@ def test_no_quick_run_and_none_beside_other_work_meets_a_target() -> None:
         assert record["reservations"]
 
 
+def test_load_is_weighed_by_the_cores_that_there_were_when_the_benchmark_began() -> None:
+    """`planner-quality` keeps to one core: half of the load that two cores bear was too much for its record."""
+    record = harness.finish("soak", False, {"figures": {}}, 1.0, load_before=0.8, cores=2)
+    assert not record["reservations"] and record["environment"]["cores"] == 2
+    assert harness.finish("soak", False, {"figures": {}}, 1.0, load_before=0.8, cores=1)["reservations"]
+
+
 def test_an_unknown_name_is_an_error_that_lists_the_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "warp-speed"]) == 2
     assert "no benchmark 'warp-speed'" in capsys.readouterr().err

@@ -101,19 +101,27 @@ def run_benchmark(name: str, quick: bool) -> dict[str, Any]:
     names = [listing.name for listing in available()]
     if name not in names:
         raise BenchError(f"there is no benchmark '{name}'. There are: {', '.join(names) or 'none yet'}.")
-    load, started = os.getloadavg()[0], time.perf_counter()
+    load, cores, started = os.getloadavg()[0], len(os.sched_getaffinity(0)), time.perf_counter()
     outcome = importlib.import_module(_module(name)).run(quick)
-    return finish(name, quick, outcome, time.perf_counter() - started, load)
+    return finish(name, quick, outcome, time.perf_counter() - started, load, cores)
 
 
-def finish(name: str, quick: bool, outcome: dict[str, Any], seconds: float, load_before: float = 0.0) -> dict[str, Any]:
-    """The whole record. load_before: the load average when the benchmark began, which is other work's.
+def finish(
+    name: str,
+    quick: bool,
+    outcome: dict[str, Any],
+    seconds: float,
+    load_before: float = 0.0,
+    cores: int | None = None,
+) -> dict[str, Any]:
+    """The whole record. load_before, cores: the load average, which is other work's, and the cores when the benchmark
+    began: some keep to one of them from then on.
 
     outcome has "figures" ({name: number}), "targets" ({name: ">= 1.0"}), "spread" ({name: [low, high]}) and, if there
     are any, "notes" (sentences) and "measured_at" (commits of what was measured in earlier starts, too).
     """
     figures, targets, spread = outcome["figures"], outcome.get("targets", {}), outcome.get("spread", {})
-    cores = len(os.sched_getaffinity(0))
+    cores = cores or len(os.sched_getaffinity(0))
     reservations = ["a quick run: fewer rounds, smaller sizes"] if quick else []
     if load_before > QUIET_LOAD * cores:
         reservations.append(f"other work ran beside it: a load of {load_before:.1f} on {cores} cores when it began")
@@ -134,7 +142,7 @@ def finish(name: str, quick: bool, outcome: dict[str, Any], seconds: float, load
         "notes": outcome.get("notes", []),
         "measured_at": outcome.get("measured_at") or [commit()],
         "seconds": round(seconds, 1),
-        "environment": environment() | {"load_before": round(load_before, 2)},
+        "environment": environment() | {"cores": cores, "load_before": round(load_before, 2)},
     }
 
 
