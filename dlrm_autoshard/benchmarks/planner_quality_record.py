@@ -90,7 +90,7 @@ def summarise(rows: Sequence[Row], cells: Sequence[str], tasks: int) -> dict[str
         notes.append(f"{name}: best heuristic {cell.best}; bound {cell.bound.mean():.2f}; mean ms {means}")
     seen = [(cell, quiet) for cell, quiet in zip(measured, least, strict=True) if cell.rows]
     targets["all cells: dreamshard / best heuristic"] = "<= 0.999"
-    for algorithm in LEARNED if seen else ():
+    for algorithm in LEARNED if len(seen) == len(cells) else ():  # of a few cells, "all" would say another thing
         for words, chosen in (("", [cell for cell, _ in seen]), (", least rounds", [quiet for _, quiet in seen])):
             figures[f"all cells: {algorithm} / best heuristic{words}"] = float(
                 np.mean([cell.ratio(algorithm) for cell in chosen])
