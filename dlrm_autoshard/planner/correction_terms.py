@@ -105,7 +105,8 @@ class Rows:
 
     def common(self, other: Rows) -> Common:
         same_stage = self.stage_N[:, None] == other.stage_N
-        wholes, rest = slice(0, self.num_wholes), slice(self.num_wholes, None)
+        both = min(self.share_NB.shape[1], other.share_NB.shape[1])  # of widths that one does not know it has nothing
+        wholes, rest = slice(0, self.num_wholes), slice(self.num_wholes, both)
         one, another = self.share_NB[:, wholes], other.share_NB[:, wholes]
         tables_NM = one @ another.T
         lengths = np.sqrt((one**2).sum(axis=1))[:, None] * np.sqrt((another**2).sum(axis=1))
@@ -119,7 +120,7 @@ class Rows:
             np.outer(self.light_N, other.light_N) * same_source * same_stage,
             tables_NM * same_stage,
             (self.share_NB[:, rest] @ other.share_NB[:, rest].T) * same_stage,
-            (self.change_NF @ other.change_NF.T) * same_stage,
+            (self.change_NF[:, : 2 * both] @ other.change_NF[:, : 2 * both].T) * same_stage,
             tables_NM * both_many,
             (self.load_NF @ other.load_NF.T) * both_many,
             # Sets of tables that have most in common are fused alike.

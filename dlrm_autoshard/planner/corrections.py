@@ -142,10 +142,10 @@ class Corrections:
         source, share_MB, change_MF, wholes = 0, stages.share_MT, np.zeros((count, 0)), stages.share_MT.shape[1]
         light_M, load_MF = np.zeros(count), np.zeros((count, NUM_FEATURES))
         if self._observed is not None:
-            source, parts = self._observed.newest_source, self._observed.parts
+            source, parts = self._observed.newest_source, self._observed.parts.also(tables)
             wholes = parts.num_wholes
             share_MB = stages.share_MT @ parts.basis(tables)
-            change_MF = changes(share_MB, self._observed.now_B2)
+            change_MF = changes(share_MB, self._observed.now_R2[parts.whole_of_B])
             light_M = lightness(stages.ms_M, self._observed.dearest_2[stages.stage_M])
             load_MF = self._observed.load_range.features(stages.load_ML)
         return Rows(
@@ -230,7 +230,8 @@ class Corrections:
         own, changed = [], []
         for stage in (0, 1):
             weights_N = posterior.weights_N * (rows.stage_N == stage)
-            changed_B2 = (weights_N @ rows.change_NF).reshape(-1, 2) * observed.now_B2
+            now_B2 = observed.now_R2[observed.parts.whole_of_B]
+            changed_B2 = (weights_N @ rows.change_NF).reshape(-1, 2) * now_B2
             own.append(rows.variance_B(self.spreads) * (weights_N @ rows.share_NB))
             changed.append(self.spreads.change**2 * changed_B2.sum(axis=1))
         return np.stack(own, axis=1), np.stack(changed, axis=1)

@@ -53,9 +53,9 @@ class Observed:
     exchange: ExchangeErrors
 
     @property
-    def now_B2(self) -> np.ndarray:
-        """`log_data_KR2` of the newest profile's tables, along the directions of `parts`."""
-        now: np.ndarray = self.log_data_KR2[0][self.parts.whole_of_B]
+    def now_R2(self) -> np.ndarray:
+        """`log_data_KR2` of the newest profile's tables."""
+        now: np.ndarray = self.log_data_KR2[0]
         return now
 
     @property

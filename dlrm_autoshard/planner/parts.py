@@ -2,6 +2,7 @@
 
 known = Parts(tables)                                  # tables and parts that were observed
 share_NT @ known.basis(tables)                         # [N, B] shares along them
+known.also(others)                                     # and what is open of other parts
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ class Parts:
         self._seen = set(tables)
         self.num_wholes, self.num_directions = len(wholes), len(wholes) + len(shapes)
         self.whole_of_B = np.array([*range(len(wholes)), *(self._number_of[whole] for whole, _ in shapes)], dtype=int)
+
+    def also(self, tables: Sequence[TableConfig]) -> Parts:
+        """With directions, after these, for widths of the same tables that were not observed."""
+        new = [table for table in tables if _is_part(table) and _whole(table) in self._number_of]
+        return Parts([*self.tables, *new])
 
     def wholes(self, tables: Sequence[TableConfig]) -> np.ndarray:
         """[T, R]: 1 where a table is this one, or a part of it; any tables, observed or not."""
