@@ -17,7 +17,7 @@ from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.pool import TablePool, synthetic_pool, zipf_stats
-from dlrm_autoshard.probe.drawn_ids import draw_ids
+from dlrm_autoshard.probe.drawn_ids import draw_ids, scattered
 from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
 from dlrm_autoshard.probe.rank_probe import ProbeError, RankProbe, median_profile
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, in_fewer_rows
@@ -66,6 +66,38 @@ def test_draws_repeat_exactly_and_successive_ones_share_their_hot_rows_only() ->
     other = draw_ids(table, stats, 1024, 1)[1]
     assert np.isin(ids[counts > 1], other).all()
     assert np.isin(ids[counts == 1], other).mean() < 0.2
+
+
+@settings(deadline=None, max_examples=60)
+@given(num_rows=st.integers(1, 5000))
+def test_ranks_of_heat_are_scattered_over_rows_one_to_one(num_rows: int) -> None:
+    assert sorted(scattered(np.arange(num_rows), num_rows)) == list(range(num_rows))
+
+
+@pytest.mark.parametrize("num_rows", [2**20, 10**6, 50_000_000])
+def test_hot_rows_lie_at_random_not_evenly(num_rows: int) -> None:
+    """Gaps between neighbours of random rows are exponential: their standard deviation is their mean."""
+    gaps = np.diff(np.sort(scattered(np.arange(20_000), num_rows)))
+    assert 0.93 < gaps.std() / gaps.mean() < 1.07
+
+
+def test_a_part_looks_up_the_rows_of_its_table_in_as_many_rows_of_the_buffer() -> None:
+    asked = list[tuple[str, int]]()
+
+    def ids(table: TableConfig, stats: TableStats, batch_size: int, draw: int) -> tuple[np.ndarray, np.ndarray]:
+        asked.append((table.name, draw))
+        return draw_ids(table, stats, batch_size, draw)
+
+    probe = ShardProbe(buffer_gib=0.01, ids=ids, repeats=1, seconds_per_shard=0.0)  # of the table's 0.24 GiB
+    whole, stats = TableConfig("t", 1_000_000, 64), zipf_stats(1_000_000, 5.0, 1.1, 1.0, BATCH)
+    part = whole.part(0, 32)
+    assert all(np.array_equal(draw_ids(whole, stats, BATCH, 1)[i], draw_ids(part, stats, BATCH, 1)[i]) for i in (0, 1))
+    probe.measure([whole], [stats], BATCH)
+    drawn = list(asked)
+    probe.measure([part], [stats], BATCH, [whole])
+    assert asked == drawn  # the very same, as they were put into the table's rows
+    probe.measure([part], [stats], BATCH)
+    assert len(asked) == 2 * len(drawn)  # alone, it has twice as many rows there
 
 
 def test_an_empty_shard_takes_no_time_and_more_tables_take_more() -> None:
@@ -192,10 +224,10 @@ def _measure_on_ranks(rank: int, world_size: int) -> tuple[list[StepProfile], li
 
 def _fail_on_rank_one(rank: int, world_size: int) -> str | None:
     class Failing(ShardProbe):
-        def measure(self, tables: Any, stats: Any, batch_size: int) -> ShardTime:
+        def measure(self, tables: Any, stats: Any, batch_size: int, wholes: Any = None) -> ShardTime:
             if rank == 1:
                 raise RuntimeError("out of memory, says the test")
-            return super().measure(tables, stats, batch_size)
+            return super().measure(tables, stats, batch_size, wholes)
 
     pool = _pool(2)
     plan = ShardingPlan({"t_0": 0, "t_1": 1}, world_size)

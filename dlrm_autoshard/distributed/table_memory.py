@@ -142,8 +142,21 @@ class Reserved:
         stop = start + elements * self._item
         start, stop = -(-start // _HUGE_PAGE) * _HUGE_PAGE, stop // _HUGE_PAGE * _HUGE_PAGE
         if stop > start:
-            with contextlib.suppress(OSError, AttributeError):  # not every kernel or Python has them
-                self._memory.madvise(mmap.MADV_HUGEPAGE, start - first, stop - start)
+            _advise_huge_pages(self._memory, start - first, stop - start)
+
+
+def in_huge_pages(elements: int, dtype: torch.dtype) -> Tensor:
+    """A flat tensor on the host, in pages as large tables are in."""
+    memory = mmap.mmap(-1, elements * dtype.itemsize + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _advise_huge_pages(memory, 0, len(memory))
+    flat = torch.frombuffer(memory, dtype=dtype)
+    start = -flat.data_ptr() % _HUGE_PAGE // dtype.itemsize
+    return flat[start : start + elements]
+
+
+def _advise_huge_pages(memory: mmap.mmap, start: int, length: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # not every kernel or Python has them
+        memory.madvise(mmap.MADV_HUGEPAGE, start, length)
 
 
 class Allocated:

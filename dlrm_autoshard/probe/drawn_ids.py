@@ -14,10 +14,12 @@ from typing import Protocol
 
 import numpy as np
 
-from dlrm_autoshard.tables import NUM_REUSE_BINS, TableConfig, TableStats
+from dlrm_autoshard.data.hashing import mix64
+from dlrm_autoshard.tables import NUM_REUSE_BINS, Shard, TableConfig, TableStats
 
 _LOWEST_USES = np.array([1] + [2 ** (k - 1) + 1 for k in range(1, NUM_REUSE_BINS)], dtype=np.float64)
 _HIGHEST_USES = np.array([2.0**k for k in range(NUM_REUSE_BINS)])  # the last bin has no end: 2^16 is our guess
+_FEISTEL_ROUNDS = 3
 
 
 class IdSource(Protocol):
@@ -29,7 +31,8 @@ class IdSource(Protocol):
 
 
 def draw_ids(table: TableConfig, stats: TableStats, batch_size: int, draw: int) -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng((zlib.crc32(table.name.encode()), table.num_embeddings, draw))
+    whole = Shard.parse(table.name).table  # a part looks up what its table does
+    generator = np.random.default_rng((zlib.crc32(whole.encode()), table.num_embeddings, draw))
     lengths_B = _bag_lengths(stats.mean_pooling, batch_size, generator)
     num_ids = int(lengths_B.sum())
     if num_ids == 0:
@@ -57,7 +60,7 @@ def _one_batch(num_rows: int, stats: TableStats, num_ids: int, part: int, genera
     # Ids used once are other ones in every batch; what repeats within a batch is taken to repeat between batches.
     cold = uses_U == 1
     rank_U[cold] += part * int(cold.sum())
-    ids_N = np.repeat(_scattered(rank_U, num_rows), uses_U)
+    ids_N = np.repeat(scattered(rank_U, num_rows), uses_U)
     generator.shuffle(ids_N)
     return ids_N
 
@@ -86,9 +89,24 @@ def _uses_of_each_id(stats: TableStats, num_ids: int, num_rows: int) -> np.ndarr
     return uses_U
 
 
-def _scattered(rank_U: np.ndarray, num_rows: int) -> np.ndarray:
-    """Row of the i-th hottest id: a fixed one-to-one scatter over the table, since real hot ids are not neighbours."""
-    step = max(1, int(num_rows * 0.6180339887))
-    while math.gcd(step, num_rows) != 1:
-        step += 1
-    return (rank_U % num_rows) * step % num_rows
+def scattered(rank_U: np.ndarray, num_rows: int) -> np.ndarray:
+    """Row of the i-th hottest id: a fixed one-to-one scatter, as by a hash, since real hot ids are not neighbours.
+
+    Rows must lie at random: evenly spread ones (i * 0.618 * num_rows, say) meet in fewer lines of a cache, and a table
+    of 1e6 rows of 128 columns took 25 ms a step where the data's own ids took 35.
+    """
+    half = np.uint64(max(1, ((num_rows - 1).bit_length() + 1) // 2))
+    low = (np.uint64(1) << half) - np.uint64(1)
+
+    def mixed(place_U: np.ndarray) -> np.ndarray:
+        """A Feistel network: one to one, whatever its rounds mix."""
+        left_U, right_U = place_U >> half, place_U & low
+        for number in range(_FEISTEL_ROUNDS):
+            left_U, right_U = right_U, left_U ^ (mix64(right_U + np.uint64(number << 40)) & low)
+        found_U: np.ndarray = left_U << half | right_U
+        return found_U
+
+    row_U = mixed((rank_U % num_rows).astype(np.uint64))
+    while (outside_U := row_U >= num_rows).any():  # on, until it is a row: still one to one
+        row_U[outside_U] = mixed(row_U[outside_U])
+    return row_U.astype(np.int64)

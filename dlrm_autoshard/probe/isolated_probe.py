@@ -58,7 +58,8 @@ class IsolatedProbe:
         """Measures a shard (again): repetitions are kept, and their median counts."""
         wanted = frozenset(names)
         chosen = [self._pair(name) for name in sorted(wanted, key=self._order)]
-        measured = self._probe.measure([t for t, _ in chosen], [s for _, s in chosen], self.batch_size)
+        wholes = [self._pairs[Shard.parse(t.name).table][0] for t, _ in chosen]
+        measured = self._probe.measure([t for t, _ in chosen], [s for _, s in chosen], self.batch_size, wholes)
         self.shard_times.setdefault(wanted, []).append(measured)
         return measured
 

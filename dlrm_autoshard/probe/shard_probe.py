@@ -21,9 +21,10 @@ from torch import Tensor
 from dlrm_autoshard.config import TableOptimizerConfig
 from dlrm_autoshard.distributed.runtime import keep_freed_memory
 from dlrm_autoshard.distributed.storage import shared_format, state_shapes
+from dlrm_autoshard.distributed.table_memory import in_huge_pages
 from dlrm_autoshard.distributed.tbe import make_tbe
 from dlrm_autoshard.probe.drawn_ids import IdSource, draw_ids
-from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats, output_order
+from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats, output_order
 
 _MOST_CACHED_IDS = 100_000_000  # drawn ids kept for the next shard with the same table (400 MB)
 _ALIGN = 4096  # elements; real tables start at whole pages too
@@ -86,13 +87,20 @@ class ShardProbe:
         if device.type == "cpu":
             keep_freed_memory()  # as the trainer does: else every step pages its pooled vectors in anew
 
-    def measure(self, tables: Sequence[TableConfig], stats: Sequence[TableStats], batch_size: int) -> ShardTime:
-        """Time of the tables fused on one rank, for the global batch; an empty shard takes none."""
+    def measure(
+        self,
+        tables: Sequence[TableConfig],
+        stats: Sequence[TableStats],
+        batch_size: int,
+        wholes: Sequence[TableConfig] | None = None,
+    ) -> ShardTime:
+        """Time of the tables fused on one rank, for the global batch; an empty shard takes none. wholes: of which these
+        are parts, where some are: a part has as many rows as its table would have in the buffer, to compare with it."""
         if not tables:
             return ShardTime()
         order = output_order(tables)  # as in the trainer's fused lookup
+        rows = [self._rows((wholes or tables)[i]) for i in order]
         tables, stats = [tables[i] for i in order], [stats[i] for i in order]
-        rows = [self._rows(table) for table in tables]
         module = self._module(tables, rows)
         batches = self._batches(tables, stats, rows, batch_size)
         gradient = torch.full((batch_size, sum(table.embedding_dim for table in tables)), 1e-3, device=self.device)
@@ -148,7 +156,7 @@ class ShardProbe:
 
     def _drawn_ids(self, table: TableConfig, stats: TableStats, rows: int, batch_size: int) -> list[DrawnIds]:
         """Of each draw, one table's, in so many rows; remembered between shards."""
-        key = (table.name, table.num_embeddings, stats, rows, batch_size)
+        key = (Shard.parse(table.name).table, table.num_embeddings, stats, rows, batch_size)
         if key not in self._drawn:
             drawn = [self._ids(table, stats, batch_size, draw) for draw in range(_DRAWS)]
             if any(len(lengths_B) != batch_size for lengths_B, _ in drawn):
@@ -198,7 +206,9 @@ class ShardProbe:
         if have.numel() < elements:
             size = max(elements, min(2 * have.numel(), self._buffer_bytes // dtype.itemsize))
             del have
-            have = torch.full((size,), 1e-3, dtype=dtype, device=self.device)
+            host = self.device.type == "cpu"
+            have = in_huge_pages(size, dtype) if host else torch.empty(size, dtype=dtype, device=self.device)
+            have.fill_(1e-3)
         self._buffers[kind, dtype] = have
         return have
 
