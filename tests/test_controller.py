@@ -465,7 +465,8 @@ def test_a_move_larger_than_the_limit_goes_in_parts_none_of_them_slower() -> Non
     assert np.mean(of_best) <= 1.08, "tables above the limit stay, so a single job may end further away"
 
 
-def test_a_table_that_becomes_dominant_is_split_live_within_two_decisions() -> None:
+def _with_a_table_that_becomes_dominant() -> Training:
+    """After two intervals, on four ranks."""
     job = Training(2, world_size=4, splits=Splits(max_parts=4, min_dim=16))
     job.tables[0] = TableConfig("t0", 200_000, 128)
     job.bytes_of["t0"] = job.tables[0].weight_bytes
@@ -474,11 +475,33 @@ def test_a_table_that_becomes_dominant_is_split_live_within_two_decisions() -> N
     assert not job.plan.split_tables
     lookups = sum(t.embedding_dim * s.mean_pooling for t, s in zip(job.tables[1:], job.stats[1:], strict=True))
     job.stats[0] = TableStats(lookups / 128, batch_size=BATCH)
+    return job
+
+
+def test_a_table_that_becomes_dominant_is_split_live_within_two_decisions() -> None:
+    job = _with_a_table_that_becomes_dominant()
     whole_ms = job.true_ms(job.plan)
     job.run(2)
     assert "t0" in job.plan.split_tables
     assert job.best_known_split_ms(job.tables[0]) / job.true_ms(job.plan) >= 0.95
     assert job.true_ms(job.plan) < 0.8 * whole_ms
+
+
+@pytest.mark.parametrize("steps_left", [3, 100_000])
+def test_half_of_a_table_that_becomes_dominant_is_measured_where_that_is_worth_its_time(steps_left: int) -> None:
+    asked = list[list[str]]()
+
+    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        asked.extend(map(list, shards))
+        pairs = [job.task.shard(name) for [name] in shards]
+        alone = [job.exact.profile([t], [s], ShardingPlan({t.name: 0}, 1), BATCH).ranks[0] for t, s in pairs]
+        return [ShardTime(cost.fwd_compute_ms, cost.bwd_compute_ms, 0.01, 3) for cost in alone]
+
+    job = _with_a_table_that_becomes_dominant()
+    job.total, job.measure_shards = job.step + STEPS + steps_left, measure
+    decision = job.interval()
+    assert asked == ([] if steps_left == 3 else [["t0"]] * 4 + [["t0[0:64]"]] * 4)
+    assert (decision.action == "moved" and "t0" in job.plan.split_tables) == (steps_left > 3)
 
 
 def test_where_no_part_of_a_move_is_small_enough_it_says_so() -> None:

@@ -16,7 +16,7 @@ from dlrm_autoshard.plan import shard_tables
 from dlrm_autoshard.planner.relabel import relabelled
 from dlrm_autoshard.planner.splits import split_search
 from dlrm_autoshard.planner.task import PlacementTask, Splits
-from dlrm_autoshard.probe.mid_run import learn_halves
+from dlrm_autoshard.probe.mid_run import learn_half, unmeasured_halves
 from dlrm_autoshard.probe.shard_probe import ShardTime
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 from tests.planning_problems import BATCH, measurer, random_samples, some_tables, some_task
@@ -145,31 +145,37 @@ def test_a_table_that_becomes_dominant_is_split_live_and_merged_when_it_no_longe
     assert any("big" not in plan.split_tables for plan in proposed)
 
 
-def test_in_mid_run_halves_of_what_no_whole_plan_balances_are_measured_once_and_believed() -> None:
+def test_in_mid_run_half_of_what_no_whole_plan_balances_is_measured_once_by_all_ranks_at_a_time() -> None:
     tables, stats = with_a_dominant_table()
     task, planner, asked = task_of(tables, stats, 4), learned(), list[list[str]]()
     plan = ShardingPlan({name: 0 if name == "big" else 1 + i % 3 for i, name in enumerate(task.names)}, 4)
 
-    def dear(name: str) -> float:
-        """ms; half of `big` takes a third of it."""
-        return {"big": 60.0, "big[0:64]": 20.0}[name]
-
     def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        """Half of `big` takes 0.4 of it, on each rank, of which the last is three times as slow."""
         asked.extend(map(list, shards))
-        return [ShardTime(dear(name), 2 * dear(name), 0.01, 3) for [name] in shards]
+        ms = [{"big": 60.0, "big[0:64]": 24.0}[name] * (3 if i % 4 == 3 else 1) for i, [name] in enumerate(shards)]
+        return [ShardTime(took, 2 * took, 0.01, 3) for took in ms]
 
-    assert learn_halves(planner, task, plan, measure, budget_seconds=0.1) == [] == asked  # it would take longer
-    assert learn_halves(planner, task, plan, measure, budget_seconds=9.0) == ["big"]
-    assert asked == [["big"], ["big[0:64]"]]
+    planner.costs.observe(SimulatedCluster(seed=0).profile(task.wholes, stats_of(task), plan, BATCH))
+    [halved] = unmeasured_halves(planner, task, plan)
+    assert (halved.shard, halved.half) == ("big", "big[0:64]") and halved.plan.split_tables == ("big",)
+    unknown = planner.gains(task, plan, [halved.plan])[0].std
+    told = planner.told(task, plan, [halved.plan], [halved.half])[0]
+    assert unknown > told > 0.5 * unknown > 0.02  # what a width takes that nobody measured is a guess
+    [before] = planner.costs.costs_of(task).alone_ms()[:1]
+    learn_half(planner, task, plan, measure, halved)
+    assert asked == [["big"]] * 4 + [["big[0:64]"]] * 4
     split = task.split("big")
     assert split is not None
     whole, halves = planner.costs.costs_of(task).alone_ms()[0], planner.costs.costs_of(split).alone_ms()[:2]
-    # A third of the whole, whatever that took when it was probed; and the other half is as wide, so it takes as long.
-    assert halves == pytest.approx([whole / 3, whole / 3], rel=0.15)
-    assert learn_halves(planner, task, plan, measure, budget_seconds=9.0) == []  # known by now
+    # Of the whole, whatever that took when it was probed; and the other half is as wide, so it takes as long.
+    assert whole == pytest.approx(before, rel=0.05)
+    assert halves == pytest.approx([0.4 * whole, 0.4 * whole], rel=0.15)
+    assert planner.gains(task, plan, [halved.plan])[0].std < 0.6 * unknown
+    assert list(unmeasured_halves(planner, task, plan)) == []  # known by now
     others = task_of(tables[1:], stats[1:], 2)
     even = ShardingPlan({name: i % 2 for i, name in enumerate(others.names)}, 2)
-    assert learn_halves(planner, others, even, measure, budget_seconds=9.0) == []  # none is dearer than an even share
+    assert list(unmeasured_halves(planner, others, even)) == []  # none is dearer than an even share
 
 
 def test_what_a_split_tables_parts_are_off_by_is_learned_of_the_whole_and_the_other_way_round() -> None:

@@ -32,7 +32,7 @@ from dlrm_autoshard.plan import PlanError, ShardingPlan, gib
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import ShardTimer
-from dlrm_autoshard.probe.mid_run import learn_changed, unmeasured
+from dlrm_autoshard.probe.mid_run import learn_changed, learn_half, unmeasured, unmeasured_halves
 from dlrm_autoshard.tables import Shard
 
 
@@ -52,6 +52,18 @@ class MoveChooser:
         self.move_cost = self.move_cost.learned(num_bytes, seconds)
         self.history.moved(old_plan, in_parts=in_parts)
         self.left = [*(plan for plan in self.left if plan != old_plan), old_plan][-thresholds.MEMORY :]
+
+    def learn_halves(
+        self, task: PlacementTask, interval: Interval, plan: ShardingPlan, measure_shards: ShardTimer
+    ) -> None:
+        """Measures half of a shard that no plan balances whole, where knowing it is worth more than that takes."""
+        if not task.splits.allowed or self.trigger.balance_gain < self.config.min_gain or interval.remaining_steps <= 0:
+            return
+        for halved in unmeasured_halves(self.planner, task, plan):
+            proposals = self.proposals(task, interval, plan, [halved.plan])
+            if self._worth_measuring([halved.half], proposals, task, interval, plan) > halved.seconds:
+                learn_half(self.planner, task, plan, measure_shards, halved)
+                self.trigger.search_anew()
 
     def choose(
         self,
@@ -80,7 +92,7 @@ class MoveChooser:
             if self._reason_to_stay(best, settled, cautious=False) is not None:  # else time alone may change it
                 self.trigger.found_nothing(why)
             return replace(base, why=why)
-        self.trigger.found()
+        self.trigger.search_anew()
         self.target = None
         if best.parts > 1:
             return self._part_of(best, base, task, interval, plan)

@@ -24,7 +24,6 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import ShardTimer
-from dlrm_autoshard.probe.mid_run import learn_halves
 
 
 class Log(Protocol):
@@ -70,6 +69,8 @@ class Controller:
         slowness = [float(slow) for slow in self.planner.rank_slowness(task.world_size, task.topology.speed)]
         self.trigger.see(interval, slowness, one_host=len(task.topology.ranks_by_host) == 1)
         base = replace(base, balance_gain=self.trigger.balance_gain, error_before=error_before, error_after=error_after)
+        if measure_shards is not None:
+            self.chooser.learn_halves(task, interval, plan, measure_shards)
         no_search = self.trigger.reason_not_to_search()
         self._ranks_changed |= self.planner.costs.ranks_changed
         mistake = None if interval.early else self._judge_last_move(task, interval)  # few steps tell little of it
@@ -78,8 +79,6 @@ class Controller:
         elif no_search is not None:
             decision = replace(base, why=no_search)
         else:
-            if measure_shards is not None and task.splits.allowed and task.splits.max_parts > 1:
-                learn_halves(self.planner, task, plan, measure_shards, self.trigger.search_seconds)
             decision = self.chooser.choose(base, task, interval, plan, measure_shards)
         if decision.new_plan is not None:  # its last chance
             self._judge_last_move(task, interval)

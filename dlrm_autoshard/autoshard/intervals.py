@@ -33,7 +33,7 @@ from dlrm_autoshard.distributed.movable import ArrivedIds, PlacedTables
 from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.plan import shard_tables
-from dlrm_autoshard.probe.rank_probe import RankProbe
+from dlrm_autoshard.probe.rank_probe import MID_RUN_BUFFER_GIB, RankProbe
 from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
 from dlrm_autoshard.records.facts import RankEpoch, rank_file
@@ -211,7 +211,9 @@ class Intervals:
     def _shard_probe(self) -> RankProbe:
         """Of the tables as their data are now, which rank 0 knows; no exchange is measured with it."""
         task, optimizer = replace(self._placement.task, stats=self.stats), self._embeddings.config.optimizer.name
-        return RankProbe.at_start(self._runtime, task, optimizer, "fp32", shared_memory=False)
+        return RankProbe.at_start(
+            self._runtime, task, optimizer, "fp32", shared_memory=False, buffer_gib=MID_RUN_BUFFER_GIB
+        )
 
     # -- state -------------------------------------------------------------------------------------------------------
 

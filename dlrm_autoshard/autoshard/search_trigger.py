@@ -89,7 +89,8 @@ class SearchTrigger:
         """A search took so long; `found` or `found_nothing` says what came of it."""
         self._took = seconds
 
-    def found(self) -> None:
+    def search_anew(self) -> None:
+        """Something was found, or learned beside what training steps tell."""
         self._settled, self._spent = None, 0.0
 
     def found_nothing(self, best: str) -> None:

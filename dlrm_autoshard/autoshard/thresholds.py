@@ -35,8 +35,8 @@ MEMORY = 6
 
 SEARCH_SHARE = 0.05
 """Of the seconds that perfect balance would save: what searches may take until one finds something, or something
-changes; and what measuring half of a dominant table may, once for its statistics. Chosen so that it stays cheap where
-nothing is found: where balance would save 4% that is 0.2% of the training time."""
+changes. Chosen so that it stays cheap where nothing is found: where balance would save 4% that is 0.2% of the training
+time."""
 
 MOVE_BYTES_PER_SECOND, MOVE_SECONDS = 4e8, 0.02
 """Bytes/s and seconds. What a move takes until the first was made; then it is measured. Of 36 first moves of jobs of

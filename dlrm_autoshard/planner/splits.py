@@ -85,9 +85,9 @@ def split_search(
                     if frozenset(halved.names) in seen or late(deadline):
                         continue
                     seen.add(frozenset(halved.names))
-                    placed = _placed(node, halved, costs_of(halved), deadline)
-                    if placed is not None:
-                        children.append(placed)
+                    child = placed(node, halved, costs_of(halved), deadline)
+                    if child is not None:
+                        children.append(child)
         likeliest = sorted(children, key=lambda child: child.step_ms)[:BEAM]
         beam = sorted(
             (_searched(child, best.step_ms, deadline) for child in likeliest), key=lambda child: child.step_ms
@@ -135,7 +135,7 @@ def dear_shards(node: Splitted) -> Iterator[str]:
     yield from sorted(named)
 
 
-def _placed(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: float | None) -> Splitted | None:
+def placed(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: float | None = None) -> Splitted | None:
     """What is new in `halved` placed beside all that stays as it is in `node`, and a few moves; None where nothing is
     legal so."""
     rank_of = dict(zip(node.task.names, node.rank_U[node.task.units.unit_of_T], strict=True))
@@ -174,6 +174,6 @@ def merged(task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline:
         if parts and not late(deadline):
             at = task.tables.index(parts[0])
             whole = task.with_shards([*task.tables[:at], table, *task.tables[at + len(parts) :]])
-            placed = _placed(start, whole, costs_of(whole), deadline)
-            found += [] if placed is None else [_searched(placed, 0.0, deadline)]
+            child = placed(start, whole, costs_of(whole), deadline)
+            found += [] if child is None else [_searched(child, 0.0, deadline)]
     return found

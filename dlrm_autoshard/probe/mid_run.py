@@ -1,16 +1,15 @@
 """What a running job measures before it decides: half of a dominant table, and tables whose data have changed.
 Only how shards compare is taken from it: what they take in all, training steps tell better than a moment may.
 
-learned = learn_halves(planner, task, plan, probe.measure_shards, budget_seconds=1.0)     # ["item"]: of these
-unknown = unmeasured(planner, task, plan)        # shards whose data have changed, and the seconds that they take
-learn_changed(planner, task, plan, probe.measure_shards, unknown)
-"""
+halved, changed = next(unmeasured_halves(planner, task, plan)), unmeasured(planner, task, plan)    # and their seconds
+learn_half(planner, task, plan, probe.measure_shards, halved)
+learn_changed(planner, task, plan, probe.measure_shards, changed)"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,53 +19,83 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.search import late
-from dlrm_autoshard.planner.splits import Splitted, dear_shards
+from dlrm_autoshard.planner.splits import Splitted, dear_shards, placed
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from dlrm_autoshard.probe.calibration import UNSEEN_MOMENTS, ShardTimer, is_about, sample_of
-from dlrm_autoshard.probe.rank_probe import SECONDS_PER_SHARD
+from dlrm_autoshard.probe.rank_probe import MID_RUN_BUFFER_GIB, SECONDS_PER_SHARD
 from dlrm_autoshard.probe.shard_probe import ShardTime
 from dlrm_autoshard.tables import TableConfig
 
-FIRST_SECONDS = 0.3
-"""That the first shard takes beside its own time, for memory that nobody has touched yet: 0.2 to 0.7 s in jobs of two
-ranks."""
+NEW_BYTES_PER_SECOND = 4e8
+"""At which memory comes that a process has not touched yet: 0.5 GiB took each of two training ranks 1.6 s."""
+FIRST_SECONDS = 2 * MID_RUN_BUFFER_GIB * 2**30 / NEW_BYTES_PER_SECOND
+"""At most, of weights and an optimizer's state of their shape, beside what measuring takes."""
 
 
-def learn_halves(
-    planner: Planner, task: PlacementTask, plan: ShardingPlan, measure_shards: ShardTimer, budget_seconds: float
-) -> list[str]:
-    """Of each stage's slowest rank, the shard that may be halved and by itself computes for longer than ranks do in the
-    mean: it and a half of it are measured, once for its statistics, and predictions conditioned on the half's part."""
+@dataclass(frozen=True)
+class Halved:
+    """A shard that may be halved, one of its halves, the plan with it halved, and what measuring both takes."""
+
+    shard: str
+    half: str
+    plan: ShardingPlan
+    seconds: float
+
+
+def unmeasured_halves(planner: Planner, task: PlacementTask, plan: ShardingPlan) -> Iterator[Halved]:
+    """Of each stage's slowest rank, the shard that by itself computes for longer than ranks do in the mean, so that no
+    plan balances it whole: where it may be halved, and no half of it was measured with the data that it has now."""
     now = task.split_as(plan)
-    costs = planner.costs.costs_of(now)
-    rank_U = now.placed(plan)
+    costs, rank_U = planner.costs.costs_of(now), now.placed(plan)
+    live = Splitted(now, costs, rank_U, costs.step_ms(rank_U))
     even_ms = costs.rank_ms(rank_U)[:, COMPUTE].sum(axis=1).mean()
-    alone_ms = dict(zip((members[0] for members in now.units.members), costs.alone_ms(), strict=True))
-    known = _measured(planner, now)
-    wanted: list[list[str]] = []
-    slow = _slowest(costs)
-    for name in dear_shards(Splitted(now, costs, rank_U, costs.step_ms(rank_U))):
-        halves, ms = now.halves(name), alone_ms.get(now.names.index(name), 0.0)
-        seconds = 2 * slow * _seconds(ms)  # of both
-        if halves is not None and ms > even_ms and (halves[0],) not in known and seconds <= budget_seconds:
-            wanted += [[name], [halves[0].name]]
-            budget_seconds -= seconds
-    times = _times(measure_shards, wanted)
-    if not times:
-        return []
-    told_T2, halves_seen = _told_T2(costs), []
-    for [name], half, whole_took, half_took in zip(wanted[::2], wanted[1::2], times[::2], times[1::2], strict=True):
-        told_2 = told_T2[now.names.index(name)]
-        took = ShardTime(
-            float(told_2[0]) * half_took.fwd_compute_ms / whole_took.fwd_compute_ms,
-            float(told_2[1]) * half_took.bwd_compute_ms / whole_took.bwd_compute_ms,
-            math.hypot(whole_took.noise, half_took.noise),
-            half_took.repeats,
+    told_T, known = _told_T2(costs).sum(axis=1), _measured(planner, now)
+    for shard in dear_shards(live):
+        ms, halves, split = float(told_T[now.names.index(shard)]), now.halves(shard), now.split(shard)
+        if ms <= even_ms or halves is None or split is None or (halves[0],) in known:
+            continue
+        child = placed(live, split, planner.costs.costs_of(split))
+        if child is not None:
+            seconds = _slowest(costs) * (_first_seconds(now, [shard]) + 2 * _seconds(ms))
+            yield Halved(shard, halves[0].name, split.plan_from(child.rank_U), seconds)
+
+
+def learn_half(
+    planner: Planner, task: PlacementTask, plan: ShardingPlan, measure_shards: ShardTimer, halved: Halved
+) -> None:
+    """Measures the shard and its half, and conditions predictions on the half's part of the shard: on both, for a probe
+    has a scale of its own.
+
+    All ranks measure the same at the same time, as they would compute with the table split: a half beside another
+    rank's whole would be slowed for all of its time, and the whole for half of its own.
+    """
+    now = task.split_as(plan)
+    ranks = now.world_size
+    times = _times(measure_shards, [[halved.shard]] * ranks + [[halved.half]] * ranks)
+    if times:
+        wholes, halves = times[:ranks], times[ranks:]
+        told_2 = _told_T2(planner.costs.costs_of(now))[now.names.index(halved.shard)]
+        noise = max(UNSEEN_MOMENTS, math.hypot(_noise(wholes), _noise(halves)) / ranks**0.5) / 2**0.5
+        half_2 = told_2 * _part_taken(wholes, halves)
+        planner.costs.observe_shards(
+            [
+                sample_of(now, [name], ShardTime(float(ms_2[0]), float(ms_2[1]), noise, took[0].repeats))
+                for name, ms_2, took in ((halved.shard, told_2, wholes), (halved.half, half_2, halves))
+            ]
         )
-        halves_seen.append(sample_of(now, half, took))
-    planner.costs.observe_shards(halves_seen)
-    return [name for [name] in wanted[::2]]
+
+
+def _part_taken(wholes: Sequence[ShardTime], parts: Sequence[ShardTime]) -> np.ndarray:
+    """[2] of the whole's forward and backward, in the geometric mean over ranks."""
+    ms_2R2 = np.array([[(took.fwd_compute_ms, took.bwd_compute_ms) for took in of] for of in (wholes, parts)])
+    part_2: np.ndarray = np.exp(np.log(ms_2R2[1] / ms_2R2[0]).mean(axis=0))
+    return part_2
+
+
+def _noise(times: Sequence[ShardTime]) -> float:
+    """Of one rank's, in the quadratic mean."""
+    return float(np.mean([took.noise**2 for took in times]) ** 0.5)
 
 
 @dataclass(frozen=True)
@@ -84,7 +113,8 @@ def unmeasured(planner: Planner, task: PlacementTask, plan: ShardingPlan) -> Unm
     told_T2, known = _told_T2(costs), _measured(planner, now)
     unknown = [t for t in np.argsort(-told_T2.sum(axis=1)).tolist() if (now.tables[t],) not in known]
     rounds = [_seconds(float(told_T2[t].sum())) for t in unknown[:: now.world_size]]  # of each, the dearest
-    return Unmeasured([now.names[t] for t in unknown], _slowest(costs) * (FIRST_SECONDS + sum(rounds)))
+    names = [now.names[t] for t in unknown]
+    return Unmeasured(names, _slowest(costs) * (_first_seconds(now, names) + sum(rounds)))
 
 
 def learn_changed(
@@ -128,6 +158,11 @@ def _told_T2(costs: TaskCosts) -> np.ndarray:
 def _slowest(costs: TaskCosts) -> float:
     """How many times as long as the fastest rank the slowest takes, for which all wait where all measure."""
     return float((costs.factor_W2 / costs.factor_W2.min(axis=0)).max())
+
+
+def _first_seconds(task: PlacementTask, names: Sequence[str]) -> float:
+    """For memory that holds any of these shards."""
+    return min(FIRST_SECONDS, max((task.table_bytes[name] for name in names), default=0) / NEW_BYTES_PER_SECOND)
 
 
 def _seconds(ms: float) -> float:
