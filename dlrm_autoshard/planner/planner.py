@@ -31,7 +31,7 @@ from dlrm_autoshard.planner.relabel import relabelled
 from dlrm_autoshard.planner.result import Candidate, Gain, PlanResult
 from dlrm_autoshard.planner.saved_state import PlannerRecord
 from dlrm_autoshard.planner.search import improve, search
-from dlrm_autoshard.planner.splits import fitting, merged, split_search
+from dlrm_autoshard.planner.splits import Splitted, dear_shards, fitting, merged, split_search, with_halves
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
@@ -109,10 +109,22 @@ class Planner:
         )
 
     def worth_measuring(self, task: PlacementTask, *, budget_seconds: float | None = None) -> float:
-        """ms of a step that choosing among the candidates would save, on average, once all tables were measured."""
+        """ms of a step that choosing among the candidates would save, on average, once all tables were measured, and
+        half of those that make ranks slow, where they may be split: what a width takes that was not measured is a
+        guess, so that no search finds that it pays."""
         deadline = None if budget_seconds is None else time.perf_counter() + budget_seconds
         candidates = self.makers.candidates("auto", task, self.costs.costs_of, deadline)
-        estimated = self.costs.estimates(task, [candidate.plan for candidate in candidates], task.names)
+        plans, names = [candidate.plan for candidate in candidates], list(task.names)
+        if task.splits.allowed:
+            best_plan = min(candidates, key=lambda candidate: candidate.predicted_ms).plan
+            now = task.split_as(best_plan)
+            start = Splitted(now, self.costs.costs_of(now), now.ranks_from(best_plan), 0.0)
+            for name in dear_shards(start):
+                child = with_halves(start, name, self.costs.costs_of)
+                if child is not None:
+                    plans.append(child.task.plan_from(child.rank_U))
+                    names += [half for half in child.task.names if half not in now.names][:1]
+        estimated = self.costs.estimates(task, plans, names)
         return estimated.worth_knowing() * float(estimated.step_ms.min())
 
     def _splitted(

@@ -72,7 +72,7 @@ def split_search(
 
     Each round halves, of every node in the beam, the shards that make ranks slow: of each stage's slowest rank the one
     that is dearest in it, alone or with all parts of its table that are as wide. The parts go where they cost least,
-    and a few moves tell which children are worth a local search, of this placement and of one made anew.
+    and a few moves tell which children are worth a local search; where it gains little, the best gets a placement anew.
     """
     costs = costs_of(task)
     start = Splitted(task, costs, rank_U, costs.step_ms(rank_U))
@@ -85,13 +85,13 @@ def split_search(
                     if frozenset(halved.names) in seen or late(deadline):
                         continue
                     seen.add(frozenset(halved.names))
-                    child = placed(node, halved, costs_of(halved), deadline)
+                    child = _placed(node, halved, costs_of(halved), deadline)
                     if child is not None:
                         children.append(child)
         likeliest = sorted(children, key=lambda child: child.step_ms)[:BEAM]
-        beam = sorted(
-            (_searched(child, best.step_ms, deadline) for child in likeliest), key=lambda child: child.step_ms
-        )
+        beam = sorted((_searched(child, deadline) for child in likeliest), key=lambda child: child.step_ms)
+        if beam and beam[0].step_ms >= best.step_ms * (1 - LEAST_GAIN):
+            beam[0] = _searched_anew(beam[0], deadline)
         if beam and beam[0].step_ms < best.step_ms * (1 - LEAST_GAIN):
             best, in_vain = beam[0], 0
             continue
@@ -135,7 +135,13 @@ def dear_shards(node: Splitted) -> Iterator[str]:
     yield from sorted(named)
 
 
-def placed(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: float | None = None) -> Splitted | None:
+def with_halves(node: Splitted, name: str, costs_of: CostsOf) -> Splitted | None:
+    """The node with this shard halved, whatever that is predicted to cost; None where that may not be."""
+    halved = node.task.split(name)
+    return None if halved is None else _placed(node, halved, costs_of(halved), None)
+
+
+def _placed(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: float | None) -> Splitted | None:
     """What is new in `halved` placed beside all that stays as it is in `node`, and a few moves; None where nothing is
     legal so."""
     rank_of = dict(zip(node.task.names, node.rank_U[node.task.units.unit_of_T], strict=True))
@@ -155,14 +161,16 @@ def placed(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: fl
     return Splitted(halved, costs, rank_U, costs.step_ms(rank_U))
 
 
-def _searched(child: Splitted, to_beat_ms: float, deadline: float | None) -> Splitted:
-    """Local search from its placement and, where that gains little, from a new one."""
-    task, costs = child.task, child.costs
-    best_U = improve(task, costs, child.rank_U, deadline=deadline, most_swaps=MOST_SWAPS)
-    if costs.step_ms(best_U) > to_beat_ms * (1 - LEAST_GAIN):
-        anew_U = improve(task, costs, greedy_on_cost(task, costs), deadline=deadline, most_swaps=MOST_SWAPS)
-        best_U = min(best_U, anew_U, key=costs.step_ms)
-    return replace(child, rank_U=best_U, step_ms=costs.step_ms(best_U))
+def _searched(child: Splitted, deadline: float | None) -> Splitted:
+    """Local search from its placement."""
+    best_U = improve(child.task, child.costs, child.rank_U, deadline=deadline, most_swaps=MOST_SWAPS)
+    return replace(child, rank_U=best_U, step_ms=child.costs.step_ms(best_U))
+
+
+def _searched_anew(child: Splitted, deadline: float | None) -> Splitted:
+    """Itself, or what local search makes of a placement made anew, where that is better."""
+    anew = _searched(replace(child, rank_U=greedy_on_cost(child.task, child.costs)), deadline)
+    return min(child, anew, key=lambda one: one.step_ms)
 
 
 def merged(task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline: float | None = None) -> list[Splitted]:
@@ -174,6 +182,6 @@ def merged(task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline:
         if parts and not late(deadline):
             at = task.tables.index(parts[0])
             whole = task.with_shards([*task.tables[:at], table, *task.tables[at + len(parts) :]])
-            child = placed(start, whole, costs_of(whole), deadline)
-            found += [] if child is None else [_searched(child, 0.0, deadline)]
+            child = _placed(start, whole, costs_of(whole), deadline)
+            found += [] if child is None else [_searched(child, deadline)]
     return found

@@ -19,7 +19,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.search import late
-from dlrm_autoshard.planner.splits import Splitted, dear_shards, placed
+from dlrm_autoshard.planner.splits import Splitted, dear_shards, with_halves
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from dlrm_autoshard.probe.calibration import UNSEEN_MOMENTS, ShardTimer, is_about, sample_of
@@ -52,13 +52,13 @@ def unmeasured_halves(planner: Planner, task: PlacementTask, plan: ShardingPlan)
     even_ms = costs.rank_ms(rank_U)[:, COMPUTE].sum(axis=1).mean()
     told_T, known = _told_T2(costs).sum(axis=1), _measured(planner, now)
     for shard in dear_shards(live):
-        ms, halves, split = float(told_T[now.names.index(shard)]), now.halves(shard), now.split(shard)
-        if ms <= even_ms or halves is None or split is None or (halves[0],) in known:
+        ms, halves = float(told_T[now.names.index(shard)]), now.halves(shard)
+        if ms <= even_ms or halves is None or (halves[0],) in known:
             continue
-        child = placed(live, split, planner.costs.costs_of(split))
+        child = with_halves(live, shard, planner.costs.costs_of)
         if child is not None:
             seconds = _slowest(costs) * (_first_seconds(now, [shard]) + 2 * _seconds(ms))
-            yield Halved(shard, halves[0].name, split.plan_from(child.rank_U), seconds)
+            yield Halved(shard, halves[0].name, child.task.plan_from(child.rank_U), seconds)
 
 
 def learn_half(
