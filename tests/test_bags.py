@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -195,6 +196,23 @@ def evaluate_and_complain(rank: int, world_size: int) -> list[str]:
     with pytest.raises(BagsError) as unknown:
         bags(keyed)
     return [*said, str(unknown.value)]
+
+
+def saved_bytes(rank: int, world_size: int) -> tuple[int, int]:
+    """Of what torch.save writes, and of the tensors in it."""
+    bags = ShardedEmbeddingBags(SUMS, optimizer=RowwiseAdagrad(lr=0.1))
+    state, file = bags.state_dict(), io.BytesIO()
+    torch.save(state, file)
+    live = next(iter(bags.own_tensors().values()))
+    live.fill_(3.0)
+    assert all(bool((state[name] == 3.0).all()) for name in list(bags.own_tensors())[:1])  # a view, not a copy
+    return len(file.getvalue()), sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+
+
+def test_a_saved_state_takes_as_much_as_this_ranks_tables() -> None:
+    """A tensor is saved with all of the memory that it is a view of."""
+    for written, needed in run_ranks(saved_bytes, 2):
+        assert needed < written < needed + 10_000
 
 
 def test_evaluation_changes_nothing_and_wrong_ids_are_named() -> None:

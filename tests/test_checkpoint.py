@@ -312,6 +312,18 @@ def test_an_asynchronous_checkpoint_is_published_when_it_is_written(tmp_path: Pa
     assert run_ranks(save_in_the_background, 2, tmp_path) == [True, True]
 
 
+def fail_in_the_background(rank: int, world_size: int, folder: Path) -> str:
+    checkpoints = Checkpoints(folder, make_runtime(rank, world_size), asynchronous=True)
+    checkpoints.save({"sparse": torch.eye(3).to_sparse()}, SavedState(step=5))  # which has no bytes to write
+    with pytest.raises(RuntimeError) as caught:
+        checkpoints.finish()
+    return str(caught.value)
+
+
+def test_an_asynchronous_checkpoint_that_fails_for_any_reason_says_so(tmp_path: Path) -> None:
+    assert "parse" in run_ranks(fail_in_the_background, 1, tmp_path)[0]
+
+
 def test_an_earlier_format_is_told_from_damage(tmp_path: Path) -> None:
     old = tmp_path / "step_00000004"
     old.mkdir()

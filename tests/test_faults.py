@@ -119,6 +119,22 @@ def test_a_rank_that_dies_is_named_and_torchruns_restart_continues(config: Path,
     assert re.search(r"resumed at step \d+", said) and not (tmp_path / "runs" / "job-2").exists()
 
 
+def test_a_restart_goes_on_from_its_newest_checkpoint_whatever_its_first_start_resumed(
+    config: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "runs" / "job"
+    with started(torchrun(2, *long(config, "train.max_steps=100")), tmp_path) as job:
+        assert job.ends_within(90) == 0, job.said()
+    resume = f"--resume={run / 'checkpoints/step_00000050'}"
+    with started(torchrun(2, *long(config, "train.epochs=4", resume), restarts=1), tmp_path) as job:
+        until(lambda: steps_saved(run)[-1:] > [200])
+        assert 50 not in steps_saved(run)  # nothing that the restart could resume
+        job.ranks()[1].send_signal(signal.SIGKILL)
+        assert job.ends_within(90) == 0, job.said()
+        steps = [int(step) for step in re.findall(r"resumed at step (\d+)", job.said())]
+    assert steps[0] == 50 and steps[1] > 200
+
+
 @pytest.mark.parametrize("store_is", ["torchrun's", "rank 0's"])
 def test_a_rank_that_hangs_is_replaced_by_torchruns_restart(store_is: str, config: Path, tmp_path: Path) -> None:
     """Also the one that keeps the job's store, which rank 0 does on several machines."""

@@ -18,7 +18,13 @@ import pytest
 import yaml
 
 from dlrm_autoshard.config import Config, ConfigError, parse_config
-from dlrm_autoshard.train.run_directory import RunDirectoryError, claimed_run_dir, job_of_this_process
+from dlrm_autoshard.train.run_directory import (
+    RunDirectoryError,
+    claimed_run_dir,
+    job_of_this_process,
+    run_that_obeyed,
+    write_job,
+)
 from dlrm_autoshard.train.start_record import changes_since_last_start, point_latest_at, record_start
 
 ONE, OTHER = frozenset({"id one"}), frozenset({"id other"})
@@ -114,6 +120,34 @@ def test_a_job_that_starts_again_continues_its_own_run_and_no_others(tmp_path: P
         assert run == own != other
     with claimed_run_dir(config(tmp_path), None) as run:  # of no job that is known
         assert run not in (own, other)
+
+
+def test_a_job_that_starts_again_is_told_from_one_that_is_to_resume(tmp_path: Path) -> None:
+    """Each start has the same --resume on its command line; later it might name another run, or what is gone."""
+    with claimed_run_dir(config(tmp_path), None, OTHER) as run:
+        finish(run)
+    for resume, asked in (("", ""), (str(tmp_path / "latest"), str(tmp_path / "latest")), (str(run), str(run))):
+        point_latest_at(run)
+        with claimed_run_dir(config(tmp_path), asked, ONE) as resumed:
+            assert resumed.resolve() == run
+            assert run_that_obeyed(config(tmp_path), asked, resume, ONE) is None  # killed before it has
+            write_job(resumed, ONE, resume)
+        with claimed_run_dir(config(tmp_path), None, frozenset({"id third"})) as newer:
+            finish(newer)
+            point_latest_at(newer)
+        assert run_that_obeyed(config(tmp_path), asked, resume, ONE) == run
+        assert run_that_obeyed(config(tmp_path), asked, resume, OTHER) is None
+        assert run_that_obeyed(config(tmp_path), asked, "elsewhere", ONE) is None
+        shutil.rmtree(newer)
+
+
+@pytest.mark.parametrize("left", ["", "step_00000010.tmp", "step_00000010.set_aside"])
+def test_a_run_without_a_whole_checkpoint_is_not_resumed(left: str, tmp_path: Path) -> None:
+    with claimed_run_dir(config(tmp_path), None) as run:
+        (run / "checkpoints" / left).mkdir(parents=True)
+    for resume, says in ((str(run), f"'{run}' has no checkpoint to resume from"), ("", "there is no run 'job' with a")):
+        with pytest.raises(RunDirectoryError, match=says), claimed_run_dir(config(tmp_path), resume):
+            pass
 
 
 def test_of_a_job_without_an_id_any_torchrun_that_is_left_is_enough(tmp_path: Path) -> None:
@@ -214,6 +248,15 @@ def test_nothing_is_written_through_a_link_inside_a_run(name: str, tmp_path: Pat
     with claimed_run_dir(config(tmp_path / "runs"), None, OTHER):
         pass
     assert (tmp_path / "precious").read_text() == "kept"
+
+
+def test_links_that_weights_and_biases_makes_are_no_obstacle(tmp_path: Path) -> None:
+    with claimed_run_dir(config(tmp_path), None) as run:
+        finish(run)
+        (run / "wandb").mkdir()
+        (run / "wandb" / "latest-run").symlink_to("run-1")
+    with claimed_run_dir(config(tmp_path), "") as again:
+        assert again == run
 
 
 def test_checkpoints_may_lie_elsewhere(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from dlrm_autoshard.config import Config, ConfigError
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.train.checkpoint_folder import run_and_checkpoint
 from dlrm_autoshard.train.metrics import binary_metrics
 from dlrm_autoshard.train.saved_model import saved_model
@@ -35,7 +36,9 @@ def settings(run_dir: Path | str = "runs", **changes: Any) -> Config:
 
 def run_once(rank: int, world_size: int, folder: Path, made_with: Config) -> TrainResult:
     with trainer(made_with, make_runtime(rank, world_size), folder) as made:
-        return made.run()
+        result = made.run()
+        made.write_report()
+        return result
 
 
 def run_in_pieces(rank: int, world_size: int, folder: Path, made_with: Config, stops: list[int]) -> TrainResult:
@@ -95,6 +98,10 @@ def test_early_stopping_ends_at_the_same_step_however_often_it_was_interrupted(
         run_ranks(weights_of, 1, tmp_path / run / "checkpoints" / "best", timeout=60)[0] for run in ("whole", "pieces")
     ]
     assert ends[0] == ends[1]
+
+    (tmp_path / "whole" / "config.yaml").write_text(patient.to_yaml())
+    assert (tmp_path / "whole" / "result.json").exists()
+    assert RunRecord.load(tmp_path / "whole").stopped_early is None
 
     again = run_ranks(run_once, 2, tmp_path / "whole", patient, timeout=90)
     assert again[0].steps == whole[0].steps, "a job that has ended early goes on no further"

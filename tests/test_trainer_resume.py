@@ -122,6 +122,26 @@ def test_loads_exactly_on_another_number_of_ranks(before: int, after: int, place
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, steps + 1))
 
 
+def resume_elsewhere(rank: int, world_size: int, run_dir: Path, made_with: Config) -> tuple[list[str], int, bool]:
+    with trainer(made_with, make_runtime(rank, world_size), run_dir) as made:
+        finished = (run_dir / "result.json").exists()
+        made.run()
+        made.write_report()
+        return made.notes, made.embeddings.plan.rank_of["user"], finished
+
+
+def test_what_is_asked_of_plans_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
+    short, longer = settings("sgd", train={"max_steps": 7}), settings("sgd", train={"max_steps": 9})
+    run_ranks(resume_elsewhere, 2, tmp_path, short)
+    assert (tmp_path / "result.json").exists()
+    for rank, anew in ((1, True), (1, False)):  # it began on rank 0
+        asked = longer.autoshard.model_copy(update={"enabled": True, "pinned": {"user": rank}})
+        pinned = longer.model_copy(update={"autoshard": asked})
+        for notes, placed, finished in run_ranks(resume_elsewhere, 2, tmp_path, pinned, timeout=60):
+            assert placed == rank and not finished
+            assert ("tables were placed anew" in " ".join(notes)) == anew
+
+
 def load_other_model(rank: int, world_size: int, run_dir: Path, other: dict[str, Any]) -> str:
     runtime = make_runtime(rank, world_size)
     before = (run_dir / "metrics.jsonl").read_bytes()

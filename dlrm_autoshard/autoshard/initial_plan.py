@@ -68,7 +68,7 @@ def place(
     find_stats: of each table; asked on rank 0, once the settings are known to be right. batch_size: over all ranks.
     shared_memory: whether ranks of a host exchange through it. steps: of the job, where that is known;
     interval_steps: until resharding, which learns from steps for nothing, first decides. current: a plan that is taken
-    as it is, where it is for these ranks.
+    as it is, where it is for these ranks and legal.
     """
     if interval_steps is not None and reshards(settings, runtime.world_size):
         steps = interval_steps if steps is None else min(steps, interval_steps)
@@ -93,6 +93,8 @@ def place(
     if settings.enabled and runtime.rank == 0:
         planner = Planner(settings.algorithm, seed=seed)
     settled = current if current is not None and current.world_size == runtime.world_size else None
+    if settled is not None and not task.allows(settled):  # other memory, or constraints, than when it was made
+        settled = None
     planning = settings.enabled and settled is None
     probe = None
     if planning and settings.measure_plans > 0 and runtime.world_size > 1:

@@ -1,7 +1,8 @@
 """The data-parallel dense part as one flat vector: one all-reduce, one optimizer update, whatever the number of layers.
 
 Parameters become views of `flat`, gradients views of `gradient`. The last two elements of `gradient` carry the wish to
-stop and the step's loss, so that the all-reduce that every step has anyway tells all ranks both.
+stop and the step's loss, so that the all-reduce that every step has anyway tells all ranks both. Parameters that are
+frozen (`requires_grad=False`) stay where they are.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class DataParallelDense:
         self.module = module.to(device)
         self._group = group
         self._link = connect(group) if shared_memory and device.type == "cpu" else None
-        parameters = list(module.parameters())
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        parameters = list(trained.values())
         size = sum(parameter.numel() for parameter in parameters)
         empty = torch.zeros(0, device=device)  # for a module without parameters
         self.flat = nn.Parameter(torch.cat([empty, *(parameter.detach().reshape(-1) for parameter in parameters)]))
@@ -44,7 +46,7 @@ class DataParallelDense:
         self._stops: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # on their way from the GPU
         self._views: dict[str, tuple[int, torch.Size]] = {}
         start = 0
-        for name, parameter in module.named_parameters():
+        for name, parameter in trained.items():
             self._views[name] = (start, parameter.shape)
             end = start + parameter.numel()
             parameter.data = self.flat.data[start:end].view(parameter.shape)
@@ -52,12 +54,14 @@ class DataParallelDense:
             start = end
         self.flat.grad = self.gradient[:-2]
         self.optimizer = make_optimizer(self.flat, config)
-        kept = module.state_dict().keys() - self._views.keys()
+        self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        kept = module.state_dict().keys() - self._views.keys() - self._frozen.keys()
         self._buffers = {name: buffer for name, buffer in module.named_buffers() if name in kept}
 
     def broadcast(self) -> None:
         """Rank 0's weights and buffers, on every rank."""
-        dist.broadcast(self.flat.data, src=0, group=self._group)
+        for tensor in (self.flat, *self._frozen.values()):
+            dist.broadcast(tensor.data, src=0, group=self._group)
         self.broadcast_buffers()
 
     def broadcast_buffers(self) -> None:
@@ -110,6 +114,8 @@ class DataParallelDense:
         """Live views of everything a checkpoint needs, by names that depend on the model alone."""
         for name in self._views:
             yield f"dense.{name}", self._view(self.flat.data, name)
+        for name, parameter in self._frozen.items():
+            yield f"dense.{name}", parameter.data
         for name, buffer in self._buffers.items():
             yield f"dense_buffers.{name}", buffer
         for state, value in self.optimizer.state[self.flat].items():

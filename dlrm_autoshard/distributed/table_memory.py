@@ -118,7 +118,9 @@ class Reserved:
         if name not in self._huge:
             self._huge.add(name)
             self._use_huge_pages(start, torch.Size(shape).numel())
-        return self.flat[start : start + torch.Size(shape).numel()].view(shape)
+        return torch.frombuffer(
+            self._memory, dtype=self.flat.dtype, count=torch.Size(shape).numel(), offset=start * self._item
+        ).view(shape)  # not of `flat`, whose storage is all tables: torch.save writes a tensor's whole storage
 
     def release(self, name: str) -> None:
         """Pages that are given back read as zeros."""

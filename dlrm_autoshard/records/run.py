@@ -23,6 +23,8 @@ from dlrm_autoshard.records.facts import RankEpoch
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, read_jsonl, shown
 
 T = TypeVar("T")
+RESULT = "result.json"
+"""In the directory of a run that has finished."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class RunRecord:
     """Versions and machine of the latest start; {} where they were not written down."""
     starts: int = 1
     """How often the run was started: continued ones more than once."""
+    finished: bool = False
+    """Whether the trainer said so at the end of the latest start."""
 
     @staticmethod
     def load(run_dir: Path) -> RunRecord:
@@ -61,6 +65,7 @@ class RunRecord:
             decisions=_lines(run_dir / "decisions.jsonl", _decision, "a decision"),
             environment=_environment(run_dir / "environment.json"),
             starts=1 + sum(1 for _ in run_dir.glob("starts/*")),
+            finished=(run_dir / RESULT).exists(),
         )
 
     @property
@@ -87,7 +92,7 @@ class RunRecord:
     @property
     def stopped_early(self) -> str | None:
         """A sentence where the run ended, or still is, short of the epochs it was to have."""
-        if not self.epochs:
+        if not self.epochs or self.finished:
             return None
         train = self.config.get("train", {})
         done, last_step = self.last.epoch + 1, self.last.end_step

@@ -67,7 +67,7 @@ class Checkpoints(CheckpointFolder):
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._ranks = replace(runtime, control=group)
         self._thread: Thread | None = None
-        self._failure: CheckpointError | None = None
+        self._failure: Exception | None = None
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class Checkpoints(CheckpointFolder):
         def write() -> None:
             try:
                 self._write(copies, state, text, final)
-            except CheckpointError as error:
+            except Exception as error:  # whatever it is, `finish` raises it
                 self._failure = error
 
         self._thread = Thread(target=write, name="checkpoint", daemon=True)
@@ -92,7 +92,7 @@ class Checkpoints(CheckpointFolder):
         return final
 
     def finish(self) -> None:
-        """Waits for a checkpoint that is being written; CheckpointError where it could not be."""
+        """Waits for a checkpoint that is being written; raises what kept it from being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

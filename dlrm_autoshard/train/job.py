@@ -26,6 +26,7 @@ from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.model.dlrm import make_model
 from dlrm_autoshard.records.jsonl import forget_after
+from dlrm_autoshard.records.run import RESULT
 from dlrm_autoshard.train.agreement import agree_on_dense
 from dlrm_autoshard.train.checkpoint import Checkpoints
 from dlrm_autoshard.train.manifest import DamagedCheckpoint
@@ -80,6 +81,8 @@ class Job:
             seed=config.run.seed,
             current=current,
         )
+        if current is not None and self.placement.plan != current and current.world_size == runtime.world_size:
+            self.notes.append("The checkpoint's plan does not fit these settings any more: tables were placed anew.")
         self.embeddings = ShardedEmbeddings(
             self.source.tables,
             self.placement.plan,
@@ -129,6 +132,7 @@ class Job:
         self.position = self._resume(fall_back)
         if runtime.rank == 0:  # for all ranks, for there may be fewer now; started again without a checkpoint: all
             forget_after(run_dir, -1 if self.resumed_from is None else self.position.step)
+            (run_dir / RESULT).unlink(missing_ok=True)  # of an earlier start: this one has not finished
         runtime.barrier()
         self.total_steps = self._count_steps(self.position)
 

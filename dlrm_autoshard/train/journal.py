@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.epoch import EpochProfile
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl
-from dlrm_autoshard.records.run import RunRecord
+from dlrm_autoshard.records.run import RESULT, RunRecord
 from dlrm_autoshard.report.verdict import autoshard_in_one_line
 from dlrm_autoshard.train.callbacks import Callback, metric_scalars, profile_scalars
+from dlrm_autoshard.train.run_directory import write_whole
 from dlrm_autoshard.train.selection import BestSoFar
 
 
@@ -50,10 +52,10 @@ class Journal:
         try:
             record = RunRecord.load(self._run_dir)
             result = result_of(record, plan, seconds, best)
-            (self._run_dir / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+            write_whole(self._run_dir / RESULT, json.dumps(result, indent=1) + "\n")
             for callback in self._callbacks:
                 callback.finish(result)
-            report = f"report: {write_html(self._run_dir, record)}"
+            report = f"report: {write_html(self._run_dir, replace(record, finished=True))}"
         except (ReportError, OSError) as error:
             return [f"no report.html: {error}"]
         return [autoshard_in_one_line(record), report] if record.decisions else [report]

@@ -17,10 +17,11 @@ from pathlib import Path
 
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.train.checkpoint_folder import CheckpointFolder
 
 # In a run directory: config.yaml  environment.json  job.json  plan/  metrics.jsonl  costs/  decisions.jsonl
-# checkpoints/  report.html. `job.json` names the job whose run it is: a start of the same job, by whoever and wherever,
-# continues the run.
+# checkpoints/  report.html. `job.json` names the job whose run it is, and the --resume that it has obeyed: a start of
+# the same job, by whoever and wherever, continues the run.
 
 _LOCK, _JOB = ".lock", "job.json"
 _ENDING_SECONDS = 40.0  # that ranks of the job's last start may take to end, torchrun's patience with them included
@@ -31,10 +32,13 @@ class RunDirectoryError(UserError):
 
 
 @contextmanager
-def claimed_run_dir(config: Config, resume: str | None, job: Set[str] = frozenset()) -> Iterator[Path]:
+def claimed_run_dir(
+    config: Config, resume: str | None, job: Set[str] = frozenset(), obeyed: str | None = None
+) -> Iterator[Path]:
     """A new run's directory, or that of the run to continue; this job's alone until it ends, however it ends.
 
     job: what this job is known by, of all ranks (see `job_of_this_process`). Empty: it continues what it is told to.
+    obeyed: the --resume that an earlier start of this job has obeyed.
     """
     path = run_to_continue(config, resume, job)
     try:
@@ -48,7 +52,7 @@ def claimed_run_dir(config: Config, resume: str | None, job: Set[str] = frozense
                 )
         else:
             path, lock = free_directory(config)
-        write_whole(path / _JOB, json.dumps({"job": sorted(job)}) + "\n")
+        write_job(path, job, obeyed)
     except OSError as error:
         where = error.filename or path or config.run.dir
         raise RunDirectoryError(f"run directory '{where}' cannot be made: {error.strerror}. Set run.dir.") from error
@@ -61,12 +65,12 @@ def claimed_run_dir(config: Config, resume: str | None, job: Set[str] = frozense
 def run_to_continue(config: Config, resume: str | None, job: Set[str]) -> Path | None:
     """The directory that was asked for (""; the newest of the config's name), else the one that this job had before."""
     if resume:
-        if not (Path(resume) / "checkpoints").is_dir():
-            raise RunDirectoryError(f"'{resume}' is no run directory: it has no checkpoints. Leave --resume out.")
+        if CheckpointFolder(Path(resume) / "checkpoints").newest() is None:
+            raise RunDirectoryError(f"'{resume}' has no checkpoint to resume from. Leave --resume out.")
         return Path(resume)
     earlier = earlier_runs(config)
     if resume == "":
-        saved = [path for path in earlier if any((path / "checkpoints").glob("step_*"))]
+        saved = [path for path in earlier if CheckpointFolder(path / "checkpoints").newest() is not None]
         if not saved:
             raise RunDirectoryError(
                 f"there is no run '{config.run.name}' with a checkpoint in '{config.run.dir}' to resume."
@@ -100,7 +104,7 @@ def _used(run: Path) -> bool:
 
 def refuse_links(run: Path) -> None:
     """What a run writes must land in the run: through a link somebody else's file would be overwritten. Only
-    `checkpoints` may lie elsewhere."""
+    `checkpoints` may lie elsewhere; W&B's folder, in which it makes links itself, is W&B's."""
     for folder, folders, files in os.walk(run):
         for name in (*folders, *files):
             path = Path(folder, name)
@@ -108,8 +112,8 @@ def refuse_links(run: Path) -> None:
                 raise RunDirectoryError(
                     f"'{path}' is a symbolic link to '{os.readlink(path)}', which this run would write to. Remove it."
                 )
-        if Path(folder) == run and "checkpoints" in folders:
-            folders.remove("checkpoints")
+        if Path(folder) == run:
+            folders[:] = set(folders) - {"checkpoints", "wandb"}
 
 
 def lock_directory(path: Path, patience: float = 0.0) -> int | None:
@@ -181,7 +185,27 @@ def job_of_this_process() -> str | None:
 
 def job_of(run: Path) -> frozenset[str]:
     """What the job was known by that wrote to this run last."""
+    return _read_job(run)[0]
+
+
+def run_that_obeyed(config: Config, run: str | None, resume: str, job: Set[str]) -> Path | None:
+    """The run in which an earlier start of this job did what its --resume asks for, which is on the command line of
+    each start: the checkpoint may be gone by now, or another run be the newest. run: which `resume` names, if any."""
+    folders = {Path(config.run.dir).absolute(), Path(run or config.run.dir).absolute().parent}
+    for path in (found.parent for folder in folders for found in folder.glob(f"*/{_JOB}")):
+        known, obeyed = _read_job(path)
+        if job & known and obeyed == resume:
+            return path.resolve()
+    return None
+
+
+def write_job(run: Path, job: Set[str], obeyed: str | None) -> None:
+    write_whole(run / _JOB, json.dumps({"job": sorted(job), "resume": obeyed}) + "\n")
+
+
+def _read_job(run: Path) -> tuple[frozenset[str], str | None]:
     try:
-        return frozenset(map(str, json.loads((run / _JOB).read_text())["job"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return frozenset()
+        record = json.loads((run / _JOB).read_text())
+        return frozenset(map(str, record["job"])), record.get("resume")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return frozenset(), None

@@ -12,7 +12,7 @@ from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.signs_of_life import RankFailure
 from dlrm_autoshard.train.agreement import agree, check_shared
 from dlrm_autoshard.train.checkpoint_folder import run_and_checkpoint
-from dlrm_autoshard.train.run_directory import claimed_run_dir, job_of_this_process
+from dlrm_autoshard.train.run_directory import claimed_run_dir, job_of_this_process, run_that_obeyed, write_job
 from dlrm_autoshard.train.start_record import record_start
 from dlrm_autoshard.train.stop_signals import Stopped, StopSignals
 from dlrm_autoshard.train.trainer import Trainer, TrainResult
@@ -22,8 +22,8 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
     """Runs a job on this rank, from its config to its last evaluation.
 
     resume: None starts a new run; "" continues the newest run of the config's name; else the run directory to continue,
-    or a checkpoint in one. A job that is started again continues by itself, past checkpoints that are damaged. SIGINT
-    and SIGTERM end it with a checkpoint, and raise `Stopped`.
+    or a checkpoint in one. A job that is started again continues by itself, past checkpoints that are damaged, whatever
+    its first start resumed. SIGINT and SIGTERM end it with a checkpoint, and raise `Stopped`.
     """
     with StopSignals() as signals, ExitStack() as held:
         try:
@@ -31,11 +31,18 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
                 agree(config, runtime)
                 job = frozenset(filter(None, runtime.all_gather(job_of_this_process())))
                 run, checkpoint = run_and_checkpoint(resume)
-                claim = claimed_run_dir(config, run, job)
+                own = runtime.from_rank_0(
+                    lambda: None if resume is None else run_that_obeyed(config, run, resume, job)
+                )
+                if own is not None:
+                    run, checkpoint = str(own), None
+                claim = claimed_run_dir(config, run, job, None if own is None else resume)
                 run_dir = runtime.from_rank_0(lambda: held.enter_context(claim))
                 check_shared(run_dir, runtime)
-                trainer = Trainer(config, runtime, run_dir, signals, checkpoint, fall_back=resume is None)
+                fall_back = resume is None or own is not None
+                trainer = Trainer(config, runtime, run_dir, signals, checkpoint, fall_back=fall_back)
                 runtime.from_rank_0(lambda: record_start(run_dir, config, runtime.world_size))
+                runtime.from_rank_0(lambda: write_job(run_dir, job, resume))
                 result = trainer.run()
         except RankFailure as failure:
             if failure.signal is None:
