@@ -82,6 +82,24 @@ def due_steps(slow: Callable[[int], float], moves_at: int | None = None) -> list
     return found
 
 
+def test_after_a_change_is_seen_a_step_is_looked_at_before_it_is_decided_on() -> None:
+    """Lookups are counted anew from there: times of after a change are no use beside statistics of before it."""
+    sampling = Sampling(ProfileConfig(every_steps=20, warmup_steps=5), ChangeWatch(min_gain=0.02))
+    sampling.begin(0)
+    step, looked, cut_at, carried = 0, False, None, 0
+    while cut_at is None or not sampling.is_due(step, carried):
+        if sampling.is_sampled(step):
+            stages_W4 = np.full((2, 4), 5.0)
+            stages_W4[1] *= 1.06 if step > 100 else 1  # small, so that it takes many samples to be sure
+            sampling.see(step + 1, stages_W4, float(stages_W4.max(axis=0).sum()))
+            looked = cut_at is not None
+        step += 1
+        if cut_at is None and sampling.is_due(step, 0):
+            cut_at, carried = step, sampling.cut() or 0
+        assert step < 900
+    assert carried >= 4 and looked
+
+
 CHANGE = 300
 MOST_STEPS = 5 + 20 + 3 * 5
 """Until a change is decided on: warmth, the next usual sample, and three more of them."""

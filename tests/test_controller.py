@@ -339,6 +339,29 @@ def test_a_move_that_made_it_worse_is_taken_back_once_and_not_tried_again() -> N
     assert ", measured -" in back["text"]
 
 
+def test_nothing_moves_to_a_plan_that_is_forbidden_by_now() -> None:
+    """A job that is resumed may ask for other pins or ranks than the one that planned the move."""
+    job = Training(1)
+    good = job.plan
+    job.plan = ShardingPlan({t.name: int(i % 5 == 0) for i, t in enumerate(job.tables)}, 2)
+    job.controller = job.make_controller(liar(job))
+    assert job.interval().action == "moved"
+    job.topology = replace(job.topology, excluded=frozenset({1}))
+    state = job.controller.state_dict()
+    job.controller = job.make_controller(liar(job))
+    job.controller.load_state_dict(state)
+    job.controller.chooser.target = good
+    assert "rolled_back" not in job.run(3) and not job.plan.tables_on(1)
+
+
+def test_where_a_rank_is_excluded_balance_is_that_of_the_others() -> None:
+    job = Training(1)
+    job.topology = replace(job.topology, excluded=frozenset({1}))
+    job.plan, job.controller = ShardingPlan({t.name: 0 for t in job.tables}, 2), job.make_controller()
+    decision = job.interval()
+    assert decision.balance_gain is not None and decision.balance_gain < 0.02
+
+
 def test_rollback_can_be_switched_off() -> None:
     job = Training(1)
     job.plan = ShardingPlan({t.name: int(i % 5 == 0) for i, t in enumerate(job.tables)}, 2)

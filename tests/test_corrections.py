@@ -189,6 +189,31 @@ def test_a_probe_that_something_disturbed_makes_nothing_unsure() -> None:
     assert gains[1].std < 1.3 * gains[0].std
 
 
+def test_tables_of_which_nothing_was_measured_are_as_uncertain_as_ever() -> None:
+    """A start's time may end before all have had a turn."""
+    cluster, stds = SimulatedCluster(0), []
+    other = ShardingPlan({name: (i // 2) % 2 for i, name in enumerate(EVEN.rank_of)}, 2)
+    for count in (0, 1, 4):
+        planner = Planner(seed=0)
+        for table, stat in list(zip(TABLES, STATS, strict=True))[:count]:
+            [cost] = cluster.profile([table], [stat], ShardingPlan({table.name: 0}, 1), 1024).ranks
+            sample = ShardSample((table,), (stat,), 1024, cost.fwd_compute_ms, cost.bwd_compute_ms, 0.01)
+            planner.costs.observe_shards([sample])
+        stds.append(planner.gains(TASK, EVEN, [other])[0].std)
+    assert min(stds[1:3]) > 0.4 * stds[0]
+
+
+@pytest.mark.parametrize("slow", [0.33, 3.0])
+def test_how_sure_a_plans_cost_is_does_not_depend_on_how_fast_the_machine_is(slow: float) -> None:
+    stds = []
+    for factor in (1.0, slow):
+        planner, profile = Planner(seed=0), SimulatedCluster(0).profile(TABLES, STATS, EVEN, 1024)
+        follow(planner, *[slower(slower(profile, 0, factor), 1, factor)] * 2)
+        step_D = planner.costs.estimates(TASK, [EVEN]).step_ms_DP[:, 0]
+        stds.append(step_D.std() / step_D.mean())
+    assert stds[1] == pytest.approx(stds[0], rel=0.4)
+
+
 def test_a_plan_is_expected_to_cost_the_more_the_less_is_known_of_its_ranks() -> None:
     planner, profile = Planner(seed=0), SimulatedCluster(0).profile(TABLES, STATS, EVEN, 1024)
     unmeasured = planner.costs.estimates(TASK, [EVEN])

@@ -75,6 +75,24 @@ def test_how_changed_tables_compare_is_learned_and_not_how_slow_the_moment_was(s
     assert after[2:] == pytest.approx(before[2:], rel=0.1)
 
 
+@pytest.mark.parametrize("slow", [1.5, 2.0])
+def test_what_a_slow_rank_measures_is_not_dearer_for_that(slow: float) -> None:
+    """Tables are dealt to ranks; each is measured by one of them."""
+    stats = [replace(stat, mean_pooling=60.0) for stat in START]
+    planner, task = started(), task_of(stats)
+    costs = RankCost(18.0, 1.0, 1.0, 36.0), RankCost(18.0 * slow, 1.0, 1.0, 36.0 * slow)
+    profile = StepProfile(PLAN, task.tables, task.stats, task.batch_size, costs, "measured", 0.01)
+    for _ in range(4):
+        planner.costs.observe(profile)
+
+    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        return [ShardTime(6.0 * (slow if rank else 1), 12.0 * (slow if rank else 1), 0.01, 3) for rank in (0, 1)]
+
+    learn_changed(planner, task, PLAN, measure, unmeasured(planner, task, PLAN))
+    ms = planner.costs.costs_of(task).alone_ms()
+    assert ms.max() / ms.min() < 1.1
+
+
 def test_each_is_asked_once_the_dearest_first_and_within_twice_the_time() -> None:
     stats = [replace(stat, mean_pooling=20.0 * (i + 2)) for i, stat in enumerate(START)]
     planner, task = started(), task_of(stats)

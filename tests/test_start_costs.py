@@ -52,6 +52,24 @@ def _samples(count: int, num_tables: int = 6) -> list[ShardSample]:
     return samples
 
 
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("num_tables", [16, 17, 21, 26])
+def test_each_table_alone_is_measured_by_several_ranks(num_tables: int, world_size: int) -> None:
+    """What is measured by a slow one alone looks dear."""
+    pool = synthetic_pool(num_tables, seed=1, batch_size=256)
+    task = PlacementTask.build(pool.tables, pool.stats, Topology(world_size), batch_size=256)
+    ranks_of: dict[str, set[int]] = {name: set() for name in task.names}
+
+    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        for rank, shard in enumerate(shards):
+            if len(shard) == 1:
+                ranks_of[shard[0]].add(rank)
+        return [ShardTime(1.0, 2.0, 0.01, 3) for _ in shards]
+
+    start_costs(Planner(), task, fingerprint=MACHINE, measure_shards=measure)
+    assert min(map(len, ranks_of.values())) >= 2
+
+
 def test_the_cost_log_gives_back_what_was_appended_and_skips_what_a_killed_job_left(tmp_path: Path) -> None:
     samples = _samples(5)
     exchange = CommsSample((64, 32), 256, (0.1, 0.2), (0.3, 0.4))

@@ -35,6 +35,9 @@ from dlrm_autoshard.probe.calibration import ShardTimer
 from dlrm_autoshard.probe.mid_run import learn_changed, learn_half, unmeasured, unmeasured_halves
 from dlrm_autoshard.tables import Shard
 
+LASTING = 1 << 40
+"""Steps. A change that has lasted for so many is expected to last to the end."""
+
 
 class MoveChooser:
     """bytes_of: weight and optimizer state of each table, which a move carries."""
@@ -45,6 +48,7 @@ class MoveChooser:
         self.config, self.planner, self.bytes_of, self.trigger = config, planner, bytes_of, trigger
         self.move_cost, self.history = MoveCost(), History()
         self.target: ShardingPlan | None = None  # of a move that is made in parts, and not yet at its end
+        self._unmeasurable: set[str] = set()  # shards that a rank had no memory to measure
         self.left: list[ShardingPlan] = []  # live ones, the newest last: what they cost is known better than of others
 
     def moved(self, old_plan: ShardingPlan, num_bytes: int, seconds: float, *, in_parts: bool) -> None:
@@ -60,10 +64,14 @@ class MoveChooser:
         if not task.splits.allowed or self.trigger.balance_gain < self.config.min_gain or interval.remaining_steps <= 0:
             return
         for halved in unmeasured_halves(self.planner, task, plan):
+            if halved.shard in self._unmeasurable:
+                continue
             proposals = self.proposals(task, interval, plan, [halved.plan])
             if self._worth_measuring([halved.half], proposals, task, interval, plan) > halved.seconds:
-                learn_half(self.planner, task, plan, measure_shards, halved)
-                self.trigger.search_anew()
+                if learn_half(self.planner, task, plan, measure_shards, halved):
+                    self.trigger.search_anew()
+                else:
+                    self._unmeasurable.add(halved.shard)
 
     def choose(
         self,
@@ -88,7 +96,7 @@ class MoveChooser:
         base = replace(base, predicted_gain=best.gain, uncertainty=best.uncertainty)
         if why is not None:
             self.target = None
-            settled = replace(interval, changed_steps=None)
+            settled = replace(interval, changed_steps=None if interval.changed_steps is None else LASTING)
             if self._reason_to_stay(best, settled, cautious=False) is not None:  # else time alone may change it
                 self.trigger.found_nothing(why)
             return replace(base, why=why)
@@ -102,7 +110,7 @@ class MoveChooser:
         started = time.perf_counter()
         found = self.planner.propose(task, plan, budget_seconds=self.trigger.search_seconds / 2)
         candidates = self._paying(task, interval, plan, [candidate.ordered(task.names) for candidate, _ in found])
-        if self.target is not None and self.target != plan:
+        if self.target is not None and self.target != plan and task.allows(self.target):
             candidates.append(self.target)
         candidates += [left for left in self.left if left not in [plan, *candidates] and task.allows(left)]
         proposals = self.proposals(task, interval, plan, candidates)

@@ -8,6 +8,7 @@ Knows nothing of ranks that run, so a simulated cluster can stand in for them.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -66,7 +67,8 @@ class Controller:
         error_before = prediction_error(self.planner.predict(task, plan), profile.ranks)
         self.planner.costs.observe(profile, task.topology)
         error_after = prediction_error(self.planner.predict(task, plan), profile.ranks)
-        slowness = [float(slow) for slow in self.planner.rank_slowness(task.world_size, task.topology.speed)]
+        slow_W = self.planner.rank_slowness(task.world_size, task.topology.speed)
+        slowness = [math.inf if w in task.topology.excluded else float(slow) for w, slow in enumerate(slow_W)]
         self.trigger.see(interval, slowness, one_host=len(task.topology.ranks_by_host) == 1)
         base = replace(base, balance_gain=self.trigger.balance_gain, error_before=error_before, error_after=error_after)
         if measure_shards is not None:
@@ -134,7 +136,7 @@ class Controller:
         )
         self._written(move)
         pays = -saved_seconds * interval.remaining_steps > self.chooser.move_cost.seconds(move.bytes_moved)
-        if not (blamed and pays and self.config.reshard.rollback):
+        if not (blamed and pays and self.config.reshard.rollback and task.allows(old_plan)):
             return None
         self.chooser.history.rolled_back.append(new_plan.fingerprint)
         return move

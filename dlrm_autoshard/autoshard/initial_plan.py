@@ -25,6 +25,7 @@ from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.calibration import start_costs
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.rank_probe import RankProbe
+from dlrm_autoshard.probe.shipped_costs import start_warm
 from dlrm_autoshard.records.jsonl import append_jsonl
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats, memory_bytes
 
@@ -112,6 +113,8 @@ def place(
                     steps=steps,
                 )
                 return result.plan.ordered(task.names), result
+        elif planner is not None:  # resharding decides by its costs all the same
+            start_warm(planner, hardware_fingerprint(runtime.device))
         return (settled or given_plan(settings.placement, task)).ordered(task.names), None
 
     plan, result = runtime.from_rank_0(decide, None if probe is None else probe.on_rank_zero)

@@ -222,13 +222,15 @@ class Intervals:
         planner, resharding = self._placement.planner, self.resharding
         return {
             "stats": [stats.to_json() for stats in self.stats],
+            "world_size": self._runtime.world_size,
             "planner": None if planner is None else planner.state_dict(),
             "resharding": None if resharding is None else resharding.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.stats = tuple(TableStats.from_json(stats) for stats in state["stats"])
-        if self._placement.planner is not None and state.get("planner"):
+        same_ranks = state.get("world_size", self._runtime.world_size) == self._runtime.world_size
+        if self._placement.planner is not None and state.get("planner") and same_ranks:  # else the start knows better
             self._placement.planner.load_state_dict(state["planner"])
         if self.resharding is not None and state.get("resharding"):
             self.resharding.load_state_dict(state["resharding"])

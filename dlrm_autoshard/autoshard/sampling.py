@@ -39,6 +39,7 @@ class Sampling:
         """watch: None where intervals have their whole time."""
         self._profile, self._watch = profile, watch
         self._begun = self._seen_at = self._timed_at = 0
+        self._cut_at = -1
         self._change: Change | None = None  # in this interval
         self._moved = False  # since the job began
         self.noticed = ""  # of the last change, in words
@@ -75,14 +76,15 @@ class Sampling:
         """After so many steps in all, of which this interval has timed `samples`."""
         if self._change is None or self._sees_another:
             return self._sees_another
-        return samples >= thresholds.SAMPLES_OF_CHANGE and step >= self._change.decide_at
+        looked = self._timed_at > self._cut_at  # at ids, too: what tables look up is counted anew from there
+        return looked and samples >= thresholds.SAMPLES_OF_CHANGE and step >= self._change.decide_at
 
     def cut(self) -> int | None:
         """Where a change has just been seen: how many of the last sampled steps show it, which the next interval is to
         be of. None where there is something to decide on."""
         if self._watch is None or not self._sees_another:
             return None
-        self._change, self.noticed = Change(self._seen_at), self._watch.text
+        self._change, self.noticed, self._cut_at = Change(self._seen_at), self._watch.text, self._timed_at
         return self._watch.since
 
     def since_change(self, step: int) -> tuple[int | None, int]:

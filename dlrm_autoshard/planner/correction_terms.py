@@ -69,6 +69,11 @@ def rank_variances(key_N: np.ndarray, spreads: Spreads, slow: frozenset[int]) ->
     return variances
 
 
+def variances(directions: int, wholes: int, spreads: Spreads) -> np.ndarray:
+    """[B] prior, along the directions of `Parts`, of which the first are of whole tables."""
+    return np.where(np.arange(directions) < wholes, spreads.table, spreads.width) ** 2
+
+
 @dataclass(frozen=True)
 class Rows:
     """What a stage's logarithm consists of. source: where its scale comes from. rank, profile: -1 of none. Eras are
@@ -91,9 +96,7 @@ class Rows:
 
     def variance_B(self, spreads: Spreads) -> np.ndarray:
         """Prior variance along each direction."""
-        variance_B = np.full(self.share_NB.shape[1], spreads.width**2)
-        variance_B[: self.num_wholes] = spreads.table**2
-        return variance_B
+        return variances(self.share_NB.shape[1], self.num_wholes, spreads)
 
     def covariance(self, other: Rows, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
         """[N, M] prior covariance."""

@@ -23,12 +23,14 @@ from dlrm_autoshard.planner.correction_terms import (
     lightness,
     rank_variances,
     sources_alike,
+    variances,
 )
 from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.gaussian import Posterior
 from dlrm_autoshard.planner.loads import NUM_FEATURES, log_loads, many
 from dlrm_autoshard.planner.observed import MOST_ROWS, Observed
+from dlrm_autoshard.planner.parts import Parts
 from dlrm_autoshard.planner.replay import ShardSample
 from dlrm_autoshard.planner.stages import Stages
 from dlrm_autoshard.tables import TableConfig
@@ -124,7 +126,18 @@ class Corrections:
             return rows.covariance(rows, self.spreads, frozenset())
         slow = self._posterior.large
         cross = rows.covariance(self._rows, self.spreads, slow)
-        return self._posterior.covariance(rows.covariance(rows, self.spreads, slow), cross)
+        prior = rows.covariance(rows, self.spreads, slow) + self._of_unseen_tables(stages, tables)
+        return self._posterior.covariance(prior, cross)
+
+    def _of_unseen_tables(self, stages: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
+        """[M, M] of tables of which nothing was observed, neither whole nor in part: they have no direction yet."""
+        assert self._observed is not None
+        unseen = [table for table in tables if not self._observed.parts.wholes([table]).any()]
+        parts = Parts(unseen)
+        share_MB = stages.share_MT[:, [table in unseen for table in tables]] @ parts.basis(unseen)
+        variance_B = variances(parts.num_directions, parts.num_wholes, self.spreads)
+        found: np.ndarray = (share_MB * variance_B) @ share_MB.T * (stages.stage_M[:, None] == stages.stage_M)
+        return found
 
     def told(self, stages: Stages, alone: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
         """[M, M] of the logarithms that will be expected of `stages`, once those of tables alone have been measured.
@@ -146,7 +159,9 @@ class Corrections:
             wholes = parts.num_wholes
             share_MB = stages.share_MT @ parts.basis(tables)
             change_MF = changes(share_MB, self._observed.now_R2[parts.whole_of_B])
-            light_M = lightness(stages.ms_M, self._observed.dearest_2[stages.stage_M])
+            alike_W2 = self.rank_factors_W2(int(stages.rank_M.max(initial=0)) + 1, None)  # as if all ranks were alike
+            slower_M = np.where(stages.rank_M < 0, 1.0, alike_W2[stages.rank_M, stages.stage_M])
+            light_M = lightness(stages.ms_M / slower_M, self._observed.dearest_2[stages.stage_M])
             load_MF = self._observed.load_range.features(stages.load_ML)
         return Rows(
             stages.stage_M,

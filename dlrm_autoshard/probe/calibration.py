@@ -186,7 +186,9 @@ def _measured_in_passes(
     """Tables alone in several passes, each by another rank than before, and sets of them in one. A shard a rank at a
     time, all of one kind, for ranks that measure at once wait for the slowest; half of the time goes to each kind: a
     set takes as long as all its tables, and tells less of each, so each table has its first turn before."""
-    passes = [table for number in range(PASSES) for table in (*alone[number:], *alone[:number])]
+    step = (len(alone) - 1) % world_size  # by so many tables each pass begins later: then each has the next rank
+    begins = [number * step % max(1, len(alone)) for number in range(PASSES)]
+    passes = [table for begin in begins for table in (*alone[begin:], *alone[:begin])]
     queues, spent = (deque(passes), deque(sets)), [0.0, 0.0]
     found: dict[tuple[str, ...], list[ShardTime]] = {}
     while any(queues) and not late(deadline):

@@ -49,7 +49,8 @@ def unmeasured_halves(planner: Planner, task: PlacementTask, plan: ShardingPlan)
     now = task.split_as(plan)
     costs, rank_U = planner.costs.costs_of(now), now.placed(plan)
     live = Splitted(now, costs, rank_U, costs.step_ms(rank_U))
-    even_ms = costs.rank_ms(rank_U)[:, COMPUTE].sum(axis=1).mean()
+    computes_ms = costs.rank_ms(rank_U)[:, COMPUTE].sum(axis=1)
+    even_ms = computes_ms.sum() / (now.world_size - len(now.topology.excluded))
     told_T, known = _told_T2(costs).sum(axis=1), _measured(planner, now)
     for shard in dear_shards(live):
         ms, halves = float(told_T[now.names.index(shard)]), now.halves(shard)
@@ -63,9 +64,9 @@ def unmeasured_halves(planner: Planner, task: PlacementTask, plan: ShardingPlan)
 
 def learn_half(
     planner: Planner, task: PlacementTask, plan: ShardingPlan, measure_shards: ShardTimer, halved: Halved
-) -> None:
+) -> bool:
     """Measures the shard and its half, and conditions predictions on the half's part of the shard: on both, for a probe
-    has a scale of its own.
+    has a scale of its own. False where a rank could not measure it.
 
     All ranks measure the same at the same time, as they would compute with the table split: a half beside another
     rank's whole would be slowed for all of its time, and the whole for half of its own.
@@ -73,17 +74,19 @@ def learn_half(
     now = task.split_as(plan)
     ranks = now.world_size
     times = _times(measure_shards, [[halved.shard]] * ranks + [[halved.half]] * ranks)
-    if times:
-        wholes, halves = times[:ranks], times[ranks:]
-        told_2 = _told_T2(planner.costs.costs_of(now))[now.names.index(halved.shard)]
-        noise = max(UNSEEN_MOMENTS, math.hypot(_noise(wholes), _noise(halves)) / ranks**0.5) / 2**0.5
-        half_2 = told_2 * _part_taken(wholes, halves)
-        planner.costs.observe_shards(
-            [
-                sample_of(now, [name], ShardTime(float(ms_2[0]), float(ms_2[1]), noise, took[0].repeats))
-                for name, ms_2, took in ((halved.shard, told_2, wholes), (halved.half, half_2, halves))
-            ]
-        )
+    if not times:
+        return False
+    wholes, halves = times[:ranks], times[ranks:]
+    told_2 = _told_T2(planner.costs.costs_of(now))[now.names.index(halved.shard)]
+    noise = max(UNSEEN_MOMENTS, math.hypot(_noise(wholes), _noise(halves)) / ranks**0.5) / 2**0.5
+    half_2 = told_2 * _part_taken(wholes, halves)
+    planner.costs.observe_shards(
+        [
+            sample_of(now, [name], ShardTime(float(ms_2[0]), float(ms_2[1]), noise, took[0].repeats))
+            for name, ms_2, took in ((halved.shard, told_2, wholes), (halved.half, half_2, halves))
+        ]
+    )
+    return True
 
 
 def _part_taken(wholes: Sequence[ShardTime], parts: Sequence[ShardTime]) -> np.ndarray:
@@ -133,8 +136,11 @@ def learn_changed(
     if len(times) < 2:
         return []
     names = list(unknown.names[: len(times)])
-    told_T2 = _told_T2(planner.costs.costs_of(now))
+    costs = planner.costs.costs_of(now)
+    told_T2 = _told_T2(costs)
     took_N2 = np.array([(took.fwd_compute_ms, took.bwd_compute_ms) for took in times])
+    slower_W2 = costs.factor_W2 / costs.factor_W2.min(axis=0)  # each round's i-th shard was measured by rank i
+    took_N2 /= slower_W2[np.arange(len(times)) % now.world_size]
     told_N2 = told_T2[[now.names.index(name) for name in names]].sum(axis=0) / took_N2.sum(axis=0) * took_N2
     seen = []
     for name, (forward, backward), took in zip(names, told_N2.tolist(), times, strict=True):

@@ -31,9 +31,7 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
                 agree(config, runtime)
                 job = frozenset(filter(None, runtime.all_gather(job_of_this_process())))
                 run, checkpoint = run_and_checkpoint(resume)
-                own = runtime.from_rank_0(
-                    lambda: None if resume is None else run_that_obeyed(config, run, resume, job)
-                )
+                own = runtime.from_rank_0(lambda: None if resume is None else run_that_obeyed(config, run, resume, job))
                 if own is not None:
                     run, checkpoint = str(own), None
                 claim = claimed_run_dir(config, run, job, None if own is None else resume)
