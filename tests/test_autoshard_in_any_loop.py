@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from dlrm_autoshard.distributed.bags import ShardedEmbeddingBags
 from dlrm_autoshard.distributed.table_optimizers import SGD
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.tables import TableConfig
 from tests.ranks import run_ranks
 from tests.run_records import check_three_intervals
@@ -68,6 +70,27 @@ def test_the_worst_plan_is_left_and_not_a_bit_of_the_training_changes(tmp_path: 
     plan = within[0][2]
     assert plan["t0"] != plan["t1"], "the two dear tables have a rank each"
     check_three_intervals(tmp_path / "mine")
+
+
+def evaluate_now_and_then(rank: int, world_size: int, run_dir: Path) -> None:
+    """After a step that is sampled next, and after one that is not."""
+    bags = ShardedEmbeddingBags(TABLES, optimizer=SGD(lr=0.1), plan=WORST)
+    autoshard = Autoshard(bags, every_steps=20, sample_every=2, run_dir=run_dir, reshard={"enabled": False})
+    for step in range(80):
+        bags(*ids_of(rank, step)).square().mean().backward()
+        autoshard.step()
+        if step in (44, 45):
+            with autoshard.pause(), torch.no_grad():
+                bags(*ids_of(rank, step))
+                time.sleep(0.5)
+    autoshard.finish()
+
+
+def test_what_is_paused_for_is_not_counted_as_training(tmp_path: Path) -> None:
+    run_ranks(evaluate_now_and_then, 2, tmp_path)
+    _, before, paused, after = RunRecord.load(tmp_path).epochs
+    assert paused.throughput > 0.5 * min(before.throughput, after.throughput)
+    assert max(paused.mean_step_ms, *paused.step_ms_by_rank) < 100
 
 
 def step_too_early(rank: int, world_size: int, run_dir: Path) -> list[str]:

@@ -7,8 +7,9 @@ autoshard.finish()                                                   # writes ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,15 @@ class Autoshard:
                 intervals.open(self.steps)
         self._step.enter_context(self._bags.clock.step(sampled=intervals.is_sampled(self.steps)))
         return decision
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Between two steps, for what is not training (an evaluation, a checkpoint): its time is not counted."""
+        started = time.perf_counter()
+        with self._bags.clock.paused():
+            yield
+        if self._intervals is not None:
+            self._intervals.exclude(time.perf_counter() - started)
 
     def finish(self) -> Path | None:
         """Writes the report of the intervals so far; its path, on rank 0."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -141,7 +141,7 @@ class ShardedEmbeddingBags(nn.Module):
         clock = self.clock
         if training:
             clock.barrier("input_dist")
-        with clock.stage("input_dist"):
+        with clock.stage("input_dist") if training else nullcontext():
             local = self.sharded.distribute(batch).finish()
         if training:
             for listener in self._heard:

@@ -83,6 +83,7 @@ class StageClock:
         self._steps: list[dict[str, float]] = []
         self._cpu_shares: list[float] = []
         self._marks: list[tuple[str, Any, Any]] = []
+        self._pauses: list[tuple[Any, Any]] = []
         self.spans: list[tuple[str, float, float]] = []
         """(stage, start, end) of the last sampled step, in seconds from its begin: for traces."""
 
@@ -92,13 +93,24 @@ class StageClock:
         if not sampled:
             yield
             return
-        self.sampled, self._marks, self._cpu = True, [], 0.0
+        self.sampled, self._marks, self._pauses, self._cpu = True, [], [], 0.0
         begin = self._timer.mark()
         try:
             yield
         finally:
             self.sampled = False
         self._record(begin, self._timer.mark())
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is not the step's, though it lies within: an evaluation, say. Its stages are not marked."""
+        sampled, self.sampled = self.sampled, False
+        start = self._timer.mark()
+        try:
+            yield
+        finally:
+            self.sampled = sampled
+            self._pauses.append((start, self._timer.mark()))
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         return self._timed(name) if self.sampled else _UNTIMED
@@ -130,7 +142,8 @@ class StageClock:
         stages: dict[str, float] = defaultdict(float)
         for name, start, stop in self.spans:
             stages[name] += stop - start
-        stages["other"] = max(0.0, timer.seconds(begin, end) - sum(stages.values()))
+        paused = sum(timer.seconds(start, stop) for start, stop in self._pauses)
+        stages["other"] = max(0.0, timer.seconds(begin, end) - paused - sum(stages.values()))
         self._steps.append(dict(stages))
         wall = sum(stages.get(name, 0.0) for name in COMPUTE_STAGES)
         self._cpu_shares.append(self._cpu / wall if wall > 0 else 1.0)
