@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.initial_plan import check_settings, find_topology
 from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.distributed.reshard_agree import free_memory
@@ -32,6 +33,19 @@ from tests.trainers import config, make_runtime, trainer
 def test_a_setting_that_cannot_be_is_named(enabled: bool, setting: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         check_settings(AutoshardConfig(enabled=enabled, **setting), ["user", "item"], 2)
+
+
+def budgets(rank: int, world_size: int) -> list[int]:
+    """With nothing held, and where tables hold a GiB of rank 1."""
+    runtime = make_runtime(rank, world_size)
+    found = [find_topology(AutoshardConfig(), runtime, held).memory_bytes for held in (0, rank << 30)]
+    return [(after[1] - before[1]) for before, after in [found] if before and after]
+
+
+def test_what_tables_hold_already_is_theirs_to_hold() -> None:
+    """In one's own loop they are placed when they are there."""
+    for [more] in run_ranks(budgets, 2):
+        assert more == pytest.approx(thresholds.MEMORY_SHARE * 2**30, rel=0.1)
 
 
 def start(rank: int, world_size: int, folder: str) -> tuple[str, list[int]]:

@@ -156,18 +156,20 @@ class Autoshard:
         """Tables move to the first plan, which is `current` where that is for these ranks."""
         bags, runtime, sharded = self._bags, self._runtime, self._bags.sharded
         placement = None if current is not None else self._planned
+        optimizer = sharded.config.optimizer
         placement = placement or place(
             self.settings,
             runtime,
             sharded.tables,
             lambda: stats,
             batch_size=batch_size,
-            optimizer=sharded.config.optimizer,
+            optimizer=optimizer,
             exchange_dtype=bags.exchange_dtype,
             shared_memory=bags.shared_memory,
             steps=self._total,
             interval_steps=self._every,
             current=current,
+            held_bytes=sum(t.weight_bytes + t.optimizer_bytes(optimizer.name) for t in sharded.local_shards),
         )
         bags.move_to(placement.plan)
         if runtime.rank == 0:

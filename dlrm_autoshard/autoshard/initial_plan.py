@@ -62,6 +62,7 @@ def place(
     interval_steps: int | None = None,
     seed: int = 0,
     current: ShardingPlan | None = None,
+    held_bytes: int = 0,
 ) -> Placement:
     """Decides on rank 0, by measurements on these ranks, and tells the others. PlanError, on every rank, before
     anything is allocated, where tables do not fit.
@@ -69,7 +70,8 @@ def place(
     find_stats: of each table; asked on rank 0, once the settings are known to be right. batch_size: over all ranks.
     shared_memory: whether ranks of a host exchange through it. steps: of the job, where that is known;
     interval_steps: until resharding, which learns from steps for nothing, first decides. current: a plan that is taken
-    as it is, where it is for these ranks and legal.
+    as it is, where it is for these ranks and legal. held_bytes: that tables take on this rank already, and may take
+    again.
     """
     if interval_steps is not None and reshards(settings, runtime.world_size):
         steps = interval_steps if steps is None else min(steps, interval_steps)
@@ -78,7 +80,7 @@ def place(
     task = PlacementTask.build(
         tables,
         stats,
-        find_topology(settings, runtime),
+        find_topology(settings, runtime, held_bytes),
         batch_size=batch_size,
         table_bytes=memory_bytes(tables, stats, optimizer.name, batch_size),
         constraints=Constraints(
@@ -155,10 +157,11 @@ def check_settings(settings: AutoshardConfig, tables: list[str], world_size: int
         )
 
 
-def find_topology(settings: AutoshardConfig, runtime: Runtime) -> Topology:
-    """Memory as configured, else what is free on each rank's device now; which ranks share a host. Collective."""
+def find_topology(settings: AutoshardConfig, runtime: Runtime, held_bytes: int = 0) -> Topology:
+    """Memory as configured, else what is free on each rank's device now, or held by its tables; which ranks share a
+    host. Collective."""
     if settings.memory_gib is None:
-        memory = runtime.all_gather(int(thresholds.MEMORY_SHARE * free_bytes(runtime)))
+        memory = runtime.all_gather(int(thresholds.MEMORY_SHARE * (free_bytes(runtime) + held_bytes)))
     elif isinstance(settings.memory_gib, list):
         memory = [int(gib * 2**30) for gib in settings.memory_gib]
     else:
