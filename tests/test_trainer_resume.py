@@ -142,6 +142,28 @@ def test_what_is_asked_of_plans_may_change_when_a_run_is_resumed(tmp_path: Path)
             assert ("tables were placed anew" in " ".join(notes)) == anew
 
 
+def costs_after_resuming(rank: int, world_size: int, run_dir: Path, made_with: Config) -> tuple[str, int] | None:
+    """Where rank 0's planner has its costs from, and how many profiles it knows, before the first step."""
+    with trainer(made_with, make_runtime(rank, world_size), run_dir) as made:
+        planner = made.placement.planner
+        known = None if planner is None else (planner.costs.costs_from, len(planner.costs.replay.profiles))
+        made.run()
+    return known
+
+
+def test_a_resumed_job_decides_by_costs_of_its_own_ranks_or_of_those_it_was_shipped_with(tmp_path: Path) -> None:
+    def epochs(number: int, enabled: bool) -> Config:
+        return settings("sgd", train={"epochs": number}, autoshard={"enabled": enabled})
+
+    assert run_ranks(costs_after_resuming, 2, tmp_path, epochs(1, False))[0] is None
+    switched_on = run_ranks(costs_after_resuming, 2, tmp_path, epochs(2, True), timeout=60)[0]
+    assert switched_on is not None and "shipped measurements" in switched_on[0]
+    again = run_ranks(costs_after_resuming, 2, tmp_path, epochs(3, True), timeout=60)[0]
+    assert again is not None and again[1] > 0
+    on_three = run_ranks(costs_after_resuming, 3, tmp_path, epochs(4, True), timeout=60)[0]
+    assert on_three is not None and on_three[1] == 0, "what was measured on two ranks says nothing of three"
+
+
 def load_other_model(rank: int, world_size: int, run_dir: Path, other: dict[str, Any]) -> str:
     runtime = make_runtime(rank, world_size)
     before = (run_dir / "metrics.jsonl").read_bytes()
