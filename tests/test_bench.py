@@ -176,14 +176,14 @@ def test_a_record_stands_in_the_readme_only_where_it_counts(tmp_path: Path) -> N
         "targets": {"moves": "== 0", "overhead": "<= 0.01"},
         "verdicts": {"moves": "met", "overhead": "inconclusive"},
         "reservations": [],
-        "environment": {"commit": "abc1234"},
+        "environment": {"commit": "abc1234", "cpu": "AMD EPYC 9355"},
     }
     path, page = tmp_path / "loop-steady.json", tmp_path / "README.md"
     page.write_text(f"before\n{readme.FIRST}\nold\n{readme.LAST}\nafter\n")
     path.write_text(json.dumps(record))
     readme.rewrite(page, tmp_path)
     said = page.read_text()
-    assert "| 0.004 (0.003 to 0.0123) | <= 0.01 | inconclusive | abc1234 |" in said
+    assert "| 0.004 (0.003 to 0.0123) | <= 0.01 | inconclusive | abc1234; AMD |" in said
     assert said.startswith("before\n") and said.endswith("after\n") and "old" not in said
     for change in ({"state": None}, {"reservations": ["quick"]}, {"environment": {"commit": "abc1234+"}}):
         path.write_text(json.dumps(record | change))
@@ -205,11 +205,11 @@ def test_a_race_is_a_table_of_worlds() -> None:
         "targets": {"abrupt: recovered": ">= 0.8", "abrupt: torchrec / loop on": ">= 1.25"},
         "spread": {"abrupt: recovered": [0.4, 0.6], "abrupt: loop seconds": [29, 33]},
         "verdicts": {"abrupt: recovered": "missed", "abrupt: torchrec / loop on": "missed"},
-        "environment": {"commit": "abc1234"},
+        "environment": {"commit": "abc1234", "cpu": "Intel(R) Xeon(R) Processor"},
     }
     *_, head, rule, line = readme.worlds("race-short", record)
     assert line.startswith("| pooling permuted once | 30.0 | 31.0 |  | 32.0 |  |  | not measured, missed |")
-    assert line.endswith("| 0.500 (0.400 to 0.600), missed | of 2.0%: too little | 3, 1 | abc1234, def5678 |")
+    assert line.endswith("| 0.500 (0.400 to 0.600), missed | of 2.0%: too little | 3, 1 | abc1234, def5678; Intel |")
     assert head.count("|") == rule.count("|") == line.count("|")
 
 

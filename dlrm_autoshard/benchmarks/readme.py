@@ -107,7 +107,7 @@ SHARES = {"recovered": "", f"recovered of all seeds' seconds{NET}": NET}
 LITTLE, NOTHING = "of {:.1%}: too little", "within the noise"
 WORLDS_HEAD = (
     "| what changes | static plan, s | with resharding, s | clairvoyant, s | TorchRec, s | with / static "
-    "| in turns | TorchRec / with | recovered | in turns | moves, back | commit |"
+    "| in turns | TorchRec / with | recovered | in turns | moves, back | commit; CPU |"
 )
 
 
@@ -121,6 +121,12 @@ def objections(record: Mapping[str, Any]) -> list[str]:
 def commits_of(record: Mapping[str, Any]) -> list[str]:
     """At which it was measured; "+" for one that nobody knows."""
     return record.get("measured_at") or [record["environment"].get("commit") or "+"]
+
+
+def maker_of_cpu(record: Mapping[str, Any]) -> str:
+    """'AMD' of 'AMD EPYC': kernels compare otherwise on another maker's."""
+    cpu = str(record["environment"].get("cpu", "?"))
+    return next((maker for maker in ("AMD", "Intel") if maker in cpu), cpu)
 
 
 def rewrite(readme: Path, results: Path = RESULTS) -> str:
@@ -147,9 +153,9 @@ def table(results: Path = RESULTS) -> tuple[str, list[str]]:
             continue
         measured = cell(record, row.figure, digits=row.digits)
         target, verdict = record["targets"].get(row.figure, ""), record["verdicts"].get(row.figure, "")
-        at = ", ".join(commits_of(record))
+        at = f"{', '.join(commits_of(record))}; {maker_of_cpu(record)}"
         lines.append(f"| {row.what} | `bench {row.benchmark}` | {measured} | {target} | {verdict} | {at} |")
-    head = ["| what | command | measured (95%) | target | | commit |", "| --- | --- | --- | --- | --- | --- |"]
+    head = ["| what | command | measured (95%) | target | | commit; CPU |", "| --- | --- | --- | --- | --- | --- |"]
     text = [*head, *lines] if lines else []
     for name in RACES:
         text = [*worlds(name, counted[name]), "", *text] if name in counted else text
@@ -181,7 +187,7 @@ def worlds(name: str, record: Mapping[str, Any]) -> list[str]:
             share = judged(f"{world}: {key}")
             texts.append(share if share or gain is None else LITTLE.format(gain - 1))
         moves, back = figures[f"{world}: moves, roll-backs"]
-        at = ", ".join(figures.get(f"{world}: commits", commits_of(record)))
+        at = f"{', '.join(figures.get(f'{world}: commits', commits_of(record)))}; {maker_of_cpu(record)}"
         lines.append(f"| {what} | {' | '.join(texts)} | {moves}, {back} | {at} |")
     head = [f"`bench {name}`:", "", WORLDS_HEAD]
     return [*head, "| --- " * (WORLDS_HEAD.count("|") - 1) + "|", *lines]
