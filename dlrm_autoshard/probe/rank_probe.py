@@ -91,7 +91,8 @@ class RankProbe:
         buffer_gib: float = START_BUFFER_GIB,
     ) -> RankProbe:
         """For the little time that a job has for it: smaller buffers, fewer repetitions."""
-        buffer_gib = buffer_gib if runtime.device.type == "cpu" else 4.0  # far beyond a GPU's cache
+        if runtime.device.type == "cuda":  # far beyond its cache, but no more than there is, with an optimizer's state
+            buffer_gib = min(4.0, torch.cuda.mem_get_info(runtime.device)[0] / 2**30 / 4)
         shards = ShardProbe(
             optimizer,
             runtime.device,
