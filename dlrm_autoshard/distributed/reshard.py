@@ -35,12 +35,6 @@ class ReshardStats:
     moves: tuple[Move, ...]
     bytes: int
     seconds: float
-    transfer_seconds: float
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes a second while tables travelled; 0 where none did."""
-        return self.bytes / self.transfer_seconds if self.transfer_seconds > 0 else 0.0
 
 
 def reshard(
@@ -78,20 +72,18 @@ def reshard(
     by_host = agree(embeddings, new_plan, group, chunk_bytes, free_bytes)
 
     sums_before = checksums_of(embeddings, moves, at="source") if checksums else {}
-    transfer_started = time.perf_counter()
     if by_host:
         storage.leave_device({*embeddings.plan.tables_on(embeddings.rank)} - {*new_plan.tables_on(embeddings.rank)})
     step_group, _ = embeddings.groups
     carrier = step_group if dist.get_backend(step_group) == "nccl" and not by_host else group
     transfer(embeddings, in_common_order(changes, row_sizes(storage, changes), chunk_bytes), carrier)
-    transfer_seconds = time.perf_counter() - transfer_started
     sums_after = checksums_of(embeddings, moves, at="destination") if checksums else {}
     _all_have_arrived(sums_before, sums_after, group)
 
     embeddings.adopt(new_plan)
     _together(group, "adopting the new plan")
     moved = sum(rows * row for move in moves for rows, row in storage.row_bytes(move.table).values())
-    return ReshardStats(moves, moved, time.perf_counter() - started, transfer_seconds if moves else 0.0)
+    return ReshardStats(moves, moved, time.perf_counter() - started)
 
 
 def _all_have_arrived(

@@ -68,7 +68,11 @@ class Straggler:
         return {**asdict(self), "tables": [[name, share] for name, share in self.tables], "sentence": self.sentence}
 
 
-def find_straggler(profile: EpochFacts, most_tables: int = 3) -> Straggler | None:
+MOST_NAMED = 3
+"""Tables of a rank that has too much work."""
+
+
+def find_straggler(profile: EpochFacts) -> Straggler | None:
     """None where there is one rank, or the ranks are as good as even."""
     excess = {stage: [t - sum(times) / len(times) for t in times] for stage, times in profile.stage_ms.items()}
     held_up = [0.0] * profile.world_size
@@ -85,7 +89,7 @@ def find_straggler(profile: EpochFacts, most_tables: int = 3) -> Straggler | Non
         cause = "slow data"
     elif _is_starved(profile, rank):
         cause = "starved of CPU"
-    tables = shares_of_stage(profile.tables, rank, stage)[:most_tables] if cause == "load" else ()
+    tables = shares_of_stage(profile.tables, rank, stage)[:MOST_NAMED] if cause == "load" else ()
     mean = sum(times) / len(times)
     return Straggler(rank, cause, stage, held_up[rank], times[rank], mean, profile.cpu_share[rank], tuple(tables))
 

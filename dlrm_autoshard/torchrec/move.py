@@ -60,7 +60,7 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
     changes = sharded.plan.changes_to(plan)
     moves = tuple(change for change in changes if change.source != change.destination)
     if not changes:
-        return ReshardStats((), 0, time.perf_counter() - started, 0.0)
+        return ReshardStats((), 0, time.perf_counter() - started)
     changed = _modules_of(sharded, changes)
     old = _shards(sharded, changed)
     facts = _agree(sharded, changed, old, plan)
@@ -76,13 +76,11 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
     new = _shards(sharded, fresh)
     between = _Between(sharded, old, new, facts)
     sums_before = checksums_of(between, changes, at="source")
-    transfer_started = time.perf_counter()
     carrier = runtime.group if dist.get_backend(runtime.group) == "nccl" else runtime.control
     transfer(between, in_common_order(changes, row_sizes(between, changes), CHUNK_BYTES), carrier)
     for name in old.keys() & new.keys():
         for tensor, value in new[name].tensors.items():
             value.copy_(old[name].tensors[tensor])
-    transfer_seconds = time.perf_counter() - transfer_started
 
     old_parameters = {path: table_parameters(module) for path, module in changed.items()}
     undo = [put_in_place(module, fresh[path]) for path, module in changed.items()]
@@ -102,7 +100,7 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
         sharded.model.plan.plan[path] = module.module_sharding_plan
     sharded.plan = plan
     moved = sum(rows * row for move in moves for rows, row in between.row_bytes(move.table).values())
-    return ReshardStats(moves, moved, time.perf_counter() - started, transfer_seconds)
+    return ReshardStats(moves, moved, time.perf_counter() - started)
 
 
 class _Between:

@@ -70,8 +70,8 @@ class Display:
             note = {} if loss is None else {"note": f"loss {loss:.4f}"}
             self._bar.update(self._task, advance=1, **note)  # type: ignore[arg-type]
 
-    def line(self, text: str, level: int = logging.INFO) -> None:
-        LOG.log(level, text)
+    def line(self, text: str) -> None:
+        LOG.info(text)
 
     def progress(self, done: int, loss: float, batch_size: int) -> None:
         """A line for those who see no bar: how fast since the last such line, and how long it will take.
