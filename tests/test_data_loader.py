@@ -36,6 +36,7 @@ class Scripted:
         self.ids = ids or {}
         self.total = num_samples
         self.dtype = torch.int64
+        self.num_weights: int | None = None  # of each batch, however many ids it has
         self.reads: list[tuple[int, int]] = []
 
     def num_samples(self, split: Split) -> int:
@@ -51,6 +52,7 @@ class Scripted:
             labels_B=torch.zeros(size),
             size=size,
             global_size=size,
+            weights_N=None if self.num_weights is None else torch.ones(self.num_weights),
         )
 
 
@@ -173,6 +175,16 @@ def test_an_id_out_of_range_is_an_error_that_says_where(bad: int, rank: int) -> 
     message = str(caught.value)
     for part in ["table 'user' has 100 rows", f"sample {rank * 5 + 12} ", "'train'", "epoch 2", f"id {bad}", "on_bad"]:
         assert part in message
+
+
+@pytest.mark.parametrize("num_weights", [3, 5])
+def test_a_batch_whose_ids_have_not_one_weight_each_is_refused(num_weights: int) -> None:
+    source = Scripted()
+    source.num_weights = 4
+    assert len(list(Loader(source, "train", 0, 4, 0, 1))) == 25
+    source.num_weights = num_weights
+    with pytest.raises(DataError, match=rf"{num_weights} weights for 4 ids in the batch from sample 0 .* 'train'"):
+        list(Loader(source, "train", 0, 4, 0, 1))
 
 
 @pytest.mark.parametrize(("on_bad_id", "repaired"), [("clip", [0, 99, 99, 3]), ("hash", [99, 0, 2**40 % 100, 3])])

@@ -91,6 +91,18 @@ def test_what_custom_data_gets_wrong_is_said_before_training(tmp_path: Path) -> 
     (tmp_path / "clicks.py").write_text(text.replace("self.ids[part].T.int()", "self.ids[part].T.double()"))
     with pytest.raises(DataError, match=r"gives lengths_TB as float64 \[3, 2\]; .* must be int32 \[3, 2\]"):
         opened(path=str(tmp_path / "clicks.npz"))
+    weighted = text.replace("size, size)", "size, size, weights_N=torch.ones(WEIGHTS))")
+    (tmp_path / "clicks.py").write_text(weighted.replace("WEIGHTS", "5"))
+    with pytest.raises(DataError, match=r"gives weights_N as float32 \[5\]; .* must be float32 \[6\]"):
+        opened(path=str(tmp_path / "clicks.npz"))
+    (tmp_path / "clicks.py").write_text(weighted.replace("WEIGHTS", "6").replace("(6)", "(6).double()"))
+    with pytest.raises(DataError, match=r"gives weights_N as float64 \[6\]; .* must be float32 \[6\]"):
+        opened(path=str(tmp_path / "clicks.npz"))
+    (tmp_path / "clicks.py").write_text(weighted.replace("WEIGHTS", "6"))
+    opened(path=str(tmp_path / "clicks.npz"))
+    tables = TablesConfig(pooling="mean")
+    with pytest.raises(DataError, match=r"gives weights_N, .* tables\.pooling is mean"):
+        opened(path=str(tmp_path / "clicks.npz"))
     (tmp_path / "clicks.py").write_text("class Clicks:\n    def __init__(self, tables): pass\n")
     with pytest.raises(DataError, match="has no tables and no num_dense"):
         opened()

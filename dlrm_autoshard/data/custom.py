@@ -53,6 +53,13 @@ def _check(source: Any, factory: str) -> None:
     }
     if batch.loss_weights_B is not None:
         expected["loss_weights_B"] = (tuple(batch.labels_B.shape), (torch.float32,))
+    if batch.weights_N is not None:
+        expected["weights_N"] = (tuple(batch.values_N.shape), (torch.float32,))
+        if any(table.pooling == "mean" for table in source.tables):
+            raise DataError(
+                f"data.factory: read('train', 0, 0, {count}) of '{factory}' gives weights_N, but ids with weights are "
+                "summed and tables.pooling is mean. Set it to sum, or leave the weights out."
+            )
     for name, (shape, dtypes) in expected.items():
         tensor = getattr(batch, name)
         if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
