@@ -143,6 +143,29 @@ def test_what_is_wrong_is_named(change: str, said: str, clicks: Path) -> None:
     assert said in str(caught.value)
 
 
+def test_rows_without_a_label_or_a_weight_are_refused(tmp_path: Path) -> None:
+    columns = {
+        "click": pa.array([0, 1, 1, None, 0, None], pa.int8()),
+        "weight": pa.array([1, None, 1, 1, 1, 1], pa.float32()),
+        "age": pa.array([1, None, 3, 4, 5, 6], pa.float32()),
+        "user": pa.array([0, 1, 2, None, 4, 5]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "day.parquet", row_group_size=3)
+    data = {
+        "source": "parquet", "train": [f"{tmp_path}/day.parquet"], "labels": {"click": 1}, "dense": ["age"],
+        "tables": [{"column": "user", "num_embeddings": 9}], "shuffle": False,
+    }  # fmt: skip
+
+    def read(first: int, last: int, **keys: object) -> Batch:
+        return ParquetSource(ParquetData.model_validate(data | keys), TablesConfig()).read("train", 0, first, last)
+
+    assert read(0, 3).dense_BF[:, 0].tolist() == [1, 0, 3]
+    with pytest.raises(DataError, match=r"row group 1', row 0: 'click' is null, as in 2 of 3 rows\. Leave .* out"):
+        read(3, 4)
+    with pytest.raises(DataError, match=r"row group 0', row 1: 'weight' is null, as in 1 of 3 rows\. Leave .* out"):
+        read(0, 3, sample_weight="weight")
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     write(tmp_path / "day_0.parquet", 30)
     (tmp_path / "day_0.parquet").write_bytes((tmp_path / "day_0.parquet").read_bytes()[:-9])

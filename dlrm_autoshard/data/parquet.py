@@ -26,7 +26,8 @@ from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
 
 class ParquetSource:
     """A table for each column of `tables`: whole numbers or text, or lists of them. Text is hashed; a null is an empty
-    bag, and among the dense features 0. `label_names` has a task each; one label is [B], several are [B, L]."""
+    bag, among the dense features 0, and refused among labels and sample weights. `label_names` has a task each; one
+    label is [B], several are [B, L]."""
 
     reuse_batches: int | None = None
 

@@ -125,7 +125,7 @@ def read_row_group(group: RowGroup, data: ParquetData) -> Rows:
         if read.num_rows != group.rows:
             raise DataError(f"'{where}' has {read.num_rows} rows where the file's footer says {group.rows}.")
         arrays = {name: read.column(name).combine_chunks() for name in columns}
-        labels = np.stack([_numbers(arrays[name]) for name in data.labels], 1)
+        labels = np.stack([_without_nulls(where, name, arrays[name]) for name in data.labels], 1)
         for place, task in enumerate(data.labels):
             bad = ~np.isin(labels[:, place], (0, 1))
             if bad.any():
@@ -133,7 +133,7 @@ def read_row_group(group: RowGroup, data: ParquetData) -> Rows:
                 raise DataError(f"'{where}', row {row}: label '{task}' is {labels[row, place]:g}; it must be 0 or 1.")
         loss_weights = np.repeat(np.array([list(data.labels.values())], np.float32), len(labels), 0)
         if data.sample_weight is not None:
-            loss_weights *= _numbers(arrays[data.sample_weight])[:, None]
+            loss_weights *= _without_nulls(where, data.sample_weight, arrays[data.sample_weight])[:, None]
             if not (np.isfinite(loss_weights) & (loss_weights >= 0)).all():
                 raise DataError(f"'{where}': '{data.sample_weight}' holds a weight that is negative or not finite.")
         dense = [_numbers(arrays[name]) for name in data.dense]
@@ -150,6 +150,17 @@ def _numbers(array: pa.Array) -> NDArray[np.float32]:
 
     found: NDArray[np.float32] = array.cast(pa.float32(), safe=False).fill_null(0).to_numpy(zero_copy_only=False)
     return found
+
+
+def _without_nulls(where: str, column: str, array: pa.Array) -> NDArray[np.float32]:
+    """A missing label is not "no click", nor a missing weight 0: who knows what they are must say so."""
+    if array.null_count:
+        row = int(array.is_null().to_numpy(zero_copy_only=False).argmax())
+        raise DataError(
+            f"'{where}', row {row}: '{column}' is null, as in {array.null_count} of {len(array)} rows. Leave such rows "
+            "out, or fill in what they should have."
+        )
+    return _numbers(array)
 
 
 def _flat(where: str, column: str, array: pa.Array) -> tuple[NDArray[np.int32], pa.Array]:
