@@ -83,6 +83,13 @@ def test_every_field_is_read_as_a_plain_parser_reads_it(
     assert blocks[-1].file_position == path.stat().st_size
 
 
+@pytest.mark.parametrize("label", ["1.0", "1"])
+def test_a_first_line_with_a_label_is_a_sample(tmp_path: Path, label: str) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text((label + good_line()[1:] + good_line(0)).replace("\t", ","))
+    assert next(read_blocks(path)).labels_B.tolist() == [1, 0]
+
+
 def test_integers_written_as_floats_are_integers(tmp_path: Path) -> None:
     path = tmp_path / "pandas.csv"
     path.write_text(",".join(["1", "3.0", "-1.0", *[""] * 11, *["ff"] * 26]) + "\n")
@@ -102,6 +109,10 @@ def test_integers_written_as_floats_are_integers(tmp_path: Path) -> None:
         (good_line(first_category=":").encode(), "column 15 is ':'"),
         (good_line(first_category="`").encode(), "column 15 is '`'"),
         (good_line().encode() + good_line(2).encode(), "line 2 column 1 is '2', which is no label"),
+        (good_line(2).encode() + good_line().encode(), "line 1 column 1 is '2', which is no label"),
+        (good_line()[1:].encode() + good_line().encode(), "line 1 column 1 is '', which is no label"),
+        (good_line().encode() * 2 + good_line()[1:].encode(), "line 3 column 1 is '', which is no label"),
+        (b"nan" + good_line()[1:].encode(), "line 1 column 1 is 'nan'"),
         (good_line().replace("\t5", "\tfive", 1).encode(), "line 1 column 2 is 'five'"),
         (good_line().replace("\t5", "\t1.5", 1).encode(), "line 1 column 2 is '1.5'"),
         (good_line().replace("\t5", "\tnan", 1).encode(), "line 1 column 2 is 'nan'"),

@@ -44,7 +44,7 @@ def read_blocks(path: Path, block_bytes: int = _BLOCK_BYTES) -> Iterator[TextBlo
     """In bounded memory. DataError names the file and the line, or the byte, that cannot be used.
 
     A line is a label, 13 integers and 26 categories in hexadecimal (`68fd1e64`), between tabs or commas; an empty field
-    is a missing one and reads as 0.
+    is a missing one and reads as 0, but for the label, which must be there. Line 1 is a header if its label is a word.
     """
     first_line = 1
     separator = b""
@@ -99,13 +99,21 @@ def _look_at_first_line(path: Path, text: bytes) -> tuple[bytes, int]:
     for separator in (b"\t", b","):
         fields = line.split(separator)
         if len(fields) == NUM_COLUMNS:
-            has_header = fields[0].strip().strip(b'"') not in (b"0", b"1")
-            return separator, len(line) if has_header else 0
+            return separator, len(line) if _is_word(fields[0].strip().strip(b'"')) else 0
     columns = max(line.count(b"\t"), line.count(b",")) + 1
     raise DataError(
         f"'{path}' line 1 has {columns} columns, not {NUM_COLUMNS} ({_WHAT_IS_WANTED}) between tabs or commas."
         + (" A file without labels, such as Kaggle's test.txt, cannot be trained on." if columns == 39 else "")
     )
+
+
+def _is_word(field: bytes) -> bool:
+    """A column's name, rather than a label that is missing or a number other than 0 and 1, which `_parse` refuses."""
+    try:
+        float(field or b"0")
+    except ValueError:
+        return True
+    return False
 
 
 def _parse(path: Path, text: bytes, separator: int, first_line: int, file_position: int) -> TextBlock:
@@ -131,9 +139,10 @@ def _parse(path: Path, text: bytes, separator: int, first_line: int, file_positi
         field = text[starts_BC[line, split + column] - EDGE : ends_BC[line, split + column] - EDGE]
         raise DataError(_sentence_about_field(path, first_line + line, split + column, field, "hexadecimal category"))
     labels_B = decimal_BC[:, 0]
-    if ((labels_B != 0) & (labels_B != 1)).any():
-        line = int(np.flatnonzero((labels_B != 0) & (labels_B != 1))[0])
-        field = str(labels_B[line]).encode()
+    bad_B = ((labels_B != 0) & (labels_B != 1)) | (starts_BC[:, 0] == ends_BC[:, 0])  # an empty one is not "no click"
+    if bad_B.any():
+        line = int(bad_B.argmax())
+        field = text[starts_BC[line, 0] - EDGE : ends_BC[line, 0] - EDGE]
         raise DataError(_sentence_about_field(path, first_line + line, 0, field, "label of 0 or 1"))
     return TextBlock(labels_B, decimal_BC[:, 1:], categories_BT, file_position)
 
