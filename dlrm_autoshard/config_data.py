@@ -70,8 +70,8 @@ class MovielensData(DataSection):
 class CriteoData(DataSection):
     source: Literal["criteo"]
     dir: str
-    train_days: list[NonNegativeInt] | None = None  # default: all but the last day
-    test_days: list[NonNegativeInt] | None = None  # default: the last day; its first half is val, its second test
+    train_days: list[NonNegativeInt] | None = None  # default: all days but test_days
+    test_days: list[NonNegativeInt] | None = None  # half val, half test; default: all but train_days, or the last day
     multi_hot: bool = False  # read day_*_sparse_multi_hot.npz
     num_embeddings: list[PositiveInt] | None = None  # rows of the 26 tables, ids modulo them; default: as in the data
     row_scale: PositiveFloat = 1.0  # shrink tables of over 1,000 rows; ids are taken modulo the smaller size

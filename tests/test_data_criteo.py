@@ -63,6 +63,55 @@ def test_days_can_be_chosen(folder: Path) -> None:
         source_in(folder, test_days=[7])
 
 
+@pytest.mark.parametrize(
+    ("keys", "samples"),
+    [
+        ({"test_days": [1]}, [101, 25, 25]),
+        ({"train_days": [1]}, [50, 51, 50]),
+        ({"test_days": []}, [151, 0, 0]),
+        ({"train_days": [0, 1, 2]}, [151, 0, 0]),
+        ({"train_days": [], "test_days": [0]}, [60, 5, 5]),
+    ],
+)
+def test_no_day_is_both_trained_and_tested_on(folder: Path, keys: dict[str, list[int]], samples: list[int]) -> None:
+    source = source_in(folder, **keys)
+    assert [source.num_samples(split) for split in ("train", "val", "test")] == samples
+    assert source.read("test", 0, 0, samples[2]).size == samples[2]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"train_days": [0, 1], "test_days": [1, 2]}, r"both have days \[1\]: .* Take them out of one"),
+        ({"train_days": [], "test_days": []}, r"nothing to train on\. Days \[\] of .* \[\] to test on"),
+        ({"test_days": [0, 1, 2]}, r"nothing to train on\. Days \[\] of .* \[0, 1, 2\] to test on"),
+    ],
+)
+def test_days_that_cannot_be_trained_on_are_named(folder: Path, keys: dict[str, list[int]], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        source_in(folder, **keys)
+
+
+@pytest.mark.parametrize("multi_hot", [False, True])
+def test_a_day_may_have_no_rows_but_not_all_days_to_train_on(folder: Path, tmp_path: Path, multi_hot: bool) -> None:
+    for path in folder.glob("day_*.npy"):
+        np.save(tmp_path / path.name, np.load(path)[: 0 if path.name.startswith("day_1_") else None])
+    for path in folder.glob("day_*.npz"):
+        rows = 0 if path.name.startswith("day_1_") else None
+        np.savez(tmp_path / path.name, allow_pickle=False, **{name: ids[:rows] for name, ids in np.load(path).items()})
+    source = source_in(tmp_path, multi_hot=multi_hot)
+    assert [source.num_samples(split) for split in ("train", "val", "test")] == [70, 16, 15]
+    assert sum(batch.size for batch in Loader(source, "train", 0, 32, 0, 1)) == 70
+    with pytest.raises(DataError, match=r"nothing to train on\. Days \[1\] of .* \{0: 70, 1: 0, 2: 31\}"):
+        source_in(tmp_path, multi_hot=multi_hot, train_days=[1])
+
+
+def test_a_single_day_can_be_trained_on_whole(tmp_path: Path) -> None:
+    write_sample_layout(tmp_path / "npy", [70])
+    source = source_in(tmp_path / "npy", test_days=[])
+    assert [source.num_samples(split) for split in ("train", "val", "test")] == [70, 0, 0]
+
+
 def test_a_single_day_is_split_as_a_week(tmp_path: Path) -> None:
     write_sample_layout(tmp_path / "npy", [70])
     source = source_in(tmp_path / "npy")

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +56,9 @@ class _Recorded(TypedDict):
 class CriteoSource:
     """Rows of the tables, the first that there is: `num_embeddings` of the config; tables.json, which our preprocessing
     writes; the largest id of each column, found by one pass over all days. Days are read in the order of the log, as
-    its users do: "train" is all days but the last, of which the first half is "val" and the second "test". A single day
-    counts as seven (Kaggle's train.txt is a week): six sevenths to train on, the rest halved.
+    its users do: "train" is all days but those held out (the last, unless the config names others), of which the first
+    half is "val" and the second "test". A single day counts as seven (Kaggle's train.txt is a week): six sevenths to
+    train on, the rest halved.
     """
 
     num_dense = NUM_INTEGERS
@@ -67,6 +69,12 @@ class CriteoSource:
         train_days, test_days = _choose_days(directory, data)
         days = {day: _open_day(directory, day, data.multi_hot) for day in sorted({*train_days, *test_days})}
         self._pieces = _splits([days[day] for day in train_days], [days[day] for day in test_days])
+        if self.num_samples("train") == 0:
+            rows = {day: len(opened) for day, opened in days.items()}
+            raise DataError(
+                f"data.train_days: there is nothing to train on. Days {train_days} of '{directory}' are to train on, "
+                f"{test_days} to test on; rows by day: {rows}. Name days to train on that have some."
+            )
         self._lengths_T = [ids.shape[1] for ids in next(iter(days.values())).ids_T]
         for day, opened in days.items():
             if [ids.shape[1] for ids in opened.ids_T] != self._lengths_T:
@@ -125,18 +133,27 @@ def _choose_days(directory: Path, data: CriteoData) -> tuple[list[int], list[int
             f"criteo train.txt --out {directory}`, or try out the config on a small made-up log with "
             f"`dlrm-autoshard data criteo-sample --out {directory}`."
         )
-    test_days = present[-1:] if data.test_days is None else data.test_days
-    train_days = present[:-1] if data.train_days is None else data.train_days
+    train_days, test_days = data.train_days, data.test_days
+    if test_days is None:
+        test_days = present[-1:] if train_days is None else [day for day in present if day not in train_days]
+    if train_days is None:
+        train_days = [day for day in present if day not in test_days]
     for key, days in (("train_days", train_days), ("test_days", test_days)):
         for day in days:
             if day not in present:
                 raise DataError(f"data.{key} has day {day}, but '{directory}' has only days {present}.")
+    both = sorted({*train_days} & {*test_days})
+    if both:
+        raise DataError(
+            f"data.train_days and data.test_days both have days {both}: metrics would be of samples that were trained "
+            "on. Take them out of one."
+        )
     return train_days, test_days
 
 
 def _splits(train: Sequence[_Day], test: Sequence[_Day]) -> dict[Split, list[_Piece]]:
     held_out = [(day, 0, len(day)) for day in test]
-    if train:
+    if train or len(test) != 1:
         train_pieces = [(day, 0, len(day)) for day in train]
     else:
         total = sum(len(day) for day in test)
@@ -165,7 +182,8 @@ def _open_day(directory: Path, day: int, multi_hot: bool) -> _Day:
         sparse = map_npy(ids_path)
         _expect_shape(ids_path, sparse, len(labels), NUM_CATEGORIES, "integer")
         ids_T = [sparse[:, table : table + 1] for table in range(NUM_CATEGORIES)]
-    _expect_shape(labels_path, labels.reshape(len(labels), -1), len(labels), 1, "number")
+    columns = math.prod(labels.shape[1:])  # which -1 would not tell of a day without rows
+    _expect_shape(labels_path, labels.reshape(len(labels), columns), len(labels), 1, "number")
     _expect_shape(dense_path, dense, len(labels), NUM_INTEGERS, "number")
     for ids in ids_T:
         _expect_shape(ids_path, ids, len(labels), None, "integer")
