@@ -19,6 +19,7 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.drawn_tasks import TaskSet, draw_tasks
 from dlrm_autoshard.planner.pool import PUBLISHED_REUSE_SHARES, TablePool, reuse_shares, synthetic_pool
 from dlrm_autoshard.tables import NUM_REUSE_BINS, TableConfig, TableStats
+from tests.report_records import write_run
 
 MACHINE = {"device": "cpu", "processor": "a test", "fbgemm": "1.8.0"}
 
@@ -201,6 +202,38 @@ def test_explain_and_plan_say_what_splits_bring_and_why_a_table_is_split(
     }
     assert "With 'big' in" in said["whole"] and "tables.optimizer.per_part" in said["whole"]
     assert "'big' is split into" in said["split"] and "it would make the step cost" in said["split"]
+
+
+def run_of(tmp_path: Path, optimizer: str) -> Path:
+    """On two ranks, a table each."""
+    path = write_run(tmp_path / optimizer, ranks=2, epochs=1, tables=2)
+    ShardingPlan({"cat_0": 0, "cat_1": 1}, 2).save(path / "plan" / "step_00000000.json")
+    tables = "[{name: cat_0, num_embeddings: 1000}, {name: cat_1, num_embeddings: 100000}]"
+    (path / "config.yaml").write_text(
+        f"data: {{source: synthetic, train_samples: 2048, tables: {tables}}}\n"
+        f"tables: {{embedding_dim: 64, optimizer: {{name: {optimizer}}}}}\n"
+    )
+    return path
+
+
+def test_a_run_is_planned_for_and_explained_with_its_own_optimizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {name: run_of(tmp_path, name) for name in ("sgd", "rowwise_adagrad", "adagrad")}
+    run(capsys, "tables", "--from-run", runs["sgd"], "--out", tmp_path / "tables.json")
+    plan_file = runs["sgd"] / "plan" / "step_00000000.json"
+    needs = []
+    for name in runs:
+        of_run = run(capsys, "explain", runs[name])["explanation"]
+        of_file = run(capsys, "explain", plan_file, "--tables", tmp_path / "tables.json", "--optimizer", name)
+        assert of_file["explanation"] == of_run
+        assert ("tables.optimizer.per_part" in of_run[-1]) == (name == "rowwise_adagrad"), "what a split would bring"
+        needs.append(next(sentence for sentence in of_run if sentence.startswith("The fullest rank")))
+        planned = run(capsys, "plan", runs[name])
+        assert any("[" in shard for shard in planned["plan"]["rank_of"]) == (name != "rowwise_adagrad")
+    assert len(set(needs)) == 3, needs
+    asked_otherwise = run(capsys, "explain", runs["adagrad"], "--optimizer", "sgd")["explanation"]
+    assert needs[0] in asked_otherwise
 
 
 @pytest.mark.parametrize("command", ["tables", "plan", "explain", "compare-planners"])

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
+    from dlrm_autoshard.config import TableOptimizerConfig
     from dlrm_autoshard.plan import Constraints, Topology
     from dlrm_autoshard.planner.planner import Planner
+    from dlrm_autoshard.planner.task import Splits
 
 T = TypeVar("T")
 STATE_FILE = "planner.json"
@@ -28,6 +30,16 @@ def add_devices(parser: argparse.ArgumentParser, required: bool = True) -> None:
 def add_output(parser: argparse.ArgumentParser, out_help: str, required: bool = False) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", required=required, help=out_help)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def add_splits(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--optimizer",
+        choices=["rowwise_adagrad", "adagrad", "sgd", "adam"],
+        help="of the tables (default: the run's; without a run rowwise_adagrad)",
+    )
+    parser.add_argument("--max-parts", type=positive, default=4, help="of a table that is split by columns; 1: none is")
+    parser.add_argument("--min-dim", type=positive, default=16, help="columns of a part at least")
 
 
 def positive(text: str) -> int:
@@ -48,6 +60,17 @@ def topology_of(arguments: argparse.Namespace) -> Topology:
     if not 0 < arguments.memory_gib < 2**30:
         raise UserError(f"--memory-gib is {arguments.memory_gib:g}; it must be more than 0.")
     return Topology(arguments.devices, (int(arguments.memory_gib * 2**30),) * arguments.devices)
+
+
+def splits_of(arguments: argparse.Namespace, own: TableOptimizerConfig | None, allowed: bool) -> Splits:
+    """own: the run's, where the tables are of one; --optimizer wins. allowed: whatever the optimizer is."""
+    from dlrm_autoshard.config import TableOptimizerConfig
+    from dlrm_autoshard.planner.task import Splits
+
+    optimizer = own or TableOptimizerConfig()
+    if arguments.optimizer is not None:
+        optimizer = optimizer.model_copy(update={"name": arguments.optimizer})
+    return Splits(arguments.max_parts, arguments.min_dim, allowed or optimizer.splits_tables, optimizer.name)
 
 
 def constraints_of(pins: Sequence[str], together: Sequence[str], apart: Sequence[str]) -> Constraints:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlrm_autoshard.commands.arguments import last_plan, planner_of, positive
+from dlrm_autoshard.commands.arguments import add_splits, last_plan, planner_of, positive, splits_of
 from dlrm_autoshard.commands.tables import pool_of_run
 from dlrm_autoshard.errors import UserError
 
@@ -28,8 +28,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--memory-gib", type=float, metavar="GIB", help="memory for tables on each device")
     parser.add_argument("--batch-size", type=positive, help="global batch (default: the tables' own)")
     parser.add_argument("--fitted", type=Path, metavar="DIR", help="costs that `fit` left (default: the shipped ones)")
-    parser.add_argument("--max-parts", type=positive, default=4, help="of a table that is split by columns; 1: none is")
-    parser.add_argument("--min-dim", type=positive, default=16, help="columns of a part at least")
+    add_splits(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
@@ -37,19 +36,20 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.plan import ShardingPlan, Topology
     from dlrm_autoshard.planner.pool import TablePool
-    from dlrm_autoshard.planner.task import Splits
 
+    optimizer, plan_file = None, arguments.plan
     if arguments.plan.is_dir():
-        pool, plan_file = pool_of_run(arguments.plan, quiet=arguments.json), last_plan(arguments.plan)
+        pool, optimizer = pool_of_run(arguments.plan, quiet=arguments.json)
+        plan_file = last_plan(arguments.plan)
     elif arguments.tables is None:
         raise UserError("a plan file needs --tables FILE: what its tables are like. `tables` makes one.")
     else:
-        pool, plan_file = TablePool.load(arguments.tables), arguments.plan
+        pool = TablePool.load(arguments.tables)
     plan = ShardingPlan.load(plan_file).ordered([table.name for table in pool.tables])
     planner = planner_of("auto", 0, arguments.fitted)
     memory = None if arguments.memory_gib is None else (int(arguments.memory_gib * 2**30),) * plan.world_size
     topology = Topology(plan.world_size, memory)
-    splits = Splits(arguments.max_parts, arguments.min_dim, allowed=bool(plan.split_tables))
+    splits = splits_of(arguments, optimizer, allowed=bool(plan.split_tables))
     task = pool.task(topology, arguments.batch_size, splits=splits)
     costs = planner.predict(task, plan)
     better = planner.plan(task)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from dlrm_autoshard.commands.arguments import (
     add_devices,
     add_output,
+    add_splits,
     constraints_of,
     last_plan,
     planner_of,
     positive,
+    splits_of,
     topology_of,
     write_json,
 )
@@ -44,12 +46,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--algorithm", default="auto", metavar="NAME|DIR", help="an algorithm, or what `fit` made")
     parser.add_argument("--fitted", type=Path, metavar="DIR", help="costs that `fit` left (default: the shipped ones)")
     parser.add_argument("--batch-size", type=positive, help="global batch (default: the tables' own)")
-    parser.add_argument("--optimizer", choices=["rowwise_adagrad", "adagrad", "sgd", "adam"], default="rowwise_adagrad")
     parser.add_argument("--pin", action="append", default=[], metavar="TABLE=RANK")
     parser.add_argument("--together", action="append", default=[], metavar="A,B,...", help="on one rank")
     parser.add_argument("--apart", action="append", default=[], metavar="A,B,...", help="no two on one rank")
-    parser.add_argument("--max-parts", type=positive, default=4, help="of a table that is split by columns; 1: none is")
-    parser.add_argument("--min-dim", type=positive, default=16, help="columns of a part at least")
+    add_splits(parser)
     parser.add_argument("--per-part", action="store_true", help="rowwise_adagrad: split tables, a sum a row and part")
     parser.add_argument("--measure", action="store_true", help="measure auto's finalists with fbgemm here")
     parser.add_argument("--budget-seconds", type=float, help="stop searching after so long")
@@ -68,17 +68,17 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.distributed.torchrec_plan import python_source
     from dlrm_autoshard.plan import ShardingPlan
     from dlrm_autoshard.planner.pool import TablePool
-    from dlrm_autoshard.planner.task import Splits
     from dlrm_autoshard.probe.measured import Costs
     from dlrm_autoshard.torchrec.module_file import Modules, load_modules, shapes_in
     from dlrm_autoshard.torchrec.sharding import plan_record
 
     modules: Modules | None = None
+    optimizer = None
     if sum(given is not None for given in (arguments.of_run, arguments.tables, arguments.from_torchrec)) != 1:
         raise UserError("give either a run, or --tables FILE, or --from-torchrec FILE.")
     if arguments.of_run is not None:
         arguments.devices = arguments.devices or ShardingPlan.load(last_plan(arguments.of_run)).world_size
-        pool = pool_of_run(arguments.of_run, quiet=arguments.json)
+        pool, optimizer = pool_of_run(arguments.of_run, quiet=arguments.json)
     elif arguments.devices is None:
         raise UserError("--devices N is missing: how many ranks to place the tables on.")
     elif arguments.from_torchrec is not None:
@@ -92,12 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
             "--measure out, or plan with --algorithm auto (--fitted DIR gives it the costs of `fit`)."
         )
     planner = planner_of(arguments.algorithm, arguments.seed, arguments.fitted)
-    exact = arguments.optimizer != "rowwise_adagrad"
     task = pool.task(
         topology_of(arguments),
         arguments.batch_size,
         constraints_of(arguments.pin, arguments.together, arguments.apart),
-        Splits(arguments.max_parts, arguments.min_dim, exact or arguments.per_part, arguments.optimizer),
+        splits_of(arguments, optimizer, allowed=arguments.per_part),
     )
     costs = Costs("measured", planner.costs.exchange)
     result = planner.plan(

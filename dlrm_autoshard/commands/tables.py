@@ -11,6 +11,7 @@ from dlrm_autoshard.commands.arguments import add_output, with_progress
 from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
+    from dlrm_autoshard.config import TableOptimizerConfig
     from dlrm_autoshard.config_data import SyntheticTable
     from dlrm_autoshard.data.batch import DataSource
     from dlrm_autoshard.planner.pool import TablePool
@@ -54,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--synthetic is {arguments.synthetic}; it must be 1 or more.")
         pool = synthetic_pool(arguments.synthetic, arguments.seed, arguments.batch_size)
     elif arguments.from_run is not None:
-        pool = pool_of_run(arguments.from_run, quiet=arguments.json)
+        pool, _ = pool_of_run(arguments.from_run, quiet=arguments.json)
     elif arguments.from_csv is not None:
         pool = pool_of_csv(arguments.from_csv, arguments.dim, arguments.batch_size, arguments.seed, arguments.json)
     else:
@@ -68,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def pool_of_run(run: Path, quiet: bool) -> TablePool:
-    """A run's tables, with reuse as in its first global batch and pooling as last measured."""
+def pool_of_run(run: Path, quiet: bool) -> tuple[TablePool, TableOptimizerConfig]:
+    """A run's tables, with reuse as in its first global batch and pooling as last measured; and their optimizer."""
     from dataclasses import replace
 
     from dlrm_autoshard.config import load_config
@@ -92,7 +93,7 @@ def pool_of_run(run: Path, quiet: bool) -> TablePool:
         replace(s, mean_pooling=pooling.get(t.name, s.mean_pooling))
         for t, s in zip(pool.tables, pool.stats, strict=True)
     ]
-    return replace(pool, stats=tuple(stats))
+    return replace(pool, stats=tuple(stats)), config.tables.optimizer
 
 
 def pool_of_csv(path: Path, dim: int, batch_size: int, seed: int, quiet: bool) -> TablePool:
