@@ -144,6 +144,25 @@ def test_a_rank_that_is_killed_is_named_in_a_sentence(config: Path, tmp_path: Pa
     assert "Traceback" not in said
 
 
+def test_one_rank_that_is_killed_is_started_again_where_restarts_are_asked_for(config: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dlrm_autoshard", "train", str(config), "--ranks=1", "--restarts=1"]
+    command += ["train.epochs=50", "train.max_steps=3000", "checkpoint.every_steps=500"]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    try:
+        wait_for(tmp_path / "runs/job/checkpoints/step_00000500")
+        ranks = [p for p in psutil.Process(job.pid).children() if p.environ().get("RANK") == "0"]
+        (ranks or [job])[0].kill()
+        said, error = job.communicate(timeout=90)
+    finally:
+        job.kill()
+    assert job.returncode == 0 and "resumed at step " in said, error
+
+
+def test_one_rank_is_known_by_its_jobs_name(config: Path, tmp_path: Path) -> None:
+    assert dlrm("train", "mine.yaml", "--ranks=1", "--job=nightly", "train.max_steps=5", cwd=tmp_path).returncode == 0
+    assert json.loads((tmp_path / "runs/job/job.json").read_text())["job"] == ["id nightly"]
+
+
 def wait_for(path: Path) -> None:
     deadline = time.monotonic() + 60
     while not path.exists():

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.resume is not None:
         own.append(f"--resume={arguments.resume}")
     ranks = arguments.ranks or default_ranks()
-    if ranks == arguments.nodes == 1:
+    if ranks == arguments.nodes == 1 and not arguments.restarts and not arguments.job:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         return rank.main(own)
     return launch(
