@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from dlrm_autoshard.commands.arguments import last_plan
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.jsonl import ReportError
@@ -17,11 +18,10 @@ from dlrm_autoshard.report.verdict import autoshard_in_one_line
 
 def summarize(run_dir: Path) -> str:
     record = RunRecord.load(run_dir)
-    plans = sorted((run_dir / "plan").glob("step_*.json"))
     final = record.final_metrics()
-    if final is None or not plans:
-        raise ReportError(f"'{run_dir}' is no finished run: it has no metrics or no plan.")
-    plan = ShardingPlan.load(plans[-1])
+    if final is None:
+        raise ReportError(f"'{run_dir}' is no finished run: it was never evaluated.")
+    plan = ShardingPlan.load(last_plan(run_dir))
     split, metrics = final
     speeds = [line["throughput"] for line in record.metrics_of("train") if "throughput" in line]
     lines = [f"Done. Run directory: {run_dir}"]

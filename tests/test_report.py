@@ -183,6 +183,19 @@ def test_records_beyond_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     assert not (tmp_path / "nothing").exists()
 
 
+def test_plans_beyond_the_resumed_step_are_dropped(tmp_path: Path) -> None:
+    plans = tmp_path / "plan"
+    for step, tables in ((0, "ab"), (5, "ab"), (9, "ab")):
+        ShardingPlan({table: step % 2 for table in tables}, 2).save(plans / f"step_{step:08d}.json")
+        append_jsonl(plans / "evidence.jsonl", {"step": step})
+    (plans / "step_of_mine.json").write_text("{}")  # nobody's record
+    for resumed, left in ((5, [0, 5]), (-1, [])):
+        forget_after(tmp_path, resumed)
+        assert [int(path.stem.removeprefix("step_")) for path in sorted(plans.glob("step_0*.json"))] == left
+        assert [line["step"] for line in read_jsonl(plans / "evidence.jsonl")] == left
+    assert (plans / "step_of_mine.json").exists()
+
+
 def test_not_a_number_is_written_as_null(tmp_path: Path) -> None:
     append_jsonl(tmp_path / "m.jsonl", {"auc": float("nan"), "stages": {"a": [float("inf"), 1.0]}})
     assert read_jsonl(tmp_path / "m.jsonl") == [{"schema": SCHEMA, "auc": None, "stages": {"a": [None, 1.0]}}]

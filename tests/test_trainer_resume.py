@@ -56,6 +56,8 @@ def interrupt(rank: int, world_size: int, folder: Path, optimizer: str) -> None:
 
         def killed(*, sampled: bool) -> None:
             if made.position.step == 38:  # the last checkpoint is of step 35
+                if rank == 0:
+                    made.embeddings.plan.save(folder / "pieces/plan/step_00000037.json")  # as if tables had moved
                 raise KeyboardInterrupt
             usual(sampled=sampled)
 
@@ -84,6 +86,8 @@ def test_interruption_changes_no_bit(optimizer: str, tmp_path: Path) -> None:
         intervals = [(r["first_step"], r["end_step"]) for r in records(tmp_path / "pieces", name)]
         # What ran after the checkpoint of step 35 until the exception is forgotten, with its interval.
         assert intervals == [(0, 7), (7, 16), (16, 32), (35, 48)], name
+    plans = sorted(path.stem for path in (tmp_path / "pieces/plan").glob("*.json"))
+    assert plans == [f"step_{step:08d}" for step in (0, 7, 16, 32, 35)], "of each start, and none that was given up"
     kept = sorted(path.name for path in (tmp_path / "pieces/checkpoints").iterdir())
     assert kept == ["step_00000045", "step_00000048"]
 

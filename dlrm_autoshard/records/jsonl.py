@@ -52,16 +52,20 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def forget_after(run_dir: Path, step: int) -> None:
-    """Removes records that reach beyond `step` (-1: all), which a run will make again. Evaluations at `step` itself go
-    too: they come after the checkpoint."""
+    """Removes records that reach beyond `step` (-1: all), which a run will make again, and later plans: the last one is
+    the live one. Evaluations at `step` itself go too: they come after the checkpoint."""
 
     def is_before(record: dict[str, Any]) -> bool:
         reached = int(record.get("end_step", record.get("step", -1)))
         return reached < step or (reached == step and record.get("split") not in ("val", "test"))
 
-    for name in ("costs/*.jsonl", "metrics.jsonl", "decisions.jsonl"):
+    for name in ("costs/*.jsonl", "metrics.jsonl", "decisions.jsonl", "plan/evidence.jsonl"):
         for path in run_dir.glob(name):
             change_jsonl(path, lambda record: record if is_before(record) else None)
+    for path in run_dir.glob("plan/step_*.json"):
+        digits = path.stem.removeprefix("step_")
+        if digits.isdecimal() and int(digits) > step:
+            path.unlink()
 
 
 def change_jsonl(path: Path, change: Callable[[dict[str, Any]], Mapping[str, Any] | None]) -> None:
