@@ -3,6 +3,7 @@
 Screenshots are kept in the directory that $CI_ARTIFACTS names, where it is set, else in pytest's own.
 """
 
+import json
 import os
 import re
 from pathlib import Path
@@ -181,6 +182,21 @@ def test_two_runs_share_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     page = open_page(tmp_path / "static-and-moving.html", tmp_path)
     assert not page.console and not page.requests and 'data-drawn="1"' in page.dom
     assert "2 moves" in page.dom and "examples/s" in page.dom
+
+
+def test_two_runs_of_one_name_are_told_apart_by_their_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [str(write_run(Path(folder) / "run" / "mine", epochs=1)) for folder in "ab"]
+    assert main(["report", *runs, "--html"]) == 0
+    page = Path(capsys.readouterr().out.strip())
+    assert page.name == "a-run-mine-and-b-run-mine.html"
+    content = re.search(r'<script type="application/json" id="page">(.*?)</script>', page.read_text(), re.S)
+    assert content and set(json.loads(content[1])["data"]["speed"]["run"]) == {"a/run/mine", "b/run/mine"}
+    assert main(["report", *runs, "--csv"]) == 0
+    assert {row.split(",")[0] for row in capsys.readouterr().out.splitlines()[1:]} == {"a/run/mine", "b/run/mine"}
+    assert main(["report", runs[0], runs[0]]) == 0, "one run beside itself has one name"
 
 
 @needs_chromium

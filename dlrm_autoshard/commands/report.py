@@ -13,6 +13,7 @@ import csv
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,12 +42,13 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if len(arguments.runs) > 2:
         raise UserError(f"report takes one run or two, not {len(arguments.runs)}.")
-    records = [RunRecord.load(path) for path in arguments.runs]
+    records = told_apart(arguments.runs, [RunRecord.load(path) for path in arguments.runs])
     if arguments.html:
         from dlrm_autoshard.report.html import write_comparison, write_html
 
         if len(records) == 2:
-            print(write_comparison(Path(f"{records[0].name}-and-{records[1].name}.html"), *records))
+            name = "-and-".join(record.name for record in records).replace("/", "-")
+            print(write_comparison(Path(f"{name}.html"), *records))
         else:
             print(write_html(arguments.runs[0], records[0]))
     elif arguments.json:
@@ -65,6 +67,16 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             print_comparison(Console(highlight=False, markup=False), *records)
     return 0
+
+
+def told_apart(runs: Sequence[Path], records: Sequence[RunRecord]) -> list[RunRecord]:
+    """Runs of one name, with the folders that differ in it: charts and tables know a run by its name."""
+    whole = [run.resolve().parts for run in runs]
+    for length in range(1, max(map(len, whole)) + 1):
+        names = [str(Path(*parts[-length:])) for parts in whole]
+        if len(set(names)) == len(names):
+            return [replace(record, name=name) for record, name in zip(records, names, strict=True)]
+    return list(records)  # one run beside itself
 
 
 def write_csv(records: Sequence[RunRecord], file: TextIO) -> None:
