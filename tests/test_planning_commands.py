@@ -204,6 +204,40 @@ def test_explain_and_plan_say_what_splits_bring_and_why_a_table_is_split(
     assert "'big' is split into" in said["split"] and "it would make the step cost" in said["split"]
 
 
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("tables --synthetic 3 --seed -1", "argument --seed: -1 is not between 0 and"),
+        ("tables --synthetic 3 --seed 99999999999999999999", "argument --seed: 99999999999999999999 is not between"),
+        ("plan --tables T --devices 2 --seed -1", "argument --seed: -1 is not between 0 and"),
+        ("tasks --tables T --out O --seed -1", "argument --seed: -1 is not between 0 and"),
+        ("fit --tasks T --devices 2 --out O --seed -1", "argument --seed: -1 is not between 0 and"),
+        ("data criteo-sample --out O --seed -1", "argument --seed: -1 is not between 0 and"),
+        ("compare-planners --tasks T --devices 2 --seed -1", "argument --seed: -1 is not between 0 and"),
+        ("compare-planners --tasks T --devices 2 --limit -1", "argument --limit: -1 is not between 1 and"),
+        ("plan --tables T --devices 2 --ranks-per-host -1", "argument --ranks-per-host: -1 is not between 1 and"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_before_anything_is_read(
+    line: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(line.split())
+    assert end.value.code == 2 and sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gib", ["nan", "inf", "-1", "0"])
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_memory_is_more_than_nothing_and_less_than_everything(
+    command: str, gib: str, tables_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_file = tmp_path / "plan.json"
+    ShardingPlan({table.name: 0 for table in TablePool.load(tables_file).tables}, 2).save(plan_file)
+    asked = ["--devices", "2"] if command == "plan" else [str(plan_file)]
+    assert main([command, *asked, "--tables", str(tables_file), "--memory-gib", gib]) == 2
+    assert f"--memory-gib is {gib}; it must be more than 0 and less than" in capsys.readouterr().err
+
+
 def run_of(tmp_path: Path, optimizer: str) -> Path:
     """On two ranks, a table each."""
     path = write_run(tmp_path / optimizer, ranks=2, epochs=1, tables=2)
@@ -234,6 +268,22 @@ def test_a_run_is_planned_for_and_explained_with_its_own_optimizer(
     assert len(set(needs)) == 3, needs
     asked_otherwise = run(capsys, "explain", runs["adagrad"], "--optimizer", "sgd")["explanation"]
     assert needs[0] in asked_otherwise
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (["plan", "RUN", "--devices", "0"], "--devices is 0; it must be 1 or more."),
+        (["tables", "--from-run", "RUN", "--batch-size", "8"], "--from-run takes a run's tables as they are"),
+        (["tables", "--from-run", "RUN", "--dim", "8"], "--from-run takes a run's tables as they are"),
+    ],
+)
+def test_what_is_asked_about_a_run_is_never_replaced_in_silence(
+    asked: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(run_of(tmp_path, "sgd"))
+    assert main([path if word == "RUN" else word for word in asked]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["tables", "plan", "explain", "compare-planners"])

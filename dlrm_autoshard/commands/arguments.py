@@ -50,16 +50,25 @@ def positive(text: str) -> int:
     return number
 
 
-def topology_of(arguments: argparse.Namespace) -> Topology:
+def seed(text: str) -> int:
+    """An argument's type: a whole number that every generator takes."""
+    number = int(text)
+    if not 0 <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {2**63 - 1:,}")
+    return number
+
+
+def topology_of(devices: int, memory_gib: float | None) -> Topology:
+    """Of --devices and --memory-gib."""
     from dlrm_autoshard.plan import Topology
 
-    if arguments.devices < 1:
-        raise UserError(f"--devices is {arguments.devices}; it must be 1 or more.")
-    if arguments.memory_gib is None:
-        return Topology(arguments.devices)
-    if not 0 < arguments.memory_gib < 2**30:
-        raise UserError(f"--memory-gib is {arguments.memory_gib:g}; it must be more than 0.")
-    return Topology(arguments.devices, (int(arguments.memory_gib * 2**30),) * arguments.devices)
+    if devices < 1:
+        raise UserError(f"--devices is {devices}; it must be 1 or more.")
+    if memory_gib is None:
+        return Topology(devices)
+    if not 0 < memory_gib < 2**30:
+        raise UserError(f"--memory-gib is {memory_gib:g}; it must be more than 0 and less than {2**30:,}.")
+    return Topology(devices, (int(memory_gib * 2**30),) * devices)
 
 
 def splits_of(arguments: argparse.Namespace, own: TableOptimizerConfig | None, allowed: bool) -> Splits:

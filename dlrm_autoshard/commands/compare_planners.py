@@ -22,6 +22,8 @@ from dlrm_autoshard.commands.arguments import (
     add_devices,
     add_output,
     planner_of,
+    positive,
+    seed,
     topology_of,
     with_progress,
     write_json,
@@ -52,14 +54,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--tasks", type=Path, required=True, metavar="FILE", help="tasks.json of `tasks`")
     add_devices(parser)
     parser.add_argument("--split", choices=["test", "train"], default="test")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N tasks")
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N tasks")
     parser.add_argument(
         "--costs",
         choices=["measured", "simulated"],
         default="measured",
         help="measured: with fbgemm on this machine; simulated: nobody knows the costs but those that were fitted",
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     add_output(parser, "write the figures as JSON")
     parser.set_defaults(run=run)
 
@@ -91,7 +93,7 @@ def evaluate(names: Sequence[str], tasks: Any, arguments: argparse.Namespace) ->
     from dlrm_autoshard.planner.task import PlacementTask
     from dlrm_autoshard.probe.measured import Costs
 
-    topology = topology_of(arguments)
+    topology = topology_of(arguments.devices, arguments.memory_gib)
     shipped = arguments.costs == "measured"  # shipped costs are a real machine's, not the simulated one's
     planners = {
         name: planner_of(

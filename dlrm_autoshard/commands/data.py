@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dlrm_autoshard.commands.arguments import positive
+from dlrm_autoshard.commands.arguments import positive, seed
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     sample = kinds.add_parser("criteo-sample", help="a small made-up log in Criteo's npy layout, to try out a config")
     sample.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
     sample.add_argument("--rows", type=positive, default=20_000, help="of each of two days (default: %(default)s)")
-    sample.add_argument("--seed", type=int, default=0)
+    sample.add_argument("--seed", type=seed, default=0)
     sample.set_defaults(run=_make_sample)
 
 

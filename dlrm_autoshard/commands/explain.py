@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlrm_autoshard.commands.arguments import add_splits, last_plan, planner_of, positive, splits_of
+from dlrm_autoshard.commands.arguments import add_splits, last_plan, planner_of, positive, splits_of, topology_of
 from dlrm_autoshard.commands.tables import pool_of_run
 from dlrm_autoshard.errors import UserError
 
@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from dlrm_autoshard.plan import ShardingPlan, Topology
+    from dlrm_autoshard.plan import ShardingPlan
     from dlrm_autoshard.planner.pool import TablePool
 
     optimizer, plan_file = None, arguments.plan
@@ -47,15 +47,14 @@ def run(arguments: argparse.Namespace) -> int:
         pool = TablePool.load(arguments.tables)
     plan = ShardingPlan.load(plan_file).ordered([table.name for table in pool.tables])
     planner = planner_of("auto", 0, arguments.fitted)
-    memory = None if arguments.memory_gib is None else (int(arguments.memory_gib * 2**30),) * plan.world_size
-    topology = Topology(plan.world_size, memory)
+    topology = topology_of(plan.world_size, arguments.memory_gib)
     splits = splits_of(arguments, optimizer, allowed=bool(plan.split_tables))
     task = pool.task(topology, arguments.batch_size, splits=splits)
     costs = planner.predict(task, plan)
     better = planner.plan(task)
     task = task.split_as(plan)
     pool, table_bytes = replace(pool, tables=task.tables, stats=task.stats), dict(task.table_bytes)
-    sentences = explain(plan, pool, costs, table_bytes, memory)
+    sentences = explain(plan, pool, costs, table_bytes, topology.memory_bytes)
     sentences += why_split(task, plan, planner.step_costs(task))
     sentences.append(compare(plan, costs, better.plan, better.predicted_ms))
     if better.would_split is not None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlrm_autoshard.commands.arguments import STATE_FILE, add_devices, topology_of, write_json
+from dlrm_autoshard.commands.arguments import STATE_FILE, add_devices, seed, topology_of, write_json
 from dlrm_autoshard.errors import UserError
 
 
@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
         "--reference", action="store_true", help="DreamShard to the letter (Zha et al. 2022), to compare ours with"
     )
     parser.add_argument("--cold", action="store_true", help="start from nothing instead of the shipped costs")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the fitted planner")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run)
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--reference is DreamShard to the letter; there is none of '{arguments.algorithm}'.")
     started = time.perf_counter()
     tasks = TaskSet.load(arguments.tasks)
-    topology = topology_of(arguments)
+    topology = topology_of(arguments.devices, arguments.memory_gib)
     budget = replace(
         BUDGET if arguments.reference else DreamShardSettings(),
         iterations=arguments.iterations,

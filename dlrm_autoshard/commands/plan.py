@@ -15,6 +15,7 @@ from dlrm_autoshard.commands.arguments import (
     last_plan,
     planner_of,
     positive,
+    seed,
     splits_of,
     topology_of,
     write_json,
@@ -53,13 +54,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--per-part", action="store_true", help="rowwise_adagrad: split tables, a sum a row and part")
     parser.add_argument("--measure", action="store_true", help="measure auto's finalists with fbgemm here")
     parser.add_argument("--budget-seconds", type=float, help="stop searching after so long")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--format", choices=["autoshard", "torchrec"], default="autoshard", help="of --out and --json")
     parser.add_argument(
         "--module", default="embedding_bag_collection", help="torchrec: path of the EmbeddingBagCollection"
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="torchrec: where its shards live")
-    parser.add_argument("--ranks-per-host", type=int, metavar="N", help="torchrec: GPUs of a host; default: all ranks")
+    parser.add_argument("--ranks-per-host", type=positive, metavar="N", help="torchrec: GPUs of a host; default: all")
     add_output(parser, "the plan; `autoshard.placement: FILE` starts a job with it; torchrec: JSON, or FILE.py")
     parser.set_defaults(run=run)
 
@@ -77,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     if sum(given is not None for given in (arguments.of_run, arguments.tables, arguments.from_torchrec)) != 1:
         raise UserError("give either a run, or --tables FILE, or --from-torchrec FILE.")
     if arguments.of_run is not None:
-        arguments.devices = arguments.devices or ShardingPlan.load(last_plan(arguments.of_run)).world_size
+        if arguments.devices is None:
+            arguments.devices = ShardingPlan.load(last_plan(arguments.of_run)).world_size
         pool, optimizer = pool_of_run(arguments.of_run, quiet=arguments.json)
     elif arguments.devices is None:
         raise UserError("--devices N is missing: how many ranks to place the tables on.")
@@ -93,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     planner = planner_of(arguments.algorithm, arguments.seed, arguments.fitted)
     task = pool.task(
-        topology_of(arguments),
+        topology_of(arguments.devices, arguments.memory_gib),
         arguments.batch_size,
         constraints_of(arguments.pin, arguments.together, arguments.apart),
         splits_of(arguments, optimizer, allowed=arguments.per_part),

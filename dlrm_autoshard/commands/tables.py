@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlrm_autoshard.commands.arguments import add_output, with_progress
+from dlrm_autoshard.commands.arguments import add_output, seed, with_progress
 from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,11 +28,9 @@ def add_parser(subparsers: Any) -> None:
         "--from-csv", type=Path, metavar="FILE", help="columns name, num_embeddings; embedding_dim, mean_pooling, alpha"
     )
     parser.add_argument("--synthetic", type=int, metavar="N", help="N synthetic tables with the same statistics")
-    parser.add_argument("--dim", type=int, default=16, help="embedding dim of tables from files (default 16)")
-    parser.add_argument(
-        "--batch-size", type=int, default=65536, help="samples measured: reuse grows with it (default 65536)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dim", type=int, help="embedding dim of tables from files (default 16)")
+    parser.add_argument("--batch-size", type=int, help="samples measured: reuse grows with it (default 65536)")
+    parser.add_argument("--seed", type=seed, default=0)
     add_output(parser, "tables.json, for `tasks`, `plan` and `explain`")
     parser.set_defaults(run=run)
 
@@ -44,6 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
     for name in arguments.files:
         if not name.endswith((".pt", ".pt.gz")):
             raise UserError(f"'{name}' is no .pt or .pt.gz file of dlrm_datasets; `tables` reads those.")
+    if arguments.from_run is not None and (arguments.dim, arguments.batch_size) != (None, None):
+        raise UserError(
+            "--from-run takes a run's tables as they are, at its own batch: leave --dim and --batch-size out "
+            "(`plan RUN --batch-size N` plans for another batch)."
+        )
+    arguments.dim = 16 if arguments.dim is None else arguments.dim
+    arguments.batch_size = 65536 if arguments.batch_size is None else arguments.batch_size
     if arguments.dim < 4 or arguments.dim % 4:
         raise UserError(f"--dim is {arguments.dim}; fbgemm needs a multiple of 4.")
     if arguments.batch_size < 1:

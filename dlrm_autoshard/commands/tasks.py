@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dlrm_autoshard.commands.arguments import add_output, positive
+from dlrm_autoshard.commands.arguments import add_output, positive, seed
 from dlrm_autoshard.errors import UserError
 
 
@@ -17,7 +17,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--tables-per-task", type=int, default=50)
     parser.add_argument("--count", type=int, default=50, help="training tasks, and as many test tasks")
     parser.add_argument("--batch-size", type=positive, help="global batch (default: the tables' own)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0)
     add_output(parser, "tasks.json, for `fit` and `compare-planners`", required=True)
     parser.set_defaults(run=run)
 
