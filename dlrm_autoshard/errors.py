@@ -3,7 +3,7 @@
     raise DataError("'day_0.npy' is cut short at byte 96. Copy it again.")       # every error for people is a UserError
     in_a_sentence(error)      # that text; None for a bug
 
-Whoever talks to people (cli.py, launch/train.py) asks `in_a_sentence`, and nobody else decides.
+Whoever talks to people (commands/main.py, commands/rank.py) asks `in_a_sentence`, and nobody else decides.
 """
 
 from __future__ import annotations

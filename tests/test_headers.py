@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +68,16 @@ def test_a_header_is_short_and_its_example_is_true(path: Path) -> None:
                 assert any(takes(node, call) for node in DEFINED[name]), f"{ast.unparse(call)}: no '{name}' takes that"
             elif isinstance(call.func, ast.Name):
                 assert name in elsewhere, f"'{name}' of the example is nowhere in the package"
+
+
+def test_modules_that_headers_and_guides_name_are_there() -> None:
+    root = PACKAGE.parent
+    there = [path.as_posix() for folder in (PACKAGE, root / "launch", root / "tests") for path in folder.rglob("*.py")]
+    texts = {path: header(path) for path in MODULES}
+    texts |= {path: path.read_text() for path in (root / "CONTRIBUTING.md", root / "launch/test.sh")}
+    for path, text in texts.items():
+        for name in re.findall(r"[\w/]+\.py\b(?!:)", text):  # clicks.py:Clicks is anybody's
+            assert any(module.endswith(f"/{name}") for module in there), f"{path}: there is no {name}"
 
 
 def imported(path: Path) -> set[str]:

@@ -203,8 +203,6 @@ class ShardedEmbeddingBags(nn.Module):
             else:
                 value.copy_(saved)
 
-    # -- how -----------------------------------------------------------------------------------------------------------
-
 
 class _Lookup(torch.autograd.Function):
     """Lookup and exchange forward; gradients to their owners and the fused update backward."""
