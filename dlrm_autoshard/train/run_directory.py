@@ -65,6 +65,8 @@ def claimed_run_dir(
 def run_to_continue(config: Config, resume: str | None, job: Set[str]) -> Path | None:
     """The directory that was asked for (""; the newest of the config's name), else the one that this job had before."""
     if resume:
+        if not (Path(resume) / "checkpoints").is_dir():
+            raise RunDirectoryError(f"'{resume}' is no run directory: it has no checkpoints. Leave --resume out.")
         if CheckpointFolder(Path(resume) / "checkpoints").newest() is None:
             raise RunDirectoryError(f"'{resume}' has no checkpoint to resume from. Leave --resume out.")
         return Path(resume)
