@@ -29,6 +29,10 @@ Algorithm = Literal[
 ]  # fmt: skip
 
 
+_IN_A_WHEEL = Path(__file__).parent / "configs"
+SHIPPED = _IN_A_WHEEL if _IN_A_WHEEL.is_dir() else Path(__file__).parents[1] / "configs"
+"""The folder of the configs that come with the package."""
+
 ChoiceMetric = Literal["auc", "logloss", "ne"]  # of the val split; of auc more is better, of the others less
 
 
@@ -82,7 +86,7 @@ class TablesConfig(Section):
 
 
 class ModelConfig(Section):
-    # Bottom MLP; the last is the common dim for dot and dcn.
+    # Bottom MLP; the last is the common dim for dot.
     dense_arch_layer_sizes: list[PositiveInt] = Field(default=[64, 16], min_length=1)
     over_arch_layer_sizes: list[PositiveInt] = Field(default=[64, 1], min_length=1)  # top MLP; the last is 1, a label
     interaction: Literal["dot", "cat", "dcn"] = "dot"

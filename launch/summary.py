@@ -32,7 +32,9 @@ def summarize(run_dir: Path) -> str:
     for rank in range(plan.world_size):
         label = "placement" if rank == 0 else ""
         lines.append(f"  {label:<10}  rank {rank}: {', '.join(plan.tables_on(rank)) or 'no tables'}")
-    return "\n".join([*lines, f"  autoshard   {autoshard_in_one_line(record)}"])
+    if record.decisions:
+        lines.append(f"  autoshard   {autoshard_in_one_line(record)}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

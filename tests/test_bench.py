@@ -185,6 +185,12 @@ def test_a_record_stands_in_the_readme_only_where_it_counts(tmp_path: Path) -> N
     said = page.read_text()
     assert "| 0.004 (0.003 to 0.0123) | <= 0.01 | inconclusive | abc1234; AMD |" in said
     assert said.startswith("before\n") and said.endswith("after\n") and "old" not in said
+    path.write_text(json.dumps(record | {"targets": {"new": ">= 2"}, "verdicts": {"new": "missed"}}))
+    readme.rewrite(page, tmp_path)
+    assert "Targets without a figure yet, which counts as missed: 1 of `loop-steady`." in page.read_text()
+    path.write_text(json.dumps(record | {"figures": {"new_one": 1.0}, "verdicts": {"new_one": "missed"}}))
+    readme.rewrite(page, tmp_path)
+    assert "| new one | `bench loop-steady` | 1 |  | missed | abc1234; AMD |" in page.read_text()
     for change in ({"state": None}, {"reservations": ["quick"]}, {"environment": {"commit": "abc1234+"}}):
         path.write_text(json.dumps(record | change))
         complaint = readme.rewrite(page, tmp_path)
@@ -221,8 +227,8 @@ def test_a_readme_without_the_marks_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchrec") is not None, reason="torchrec is installed here")
-def test_torchrec_loop_says_why_it_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchrec_torchrec_loop_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DLRM_AUTOSHARD_TORCHREC", raising=False)
     if importlib.util.find_spec("torchrec") is None:
-        [note] = harness.run_benchmark("torchrec-loop", quick=True)["notes"]
-        assert note.startswith("skipped: torchrec is not installed")
+        with pytest.raises(harness.BenchError, match="cannot run here: torchrec is not installed"):
+            harness.run_benchmark("torchrec-loop", quick=True)

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, WAITS, RankCost, StageTime
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.records.diagnosis import table_costs_ms
+from dlrm_autoshard.records.diagnosis import drift, table_costs_ms
 from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
 from dlrm_autoshard.records.facts import RankEpoch, rank_file
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, forget_after, read_jsonl
 from dlrm_autoshard.records.run import RunRecord
+from dlrm_autoshard.report.page_data import page_data
 from dlrm_autoshard.report.summary import summary, who_was_slow
 from dlrm_autoshard.report.verdict import autoshard_in_one_line, left_to_save
 from dlrm_autoshard.tables import TableConfig, TableStats
@@ -310,6 +311,7 @@ def test_an_epoch_without_a_sampled_step_is_reported_as_such(
         capsys.readouterr().out.split()
     )
     assert main(["report", str(run), "--html"]) == 0
+    assert RunRecord.load(run).last.straggler is None, "where nothing was measured nobody was slow"
 
 
 @pytest.mark.usefixtures("narrow")
@@ -335,6 +337,7 @@ def test_csv_has_a_row_for_every_epoch_rank_and_stage(tmp_path: Path, capsys: py
     assert main(["report", str(run), "--csv"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 2 * 3 * (len(STAGES) + len(WAITS))
+    assert len({row.rsplit(",", 5)[0] for row in rows}) == len(rows), "an epoch's intervals are told apart"
     first = dict(zip(head.split(","), rows[0].split(","), strict=True))
     rank = RankEpoch.from_json(read_jsonl(rank_file(run, 0))[0])
     assert float(first["p95_ms"]) == rank.stages[first["stage"]].p95_ms
@@ -346,6 +349,28 @@ def test_stragglers_of_earlier_epochs_and_what_autoshard_did_are_told(tmp_path: 
         "Earlier the others were held up by rank 3 (load) in epochs 0 to 1 and rank 0 (starved of CPU) in epoch 2."
     ]
     assert autoshard_in_one_line(record) == "2 moves, 30.0k -> 34.0k examples/s (+13%), paid back after 80 and 80 steps"
+
+
+def test_the_verdict_does_not_praise_or_blame_a_speed_that_was_left(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run", ranks=4, epochs=6))
+    move = {"action": "moved", "throughput_before": 50_000.0, "throughput_after": 45_000.0}
+    taken_back = replace(record, decisions=(move, {"action": "rolled_back"}, {"action": "kept"}))
+    assert autoshard_in_one_line(taken_back) == "1 move, 1 taken back, the last move among them"
+
+
+def test_splitting_a_table_is_no_drift_of_the_data() -> None:
+    tables, stats = make_tables(3)
+    parts = [*(tables[0].part(at, at + tables[0].embedding_dim // 2) for at in (0, tables[0].embedding_dim // 2))]
+    profiles = []
+    for shards, of in ((tables, stats), ([*parts, *tables[1:]], [stats[0], *stats])):
+        plan = ShardingPlan({table.name: i % 2 for i, table in enumerate(shards)}, 2)
+        profiles.append(EpochProfile.gather(make_ranks(plan, shards, (1.0, 1.0)), plan, shards, of, 2048))
+    assert drift(*profiles) == pytest.approx(0.0, abs=1e-9)
+    page = page_data(RunRecord("run", {}, tuple(profiles)))["tables"]
+    assert {name.partition("[")[0] for name in page["name"]} == {table.name for table in tables}
+    for at, profile in zip(page["at"], profiles, strict=True):
+        shown = {name for name, rank in zip(page["name"], at["rank"], strict=True) if rank is not None}
+        assert shown == {use.name for use in profile.tables}
 
 
 def test_where_nothing_moved_the_verdict_says_why(tmp_path: Path) -> None:

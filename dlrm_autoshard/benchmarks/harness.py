@@ -29,6 +29,8 @@ from dlrm_autoshard.errors import UserError
 
 SCHEMA = 2
 STATE = 1
+UNKNOWN = "+"
+"""Of a commit: what was measured is of none that is known, or not of it alone."""
 """Raised when figures must be taken again: what is measured, or how, is no longer what older records say. Records of
 before there were states have none."""
 QUIET_LOAD = 0.5
@@ -140,7 +142,7 @@ def finish(
         "reservations": reservations,
         "spread": spread,
         "notes": outcome.get("notes", []),
-        "measured_at": outcome.get("measured_at") or [commit()],
+        "measured_at": outcome.get("measured_at") or [commit() or UNKNOWN],
         "seconds": round(seconds, 1),
         "environment": environment() | {"cores": cores, "load_before": round(load_before, 2)},
     }
@@ -220,10 +222,19 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float], seed:
 
 
 def median_with_interval(values: Sequence[float], seed: int = 0) -> Ratio:
+    return Ratio(float(np.median(values)), *_interval(values, np.median, seed))
+
+
+def mean_with_interval(values: Sequence[float], seed: int = 0) -> tuple[float, list[float]]:
+    return float(np.mean(values)), list(_interval(values, np.mean, seed))
+
+
+def _interval(values: Sequence[float], middle: Callable[..., np.ndarray], seed: int) -> tuple[float, float]:
+    """95%, by bootstrap."""
     rows = np.asarray(values, dtype=np.float64)
     draws = np.random.default_rng(seed).integers(0, len(rows), size=(2000, len(rows)))
-    low, high = np.quantile(np.median(rows[draws], axis=1), [0.025, 0.975])
-    return Ratio(float(np.median(rows)), float(low), float(high))
+    low, high = np.quantile(middle(rows[draws], axis=1), [0.025, 0.975])
+    return float(low), float(high)
 
 
 # Ranks --------------------------------------------------------------------------------------------------------------

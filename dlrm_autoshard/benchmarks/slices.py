@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlrm_autoshard.benchmarks.harness import STATE, commit
+from dlrm_autoshard.benchmarks.harness import STATE, UNKNOWN, commit
 from dlrm_autoshard.records.jsonl import append_jsonl, read_jsonl
 
 Key = tuple[str | int, ...]
@@ -38,4 +38,4 @@ def in_slices(
 
 def commits(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """At which rows were measured."""
-    return sorted({str(row["commit"]) for row in rows if "commit" in row})
+    return sorted({row["commit"] or UNKNOWN for row in rows if "commit" in row})

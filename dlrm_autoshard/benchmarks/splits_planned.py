@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from dlrm_autoshard.benchmarks.cost_oracle import CostOracle
 from dlrm_autoshard.benchmarks.harness import Ratio, alternate, paired_ratio
 from dlrm_autoshard.benchmarks.planner_oracle import started
-from dlrm_autoshard.config import load_config
+from dlrm_autoshard.config import SHIPPED, load_config
 from dlrm_autoshard.config_data import CriteoData
 from dlrm_autoshard.data.criteo.sample import MULTI_HOT_SIZES
 from dlrm_autoshard.plan import ShardingPlan, Topology
@@ -33,7 +32,7 @@ MIN_DIM = 16
 def dcn_task(devices: int) -> PlacementTask:
     """Its 26 tables with their rows and ids a sample, as the shipped config has them. As many parts as devices pay for:
     an even share of 16 devices is 13 of 214 lookups, and an eighth of the dearest table's 100."""
-    config = load_config(Path(__file__).parents[2] / "configs/mlperf_dcnv2.yaml")
+    config = load_config(SHIPPED / "mlperf_dcnv2.yaml")
     assert isinstance(config.data, CriteoData) and config.data.num_embeddings is not None
     rows, dim = config.data.num_embeddings, config.tables.embedding_dim
     tables = [TableConfig(f"cat_{i}", count, dim) for i, count in enumerate(rows)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dlrm_autoshard.benchmarks.harness import on_pinned_ranks, paired_ratio
+from dlrm_autoshard.benchmarks.harness import BenchError, on_pinned_ranks, paired_ratio
 
 TITLE = "TorchRec models: left from their worst plan, moved at random, and under our plans and TorchRec's own"
 ROUGH_TIME = "7 min"
@@ -22,7 +22,7 @@ def run(quick: bool) -> dict[str, Any]:
 
     reason = find_torchrec()
     if reason is not None:
-        return {"figures": {}, "notes": [f"skipped: {reason}"]}
+        raise BenchError(f"torchrec-loop cannot run here: {reason}")
     found: dict[str, Any] = {"figures": {}, "targets": {}, "spread": {}, "notes": []}
     _random_moves(found, 10 if quick else MOVES)
     _worst_plan(found, quick)

@@ -7,10 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from dlrm_autoshard.config import SHIPPED
 from dlrm_autoshard.errors import UserError
-
-_IN_A_WHEEL = Path(__file__).parents[1] / "configs"
-FOLDER = _IN_A_WHEEL if _IN_A_WHEEL.is_dir() else Path(__file__).parents[2] / "configs"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -38,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def shipped_configs() -> dict[str, Path]:
     """Name -> file, of the configs that come with the package."""
-    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+    return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
 
 
 def find_config(given: str) -> Path:

@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
         help="write RUN/report.html; of two runs one page, here",
     )
     form.add_argument("--json", action="store_true", help="everything, for programs")
-    form.add_argument("--csv", action="store_true", help="one row per run, epoch, rank and stage, in ms")
+    form.add_argument("--csv", action="store_true", help="one row per run, interval, rank and stage, in ms")
     parser.set_defaults(run=run)
 
 
@@ -81,9 +81,24 @@ def told_apart(runs: Sequence[Path], records: Sequence[RunRecord]) -> list[RunRe
 
 def write_csv(records: Sequence[RunRecord], file: TextIO) -> None:
     rows = csv.writer(file, lineterminator="\n")
-    rows.writerow(["run", "epoch", "rank", "host", "stage", "ms", "median_ms", "p95_ms", "iqr_ms", "samples"])
+    rows.writerow(
+        [
+            "run",
+            "epoch",
+            "first_step",
+            "end_step",
+            "rank",
+            "host",
+            "stage",
+            "ms",
+            "median_ms",
+            "p95_ms",
+            "iqr_ms",
+            "samples",
+        ]
+    )
     for record in records:
         for rank in record.ranks:
             for stage, time in rank.stages.items():
-                place = [record.name, rank.epoch, rank.rank, rank.host, stage]
+                place = [record.name, rank.epoch, rank.first_step, rank.end_step, rank.rank, rank.host, stage]
                 rows.writerow([*place, rank.ms(stage), time.median_ms, time.p95_ms, time.iqr_ms, time.samples])

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from dlrm_autoshard.costs import COMPUTE_STAGES, PLANNED_STAGES, STAGES, StageTime, imbalance
 from dlrm_autoshard.records.facts import EpochFacts, TableUse
-from dlrm_autoshard.tables import lookup_work
+from dlrm_autoshard.tables import Shard, lookup_work
 
 # Pure arithmetic on a profile. A rank's *excess* in a stage is its time minus the ranks' mean: what it costs the
 # others, since they wait for it at the next collective.
@@ -73,14 +73,14 @@ MOST_NAMED = 3
 
 
 def find_straggler(profile: EpochFacts) -> Straggler | None:
-    """None where there is one rank, or the ranks are as good as even."""
+    """None where there is one rank, no step was sampled, or the ranks are as good as even."""
     excess = {stage: [t - sum(times) / len(times) for t in times] for stage, times in profile.stage_ms.items()}
     held_up = [0.0] * profile.world_size
     for by_rank in excess.values():
         slowest = max(range(profile.world_size), key=lambda rank: by_rank[rank])
         held_up[slowest] += by_rank[slowest]
     rank = max(range(profile.world_size), key=lambda r: held_up[r])
-    if held_up[rank] < NOTABLE_EXCESS * profile.step_ms:
+    if not profile.samples or held_up[rank] < NOTABLE_EXCESS * profile.step_ms:
         return None
     stage = max(STAGES, key=lambda name: excess[name][rank])
     times = profile.stage_ms[stage]
@@ -143,7 +143,10 @@ def drift(earlier: EpochFacts, later: EpochFacts) -> float:
     """Part of the values looked up that went to other tables than before: half the sum of the shares' changes."""
     shares = []
     for profile in (earlier, later):
-        work = {table.name: table_work(table, "fwd_compute") for table in profile.tables}
+        work: dict[str, float] = {}
+        for table in profile.tables:  # or a part of one: where they are is no drift
+            name = Shard.parse(table.name).table
+            work[name] = work.get(name, 0.0) + table_work(table, "fwd_compute")
         total = sum(work.values()) or 1.0
         shares.append({name: part / total for name, part in work.items()})
     before, after = shares

@@ -38,7 +38,7 @@ def _slowest(stage: str) -> Callable[[RunRecord], float | None]:
 
 FIGURES: dict[str, Callable[[RunRecord], float | None]] = {
     "ranks": _of_last(lambda profile: profile.world_size),
-    "epochs": lambda record: len(record.epochs),
+    "epochs": lambda record: len({profile.epoch for profile in record.epochs}),
     "examples/s": _of_last(lambda profile: profile.throughput),
     "step ms": _of_last(lambda profile: profile.mean_step_ms),
     "sampled step ms": _of_last(lambda profile: profile.step_ms),

@@ -11,7 +11,7 @@ const tableRows = (tables) =>
     tables.name.map((name, i) => ({
       at, name, rank: use.rank[i], cost: use.cost[i], rows: tables.rows[i], dim: tables.dim[i],
       mib: tables.mib[i], pooling: use.pooling[i], reuse: use.reuse[i],
-    })));
+    })).filter((line) => line.rank !== null)); // whole then, and in parts now, or the other way round
 
 const data = Object.fromEntries(
   Object.entries(page.data).filter(([name]) => name !== "tables").map(([name, columns]) => [name, rows(columns)]));

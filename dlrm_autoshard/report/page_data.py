@@ -124,20 +124,21 @@ def _prediction_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
 
 
 def _table_columns(record: RunRecord) -> dict[str, Any]:
-    """Names and shapes once; owner, estimated cost and observed use of each table for each profile."""
+    """Names and shapes once; owner, estimated cost and observed use of each table, or part of one, for each profile:
+    None where that had it otherwise, whole or in parts."""
     if not record.epochs:
         return {"name": [], "rows": [], "dim": [], "mib": [], "at": []}
-    tables = record.last.tables
+    tables = list({use.name: use for profile in record.epochs[::-1] for use in profile.tables}.values())
     by_epoch = []
     for profile in record.epochs:
         costs, uses = table_costs_ms(profile), {use.name: use for use in profile.tables}
-        known = [uses.get(table.name, table) for table in tables]
+        known = [uses.get(table.name) for table in tables]
         by_epoch.append(
             {
-                "rank": [use.rank for use in known],
-                "cost": [_short(costs.get(use.name, 0.0), 3) for use in known],
-                "pooling": [_short(use.mean_pooling, 3) for use in known],
-                "reuse": [_short(use.mean_reuse, 3) for use in known],
+                "rank": [use and use.rank for use in known],
+                "cost": [use and _short(costs[use.name], 3) for use in known],
+                "pooling": [use and _short(use.mean_pooling, 3) for use in known],
+                "reuse": [use and _short(use.mean_reuse, 3) for use in known],
             }
         )
     return {

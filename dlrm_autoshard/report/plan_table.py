@@ -72,6 +72,8 @@ def tables_by_rank(
         names = sorted(plan.tables_on(rank), key=lambda name: -work[name])
         more = f" and {len(names) - most} more" if len(names) > most else ""
         said.append(f"rank {rank}: {', '.join(names[:most]) or 'no tables'}{more}")
+    if plan.world_size > _MOST_RANKS:
+        said.append(f"and {plan.world_size - _MOST_RANKS} more ranks")
     return said
 
 

@@ -35,6 +35,9 @@ def autoshard_in_one_line(record: RunRecord) -> str:
         kept = f"no move in {count(len(record.decisions), 'decision')}"
         return ", ".join([kept, *others]) + f" ({_last_reason(record.decisions)})"
     parts = [count(len(moves), "move"), *others]
+    actions = [decision.get("action") for decision in record.decisions]
+    if "rolled_back" in actions and actions[::-1].index("rolled_back") < actions[::-1].index("moved"):
+        return ", ".join([*parts, "the last move among them"])  # whose speed was left
     before, after = (_first(ds, key) for ds, key in ((moves, "throughput_before"), (moves[::-1], "throughput_after")))
     if before is None or after is None:
         return ", ".join([*parts, "what that gained was not measured: no interval followed"])
