@@ -101,6 +101,32 @@ def test_an_id_out_of_range_stops_all_ranks_with_one_sentence(criteo: Path) -> N
     assert "exitcode  : 2" in ended.stderr and "dlrm_autoshard/" not in ended.stderr.replace(said[0], "")
 
 
+NORMED = """
+import torch
+from dlrm_autoshard.model.dlrm import DenseArch
+
+class Normed(DenseArch):
+    def __init__(self, num_dense, tables):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(num_dense)
+        self.last = torch.nn.Linear(num_dense + sum(table.embedding_dim for table in tables), 1)
+    def bottom(self, dense_BF):
+        return self.norm(dense_BF)
+    def top(self, bottom_BD, pooled_BD):
+        return self.last(torch.cat([bottom_BD, pooled_BD], 1)).squeeze(1)
+"""
+
+
+def test_a_batch_that_is_left_out_leaves_no_trace_in_batchnorm(criteo: Path) -> None:
+    damage(criteo.parent, "dense", 5 * 64 + 7, 0, float("nan"))  # in rank 0's half, whose statistics all get
+    (criteo.parent / "normed.py").write_text(NORMED)
+    ended = torchrun("--config", str(criteo), "train.on_nan=skip", f"model.factory={criteo.parent}/normed.py:Normed")
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    lines = [json.loads(line) for line in (criteo.parent / "runs/job/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "skipped_not_finite" in line] == [6]
+    assert all("not_finite" not in line and line["logloss"] is not None for line in lines if line["split"] == "test")
+
+
 def test_a_loss_that_is_nan_names_step_rank_and_the_last_good_checkpoint(criteo: Path) -> None:
     damage(criteo.parent, "dense", 5 * 64 + 32 + 7, 0, float("nan"))
     runs = criteo.parent / "runs"

@@ -198,6 +198,22 @@ def evaluate_and_complain(rank: int, world_size: int) -> list[str]:
     return [*said, str(unknown.value)]
 
 
+def train_in_groups(rank: int, world_size: int) -> list[Tensor]:
+    """Two groups of two ranks, each with bags of its own, and their group's autoshard beside them."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[rank // 2]
+    bags = ShardedEmbeddingBags(SUMS, optimizer=SGD(lr=0.1), group=group)
+    bags(*ids_of(rank % 2, 0)).sum().backward()
+    assert bags.runtime.broadcast(rank) == rank // 2 * 2 and bags.runtime.gather(rank) in (None, [rank, rank + 1])
+    return [value.clone() for _, value in sorted(bags.own_tensors().items())]
+
+
+def test_groups_of_ranks_train_each_for_itself() -> None:
+    by_rank = run_ranks(train_in_groups, 4, timeout=90)
+    for one, other in ((0, 2), (1, 3)):
+        assert all(torch.equal(a, b) for a, b in zip(by_rank[one], by_rank[other], strict=True))
+
+
 def saved_bytes(rank: int, world_size: int) -> tuple[int, int]:
     """Of what torch.save writes, and of the tensors in it."""
     bags = ShardedEmbeddingBags(SUMS, optimizer=RowwiseAdagrad(lr=0.1))

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from dlrm_autoshard.config import load_config
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.step import predict
+from dlrm_autoshard.train.display import describe
 from dlrm_autoshard.train.metrics import binary_metrics
+from dlrm_autoshard.train.selection import Selection
 from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, records, trainer
 
@@ -33,6 +35,17 @@ def formulas(predictions: list[float], labels: list[int]) -> dict[str, float]:
         result["auc"] = wins / (len(ups) * len(downs))
         result["ne"] = logloss / sum(entropy(base, y) / len(labels) for y in labels)
     return result
+
+
+def test_predictions_that_are_not_finite_have_no_metrics_and_are_never_the_best() -> None:
+    """AUC would rank them like any others: of a perfect one with a NaN in it torchmetrics makes 0.5."""
+    found = binary_metrics(torch.tensor([-1.0, float("nan"), 1.0, 2.0]), torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    assert found == {"not_finite": 1.0} and describe(found) == "predictions that are not finite: 1"
+    selection = Selection(keep_best="logloss")
+    selection.add(1, found)
+    assert selection.best is None
+    selection.add(2, {"logloss": 0.5})
+    assert selection.best is not None and selection.best.step == 2
 
 
 @settings(deadline=None, max_examples=60)

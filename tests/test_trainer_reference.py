@@ -100,7 +100,11 @@ def test_equals_one_process_of_plain_pytorch(world_size: int, tmp_path: Path) ->
     runs = {}
     for interaction, pooling, placement in wanted:
         runs[interaction] = config(
-            model={"interaction": interaction, "dcn_low_rank_dim": 6},
+            model={
+                "interaction": interaction,
+                "dcn_low_rank_dim": 6,
+                "dense_arch_layer_sizes": [12, 6 if interaction == "cat" else 8],  # 6: tables' dims are multiples of 4
+            },
             tables={"pooling": pooling, "optimizer": {"name": "sgd", "lr": 0.2}},
             data={"train_samples": 8 * world_size * 12 - 3},
             train={"epochs": 3, "max_steps": STEPS},

@@ -69,12 +69,20 @@ class DataParallelDense:
         for buffer in self._buffers.values():
             dist.broadcast(buffer, src=0, group=self._group)
 
+    def kept_buffers(self) -> dict[str, Tensor]:
+        """As they are now."""
+        return {name: buffer.clone() for name, buffer in self._buffers.items()}
+
+    def restore_buffers(self, kept: dict[str, Tensor]) -> None:
+        for name, buffer in self._buffers.items():
+            buffer.copy_(kept[name])
+
     def fingerprint(self) -> int:
         """The same for the same weights, bit by bit; any single change changes it."""
         return int(self.flat.data.view(torch.int32).sum(dtype=torch.int64))
 
     def zero_gradient(self) -> None:
-        self.gradient.zero_()
+        self.gradient[:-2].zero_()  # the last step's loss can be asked for until there is another
 
     def start_all_reduce(self, local_loss: Tensor) -> Pending:
         """Sums gradients and loss over ranks (each rank's loss is its share of the global mean)."""

@@ -134,6 +134,8 @@ class Exchange:
             return arrived
         if self.world_size == 1:
             return with_margin(arrived, margin)
+        if self._ends_inside_a_chunk(margin):
+            return with_margin(self.in_output_order(arrived), margin)
         batch_size = arrived.numel() // self.total_dim
         index, _ = self._layout(batch_size, margin)
         return arrived.view(-1, self._chunk).index_select(0, index).view(batch_size, -1).float()
@@ -143,6 +145,8 @@ class Exchange:
         times `gradient_scale(W * B)`."""
         if self.world_size == 1:
             return Pending(None, without_margin(gradient_BD, margin))
+        if self._ends_inside_a_chunk(margin):
+            gradient_BD, margin = without_margin(gradient_BD, margin), (0, 0)
         batch_size = gradient_BD.shape[0]
         scale = self.gradient_scale(batch_size * self.world_size)
         if scale != 1.0:
@@ -156,6 +160,10 @@ class Exchange:
             [batch_size * self.local_dim] * self.world_size,
             [batch_size * dim for dim in self.dims],
         )
+
+    def _ends_inside_a_chunk(self, margin: Margin) -> bool:
+        """Whether a margin ends inside a chunk, so that chunks cannot be put around it."""
+        return any(columns % self._chunk for columns in margin)
 
     def gradient_scale(self, global_batch: int) -> float:
         """Gradients are shares of a mean over the global batch, so in fp16 they would fall below its smallest steps:

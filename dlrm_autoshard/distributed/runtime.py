@@ -107,13 +107,13 @@ class Runtime:
     def broadcast(self, value: T | None) -> T:
         """Rank 0's value, on every rank."""
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        dist.broadcast_object_list(box, group_src=0, group=self.control)
         return box[0]  # type: ignore[return-value]
 
     def gather(self, value: T) -> list[T] | None:
         """Every rank's value, in rank order, on rank 0; None elsewhere."""
         gathered: list[T | None] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, gathered, dst=0, group=self.control)
+        dist.gather_object(value, gathered, group_dst=0, group=self.control)
         return gathered  # type: ignore[return-value]
 
     def all_gather(self, value: T) -> list[T]:
@@ -155,9 +155,10 @@ class Runtime:
 
 
 def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
-    """The ranks of a group that somebody else has made, with groups of our own beside it. Collective."""
+    """The ranks of a group that somebody else has made, with groups of our own beside it. Collective, of these ranks
+    alone: others may be making theirs."""
     ranks = dist.get_process_group_ranks(group)
-    control = dist.new_group(ranks, backend="gloo")
+    control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     hosts: list[str] = [""] * len(ranks)
     dist.all_gather_object(hosts, platform.node(), group=control)
     rank = dist.get_rank(group)
@@ -169,7 +170,11 @@ def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
         device=device,
         group=group,
         # So that ids never queue behind vectors; beside nccl, gloo carries what the host must know of them.
-        id_group=dist.new_group(ranks, backend="cpu:gloo,cuda:nccl" if dist.get_backend(group) == "nccl" else None),
+        id_group=dist.new_group(
+            ranks,
+            backend="cpu:gloo,cuda:nccl" if dist.get_backend(group) == "nccl" else None,
+            use_local_synchronization=True,
+        ),
         control=control,
     )
 

@@ -88,6 +88,7 @@ class TrainStep:
         with clock.step(sampled=sampled):
             embeddings.set_learning_rate(table_lr)
             dense.zero_gradient()
+            kept = None if self._all_finite is None else dense.kept_buffers()
 
             with clock.stage("fwd_compute"):
                 local = embeddings.lookup(ids)
@@ -111,7 +112,9 @@ class TrainStep:
                 bottom_leaf = bottom.detach().requires_grad_()
                 loss = share_of_loss(model.top(bottom_leaf, pooled), batch)
                 self._loss = loss.detach()
-            if self._all_finite is not None and not self._all_finite(loss):
+            if self._all_finite is not None and kept is not None and not self._all_finite(loss):
+                dense.restore_buffers(kept)  # of BatchNorm, say, which has seen the batch
+                embeddings.set_updates(embeddings.updates - 1)
                 self._advance(following, following_ids)
                 raise NotFinite(batch)
 

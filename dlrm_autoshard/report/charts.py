@@ -16,7 +16,7 @@ import altair as alt
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report import epoch_charts, run_charts
 from dlrm_autoshard.report.chart_style import SEGMENTS, Layers
-from dlrm_autoshard.report.page_data import event_rows
+from dlrm_autoshard.report.page_data import METRICS, event_rows
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def charts(record: RunRecord) -> Iterator[Chart]:
     gains = ("predicted_gain", "measured_gain")
     if any(decision.get(gain) is not None for decision in record.decisions for gain in gains):
         yield _chart("decisions", "decisions", run_charts.decisions(), height=220, points=len(record.decisions))
-    for metric in ("logloss", "auc"):
+    for metric in METRICS:
         known = {line.get("split") for line in record.metrics if line.get(metric) is not None}
         if known:
             splits = [split for split in run_charts.SPLITS if split in known]

@@ -22,6 +22,8 @@ from dlrm_autoshard.report.verdict import what_is_left, who_is_slow
 Columns = dict[str, list[Any]]
 NOTABLE_DRIFT = 0.05
 """Part of the lookups: statistics of a few sampled batches differ by one or two hundredths by themselves."""
+METRICS = {"logloss": "Log loss", "loss": "Training loss, weighted or over all labels", "auc": "AUC"}
+"""Those that are drawn."""
 MOST_POINTS = 400
 """Of one metric's line; more is more than a screen shows."""
 
@@ -152,7 +154,7 @@ def _table_columns(record: RunRecord) -> dict[str, Any]:
 
 def _metric_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
     for split in ("train", "val", "test"):
-        for name in ("logloss", "auc"):
+        for name in METRICS:
             lines = [line for line in record.metrics_of(split) if line.get(name) is not None and "step" in line]
             for line in _thinned(lines):
                 yield {"step": line["step"], "split": split, "metric": name, "value": line[name]}

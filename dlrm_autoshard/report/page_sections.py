@@ -16,6 +16,7 @@ from dlrm_autoshard.plan import gib
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.chart_style import LETTERS, SEGMENTS
 from dlrm_autoshard.report.comparison import side_by_side
+from dlrm_autoshard.report.page_data import METRICS
 from dlrm_autoshard.report.summary import compute_imbalance, details
 from dlrm_autoshard.report.verdict import autoshard_in_one_line, left_to_save, verdict
 
@@ -38,7 +39,7 @@ def page_sections(record: RunRecord, drawn: set[str]) -> Iterable[tuple[str, str
             yield "prediction", "Predicted and measured", _prediction(record)
     if record.decisions:
         yield "decisions", "What autoshard decided", _decisions(record, drawn)
-    if drawn & {"logloss", "auc"}:
+    if drawn & METRICS.keys():
         yield "quality", "Loss and AUC", _quality(record, drawn)
 
 
@@ -218,7 +219,7 @@ def _decision_cells(decision: Mapping[str, Any]) -> str:
 
 def _quality(record: RunRecord, drawn: set[str]) -> str:
     figures = []
-    for metric, title in (("logloss", "Log loss"), ("auc", "AUC")):
+    for metric, title in METRICS.items():
         if metric in drawn:
             ends = [
                 f"{split} {lines[-1][metric]:.4f}"

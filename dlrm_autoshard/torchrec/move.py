@@ -65,6 +65,7 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
     old = _shards(sharded, changed)
     facts = _agree(sharded, changed, old, plan)
     pooled = _pooled(sharded, changed)
+    _restore(sharded, changed, facts)  # the lookup has counted as an iteration
     record = plan_record(plan, shapes_of(sharded.collections), sharded.device.type, runtime.local_world_size)
     sharding = to_sharding_plan(record).plan
     fresh, failure = _try(lambda: {path: rebuilt(module, sharding[path]) for path, module in changed.items()})

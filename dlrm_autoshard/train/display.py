@@ -102,4 +102,7 @@ def describe(metrics: Mapping[str, float]) -> str:
     """'auc 0.7901  logloss 0.5512', in the order people expect them; and each task's AUC, where there are several."""
     tasks = [name for name in metrics if name.startswith("auc.")]
     order = ("auc", *tasks, "logloss", "ne", "calibration", "accuracy")
-    return "  ".join(f"{name} {metrics[name]:.4f}" for name in order if name in metrics)
+    said = [f"{name} {metrics[name]:.4f}" for name in order if name in metrics]
+    if bad := metrics.get("not_finite"):
+        said.append(f"predictions that are not finite: {bad:,.0f}")
+    return "  ".join(said)

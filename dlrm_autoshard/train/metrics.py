@@ -27,10 +27,13 @@ def binary_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
     """logits: [N]; labels: 0 or 1 [N], of all ranks.
 
     ne: logloss over the entropy of the mean label (He et al. 2014, section 3); calibration: mean prediction over mean
-    label. Where only one class occurs, what is not defined is left out.
+    label. Where only one class occurs, what is not defined is left out; where logits are not finite, nothing is but
+    their number, `not_finite`: AUC would rank them like any others.
     """
     if len(labels) == 0:
         return {}
+    if bad := int((~torch.isfinite(logits)).sum()):
+        return {"not_finite": float(bad)}
     logits, labels = logits.double(), labels.double()
     predictions = torch.sigmoid(logits)
     # From logits: a sure and wrong prediction costs what it costs, where log(1 - sigmoid) would be cut off at 100.

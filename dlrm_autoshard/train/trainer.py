@@ -184,7 +184,8 @@ class Trainer(Job):
         loss = self.watch.check(position.step)
         if logging:
             self.watch.compare_replicas(position.step)
-            self._log_metrics("train", {"logloss": loss})
+            plain = batch.loss_weights_B is None and batch.labels_B.ndim == 1
+            self._log_metrics("train", {"logloss" if plain else "loss": loss})  # weighted, or summed over labels
             self.display.progress(position.step, loss, self.global_batch)
         self.display.step(loss)
 
