@@ -107,7 +107,7 @@ SHARES = {"recovered": "", f"recovered of all seeds' seconds{NET}": NET}
 LITTLE, NOTHING = "of {:.1%}: too little", "within the noise"
 WORLDS_HEAD = (
     "| what changes | static plan, s | with resharding, s | clairvoyant, s | TorchRec, s | with / static "
-    "| in turns | TorchRec / with | recovered | in turns | moves, back | commit; CPU |"
+    "| in turns | TorchRec / with | recovered, of medians | in turns, of all seeds | moves, back | commit; CPU |"
 )
 
 
