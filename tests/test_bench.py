@@ -163,9 +163,10 @@ def test_nothing_can_be_recovered_where_no_plan_is_faster() -> None:
 
 
 def test_the_readme_says_what_the_records_say() -> None:
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    written, _ = readme.table()
-    assert f"{readme.FIRST}\n{written}\n{readme.LAST}" in text, "run `dlrm-autoshard bench readme`"
+    counted, _ = readme.records()
+    for page, text in (("README.md", readme.summary(counted)), (readme.ALL, readme.table(counted))):
+        written = (Path(__file__).parents[1] / page).read_text()
+        assert f"{readme.FIRST}\n{text}\n{readme.LAST}" in written, "run `dlrm-autoshard bench readme`"
 
 
 def test_a_record_stands_in_the_readme_only_where_it_counts(tmp_path: Path) -> None:
@@ -178,24 +179,30 @@ def test_a_record_stands_in_the_readme_only_where_it_counts(tmp_path: Path) -> N
         "reservations": [],
         "environment": {"commit": "abc1234", "cpu": "AMD EPYC 9355"},
     }
-    path, page = tmp_path / "loop-steady.json", tmp_path / "README.md"
-    page.write_text(f"before\n{readme.FIRST}\nold\n{readme.LAST}\nafter\n")
-    path.write_text(json.dumps(record))
-    readme.rewrite(page, tmp_path)
-    said = page.read_text()
-    assert "| 0.004 (0.003 to 0.0123) | <= 0.01 | inconclusive | abc1234; AMD |" in said
-    assert said.startswith("before\n") and said.endswith("after\n") and "old" not in said
-    path.write_text(json.dumps(record | {"targets": {"new": ">= 2"}, "verdicts": {"new": "missed"}}))
-    readme.rewrite(page, tmp_path)
-    assert "Targets without a figure yet, which counts as missed: 1 of `loop-steady`." in page.read_text()
-    path.write_text(json.dumps(record | {"figures": {"new_one": 1.0}, "verdicts": {"new_one": "missed"}}))
-    readme.rewrite(page, tmp_path)
-    assert "| new one | `bench loop-steady` | 1 |  | missed | abc1234; AMD |" in page.read_text()
+    results, page, every = tmp_path / "results", tmp_path / "README.md", tmp_path / "FIGURES.md"
+    results.mkdir()
+    for file in (page, every):
+        file.write_text(f"before\n{readme.FIRST}\nold\n{readme.LAST}\nafter\n")
+
+    def rewritten(**change: Any) -> tuple[str, str, str]:
+        (results / "loop-steady.json").write_text(json.dumps(record | change))
+        return readme.rewrite(page, results, every), page.read_text(), every.read_text()
+
+    _, short, full = rewritten()
+    for said in (short, full):
+        assert "| 0.004 (0.003 to 0.0123) | <= 0.01 | inconclusive |" in said
+        assert said.startswith("before\n") and said.endswith("after\n") and "old" not in said
+    assert "Of 2 targets 1 met, 1 inconclusive, 0 missed." in short
+    assert "Measured at abc1234, on AMD's CPU." in full
+    _, short, full = rewritten(targets={"new": ">= 2"}, verdicts={"new": "missed"})
+    assert "Of 1 targets 0 met, 0 inconclusive, 1 missed." in short
+    assert "Targets without a figure, which counts as missed: 1." in full
+    _, _, full = rewritten(figures={"new_one": 1.0}, verdicts={"new_one": "missed"})
+    assert "| new one | 1 |  | missed |" in full
     for change in ({"state": None}, {"reservations": ["quick"]}, {"environment": {"commit": "abc1234+"}}):
-        path.write_text(json.dumps(record | change))
-        complaint = readme.rewrite(page, tmp_path)
-        assert "0.004" not in page.read_text() and "loop-steady does not count" in complaint
-    assert "`loop-steady`" in page.read_text()
+        complaint, short, full = rewritten(**change)
+        assert "0.004" not in short + full and "loop-steady does not count" in complaint
+    assert "`loop-steady`" in full
 
 
 def test_a_race_is_a_table_of_worlds() -> None:
@@ -213,17 +220,19 @@ def test_a_race_is_a_table_of_worlds() -> None:
         "verdicts": {"abrupt: recovered": "missed", "abrupt: torchrec / loop on": "missed"},
         "environment": {"commit": "abc1234", "cpu": "Intel(R) Xeon(R) Processor"},
     }
-    *_, head, rule, line = readme.worlds("race-short", record)
+    *_, head, rule, line = readme.worlds(record)
     assert line.startswith("| pooling permuted once | 30.0 | 31.0 |  | 32.0 |  |  | not measured, missed |")
     assert line.endswith("| 0.500 (0.400 to 0.600), missed | of 2.0%: too little | 3, 1 | abc1234, def5678; Intel |")
     assert head.count("|") == rule.count("|") == line.count("|")
 
 
 def test_a_readme_without_the_marks_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("mine")
+    page, every = tmp_path / "README.md", tmp_path / "FIGURES.md"
+    page.write_text("mine")
+    every.write_text(f"{readme.FIRST}\nold\n{readme.LAST}")
     with pytest.raises(harness.BenchError, match="repository's root"):
-        readme.rewrite(tmp_path / "README.md", tmp_path)
-    assert (tmp_path / "README.md").read_text() == "mine"
+        readme.rewrite(page, tmp_path, every)
+    assert page.read_text() == "mine" and "old" in every.read_text()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchrec") is not None, reason="torchrec is installed here")

@@ -11,7 +11,7 @@ from typing import Any
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="list the benchmarks, or run one and compare it with its targets")
     parser.add_argument(
-        "name", nargs="?", help="a benchmark, without one they are listed; readme: write their records into README.md"
+        "name", nargs="?", help="a benchmark (none: lists them); readme: README.md and FIGURES.md from records"
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes: rough figures only")
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
