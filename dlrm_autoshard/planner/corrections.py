@@ -29,7 +29,7 @@ from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.gaussian import Posterior
 from dlrm_autoshard.planner.loads import NUM_FEATURES, log_loads, many
-from dlrm_autoshard.planner.observed import MOST_ROWS, Observed
+from dlrm_autoshard.planner.observed import Observed
 from dlrm_autoshard.planner.parts import Parts
 from dlrm_autoshard.planner.replay import ShardSample
 from dlrm_autoshard.planner.stages import Stages
@@ -206,8 +206,8 @@ class Corrections:
         for era, prior in ((self._now, 0.0), (self._now + 1, float(np.log(CHANGE)))):
             rows, values, noise = observed.rows([*self.eras, era], None)
             posterior = posterior_of(rows, values, noise, self.spreads)
-            exchange = observed.exchange.posterior([*self.eras, era], self.spreads)
-            evidence[era] = prior + posterior.log_evidence + exchange.log_evidence
+            exchange = observed.exchange.log_evidence([*self.eras, era], self.spreads)
+            evidence[era] = prior + posterior.log_evidence + exchange
         return max(evidence, key=lambda era: evidence[era])
 
     def _condition(self, observed: Observed) -> None:
@@ -215,7 +215,7 @@ class Corrections:
         self.spreads = Spreads()
         for _ in range(3):  # how tables add up bends with their costs, so their shares are taken again
             rows, values, noise = observed.rows(self.eras, table_T2)
-            if table_T2 is None and len(values) <= MOST_ROWS:
+            if table_T2 is None:
                 self._likeliest.update(rows, values, noise)
                 self.spreads = self._likeliest.spreads
             posterior = posterior_of(rows, values, noise, self.spreads)

@@ -28,6 +28,7 @@ def relabelled(task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray, curren
                 stored = held.weight_bytes + held.optimizer_bytes(task.splits.optimizer)
                 row[current.rank_of[str(part)]] += stored
     most_ms = costs.step_ms(rank_U) * (1 + AS_CHEAP)
+    start_U, units = rank_U, task.units
     refused: set[tuple[int, int]] = set()
     while True:
         stays_WW = np.zeros((task.world_size, task.world_size))
@@ -38,11 +39,14 @@ def relabelled(task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray, curren
             saved_WW[one, other] = 0.0
         one, other = (int(rank) for rank in np.unravel_index(saved_WW.argmax(), saved_WW.shape))
         if saved_WW[one, other] <= 0:
-            return rank_U
+            return rank_U if task.allows(task.plan_from(rank_U)) else start_U
         name_W = np.arange(task.world_size)
         name_W[[one, other]] = other, one
         swapped_U = name_W[rank_U]
-        if task.allows(task.plan_from(swapped_U)) and costs.step_ms(swapped_U) <= most_ms:
+        # What must share a rank, or must not, still does: only where units may be, and memory, can forbid another name.
+        used_W = np.bincount(swapped_U, units.bytes_U, task.world_size)
+        may_be = units.allowed_UW[np.arange(len(units)), swapped_U].all() and (used_W <= units.capacity_W).all()
+        if may_be and costs.step_ms(swapped_U) <= most_ms:
             rank_U = swapped_U
         else:
             refused.add((one, other))
