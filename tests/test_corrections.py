@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_autoshard.benchmarks.recorded_cluster import RecordedCluster
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.loads import NUM_FEATURES, LoadRange
 from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.pool import synthetic_pool
 from dlrm_autoshard.planner.replay import ShardSample
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.shipped_costs import start_warm
@@ -263,3 +265,33 @@ def test_what_sets_take_beside_their_tables_is_learned_by_how_they_load_a_rank()
     assert np.abs(errors).max() < 0.1 and np.abs(errors).mean() < 0.02
     alone = planner.predict(task, ShardingPlan({t.name: int(i != 3) for i, t in enumerate(TABLES)}, 2))[0]
     assert alone.fwd_compute_ms == pytest.approx(truth([3]).fwd_compute_ms, rel=0.05)
+
+
+def test_on_many_ranks_those_of_dear_tables_are_not_called_slow() -> None:
+    """What is conditioned on is bounded. On 64 ranks profiles of one plan took all of it: what had been measured of
+    tables alone and of other plans was forgotten, and then it was the ranks that were slow, or fast. The same sets of
+    tables on other ranks were said to save half of the step.
+    """
+    ranks, batch_size = 64, 8192
+    pool = synthetic_pool(120, seed=1002, batch_size=batch_size)
+    cluster, planner = RecordedCluster(pool.tables, seed=2), Planner(seed=0)
+    task = PlacementTask.build(pool.tables, pool.stats, Topology(ranks), batch_size=batch_size)
+    alone = cluster.measure_shards(pool.stats, batch_size, [[table.name] for table in pool.tables])
+    planner.costs.observe_shards(
+        [
+            ShardSample((table,), (stat,), batch_size, time.fwd_compute_ms, time.bwd_compute_ms, time.noise)
+            for table, stat, time in zip(pool.tables, pool.stats, alone, strict=True)
+        ]
+    )
+    draw = np.random.default_rng(2)
+
+    def placed(rank_T: np.ndarray) -> ShardingPlan:
+        return ShardingPlan({t.name: int(rank) % ranks for t, rank in zip(pool.tables, rank_T, strict=True)}, ranks)
+
+    live_T = np.concatenate([np.arange(ranks), draw.permutation(ranks)[: len(pool) - ranks]])
+    for rank_T in [*(draw.integers(ranks, size=len(pool)) for _ in range(4)), *[live_T] * 6]:
+        planner.costs.observe(cluster.profile(pool.stats, placed(rank_T), batch_size))
+    gains = planner.gains(task, placed(live_T), [placed(live_T + shift) for shift in range(1, ranks, 3)])
+    assert max(abs(gain.mean) for gain in gains) < 0.06
+    slowness = planner.rank_slowness(ranks)
+    assert slowness.max() / slowness.min() < 1.15

@@ -7,7 +7,7 @@ observed.exchange.factors(eras, spreads)                 # of each rank's exchan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +24,9 @@ from dlrm_autoshard.planner.replay import ShardSample
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 
 MOST_ROWS = 600
-"""Stages of profiles and of start-up shards: the system stays small."""
+"""Stages of profiles and of start-up shards, so that the system stays small. Shards have half of them at least: on many
+ranks profiles alone would take them all, and of a table that was only ever seen on one rank nobody could say whether it
+or its rank is slow."""
 LEAST = 1e-3
 """Lookups a sample, below which it no longer matters how few they are."""
 FAR = 2.0
@@ -99,29 +101,25 @@ class Observed:
             number, _, _ = kinds.setdefault((*map(id, own), *map(id, stats)), (len(kinds), own, stats))
             return number
 
-        left = MOST_ROWS
-        for number in range(len(profiles) - 1, -1, -1):
+        usable = [s for s in shards if s.batch_size == batch_size and all(table in column for table in s.tables)]
+        usable = [s for s in usable if min(s.fwd_compute_ms, s.bwd_compute_ms) > 0]
+        least_shards = min(len(usable), MOST_ROWS // 4)
+        left = MOST_ROWS // 2 - least_shards  # forward and backward of so many ranks
+        for number, dearest in _remembered(profiles, column, batch_size, left):
             profile = profiles[number]
-            own, own_stats = profile.shards
-            known = all(table in column for table in own)
-            if not known or profile.batch_size != batch_size or (left <= 0 and number < len(profiles) - 1):
-                continue
-            number_of_kind = kind_of(own, own_stats)
+            number_of_kind = kind_of(*profile.shards)
             rank_T = np.array([profile.plan.rank_of.get(table.name, -1) for table in tables])
-            for rank, cost in enumerate(profile.ranks):
-                pair = (cost.fwd_compute_ms, cost.bwd_compute_ms)
-                if min(pair) > 0 and (rank_T == rank).any():
-                    rows.append((number_of_kind, rank_T == rank, pair, profile.noise, number, rank))
-                    left -= 2
-        for shard in reversed(shards):
-            known = all(table in column for table in shard.tables) and shard.batch_size == batch_size
+            for rank in dearest:
+                pair = (profile.ranks[rank].fwd_compute_ms, profile.ranks[rank].bwd_compute_ms)
+                rows.append((number_of_kind, rank_T == rank, pair, profile.noise, number, rank))
+            left -= len(dearest)
+        by_cost = sorted(range(len(usable)), key=lambda i: usable[i].fwd_compute_ms + usable[i].bwd_compute_ms)
+        kept = by_cost[max(0, len(usable) - least_shards - left) :]
+        for shard in (usable[i] for i in sorted(kept, reverse=True)):
+            inside = np.zeros(len(tables), dtype=bool)
+            inside[[column[table] for table in shard.tables]] = True
             pair = (shard.fwd_compute_ms, shard.bwd_compute_ms)
-            if left > 0 and known and min(pair) > 0:
-                inside = np.zeros(len(tables), dtype=bool)
-                inside[[column[table] for table in shard.tables]] = True
-                number_of_kind = kind_of(shard.tables, shard.stats)
-                rows.append((number_of_kind, inside, pair, shard.noise, -1, -1))
-                left -= 2
+            rows.append((kind_of(shard.tables, shard.stats), inside, pair, shard.noise, -1, -1))
         summaries, log_data = _of_kinds(
             [(own, stats) for _, own, stats in kinds.values()], column, wholes, model, batch_size
         )
@@ -184,6 +182,28 @@ class Observed:
         together = (profile_N[:, None] == profile_N) & (profile_N >= 0)
         noise_NN = np.outer(noise_N, noise_N) * np.where(np.eye(2 * count, dtype=bool), 1.0, 0.5 * together)
         return rows, off_N2.T.ravel(), noise_NN
+
+
+def _remembered(
+    profiles: Sequence[StepProfile], known: Container[TableConfig], batch_size: int, most: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Profiles by number, the newest first, each with the ranks of it that are conditioned on: `most` in all.
+
+    Of the newest all; of the others the dearest, so that there is something of each: many profiles of one plan say less
+    of tables and ranks than one of each of several plans.
+    """
+    alike = [
+        number
+        for number, profile in enumerate(profiles)
+        if profile.batch_size == batch_size and all(table in known for table in profile.shards[0])
+    ]
+    for left, number in zip(range(len(alike), 0, -1), reversed(alike), strict=True):
+        plan = profiles[number].plan
+        pairs = {r: (cost.fwd_compute_ms, cost.bwd_compute_ms) for r, cost in enumerate(profiles[number].ranks)}
+        owners = [rank for rank in pairs if min(pairs[rank]) > 0 and plan.tables_on(rank)]
+        dearest = sorted(owners, key=lambda rank: -sum(pairs[rank]))[: most if number == alike[-1] else most // left]
+        most -= len(dearest)
+        yield number, sorted(dearest)
 
 
 def _of_kinds(
