@@ -10,6 +10,7 @@ import numpy as np
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
+from dlrm_autoshard.planner.units import Room
 from dlrm_autoshard.tables import Shard
 
 AS_CHEAP = 1e-3
@@ -27,11 +28,11 @@ def relabelled(task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray, curren
                 held = table.part(*common.columns) if common.columns else table
                 stored = held.weight_bytes + held.optimizer_bytes(task.splits.optimizer)
                 row[current.rank_of[str(part)]] += stored
-    most_ms = costs.step_ms(rank_U) * (1 + AS_CHEAP)
+    units, most_ms = task.units, costs.step_ms(rank_U) * (1 + AS_CHEAP)
     refused: set[tuple[int, int]] = set()
+    stays_WW = np.zeros((task.world_size, task.world_size))
+    np.add.at(stays_WW, rank_U[units.unit_of_T], bytes_TW)
     while True:
-        stays_WW = np.zeros((task.world_size, task.world_size))
-        np.add.at(stays_WW, rank_U[task.units.unit_of_T], bytes_TW)
         own_W = np.diag(stays_WW)
         saved_WW = np.triu(stays_WW + stays_WW.T - own_W - own_W[:, None], k=1)
         for one, other in refused:
@@ -42,7 +43,10 @@ def relabelled(task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray, curren
         name_W = np.arange(task.world_size)
         name_W[[one, other]] = other, one
         swapped_U = name_W[rank_U]
-        if task.allows(task.plan_from(swapped_U)) and costs.step_ms(swapped_U) <= most_ms:
+        # Groups that are kept apart stay so under any names.
+        legal = units.allowed_UW[np.arange(len(units)), swapped_U].all() and (Room(units, swapped_U).free_W >= 0).all()
+        if legal and costs.step_ms(swapped_U) <= most_ms:
             rank_U = swapped_U
+            stays_WW[[one, other]] = stays_WW[[other, one]]
         else:
             refused.add((one, other))
