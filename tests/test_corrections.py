@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.correction_terms import MOST_ROWS, Spreads
+from dlrm_autoshard.planner.exchange_errors import ExchangeErrors
+from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.loads import NUM_FEATURES, LoadRange
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.replay import ShardSample
@@ -80,6 +83,21 @@ def test_exchanges_are_learned_rank_by_rank() -> None:
     follow(planner, replace(profile, ranks=(profile.ranks[0], far)))
     near, distant = planner.predict(TASK, EVEN)
     assert distant.fwd_comms_ms / near.fwd_comms_ms == pytest.approx(2.5, rel=0.1)
+
+
+def test_exchanges_of_many_ranks_are_conditioned_on_the_newest_alone() -> None:
+    """The time that takes grows with the cube of ranks x profiles."""
+    ranks, model, spreads = 64, ExchangeModel(), Spreads()
+    plan = ShardingPlan({f"t{i}": i for i in range(ranks)}, ranks)
+    tables, stats = tuple(TableConfig(name, 1000, 16) for name in plan.rank_of), (TableStats(1.0),) * ranks
+    [forward, backward] = model.ms(np.full(ranks, 16.0), 1024)
+    profiles = [
+        StepProfile(plan, tables, stats, 1024, (RankCost(1.0, off * forward, off * backward, 1.0),) * ranks, "measured")
+        for off in [1.0] * 12 + [1.3] * 4
+    ]
+    errors = ExchangeErrors.of(profiles, model)
+    assert len(errors.posterior([0] * 16, spreads).weights_N) <= MOST_ROWS
+    assert errors.factors([0] * 16, spreads)[0][0] == pytest.approx(np.log(1.3), abs=0.05)
 
 
 def test_an_empty_rank_is_no_division_by_zero() -> None:

@@ -11,6 +11,9 @@ from functools import cached_property
 
 import numpy as np
 
+MOST_ROWS = 600
+"""Observations that are conditioned on, of the newest profiles and then of start-up shards: the system stays small."""
+
 # Axes: N observations (a rank's stage in a profile, or a start-up shard's), T tables and parts, R whole tables, B of
 # `Parts`.
 

@@ -16,6 +16,7 @@ import numpy as np
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.planner.conditioning import LikeliestSpreads, posterior_of
 from dlrm_autoshard.planner.correction_terms import (
+    MOST_ROWS,
     Rows,
     Spreads,
     changes,
@@ -29,7 +30,7 @@ from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.gaussian import Posterior
 from dlrm_autoshard.planner.loads import NUM_FEATURES, log_loads, many
-from dlrm_autoshard.planner.observed import MOST_ROWS, Observed
+from dlrm_autoshard.planner.observed import Observed
 from dlrm_autoshard.planner.parts import Parts
 from dlrm_autoshard.planner.replay import ShardSample
 from dlrm_autoshard.planner.stages import Stages
@@ -132,9 +133,9 @@ class Corrections:
     def _of_unseen_tables(self, stages: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
         """[M, M] of tables of which nothing was observed, neither whole nor in part: they have no direction yet."""
         assert self._observed is not None
-        unseen = [table for table in tables if not self._observed.parts.wholes([table]).any()]
-        parts = Parts(unseen)
-        share_MB = stages.share_MT[:, [table in unseen for table in tables]] @ parts.basis(unseen)
+        unseen = np.flatnonzero(~self._observed.parts.wholes(tables).any(axis=1))
+        parts = Parts(own := [tables[number] for number in unseen])
+        share_MB = stages.share_MT[:, unseen] @ parts.basis(own)
         variance_B = variances(parts.num_directions, parts.num_wholes, self.spreads)
         found: np.ndarray = (share_MB * variance_B) @ share_MB.T * (stages.stage_M[:, None] == stages.stage_M)
         return found

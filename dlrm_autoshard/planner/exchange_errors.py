@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dlrm_autoshard.costs import EXCHANGE, IQR_OF_NORMAL, StepProfile, stages_W4
-from dlrm_autoshard.planner.correction_terms import Spreads
+from dlrm_autoshard.planner.correction_terms import MOST_ROWS, Spreads
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.gaussian import Posterior, condition
 from dlrm_autoshard.planner.replay import comms_of
@@ -45,9 +45,11 @@ class ExchangeErrors:
         return {rank: (float(f), float(b)) for rank, (f, b) in enumerate(mean.reshape(-1, 2))}
 
     def _rows(self, eras: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(values, noise, [N, 4] stage, rank, era, profile)."""
+        """(values, noise, [N, 4] stage, rank, era, profile) of the newest profiles, of many ranks few."""
         values, noise, keys = [], [], []
-        for number, off_W2 in enumerate(self.off):
+        newest = max(1, int((np.cumsum([off_W2.size for off_W2 in reversed(self.off)]) <= MOST_ROWS).sum()))
+        for number in range(max(0, len(self.off) - newest), len(self.off)):
+            off_W2 = self.off[number]
             for rank, stage in zip(*np.nonzero(np.isfinite(off_W2)), strict=True):
                 values.append(off_W2[rank, stage])
                 noise.append(self.noise[number])

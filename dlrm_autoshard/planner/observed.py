@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from dlrm_autoshard.costs import IQR_OF_NORMAL, StepProfile
-from dlrm_autoshard.planner.correction_terms import Rows, changes, evenness, lightness
+from dlrm_autoshard.planner.correction_terms import MOST_ROWS, Rows, changes, evenness, lightness
 from dlrm_autoshard.planner.cost_model import COST, CostModel
 from dlrm_autoshard.planner.exchange_errors import ExchangeErrors
 from dlrm_autoshard.planner.exchange_model import ExchangeModel
@@ -23,8 +23,6 @@ from dlrm_autoshard.planner.parts import Parts
 from dlrm_autoshard.planner.replay import ShardSample
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 
-MOST_ROWS = 600
-"""Stages of profiles and of start-up shards: the system stays small."""
 LEAST = 1e-3
 """Lookups a sample, below which it no longer matters how few they are."""
 FAR = 2.0
