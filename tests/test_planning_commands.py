@@ -212,6 +212,8 @@ def test_explain_and_plan_say_what_splits_bring_and_why_a_table_is_split(
         ("plan --tables T --devices 2 --seed -1", "argument --seed: -1 is not between 0 and"),
         ("tasks --tables T --out O --seed -1", "argument --seed: -1 is not between 0 and"),
         ("fit --tasks T --devices 2 --out O --seed -1", "argument --seed: -1 is not between 0 and"),
+        ("fit --tasks T --devices 2 --out O --iterations 0", "argument --iterations: 0 is not between 1 and"),
+        ("fit --tasks T --devices 2 --out O --placements 0", "argument --placements: 0 is not between 1 and"),
         ("data criteo-sample --out O --seed -1", "argument --seed: -1 is not between 0 and"),
         ("compare-planners --tasks T --devices 2 --seed -1", "argument --seed: -1 is not between 0 and"),
         ("compare-planners --tasks T --devices 2 --limit -1", "argument --limit: -1 is not between 1 and"),
