@@ -7,12 +7,13 @@ task.plan_from(np.array([0, 1, 0, ...])) # one rank a unit -> ShardingPlan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
+from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, check_plan, shard_tables
 from dlrm_autoshard.planner.units import Units, units_of
 from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats, memory_bytes
@@ -199,3 +200,7 @@ class PlacementTask:
             return None
         at = self.names.index(name)
         return self.with_shards([*self.tables[:at], *halves, *self.tables[at + 1 :]])
+
+
+MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
+"""Measures plans of a task."""
