@@ -165,18 +165,18 @@ class Corrections:
             light_M = lightness(stages.ms_M / slower_M, self._observed.dearest_2[stages.stage_M])
             load_MF = self._observed.load_range.features(stages.load_ML)
         return Rows(
-            stages.stage_M,
-            np.full(count, source),
-            stages.rank_M,
-            np.full(count, self._now),
-            np.full(count, -1),
-            light_M,
-            share_MB,
-            change_MF,
-            many(stages.load_ML),
-            load_MF,
-            evenness(stages.share_MT),
-            wholes,
+            stage_N=stages.stage_M,
+            source_N=np.full(count, source),
+            rank_N=stages.rank_M,
+            era_N=np.full(count, self._now),
+            profile_N=np.full(count, -1),
+            light_N=light_M,
+            share_NB=share_MB,
+            change_NF=change_MF,
+            many_N=many(stages.load_ML),
+            load_NF=load_MF,
+            even_N=evenness(stages.share_MT),
+            num_wholes=wholes,
         )
 
     # -- conditioning ------------------------------------------------------------------------------------------------
