@@ -40,6 +40,7 @@ __all__ = ["ALGORITHMS", "LEARNED", "Measure", "MeasureTask", "Planner"]
 FINALISTS_SHARE = 0.15
 """Of the budget: what measuring finalists may take beside the first two."""
 PROPOSALS = 5
+"""Plans that `propose` returns at most."""
 
 
 class Planner:

@@ -60,15 +60,8 @@ class ShardSample:
     rank: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "tables": [table.to_json() for table in self.tables],
-            "stats": [stat.to_json() for stat in self.stats],
-            "batch_size": self.batch_size,
-            "fwd_compute_ms": self.fwd_compute_ms,
-            "bwd_compute_ms": self.bwd_compute_ms,
-            "noise": self.noise,
-            "rank": self.rank,
-        }
+        tables, stats = ([one.to_json() for one in several] for several in (self.tables, self.stats))
+        return {**vars(self), "tables": tables, "stats": stats}
 
     @staticmethod
     def from_json(record: Any) -> ShardSample:
