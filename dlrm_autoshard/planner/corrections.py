@@ -3,8 +3,7 @@
     corrections.fit(cost_model, exchange_model, shards)      # conditions on all that `observe` remembers
     corrections.table_factors_T2(tables), corrections.rank_factors_W2(world_size, None)
 
-log(measured / predicted) is a sum: the stage's scale, the rank, each table's share of its own error, just these tables
-together, noise, and a few terms more; README.md derives them.
+log(measured / predicted) = scale + rank + sum of (share x table) + more terms + noise; README.md derives it.
 """
 
 from __future__ import annotations
