@@ -329,6 +329,11 @@ def test_a_synthetic_pool_resembles_the_published_one() -> None:
     assert np.abs(np.array(shares) - PUBLISHED_REUSE_SHARES).sum() / 2 < 0.25  # total variation
 
 
+def test_tables_that_nobody_looks_up_have_no_shares_and_no_reuse() -> None:
+    idle = TableStats(0.0, (0.0,) * NUM_REUSE_BINS, 1.0, 64)
+    assert reuse_shares([idle, idle]) == ([0.0] * NUM_REUSE_BINS, 1.0)
+
+
 def test_training_and_test_tasks_share_no_table(tmp_path: Path) -> None:
     tasks = draw_tasks(synthetic_pool(41, seed=0, batch_size=64), 10, 8, seed=3, batch_size=64)
     train, test = ({i for task in half for i in task} for half in (tasks.train_indices, tasks.test_indices))
