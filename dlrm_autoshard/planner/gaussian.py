@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -104,7 +105,7 @@ def condition(
     return Posterior(inverse, weights, evidence, frozenset(large))
 
 
-def _gain(pull: np.ndarray | float, own: np.ndarray | float, variance: float) -> np.ndarray:
-    """Of the log evidence, where observations have `variance` more in common. pull: their sum of weights."""
-    gain: np.ndarray = 0.5 * variance * pull**2 / (1 + variance * own) - 0.5 * np.log1p(variance * own)
-    return gain
+def _gain(pull: Any, own: Any, variance: float) -> Any:
+    """Of the log evidence, where observations have `variance` more in common. pull: their sum of weights. Of numbers,
+    or of arrays."""
+    return 0.5 * variance * pull**2 / (1 + variance * own) - 0.5 * np.log1p(variance * own)

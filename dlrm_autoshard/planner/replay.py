@@ -60,8 +60,8 @@ class ShardSample:
     rank: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        tables, stats = ([one.to_json() for one in several] for several in (self.tables, self.stats))
-        return {**vars(self), "tables": tables, "stats": stats}
+        tables = [table.to_json() for table in self.tables]
+        return {**vars(self), "tables": tables, "stats": [stat.to_json() for stat in self.stats]}
 
     @staticmethod
     def from_json(record: Any) -> ShardSample:
