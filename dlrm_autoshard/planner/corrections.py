@@ -133,7 +133,7 @@ class Corrections:
     def _of_unseen_tables(self, stages: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
         """[M, M] of tables of which nothing was observed, neither whole nor in part: they have no direction yet."""
         assert self._observed is not None
-        unseen = np.flatnonzero(~self._observed.parts.wholes(tables).any(axis=1))
+        unseen = np.flatnonzero(~self._observed.parts.wholes(tables).any(axis=1)).tolist()
         parts = Parts(own := [tables[number] for number in unseen])
         share_MB = stages.share_MT[:, unseen] @ parts.basis(own)
         variance_B = variances(parts.num_directions, parts.num_wholes, self.spreads)
