@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from dlrm_autoshard.benchmarks.recorded_cluster import RecordedCluster
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.correction_terms import Spreads
+from dlrm_autoshard.planner.exchange_errors import ExchangeErrors
+from dlrm_autoshard.planner.gaussian import condition
 from dlrm_autoshard.planner.loads import NUM_FEATURES, LoadRange
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.pool import synthetic_pool
@@ -82,6 +85,37 @@ def test_exchanges_are_learned_rank_by_rank() -> None:
     follow(planner, replace(profile, ranks=(profile.ranks[0], far)))
     near, distant = planner.predict(TASK, EVEN)
     assert distant.fwd_comms_ms / near.fwd_comms_ms == pytest.approx(2.5, rel=0.1)
+
+
+def test_exchanges_factors_and_evidence_are_those_of_conditioning_on_all_figures() -> None:
+    """They are solved for by their few terms; the figures' covariance, of ranks x profiles, says the same."""
+    draw, spreads, eras = np.random.default_rng(0), Spreads(), [0, 0, 1, 1, 1]
+    off = [draw.normal(0, 0.1, (4, 2)) for _ in eras]
+    off[2][0, 1] = np.nan  # nothing was exchanged there
+    errors = ExchangeErrors(off, [0.02] * len(eras))
+    evidence, factors = 0.0, []
+    for stage in (0, 1):
+        measured = np.argwhere(np.isfinite([off_W2[:, stage] for off_W2 in off]))
+        figures = [(rank, eras[number], number) for number, rank in measured.tolist()]
+        values = np.array([off[number][rank, stage] for rank, _, number in figures])
+        wanted = [(rank, eras[-1], -1) for rank in range(4)]
+        noise = (0.02**2 + spreads.noise**2) * np.eye(len(values))
+        posterior = condition(exchange_covariance(figures, figures, spreads) + noise, values)
+        evidence += posterior.log_evidence
+        factors.append(posterior.mean(exchange_covariance(wanted, figures, spreads)))
+    assert errors.log_evidence(eras, spreads) == pytest.approx(evidence)
+    for rank, found in errors.factors(eras, spreads).items():
+        assert found == pytest.approx([factors[0][rank], factors[1][rank]])
+
+
+def exchange_covariance(
+    one: Sequence[tuple[int, int, int]], other: Sequence[tuple[int, int, int]], spreads: Spreads
+) -> np.ndarray:
+    """Of figures of one stage, by rank, era and profile."""
+    rank, era, profile = np.moveaxis(np.array(one)[:, None] == np.array(other), -1, 0)
+    ranks = spreads.exchange**2 * (1 + (rank & era)) + spreads.scale**2 * era
+    covariance: np.ndarray = ranks + spreads.exchanged**2 * profile
+    return covariance
 
 
 def test_an_empty_rank_is_no_division_by_zero() -> None:

@@ -151,7 +151,7 @@ def measured_in(task: PlacementTask, steps: int | None) -> tuple[int, PlanResult
 
 def test_a_job_too_short_for_what_measuring_saves_measures_no_plan() -> None:
     task = some_task(16, 4, seed=4)
-    for steps, least in ((20, 0), (1_000_000, 2), (None, 2)):
+    for steps, least in ((0, 0), (20, 0), (1_000_000, 2), (None, 2)):
         count, result = measured_in(task, steps)
         judged = [c for c in result.candidates if c.measured_ms is not None]
         assert len(judged) == count >= least and (least or not count)

@@ -91,11 +91,7 @@ def _samples() -> list[ShardSample | CommsSample]:
 
 def _make_planner(folder: Path) -> None:
     planner = Planner("search")
-    for sample in _samples():
-        if isinstance(sample, ShardSample):
-            planner.costs.replay.add_shard(sample)
-        else:
-            planner.costs.replay.add_comms(sample)
+    planner.costs.replay.add(_samples())
     (folder / "planner.json").write_text(json.dumps(planner.state_dict()))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dlrm_autoshard import Planner, RankCost, ShardingPlan, SimulatedCluster, Topology
 from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile, prediction_error, step_cost_ms
 from dlrm_autoshard.formats.json_file import FormatError, checked
+from dlrm_autoshard.planner import replay
 from dlrm_autoshard.planner.cost_model import CostModel
 from dlrm_autoshard.planner.exchange_model import ExchangeModel, exchange_work
 from dlrm_autoshard.planner.fit_costs import HUBER, gradients
@@ -279,11 +280,13 @@ def test_a_few_per_cent_between_ranks_are_not_taken_for_a_slow_rank(fitted: Plan
     assert slowness.max() / slowness.min() < 1.03
 
 
-def test_the_replay_buffer_is_bounded_and_counts_recent_profiles_more() -> None:
-    buffer = ReplayBuffer(max_shards=3, max_profiles=2)
+def test_the_replay_buffer_is_bounded_and_counts_recent_profiles_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MOST_SAMPLES", 3)
+    monkeypatch.setattr(replay, "MOST_PROFILES", 2)
+    buffer = ReplayBuffer()
     tables, stats = some_tables(2)
     for i in range(5):
-        buffer.add_shard(ShardSample(tuple(tables), tuple(stats), BATCH, float(i), 1.0))
+        buffer.add([ShardSample(tuple(tables), tuple(stats), BATCH, float(i), 1.0)])
         plan = ShardingPlan({t.name: 0 for t in tables}, 1)
         buffer.add_profile(
             StepProfile(plan, tuple(tables), tuple(stats), BATCH, (RankCost(float(i)),), source="simulated")

@@ -157,6 +157,13 @@ def test_every_algorithm_keeps_pins_groups_and_exclusions_and_repeats_itself(alg
     assert plans[0].rank_of["t_4"] != plans[0].rank_of["t_5"]
 
 
+def test_groups_that_overlap_are_one_and_a_group_of_nothing_asks_nothing() -> None:
+    together = (("t_4", "t_2"), (), ("t_0", "t_1"), ("t_1", "t_4"))
+    units = some_task(6, 2, constraints=Constraints(together=together, apart=((),))).units
+    assert units.members == ((0, 1, 2, 4), (3,), (5,))
+    assert units.unit_of_T.tolist() == [0, 0, 0, 1, 0, 2]
+
+
 def test_a_slow_rank_gets_less_work(fitted: Planner) -> None:
     tables, stats = some_tables(30, seed=4)
     task = PlacementTask.build(tables, stats, Topology(2, speed=(1.0, 0.5)), batch_size=BATCH)

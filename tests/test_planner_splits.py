@@ -145,6 +145,14 @@ def test_a_table_that_becomes_dominant_is_split_live_and_merged_when_it_no_longe
     assert any("big" not in plan.split_tables for plan in proposed)
 
 
+def test_a_table_whose_name_ends_in_brackets_is_no_part_of_another() -> None:
+    tables = [TableConfig("a", 1000, 64), *(TableConfig(name, 5000, 32) for name in ("a[b]", "c", "d"))]
+    task = task_of(tables, [TableStats(3.0, batch_size=BATCH)] * 4, 2)
+    current = ShardingPlan({"a": 0, "a[b]": 0, "c": 1, "d": 1}, 2)
+    for plan, _ in Planner().propose(task, current):
+        task.check(plan)
+
+
 def test_in_mid_run_half_of_what_no_whole_plan_balances_is_measured_once_by_all_ranks_at_a_time() -> None:
     tables, stats = with_a_dominant_table()
     task, planner, asked = task_of(tables, stats, 4), learned(), list[list[str]]()

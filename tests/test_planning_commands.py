@@ -212,6 +212,8 @@ def test_explain_and_plan_say_what_splits_bring_and_why_a_table_is_split(
         ("plan --tables T --devices 2 --seed -1", "argument --seed: -1 is not between 0 and"),
         ("tasks --tables T --out O --seed -1", "argument --seed: -1 is not between 0 and"),
         ("fit --tasks T --devices 2 --out O --seed -1", "argument --seed: -1 is not between 0 and"),
+        ("fit --tasks T --devices 2 --out O --iterations 0", "argument --iterations: 0 is not between 1 and"),
+        ("fit --tasks T --devices 2 --out O --placements 0", "argument --placements: 0 is not between 1 and"),
         ("data criteo-sample --out O --seed -1", "argument --seed: -1 is not between 0 and"),
         ("compare-planners --tasks T --devices 2 --seed -1", "argument --seed: -1 is not between 0 and"),
         ("compare-planners --tasks T --devices 2 --limit -1", "argument --limit: -1 is not between 1 and"),
@@ -325,6 +327,11 @@ def test_a_synthetic_pool_resembles_the_published_one() -> None:
     shares, mean_reuse = reuse_shares(pool.stats)
     assert mean_reuse == pytest.approx(6.9, rel=0.25)
     assert np.abs(np.array(shares) - PUBLISHED_REUSE_SHARES).sum() / 2 < 0.25  # total variation
+
+
+def test_tables_that_nobody_looks_up_have_no_shares_and_no_reuse() -> None:
+    idle = TableStats(0.0, (0.0,) * NUM_REUSE_BINS, 1.0, 64)
+    assert reuse_shares([idle, idle]) == ([0.0] * NUM_REUSE_BINS, 1.0)
 
 
 def test_training_and_test_tasks_share_no_table(tmp_path: Path) -> None:

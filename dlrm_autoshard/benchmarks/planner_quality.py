@@ -164,7 +164,9 @@ class AddedUp(TaskCosts):
         super().__init__(task, costs.cost_model, costs.exchange)
         self.summary_TK = np.concatenate([self.summary_TK, alone_T2.astype(np.float32)], axis=1)
         self.summary_UK = task.units.sum_over_tables(self.summary_TK)
-        self.device_ms = lambda summaries: summaries[..., -2:]
+
+    def device_ms(self, summaries: np.ndarray) -> np.ndarray:
+        return summaries[..., -2:]
 
 
 def _use_one_core(core: int) -> None:

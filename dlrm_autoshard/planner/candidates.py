@@ -9,14 +9,14 @@ sequence policies, which are there to be compared with.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from dlrm_autoshard.plan import PlanError
 from dlrm_autoshard.planner.baselines.reference import ReferenceDreamShard
-from dlrm_autoshard.planner.baselines.sequence import MeasureTask, SequencePolicy, SequenceSettings, SequenceTrainer
+from dlrm_autoshard.planner.baselines.sequence import SequencePolicy, SequenceSettings, SequenceTrainer
 from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings
 from dlrm_autoshard.planner.greedy import HEURISTICS, heuristic
 from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
@@ -95,16 +95,6 @@ class CandidateMakers:
         if not found:  # every episode overflowed: the cost model's greedy knows how to make room
             found = [greedy_on_cost(task, costs)]
         return {name: found[0], **({f"{name} sample": found[1]} if len(found) > 1 else {})}
-
-    def train_sequence(
-        self,
-        name: str,
-        tasks: Sequence[PlacementTask],
-        costs_of: Callable[[PlacementTask], TaskCosts],
-        measure: MeasureTask,
-    ) -> None:
-        trainer = self.sequence_trainer(self.sequences[name])
-        trainer.train(tasks, lambda task: EstimatedMDP(task, costs_of(task)), measure=measure)
 
     def sequence_trainer(self, policy: SequencePolicy) -> SequenceTrainer:
         """As many updates and episodes as DreamShard's policy gets."""

@@ -119,17 +119,17 @@ class Rows:
         same_source = self.source_N[:, None] == other.source_N
         key_N, key_M = self.rank_keys, other.rank_keys
         return Common(
-            sources_alike(same_source) * same_stage,
-            np.outer(self.light_N, other.light_N) * same_source * same_stage,
-            tables_NM * same_stage,
-            (self.share_NB[:, rest] @ other.share_NB[:, rest].T) * same_stage,
-            (self.change_NF[:, : 2 * both] @ other.change_NF[:, : 2 * both].T) * same_stage,
-            tables_NM * both_many,
-            (self.load_NF @ other.load_NF.T) * both_many,
+            source=sources_alike(same_source) * same_stage,
+            light=np.outer(self.light_N, other.light_N) * same_source * same_stage,
+            table=tables_NM * same_stage,
+            width=(self.share_NB[:, rest] @ other.share_NB[:, rest].T) * same_stage,
+            change=(self.change_NF[:, : 2 * both] @ other.change_NF[:, : 2 * both].T) * same_stage,
+            fused=tables_NM * both_many,
+            load=(self.load_NF @ other.load_NF.T) * both_many,
             # Sets of tables that have most in common are fused alike.
-            np.sqrt(np.outer(self.even_N, other.even_N)) * alike * alike * same_stage,
-            (key_N[:, None] == key_M) & (key_M >= 0),
-            key_N,
+            together=np.sqrt(np.outer(self.even_N, other.even_N)) * alike * alike * same_stage,
+            rank=(key_N[:, None] == key_M) & (key_M >= 0),
+            key_N=key_N,
         )
 
     @property

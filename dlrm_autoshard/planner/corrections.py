@@ -3,7 +3,7 @@
     corrections.fit(cost_model, exchange_model, shards)      # conditions on all that `observe` remembers
     corrections.table_factors_T2(tables), corrections.rank_factors_W2(world_size, None)
 
-log(measured / predicted) = scale + rank + sum of (share x table) + these tables together + noise; README.md derives it.
+log(measured / predicted) = scale + rank + sum of (share x table) + more terms + noise; README.md derives it.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ class Corrections:
     def _of_unseen_tables(self, stages: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
         """[M, M] of tables of which nothing was observed, neither whole nor in part: they have no direction yet."""
         assert self._observed is not None
-        unseen = [table for table in tables if not self._observed.parts.wholes([table]).any()]
-        parts = Parts(unseen)
-        share_MB = stages.share_MT[:, [table in unseen for table in tables]] @ parts.basis(unseen)
+        unseen = np.flatnonzero(~self._observed.parts.wholes(tables).any(axis=1)).tolist()
+        parts = Parts(own := [tables[number] for number in unseen])
+        share_MB = stages.share_MT[:, unseen] @ parts.basis(own)
         variance_B = variances(parts.num_directions, parts.num_wholes, self.spreads)
         found: np.ndarray = (share_MB * variance_B) @ share_MB.T * (stages.stage_M[:, None] == stages.stage_M)
         return found
@@ -164,18 +164,18 @@ class Corrections:
             light_M = lightness(stages.ms_M / slower_M, self._observed.dearest_2[stages.stage_M])
             load_MF = self._observed.load_range.features(stages.load_ML)
         return Rows(
-            stages.stage_M,
-            np.full(count, source),
-            stages.rank_M,
-            np.full(count, self._now),
-            np.full(count, -1),
-            light_M,
-            share_MB,
-            change_MF,
-            many(stages.load_ML),
-            load_MF,
-            evenness(stages.share_MT),
-            wholes,
+            stage_N=stages.stage_M,
+            source_N=np.full(count, source),
+            rank_N=stages.rank_M,
+            era_N=np.full(count, self._now),
+            profile_N=np.full(count, -1),
+            light_N=light_M,
+            share_NB=share_MB,
+            change_NF=change_MF,
+            many_N=many(stages.load_ML),
+            load_NF=load_MF,
+            even_N=evenness(stages.share_MT),
+            num_wholes=wholes,
         )
 
     # -- conditioning ------------------------------------------------------------------------------------------------

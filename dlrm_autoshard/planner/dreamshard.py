@@ -1,6 +1,6 @@
 """DreamShard: a cost network learned from measured placements, a policy learned on the MDP that it estimates.
 
-    trainer.train(tasks, costs_of, measure)          # algorithm 1; without `measure` the costs stay as they are
+    trainer.train(tasks, costs_of, measure, fit_costs)      # algorithm 1
     rank_U = trainer.place(mdp, samples=64)[0]       # likeliest devices and samples; the least predicted cost wins
 
 Reads down in the paper's order (algorithm 1): collect, cost network, policy. The reference's budget is the default.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from dlrm_autoshard.planner.masked import gumbel_noise
 from dlrm_autoshard.planner.mdp import EstimatedMDP, Rollout
 from dlrm_autoshard.planner.mlp import Adam
 from dlrm_autoshard.planner.policy import DevicePolicy
-from dlrm_autoshard.planner.search import late
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
@@ -50,28 +50,24 @@ class DreamShard:
         self,
         tasks: Sequence[PlacementTask],
         costs_of: Callable[[PlacementTask], TaskCosts],
-        measure: Callable[[Rollout], None] | None = None,
-        fit_costs: Callable[[], None] | None = None,
-        deadline: float | None = None,
-    ) -> int:
-        """Returns the policy updates made. `measure` keeps measured placements, `fit_costs` learns from those kept."""
-        updates = 0
+        measure: Callable[[Rollout], None],
+        fit_costs: Callable[[], None],
+    ) -> None:
+        """`measure` keeps measured placements, `fit_costs` learns from those kept."""
+
+        def mdp_of(number: int) -> EstimatedMDP:
+            return EstimatedMDP(tasks[number], costs_of(tasks[number]))
+
         for iteration in range(self.settings.iterations):
-            if measure is not None and fit_costs is not None:
-                estimated = _Estimated(costs_of)
-                picks = np.bincount(self.generator.integers(len(tasks), size=self.settings.placements))
-                for number in np.flatnonzero(picks).tolist():
-                    measure(self.sampled(estimated.mdp(tasks[number]), int(picks[number])))
-                fit_costs()
-            left = 1 - iteration / self.settings.iterations
-            self.learning_rate = self.settings.learning_rate * left
-            estimated = _Estimated(costs_of)
-            for task in self._choose(tasks, self.settings.policy_updates):
-                if late(deadline):
-                    return updates
-                self.reinforce(self.sampled(estimated.mdp(task), self.settings.episodes))
-                updates += 1
-        return updates
+            now = cache(mdp_of)
+            picks = np.bincount(self.generator.integers(len(tasks), size=self.settings.placements))
+            for number in np.flatnonzero(picks).tolist():
+                measure(self.sampled(now(number), int(picks[number])))
+            fit_costs()
+            now = cache(mdp_of)  # under the costs that were learned
+            self.learning_rate = self.settings.learning_rate * (1 - iteration / self.settings.iterations)
+            for number in self.generator.integers(len(tasks), size=self.settings.policy_updates).tolist():
+                self.reinforce(self.sampled(now(number), self.settings.episodes))
 
     def reinforce(self, rollout: Rollout) -> None:
         """One REINFORCE update; the advantage is the reward standardised over the episodes."""
@@ -97,20 +93,3 @@ class DreamShard:
             if not overflow
         ]
         return [rank_U for _, rank_U in sorted(found, key=lambda pair: pair[0])]
-
-    def _choose(self, tasks: Sequence[PlacementTask], count: int) -> list[PlacementTask]:
-        picks = self.generator.integers(len(tasks), size=count)
-        return [tasks[int(i)] for i in picks]
-
-
-class _Estimated:
-    """Each task's MDP under the costs of the moment, made once."""
-
-    def __init__(self, costs_of: Callable[[PlacementTask], TaskCosts]) -> None:
-        self.costs_of = costs_of
-        self.mdps: dict[int, EstimatedMDP] = {}
-
-    def mdp(self, task: PlacementTask) -> EstimatedMDP:
-        if id(task) not in self.mdps:
-            self.mdps[id(task)] = EstimatedMDP(task, self.costs_of(task))
-        return self.mdps[id(task)]

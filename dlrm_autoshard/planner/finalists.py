@@ -55,7 +55,8 @@ def measure_finalists(
 
     def pays(estimated: Estimates, seconds: float, kept: int | None = None) -> bool:
         served_seconds = math.inf if steps is None else steps * float(estimated.step_ms.min()) / 1000
-        return estimated.worth_knowing(kept) > max(WORTH_MEASURING, seconds / served_seconds)
+        worth = estimated.worth_knowing(kept)
+        return worth > WORTH_MEASURING and worth * served_seconds > seconds
 
     def measured(plans: Sequence[ShardingPlan]) -> float:
         started = time.perf_counter()

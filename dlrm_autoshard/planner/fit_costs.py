@@ -22,6 +22,7 @@ from dlrm_autoshard.planner.shard_set import ShardSet
 HUBER = 0.02
 """Relative errors below this count squared, above it absolutely: outliers of a noisy machine do not pull."""
 BATCH = 64
+LEARNING_RATE = 2e-3
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,6 @@ def fit_cost_model(
     samples: Sequence[ShardSample],
     *,
     updates: int = 300,
-    learning_rate: float = 2e-3,
     seed: int = 0,
     budget_seconds: float | None = None,
 ) -> FitReport:
@@ -58,7 +58,7 @@ def fit_cost_model(
         if budget_seconds is not None and time.perf_counter() - started > budget_seconds:
             break
         gradients(model, shards, chosen)
-        adam.step(learning_rate * (1 - update / updates))
+        adam.step(LEARNING_RATE * (1 - update / updates))
     return FitReport(len(kept), adam.updates, before, model.errors(shards), time.perf_counter() - started)
 
 

@@ -19,14 +19,13 @@ from dlrm_autoshard.planner.dreamshard import DreamShard
 from dlrm_autoshard.planner.fit_costs import FitReport
 from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
-from dlrm_autoshard.planner.mdp import Rollout
+from dlrm_autoshard.planner.mdp import EstimatedMDP, Rollout
 from dlrm_autoshard.planner.replay import comms_of, shards_of
 from dlrm_autoshard.planner.search import improve
-from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.task import MeasureTask, PlacementTask
 
 FEW_SWAPS = 128
 """Tried in a round of searches, which need not be thorough: there are dozens."""
-MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
 
 
 def fit_planner(
@@ -63,15 +62,15 @@ def fit_planner(
             if placements % 2:
                 placement = improve(task, now, placement, seed=makers.seed, most_swaps=FEW_SWAPS)
             [profile] = counted(task, [task.plan_from(placement)])
-            costs.replay.comms.append(comms_of(profile))
-            costs.replay.shards.extend(shards_of(profile))
+            costs.replay.add([comms_of(profile), *shards_of(profile)])
 
     def fit_costs() -> None:
         last = len(reports) + 1 == settings.iterations
-        reports.append(costs.fit_costs(settings.cost_updates, 2e-3, None, correct=last))
+        reports.append(costs.fit_costs(settings.cost_updates, correct=last))
 
     trainer = DreamShard(makers.policy, settings, makers.seed)
     trainer.train(tasks, costs.costs_of, measure_all, fit_costs)
     if algorithm in makers.sequences:
-        makers.train_sequence(algorithm, tasks, costs.costs_of, counted)
+        sequence = makers.sequence_trainer(makers.sequences[algorithm])
+        sequence.train(tasks, lambda task: EstimatedMDP(task, costs.costs_of(task)), measure=counted)
     return replace(reports[-1], error_before=reports[0].error_before, seconds=time.perf_counter() - started)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -62,22 +63,28 @@ def condition(
     inverse = np.linalg.inv(covariance_NN)
     inverse = (inverse + inverse.T) / 2
     log_determinant = 2 * float(np.log(np.linalg.cholesky(covariance_NN).diagonal()).sum())
-    left = dict(causes or {})
-    large: set[int] = set()
-    bonus = 0.0
+    prices = 0.0
+
+    def widen(members: np.ndarray, own: float, variance: float, price: float) -> None:
+        """Adds `variance` that these observations have in common. own: the sum of what the inverse has of them."""
+        nonlocal inverse, log_determinant, prices
+        row = inverse[members].sum(axis=0)
+        inverse = inverse - np.outer(row, row) * (variance / (1 + variance * own))
+        log_determinant += float(np.log1p(variance * own))
+        prices += price
+
     if disturbed is not None:
-        may_be_N, wide = disturbed.may_be_N.copy(), disturbed.variance
+        may_be_N = disturbed.may_be_N.copy()
         for _ in range(MOST_LARGE):
-            own_N, pull_N = inverse.diagonal(), inverse @ values_N
-            gain_N = 0.5 * wide * pull_N**2 / (1 + wide * own_N) - 0.5 * np.log1p(wide * own_N) - disturbed.price
+            own_N = inverse.diagonal()
+            gain_N = _gain(inverse @ values_N, own_N, disturbed.variance) - disturbed.price
             worst = int(np.where(may_be_N, gain_N, -np.inf).argmax())
             if not may_be_N[worst] or gain_N[worst] <= 0:
                 break
-            log_determinant += float(np.log1p(wide * own_N[worst]))
-            bonus -= disturbed.price
             may_be_N[worst] = False
-            row = inverse[worst].copy()
-            inverse = inverse - np.outer(row, row) * (wide / (1 + wide * row[worst]))
+            widen(np.array([worst]), float(own_N[worst]), disturbed.variance, disturbed.price)
+    left = dict(causes or {})
+    large: set[int] = set()
     while left and len(large) < MOST_LARGE:
         weights = inverse @ values_N
         gains = {}
@@ -85,19 +92,20 @@ def condition(
             own = float(inverse[np.ix_(cause.members, cause.members)].sum())
             pull = float(weights[cause.members].sum())
             price = cause.price if pull > 0 or cause.price_below is None else cause.price_below
-            wide = cause.variance
-            gain = 0.5 * wide * pull**2 / (1 + wide * own) - 0.5 * np.log1p(wide * own) - price
-            gains[key] = (gain, own, price)
+            gains[key] = (float(_gain(pull, own, cause.variance)) - price, own, price)
         key = max(gains, key=lambda k: gains[k][0])
         gain, own, price = gains[key]
         if gain <= 0:
             break
         cause = left.pop(key)
-        row = inverse[cause.members].sum(axis=0)
-        inverse = inverse - np.outer(row, row) * (cause.variance / (1 + cause.variance * own))
-        log_determinant += float(np.log1p(cause.variance * own))
-        bonus -= price
+        widen(cause.members, own, cause.variance, price)
         large.add(key)
     weights = inverse @ values_N
-    evidence = -0.5 * (float(values_N @ weights) + log_determinant) + bonus
+    evidence = -0.5 * (float(values_N @ weights) + log_determinant) - prices
     return Posterior(inverse, weights, evidence, frozenset(large))
+
+
+def _gain(pull: Any, own: Any, variance: float) -> Any:
+    """Of the log evidence, where observations have `variance` more in common. pull: their sum of weights. Of numbers,
+    or of arrays."""
+    return 0.5 * variance * pull**2 / (1 + variance * own) - 0.5 * np.log1p(variance * own)

@@ -46,8 +46,7 @@ def greedy_on_cost(task: PlacementTask, costs: TaskCosts) -> np.ndarray:
     sums_WK = np.zeros((task.world_size, costs.summary_UK.shape[1]), dtype=np.float32)
     ms_W4 = costs.stage_ms(sums_WK, everywhere)
     empty_4 = ms_W4.min(axis=0)
-    fastest = int(costs.factor_W2.sum(axis=1).argmin())
-    alone_U4 = costs.stage_ms(costs.summary_UK, np.full(len(units), fastest))
+    alone_U4 = costs.stage_ms(costs.summary_UK, np.full(len(units), costs.fastest))
     loads = StageLoads(alone_U4, empty_4, len(task.topology.usable_ranks))
     load_W = loads(ms_W4)
     for unit in np.argsort(-alone_U4.sum(axis=1), kind="stable").tolist():

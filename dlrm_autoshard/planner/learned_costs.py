@@ -48,16 +48,11 @@ class LearnedCosts:
         samples: Sequence[ShardSample | CommsSample],
         *,
         updates: int = 300,
-        learning_rate: float = 2e-3,
         budget_seconds: float | None = None,
     ) -> FitReport:
         """Keeps start-up samples and fits the cost model to all that are kept."""
-        for sample in samples:
-            if isinstance(sample, CommsSample):
-                self.replay.add_comms(sample)
-            else:
-                self.replay.add_shard(sample)
-        return self.fit_costs(updates, learning_rate, budget_seconds)
+        self.replay.add(samples)
+        return self.fit_costs(updates, budget_seconds)
 
     def observe(self, profile: StepProfile, topology: Topology | None = None) -> None:
         """Takes in a profile of real steps (or of the probe on these ranks): arithmetic, no training of networks.
@@ -75,8 +70,7 @@ class LearnedCosts:
 
     def observe_shards(self, samples: Sequence[ShardSample]) -> None:
         """Takes in what the micro-benchmark measured of a few shards: arithmetic, no training of networks."""
-        for sample in samples:
-            self.replay.add_shard(sample)
+        self.replay.add(samples)
         self._correct()
 
     def predict(self, task: PlacementTask, plan: ShardingPlan) -> tuple[RankCost, ...]:
@@ -106,9 +100,7 @@ class LearnedCosts:
         tables = None if measuring is None else [free.names.index(name) for name in measuring if name in free.names]
         return estimates(free, self.costs_of(free), self.corrections, placements, tables)
 
-    def fit_costs(
-        self, updates: int, learning_rate: float, budget_seconds: float | None, *, correct: bool = True
-    ) -> FitReport:
+    def fit_costs(self, updates: int, budget_seconds: float | None = None, *, correct: bool = True) -> FitReport:
         """To start-up samples. correct: condition the corrections on them too; a training that fits many times needs
         that once, at its end."""
         self._fit_exchange()
@@ -116,7 +108,6 @@ class LearnedCosts:
             self.cost_model,
             self.replay.shards,
             updates=updates,
-            learning_rate=learning_rate,
             seed=self.seed,
             budget_seconds=budget_seconds,
         )

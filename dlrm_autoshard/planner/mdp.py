@@ -75,9 +75,8 @@ class EstimatedMDP:
         # Costs are shown as fractions of an even share, so that tasks of any size are alike.
         self.share = np.float32(max(float(alone.sum()) / len(task.topology.usable_ranks), 1e-6))
         self.summary = costs.summary_UK[self.order]
-        fastest = int(costs.factor_W2.sum(axis=1).argmin())
-        alone_U4 = costs.stage_ms(costs.summary_UK, np.full(len(alone), fastest)) / self.share
-        empty_4 = costs.stage_ms(np.zeros_like(costs.summary_UK[:1]), np.array([fastest]))[0] / self.share
+        alone_U4 = costs.stage_ms(costs.summary_UK, np.full(len(alone), costs.fastest)) / self.share
+        empty_4 = costs.stage_ms(np.zeros_like(costs.summary_UK[:1]), np.array([costs.fastest]))[0] / self.share
         self.loads = StageLoads(alone_U4, empty_4, len(task.topology.usable_ranks))
         left = alone[self.order][::-1].cumsum()[::-1]
         self.work_left = np.append(left[1:], 0.0) / max(left[0], 1e-9)

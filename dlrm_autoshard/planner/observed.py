@@ -125,19 +125,19 @@ class Observed:
         )
         kinds_N, insides, pairs, noises, numbers, ranks = zip(*rows, strict=True) if rows else ((),) * 6
         return Observed(
-            profiles,
-            tables,
-            Parts(tables),
-            summaries,
-            _since_the_first(log_data, wholes.num_wholes),
-            np.array(kinds_N, dtype=int),
-            np.array(insides, dtype=bool).reshape(-1, len(tables)),
-            np.array(pairs, dtype=np.float64).reshape(-1, 2),
-            np.array(noises, dtype=np.float64),
-            np.array(numbers, dtype=int),
-            np.array(ranks, dtype=int),
-            model,
-            ExchangeErrors.of(profiles, exchange),
+            profiles=profiles,
+            tables=tables,
+            parts=Parts(tables),
+            summary_NTK=summaries,
+            log_data_KR2=_since_the_first(log_data, wholes.num_wholes),
+            kind_N=np.array(kinds_N, dtype=int),
+            inside_NT=np.array(insides, dtype=bool).reshape(-1, len(tables)),
+            measured_N2=np.array(pairs, dtype=np.float64).reshape(-1, 2),
+            noise_N=np.array(noises, dtype=np.float64),
+            profile_N=np.array(numbers, dtype=int),
+            rank_N=np.array(ranks, dtype=int),
+            model=model,
+            exchange=ExchangeErrors.of(profiles, exchange),
         )
 
     def rows(self, eras: Sequence[int], table_T2: np.ndarray | None) -> tuple[Rows, np.ndarray, np.ndarray]:
@@ -164,18 +164,18 @@ class Observed:
         share_NB = share_NT @ self.parts.basis(self.tables)
         light_N = lightness(predicted_N2.T.ravel(), np.repeat(self.dearest_2, count))
         rows = Rows(
-            np.repeat([0, 1], count),
-            np.tile(source_N, 2),
-            np.tile(self.rank_N, 2),
-            np.tile(era_N, 2),
-            np.tile(self.profile_N, 2),
-            light_N,
-            share_NB,
-            changes(share_NB, self.log_data_KR2[np.tile(self.kind_N, 2)][:, self.parts.whole_of_B]),
-            np.tile(many(self._log_loads_NL), 2),
-            np.tile(self.load_range.features(self._log_loads_NL), (2, 1)),
-            evenness(share_NT),
-            self.parts.num_wholes,
+            stage_N=np.repeat([0, 1], count),
+            source_N=np.tile(source_N, 2),
+            rank_N=np.tile(self.rank_N, 2),
+            era_N=np.tile(era_N, 2),
+            profile_N=np.tile(self.profile_N, 2),
+            light_N=light_N,
+            share_NB=share_NB,
+            change_NF=changes(share_NB, self.log_data_KR2[np.tile(self.kind_N, 2)][:, self.parts.whole_of_B]),
+            many_N=np.tile(many(self._log_loads_NL), 2),
+            load_NF=np.tile(self.load_range.features(self._log_loads_NL), (2, 1)),
+            even_N=evenness(share_NT),
+            num_wholes=self.parts.num_wholes,
         )
         # Half of a profile's noise is its own moment's, the same for all of its ranks and stages.
         noise_N, profile_N = np.tile(self.noise_N / IQR_OF_NORMAL, 2), np.tile(self.profile_N, 2)

@@ -25,20 +25,22 @@ from dlrm_autoshard.planner.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.estimates import Estimates
 from dlrm_autoshard.planner.finalists import Measure, best, measure_finalists, order
 from dlrm_autoshard.planner.fit_costs import FitReport
-from dlrm_autoshard.planner.fit_planner import MeasureTask, fit_planner
+from dlrm_autoshard.planner.fit_planner import fit_planner
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.relabel import relabelled
 from dlrm_autoshard.planner.result import Candidate, Gain, PlanResult
 from dlrm_autoshard.planner.saved_state import PlannerRecord
 from dlrm_autoshard.planner.search import improve, search
 from dlrm_autoshard.planner.splits import Splitted, dear_shards, fitting, merged, split_search, with_halves
-from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.task import MeasureTask, PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
 __all__ = ["ALGORITHMS", "LEARNED", "Measure", "MeasureTask", "Planner"]
 
 FINALISTS_SHARE = 0.15
 """Of the budget: what measuring finalists may take beside the first two."""
+PROPOSALS = 5
+"""Plans that `propose` returns at most."""
 
 
 class Planner:
@@ -137,7 +139,7 @@ class Planner:
         return [Candidate("split+search", one.task.plan_from(one.rank_U), one.step_ms) for one in found]
 
     def propose(
-        self, task: PlacementTask, current: ShardingPlan, *, budget_seconds: float | None = None, most: int = 5
+        self, task: PlacementTask, current: ShardingPlan, *, budget_seconds: float | None = None
     ) -> list[tuple[ShardingPlan, float]]:
         """Different plans with their predicted step cost in ms, best first. The current plan improved is among them: it
         takes the fewest moves, so it is found first, whatever else there is time for."""
@@ -162,7 +164,7 @@ class Planner:
         candidates = near + self._relabelled(task, candidates, current)
         different = {candidate.plan.fingerprint: candidate for candidate in reversed(candidates)}
         ranked = sorted(different.values(), key=lambda c: c.predicted_ms)
-        kept = ranked[:most]
+        kept = ranked[:PROPOSALS]
         if near and near[0] not in kept:
             kept[-1] = near[0]
         return [(candidate.plan, candidate.predicted_ms) for candidate in kept]

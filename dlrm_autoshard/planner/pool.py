@@ -171,5 +171,5 @@ def reuse_shares(stats: Sequence[TableStats]) -> tuple[list[float], float]:
     middle[0] = 1.0
     lookups = np.array([s.reuse_histogram for s in stats]) * middle
     lookups *= (ids / np.maximum(lookups.sum(1), 1e-12))[:, None]
-    shares = lookups.sum(0) / lookups.sum()
-    return [float(share) for share in shares], float(ids.sum() / unique.sum())
+    shares = lookups.sum(0) / max(lookups.sum(), 1e-12)
+    return [float(share) for share in shares], float(ids.sum() / unique.sum()) if ids.any() else 1.0

@@ -10,6 +10,7 @@ import numpy as np
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
+from dlrm_autoshard.planner.units import Room
 from dlrm_autoshard.tables import Shard
 
 AS_CHEAP = 1e-3
@@ -27,26 +28,25 @@ def relabelled(task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray, curren
                 held = table.part(*common.columns) if common.columns else table
                 stored = held.weight_bytes + held.optimizer_bytes(task.splits.optimizer)
                 row[current.rank_of[str(part)]] += stored
-    most_ms = costs.step_ms(rank_U) * (1 + AS_CHEAP)
-    start_U, units = rank_U, task.units
+    units, most_ms = task.units, costs.step_ms(rank_U) * (1 + AS_CHEAP)
     refused: set[tuple[int, int]] = set()
+    stays_WW = np.zeros((task.world_size, task.world_size))
+    np.add.at(stays_WW, rank_U[units.unit_of_T], bytes_TW)
     while True:
-        stays_WW = np.zeros((task.world_size, task.world_size))
-        np.add.at(stays_WW, rank_U[task.units.unit_of_T], bytes_TW)
         own_W = np.diag(stays_WW)
         saved_WW = np.triu(stays_WW + stays_WW.T - own_W - own_W[:, None], k=1)
         for one, other in refused:
             saved_WW[one, other] = 0.0
         one, other = (int(rank) for rank in np.unravel_index(saved_WW.argmax(), saved_WW.shape))
         if saved_WW[one, other] <= 0:
-            return rank_U if task.allows(task.plan_from(rank_U)) else start_U
+            return rank_U
         name_W = np.arange(task.world_size)
         name_W[[one, other]] = other, one
         swapped_U = name_W[rank_U]
-        # What must share a rank, or must not, still does: only where units may be, and memory, can forbid another name.
-        used_W = np.bincount(swapped_U, units.bytes_U, task.world_size)
-        may_be = units.allowed_UW[np.arange(len(units)), swapped_U].all() and (used_W <= units.capacity_W).all()
-        if may_be and costs.step_ms(swapped_U) <= most_ms:
+        # Groups that are kept apart stay so under any names.
+        legal = units.allowed_UW[np.arange(len(units)), swapped_U].all() and (Room(units, swapped_U).free_W >= 0).all()
+        if legal and costs.step_ms(swapped_U) <= most_ms:
             rank_U = swapped_U
+            stays_WW[[one, other]] = stays_WW[[other, one]]
         else:
             refused.add((one, other))

@@ -1,12 +1,12 @@
 """Measured costs to learn from: shards timed at start-up, and whole steps from training.
 
-buffer.add_shard(ShardSample(tables, stats, 4096, fwd_compute_ms=1.2, bwd_compute_ms=2.9))
+buffer.add([ShardSample(tables, stats, 4096, fwd_compute_ms=1.2, bwd_compute_ms=2.9)])
 buffer.add_profile(profile)             # a StepProfile of real steps; newer ones count more
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from dlrm_autoshard.formats.numbers import Amount, BatchSize, Count
 from dlrm_autoshard.tables import StatsRecord, TableConfig, TableRecord, TableStats
 
 DECAY = 0.8
+MOST_SAMPLES, MOST_PROFILES = 20_000, 64
 
 
 class ShardRecord(TypedDict):
@@ -59,15 +60,8 @@ class ShardSample:
     rank: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "tables": [table.to_json() for table in self.tables],
-            "stats": [stat.to_json() for stat in self.stats],
-            "batch_size": self.batch_size,
-            "fwd_compute_ms": self.fwd_compute_ms,
-            "bwd_compute_ms": self.bwd_compute_ms,
-            "noise": self.noise,
-            "rank": self.rank,
-        }
+        tables = [table.to_json() for table in self.tables]
+        return {**vars(self), "tables": tables, "stats": [stat.to_json() for stat in self.stats]}
 
     @staticmethod
     def from_json(record: Any) -> ShardSample:
@@ -141,31 +135,26 @@ def comms_of(profile: StepProfile) -> CommsSample:
 class ReplayBuffer:
     """What has been measured, bounded, oldest first.
 
-    Start-up samples are kept for good (they are clean and cover many table sets); of training's own profiles the newest
-    64 are kept, and each older one counts 0.8 of its successor, because data and machines drift.
+    Start-up samples are kept as long as there is room (they are clean and cover many table sets). Of training's own
+    profiles each counts 0.8 of its successor, because data and machines drift.
     """
 
-    def __init__(self, max_shards: int = 20_000, max_profiles: int = 64) -> None:
-        self.max_shards = max_shards
-        self.max_profiles = max_profiles
+    def __init__(self) -> None:
         self.shards: list[ShardSample] = []
         self.comms: list[CommsSample] = []
         self.profiles: list[StepProfile] = []
 
-    def __len__(self) -> int:
-        return len(self.shards) + sum(profile.plan.world_size for profile in self.profiles)
-
-    def add_shard(self, sample: ShardSample) -> None:
-        self.shards.append(sample)
-        del self.shards[: -self.max_shards]
-
-    def add_comms(self, sample: CommsSample) -> None:
-        self.comms.append(sample)
-        del self.comms[: -self.max_shards]
+    def add(self, samples: Iterable[ShardSample | CommsSample]) -> None:
+        for sample in samples:
+            if isinstance(sample, CommsSample):
+                self.comms.append(sample)
+            else:
+                self.shards.append(sample)
+        del self.shards[:-MOST_SAMPLES], self.comms[:-MOST_SAMPLES]
 
     def add_profile(self, profile: StepProfile) -> None:
         self.profiles.append(profile)
-        del self.profiles[: -self.max_profiles]
+        del self.profiles[:-MOST_PROFILES]
 
     def weighted_profiles(self) -> Iterator[tuple[StepProfile, float]]:
         """Profiles with their weights: 1 for the newest, 0.8 for the one before, ..."""

@@ -35,14 +35,7 @@ class Candidate:
         return self.predicted_ms if self.expected_ms is None else self.expected_ms
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "plan": self.plan.fingerprint,
-            "predicted_ms": self.predicted_ms,
-            "measured_ms": self.measured_ms,
-            "measured_source": self.measured_source,
-            "expected_ms": self.expected_ms,
-        }
+        return {**vars(self), "plan": self.plan.fingerprint}
 
 
 @dataclass(frozen=True)

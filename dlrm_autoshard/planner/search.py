@@ -131,13 +131,14 @@ class _Search:
         is_other[others] = True
         there = np.flatnonzero(is_other[self.room.rank_U])
         if len(there):
-            out, back = np.repeat(here, len(there)), np.tile(there, len(here))
-            if len(out) > self.most_swaps:
+            if (count := len(here) * len(there)) <= self.most_swaps:
+                pairs = np.arange(count)
+            else:
                 totals = self.ms_W4.sum(axis=1)
-                half_gap = (totals[source] - totals[self.room.rank_U[back]]) / 2
-                off = np.abs(self.alone_U[out] - self.alone_U[back] - half_gap)
-                near = np.argpartition(off, self.most_swaps)[: self.most_swaps]
-                out, back = out[near], back[near]
+                half_gap = (totals[source] - totals[self.room.rank_U[there]]) / 2
+                off = np.abs(self.alone_U[here][:, None] - self.alone_U[there] - half_gap)
+                pairs = np.argpartition(off, self.most_swaps, axis=None)[: self.most_swaps]
+            out, back = here[pairs // len(there)], there[pairs % len(there)]
             outs, tos, backs = [*outs, out], [*tos, self.room.rank_U[back]], [*backs, back]
         out, to, back = np.concatenate(outs), np.concatenate(tos), np.concatenate(backs)
         fits = self._fits(source, out, to, back)

@@ -108,8 +108,9 @@ def _halvings(task: PlacementTask, name: str) -> Iterator[PlacementTask]:
     """The shard `name` halved; and so all parts of its table that are as wide."""
     if (halved := task.split(name)) is not None:
         yield halved
-    width_of = {table.name: table.embedding_dim for table in task.tables}
-    alike = [n for n in task.names if Shard.parse(n).table == Shard.parse(name).table and width_of[n] == width_of[name]]
+    width = task.shard(name)[0].embedding_dim
+    parts = task.shards_of[Shard.parse(name).table]
+    alike = [part.name for part, _ in parts if part.embedding_dim == width]
     all_halved: PlacementTask | None = task if len(alike) > 1 else None
     for part in alike:
         all_halved = None if all_halved is None else all_halved.split(part)
@@ -178,9 +179,9 @@ def merged(task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline:
     start = Splitted(task, costs_of(task), rank_U, float("inf"))
     found = []
     for table in task.wholes:
-        parts = [part for part in task.tables if part.name != table.name and part.name.startswith(f"{table.name}[")]
-        if parts and not late(deadline):
-            at = task.tables.index(parts[0])
+        parts = task.shards_of[table.name]
+        if len(parts) > 1 and not late(deadline):
+            at = task.names.index(parts[0][0].name)
             whole = task.with_shards([*task.tables[:at], table, *task.tables[at + len(parts) :]])
             child = _placed(start, whole, costs_of(whole), deadline)
             found += [] if child is None else [_searched(child, deadline)]

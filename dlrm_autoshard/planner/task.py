@@ -7,12 +7,13 @@ task.plan_from(np.array([0, 1, 0, ...])) # one rank a unit -> ShardingPlan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
+from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, check_plan, shard_tables
 from dlrm_autoshard.planner.units import Units, units_of
 from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats, memory_bytes
@@ -78,7 +79,7 @@ class PlacementTask:
     def world_size(self) -> int:
         return self.topology.world_size
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(table.name for table in self.tables)
 
@@ -122,19 +123,22 @@ class PlacementTask:
     # -- shards --------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def wholes(self) -> tuple[TableConfig, ...]:
-        """The tables that these are, or are parts of."""
-        widest: dict[str, TableConfig] = {}
-        for table in self.tables:
-            name = Shard.parse(table.name).table
-            if name not in widest or widest[name].columns[1] < table.columns[1]:
-                widest[name] = table
-        return tuple(replace(t, name=name, embedding_dim=t.columns[1]) for name, t in widest.items())
+    def shards_of(self) -> Mapping[str, Sequence[tuple[TableConfig, TableStats]]]:
+        """Of each whole table, by its name: its shards among these, with its statistics."""
+        found: dict[str, list[tuple[TableConfig, TableStats]]] = {}
+        for table, stat in zip(self.tables, self.stats, strict=True):
+            found.setdefault(Shard.parse(table.name).table, []).append((table, stat))
+        return found
 
     @cached_property
     def _whole_of(self) -> Mapping[str, tuple[TableConfig, TableStats]]:
-        stat_of = {Shard.parse(name).table: stat for name, stat in zip(self.names, self.stats, strict=True)}
-        return {table.name: (table, stat_of[table.name]) for table in self.wholes}
+        last_of = {name: max(shards, key=lambda shard: shard[0].columns[1]) for name, shards in self.shards_of.items()}
+        return {n: (replace(t, name=n, embedding_dim=t.columns[1]), stat) for n, (t, stat) in last_of.items()}
+
+    @property
+    def wholes(self) -> tuple[TableConfig, ...]:
+        """The tables that these are, or are parts of."""
+        return tuple(table for table, _ in self._whole_of.values())
 
     def shard(self, name: str) -> tuple[TableConfig, TableStats]:
         """A table, or the part of one that `name` says; with the table's statistics."""
@@ -148,12 +152,9 @@ class PlacementTask:
 
     def with_shards(self, shards: Sequence[TableConfig]) -> PlacementTask:
         """The same task about these shards of its tables. A part's memory is in proportion to what its shape needs."""
-        known: dict[str, tuple[TableConfig, TableStats]] = {}
-        for table, stat in zip(self.tables, self.stats, strict=True):
-            known.setdefault(Shard.parse(table.name).table, (table, stat))
         stats, table_bytes = [], {}
         for shard in shards:
-            like, stat = known[Shard.parse(shard.name).table]
+            like, stat = self.shards_of[Shard.parse(shard.name).table][0]
             both = [*memory_bytes([shard], [stat], self.splits.optimizer, self.batch_size).values()]
             both += memory_bytes([like], [stat], self.splits.optimizer, self.batch_size).values()
             table_bytes[shard.name] = -(-self.table_bytes[like.name] * both[0] // both[1])
@@ -182,10 +183,10 @@ class PlacementTask:
     def halves(self, name: str) -> tuple[TableConfig, TableConfig] | None:
         """Of the shard `name`, where it may be split once more: its table's parts are not too many, halves not too
         narrow, and nothing asks that they share a rank."""
-        [table] = [table for table in self.tables if table.name == name]
+        table, _ = self.shard(name)
         shard = Shard.parse(name)
         bound = [*self.constraints.pinned, *(other for group in self.constraints.together for other in group)]
-        parts = sum(Shard.parse(other).table == shard.table for other in self.names)
+        parts = len(self.shards_of[shard.table])
         start, stop = table.columns
         middle = start + 4 * -(-table.embedding_dim // 8)
         narrow = min(middle - start, stop - middle) < max(4, self.splits.min_dim)
@@ -199,3 +200,7 @@ class PlacementTask:
             return None
         at = self.names.index(name)
         return self.with_shards([*self.tables[:at], *halves, *self.tables[at + 1 :]])
+
+
+MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
+"""Measures plans of a task."""

@@ -38,41 +38,34 @@ class TaskCosts:
     ) -> None:
         corrections = corrections or Corrections()
         world_size, topology = task.world_size, task.topology
+        self._task, self._model, self._exchange, self._corrections = task, model, exchange, corrections
         summary_TK = model.summaries(task.tables, task.stats, task.batch_size)
         summary_TK[:, COST] *= corrections.table_factors_T2(task.tables)
         fused_T2 = summary_TK[:, COST] * corrections.fused_logs_T2(task.tables).astype(np.float32)
-        summary_TK = np.concatenate([summary_TK, fused_T2], axis=1)
-
-        def device_ms(summaries: np.ndarray) -> np.ndarray:
-            own = summaries[..., :NUM_SUMMARY]
-            ms = model.device_ms(own)
-            fused_logs = summaries[..., NUM_SUMMARY:] / np.maximum(own[..., COST], 1e-9)
-            return ms * corrections.set_factors(ms, own, fused_logs).astype(np.float32)
-
-        self.device_ms = device_ms
-        self.launch_S = model.launch_S
-        self.world_size = world_size
-        self.summary_TK = summary_TK
-        self.summary_UK = task.units.sum_over_tables(summary_TK)
+        self.summary_TK = np.concatenate([summary_TK, fused_T2], axis=1)
+        self.summary_UK = task.units.sum_over_tables(self.summary_TK)
+        self.launch_S, self.world_size = model.launch_S, world_size
         self.factor_W2 = corrections.rank_factors_W2(world_size, topology.speed).astype(np.float32)
+        self.fastest = int(self.factor_W2.sum(axis=1).argmin())
         total_dims = float(sum(table.embedding_dim for table in task.tables))
         base_2W2, per_dim_2W2 = exchange.lines(total_dims, task.batch_size, world_size, topology.hosts)
-        exchange_W2 = corrections.exchange_factors_W2(world_size)
-        slowest_2 = exchange_W2.max(axis=0)
+        self._exchange_W2 = corrections.exchange_factors_W2(world_size)
+        slowest_2 = self._exchange_W2.max(axis=0)
         self.comms_base_W2, self.comms_per_dim_W2 = (
             (lines_2W2 @ slowest_2).T.astype(np.float32) for lines_2W2 in (base_2W2, per_dim_2W2)
         )
-
-        def exchange_ms(dims_W: np.ndarray) -> np.ndarray:
-            ms: np.ndarray = exchange.ms(dims_W, task.batch_size, topology.hosts) * exchange_W2
-            return ms
-
-        self._exchange_ms = exchange_ms
         # A table's ids go to the owner of each of its parts: they cost what as many bytes of vectors would.
         mb_T = np.array([stat.mean_pooling for stat in task.stats]) * task.batch_size / world_size * BYTES_PER_ID * 1e-6
         again_T = np.array([table.columns[0] > 0 for table in task.tables])
         price = exchange.prices_SP[0, 2:5].sum() * (1 - 1 / world_size)
         self.ids_ms_U = task.units.sum_over_tables(mb_T * again_T * price)
+
+    def device_ms(self, summaries: np.ndarray) -> np.ndarray:
+        """[..., 2] forward and backward computation of devices by their summaries [..., K], on any rank."""
+        own = summaries[..., :NUM_SUMMARY]
+        ms = self._model.device_ms(own)
+        fused_logs = summaries[..., NUM_SUMMARY:] / np.maximum(own[..., COST], 1e-9)
+        return ms * self._corrections.set_factors(ms, own, fused_logs).astype(np.float32)
 
     def stages(self, sums_NDK: np.ndarray, ranks_D: np.ndarray | slice = slice(None)) -> np.ndarray:
         """[..., 4] forward computation, sending, receiving, backward computation of the devices of ranks `ranks_D`: of
@@ -97,9 +90,10 @@ class TaskCosts:
 
     def rank_ms(self, rank_U: np.ndarray) -> np.ndarray:
         """[W, 4]; in an exchange, which ends on all ranks at once, all take as long as the slowest."""
-        sums = self.sums(rank_U)
+        sums, task = self.sums(rank_U), self._task
         ms_W4 = self.stage_ms(sums, np.arange(self.world_size))
-        ms_W4[:, EXCHANGE] = self._exchange_ms(sums[:, DIM].ravel().astype(np.float64))
+        dims_W = sums[:, DIM].ravel().astype(np.float64)
+        ms_W4[:, EXCHANGE] = self._exchange.ms(dims_W, task.batch_size, task.topology.hosts) * self._exchange_W2
         ms_W4[:, EXCHANGE.start] += self.ids_ms_U[rank_U >= 0].sum()
         return ms_W4
 
@@ -108,7 +102,6 @@ class TaskCosts:
 
     def alone_ms(self) -> np.ndarray:
         """[U] what each unit adds to the fastest rank, all stages."""
-        fastest = int(self.factor_W2.sum(axis=1).argmin())
         with_nothing_UK = np.concatenate([self.summary_UK, np.zeros_like(self.summary_UK[:1])])
-        ms = self.stage_ms(with_nothing_UK, np.full(len(with_nothing_UK), fastest)).sum(axis=1)
+        ms = self.stage_ms(with_nothing_UK, np.full(len(with_nothing_UK), self.fastest)).sum(axis=1)
         return np.maximum(ms[:-1] - ms[-1], 1e-6)

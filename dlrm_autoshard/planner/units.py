@@ -79,22 +79,12 @@ def units_of(names: Sequence[str], bytes_T: np.ndarray, topology: Topology, cons
         if not numbers[name]:
             raise PlanError(f"a constraint names table '{name}', which the model does not have.")
 
-    leader = list(range(len(names)))
-
-    def find(i: int) -> int:
-        while leader[i] != i:
-            i = leader[i]
-        return i
-
+    first_T = np.arange(len(names))  # of the tables that each must stay together with
     for group in constraints.together:
-        first, *others = [number for name in group for number in numbers[name]]
-        for other in others:
-            a, b = find(first), find(other)
-            leader[max(a, b)] = min(a, b)
-    roots = [find(i) for i in range(len(names))]
-    unit_of_root = {root: unit for unit, root in enumerate(sorted(set(roots)))}
-    unit_of_T = np.array([unit_of_root[root] for root in roots])
-    members: list[list[int]] = [[] for _ in unit_of_root]
+        own_T = np.isin(first_T, first_T[[number for name in group for number in numbers[name]]])
+        first_T[own_T] = first_T.min(where=own_T, initial=len(names))
+    firsts, unit_of_T = np.unique(first_T, return_inverse=True)
+    members: list[list[int]] = [[] for _ in firsts]
     for table, unit in enumerate(unit_of_T):
         members[unit].append(table)
 

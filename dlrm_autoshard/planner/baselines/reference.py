@@ -7,16 +7,14 @@ rank_U = reference.place(task)               # likeliest device for each table, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.formats.json_file import checked
 from dlrm_autoshard.formats.numbers import Count
-from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.baselines.reference_nets import (
     HEADS,
     Episodes,
@@ -30,10 +28,9 @@ from dlrm_autoshard.planner.features import NUM_RAW, raw_features
 from dlrm_autoshard.planner.greedy import greedy
 from dlrm_autoshard.planner.masked import gumbel_noise
 from dlrm_autoshard.planner.mlp import Adam, load_weights, weights_to_json
-from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.task import MeasureTask, PlacementTask
 from dlrm_autoshard.planner.units import Room
 
-MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
 BUDGET = DreamShardSettings(cost_updates=300)
 STANDARDISED = slice(1, 4)
 """Rows, pooling factor and size, over the task's own tables; dim and reuse bins go in raw."""

@@ -17,19 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dlrm_autoshard.costs import COMPUTE, StepProfile
+from dlrm_autoshard.costs import COMPUTE
 from dlrm_autoshard.formats.arrays import array_like
-from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.features import NUM_NETWORK
 from dlrm_autoshard.planner.masked import gumbel_noise
 from dlrm_autoshard.planner.mdp import EstimatedMDP
 from dlrm_autoshard.planner.search import late
-from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.task import MeasureTask, PlacementTask
 
 # Axes: U units, E episodes, D devices, H hidden.
 
 EMBED, HIDDEN = 32, 64
-MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]
 
 
 @dataclass(frozen=True)
@@ -120,14 +118,14 @@ class SequenceTrainer:
         mdp_of: Callable[[PlacementTask], EstimatedMDP],
         deadline: float | None = None,
         measure: MeasureTask | None = None,
-    ) -> int:
-        """Returns the updates made. With `measure`, AutoShard's reward is the measured balance, as in the paper;
-        without (at plan time), the cost model's."""
+    ) -> None:
+        """With `measure`, AutoShard's reward is the measured balance, as in the paper; without (at plan time), the cost
+        model's."""
         mdps: dict[int, EstimatedMDP] = {}
         seen: dict[int, list[tuple[np.ndarray, Tensor]]] = {}
         for update in range(self.settings.updates):
             if late(deadline):
-                return update
+                return
             number = int(self.generator.integers(len(tasks)))
             if number not in mdps:
                 mdps[number] = mdp_of(tasks[number])
@@ -143,7 +141,6 @@ class SequenceTrainer:
                 of_task += zip(played.rank_EU, played.compute_ED, strict=True)
                 del of_task[: -self.settings.cost_buffer]
                 self._learn_costs(mdps[number], of_task)
-        return self.settings.updates
 
     def place(self, mdp: EstimatedMDP) -> list[np.ndarray]:
         found: list[tuple[float, np.ndarray]] = []
