@@ -155,13 +155,6 @@ def test_a_jobs_steps_are_counted_by_phase_and_plan(tmp_path: Path) -> None:
     assert {key: count for key, (_, count) in counted.items()} == expected
 
 
-def test_the_picture_marks_moves_and_needs_nothing_else() -> None:
-    move = {"step": 5, "text": "moved <2> tables"}
-    page = race_picture.page({"abrupt": {0: {"loop": finished(9.0, moves=[move]), "torchrec": {"missing": "no"}}}})
-    assert page.count("<polyline") == 1 and page.count("<circle") == 1 and "moved &lt;2&gt; tables" in page
-    assert "http" not in page and "<script" not in page
-
-
 def test_a_panel_shows_the_seed_whose_ratio_is_the_median_and_is_whole_xml() -> None:
     move = {"step": 5, "text": "moved 2 tables"}
     seeds = {

@@ -22,24 +22,18 @@ from typing import Any
 import yaml
 
 from dlrm_autoshard.benchmarks.harness import BenchError
-from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
 from dlrm_autoshard.benchmarks.race_worlds import RANKS, World
 from dlrm_autoshard.plan import ShardingPlan, Topology
-from dlrm_autoshard.planner.greedy import HEURISTICS
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.records.jsonl import read_jsonl
 from dlrm_autoshard.tables import TableStats
 
-ARMS = ("round_robin", "heuristic", "planned", "loop", "clairvoyant", "torchrec", "torchrec_our_plan")
+ARMS = ("round_robin", "planned", "loop", "clairvoyant", "torchrec")
 BUSY_SPEED = 0.5
 DECIDES_EVERY = 100
 """Steps, a quarter of an epoch: what changes is seen an interval late, and a whole one costs a fifth of the gain."""
 POLL_SECONDS, LIMIT_SECONDS = 0.1, 3600
-
-
-def missing_peer(arm: str) -> str | None:
-    return find_torchrec() if arm.startswith("torchrec") else None
 
 
 def run_arm(arm: str, world: World, folder: Path) -> dict[str, Any]:
@@ -52,10 +46,6 @@ def run_arm(arm: str, world: World, folder: Path) -> dict[str, Any]:
         "planned": {"enabled": True, "reshard": {"enabled": False}},
         "loop": {"enabled": True, "reshard": {"every_steps": DECIDES_EVERY}},
     }
-    if arm == "heuristic":
-        plan = best_heuristic(world, data)
-        plan.save(run / "plan.json")
-        ours[arm] = {"enabled": False, "placement": str(run / "plan.json")}
     if arm in ours:
         config = world.config(data, ours[arm])
         return clocked(start_of(config, run), world, run)
@@ -173,18 +163,6 @@ def _ended(busy: subprocess.Popen[bytes] | None) -> None:
 # Plans ----------------------------------------------------------------------------------------------------------------
 
 
-def task_of(world: World, data: Path, phase: int = 0, speed: tuple[float, ...] | None = None) -> PlacementTask:
-    stats = [TableStats.from_json(row) for row in json.loads((data / f"phase_{phase}" / "stats.json").read_text())]
-    topology = Topology(RANKS) if speed is None else Topology(RANKS, speed=speed)
-    return PlacementTask.build(world.tables, stats, topology, batch_size=world.scale.batch * RANKS)
-
-
-def best_heuristic(world: World, data: Path) -> ShardingPlan:
-    """By predicted cost, as someone would choose it who measures nothing."""
-    task = task_of(world, data)
-    return min((Planner(name).plan(task) for name in HEURISTICS), key=lambda result: result.predicted_ms).plan
-
-
 def clairvoyant_plans(world: World, folder: Path) -> dict[int, Path]:
     """Epoch -> plan file: of a job that starts on the data from then on, planned and probed for it; where one rank is
     busy, searched for a rank of that speed. Made once for a world and seed."""
@@ -196,7 +174,11 @@ def clairvoyant_plans(world: World, folder: Path) -> dict[int, Path]:
             continue
         if world.name == "straggler" and epoch:
             if epoch in world.busy_epochs:
-                task = task_of(world, folder / "data", speed=(1.0,) * (RANKS - 1) + (BUSY_SPEED,))
+                rows = json.loads((folder / "data" / "phase_0" / "stats.json").read_text())
+                stats = [TableStats.from_json(row) for row in rows]
+                topology = Topology(RANKS, speed=(1.0,) * (RANKS - 1) + (BUSY_SPEED,))
+                batch = world.scale.batch * RANKS
+                task = PlacementTask.build(world.tables, stats, topology, batch_size=batch)
                 Planner("search").plan(task).plan.save(path)
             else:
                 ShardingPlan.load(plans[0]).save(path)

@@ -1,8 +1,4 @@
-"""Pictures of the race: all its jobs on a page, and how far they came of a static plan, a job for each world.
-
-page(done)          # an HTML page of its own: steps trained over seconds, a chart for each world and seed
-panels(done)        # an SVG for the README
-"""
+"""The race's picture for the README, an SVG: how far a job of each world came of the same job under a static plan."""
 
 from __future__ import annotations
 
@@ -12,57 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.benchmarks.race_arms import ARMS
-from dlrm_autoshard.benchmarks.race_worlds import IN_WORDS, RANKS
+from dlrm_autoshard.benchmarks.race_worlds import IN_WORDS
 
-WIDTH, HEIGHT = 560, 300
-COLORS = dict(zip(ARMS, ("#888", "#b8860b", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#17becf"), strict=True))
+COLORS = {"loop": "#d62728", "clairvoyant": "#2ca02c"}
 NAMES = {"loop": "with resharding", "clairvoyant": "clairvoyant: planned anew at each change, for nothing"}
 PANEL_WIDTH, PANEL_HEIGHT, COLUMNS = 300, 190, 3
 LEFT, TOP = 40, 60
 Runs = Mapping[str, Mapping[int, Mapping[str, dict[str, Any]]]]
 """By world, seed and arm."""
-
-
-def page(done: Runs) -> str:
-    """A page of its own: steps trained over time, a chart for each world and seed, moves marked."""
-    parts = []
-    for world, by_seed in done.items():
-        for seed, runs in by_seed.items():
-            curves = {arm: r for arm, r in runs.items() if "points" in r}
-            if curves:
-                parts.append(
-                    f"<figure><figcaption>{html.escape(world)}, seed {seed}</figcaption>{_chart(curves)}</figure>"
-                )
-    legend = " ".join(f'<span style="color:{color}">&#9632; {arm}</span>' for arm, color in COLORS.items())
-    style = "body{font:14px sans-serif;margin:2em}figure{display:inline-block;margin:1em}svg{border:1px solid #ccc}"
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>The race</title><style>{style}</style>'
-        f"<h1>Steps of {RANKS} ranks over seconds since the process's start</h1>"
-        f"<p>{legend} &#9679; a move</p>{''.join(parts)}</html>"
-    )
-
-
-def _chart(curves: Mapping[str, dict[str, Any]]) -> str:
-    longest = max(r["points"][-1][0] for r in curves.values())
-    most = max(r["points"][-1][1] for r in curves.values())
-
-    def at(seconds: float, step: float) -> tuple[float, float]:
-        return round(10 + (WIDTH - 20) * seconds / longest, 1), round(HEIGHT - 20 - (HEIGHT - 30) * step / most, 1)
-
-    drawn = [f'<text x="10" y="{HEIGHT - 5}">0 s</text><text x="{WIDTH - 60}" y="{HEIGHT - 5}">{longest:.0f} s</text>']
-    for arm, r in curves.items():
-        line = " ".join(f"{x},{y}" for x, y in (at(*point) for point in [(0, 0), *r["points"]]))
-        drawn.append(f'<polyline points="{line}" fill="none" stroke="{COLORS[arm]}"><title>{arm}</title></polyline>')
-        for move in r["moves"]:
-            seconds = next((s for s, step in r["points"] if step >= move["step"]), r["points"][-1][0])
-            x, y = at(seconds, move["step"])
-            said = html.escape(str(move["text"]))
-            drawn.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{COLORS[arm]}"><title>{said}</title></circle>')
-    return f'<svg width="{WIDTH}" height="{HEIGHT}" role="img">{"".join(drawn)}</svg>'
-
-
-# For the README -------------------------------------------------------------------------------------------------------
 
 
 def panels(done: Runs) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from dlrm_autoshard.benchmarks.peer_torchrec import dense_parameters, find_torchrec, sharded
-from dlrm_autoshard.benchmarks.race_torchrec import Model
+from dlrm_autoshard.benchmarks import race_torchrec
+from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
 from dlrm_autoshard.benchmarks.race_worlds import Scale, World
-from dlrm_autoshard.benchmarks.workloads import DENSE_LR, W_EMB
+from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.synthetic import SyntheticSource
@@ -66,41 +66,25 @@ class Tables:
         return [source.read("train", 0, start, start + self.batch) for start in starts]
 
 
-class Job:
-    """plan: ours or TorchRec's; None for that of TorchRec's planner. Collective."""
+class Job(race_torchrec.Job):
+    """On batches of its own."""
 
-    def __init__(self, tables: Tables, batches: Sequence[Batch], plan: Any, optimizer: str = "EXACT_ROWWISE_ADAGRAD"):
+    def __init__(self, tables: Tables, batches: Sequence[Batch], plan: Any, fused: str = "EXACT_ROWWISE_ADAGRAD"):
         torch.manual_seed(tables.seed)
-        self.model, self.plan = sharded(
-            Model(tables.configs, NUM_DENSE), tables.configs, tables.pooling, tables.batch,
-            module="ebc", plan=plan, check_ids=False, optimizer=optimizer,
-        )  # fmt: skip
-        self.optimizer = torch.optim.SGD(dense_parameters(self.model), lr=DENSE_LR)
+        super().__init__(tables.configs, tables.pooling, NUM_DENSE, tables.batch, plan, fused=fused)
         self._batches = itertools.cycle(batches)
 
-    def step(self) -> float:
-        batch = next(self._batches)
-        self.optimizer.zero_grad()
-        loss = self.model(batch.dense_BF, features_of(batch, self.model.module.ebc), batch.labels_B)
-        loss.backward()
-        self.optimizer.step()
-        return float(loss.detach())
+    def next_step(self) -> float:
+        return float(self.step(next(self._batches)))
 
     def seconds(self) -> float:
         """Of so many steps, the first of which don't count."""
         for _ in range(STEPS_TO_SETTLE):
-            self.step()
+            self.next_step()
         started = time.perf_counter()
         for _ in range(STEPS):
-            self.step()
+            self.next_step()
         return time.perf_counter() - started
-
-
-def features_of(batch: Batch, collection: Any) -> Any:
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-    keys = list(collection._table_names) if hasattr(collection, "_table_names") else list(collection)
-    return KeyedJaggedTensor(keys, batch.values_N, lengths=batch.lengths_TB.flatten())
 
 
 # What ranks do --------------------------------------------------------------------------------------------------------
@@ -129,7 +113,7 @@ def from_the_worst_plan(
     )
     moves, plan = 0, worst
     for _ in range(intervals * every + 1):
-        job.step()
+        job.next_step()
         autoshard.step()
         moves, plan = moves + (autoshard.plan != plan), autoshard.plan
     autoshard.finish()
@@ -169,7 +153,7 @@ def losses_with_moves(rank: int, world_size: int, moves: int, moving: bool) -> l
     bags = TorchrecBags(job.model, job.optimizer) if moving else None
     losses = []
     for step in range(moves + 1):
-        losses.append(job.step())
+        losses.append(job.next_step())
         if bags is not None:
             drawn = random.Random(step)
             only = drawn.randrange(world_size) if step % 5 == 1 else None
@@ -186,8 +170,8 @@ def _ready() -> None:
 def _planned(tables: Tables, batch: Batch, seed: int) -> Any:
     import dlrm_autoshard.torchrec as das
 
-    module = Model(tables.configs, NUM_DENSE)
-    return das.plan(module, features_of(batch, [table.name for table in tables.configs]), seed=seed)
+    module = race_torchrec.Model(tables.configs, NUM_DENSE)
+    return das.plan(module, race_torchrec.features_of(batch, [t.name for t in tables.configs]), seed=seed)
 
 
 def _same_rows(model: Any) -> None:
