@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_autoshard.benchmarks import race, race_arms, race_picture, race_turns
+from dlrm_autoshard.benchmarks import race, race_arms, race_picture, race_simulated, race_turns
 from dlrm_autoshard.benchmarks.race_short import SHORT
 from dlrm_autoshard.benchmarks.race_simulated import EPOCHS, SimulatedWorld
 from dlrm_autoshard.benchmarks.race_worlds import WORLDS, Replayed, Scale, World, WorldName
@@ -170,6 +170,13 @@ def test_a_line_that_is_being_written_is_no_step_yet(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"st')
     assert race_arms.last_step(tmp_path / "metrics.jsonl") == 20
     assert race_arms.last_step(tmp_path / "none.jsonl") == 0
+
+
+def test_a_simulated_cell_without_a_job_is_a_missed_target() -> None:
+    outcome = race_simulated.summarise([], (8,), ("calm", "abrupt", "straggler"), 20)
+    assert outcome["targets"]["8 ranks, abrupt: recovered"] == ">= 0.8"
+    assert outcome["targets"]["8 ranks, straggler: recovered"] == ">= 0.6"
+    assert "8 ranks, calm: recovered" not in outcome["targets"] and not outcome["figures"]
 
 
 # Simulated ------------------------------------------------------------------------------------------------------------

@@ -18,11 +18,9 @@ from dlrm_autoshard.benchmarks.harness import Findings, paired_ratio
 from dlrm_autoshard.benchmarks.loop_job import MANY_SAMPLES, Job, run_jobs
 from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, Turn, plans_in_turns, recovered
 from dlrm_autoshard.benchmarks.splits import DOMINANT, dominated
-from dlrm_autoshard.benchmarks.workloads import Workload
+from dlrm_autoshard.benchmarks.workloads import Workload, drawn
 from dlrm_autoshard.config import Config, TablesConfig, parse_config
-from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
 from dlrm_autoshard.data.batch import Batch, Split
-from dlrm_autoshard.data.synthetic import SyntheticSource
 
 TITLE = "a table becomes dominant in mid-run: split live, against a plan made for it from the start"
 ROUGH_TIME = "5 min"
@@ -109,18 +107,8 @@ class BecomesDominant:
         self._change, self._samples = change, samples
         before = [BEFORE if table == DOMINANT else pooling for table, pooling in enumerate(workload.pooling)]
         self._phases = [
-            SyntheticSource(
-                SyntheticData(
-                    source="synthetic",
-                    tables=[
-                        SyntheticTable(name=t.name, num_embeddings=t.num_embeddings, mean_pooling=p, alpha=alpha)
-                        for t, p in zip(self.tables, pooling, strict=True)
-                    ],
-                    num_dense=self.num_dense,
-                    train_samples=samples,
-                    reuse_batches=NUM_BATCHES,
-                ),
-                self.tables,
+            drawn(
+                self.tables, pooling, alpha, num_dense=self.num_dense, train_samples=samples, reuse_batches=NUM_BATCHES
             )
             for pooling in (before, workload.pooling)
         ]

@@ -13,12 +13,9 @@ from typing import Any
 from dlrm_autoshard.benchmarks.harness import Findings, median_with_interval, on_pinned_ranks, paired_ratio
 from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, Turn, best_of, plans_in_turns
 from dlrm_autoshard.benchmarks.splits_planned import dcn_balance, planning_seconds, planning_time
-from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob, Workload
+from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob, Workload, warm_planner
 from dlrm_autoshard.plan import ShardingPlan, Topology
-from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask, Splits
-from dlrm_autoshard.probe.hardware import hardware_fingerprint
-from dlrm_autoshard.probe.shipped_costs import start_warm
 
 TITLE = "tables split by columns: the training step against the best table-wise plan, DCNv2's balance, planning time"
 ROUGH_TIME = "6 min"
@@ -43,12 +40,6 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def _trained(found: Findings, quick: bool) -> None:
-    def planner(name: str) -> Planner:
-        """With the shipped costs, as jobs start."""
-        made = Planner(name)
-        start_warm(made, hardware_fingerprint())
-        return made
-
     workload = dominated()
     stats = workload.stats()
 
@@ -57,8 +48,10 @@ def _trained(found: Findings, quick: bool) -> None:
             workload.tables, stats, Topology(WORLD_SIZE), batch_size=workload.batch_size, splits=splits
         )
 
-    table_wise = {name: planner(name).plan(task(Splits())).plan for name in ("auto", "lookup_greedy", "dim_greedy")}
-    split = planner("auto").plan(task(Splits(max_parts=4, optimizer="adagrad"))).plan
+    table_wise = {
+        name: warm_planner(name).plan(task(Splits())).plan for name in ("auto", "lookup_greedy", "dim_greedy")
+    }
+    split = warm_planner().plan(task(Splits(max_parts=4, optimizer="adagrad"))).plan
     rates = plans_in_turns(
         workload, {"split": Turn(split)} | {name: Turn(plan) for name, plan in table_wise.items()}, 4 if quick else 16
     )

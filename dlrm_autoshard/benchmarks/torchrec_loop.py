@@ -19,10 +19,10 @@ from dlrm_autoshard.benchmarks.harness import (
 from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
 from dlrm_autoshard.benchmarks.plans_in_turns import best_of
 from dlrm_autoshard.benchmarks.torchrec_loop_job import (
-    Tables,
     from_the_worst_plan,
     losses_with_moves,
     under_both_plans,
+    workload,
 )
 
 TITLE = "TorchRec models: left from their worst plan, moved at random, and under our plans and TorchRec's own"
@@ -70,7 +70,7 @@ def _planners(found: Findings, quick: bool) -> None:
     for name in ("W-emb", "50 mixed dims"):
         ratios = []
         for seed in range(1 if quick else 5):
-            ours, theirs = on_pinned_ranks(under_both_plans, 2, Tables(name, seed), 2 if quick else 9, timeout=600)[0]
+            ours, theirs = on_pinned_ranks(under_both_plans, 2, workload(name, seed), 2 if quick else 9, timeout=600)[0]
             ratio = paired_ratio(theirs, ours)
             ratios.append(ratio.median)
             if ratio.high < 1:
