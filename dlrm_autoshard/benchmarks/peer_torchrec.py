@@ -132,12 +132,10 @@ class TorchrecJob:
         workload: Workload,
         batches: list[Batch],
         *,
-        plan: ShardingPlan | None = None,
         check_ids: bool = True,
         pipeline: bool = False,
     ) -> None:
-        """plan: None for that of its own planner. pipeline: its own (TrainPipelineSparseDist), which on a CPU only
-        starts the next batch's exchange earlier."""
+        """pipeline: its own (TrainPipelineSparseDist), which on a CPU only starts the next batch's exchange earlier."""
         reason = find_torchrec()
         if reason is not None:
             raise ModuleNotFoundError(reason)
@@ -162,7 +160,7 @@ class TorchrecJob:
             workload.pooling,
             workload.batch_size // dist.get_world_size(),
             module="model.sparse_arch.embedding_bag_collection",
-            plan=plan,
+            plan=None,
             check_ids=check_ids,
         )
         self.optimizer = torch.optim.SGD(dense_parameters(self.model), lr=DENSE_LR)

@@ -134,7 +134,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
             stages[algorithm].append([[round(rank.stage(stage), 4) for stage in PLANNED_STAGES] for rank in ranks])
     real = cell.num_devices <= MOST_REAL_RANKS
     if real:
-        measured = exchange_ms(task.tables, list(plans.values()), BATCH_SIZE, ROUNDS, _CORES)
+        measured = exchange_ms(problem, list(plans.values()), ROUNDS, _CORES)
         for number, by_plan in enumerate(measured):
             for algorithm, (forward, backward) in zip(plans, by_plan, strict=True):
                 for row, there, back in zip(stages[algorithm][number], forward, backward, strict=True):

@@ -49,8 +49,8 @@ def run_arm(arm: str, world: World, folder: Path) -> dict[str, Any]:
     if arm in ours:
         config = world.config(data, ours[arm])
         return clocked(start_of(config, run), world, run)
-    schedule = clairvoyant_plans(world, folder)
-    config = world.config(data, {"enabled": False, "placement": str(schedule[0])})
+    schedule = clairvoyant_plans(world, folder) if arm == "clairvoyant" else {}
+    config = world.config(data, {"enabled": False} | ({"placement": str(schedule[0])} if schedule else {}))
     return clocked(own_start(arm, config, run, schedule), world, run)
 
 

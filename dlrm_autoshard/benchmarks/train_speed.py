@@ -60,7 +60,6 @@ THEIRS = {
     "torchrec, ids unchecked": Arm(False, options={"check_ids": False}),
     "torchrec, pipeline": Arm(False, options={"check_ids": False, "pipeline": True}),
 }
-OUR_PLAN = "torchrec, our plan"
 
 
 def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[str, Any]:
@@ -80,8 +79,6 @@ def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[st
 
         plan = workload.plan(ranks)
         arms = OURS | (OURS_BY_TCP if ranks > 1 else {}) | (THEIRS if missing is None else {})
-        if missing is None and ranks > 1:
-            arms[OUR_PLAN] = Arm(False, options={"check_ids": False, "plan": plan})
         measured = in_turns(workload, plan, arms, ranks, rounds, quick)
         seconds = {name: slowest_rank(by_rank, "seconds") for name, by_rank in measured.items()}
         for name, taken in seconds.items():
@@ -95,7 +92,6 @@ def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[st
             put("over torchrec, limits measured in between", paired_ratio(theirs, seconds["limits"]))
             if ranks > 1:
                 put("tcp, over torchrec", paired_ratio(theirs, seconds["tcp"]))
-                put("over torchrec with our plan", paired_ratio(seconds[OUR_PLAN], seconds["ours"]))
         limits = measured["limits"]
         put("share of limit", paired_ratio(slowest_rank(limits, "limit"), seconds["ours"]))
         if ranks > 1:
