@@ -140,7 +140,7 @@ class CostOracle(Noise):
 
     def measure_shards(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
         ms_N2 = self.measured(np.array([self._shard_ms(shard) for shard in shards]))
-        return [ShardTime(*row, self.noise_iqr, 1) for row in ms_N2.tolist()]
+        return [ShardTime(forward, backward, self.noise_iqr, 1) for forward, backward in ms_N2.tolist()]
 
     def _shard_ms(self, names: Sequence[str]) -> np.ndarray:
         """[2] exact, of tables and parts of tables."""

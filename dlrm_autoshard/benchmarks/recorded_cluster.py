@@ -92,4 +92,4 @@ class RecordedCluster(Noise):
     ) -> list[ShardTime]:
         number = {table.name: i for i, table in enumerate(self.tables)}
         exact = np.array([self.compute_ms(stats, batch_size, [number[n] for n in shard]) for shard in shards])
-        return [ShardTime(*row, self.noise_iqr, 1) for row in self.measured(exact).tolist()]
+        return [ShardTime(forward, backward, self.noise_iqr, 1) for forward, backward in self.measured(exact).tolist()]

@@ -110,7 +110,7 @@ class Workload:
         )
 
 
-def drawn(tables: Sequence[TableConfig], pooling: Iterable[float], alpha: float, **data: Any) -> SyntheticSource:
+def drawn(tables: tuple[TableConfig, ...], pooling: Iterable[float], alpha: float, **data: Any) -> SyntheticSource:
     """Samples of these tables, each with so many ids a sample in the mean. data: other keys of the YAML's section."""
     rows = [
         SyntheticTable(name=t.name, num_embeddings=t.num_embeddings, mean_pooling=float(mean), alpha=alpha)
