@@ -13,6 +13,7 @@ import datetime
 import importlib
 import importlib.metadata
 import importlib.util
+import operator
 import os
 import platform
 import subprocess
@@ -200,19 +201,15 @@ def _is_number(figure: object) -> TypeGuard[float]:
     return isinstance(figure, (int, float)) and not isinstance(figure, bool) and figure == figure
 
 
-def passes(figure: object, target: str) -> bool:
+def passes(figure: float, target: str) -> bool:
     """`passes(1.2, ">= 1.0")` is True. Targets are '<= x', '>= x' or '== x'."""
-    relation, _, text = target.partition(" ")
-    bound = float(text)
-    if not _is_number(figure):
-        return False
-    if relation == "<=":
-        return figure <= bound
-    if relation == ">=":
-        return figure >= bound
-    if relation == "==":
-        return figure == bound
-    raise BenchError(f"target '{target}' is not of the form '<= x', '>= x' or '== x'.")
+    relation, _, bound = target.partition(" ")
+    if relation not in _RELATIONS:
+        raise BenchError(f"target '{target}' is not of the form '<= x', '>= x' or '== x'.")
+    return bool(_RELATIONS[relation](figure, float(bound)))
+
+
+_RELATIONS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 
 
 # Paired timing ------------------------------------------------------------------------------------------------------
