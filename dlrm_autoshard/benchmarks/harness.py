@@ -231,15 +231,15 @@ def alternate(*contenders: Callable[[], float | None], rounds: int, warmup: int 
     return seconds
 
 
-def paired_ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 0) -> Ratio:
+def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
     """Median over rounds of numerator / denominator: at 1.3 the denominator takes 1/1.3 of the numerator's time."""
     if len(numerator) != len(denominator) or not len(numerator):
         raise BenchError(f"paired timing needs as many rounds of each; got {len(numerator)} and {len(denominator)}.")
-    return median_with_interval([a / b for a, b in zip(numerator, denominator, strict=True)], seed)
+    return median_with_interval([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
-def median_with_interval(values: Sequence[float], seed: int = 0) -> Ratio:
-    return with_interval(lambda rows: np.median(rows, axis=-1), values, seed=seed)
+def median_with_interval(values: Sequence[float]) -> Ratio:
+    return with_interval(lambda rows: np.median(rows, axis=-1), values)
 
 
 Samples: TypeAlias = Sequence[float] | np.ndarray
@@ -249,11 +249,11 @@ def ratio_of_means(numerator: Samples, denominator: Samples) -> Ratio:
     return with_interval(lambda a, b: a.mean(axis=-1) / b.mean(axis=-1), numerator, denominator)
 
 
-def with_interval(statistic: Callable[..., Any], *samples: Samples, seed: int = 0) -> Ratio:
+def with_interval(statistic: Callable[..., Any], *samples: Samples) -> Ratio:
     """A statistic of samples, with 95% of what it is of other draws: the same rounds of each sample, so that what was
     measured side by side stays so. statistic: of arrays, along their last axis; NaN where a draw has none."""
     rows = np.asarray(samples, dtype=np.float64)
-    draws = np.random.default_rng(seed).integers(0, rows.shape[1], size=(2000, rows.shape[1]))
+    draws = np.random.default_rng(0).integers(0, rows.shape[1], size=(2000, rows.shape[1]))
     ends = np.nanquantile(statistic(*rows[:, draws]), [0.025, 0.975])
     return Ratio(float(statistic(*rows)), *map(float, ends))
 
