@@ -94,14 +94,15 @@ def measure_torchrec(rank: int, world_size: int, rounds: int) -> list[float]:
     from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
     from torchrec.distributed.types import ShardingPlan as TheirPlan
 
-    model = torch.nn.ModuleDict({"tables": embedding_bags([SMALL, *LARGE]), "dense": torch.nn.Linear(4, 4)})
+    tables = embedding_bags([SMALL, *LARGE])
+    model = torch.nn.ModuleDict({"tables": tables, "dense": torch.nn.Linear(4, 4)})
 
     def placed(small_on: int) -> Any:
         owner = {table.name: 0 for table in LARGE} | {SMALL.name: small_on}
         if small_on == 0:
             owner[LARGE[-1].name] = 1  # torchrec can't fill a rank that has nothing
         return construct_module_sharding_plan(
-            model["tables"],
+            tables,
             {name: table_wise(rank=rank, compute_kernel="fused") for name, rank in owner.items()},
             sharder=EmbeddingBagCollectionSharder(),
             local_size=world_size,
