@@ -139,6 +139,21 @@ def test_the_interval_covers_the_spread_of_the_rounds() -> None:
     assert found.median == 3.0 and 1.0 <= found.low < 3.0 < found.high <= 5.0
 
 
+def test_what_was_measured_side_by_side_is_drawn_together() -> None:
+    slow = [1.0, 100.0, 3.0, 40.0]
+    found = harness.ratio_of_means([2 * seconds for seconds in slow], slow)
+    assert (found.median, found.low, found.high) == pytest.approx((2.0,) * 3)
+
+
+def test_a_finding_that_nobody_could_measure_misses_its_target() -> None:
+    found = harness.Findings()
+    found.put("speedup", None, ">= 1.2")
+    found.put("ratio", harness.Ratio(1.23456, 1.1, 1.3), ">= 1.0", digits=2)
+    record = harness.finish("soak", False, vars(found), 1.0)
+    assert record["verdicts"] == {"speedup": "missed", "ratio": "met"}
+    assert record["figures"]["ratio"] == 1.23 and record["spread"] == {"ratio": [1.1, 1.3]}
+
+
 # What resharding recovers ---------------------------------------------------------------------------------------------
 
 
@@ -151,12 +166,12 @@ def test_the_best_plan_is_measured_on_rounds_that_did_not_choose_it() -> None:
 @given(st.floats(0, 1.5), st.lists(st.floats(0.5, 2), min_size=1, max_size=8))
 def test_what_is_recovered_is_a_share_of_the_gap(share: float, slowdowns: list[float]) -> None:
     found, static, best = ([rate * slow for slow in slowdowns] for rate in (1 + share, 1.0, 2.0))
-    middle, (low, high) = recovered(found, static, best)
-    assert middle == pytest.approx(share) and low == pytest.approx(share) and high == pytest.approx(share)
+    part = recovered(found, static, best)
+    assert part is not None and (part.median, part.low, part.high) == pytest.approx((share,) * 3)
 
 
 def test_nothing_can_be_recovered_where_no_plan_is_faster() -> None:
-    assert recovered([1.0], [1.0], [0.9]) == (None, [])
+    assert recovered([1.0], [1.0], [0.9]) is None
 
 
 # The README's figures -------------------------------------------------------------------------------------------------

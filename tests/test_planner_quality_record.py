@@ -70,13 +70,17 @@ def test_cells_that_were_not_measured_are_targets_all_the_same() -> None:
     assert outcome["figures"]["20x2 tasks"] == 1 and outcome["targets"]["20x2 tasks"] == ">= 20"
 
 
-def test_noise_that_only_adds_time_disturbs_the_least_of_the_rounds_less() -> None:
-    rows = [row("20x2", task, {"lookup_greedy": 2.0, "auto": 0.0}, noise=0.1) for task in range(40)]
-    figures = summarise(rows, ["20x2"], tasks=20)["figures"]
-    halves = "20x2 two halves of the rounds differ by"
-    assert figures[f"{halves}, least rounds"] < figures[halves]
-    off = [abs(figures[f"20x2 auto / best heuristic{words}"] - 10 / 12) for words in (", least rounds", "")]
-    assert off[0] < off[1]
+def test_figures_of_all_cells_have_intervals_over_the_tasks_of_each() -> None:
+    rows = [
+        row(cell, task, {"lookup_greedy": 2.0, "dreamshard": over + 0.1 * (-1) ** task})
+        for cell, over in (("20x2", 1.0), ("20x4", 0.5))
+        for task in range(6)
+    ]
+    outcome = summarise(rows, ["20x2", "20x4"], tasks=6)
+    for name, exact in (("dreamshard / best heuristic", 0.5 * (11 + 10.5) / 12), ("dreamshard: excess removed", 0.625)):
+        low, high = outcome["spread"][f"all cells: {name}"]
+        assert outcome["figures"][f"all cells: {name}"] == pytest.approx(exact)
+        assert low < exact < high and high - low < 0.1
 
 
 def test_it_names_the_cells_in_which_nothing_can_be_told_and_how_exchanges_were_had() -> None:

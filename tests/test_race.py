@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_autoshard.benchmarks import race, race_arms, race_picture, race_turns
+from dlrm_autoshard.benchmarks import race, race_arms, race_picture, race_simulated, race_turns
 from dlrm_autoshard.benchmarks.race_short import SHORT
 from dlrm_autoshard.benchmarks.race_simulated import EPOCHS, SimulatedWorld
 from dlrm_autoshard.benchmarks.race_worlds import WORLDS, Replayed, Scale, World, WorldName
@@ -133,6 +133,17 @@ def test_shares_are_of_the_clairvoyants_gain_and_missing_arms_are_missed_targets
     assert outcome["figures"]["worst run: loop on / loop off"] < 1
 
 
+def test_how_far_gains_were_misjudged_is_a_mean_over_moves_with_an_interval_over_jobs() -> None:
+    def job(*points: float) -> dict[str, Any]:
+        known = [{"action": "moved", "predicted_gain": 0.1 + p / 100, "measured_gain": 0.1} for p in points]
+        return finished(9.0, moves=[*known, {"action": "moved", "predicted_gain": 0.5, "measured_gain": None}])
+
+    done = {"abrupt": {0: {"loop": job(1.0, 3.0)}, 1: {"loop": job(8.0)}, 2: {"loop": job()}}}
+    outcome = race.summarise(done, {"abrupt": ("loop",)}, 3)
+    assert outcome["figures"][race.MISJUDGED] == pytest.approx(4.0)
+    assert outcome["spread"][race.MISJUDGED] == pytest.approx([2.0, 8.0])
+
+
 def test_the_same_is_said_of_the_steps_alone_where_they_ran_again() -> None:
     steps = {"loop": 62.0, "planned": 70.0, "clairvoyant": 60.0}
     done = {"abrupt": {seed: {arm: finished(90.0, steps_seconds=s) for arm, s in steps.items()} for seed in range(3)}}
@@ -177,6 +188,13 @@ def test_a_line_that_is_being_written_is_no_step_yet(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"st')
     assert race_arms.last_step(tmp_path / "metrics.jsonl") == 20
     assert race_arms.last_step(tmp_path / "none.jsonl") == 0
+
+
+def test_a_simulated_cell_without_a_job_is_a_missed_target() -> None:
+    outcome = race_simulated.summarise([], (8,), ("calm", "abrupt", "straggler"), 20)
+    assert outcome["targets"]["8 ranks, abrupt: recovered"] == ">= 0.8"
+    assert outcome["targets"]["8 ranks, straggler: recovered"] == ">= 0.6"
+    assert "8 ranks, calm: recovered" not in outcome["targets"] and not outcome["figures"]
 
 
 # Simulated ------------------------------------------------------------------------------------------------------------

@@ -136,6 +136,46 @@ def train_three_steps(rank: int, world_size: int) -> list[float]:
     return [train_step(model, optimizer, features_of(rank, step)) for step in range(3)]
 
 
+def rates_in_effect(rank: int, world_size: int) -> set[float]:
+    """A scheduler has set the next rate, which lookups learn by the fused optimizer's next step; then tables move."""
+    from dlrm_autoshard.torchrec.bags import TorchrecBags
+    from dlrm_autoshard.torchrec.shards import kernels
+
+    model, optimizer = sharded(START)
+    bags = TorchrecBags(model, optimizer)
+    train_step(model, optimizer, features_of(rank, 0))
+    for group in model.fused_optimizer.param_groups:
+        group["lr"] = 0.25
+    bags.move_to(plan_of(1, 1, 1, 0, 0, 0))
+    assert {group["lr"] for group in model.fused_optimizer.param_groups} == {0.25}
+    collections = bags.sharded.collections.values()
+    return {kernel.emb_module.get_learning_rate() for c in collections for kernel, _ in kernels(c)}
+
+
+def test_a_rate_that_is_set_and_not_yet_in_effect_stays_so() -> None:
+    assert run_ranks(rates_in_effect, 2) == [{0.5}, {0.5}]
+
+
+def heard(rank: int, world_size: int, broken: bool) -> list[torch.Tensor]:
+    """Ids that reach this rank's tables. broken: in a step before, which ended between the two modules' lookups."""
+    from dlrm_autoshard.torchrec.bags import TorchrecBags
+
+    model, optimizer = sharded(START)
+    bags = TorchrecBags(model, optimizer)
+    said: list[torch.Tensor] = []
+    bags.on_lookup(lambda ids, _: said.extend((ids.values_N, ids.offsets)))
+    if broken:
+        model.module.users(features_of(rank, 0)).wait()
+    train_step(model, optimizer, features_of(rank, 1))
+    return said
+
+
+def test_a_step_that_broke_off_leaves_no_ids_to_the_next() -> None:
+    for whole, after in zip(run_ranks(heard, 2, False), run_ranks(heard, 2, True), strict=True):
+        assert len(whole) == len(after) == 2
+        assert all(torch.equal(one, other) for one, other in zip(whole, after, strict=True))
+
+
 def refused(rank: int, world_size: int) -> dict[str, str]:
     """What is said of models that can't be moved, or not so."""
     import torch.distributed as dist
@@ -182,6 +222,17 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     train_step(model, optimizer, features_of(rank, 0))
     scheduler.step()
     refusal("scheduler", lambda: TorchrecBags(model, optimizer).move_to(plan_of(0, 0, 0, 0, 0, 0)))
+    model, optimizer = sharded(plan_of(0, 0, 0, 0, 0, 0))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(model.fused_optimizer, 0.5)
+    train_step(model, optimizer, features_of(rank, 0))
+    scheduler.step()
+    refusal("scheduler of none", lambda: TorchrecBags(model, optimizer).move_to(plan_of(0, 0, 0, 0, 1, 0)))
+    split = ShardingPlan({"users.a[0:4]": 0, "users.a[4:8]": 1, **dict.fromkeys(list(DIMS)[1:], 0)}, 2)
+    model, optimizer = sharded(split, "EXACT_ROWWISE_ADAGRAD")
+    refusal("split", lambda: TorchrecBags(model, optimizer))
+    model, optimizer = sharded(START, "EXACT_ROWWISE_ADAGRAD")
+    refusal("to split", lambda: TorchrecBags(model, optimizer).move_to(split))
+    refusal("module", lambda: das.plan(Model(), {"users": features_of(rank, 0)}))
     model.module.users.is_pipelined = True
     refusal("pipeline", lambda: TorchrecBags(model, optimizer))
     return said
@@ -195,4 +246,8 @@ def test_what_cannot_be_moved_is_said_on_every_rank() -> None:
         assert "lack feature 'unheard' of table 'y'" in said["feature"]
         assert "in_backward_optimizer_filter" in said["optimizer"]
         assert "learning rate scheduler" in said["scheduler"]
+        assert "learning rate scheduler" in said["scheduler of none"]
+        assert "'users.a' is split by columns" in said["split"] and "row-wise Adagrad" in said["split"]
+        assert "'users.a' is split by columns" in said["to split"]
+        assert "module 'items'" in said["module"]
         assert "train pipeline" in said["pipeline"]

@@ -34,13 +34,35 @@ def losses(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     tables = {t.name: torch.empty(t.num_embeddings, t.embedding_dim) for t in SMALL.tables}
     for name, weight in tables.items():
         initialise(weight, name, 0)
-    theirs.load({name: p.detach().clone() for name, p in ours.model.named_parameters()}, tables)
+    load(theirs.model, {name: p.detach().clone() for name, p in ours.model.named_parameters()}, tables)
     our_losses, their_losses = [], []
     for _ in range(STEPS):
         ours.run(1)
         our_losses.append(float(ours.dense.global_loss))
         their_losses.append(float(theirs.step()))
     return our_losses, their_losses
+
+
+def load(model: torch.nn.Module, dense: dict[str, torch.Tensor], tables: dict[str, torch.Tensor]) -> None:
+    """Our initial weights into their model. dense: by our names, in our order; tables: by name."""
+    ours = {
+        kind: [value for name, value in dense.items() if name.startswith(kind)] for kind in ("bottom_mlp", "over_mlp")
+    }
+    # Our pairs lie row by row below the diagonal, theirs row by row above it.
+    count = len(SMALL.tables) + 1
+    pair = torch.zeros(count, count, dtype=torch.int64)
+    row, column = torch.tril_indices(count, count, offset=-1)
+    pair[row, column] = torch.arange(len(row))
+    above, right = torch.triu_indices(count, count, offset=1)
+    columns = torch.cat([torch.arange(SMALL.dim), SMALL.dim + pair[right, above]])
+    ours["over_mlp"][0] = ours["over_mlp"][0][:, columns]
+    remaining = {kind: iter(values) for kind, values in ours.items()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embedding_bags." not in name:
+                parameter.copy_(next(remaining["bottom_mlp" if "dense_arch" in name else "over_mlp"]))
+            elif parameter.numel():  # empty where another rank owns the table
+                parameter.copy_(tables[name.split("embedding_bags.")[1].split(".")[0]])
 
 
 @pytest.mark.skipif(find_torchrec() is not None, reason=find_torchrec() or "")

@@ -47,7 +47,7 @@ class Model(nn.Module):
         self.tower = nn.Sequential(nn.Linear(48, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
 
     def forward(self, features: Any) -> torch.Tensor:
-        pooled = torch.cat([self.users(features).values(), self.items(features).values()], 1)
+        pooled = torch.cat([self.users(features).values(), self.items(features=features).values()], 1)
         return nn.functional.softplus(self.tower(pooled)).mean()
 
 

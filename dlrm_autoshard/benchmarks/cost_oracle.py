@@ -27,7 +27,19 @@ HIDDEN_SPREAD = 0.25
 """Of the logarithm of what a table takes beside what its shape and statistics say."""
 
 
-class CostOracle:
+class Noise:
+    """Of measurements: a factor on each."""
+
+    def __init__(self, noise: float, seed: int) -> None:
+        self.noise, self.noise_iqr = noise, 1.35 * noise
+        self._noise = np.random.default_rng([seed, 1])
+
+    def measured(self, exact_ms: np.ndarray) -> np.ndarray:
+        noisy: np.ndarray = exact_ms * np.exp(self.noise * self._noise.standard_normal(exact_ms.shape))
+        return noisy
+
+
+class CostOracle(Noise):
     def __init__(
         self,
         tables: Sequence[TableConfig],
@@ -37,9 +49,8 @@ class CostOracle:
         seed: int = 0,
         noise: float = 0.02,
     ) -> None:
+        super().__init__(noise, seed)
         self.tables, self.stats, self.batch_size, self.devices = tuple(tables), tuple(stats), batch_size, devices
-        self.noise = noise
-        self._noise = np.random.default_rng([seed, 1])
         self._seed, hidden = seed, np.random.default_rng([seed, 2])
         self._of_shards: dict[tuple[str, ...], CostOracle] = {}
         self.dim_T = np.array([table.embedding_dim for table in tables], dtype=np.float64)
@@ -124,16 +135,12 @@ class CostOracle:
 
     def profile(self, plan: ShardingPlan) -> StepProfile:
         of = self.of(plan)
-        stages_W4 = of.stages_ms(of.ranks_of(plan))
-        stages_W4 = stages_W4 * np.exp(self.noise * self._noise.standard_normal(stages_W4.shape))
-        ranks = tuple(RankCost(*(float(ms) for ms in row)) for row in stages_W4)
-        noise = 1.35 * self.noise  # an interquartile range
-        return StepProfile(plan, self.tables, self.stats, self.batch_size, ranks, "simulated", noise)
+        ranks = tuple(RankCost(*row) for row in self.measured(of.stages_ms(of.ranks_of(plan))).tolist())
+        return StepProfile(plan, self.tables, self.stats, self.batch_size, ranks, "simulated", self.noise_iqr)
 
     def measure_shards(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
-        ms_N2 = np.array([self._shard_ms(shard) for shard in shards])
-        ms_N2 = ms_N2 * np.exp(self.noise * self._noise.standard_normal(ms_N2.shape))
-        return [ShardTime(float(f), float(b), 1.35 * self.noise, 1) for f, b in ms_N2]
+        ms_N2 = self.measured(np.array([self._shard_ms(shard) for shard in shards]))
+        return [ShardTime(forward, backward, self.noise_iqr, 1) for forward, backward in ms_N2.tolist()]
 
     def _shard_ms(self, names: Sequence[str]) -> np.ndarray:
         """[2] exact, of tables and parts of tables."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.benchmarks.criteo_text import write_sample_text
-from dlrm_autoshard.benchmarks.harness import alternate, median_with_interval, paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings, alternate, median_with_interval, paired_ratio
 from dlrm_autoshard.data.criteo.preprocess import Contiguous, Modulo, preprocess
 from dlrm_autoshard.data.criteo.text import NUM_CATEGORIES, NUM_INTEGERS
 
@@ -38,8 +38,7 @@ print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 def run(quick: bool) -> dict[str, Any]:
     rows, rounds = (40_000, 3) if quick else (250_000, 5)
-    figures: dict[str, float] = {}
-    spread: dict[str, list[float]] = {}
+    found = Findings()
     cores = os.sched_getaffinity(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -60,32 +59,22 @@ def run(quick: bool) -> dict[str, Any]:
 
                 our_seconds, their_seconds = alternate(run_ours, run_pandas, rounds=rounds)
                 _assert_same_files(ours, theirs)
-                ratio = paired_ratio(their_seconds, our_seconds)
-                figures[f"speedup_{mode}"] = ratio.median
-                spread[f"speedup_{mode}"] = [ratio.low, ratio.high]
+                found.put(f"speedup_{mode}", paired_ratio(their_seconds, our_seconds), ">= 3.0")
                 for side, seconds in (("ours", our_seconds), ("pandas", their_seconds)):
                     speed = median_with_interval([rows / s for s in seconds])
-                    figures[f"rows_per_second_{mode}_{side}"] = round(speed.median)
-                    spread[f"rows_per_second_{mode}_{side}"] = [round(speed.low), round(speed.high)]
+                    found.put(f"rows_per_second_{mode}_{side}", speed, digits=0)
         finally:
             os.sched_setaffinity(0, cores)
         longer = folder / "longer.txt"
         with longer.open("wb") as file:
             for _ in range(4):
                 file.write(text.read_bytes())
-        figures["peak_memory_mib"] = _peak_memory_mib(text, folder)
-        figures["peak_memory_mib_4x_lines"] = _peak_memory_mib(longer, folder)
-    figures["peak_memory_growth_mib"] = figures["peak_memory_mib_4x_lines"] - figures["peak_memory_mib"]
-    return {
-        "figures": figures,
-        "targets": {
-            "speedup_contiguous": ">= 3.0",
-            "speedup_modulo": ">= 3.0",
-            "peak_memory_growth_mib": "<= 16",
-        },
-        "spread": spread,
-        "notes": [f"{rows} made-up lines in Criteo's format; both sides wrote the same bytes."],
-    }
+        once, four_times = (_peak_memory_mib(file, folder) for file in (text, longer))
+    found.put("peak_memory_mib", once)
+    found.put("peak_memory_mib_4x_lines", four_times)
+    found.put("peak_memory_growth_mib", four_times - once, "<= 16")
+    found.notes = [f"{rows} made-up lines in Criteo's format; both sides wrote the same bytes."]
+    return vars(found)
 
 
 def plain_pandas_script(text: Path, out: Path, encoding: Contiguous | Modulo) -> None:

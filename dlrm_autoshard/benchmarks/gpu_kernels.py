@@ -59,23 +59,22 @@ def shards(folder: Path, seconds: float) -> dict[str, Any]:
 
 def planning(folder: Path, seconds: float) -> dict[str, Any]:
     """The paper's setting on measured computation: tasks of 20 to 100 tables on 4 devices, every algorithm."""
-    from dlrm_autoshard.benchmarks.planner_quality import BATCH_SIZE as QUALITY_BATCH
     from dlrm_autoshard.costs import step_cost_ms
     from dlrm_autoshard.plan import Topology
     from dlrm_autoshard.planner.cost_model import CostModel
     from dlrm_autoshard.planner.greedy import HEURISTICS
-    from dlrm_autoshard.planner.planner import ALGORITHMS, Planner
+    from dlrm_autoshard.planner.planner import Planner
     from dlrm_autoshard.planner.pool import synthetic_pool
     from dlrm_autoshard.planner.task import PlacementTask
     from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
     from dlrm_autoshard.probe.shard_probe import ShardProbe
 
-    batch_size = max(QUALITY_BATCH, BATCH_SIZES[0])
+    batch_size = BATCH_SIZES[0]
     pool = synthetic_pool(400, seed=31, batch_size=batch_size, rows=(1e3, 1e6), dims=(16, 16), pooling=(1.0, 60.0))
     saved = folder / "cost_model.json"
     deadline = time.monotonic() + seconds
     probe = ShardProbe(device=torch.device("cuda"), buffer_gib=8.0, seconds_per_shard=0.02)
-    learned = [name for name in ("dreamshard", "search", "auto") if name in ALGORITHMS]
+    learned = ("dreamshard", "search", "auto")
     costs: dict[str, dict[str, list[float]]] = {}
     generator = np.random.default_rng(32)
     for repeat in range(20):

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dlrm_autoshard.records.jsonl import read_jsonl
@@ -37,9 +36,8 @@ def training(folder: Path, seconds: float) -> dict[str, Any]:
     for config, extra in (("debug_cpu", []), ("mlperf_dcnv2", small)):
         cpu = losses(train(folder, config, "cpu", extra))
         gpu = losses(train(folder, config, "cuda", extra))
-        steps = min(len(cpu), len(gpu))
-        found[f"{config}_steps"] = steps
-        found[f"{config}_loss_difference"] = float(np.abs(np.array(cpu[:steps]) - gpu[:steps]).max())
+        found[f"{config}_steps"] = min(len(cpu), len(gpu))
+        found[f"{config}_loss_difference"] = largest_difference(cpu, gpu)
         worst = max(worst, found[f"{config}_loss_difference"])
     found["largest_loss_difference"] = worst
     whole = losses(train(folder, "debug_cpu", "cuda", ["train.max_steps=40"], name="whole"))
@@ -63,11 +61,9 @@ def shared_gpu(folder: Path, seconds: float) -> dict[str, Any]:
         plan.save(folder / f"plan_{number}.json")
         placement = [f"autoshard.placement={folder / f'plan_{number}.json'}", "autoshard.enabled=false"]
         seen.append(losses(train(folder, "debug_cpu", "cuda", placement, name=f"shared_{number}", ranks=2)))
-    steps = min(len(losses_) for losses_ in seen)
-    differing = spawn_moves("adam") + spawn_moves("rowwise_adagrad")
     return {
-        "placement_loss_difference": float(np.abs(np.array(seen[0][:steps]) - seen[1][:steps]).max()),
-        "moved_tensors_differing": differing,
+        "placement_loss_difference": largest_difference(*seen),
+        "moved_tensors_differing": spawn_moves("adam") + spawn_moves("rowwise_adagrad"),
     }
 
 
@@ -75,8 +71,7 @@ def uvm(folder: Path, seconds: float) -> dict[str, Any]:
     """Tables in host memory behind a device cache give the losses that tables on the device give."""
     device = losses(train(folder, "debug_cpu", "cuda", [], name="device"))
     cached = losses(train(folder, "debug_cpu", "cuda", ["tables.location=managed_caching"], name="cached"))
-    steps = min(len(device), len(cached))
-    return {"largest_loss_difference": float(np.abs(np.array(device[:steps]) - cached[:steps]).max())}
+    return {"largest_loss_difference": largest_difference(device, cached)}
 
 
 def synchronisation(folder: Path, seconds: float) -> dict[str, Any]:
@@ -136,6 +131,11 @@ def train(
 def losses(run_dir: Path) -> list[float]:
     lines = read_jsonl(run_dir / "metrics.jsonl")
     return [line["logloss"] for line in lines if line["split"] == "train" and "logloss" in line]
+
+
+def largest_difference(one: list[float], other: list[float]) -> float:
+    """Over the steps that both have."""
+    return float(max(abs(a - b) for a, b in zip(one, other, strict=False)))
 
 
 def spawn_moves(optimizer: str) -> int:

@@ -3,7 +3,7 @@
     ratio = paired_ratio(*alternate(ours, theirs, rounds=9))           # A B A B on the same machine
 
 A benchmark is a module `dlrm_autoshard.benchmarks.<name with underscores>` that NAMES lists, with TITLE, ROUGH_TIME
-("2 min") and `run(quick)`, which returns what `finish` takes.
+("2 min") and `run(quick)`, which returns its `Findings` as a dictionary.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import datetime
 import importlib
 import importlib.metadata
 import importlib.util
+import operator
 import os
 import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeGuard
 
@@ -29,10 +30,10 @@ from dlrm_autoshard.errors import UserError
 
 SCHEMA = 2
 STATE = 1
-UNKNOWN = "+"
-"""Of a commit: what was measured is of none that is known, or not of it alone."""
 """Raised when figures must be taken again: what is measured, or how, is no longer what older records say. Records of
 before there were states have none."""
+UNKNOWN = "+"
+"""Of a commit: what was measured is of none that is known, or not of it alone."""
 QUIET_LOAD = 0.5
 """Of the cores, by other work, at a benchmark's start: under more of it no figure counts."""
 NAMES = (
@@ -40,21 +41,18 @@ NAMES = (
     "planner-quality",
     "planner-scale",
     "planner-oracle",
-    "planner-choice",
     "planner-generalization",
     "profiler-overhead",
     "loop-bad-start",
     "loop-drift",
     "loop-straggler",
     "loop-steady",
-    "loop-netem",
     "loop-split",
     "torchrec-loop",
     "reshard-speed",
     "train-wsmall",
     "train-wemb",
     "train-scale",
-    "train-options",
     "own-loop",
     "splits",
     "kills",
@@ -73,6 +71,39 @@ Verdict: TypeAlias = Literal["met", "inconclusive", "missed"]
 
 class BenchError(UserError):
     """A benchmark that cannot be run as asked: the message says why."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A median of ratios, say, with its 95% bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def map(self, function: Callable[[float], float]) -> Ratio:
+        """function: one that rises."""
+        return Ratio(function(self.median), function(self.low), function(self.high))
+
+
+@dataclass
+class Findings:
+    """What a benchmark found. targets: of a figure, '>= 1.0'. spread: its 95% interval. notes: sentences."""
+
+    figures: dict[str, Any] = field(default_factory=dict)
+    targets: dict[str, str] = field(default_factory=dict)
+    spread: dict[str, list[float]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def put(self, name: str, found: object, target: str | None = None, *, digits: int | None = None) -> None:
+        """A Ratio has its interval beside it; None is a figure that nobody could measure, and misses its target."""
+        if isinstance(found, Ratio):
+            found = found if digits is None else found.map(lambda value: round(value, digits))
+            self.spread[name] = [found.low, found.high]
+            found = found.median
+        self.figures[name] = found
+        if target is not None:
+            self.targets[name] = target
 
 
 @dataclass(frozen=True)
@@ -119,8 +150,7 @@ def finish(
     """The whole record. load_before, cores: the load average, which is other work's, and the cores when the benchmark
     began: some keep to one of them from then on.
 
-    outcome has "figures" ({name: number}), "targets" ({name: ">= 1.0"}), "spread" ({name: [low, high]}) and, if there
-    are any, "notes" (sentences) and "measured_at" (commits of what was measured in earlier starts, too).
+    outcome: a dictionary of Findings, with "measured_at" where commits of earlier starts measured some of it.
     """
     figures, targets, spread = outcome["figures"], outcome.get("targets", {}), outcome.get("spread", {})
     cores = cores or len(os.sched_getaffinity(0))
@@ -171,31 +201,18 @@ def _is_number(figure: object) -> TypeGuard[float]:
     return isinstance(figure, (int, float)) and not isinstance(figure, bool) and figure == figure
 
 
-def passes(figure: object, target: str) -> bool:
+def passes(figure: float, target: str) -> bool:
     """`passes(1.2, ">= 1.0")` is True. Targets are '<= x', '>= x' or '== x'."""
-    relation, _, text = target.partition(" ")
-    bound = float(text)
-    if not _is_number(figure):
-        return False
-    if relation == "<=":
-        return figure <= bound
-    if relation == ">=":
-        return figure >= bound
-    if relation == "==":
-        return figure == bound
-    raise BenchError(f"target '{target}' is not of the form '<= x', '>= x' or '== x'.")
+    relation, _, bound = target.partition(" ")
+    if relation not in _RELATIONS:
+        raise BenchError(f"target '{target}' is not of the form '<= x', '>= x' or '== x'.")
+    return bool(_RELATIONS[relation](figure, float(bound)))
+
+
+_RELATIONS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 
 
 # Paired timing ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Median of the paired ratios with its 95% bootstrap interval."""
-
-    median: float
-    low: float
-    high: float
 
 
 def alternate(*contenders: Callable[[], float | None], rounds: int, warmup: int = 1) -> tuple[list[float], ...]:
@@ -214,27 +231,31 @@ def alternate(*contenders: Callable[[], float | None], rounds: int, warmup: int 
     return seconds
 
 
-def paired_ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 0) -> Ratio:
+def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
     """Median over rounds of numerator / denominator: at 1.3 the denominator takes 1/1.3 of the numerator's time."""
     if len(numerator) != len(denominator) or not len(numerator):
         raise BenchError(f"paired timing needs as many rounds of each; got {len(numerator)} and {len(denominator)}.")
-    return median_with_interval([a / b for a, b in zip(numerator, denominator, strict=True)], seed)
+    return median_with_interval([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
-def median_with_interval(values: Sequence[float], seed: int = 0) -> Ratio:
-    return Ratio(float(np.median(values)), *_interval(values, np.median, seed))
+def median_with_interval(values: Sequence[float]) -> Ratio:
+    return with_interval(lambda rows: np.median(rows, axis=-1), values)
 
 
-def mean_with_interval(values: Sequence[float], seed: int = 0) -> tuple[float, list[float]]:
-    return float(np.mean(values)), list(_interval(values, np.mean, seed))
+Samples: TypeAlias = Sequence[float] | np.ndarray
 
 
-def _interval(values: Sequence[float], middle: Callable[..., np.ndarray], seed: int) -> tuple[float, float]:
-    """95%, by bootstrap."""
-    rows = np.asarray(values, dtype=np.float64)
-    draws = np.random.default_rng(seed).integers(0, len(rows), size=(2000, len(rows)))
-    low, high = np.quantile(middle(rows[draws], axis=1), [0.025, 0.975])
-    return float(low), float(high)
+def ratio_of_means(numerator: Samples, denominator: Samples) -> Ratio:
+    return with_interval(lambda a, b: a.mean(axis=-1) / b.mean(axis=-1), numerator, denominator)
+
+
+def with_interval(statistic: Callable[..., Any], *samples: Samples) -> Ratio:
+    """A statistic of samples, with 95% of what it is of other draws: the same rounds of each sample, so that what was
+    measured side by side stays so. statistic: of arrays, along their last axis; NaN where a draw has none."""
+    rows = np.asarray(samples, dtype=np.float64)
+    draws = np.random.default_rng(0).integers(0, rows.shape[1], size=(2000, rows.shape[1]))
+    ends = np.nanquantile(statistic(*rows[:, draws]), [0.025, 0.975])
+    return Ratio(float(statistic(*rows)), *map(float, ends))
 
 
 # Ranks --------------------------------------------------------------------------------------------------------------

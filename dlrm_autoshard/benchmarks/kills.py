@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from dlrm_autoshard.benchmarks.harness import BenchError
+from dlrm_autoshard.benchmarks.harness import BenchError, Findings
 from dlrm_autoshard.benchmarks.moving_job import MOMENTS, Kill
 
 TITLE = "kill -9 of a rank or of torchrun at seeded moments: how many jobs go on and end bit-equal, with nothing left"
@@ -29,12 +29,13 @@ _START_SECONDS = 120.0  # of one start of a job, at most
 
 
 def run(quick: bool) -> dict[str, Any]:
-    outcome = kill_often(20 if quick else 200, SEED)
-    return {
-        "figures": {"kills": outcome["kills"], "survived_bit_equal": outcome["survived"]},
-        "targets": {"survived_bit_equal": f"== {outcome['kills']}", "kills": f">= {20 if quick else 200}"},
-        "notes": outcome["notes"] or [f"In turn: {', '.join(MOMENTS)}; on 2 and 3 ranks, drawn with seed {SEED}."],
-    }
+    wanted = 20 if quick else 200
+    outcome = kill_often(wanted, SEED)
+    found = Findings()
+    found.put("kills", outcome["kills"], f">= {wanted}")
+    found.put("survived_bit_equal", outcome["survived"], f"== {outcome['kills']}")
+    found.notes = outcome["notes"] or [f"In turn: {', '.join(MOMENTS)}; on 2 and 3 ranks, drawn with seed {SEED}."]
+    return vars(found)
 
 
 def kill_often(kills: int, seed: int, each: int = KILLS_A_JOB) -> dict[str, Any]:

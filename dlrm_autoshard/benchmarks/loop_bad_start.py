@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dlrm_autoshard.benchmarks.harness import paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings, paired_ratio
 from dlrm_autoshard.benchmarks.loop_job import JOB, Job, run_jobs, settings
 from dlrm_autoshard.benchmarks.plans_in_turns import Turn, best_of, plans_in_turns
 from dlrm_autoshard.benchmarks.workloads import W_EMB
@@ -47,26 +47,19 @@ def run(quick: bool) -> dict[str, Any]:
     turns = {kind: Turn(p) for kind, p in {"found": runs["loop"].final_plan, **independent}.items()}
     rates = plans_in_turns(JOB, turns, 2 if quick else 20)
     best, chosen = best_of(rates, list(independent))
-    of_best, of_static = paired_ratio(rates["found"], best), paired_ratio(rates["found"], rates[name])
-    return {
-        "figures": {
-            "static": median(rates[name]),
-            "in_loop_final_plan": median(rates["found"]),
-            "in_loop_last_epoch": runs["loop"].throughput(epochs - 1),
-            "best_known": median(best),
-            "of_best_known": of_best.median,
-            "reshards": runs["loop"].moves,
-            "gain_over_static": of_static.median - 1,
-        },
-        "targets": {"of_best_known": ">= 0.95", "reshards": "<= 2"},
-        "spread": {
-            "of_best_known": [of_best.low, of_best.high],
-            "gain_over_static": [of_static.low - 1, of_static.high - 1],
-        },
-        "notes": [
-            f"Start: {name}, the worst of the heuristics by prediction.",
-            "best_known: the fastest of plans that resharding had no part in: all heuristics' and planner runs "
-            f"with other seeds. Each half of the rounds measures what the other chose; here {' and '.join(chosen)}.",
-            *runs["loop"].texts,
-        ],
-    }
+    of_static = paired_ratio(rates["found"], rates[name])
+    found = Findings()
+    found.put("static", median(rates[name]))
+    found.put("in_loop_final_plan", median(rates["found"]))
+    found.put("in_loop_last_epoch", runs["loop"].throughput(epochs - 1))
+    found.put("best_known", median(best))
+    found.put("of_best_known", paired_ratio(rates["found"], best), ">= 0.95")
+    found.put("reshards", runs["loop"].moves, "<= 2")
+    found.put("gain_over_static", of_static.map(lambda ratio: ratio - 1))
+    found.notes = [
+        f"Start: {name}, the worst of the heuristics by prediction.",
+        "best_known: the fastest of plans that resharding had no part in: all heuristics' and planner runs "
+        f"with other seeds. Each half of the rounds measures what the other chose; here {' and '.join(chosen)}.",
+        *runs["loop"].texts,
+    ]
+    return vars(found)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dlrm_autoshard.benchmarks.harness import paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings, paired_ratio
 from dlrm_autoshard.benchmarks.loop_job import JOB, Job, fixed_plan, pooling_at, run_jobs, settings
 from dlrm_autoshard.benchmarks.plans_in_turns import Turn, plans_in_turns, recovered
-from dlrm_autoshard.benchmarks.workloads import W_EMB
+from dlrm_autoshard.benchmarks.workloads import warm_planner
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.costs import balanced_cost_ms, step_cost_ms
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.data.statistics import measure_stats
 from dlrm_autoshard.plan import ShardingPlan, Topology
-from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.probe.hardware import hardware_fingerprint
-from dlrm_autoshard.probe.shipped_costs import start_warm
 
 TITLE = "pooling factors permuted at epoch 3 of 9: throughput after it static, with resharding, and re-planned at once"
 ROUGH_TIME = "3 min"
@@ -40,13 +36,13 @@ def run(quick: bool) -> dict[str, Any]:
             unchanged = {"epoch": at, "permute_pooling": False, "move_hot_ids": False}
             return [unchanged] * number + [{**unchanged, "permute_pooling": True}]
 
-        def unbalanced(number: int) -> tuple[float, float, int]:
+        def unbalanced(number: int) -> tuple[float, int]:
             pooling = pooling_at(job(epochs, drift=drift(number)), at, samples=256)
-            return over_balance(start, job(1, pooling=pooling)), largest_share(start, pooling), number
+            return over_balance(start, job(1, pooling=pooling)), number
 
         before = job(3, enabled=True)
         start = run_jobs([Job("before", before)], folder)["before"].final_plan
-        over, share, number = max(map(unbalanced, range(10)))
+        over, number = max(map(unbalanced, range(10)))
         loop = job(epochs, drift=drift(number), **{**fixed_plan(start, folder), "enabled": True})
         runs = run_jobs([Job("loop", loop)], folder)
         # What comes after the drift, from the start: planned and probed for it.
@@ -59,53 +55,35 @@ def run(quick: bool) -> dict[str, Any]:
         "clairvoyant": Turn(runs["clairvoyant"].final_plan),
     }
     rates = plans_in_turns(replace(JOB, pooling=tuple(pooling)), turns, 2 if quick else 30)
-    of_clairvoyant = paired_ratio(rates["in_loop"], rates["clairvoyant"])
-    static_of_clairvoyant = paired_ratio(rates["static"], rates["clairvoyant"])
-    share_recovered, interval = recovered(rates["in_loop"], rates["static"], rates["clairvoyant"])
-    loop_run = runs["loop"]
-    return {
-        "figures": {
-            **{name: median(values) for name, values in rates.items()},
-            "recovered": share_recovered,
-            "of_clairvoyant": of_clairvoyant.median,
-            "static_of_clairvoyant": static_of_clairvoyant.median,
-            "loop_job_since_the_drift": loop_run.throughput(at),
-            "loop_job_at_the_end": loop_run.throughput(epochs - 2),
-            "clairvoyant_job": runs["clairvoyant"].throughput(2),
-            "reshards": loop_run.moves,
-        },
-        "targets": {"recovered": ">= 0.8"},
-        "spread": {
-            "recovered": interval,
-            "of_clairvoyant": [of_clairvoyant.low, of_clairvoyant.high],
-            "static_of_clairvoyant": [static_of_clairvoyant.low, static_of_clairvoyant.high],
-        },
-        "notes": [
-            "The job starts from the plan that a job before it ended with. Of ten permutations it gets the one that "
-            f"unbalances that plan most by the shipped costs: {over - 1:.0%} above even, with {share:.0%} of all "
-            "lookups on one of the two ranks. (Until 83de974 it was the one with most lookups on a rank; once that was "
-            "71%, and static and clairvoyant were 2% apart: lookups in small tables cost little.)",
-            "recovered: of the gap between the static plan and the clairvoyant's.",
-            "static, in_loop, clairvoyant: the plan of before the drift, the one resharding ended with, and that of a "
-            "job planned for the drifted data from the start, with resharding on; examples/s on drifted data within "
-            "one job whose tables move from plan to plan (medians over the rounds, ratios paired). loop_job_*: as the "
-            "resharding job ran, minutes earlier; since_the_drift counts the epoch in which it could not know yet.",
-            *(f"step {d['step']}: {d['text']}" for d in loop_run.decisions if d["epoch"] >= at),
-        ],
-    }
+    loop_run, found = runs["loop"], Findings()
+    for name, values in rates.items():
+        found.put(name, median(values))
+    found.put("recovered", recovered(rates["in_loop"], rates["static"], rates["clairvoyant"]), ">= 0.8")
+    found.put("of_clairvoyant", paired_ratio(rates["in_loop"], rates["clairvoyant"]))
+    found.put("static_of_clairvoyant", paired_ratio(rates["static"], rates["clairvoyant"]))
+    found.put("loop_job_since_the_drift", loop_run.throughput(at))
+    found.put("loop_job_at_the_end", loop_run.throughput(epochs - 2))
+    found.put("clairvoyant_job", runs["clairvoyant"].throughput(2))
+    found.put("reshards", loop_run.moves)
+    found.notes = [
+        "The job starts from the plan that a job before it ended with. Of ten permutations it gets the one that "
+        f"unbalances that plan most by the shipped costs: {over - 1:.0%} above even. (Until 83de974 it was the one "
+        "with most lookups on a rank; once that was 71%, and static and clairvoyant were 2% apart: lookups in small "
+        "tables cost little.)",
+        "recovered: of the gap between the static plan and the clairvoyant's.",
+        "static, in_loop, clairvoyant: the plan of before the drift, the one resharding ended with, and that of a "
+        "job planned for the drifted data from the start, with resharding on; examples/s on drifted data within "
+        "one job whose tables move from plan to plan (medians over the rounds, ratios paired). loop_job_*: as the "
+        "resharding job ran, minutes earlier; since_the_drift counts the epoch in which it could not know yet.",
+        *(f"step {d['step']}: {d['text']}" for d in loop_run.decisions if d["epoch"] >= at),
+    ]
+    return vars(found)
 
 
 def over_balance(plan: ShardingPlan, config: Config) -> float:
     """A step under the plan over one in which ranks take equally long, by the costs that the package ships."""
-    source, planner = open_source(config.data, config.tables), Planner()
-    start_warm(planner, hardware_fingerprint())
+    source, planner = open_source(config.data, config.tables), warm_planner()
     stats = measure_stats(source, JOB.batch_size, 1)
     task = PlacementTask.build(source.tables, stats, Topology(plan.world_size), batch_size=JOB.batch_size)
     ranks = planner.predict(task, plan)
     return step_cost_ms(ranks) / balanced_cost_ms(ranks)
-
-
-def largest_share(plan: ShardingPlan, pooling: Sequence[float]) -> float:
-    """Of all lookups, that of the rank with most."""
-    work = dict(zip((table.name for table in W_EMB.tables), pooling, strict=True))
-    return max(sum(work[name] for name in plan.tables_on(rank)) for rank in range(plan.world_size)) / sum(pooling)

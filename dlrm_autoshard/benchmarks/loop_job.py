@@ -11,8 +11,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, busy_neighbour
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import Config, parse_config
 from dlrm_autoshard.data.open import open_source
-from dlrm_autoshard.distributed.runtime import Runtime, keep_freed_memory
+from dlrm_autoshard.distributed.runtime import Runtime, keep_freed_memory, runtime_of
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
 from dlrm_autoshard.records.jsonl import read_jsonl
@@ -49,13 +48,19 @@ class Job:
 
 @dataclass(frozen=True)
 class JobRun:
-    """What a job wrote down. seconds: by epoch, of training alone."""
+    """What a job wrote down."""
 
     epochs: tuple[EpochProfile, ...]
     decisions: tuple[Mapping[str, Any], ...]
-    final_plan: ShardingPlan
-    profile_errors: tuple[float, ...] = field(default=())
-    start_seconds: float = 0.0
+    start_seconds: float
+
+    @property
+    def final_plan(self) -> ShardingPlan:
+        return self.epochs[-1].plan
+
+    @property
+    def profile_errors(self) -> list[float]:
+        return [d["error_before"] for d in self.decisions if d.get("error_before") is not None]
 
     @property
     def profiling_seconds(self) -> float:
@@ -76,6 +81,7 @@ class JobRun:
 
     @property
     def seconds(self) -> float:
+        """Of training alone."""
         return sum((e.end_step - e.first_step) * e.batch_size / e.throughput for e in self.epochs)
 
     @property
@@ -141,33 +147,29 @@ def fixed_plan(plan: ShardingPlan, folder: Path) -> dict[str, Any]:
     return {"enabled": False, "placement": str(path)}
 
 
-def run_jobs(jobs: Sequence[Job], folder: Path, timeout: float = 900.0) -> dict[str, JobRun]:
+def run_jobs(jobs: Sequence[Job], folder: Path) -> dict[str, JobRun]:
     """One after another in the same two processes."""
-    on_pinned_ranks(_train_all, WORLD_SIZE, list(jobs), str(folder), timeout=timeout)
-    return {job.name: read_run(folder / job.name) for job in jobs}
+    on_pinned_ranks(_train_all, WORLD_SIZE, list(jobs), str(folder), timeout=900.0)
+    return {job.name: _written(folder / job.name) for job in jobs}
 
 
-def start_seconds(job: Job, folder: Path, timeout: float = 300.0) -> float:
+def start_seconds(job: Job, folder: Path) -> float:
     """Until it could train, in processes of its own."""
-    on_pinned_ranks(_train_all, WORLD_SIZE, [replace(job, trains=False)], str(folder), timeout=timeout)
+    on_pinned_ranks(_train_all, WORLD_SIZE, [replace(job, trains=False)], str(folder), timeout=300.0)
     return float((folder / job.name / "start_seconds.txt").read_text())
 
 
-def read_run(run_dir: Path) -> JobRun:
+def _written(run_dir: Path) -> JobRun:
     epochs = tuple(EpochProfile.from_json(line) for line in read_jsonl(epochs_file(run_dir)))
     decisions = tuple(read_jsonl(run_dir / "decisions.jsonl"))
-    errors = tuple(d["error_before"] for d in decisions if d.get("error_before") is not None)
-    start = run_dir / "start_seconds.txt"
-    return JobRun(epochs, decisions, epochs[-1].plan, errors, float(start.read_text()) if start.exists() else 0.0)
+    return JobRun(epochs, decisions, float((run_dir / "start_seconds.txt").read_text()))
 
 
 def _train_all(rank: int, world_size: int, jobs: list[Job], folder: str) -> None:
     keep_freed_memory()
-    minutes = timedelta(minutes=5)
     world = dist.group.WORLD
     assert world is not None
-    groups = dist.new_group(timeout=minutes), dist.new_group(timeout=minutes)
-    runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), world, *groups)
+    runtime = runtime_of(world, torch.device("cpu"))
     for job in jobs:
         run_dir = Path(folder, job.name)
         if rank == 0:

@@ -14,15 +14,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dlrm_autoshard.benchmarks.harness import paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings, paired_ratio
 from dlrm_autoshard.benchmarks.loop_job import MANY_SAMPLES, Job, run_jobs
 from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, Turn, plans_in_turns, recovered
 from dlrm_autoshard.benchmarks.splits import DOMINANT, dominated
-from dlrm_autoshard.benchmarks.workloads import Workload
+from dlrm_autoshard.benchmarks.workloads import Workload, drawn
 from dlrm_autoshard.config import Config, TablesConfig, parse_config
-from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
 from dlrm_autoshard.data.batch import Batch, Split
-from dlrm_autoshard.data.synthetic import SyntheticSource
 
 TITLE = "a table becomes dominant in mid-run: split live, against a plan made for it from the start"
 ROUGH_TIME = "5 min"
@@ -49,47 +47,32 @@ def run(quick: bool) -> dict[str, Any]:
         "clairvoyant": Turn(clairvoyant.final_plan),
     }
     rates = plans_in_turns(workload, turns, 2 if quick else 24)
-    of_clairvoyant = paired_ratio(rates["in_loop"], rates["clairvoyant"])
-    static_of_clairvoyant = paired_ratio(rates["static"], rates["clairvoyant"])
-    of_planned_anew = paired_ratio(rates["in_loop"], rates["planned_anew"])
-    share, interval = recovered(rates["in_loop"], rates["static"], rates["clairvoyant"])
     name = workload.tables[DOMINANT].name
     looks = [d for d in loop.decisions if d["step"] > at * steps]
     moved = [number for number, d in enumerate(looks, 1) if d["action"] == "moved"]
-    return {
-        "figures": {
-            **{turn: median(values) for turn, values in rates.items()},
-            "of_clairvoyant": of_clairvoyant.median,
-            "of_planned_anew": of_planned_anew.median,
-            "static_of_clairvoyant": static_of_clairvoyant.median,
-            "recovered": share,
-            "decisions_until_the_last_move": moved[-1] if moved else None,
-            "intervals_until_the_last_move": math.ceil(looks[moved[-1] - 1]["step"] / steps) - at if moved else None,
-            "parts_of_the_dominant_table": len(loop.final_plan.parts_of(name)),
-        },
-        "targets": {
-            "of_clairvoyant": ">= 0.95",
-            "intervals_until_the_last_move": "<= 2",
-            "parts_of_the_dominant_table": ">= 2",
-        },
-        "spread": {
-            "of_clairvoyant": [of_clairvoyant.low, of_clairvoyant.high],
-            "of_planned_anew": [of_planned_anew.low, of_planned_anew.high],
-            "static_of_clairvoyant": [static_of_clairvoyant.low, static_of_clairvoyant.high],
-            "recovered": interval,
-        },
-        "notes": [
-            "static, in_loop: the plan of before the drift and the one resharding ended with; planned_anew, "
-            "clairvoyant: those that a job on the drifted data starts and ends with (the clairvoyant's had two epochs "
-            "until dc938d8); examples/s on these within one job whose tables move from plan to plan (medians over the "
-            "rounds, ratios paired)",
-            "the target of two intervals was one of two decisions when a job decided once an epoch, its interval here; "
-            "now it decides within one, too, when its data have changed",
-            *loop.texts,
-            *(f"of the clairvoyant's job: {text}" for text in clairvoyant.texts),
-            *(f"{arm}: {', '.join(map(str, turn.plan.parts_of(name)))}" for arm, turn in turns.items()),
-        ],
-    }
+    intervals = math.ceil(looks[moved[-1] - 1]["step"] / steps) - at if moved else None
+    found = Findings()
+    for turn, values in rates.items():
+        found.put(turn, median(values))
+    found.put("of_clairvoyant", paired_ratio(rates["in_loop"], rates["clairvoyant"]), ">= 0.95")
+    found.put("of_planned_anew", paired_ratio(rates["in_loop"], rates["planned_anew"]))
+    found.put("static_of_clairvoyant", paired_ratio(rates["static"], rates["clairvoyant"]))
+    found.put("recovered", recovered(rates["in_loop"], rates["static"], rates["clairvoyant"]))
+    found.put("decisions_until_the_last_move", moved[-1] if moved else None)
+    found.put("intervals_until_the_last_move", intervals, "<= 2")
+    found.put("parts_of_the_dominant_table", len(loop.final_plan.parts_of(name)), ">= 2")
+    found.notes = [
+        "static, in_loop: the plan of before the drift and the one resharding ended with; planned_anew, "
+        "clairvoyant: those that a job on the drifted data starts and ends with (the clairvoyant's had two epochs "
+        "until dc938d8); examples/s on these within one job whose tables move from plan to plan (medians over the "
+        "rounds, ratios paired)",
+        "the target of two intervals was one of two decisions when a job decided once an epoch, its interval here; "
+        "now it decides within one, too, when its data have changed",
+        *loop.texts,
+        *(f"of the clairvoyant's job: {text}" for text in clairvoyant.texts),
+        *(f"{arm}: {', '.join(map(str, turn.plan.parts_of(name)))}" for arm, turn in turns.items()),
+    ]
+    return vars(found)
 
 
 def _job(workload: Workload, folder: Path, steps: int, epochs: int, change: int) -> Config:
@@ -124,18 +107,8 @@ class BecomesDominant:
         self._change, self._samples = change, samples
         before = [BEFORE if table == DOMINANT else pooling for table, pooling in enumerate(workload.pooling)]
         self._phases = [
-            SyntheticSource(
-                SyntheticData(
-                    source="synthetic",
-                    tables=[
-                        SyntheticTable(name=t.name, num_embeddings=t.num_embeddings, mean_pooling=p, alpha=alpha)
-                        for t, p in zip(self.tables, pooling, strict=True)
-                    ],
-                    num_dense=self.num_dense,
-                    train_samples=samples,
-                    reuse_batches=NUM_BATCHES,
-                ),
-                self.tables,
+            drawn(
+                self.tables, pooling, alpha, num_dense=self.num_dense, train_samples=samples, reuse_batches=NUM_BATCHES
             )
             for pooling in (before, workload.pooling)
         ]

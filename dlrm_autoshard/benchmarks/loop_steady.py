@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dlrm_autoshard.benchmarks.harness import median_with_interval
+from dlrm_autoshard.benchmarks.harness import Findings, median_with_interval
 from dlrm_autoshard.benchmarks.loop_job import Job, fixed_plan, run_jobs, settings, start_seconds
 from dlrm_autoshard.costs import PLANNED_STAGES as STAGES
 from dlrm_autoshard.records.epoch import EpochProfile
@@ -32,39 +32,35 @@ def run(quick: bool) -> dict[str, Any]:
             start_seconds(Job(f"planned_{n}", loop), folder) - start_seconds(Job(f"given_{n}", static), folder)
             for n in range(1 if quick else STARTS)
         ]
-    errors = job.profile_errors
-    later = median_with_interval(errors[3:] or errors[-1:]) if errors else None
-    planning = median(longer)
+    errors, planning = job.profile_errors, median_with_interval(longer)
     whole = job.start_seconds + job.seconds + job.loop_seconds
     by_itself = [difference(before, after) for before, after in pairwise(job.epochs) if before.plan == after.plan]
-    return {
-        "figures": {
-            "moves": job.moves,
-            "overhead": (planning + job.profiling_seconds + job.loop_seconds) / whole,
-            "planning_at_start_seconds": planning,
-            "profiling_seconds": job.profiling_seconds,
-            "loop_seconds": job.loop_seconds,
-            "training_seconds": job.seconds,
-            "in_loop": job.throughput(1),
-            "static": beside.throughput(0),
-            "next_epoch_error_first": errors[0] if errors else None,
-            "next_epoch_error": later.median if later else None,
-            "epochs_differ_by_themselves": median(by_itself) if by_itself else None,
-        },
-        "targets": {"moves": "== 0", "overhead": "<= 0.01", "next_epoch_error": "<= 0.05"},
-        "spread": {"next_epoch_error": [later.low, later.high]} if later else {},
-        "notes": [
-            "overhead: of the whole job, its start included: by how much longer a planned job takes to its first step "
-            "than one with a plan file, by how much sampled steps are longer than others (profiling at its defaults), "
-            "and the time for which training stood still to decide and move.",
-            f"planning_at_start_seconds: the median of {len(longer)} pairs of starts. Until d92c550 of one pair, "
-            "whose planned job paid 1 s for reading the package from disk (1.7 s, overhead 1.9%, then).",
-            "next_epoch_error: sum of |predicted - measured| over sum of measured, all ranks' four stages, before the "
-            "model has seen the epoch; median over epochs 3 to 9. epochs_differ_by_themselves: the same measure of "
-            "one epoch taken for a prediction of the next, the plan unchanged (median): what the machine allows.",
-            *(f"step {d['step']}: {d['text']}{error_said(d['error_before'])}" for d in job.decisions),
-        ],
-    }
+    found = Findings()
+    found.put("moves", job.moves, "== 0")
+    overhead = planning.map(lambda seconds: (seconds + job.profiling_seconds + job.loop_seconds) / whole)
+    found.put("overhead", overhead, "<= 0.01")
+    found.put("planning_at_start_seconds", planning)
+    found.put("profiling_seconds", job.profiling_seconds)
+    found.put("loop_seconds", job.loop_seconds)
+    found.put("training_seconds", job.seconds)
+    found.put("in_loop", job.throughput(1))
+    found.put("static", beside.throughput(0))
+    found.put("next_epoch_error_first", errors[0] if errors else None)
+    later = median_with_interval(errors[3:] or errors[-1:]) if errors else None
+    found.put("next_epoch_error", later, "<= 0.05")
+    found.put("epochs_differ_by_themselves", median(by_itself) if by_itself else None)
+    found.notes = [
+        "overhead: of the whole job, its start included: by how much longer a planned job takes to its first step "
+        "than one with a plan file (whose interval it has), by how much sampled steps are longer than others "
+        "(profiling at its defaults), and the time for which training stood still to decide and move.",
+        f"planning_at_start_seconds: the median of {len(longer)} pairs of starts. Until d92c550 of one pair, "
+        "whose planned job paid 1 s for reading the package from disk (1.7 s, overhead 1.9%, then).",
+        "next_epoch_error: sum of |predicted - measured| over sum of measured, all ranks' four stages, before the "
+        "model has seen the epoch; median over epochs 3 to 9. epochs_differ_by_themselves: the same measure of "
+        "one epoch taken for a prediction of the next, the plan unchanged (median): what the machine allows.",
+        *(f"step {d['step']}: {d['text']}{error_said(d['error_before'])}" for d in job.decisions),
+    ]
+    return vars(found)
 
 
 def error_said(error: float | None) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.benchmarks.harness import paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings, paired_ratio
 from dlrm_autoshard.benchmarks.loop_job import JOB, Job, run_jobs, settings
 from dlrm_autoshard.benchmarks.plans_in_turns import Turn, best_of, plans_in_turns, recovered
 from dlrm_autoshard.benchmarks.workloads import W_EMB
@@ -67,43 +67,33 @@ def run(quick: bool) -> dict[str, Any]:
     stayed = whole([("static", busy_steps), ("healthy", steps)])
     best = whole([("best_known", busy_steps), ("healthy", steps)])
     three_quarters = whole([("three_quarters", busy_steps), ("healthy", steps)])
-    middle, interval = recovered(looped, stayed, best)
-    originally, original_interval = recovered(looped, stayed, three_quarters)
-    back = paired_ratio(rates["healthy_after"], rates["healthy"])
-    return {
-        "figures": {
-            "static_of_healthy": rate["static"] / rate["healthy"],
-            "best_known_of_healthy": rate["best_known"] / rate["healthy"],
-            "recovered": middle,
-            "recovered_of_0.75_healthy": originally,
-            "after_it_ended": back.median,
-            "reshards": loop.moves,
-            "stood_still_seconds": stalled,
-            "loop_job_of_its_healthy_epochs": loop.throughput(first, last) / loop.throughput(1, first - 1),
-            "healthy_epochs_of_the_loop_job": loop.throughput(1, first - 1),
-            **{f"turn_{name}": value for name, value in rate.items()},
-        },
-        "targets": {"recovered": ">= 0.6", "recovered_of_0.75_healthy": ">= 0.6", "after_it_ended": ">= 0.95"},
-        "spread": {
-            "recovered": interval,
-            "recovered_of_0.75_healthy": original_interval,
-            "after_it_ended": [back.low, back.high],
-        },
-        "notes": [
-            "recovered: of what the static plan loses beyond the unavoidable, over all busy epochs, the steps before "
-            "the loop could know included, and the first epoch after, with the time for which resharding stood still. "
-            "The unavoidable is what the best known plan loses too: the fastest of the plans "
-            f"searched for a rank of speed {', '.join(map(str, SPEEDS))} and resharding's own. Each half of the rounds "
-            f"measures the one that the other half chose; here {' and '.join(dict.fromkeys(chosen))}.",
-            "turn_*: examples/s of all plans, on the healthy machine and beside the busy process, within one job whose "
-            "tables move from one to the next (medians over the rounds). after_it_ended: the plan that resharding went "
-            "back to beside the one it had at first.",
-            "recovered_of_0.75_healthy: the same where 0.75 of the healthy speed is taken for what can be had.",
-            "loop_job_of_its_healthy_epochs: the same epochs as resharding's job ran them, beside its own healthy ones "
-            "before.",
-            *(f"step {d['step']}: {d['text']}" for d in loop.decisions),
-        ],
-    }
+    found = Findings()
+    found.put("static_of_healthy", rate["static"] / rate["healthy"])
+    found.put("best_known_of_healthy", rate["best_known"] / rate["healthy"])
+    found.put("recovered", recovered(looped, stayed, best), ">= 0.6")
+    found.put("recovered_of_0.75_healthy", recovered(looped, stayed, three_quarters), ">= 0.6")
+    found.put("after_it_ended", paired_ratio(rates["healthy_after"], rates["healthy"]), ">= 0.95")
+    found.put("reshards", loop.moves)
+    found.put("stood_still_seconds", stalled)
+    found.put("loop_job_of_its_healthy_epochs", loop.throughput(first, last) / loop.throughput(1, first - 1))
+    found.put("healthy_epochs_of_the_loop_job", loop.throughput(1, first - 1))
+    for name, value in rate.items():
+        found.put(f"turn_{name}", value)
+    found.notes = [
+        "recovered: of what the static plan loses beyond the unavoidable, over all busy epochs, the steps before "
+        "the loop could know included, and the first epoch after, with the time for which resharding stood still. "
+        "The unavoidable is what the best known plan loses too: the fastest of the plans "
+        f"searched for a rank of speed {', '.join(map(str, SPEEDS))} and resharding's own. Each half of the rounds "
+        f"measures the one that the other half chose; here {' and '.join(dict.fromkeys(chosen))}.",
+        "turn_*: examples/s of all plans, on the healthy machine and beside the busy process, within one job whose "
+        "tables move from one to the next (medians over the rounds). after_it_ended: the plan that resharding went "
+        "back to beside the one it had at first.",
+        "recovered_of_0.75_healthy: the same where 0.75 of the healthy speed is taken for what can be had.",
+        "loop_job_of_its_healthy_epochs: the same epochs as resharding's job ran them, beside its own healthy ones "
+        "before.",
+        *(f"step {d['step']}: {d['text']}" for d in loop.decisions),
+    ]
+    return vars(found)
 
 
 def plans_of(intervals: Sequence[EpochProfile], epochs: Sequence[int]) -> list[tuple[ShardingPlan, int]]:

@@ -49,7 +49,15 @@ class Kill:
     seconds: float = 0.0
 
 
-def settings(folder: Path, seed: int, steps: int, optimizer: str = "rowwise_adagrad") -> Config:
+def settings(
+    folder: Path,
+    seed: int,
+    steps: int,
+    optimizer: str = "rowwise_adagrad",
+    *,
+    move_every: int = MOVE_EVERY,
+    checkpoints: bool = True,
+) -> Config:
     tables = [
         {
             "name": f"t{i}",
@@ -71,9 +79,9 @@ def settings(folder: Path, seed: int, steps: int, optimizer: str = "rowwise_adag
             },
             "tables": {"optimizer": {"name": optimizer, "lr": 0.1}},
             "train": {"batch_size": 64, "epochs": 1 + steps // 40, "max_steps": steps, "log_every_steps": 1},
-            "checkpoint": {"every_steps": CHECKPOINT_EVERY},
+            "checkpoint": {"enabled": checkpoints, "every_steps": CHECKPOINT_EVERY if checkpoints else None},
             "profile": {"enabled": False},
-            "autoshard": {"reshard": {"every_steps": MOVE_EVERY}},
+            "autoshard": {"reshard": {"every_steps": move_every}},
         }
     )
 

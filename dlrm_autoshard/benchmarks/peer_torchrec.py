@@ -147,7 +147,6 @@ class TorchrecJob:
         from torchrec.streamable import Pipelineable
 
         Pipelineable.register(_Batch)
-        self.workload = workload
         model = DLRMTrain(
             DLRM(
                 embedding_bag_collection=embedding_bags(workload.tables),
@@ -157,7 +156,7 @@ class TorchrecJob:
                 dense_device=torch.device("cpu"),
             )
         )
-        self.model, its_plan = sharded(
+        self.model, _ = sharded(
             model,
             workload.tables,
             workload.pooling,
@@ -174,9 +173,6 @@ class TorchrecJob:
             for b in itertools.cycle(batches)
         )
         self._pipeline = TrainPipelineSparseDist(self.model, self.optimizer, torch.device("cpu")) if pipeline else None
-        self.rank_of = {
-            table: parameter.ranks[0] for tables_of in its_plan.plan.values() for table, parameter in tables_of.items()
-        }
 
     def run(self, steps: int) -> float:
         """Seconds that so many steps took."""
@@ -195,21 +191,6 @@ class TorchrecJob:
         self.optimizer.step()
         return loss.detach()
 
-    def load(self, dense: dict[str, torch.Tensor], tables: dict[str, torch.Tensor]) -> None:
-        """Our model's initial weights. dense: by our names, in our order; tables: by name."""
-        ours = {
-            kind: [value for name, value in dense.items() if name.startswith(kind)]
-            for kind in ("bottom_mlp", "over_mlp")
-        }
-        ours["over_mlp"][0] = ours["over_mlp"][0][:, _their_columns(self.workload)]
-        remaining = {kind: iter(values) for kind, values in ours.items()}
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if "embedding_bags." not in name:
-                    parameter.copy_(next(remaining["bottom_mlp" if "dense_arch" in name else "over_mlp"]))
-                elif parameter.numel():  # empty where another rank owns the table
-                    parameter.copy_(tables[name.split("embedding_bags.")[1].split(".")[0]])
-
 
 class _Batch:
     """What DLRMTrain takes."""
@@ -222,13 +203,3 @@ class _Batch:
 
     def record_stream(self, stream: Any) -> None:
         pass
-
-
-def _their_columns(workload: Workload) -> torch.Tensor:
-    """Our pairs lie row by row below the diagonal, theirs row by row above it."""
-    count = len(workload.tables) + 1
-    ours = torch.zeros(count, count, dtype=torch.int64)
-    row, column = torch.tril_indices(count, count, offset=-1)
-    ours[row, column] = torch.arange(len(row))
-    above, right = torch.triu_indices(count, count, offset=1)
-    return torch.cat([torch.arange(workload.dim), workload.dim + ours[right, above]])

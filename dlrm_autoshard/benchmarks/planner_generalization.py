@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+from dlrm_autoshard.benchmarks.harness import Findings, ratio_of_means
 from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.dreamshard import DreamShardSettings
@@ -21,6 +23,8 @@ from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
+from dlrm_autoshard.probe.shard_probe import ShardProbe
 
 TITLE = "fitted to 20 tables x 4 devices, on 100 x 8, over one fitted there (compute measured, exchange modelled)"
 ROUGH_TIME = "5 min (quick: 1 min)"
@@ -36,17 +40,11 @@ def run(quick: bool) -> dict[str, Any]:
     """Tables are small ones (see `_pool`), so that the two trainings take a minute and not an hour; `quick` trains on a
     fifth of the reference's number of placements and tests on fewer tasks.
     """
-    import torch
-
-    from dlrm_autoshard.probe.shard_probe import ShardProbe
-
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     probe = ShardProbe(undisturbed=True, warmup=2, repeats=3, seconds_per_shard=0.0)
 
     def measure(task: PlacementTask, plans: Sequence[ShardingPlan], rounds: int = 1) -> list[StepProfile]:
-        from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
-
         return IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, ExchangeModel(), rounds).measure(plans)
 
     settings = DreamShardSettings(iterations=4, placements=5) if quick else DreamShardSettings()
@@ -63,46 +61,34 @@ def run(quick: bool) -> dict[str, Any]:
     num_tests = 4 if quick else 20
     for index in range(num_tests):
         task = _task(test, *LARGE, index)
-        plans = {"lookup_greedy": _plan(Planner("lookup_greedy"), task)}
+        plans = {"lookup_greedy": Planner("lookup_greedy").plan(task).plan}
         for name, planner in fitted.items():
             for algorithm in ALGORITHMS:
                 planner.algorithm = algorithm
-                plans[f"{name} {algorithm}"] = _plan(planner, task)
+                plans[f"{name} {algorithm}"] = planner.plan(task).plan
         for name, profile in zip(plans, measure(task, list(plans.values()), ROUNDS), strict=True):
             cost.setdefault(name, []).append(step_cost_ms(profile.ranks))
-    means = {name: float(np.mean(values)) for name, values in cost.items()}
-    draws = np.random.default_rng(0).integers(0, num_tests, size=(2000, num_tests))
-    figures: dict[str, Any] = {}
-    spread = {}
+    found = Findings()
     for algorithm in ALGORITHMS:
-        title = f"fitted on 20x4 / fitted on 100x8, {algorithm}"
-        small, large = (np.array(cost[f"{name} {algorithm}"]) for name in fitted)
-        figures[title] = float(small.mean() / large.mean())
-        ratios = small[draws].mean(axis=1) / large[draws].mean(axis=1)
-        spread[title] = [float(q) for q in np.quantile(ratios, [0.025, 0.975])]
-        figures[f"fitted on 20x4, {algorithm} / lookup_greedy"] = float(small.mean() / means["lookup_greedy"])
-    figures["tasks"] = num_tests
-    figures["seconds to fit on 20x4, measuring included"] = seconds["small"]
-    figures["seconds to fit on 100x8, measuring included"] = seconds["large"]
-    return {
-        "figures": figures,
-        "targets": {f"fitted on 20x4 / fitted on 100x8, {algorithm}": "<= 1.03" for algorithm in ALGORITHMS},
-        "spread": spread,
-        "notes": [
-            "compute measured with fbgemm on one core, exchange modelled: 8 ranks are more than run here; mean ms "
-            + ", ".join(f"{name} {ms:.2f}" for name, ms in means.items()),
-            "tables: 1,000 to 100,000 rows, dims 8 to 64, mean pooling 1 to 10; batch 2,048; "
-            f"{settings.iterations * settings.placements} placements measured in each training",
-        ],
-    }
+        small, large = (cost[f"{name} {algorithm}"] for name in fitted)
+        found.put(f"fitted on 20x4 / fitted on 100x8, {algorithm}", ratio_of_means(small, large), "<= 1.03")
+        found.put(
+            f"fitted on 20x4, {algorithm} / lookup_greedy", float(np.mean(small) / np.mean(cost["lookup_greedy"]))
+        )
+    found.put("tasks", num_tests)
+    found.put("seconds to fit on 20x4, measuring included", seconds["small"])
+    found.put("seconds to fit on 100x8, measuring included", seconds["large"])
+    found.notes = [
+        "compute measured with fbgemm on one core, exchange modelled: 8 ranks are more than run here; mean ms "
+        + ", ".join(f"{name} {np.mean(ms):.2f}" for name, ms in cost.items()),
+        "tables: 1,000 to 100,000 rows, dims 8 to 64, mean pooling 1 to 10; batch 2,048; "
+        f"{settings.iterations * settings.placements} placements measured in each training",
+    ]
+    return vars(found)
 
 
 def _pool(seed: int) -> TablePool:
     return synthetic_pool(300, seed=seed, batch_size=BATCH_SIZE, rows=(1e3, 1e5), dims=(8, 64), pooling=(1.0, 10.0))
-
-
-def _plan(planner: Planner, task: PlacementTask) -> ShardingPlan:
-    return planner.plan(task).plan
 
 
 def _task(pool: TablePool, num_tables: int, num_devices: int, index: int) -> PlacementTask:

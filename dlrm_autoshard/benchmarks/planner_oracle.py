@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from dlrm_autoshard.benchmarks.cost_oracle import CostOracle
-from dlrm_autoshard.benchmarks.harness import mean_with_interval
+from dlrm_autoshard.benchmarks.harness import Findings, with_interval
 from dlrm_autoshard.plan import Topology
 from dlrm_autoshard.planner.greedy import KEYS, greedy
 from dlrm_autoshard.planner.planner import Planner
@@ -30,25 +30,23 @@ TARGETS = {(20, 4): ("<= 1.015", "<= 0.87"), (50, 4): ("<= 1.02", "<= 0.85"), (1
 
 
 def run(quick: bool) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
-    spread: dict[str, list[float]] = {}
-    targets: dict[str, str] = {}
+    found = Findings()
     for tables, devices in CELLS[:2] if quick else (*CELLS, *SPLIT_CELLS):
         cell = f"{tables}x{devices}"
         count = 4 if quick else 30 if (tables, devices) in CELLS else 10
         rows = [judged(tables, devices, index) for index in range(count)]
         for name in rows[0]:
-            figures[f"{name}_{cell}"], spread[f"{name}_{cell}"] = mean_with_interval([row[name] for row in rows])
+            found.put(f"{name}_{cell}", with_interval(lambda x: x.mean(axis=-1), [row[name] for row in rows]))
         if (tables, devices) in TARGETS:
             over_optimum, over_heuristic = TARGETS[tables, devices]
-            targets |= {f"over_near_optimum_{cell}": over_optimum, f"over_best_heuristic_{cell}": over_heuristic}
-    notes = [
+            found.targets |= {f"over_near_optimum_{cell}": over_optimum, f"over_best_heuristic_{cell}": over_heuristic}
+    found.notes = [
         "Costs are an oracle's arithmetic, no hardware's; means over tasks (intervals: of medians until 96cfaa0).",
         "near_optimum_over_best_heuristic: what can be had, at most, of over_best_heuristic on these tasks.",
         "split_over_...: the plan of a planner that may split tables (4 parts, 16 columns), over that of one that may "
         "not, and over the best heuristic's, which splits none.",
     ]
-    return {"figures": figures, "targets": targets, "spread": spread, "notes": notes}
+    return vars(found)
 
 
 def judged(tables: int, devices: int, index: int) -> dict[str, float]:
@@ -66,36 +64,22 @@ def judged(tables: int, devices: int, index: int) -> dict[str, float]:
     by_key = [greedy(task, name) for name in KEYS]
     near_ms = oracle.near_optimum([chosen, *by_key], kicks=30)
     heuristic_ms = min(oracle.step_ms(rank_T) for rank_T in by_key)
-    return {
+    found = {
         "over_near_optimum": chosen_ms / near_ms,
         "over_best_heuristic": chosen_ms / heuristic_ms,
         "near_optimum_over_best_heuristic": near_ms / heuristic_ms,
         "over_least_measured": chosen_ms / oracle.step_ms(oracle.ranks_of(least.plan)),
         "plans_measured": len(measured),
         "planning_seconds": seconds,
-        **(_with_splits(task, oracle, index, chosen_ms, heuristic_ms) if (tables, devices) in SPLIT_CELLS else {}),
     }
-
-
-def _with_splits(
-    task: PlacementTask, oracle: CostOracle, index: int, whole_ms: float, heuristic_ms: float
-) -> dict[str, float]:
-    ms = split_ms(task, oracle, index)
-    return {"split_over_whole": ms / whole_ms, "split_over_best_heuristic": ms / heuristic_ms}
-
-
-def split_ms(task: PlacementTask, oracle: CostOracle, seed: int) -> float:
-    return oracle.plan_ms(started(replace(task, splits=Splits(4, 16)), oracle, seed).plan)
+    if (tables, devices) in SPLIT_CELLS:
+        ms = oracle.plan_ms(started(replace(task, splits=Splits(4, 16)), oracle, index).plan)
+        found |= {"split_over_whole": ms / chosen_ms, "split_over_best_heuristic": ms / heuristic_ms}
+    return found
 
 
 def started(task: PlacementTask, oracle: CostOracle, seed: int) -> PlanResult:
     """As a job starts: tables measured, then finalists."""
     planner = Planner("auto", seed=seed)
-    start_costs(
-        planner,
-        task,
-        fingerprint={},
-        measure_shards=oracle.measure_shards,
-        seed=seed,
-    )
+    start_costs(planner, task, fingerprint={}, measure_shards=oracle.measure_shards, seed=seed)
     return planner.plan(task, measure=lambda plans: [oracle.profile(plan) for plan in plans])

@@ -13,22 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from dlrm_autoshard.benchmarks.measured_exchanges import exchange_ms
 from dlrm_autoshard.benchmarks.planner_quality_record import ADDED_UP, LEARNED, SPLIT, summarise
 from dlrm_autoshard.benchmarks.slices import commits, in_slices
+from dlrm_autoshard.benchmarks.workloads import warm_planner
 from dlrm_autoshard.costs import PLANNED_STAGES, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.greedy import KEYS
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
-from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.search import search
 from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from dlrm_autoshard.probe.calibration import start_costs
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
-from dlrm_autoshard.probe.shipped_costs import start_warm
+from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
+from dlrm_autoshard.probe.shard_probe import ShardProbe, median_time
 
 TITLE = "measured cost of the planner's plans against every heuristic's, on unseen tables"
 ROUGH_TIME = "5 h; goes on where it was stopped (quick: 5 min)"
@@ -56,7 +58,8 @@ class Cell:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    _use_one_core(max(os.sched_getaffinity(0)))
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    torch.set_num_threads(1)
     cells = {str(cell): cell for cell in ([Cell(20, 4)] if quick else [Cell(*cell) for cell in CELLS])}
     tasks = 3 if quick else 20
     rows = in_slices(
@@ -76,15 +79,12 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
     plan of the task, its finalists included, is measured anew, in turns and `ROUNDS` times, and only that counts: a
     plan that was lucky in the first measurement gains nothing by it.
     """
-    from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
-    from dlrm_autoshard.probe.shard_probe import ShardProbe, median_time
-
     began = time.perf_counter()
     task = cell.task(index)
     problem = PlacementTask.build(task.tables, task.stats, Topology(cell.num_devices), batch_size=BATCH_SIZE)
     # Many short measurements in turns: a slow stretch of the machine is longer than a shard's measurement.
     probe = ShardProbe(undisturbed=True, warmup=2, repeats=2, seconds_per_shard=0.0)
-    predictor, started = _warm("auto"), _warm("auto")
+    predictor, started = warm_planner("auto"), warm_planner("auto")
     splitting = replace(problem, splits=Splits(max_parts=4, min_dim=16))
     isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.costs.exchange)
     start_costs(
@@ -98,7 +98,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
     chosen = ""
     for algorithm in (*KEYS, *LEARNED, SPLIT):
         measures = algorithm in ("auto", SPLIT)
-        planner = _warm("auto" if measures else algorithm)
+        planner = warm_planner("auto" if measures else algorithm)
         if measures:
             planner.load_state_dict(started.state_dict())
         isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.costs.exchange, rounds=3)
@@ -134,7 +134,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
             stages[algorithm].append([[round(rank.stage(stage), 4) for stage in PLANNED_STAGES] for rank in ranks])
     real = cell.num_devices <= MOST_REAL_RANKS
     if real:
-        measured = exchange_ms(task.tables, list(plans.values()), BATCH_SIZE, ROUNDS, _CORES)
+        measured = exchange_ms(problem, list(plans.values()), ROUNDS, _CORES)
         for number, by_plan in enumerate(measured):
             for algorithm, (forward, backward) in zip(plans, by_plan, strict=True):
                 for row, there, back in zip(stages[algorithm][number], forward, backward, strict=True):
@@ -167,16 +167,3 @@ class AddedUp(TaskCosts):
 
     def device_ms(self, summaries: np.ndarray) -> np.ndarray:
         return summaries[..., -2:]
-
-
-def _use_one_core(core: int) -> None:
-    import torch
-
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
-
-
-def _warm(algorithm: str) -> Planner:
-    planner = Planner(algorithm, seed=0)
-    start_warm(planner, hardware_fingerprint())
-    return planner

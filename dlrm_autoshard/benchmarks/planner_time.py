@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrm_autoshard.benchmarks.harness import paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings, median_with_interval, paired_ratio
 from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.greedy import KEYS
@@ -41,11 +41,10 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def _run(quick: bool) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
-    spread: dict[str, list[float]] = {}
+    found = Findings()
     for tables in (50,) if quick else (50, 100):
-        task = _task(tables)
-        for name, reference in (("dreamshard", False), ("reference", True)):
+        task, what = _task(tables), f"{tables}_tables"
+        for name, reference, target in (("dreamshard", False, ">= 20"), ("reference", True, None)):
             seconds, cpu, loops = [], [], []
             for repeat in range(3 if quick else 8):
                 # The first repeat warms up allocator and caches and is not counted.
@@ -55,26 +54,19 @@ def _run(quick: bool) -> dict[str, Any]:
                     seconds.append(wall)
                     cpu.append(own)
                     loops.append(0.5 * (loop + calibration_loop()))
-            figures[f"{name}_seconds_{tables}_tables"] = float(np.median(seconds))
-            figures[f"{name}_cpu_seconds_{tables}_tables"] = float(np.median(cpu))
-            spread[f"{name}_seconds_{tables}_tables"] = [min(seconds), max(seconds)]
-            figures[f"{name}_simulated_cost_ms_{tables}_tables"] = _cost(task, planner)
-            quicker = paired_ratio([REFERENCE_LOOPS[tables] * loop for loop in loops], cpu)
-            figures[f"{name}_times_quicker_{tables}_tables"] = quicker.median
-            spread[f"{name}_times_quicker_{tables}_tables"] = [quicker.low, quicker.high]
-        figures[f"best_heuristic_simulated_cost_ms_{tables}_tables"] = min(
-            _cost(task, Planner(heuristic)) for heuristic in KEYS
-        )
-    return {
-        "figures": figures,
-        "targets": {f"dreamshard_times_quicker_{tables}_tables": ">= 20" for tables in ((50,) if quick else (50, 100))},
-        "spread": spread,
-        "notes": [
-            "All costs are simulated.",
-            "times_quicker: than the published code's default training, by CPU time, each in units of a loop timed "
-            "beside it.",
-        ],
-    }
+            found.put(f"{name}_seconds_{what}", median_with_interval(seconds))
+            found.put(f"{name}_cpu_seconds_{what}", float(np.median(cpu)))
+            found.put(f"{name}_simulated_cost_ms_{what}", _cost(task, planner))
+            reference_cpu = [REFERENCE_LOOPS[tables] * loop for loop in loops]
+            found.put(f"{name}_times_quicker_{what}", paired_ratio(reference_cpu, cpu), target)
+        heuristics = min(_cost(task, Planner(heuristic)) for heuristic in KEYS)
+        found.put(f"best_heuristic_simulated_cost_ms_{what}", heuristics)
+    found.notes = [
+        "All costs are simulated.",
+        "times_quicker: than the published code's default training, by CPU time, each in units of a loop timed "
+        "beside it.",
+    ]
+    return vars(found)
 
 
 def calibration_loop() -> float:

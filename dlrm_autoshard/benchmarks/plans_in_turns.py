@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 import torch.distributed as dist
 
-from dlrm_autoshard.benchmarks.harness import on_pinned_ranks
+from dlrm_autoshard.benchmarks.harness import Ratio, on_pinned_ranks, with_interval
 from dlrm_autoshard.benchmarks.workloads import OurJob, Workload
 from dlrm_autoshard.distributed.reshard import reshard
 from dlrm_autoshard.distributed.runtime import keep_freed_memory
@@ -90,17 +90,15 @@ def best_of(rates: Mapping[str, Sequence[float]], names: Sequence[str]) -> tuple
     return [float(rate) for rate in best], list(dict.fromkeys(chosen))
 
 
-def recovered(
-    looped: Sequence[float], static: Sequence[float], best: Sequence[float]
-) -> tuple[float | None, list[float]]:
+def recovered(looped: Sequence[float], static: Sequence[float], best: Sequence[float]) -> Ratio | None:
     """Part of the way from the static plan to the best one that resharding went, by the medians over the rounds; 95%
-    of what other draws of these rounds give. (None, []) where the best plan is no faster than the static one."""
-    ways = np.stack([looped, static, best])
-    draws = np.random.default_rng(0).integers(0, ways.shape[1], size=(2000, ways.shape[1]))
-    some_looped, some_static, some_best = np.median(ways[:, draws], axis=2)
-    middle_looped, middle_static, middle_best = np.median(ways, axis=1)
-    sure = some_best > some_static
-    if middle_best <= middle_static or not sure.any():
-        return None, []
-    low, high = np.quantile((some_looped - some_static)[sure] / (some_best - some_static)[sure], [0.025, 0.975])
-    return float((middle_looped - middle_static) / (middle_best - middle_static)), [float(low), float(high)]
+    of what other draws of these rounds give. None where the best plan is no faster than the static one."""
+
+    def share(looped: np.ndarray, static: np.ndarray, best: np.ndarray) -> np.ndarray:
+        here, there, most = (np.median(rates, axis=-1) for rates in (looped, static, best))
+        gap = np.where(most > there, most - there, np.nan)
+        return np.asarray((here - there) / gap)
+
+    if np.median(best) <= np.median(static):
+        return None
+    return with_interval(share, looped, static, best)

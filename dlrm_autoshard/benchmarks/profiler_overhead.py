@@ -9,6 +9,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks, paired_ratio
+from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob, Workload
+from dlrm_autoshard.distributed.runtime import keep_freed_memory
+from dlrm_autoshard.plan import ShardingPlan
+
 TITLE = "cost of profiling one step in 20: epoch time with and without, in turn"
 ROUGH_TIME = "2 to 8 min"
 EVERY_STEPS = 20
@@ -16,29 +24,19 @@ WITHIN, SECONDS = 0.005, 240
 
 
 def run(quick: bool) -> dict[str, Any]:
-    from dlrm_autoshard.benchmarks.harness import on_pinned_ranks, paired_ratio
-    from dlrm_autoshard.benchmarks.workloads import W_EMB
-
-    figures, spread = {}, {}
+    found = Findings()
     for ranks in (1, 2):
         measured = on_pinned_ranks(_measure, ranks, W_EMB, W_EMB.plan(ranks), 4 if quick else 240)
-        ratio = paired_ratio(*measured[0])
-        name = f"overhead at {ranks} rank{'s' * (ranks > 1)}, percent"
-        figures[name] = round(100 * (ratio.median - 1), 2)
-        spread[name] = [round(100 * (ratio.low - 1), 2), round(100 * (ratio.high - 1), 2)]
-    notes = [f"rounds, in alternating order, until the interval is within +-{WITHIN:.1%} or {SECONDS} s are over"]
-    return {"figures": figures, "targets": dict.fromkeys(figures, "<= 1.0"), "spread": spread, "notes": notes}
+        percent = paired_ratio(*measured[0]).map(lambda ratio: 100 * (ratio - 1))
+        found.put(f"overhead at {ranks} rank{'s' * (ranks > 1)}, percent", percent, "<= 1.0", digits=2)
+    found.notes = [f"rounds, in alternating order, until the interval is within +-{WITHIN:.1%} or {SECONDS} s are over"]
+    return vars(found)
 
 
-def _measure(rank: int, world_size: int, workload: Any, plan: Any, rounds: int) -> tuple[list[float], list[float]]:
+def _measure(
+    rank: int, world_size: int, workload: Workload, plan: ShardingPlan, rounds: int
+) -> tuple[list[float], list[float]]:
     """Seconds with and without, by round: those of the slowest rank."""
-    import torch
-    import torch.distributed as dist
-
-    from dlrm_autoshard.benchmarks.harness import paired_ratio
-    from dlrm_autoshard.benchmarks.workloads import OurJob
-    from dlrm_autoshard.distributed.runtime import keep_freed_memory
-
     keep_freed_memory()
     job = OurJob(workload, plan, rank, workload.batches(rank, world_size))
     job.run(10)

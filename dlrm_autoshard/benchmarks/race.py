@@ -16,7 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.benchmarks.harness import STATE, BenchError, commit, median_with_interval, paired_ratio
+from dlrm_autoshard.benchmarks.harness import (
+    STATE,
+    BenchError,
+    Findings,
+    commit,
+    median_with_interval,
+    paired_ratio,
+    ratio_of_means,
+    with_interval,
+)
 from dlrm_autoshard.benchmarks.plans_in_turns import recovered
 from dlrm_autoshard.benchmarks.race_arms import ARMS, DECIDES_EVERY, missing_peer, run_arm
 from dlrm_autoshard.benchmarks.race_picture import Runs, page, panels
@@ -30,6 +39,7 @@ SEEDS, LEAST_GAIN = 5, 0.05
 REPLAYED = ("round_robin", "heuristic", "planned", "loop", "clairvoyant")
 CLOCKS = {"seconds": "", "steps_seconds": ", steps alone", "net_seconds": ", steps and what resharding took"}
 WORST = "worst run: loop on / loop off"
+MISJUDGED = "gain predicted - measured of moves, points"
 RATIOS = (
     ("loop on / loop off", "loop", "planned"),
     ("round robin / clairvoyant", "round_robin", "clairvoyant"),
@@ -113,99 +123,81 @@ def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
 
     A share is recovered of what a clairvoyant gains over the plan of the start; how much that is stands beside it.
     """
-    figures: dict[str, Any] = {}
-    spread: dict[str, list[float]] = {}
-    targets = {WORST: "<= 1.02", "gain predicted - measured of moves, points": "<= 3"}
-    notes: list[str] = []
+    found = Findings()
     misjudged = []
     for name in arms:
         by_arm = {arm: [done[name][s][arm] for s in range(seeds)] for arm in arms[name]}
         for arm, runs in by_arm.items():
-            notes += [f"{name}, seed {s}, {arm}: missing: {r['missing']}" for s, r in enumerate(runs) if "missing" in r]
+            found.notes += [
+                f"{name}, seed {s}, {arm}: missing: {r['missing']}" for s, r in enumerate(runs) if "missing" in r
+            ]
             ended = [r["seconds"] for r in runs if "seconds" in r]
             if ended:
-                middle = median_with_interval(ended)
-                figures[f"{name}: {arm} seconds"] = round(middle.median, 1)
-                spread[f"{name}: {arm} seconds"] = [round(middle.low, 1), round(middle.high, 1)]
+                found.put(f"{name}: {arm} seconds", median_with_interval(ended), digits=1)
         for clock, suffix in CLOCKS.items():
             complete = {arm: [r[clock] for r in runs] for arm, runs in by_arm.items() if all(clock in r for r in runs)}
-            _compare(name, complete, suffix, figures, spread)
+            _compare(name, complete, suffix, found)
         if name == "calm":
-            targets[f"{name}: loop on / loop off"] = "<= 1.01"
-        targets[f"{name}: torchrec / loop on"] = ">= 1.25"
-        gain = figures.get(f"{name}: static / clairvoyant")
+            found.targets[f"{name}: loop on / loop off"] = "<= 1.01"
+        found.targets[f"{name}: torchrec / loop on"] = ">= 1.25"
+        gain = found.figures.get(f"{name}: static / clairvoyant")
         if name not in ("calm", "tight") and (gain is None or gain - 1 >= LEAST_GAIN):
-            targets[f"{name}: recovered"] = ">= 0.6" if name == "straggler" else ">= 0.8"
-        figures[f"{name}: commits"] = commits(run for runs in by_arm.values() for run in runs)
+            found.targets[f"{name}: recovered"] = ">= 0.6" if name == "straggler" else ">= 0.8"
+        found.put(f"{name}: commits", commits(run for runs in by_arm.values() for run in runs))
         looped = [r for r in by_arm.get("loop", []) if "seconds" in r]
         moves = [move for r in looped for move in r["moves"]]
         if looped:
-            figures[f"{name}: moves, roll-backs"] = [
-                sum(move["action"] == action for move in moves) for action in ("moved", "rolled_back")
-            ]
-            costs = {"planning": "planning", "checkpoints": "checkpoints"}
-            items = {item: fmean(r["phases_seconds"].get(key, 0.0) for r in looped) for item, key in costs.items()}
+            back = [sum(move["action"] == action for move in moves) for action in ("moved", "rolled_back")]
+            found.put(f"{name}: moves, roll-backs", back)
+            items = {i: fmean(r["phases_seconds"].get(i, 0.0) for r in looped) for i in ("planning", "checkpoints")}
             items |= {i: fmean(r[f"{i}_seconds"] for r in looped) for i in ("deciding", "moving")}
-            notes.append(f"{name}, loop on, mean s: " + ", ".join(f"{item} {s:.1f}" for item, s in items.items()))
-        misjudged += [
-            100 * abs(move["predicted_gain"] - move["measured_gain"])
-            for move in moves
-            if move["predicted_gain"] is not None and move["measured_gain"] is not None
-        ]
-    _starts(done, figures, targets, spread)
+            found.notes.append(f"{name}, loop on, mean s: " + ", ".join(f"{item} {s:.1f}" for item, s in items.items()))
+        for run in looped:
+            gains = [(move["predicted_gain"], move["measured_gain"]) for move in run["moves"]]
+            points = [100 * abs(one - other) for one, other in gains if one is not None and other is not None]
+            if points:
+                misjudged.append((sum(points), len(points)))
+    _starts(done, found)
+    found.targets[WORST] = "<= 1.02"
     if misjudged:
-        figures["gain predicted - measured of moves, points"] = fmean(misjudged)
-    elif WORST in figures:  # races ran, and nothing moved: nothing was misjudged
-        del targets["gain predicted - measured of moves, points"]
-    notes.append("seconds: from the process's start to the last step; interval: 95%, over seeds")
-    notes.append(
+        found.put(MISJUDGED, ratio_of_means(*zip(*misjudged, strict=True)), "<= 3")  # of all moves; drawn by job
+    elif WORST not in found.figures:  # else races ran, and nothing moved: nothing was misjudged
+        found.targets[MISJUDGED] = "<= 3"
+    found.notes += [
+        "seconds: from the process's start to the last step; interval: 95%, over seeds",
         "steps alone: the same plans over the same data in turns within one job, without start, decisions and moves; "
         "jobs one after the other differ by some percent under one plan. What resharding took: planning, deciding and "
-        "moving, of the jobs, added to that"
-    )
-    notes.append(f"loop on decides every {DECIDES_EVERY} steps (reshard.every_steps); all else is by default")
+        "moving, of the jobs, added to that",
+        f"loop on decides every {DECIDES_EVERY} steps (reshard.every_steps); all else is by default",
+    ]
     runs = [run for by_seed in done.values() for by_arm in by_seed.values() for run in by_arm.values()]
-    return {"figures": figures, "targets": targets, "spread": spread, "notes": notes, "measured_at": commits(runs)}
+    return vars(found) | {"measured_at": commits(runs)}
 
 
-def _compare(
-    world: str,
-    seconds: Mapping[str, Sequence[float]],
-    suffix: str,
-    figures: dict[str, Any],
-    spread: dict[str, list[float]],
-) -> None:
+def _compare(world: str, seconds: Mapping[str, Sequence[float]], suffix: str, found: Findings) -> None:
     """Ratios of arms, and what the loop recovered, by one clock. seconds: by seed, of the arms that have all seeds."""
     for what, above, below in RATIOS:
         if above in seconds and below in seconds:
-            found = paired_ratio(seconds[above], seconds[below])
-            key = f"{world}: {what}{suffix}"
-            figures[key], spread[key] = found.median, [found.low, found.high]
+            found.put(f"{world}: {what}{suffix}", paired_ratio(seconds[above], seconds[below]))
     if "loop" not in seconds or "planned" not in seconds:
         return
     worst = max(on / off for on, off in zip(seconds["loop"], seconds["planned"], strict=True))
-    figures[WORST + suffix] = max(worst, figures.get(WORST + suffix, 0.0))
-    if world not in ("calm", "tight") and figures.get(f"{world}: static / clairvoyant{suffix}", 0.0) - 1 >= LEAST_GAIN:
-        rates = ([1 / s for s in seconds[arm]] for arm in ("loop", "planned", "clairvoyant"))
-        key = f"{world}: recovered{suffix}"
-        figures[key], spread[key] = recovered(*rates)
-        key = f"{world}: recovered of all seeds' seconds{suffix}"
-        figures[key], spread[key] = _recovered_in_all(*(seconds[arm] for arm in ("loop", "planned", "clairvoyant")))
+    found.put(WORST + suffix, max(worst, found.figures.get(WORST + suffix, 0.0)))
+    gain = found.figures.get(f"{world}: static / clairvoyant{suffix}", 0.0) - 1
+    if world not in ("calm", "tight") and gain >= LEAST_GAIN:
+        by_seed = [seconds[arm] for arm in ("loop", "planned", "clairvoyant")]
+        found.put(f"{world}: recovered{suffix}", recovered(*([1 / s for s in taken] for taken in by_seed)))
+        # Of all seeds together: jobs of different seeds have different tables, so that medians over them compare one
+        # job with another.
+        found.put(f"{world}: recovered of all seeds' seconds{suffix}", with_interval(_saved_of_what_could_be, *by_seed))
 
 
-def _recovered_in_all(
-    looped: Sequence[float], static: Sequence[float], best: Sequence[float]
-) -> tuple[float, list[float]]:
-    """Seconds saved over those that could be, of all seeds together: jobs of different seeds have different tables, so
-    that medians over them compare one job with another. 95% of what other draws of the seeds give."""
-    saved, most = np.subtract(static, looped), np.subtract(static, best)
-    draws = np.random.default_rng(0).integers(0, len(saved), size=(2000, len(saved)))
-    could = most[draws].sum(axis=1)
-    low, high = np.quantile((saved[draws].sum(axis=1) / could)[could > 0], [0.025, 0.975])
-    return float(saved.sum() / most.sum()), [float(low), float(high)]
+def _saved_of_what_could_be(looped: np.ndarray, static: np.ndarray, best: np.ndarray) -> np.ndarray:
+    could = (static - best).sum(axis=-1)
+    return np.asarray((static - looped).sum(axis=-1) / np.where(could > 0, could, np.nan))
 
 
-def _starts(done: Runs, figures: dict[str, Any], targets: dict[str, str], spread: dict[str, list[float]]) -> None:
+def _starts(done: Runs, found: Findings) -> None:
     """Of all worlds: seconds to the first step, planned and round robin."""
     pairs = [
         (arms["planned"]["first_step_seconds"], arms["round_robin"]["first_step_seconds"])
@@ -213,9 +205,8 @@ def _starts(done: Runs, figures: dict[str, Any], targets: dict[str, str], spread
         for arms in by_seed.values()
         if all("seconds" in arms.get(arm, {}) for arm in ("planned", "round_robin"))
     ]
-    names = "start: planned, s", "start: planned more than round robin, s"
-    targets |= {names[0]: "<= 15", names[1]: "<= 5"}
-    if pairs:
-        for name, values in zip(names, ([p for p, _ in pairs], [p - r for p, r in pairs]), strict=True):
-            middle = median_with_interval(values)
-            figures[name], spread[name] = round(middle.median, 1), [round(middle.low, 1), round(middle.high, 1)]
+    for name, target, values in (
+        ("start: planned, s", "<= 15", [p for p, _ in pairs]),
+        ("start: planned more than round robin, s", "<= 5", [p - r for p, r in pairs]),
+    ):
+        found.put(name, median_with_interval(values) if pairs else None, target, digits=1)

@@ -51,8 +51,10 @@ def _clairvoyant(config_file: Path, run: Path, plans: Mapping[int, ShardingPlan]
 
 
 def _torchrec(config_file: Path, run: Path, plan: ShardingPlan | None) -> None:
-    """TorchRec's job on the same loader: a bottom MLP, pooled vectors beside it, a top MLP."""
-    from dlrm_autoshard.benchmarks.race_torchrec import make_step
+    """TorchRec's job on the same loader: a bottom MLP, pooled vectors beside it, a top MLP. plan: None for its own."""
+    import torch
+
+    from dlrm_autoshard.benchmarks.race_torchrec import Job
     from dlrm_autoshard.config import load_config
     from dlrm_autoshard.data.loader import Loader
     from dlrm_autoshard.data.open import open_source
@@ -63,16 +65,17 @@ def _torchrec(config_file: Path, run: Path, plan: ShardingPlan | None) -> None:
     source = open_source(config.data, config.tables)
     with Runtime.start(config.run) as runtime:
         poolings = source.read("train", 0, 0, config.train.batch_size).lengths_TB.double().mean(1).tolist()
-        step = make_step(source.tables, poolings, NUM_DENSE, config.train.batch_size, plan)
+        size, adagrad = config.train.batch_size, torch.optim.Adagrad  # which our jobs have by default
+        trainer = Job(source.tables, poolings, NUM_DENSE, size, plan, dense=adagrad)
         job, number = run / "job", 0
         job.mkdir(parents=True, exist_ok=True)
         (job / "environment.json").touch()
         with open(job / f"metrics{'' if runtime.rank == 0 else runtime.rank}.jsonl", "w") as metrics:
             for epoch in range(config.train.epochs):
-                ranks = (config.train.batch_size, runtime.rank, runtime.world_size)
+                ranks = (size, runtime.rank, runtime.world_size)
                 with Loader(source, "train", epoch, *ranks, cores=runtime.loader_cores) as loader:
                     for batch in itertools.islice(loader, config.train.max_steps):
-                        step(batch)
+                        trainer.step(batch)
                         number += 1
                         if number % config.train.log_every_steps == 0:
                             print(json.dumps({"step": number}), file=metrics, flush=True)

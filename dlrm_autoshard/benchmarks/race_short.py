@@ -25,16 +25,9 @@ WORLDS: Arms = {
     "tight": ("planned", "loop", "torchrec"),  # TorchRec's job is told of no limit
     "gradual": CHANGING,
 }
-BEFORE = (
-    "before, with 40 tables of 256 samples a rank in jobs of 20 s (86aa54d): loop on / off 1.004 (0.965 to 1.087), "
-    "recovered -0.04 (-1.5 to 4.4), torchrec / loop on 1.80: two ranks with 40 tables are nearly balanced by any plan"
-)
 
 
 def run(quick: bool) -> dict[str, Any]:
     if quick:
-        outcome = outcome_of(Path("runs/race-short-quick"), {"abrupt": WORLDS["abrupt"]}, 1, QUICK)
-    else:
-        outcome = outcome_of(Path("runs/race-short"), WORLDS, SEEDS, SHORT)
-    outcome["notes"].append(BEFORE)
-    return outcome
+        return outcome_of(Path("runs/race-short-quick"), {"abrupt": WORLDS["abrupt"]}, 1, QUICK)
+    return outcome_of(Path("runs/race-short"), WORLDS, SEEDS, SHORT)

@@ -20,7 +20,7 @@ import numpy as np
 
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Interval
-from dlrm_autoshard.benchmarks.harness import median_with_interval
+from dlrm_autoshard.benchmarks.harness import Findings, median_with_interval
 from dlrm_autoshard.benchmarks.race_worlds import WORLDS, WorldName
 from dlrm_autoshard.benchmarks.recorded_cluster import RecordedCluster
 from dlrm_autoshard.benchmarks.slices import commits, in_slices
@@ -59,10 +59,8 @@ def summarise(
     rows: Sequence[Mapping[str, Any]], sizes: Sequence[int], worlds: Sequence[WorldName], seeds: int
 ) -> dict[str, Any]:
     """Figures, targets, spread, notes. rows: of `simulate`, with its world, seed, ranks and tables as `of`."""
-    figures: dict[str, Any] = {}
-    spread: dict[str, list[float]] = {}
-    targets: dict[str, str] = {}
-    notes = [
+    found = Findings()
+    found.notes = [
         "simulated: no rank runs. Shards cost what recorded fbgemm shards did, interpolated; exchanges by a formula.",
         f"resharding decides {INTERVALS} times an epoch.",
         f"recovered: over jobs in which the clairvoyant gains {LEAST_GAIN:.0%} or more over the plan of the start.",
@@ -71,28 +69,28 @@ def summarise(
     ]
     for size, world in itertools.product(sizes, worlds):
         cell, jobs = f"{size} ranks, {world}", [row for row in rows if row["of"][0] == world and row["of"][2] == size]
-        targets[f"{cell}: worst job, loop on / static"] = "<= 1.02"
+        gainful = [job for job in jobs if job["gain"] >= LEAST_GAIN]
+        found.targets[f"{cell}: worst job, loop on / static"] = "<= 1.02"
+        if gainful or (not jobs and world not in ("calm", "tight")):
+            found.targets[f"{cell}: recovered"] = ">= 0.6" if world == "straggler" else ">= 0.8"
         if len(jobs) < seeds:
-            notes.append(f"{cell}: {len(jobs)} of {seeds} seeds")
+            found.notes.append(f"{cell}: {len(jobs)} of {seeds} seeds")
         if not jobs:
             continue
-        gainful = [job for job in jobs if job["gain"] >= LEAST_GAIN]
-        measured = {
-            "clairvoyant's gain": [job["gain"] for job in jobs],
-            "loop on / static": [job["loop"] / job["static"] for job in jobs],
-            "recovered": [job["recovered"] for job in gainful],
-            "epochs to recover": [job["epochs_to_recover"] for job in gainful],
-        }
-        for name, values in measured.items():
+        ratios = [job["loop"] / job["static"] for job in jobs]
+        for name, values in (
+            ("clairvoyant's gain", [job["gain"] for job in jobs]),
+            ("loop on / static", ratios),
+            ("recovered", [job["recovered"] for job in gainful]),
+            ("epochs to recover", [job["epochs_to_recover"] for job in gainful]),
+        ):
             if values:
-                middle = median_with_interval(values)
-                figures[f"{cell}: {name}"], spread[f"{cell}: {name}"] = middle.median, [middle.low, middle.high]
-        figures[f"{cell}: moves, false ones, a job"] = [fmean(job[k] for job in jobs) for k in ("moves", "false")]
-        figures[f"{cell}: measured in mid-run, part of a job"] = fmean(job["measuring"] / job["loop"] for job in jobs)
-        figures[f"{cell}: worst job, loop on / static"] = max(job["loop"] / job["static"] for job in jobs)
-        if gainful:
-            targets[f"{cell}: recovered"] = ">= 0.6" if world == "straggler" else ">= 0.8"
-    return {"figures": figures, "targets": targets, "spread": spread, "notes": notes}
+                found.put(f"{cell}: {name}", median_with_interval(values))
+        found.put(f"{cell}: moves, false ones, a job", [fmean(job[k] for job in jobs) for k in ("moves", "false")])
+        measuring = fmean(job["measuring"] / job["loop"] for job in jobs)
+        found.put(f"{cell}: measured in mid-run, part of a job", measuring)
+        found.put(f"{cell}: worst job, loop on / static", max(ratios))
+    return vars(found)
 
 
 @dataclass(frozen=True)
@@ -111,20 +109,18 @@ class SimulatedWorld:
             if self.name != "gradual" and epoch < self.change:
                 part = 0.0
             if self.name == "hot-ids":  # other rows are hot, and more or fewer of them
-                by_epoch.append([stats[i] for i in range(len(stats))] if not part else self._reused(stats, other))
+                hot = [stats[o] for o in other] if part else stats
+                by_epoch.append(
+                    [
+                        replace(s, mean_reuse=o.mean_reuse, reuse_histogram=o.reuse_histogram)
+                        for s, o in zip(stats, hot, strict=True)
+                    ]
+                )
                 continue
             now, later = np.log([s.mean_pooling for s in stats]), np.log([stats[o].mean_pooling for o in other])
             pooling = np.exp((1 - part) * now + part * later)
             by_epoch.append([replace(s, mean_pooling=float(p)) for s, p in zip(stats, pooling, strict=True)])
         return by_epoch
-
-    @staticmethod
-    def _reused(stats: Sequence[TableStats], other: np.ndarray) -> list[TableStats]:
-        hot = [stats[o] for o in other]
-        return [
-            replace(s, mean_reuse=o.mean_reuse, reuse_histogram=o.reuse_histogram)
-            for s, o in zip(stats, hot, strict=True)
-        ]
 
     @property
     def change(self) -> int:

@@ -1,8 +1,8 @@
-"""TorchRec's side of `bench race`: the same tables, of several dims, and the same dense part, one step at a time."""
+"""TorchRec's side of `bench race` and `bench torchrec-loop`: tables of several dims, one dense part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import nn
 from dlrm_autoshard.benchmarks.peer_torchrec import dense_parameters, embedding_bags, find_torchrec, sharded
 from dlrm_autoshard.benchmarks.workloads import DENSE_LR
 from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 
 
@@ -30,24 +29,41 @@ class Model(nn.Module):
         return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
 
-def make_step(
-    tables: Sequence[TableConfig], pooling: Sequence[float], num_dense: int, batch_size: int, plan: ShardingPlan | None
-) -> Callable[[Batch], None]:
-    """plan: None for that of TorchRec's planner, which is told each table's pooling. Ids are checked by the loader, as
-    they are for us. Collective."""
-    reason = find_torchrec()
-    if reason is not None:
-        raise ModuleNotFoundError(reason)
+class Job:
+    """One rank's trainer, a step at a time. Ids are checked by the loader, as they are for us. Collective."""
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        pooling: Sequence[float],
+        num_dense: int,
+        batch_size: int,
+        plan: Any,
+        *,
+        dense: type[torch.optim.Optimizer] = torch.optim.SGD,
+        fused: str = "EXACT_ROWWISE_ADAGRAD",
+    ) -> None:
+        """plan: ours or TorchRec's; None for that of TorchRec's planner, which is told each table's pooling."""
+        reason = find_torchrec()
+        if reason is not None:
+            raise ModuleNotFoundError(reason)
+        self._keys = [table.name for table in tables]
+        self.model, self.plan = sharded(
+            Model(tables, num_dense), tables, pooling, batch_size,
+            module="ebc", plan=plan, check_ids=False, optimizer=fused,
+        )  # fmt: skip
+        self.optimizer = dense(dense_parameters(self.model), lr=DENSE_LR)  # type: ignore[call-arg]
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        """Its loss."""
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = self.model(batch.dense_BF, features_of(batch, self._keys), batch.labels_B)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def features_of(batch: Batch, keys: Sequence[str]) -> Any:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    keys = [table.name for table in tables]
-    model, _ = sharded(Model(tables, num_dense), tables, pooling, batch_size, module="ebc", plan=plan, check_ids=False)
-    optimizer = torch.optim.Adagrad(dense_parameters(model), lr=DENSE_LR)  # as our jobs have by default
-
-    def step(batch: Batch) -> None:
-        optimizer.zero_grad()
-        features = KeyedJaggedTensor(keys, batch.values_N, lengths=batch.lengths_TB.flatten())
-        model(batch.dense_BF, features, batch.labels_B).backward()
-        optimizer.step()
-
-    return step
+    return KeyedJaggedTensor(list(keys), batch.values_N, lengths=batch.lengths_TB.flatten())

@@ -17,10 +17,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from dlrm_autoshard.benchmarks.workloads import drawn
 from dlrm_autoshard.config import TablesConfig
-from dlrm_autoshard.config_data import Drift, SyntheticData, SyntheticTable
+from dlrm_autoshard.config_data import Drift
 from dlrm_autoshard.data.batch import Batch, Split
-from dlrm_autoshard.data.synthetic import SyntheticSource
 from dlrm_autoshard.tables import TableConfig, TableStats, measure_table_stats, memory_bytes
 
 WorldName = Literal["calm", "abrupt", "gradual", "hot-ids", "straggler", "tight"]
@@ -134,20 +134,16 @@ class World:
                 continue
             target.mkdir(parents=True, exist_ok=True)
             moved = self.name == "hot-ids" and phase > 0
-            batch = SyntheticSource(
-                SyntheticData(
-                    source="synthetic",
-                    tables=[
-                        SyntheticTable(name=t.name, num_embeddings=t.num_embeddings, mean_pooling=float(p), alpha=ALPHA)
-                        for t, p in zip(self.tables, self.pooling(phase), strict=True)
-                    ],
-                    num_dense=NUM_DENSE,
-                    val_samples=samples,  # the same draws in each epoch, but for the hot rows
-                    seed=self.seed,
-                    drift=[Drift(epoch=1, permute_pooling=False)] if moved else [],
-                ),
+            source = drawn(
                 self.tables,
-            ).read("val", int(moved), 0, samples)
+                self.pooling(phase),
+                ALPHA,
+                num_dense=NUM_DENSE,
+                val_samples=samples,  # the same draws in each epoch, but for the hot rows
+                seed=self.seed,
+                drift=[Drift(epoch=1, permute_pooling=False)] if moved else [],
+            )
+            batch = source.read("val", int(moved), 0, samples)
             stats = measure_table_stats(batch.lengths_TB[:, :4096].numpy(), _first(batch, 4096))
             (target / "stats.json").write_text(json.dumps([stat.to_json() for stat in stats]))
             for name in ("dense_BF", "lengths_TB", "values_N"):

@@ -72,7 +72,6 @@ ROWS = (
         readme="nothing changes: part of the job that start, profiling and deciding take",
     ),
     Row("loop-steady", "next_epoch_error", "cost model's error on the next epoch, median over epochs 3 to 9"),
-    Row("loop-netem", "gain_over_static", "four ranks, one behind 50 Mbit/s: gain over the plan it began with"),
     Row(
         "loop-split",
         "of_clairvoyant",
@@ -146,7 +145,6 @@ ROWS = (
     Row("planner-oracle", "over_best_heuristic_100x8", "the same, 100 tables x 8"),
     Row("planner-oracle", "split_over_whole_20x8", "where tables may be split by columns, over whole ones, 20 x 8"),
     Row("planner-oracle", "split_over_whole_50x8", "the same, 50 tables x 8 devices"),
-    Row("planner-choice", "chosen / least measured, mean", "the plan chosen at a start over the one measured least"),
     Row("planner-generalization", "fitted on 20x4 / fitted on 100x8, dreamshard", "planning 100 x 8, fitted on 20 x 4"),
     Row(
         "own-loop",

@@ -12,6 +12,7 @@ from functools import cache
 
 import numpy as np
 
+from dlrm_autoshard.benchmarks.cost_oracle import Noise
 from dlrm_autoshard.costs import RankCost, StepProfile
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.features import work
@@ -36,7 +37,7 @@ def _recorded() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return prices_P2, np.log(work_NP + 1e-6), np.log(ms_N2 / (work_NP @ prices_P2))
 
 
-class RecordedCluster:
+class RecordedCluster(Noise):
     """slowdown: by rank, times longer that it computes.
 
     A shard's cost: a line of non-negative prices through all recorded shards, times what the eight most alike of them
@@ -46,9 +47,9 @@ class RecordedCluster:
     """
 
     def __init__(self, tables: Sequence[TableConfig], seed: int, noise: float = 0.02) -> None:
-        self.tables, self.noise = tuple(tables), noise
+        super().__init__(noise, seed)
+        self.tables = tuple(tables)
         self.slowdown: dict[int, float] = {}
-        self._noise = np.random.default_rng([seed, 1])
         hidden = np.random.default_rng([seed, 2])
         self._hidden_T = np.exp(HIDDEN_SPREAD * hidden.standard_normal(len(self.tables)))
 
@@ -83,15 +84,12 @@ class RecordedCluster:
         return float(self.stages_ms(stats, plan, batch_size).max(axis=0).sum())
 
     def profile(self, stats: Sequence[TableStats], plan: ShardingPlan, batch_size: int) -> StepProfile:
-        stages_W4 = self.stages_ms(stats, plan, batch_size)
-        stages_W4 = stages_W4 * np.exp(self.noise * self._noise.standard_normal(stages_W4.shape))
-        ranks = tuple(RankCost(*(float(ms) for ms in row)) for row in stages_W4)
-        return StepProfile(plan, self.tables, tuple(stats), batch_size, ranks, "simulated", 1.35 * self.noise)
+        ranks = tuple(RankCost(*row) for row in self.measured(self.stages_ms(stats, plan, batch_size)).tolist())
+        return StepProfile(plan, self.tables, tuple(stats), batch_size, ranks, "simulated", self.noise_iqr)
 
     def measure_shards(
         self, stats: Sequence[TableStats], batch_size: int, shards: Sequence[Sequence[str]]
     ) -> list[ShardTime]:
         number = {table.name: i for i, table in enumerate(self.tables)}
-        ms_N2 = np.array([self.compute_ms(stats, batch_size, [number[n] for n in shard]) for shard in shards])
-        ms_N2 = ms_N2 * np.exp(self.noise * self._noise.standard_normal(ms_N2.shape))
-        return [ShardTime(float(f), float(b), 1.35 * self.noise, 1) for f, b in ms_N2]
+        exact = np.array([self.compute_ms(stats, batch_size, [number[n] for n in shard]) for shard in shards])
+        return [ShardTime(forward, backward, self.noise_iqr, 1) for forward, backward in self.measured(exact).tolist()]

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import tempfile
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.benchmarks.harness import on_pinned_ranks
+from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.moving_job import MovingTrainer, settings
-from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.runtime import runtime_of
 
 TITLE = "10,000 steps with a move every 200: memory and descriptors stay flat, the model is bit-equal to an unmoved one"
 ROUGH_TIME = "5 min"
@@ -33,20 +32,15 @@ def run(quick: bool) -> dict[str, Any]:
     digests = [{k: v for rank in ranks for k, v in rank[kind].items()} for kind in ("moved", "still")]
     settled = [rank["readings"][len(rank["readings"]) // 3 :] for rank in ranks]
     slopes = [slope([memory for memory, _ in readings]) for readings in settled]
-    return {
-        "figures": {
-            "steps": steps,
-            "moves": steps // MOVE_EVERY,
-            "moved_mib": ranks[0]["moved_bytes"] / 2**20,
-            "tensors_that_differ": sum(digests[0][name] != digests[1].get(name) for name in digests[0]),
-            "memory_mib_per_1000_steps": max(slopes) / 2**20 * 1000 / _SAMPLE_EVERY,
-            "descriptors_more": max(readings[-1][1] - readings[0][1] for readings in settled),
-        },
-        "targets": {
-            "tensors_that_differ": "== 0", "memory_mib_per_1000_steps": "<= 1", "descriptors_more": "<= 0",
-        },
-        "notes": ["memory_mib_per_1000_steps: resident memory's slope over the last two thirds, worst rank."],
-    }  # fmt: skip
+    found = Findings()
+    found.put("steps", steps)
+    found.put("moves", steps // MOVE_EVERY)
+    found.put("moved_mib", ranks[0]["moved_bytes"] / 2**20)
+    found.put("tensors_that_differ", sum(digests[0][name] != digests[1].get(name) for name in digests[0]), "== 0")
+    found.put("memory_mib_per_1000_steps", max(slopes) / 2**20 * 1000 / _SAMPLE_EVERY, "<= 1")
+    found.put("descriptors_more", max(readings[-1][1] - readings[0][1] for readings in settled), "<= 0")
+    found.notes = ["memory_mib_per_1000_steps: resident memory's slope over the last two thirds, worst rank."]
+    return vars(found)
 
 
 def slope(values: Sequence[float]) -> float:
@@ -55,25 +49,16 @@ def slope(values: Sequence[float]) -> float:
 
 
 def _soak(rank: int, world_size: int, folder: str, steps: int) -> dict[str, Any]:
-    world, minutes = dist.group.WORLD, timedelta(minutes=5)
+    world = dist.group.WORLD
     assert world is not None
-    groups = dist.new_group(timeout=minutes), dist.new_group(timeout=minutes)
-    runtime = Runtime(rank, world_size, rank, world_size, torch.device("cpu"), world, *groups)
+    runtime = runtime_of(world, torch.device("cpu"))
     result: dict[str, Any] = {"readings": []}
     for kind in ("moved", "still"):
         run_dir = Path(folder, kind)
         if rank == 0:
             run_dir.mkdir()
         runtime.barrier()
-        config = settings(Path(folder), seed=3, steps=steps)
-        config = config.model_copy(
-            update={
-                "checkpoint": config.checkpoint.model_copy(update={"enabled": False, "every_steps": None}),
-                "autoshard": config.autoshard.model_copy(
-                    update={"reshard": config.autoshard.reshard.model_copy(update={"every_steps": MOVE_EVERY})}
-                ),
-            }
-        )
+        config = settings(Path(folder), seed=3, steps=steps, move_every=MOVE_EVERY, checkpoints=False)
         trainer = _Soaked(config, runtime, run_dir, moves=kind == "moved")
         trainer.readings = result["readings"] if kind == "moved" else []
         with open(run_dir / f"said_{rank}.txt", "w") as said, contextlib.redirect_stdout(said):

@@ -10,15 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dlrm_autoshard.benchmarks.harness import median_with_interval, on_pinned_ranks, paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings, median_with_interval, on_pinned_ranks, paired_ratio
 from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, Turn, best_of, plans_in_turns
 from dlrm_autoshard.benchmarks.splits_planned import dcn_balance, planning_seconds, planning_time
-from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob, Workload
+from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob, Workload, warm_planner
 from dlrm_autoshard.plan import ShardingPlan, Topology
-from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask, Splits
-from dlrm_autoshard.probe.hardware import hardware_fingerprint
-from dlrm_autoshard.probe.shipped_costs import start_warm
 
 TITLE = "tables split by columns: the training step against the best table-wise plan, DCNv2's balance, planning time"
 ROUGH_TIME = "6 min"
@@ -36,22 +33,13 @@ DCN = {
 
 
 def run(quick: bool) -> dict[str, Any]:
-    trained, planned = _trained(quick), _planned(quick)
-    return {
-        "figures": trained["figures"] | planned["figures"],
-        "targets": trained["targets"] | planned["targets"],
-        "spread": trained["spread"] | planned["spread"],
-        "notes": trained["notes"] + planned["notes"],
-    }
+    found = Findings()
+    _trained(found, quick)
+    _planned(found, quick)
+    return vars(found)
 
 
-def _trained(quick: bool) -> dict[str, Any]:
-    def planner(name: str) -> Planner:
-        """With the shipped costs, as jobs start."""
-        found = Planner(name)
-        start_warm(found, hardware_fingerprint())
-        return found
-
+def _trained(found: Findings, quick: bool) -> None:
     workload = dominated()
     stats = workload.stats()
 
@@ -60,53 +48,38 @@ def _trained(quick: bool) -> dict[str, Any]:
             workload.tables, stats, Topology(WORLD_SIZE), batch_size=workload.batch_size, splits=splits
         )
 
-    table_wise = {name: planner(name).plan(task(Splits())).plan for name in ("auto", "lookup_greedy", "dim_greedy")}
-    split = planner("auto").plan(task(Splits(max_parts=4, optimizer="adagrad"))).plan
+    table_wise = {
+        name: warm_planner(name).plan(task(Splits())).plan for name in ("auto", "lookup_greedy", "dim_greedy")
+    }
+    split = warm_planner().plan(task(Splits(max_parts=4, optimizer="adagrad"))).plan
     rates = plans_in_turns(
         workload, {"split": Turn(split)} | {name: Turn(plan) for name, plan in table_wise.items()}, 4 if quick else 16
     )
     best, names = best_of(rates, list(table_wise))
-    ratio = paired_ratio(rates["split"], best)
     losses = [on_pinned_ranks(_losses, WORLD_SIZE, workload, plan)[0] for plan in (table_wise["auto"], split)]
-    equal = "steps whose losses differ from those of whole tables"
-    return {
-        "figures": {
-            SPEED: round(ratio.median, 3),
-            equal: sum(one != other for one, other in zip(*losses, strict=True)),
-        },
-        "targets": {SPEED: ">= 1.3", equal: "== 0"},
-        "spread": {SPEED: [round(ratio.low, 3), round(ratio.high, 3)]},
-        "notes": [
-            f"Split: {', '.join(f'{name} on rank {split.rank_of[name]}' for name in split.rank_of if '[' in name)}.",
-            f"The best table-wise plan was that of {' or '.join(names)}.",
-        ],
-    }
+    differ = sum(one != other for one, other in zip(*losses, strict=True))
+    found.put(SPEED, paired_ratio(rates["split"], best), ">= 1.3", digits=3)
+    found.put("steps whose losses differ from those of whole tables", differ, "== 0")
+    found.notes += [
+        f"Split: {', '.join(f'{name} on rank {split.rank_of[name]}' for name in split.rank_of if '[' in name)}.",
+        f"The best table-wise plan was that of {' or '.join(names)}.",
+    ]
 
 
-def _planned(quick: bool) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
-    spread: dict[str, list[float]] = {}
-    targets = {PLANNING: "<= 2", LARGE: "<= 15"}
+def _planned(found: Findings, quick: bool) -> None:
     for devices in (8,) if quick else (8, 16):
         rows = [dcn_balance(devices, seed) for seed in range(2 if quick else 10)]
         for key, words in DCN.items():
+            target = "<= 1.1" if key == "split" else None
             middle = median_with_interval([row[key] for row in rows])
-            name = f"DCNv2 on {devices} simulated devices: {words}"
-            figures[name], spread[name] = round(middle.median, 3), [round(middle.low, 3), round(middle.high, 3)]
-        targets[f"DCNv2 on {devices} simulated devices: {DCN['split']}"] = "<= 1.1"
-    ratio = planning_time(50, 8, rounds=2 if quick else 7)
-    figures[PLANNING], spread[PLANNING] = round(ratio.median, 3), [round(ratio.low, 3), round(ratio.high, 3)]
-    figures[LARGE] = round(planning_seconds(1000, 128, splits=True), 2)
-    return {
-        "figures": figures,
-        "targets": targets,
-        "spread": spread,
-        "notes": [
-            "DCNv2's devices are an oracle's arithmetic (ten machines), no hardware's; 8 parts a table on 16 devices.",
-            "They read 32 columns at a time: an eighth of 128 takes as long as a quarter: on 16 devices no part "
-            "of the dearest table is cheaper than 25 of 214 lookups, 1.87 even shares.",
-        ],
-    }
+            found.put(f"DCNv2 on {devices} simulated devices: {words}", middle, target, digits=3)
+    found.put(PLANNING, planning_time(50, 8, rounds=2 if quick else 7), "<= 2", digits=3)
+    found.put(LARGE, round(planning_seconds(1000, 128, splits=True), 2), "<= 15")
+    found.notes += [
+        "DCNv2's devices are an oracle's arithmetic (ten machines), no hardware's; 8 parts a table on 16 devices.",
+        "They read 32 columns at a time: an eighth of 128 takes as long as a quarter: on 16 devices no part "
+        "of the dearest table is cheaper than 25 of 214 lookups, 1.87 even shares.",
+    ]
 
 
 def dominated() -> Workload:

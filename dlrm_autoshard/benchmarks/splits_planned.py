@@ -14,15 +14,13 @@ import numpy as np
 from dlrm_autoshard.benchmarks.cost_oracle import CostOracle
 from dlrm_autoshard.benchmarks.harness import Ratio, alternate, paired_ratio
 from dlrm_autoshard.benchmarks.planner_oracle import started
+from dlrm_autoshard.benchmarks.workloads import warm_planner
 from dlrm_autoshard.config import SHIPPED, load_config
 from dlrm_autoshard.config_data import CriteoData
 from dlrm_autoshard.data.criteo.sample import MULTI_HOT_SIZES
 from dlrm_autoshard.plan import ShardingPlan, Topology
-from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.pool import synthetic_pool
 from dlrm_autoshard.planner.task import PlacementTask, Splits
-from dlrm_autoshard.probe.hardware import hardware_fingerprint
-from dlrm_autoshard.probe.shipped_costs import start_warm
 from dlrm_autoshard.tables import TableConfig, TableStats, lookup_work
 
 BATCH = 65_536
@@ -82,8 +80,7 @@ def planning_seconds(tables: int, devices: int, splits: bool) -> float:
         batch_size=BATCH,
         splits=Splits(max_parts=4, min_dim=MIN_DIM) if splits else Splits(),
     )
-    planner = Planner("auto")
-    start_warm(planner, hardware_fingerprint())
+    planner = warm_planner()
     begun = time.perf_counter()
     planner.plan(task)
     return time.perf_counter() - begun

@@ -1,16 +1,29 @@
 """TorchRec with Autoshard, and under our plans: from the worst plan, over random moves, against TorchRec's own planner.
 
-Without torchrec (peer_torchrec.py says where to get it) nothing is measured, and a note says why.
+It can't run without torchrec; peer_torchrec.py says where to get it.
 """
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from dlrm_autoshard.benchmarks.harness import BenchError, on_pinned_ranks, paired_ratio
+from dlrm_autoshard.benchmarks.harness import (
+    BenchError,
+    Findings,
+    median_with_interval,
+    on_pinned_ranks,
+    paired_ratio,
+)
+from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
+from dlrm_autoshard.benchmarks.plans_in_turns import best_of
+from dlrm_autoshard.benchmarks.torchrec_loop_job import (
+    from_the_worst_plan,
+    losses_with_moves,
+    under_both_plans,
+    workload,
+)
 
 TITLE = "TorchRec models: left from their worst plan, moved at random, and under our plans and TorchRec's own"
 ROUGH_TIME = "7 min"
@@ -18,31 +31,23 @@ MOVES = 50
 
 
 def run(quick: bool) -> dict[str, Any]:
-    from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
-
     reason = find_torchrec()
     if reason is not None:
         raise BenchError(f"torchrec-loop cannot run here: {reason}")
-    found: dict[str, Any] = {"figures": {}, "targets": {}, "spread": {}, "notes": []}
+    found = Findings()
     _random_moves(found, 10 if quick else MOVES)
     _worst_plan(found, quick)
     _planners(found, quick)
-    return found
+    return vars(found)
 
 
-def _random_moves(found: dict[str, Any], moves: int) -> None:
-    from dlrm_autoshard.benchmarks.torchrec_loop_job import losses_with_moves
-
+def _random_moves(found: Findings, moves: int) -> None:
     still, moved = (on_pinned_ranks(losses_with_moves, 2, moves, moving, timeout=300) for moving in (False, True))
     differing = sum(a != b for one, other in zip(still, moved, strict=True) for a, b in zip(one, other, strict=True))
-    name = f"losses other than without {moves} random moves (SGD)"
-    found["figures"][name], found["targets"][name] = differing, "== 0"
+    found.put(f"losses other than without {moves} random moves (SGD)", differing, "== 0")
 
 
-def _worst_plan(found: dict[str, Any], quick: bool) -> None:
-    from dlrm_autoshard.benchmarks.plans_in_turns import best_of
-    from dlrm_autoshard.benchmarks.torchrec_loop_job import from_the_worst_plan
-
+def _worst_plan(found: Findings, quick: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = on_pinned_ranks(
             from_the_worst_plan, 2, str(Path(folder, "run")), 2 if quick else 4, 20, 2 if quick else 8, timeout=900
@@ -50,34 +55,28 @@ def _worst_plan(found: dict[str, Any], quick: bool) -> None:
     seconds, moves = runs[0]
     rates = {name: [1 / took for took in turns] for name, turns in seconds.items()}
     best, chosen = best_of(rates, [name for name in rates if name not in ("found", "worst")])
-    ratio, of_worst = paired_ratio(rates["found"], best), paired_ratio(rates["found"], rates["worst"])
-    found["figures"] |= {"of best known": ratio.median, "moves": moves, "over the worst plan": of_worst.median}
-    found["spread"] |= {"of best known": [ratio.low, ratio.high], "over the worst plan": [of_worst.low, of_worst.high]}
-    found["targets"] |= {"of best known": ">= 0.95", "moves": "<= 2"}
-    found["notes"] += [
+    found.put("of best known", paired_ratio(rates["found"], best), ">= 0.95")
+    found.put("moves", moves, "<= 2")
+    found.put("over the worst plan", paired_ratio(rates["found"], rates["worst"]))
+    found.notes += [
         "from the worst plan: W-emb, all tables on one of two ranks; moves: all of Autoshard's, the first plan's too",
         "best known: of our planner's plans with two seeds and TorchRec's own, each half of the rounds measuring what "
         f"the other chose; here {' and '.join(chosen)}",
     ]
 
 
-def _planners(found: dict[str, Any], quick: bool) -> None:
-    from dlrm_autoshard.benchmarks.torchrec_loop_job import Tables, under_both_plans
-
+def _planners(found: Findings, quick: bool) -> None:
     slower = []
     for name in ("W-emb", "50 mixed dims"):
         ratios = []
         for seed in range(1 if quick else 5):
-            ours, theirs = on_pinned_ranks(under_both_plans, 2, Tables(name, seed), 2 if quick else 9, timeout=600)[0]
+            ours, theirs = on_pinned_ranks(under_both_plans, 2, workload(name, seed), 2 if quick else 9, timeout=600)[0]
             ratio = paired_ratio(theirs, ours)
             ratios.append(ratio.median)
             if ratio.high < 1:
                 slower.append(f"{name}, seed {seed}")
-            found["notes"].append(f"{name}, seed {seed}: {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]")
-        figure = f"{name}: step time, TorchRec's planner / ours"
-        found["figures"][figure] = median(ratios)
-        found["spread"][figure] = [min(ratios), max(ratios)]
-    found["figures"]["seeds slower beyond noise under our plan"] = len(slower)
-    found["targets"]["seeds slower beyond noise under our plan"] = "== 0"
-    found["notes"] += [f"slower under our plan: {which}" for which in slower]
-    found["notes"].append("seeds: of the data, of our planner and of the mixed tables; spread: over seeds")
+            found.notes.append(f"{name}, seed {seed}: {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]")
+        found.put(f"{name}: step time, TorchRec's planner / ours", median_with_interval(ratios))
+    found.put("seeds slower beyond noise under our plan", len(slower), "== 0")
+    found.notes += [f"slower under our plan: {which}" for which in slower]
+    found.notes.append("seeds: of the data, of our planner and of the mixed tables; intervals: over seeds")

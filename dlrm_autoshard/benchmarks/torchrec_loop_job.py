@@ -7,100 +7,54 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dlrm_autoshard.benchmarks.peer_torchrec import dense_parameters, find_torchrec, sharded
-from dlrm_autoshard.benchmarks.race_torchrec import Model
+from dlrm_autoshard.benchmarks import race_torchrec
+from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
 from dlrm_autoshard.benchmarks.race_worlds import Scale, World
-from dlrm_autoshard.benchmarks.workloads import DENSE_LR, W_EMB
-from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
+from dlrm_autoshard.benchmarks.workloads import W_EMB, Workload
 from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.data.synthetic import SyntheticSource
 from dlrm_autoshard.distributed.runtime import keep_freed_memory
-from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
 
-NUM_DENSE, NUM_BATCHES, STEPS, STEPS_TO_SETTLE = 13, 4, 12, 2
-
-
-@dataclass(frozen=True)
-class Tables:
-    """W-emb's, or 50 of several dims; ids by seed. batch: a rank's. rows: at most so many a table."""
-
-    name: str
-    seed: int
-    batch: int = 512
-    rows: int = 1 << 40
-
-    @cached_property
-    def _shapes(self) -> tuple[tuple[TableConfig, ...], Sequence[float]]:
-        if self.name == "W-emb":
-            return W_EMB.tables, W_EMB.pooling
-        world = World("calm", self.seed, Scale(tables=50, gib=1.0))
-        return world.tables, [float(mean) for mean in world.pooling(0)]
-
-    @property
-    def pooling(self) -> Sequence[float]:
-        return self._shapes[1]
-
-    @cached_property
-    def configs(self) -> tuple[TableConfig, ...]:
-        return tuple(TableConfig(t.name, min(self.rows, t.num_embeddings), t.embedding_dim) for t in self._shapes[0])
-
-    def batches(self, rank: int, world_size: int) -> list[Batch]:
-        drawn = [
-            SyntheticTable(name=t.name, num_embeddings=t.num_embeddings, mean_pooling=p, alpha=W_EMB.alpha)
-            for t, p in zip(self.configs, self.pooling, strict=True)
-        ]
-        samples = NUM_BATCHES * world_size * self.batch
-        data = SyntheticData(
-            source="synthetic", tables=drawn, num_dense=NUM_DENSE, train_samples=samples, seed=self.seed
-        )
-        source = SyntheticSource(data, self.configs)
-        starts = [(i * world_size + rank) * self.batch for i in range(NUM_BATCHES)]
-        return [source.read("train", 0, start, start + self.batch) for start in starts]
+STEPS, STEPS_TO_SETTLE = 12, 2
+SMALL = replace(W_EMB, rows=tuple(min(2000, rows) for rows in W_EMB.rows), batch_size=64, num_batches=4, seed=2)
 
 
-class Job:
-    """plan: ours or TorchRec's; None for that of TorchRec's planner. Collective."""
+def workload(name: str, seed: int) -> Workload:
+    """W-emb's tables, or 50 of several dims; ids by seed."""
+    drawn = replace(W_EMB, batch_size=1024, num_batches=4, seed=seed)
+    if name == "W-emb":
+        return drawn
+    world = World("calm", seed, Scale(tables=50, gib=1.0))
+    dims = tuple((i, table.embedding_dim) for i, table in enumerate(world.tables))
+    rows = tuple(table.num_embeddings for table in world.tables)
+    return replace(drawn, name=name, rows=rows, pooling=tuple(world.pooling(0).tolist()), dims=dims)
 
-    def __init__(self, tables: Tables, batches: Sequence[Batch], plan: Any, optimizer: str = "EXACT_ROWWISE_ADAGRAD"):
-        torch.manual_seed(tables.seed)
-        self.model, self.plan = sharded(
-            Model(tables.configs, NUM_DENSE), tables.configs, tables.pooling, tables.batch,
-            module="ebc", plan=plan, check_ids=False, optimizer=optimizer,
-        )  # fmt: skip
-        self.optimizer = torch.optim.SGD(dense_parameters(self.model), lr=DENSE_LR)
+
+class Job(race_torchrec.Job):
+    """On batches of its own."""
+
+    def __init__(self, of: Workload, batches: Sequence[Batch], plan: Any, fused: str = "EXACT_ROWWISE_ADAGRAD"):
+        torch.manual_seed(of.seed)
+        super().__init__(of.tables, of.pooling, of.num_dense, batches[0].size, plan, fused=fused)
         self._batches = itertools.cycle(batches)
 
-    def step(self) -> float:
-        batch = next(self._batches)
-        self.optimizer.zero_grad()
-        loss = self.model(batch.dense_BF, features_of(batch, self.model.module.ebc), batch.labels_B)
-        loss.backward()
-        self.optimizer.step()
-        return float(loss.detach())
+    def next_step(self) -> float:
+        return float(self.step(next(self._batches)))
 
     def seconds(self) -> float:
         """Of so many steps, the first of which don't count."""
         for _ in range(STEPS_TO_SETTLE):
-            self.step()
+            self.next_step()
         started = time.perf_counter()
         for _ in range(STEPS):
-            self.step()
+            self.next_step()
         return time.perf_counter() - started
-
-
-def features_of(batch: Batch, collection: Any) -> Any:
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-    keys = list(collection._table_names) if hasattr(collection, "_table_names") else list(collection)
-    return KeyedJaggedTensor(keys, batch.values_N, lengths=batch.lengths_TB.flatten())
 
 
 # What ranks do --------------------------------------------------------------------------------------------------------
@@ -115,21 +69,21 @@ def from_the_worst_plan(
     import dlrm_autoshard.torchrec as das
     from dlrm_autoshard.torchrec.sharding import plan_of
 
-    tables = Tables("W-emb", seed=1)
-    batches = tables.batches(rank, world_size)
-    worst = ShardingPlan({table.name: 0 for table in tables.configs}, world_size)
-    others = {f"planned_{seed}": _planned(tables, batches[0], seed) for seed in (1, 2)}
-    own = Job(tables, batches, None)
+    of = workload("W-emb", seed=1)
+    batches = of.batches(rank, world_size)
+    worst = ShardingPlan({table.name: 0 for table in of.tables}, world_size)
+    others = {f"planned_{seed}": _planned(of, batches[0], seed) for seed in (1, 2)}
+    own = Job(of, batches, None)
     others["torchrec"] = own.plan
     del own
     gc.collect()
-    job = Job(tables, batches, worst)
+    job = Job(of, batches, worst)
     autoshard = das.Autoshard(
         job.model, job.optimizer, run_dir=Path(folder), every_steps=every, sample_every=4, total_steps=100_000
     )
     moves, plan = 0, worst
     for _ in range(intervals * every + 1):
-        job.step()
+        job.next_step()
         autoshard.step()
         moves, plan = moves + (autoshard.plan != plan), autoshard.plan
     autoshard.finish()
@@ -143,11 +97,11 @@ def from_the_worst_plan(
     return seconds, moves
 
 
-def under_both_plans(rank: int, world_size: int, tables: Tables, rounds: int) -> tuple[list[float], list[float]]:
+def under_both_plans(rank: int, world_size: int, of: Workload, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds a turn under our plan and under TorchRec's own, in turns."""
     _ready()
-    batches = tables.batches(rank, world_size)
-    ours, theirs = Job(tables, batches, _planned(tables, batches[0], tables.seed)), Job(tables, batches, None)
+    batches = of.batches(rank, world_size)
+    ours, theirs = Job(of, batches, _planned(of, batches[0], of.seed)), Job(of, batches, None)
     seconds: tuple[list[float], list[float]] = ([], [])
     for number in range(-1, rounds):
         for at in (0, 1) if number % 2 else (1, 0):
@@ -162,18 +116,17 @@ def losses_with_moves(rank: int, world_size: int, moves: int, moving: bool) -> l
     _ready()
     from dlrm_autoshard.torchrec.bags import TorchrecBags
 
-    tables = Tables("W-emb", seed=2, batch=32, rows=2000)
-    start = ShardingPlan({table.name: i % world_size for i, table in enumerate(tables.configs)}, world_size)
-    job = Job(tables, tables.batches(rank, world_size), start, "EXACT_SGD")
+    start = round_robin([table.name for table in SMALL.tables], Topology(world_size))
+    job = Job(SMALL, SMALL.batches(rank, world_size), start, "EXACT_SGD")
     _same_rows(job.model)
     bags = TorchrecBags(job.model, job.optimizer) if moving else None
     losses = []
     for step in range(moves + 1):
-        losses.append(job.step())
+        losses.append(job.next_step())
         if bags is not None:
             drawn = random.Random(step)
             only = drawn.randrange(world_size) if step % 5 == 1 else None
-            ranks = {t.name: drawn.randrange(world_size) if only is None else only for t in tables.configs}
+            ranks = {t.name: drawn.randrange(world_size) if only is None else only for t in SMALL.tables}
             bags.move_to(ShardingPlan(ranks, world_size))
     return losses
 
@@ -183,11 +136,11 @@ def _ready() -> None:
     keep_freed_memory()
 
 
-def _planned(tables: Tables, batch: Batch, seed: int) -> Any:
+def _planned(of: Workload, batch: Batch, seed: int) -> Any:
     import dlrm_autoshard.torchrec as das
 
-    module = Model(tables.configs, NUM_DENSE)
-    return das.plan(module, features_of(batch, [table.name for table in tables.configs]), seed=seed)
+    module = race_torchrec.Model(of.tables, of.num_dense)
+    return das.plan(module, race_torchrec.features_of(batch, [table.name for table in of.tables]), seed=seed)
 
 
 def _same_rows(model: Any) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.benchmarks.harness import Ratio, median_with_interval, on_pinned_ranks, paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings, Ratio, median_with_interval, on_pinned_ranks, paired_ratio
 from dlrm_autoshard.benchmarks.peer_torchrec import TorchrecJob, find_torchrec
 from dlrm_autoshard.benchmarks.plans_in_turns import best_of
 from dlrm_autoshard.benchmarks.workloads import OurJob, Workload, make_groups
@@ -64,24 +64,26 @@ OUR_PLAN = "torchrec, our plan"
 
 
 def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[str, Any]:
-    """The whole benchmark: figures and spread, as the harness takes them. Without torchrec its targets are missed."""
-    rounds = 4 if quick else 12
-    missing = find_torchrec()
-    figures: dict[str, Any] = {}
-    spread: dict[str, list[float]] = {}
-    notes = [
+    """The whole benchmark. Without torchrec its targets are missed."""
+    rounds, missing = 4 if quick else 12, find_torchrec()
+    found = Findings(targets=targets)
+    found.notes = [
         "over torchrec: over the fastest of its arms with its own planner, chosen on other rounds than it is measured "
         "on; over torchrec as it comes: with fbgemm's bounds check, which our loader does beside the step; limits "
         "measured in between: as all of our figures were until 58d1f3f, when one process did both.",
-    ] + ([] if missing is None else [f"no comparison: {missing}"])
+        *([] if missing is None else [f"no comparison: {missing}"]),
+    ]
     for ranks in (1, 2):
-        put = _Figures(figures, spread, f"{ranks} rank" + "s" * (ranks > 1))
+
+        def put(name: str, ratio: Ratio, of: str = f"{ranks} rank" + "s" * (ranks > 1)) -> None:
+            found.put(f"{of}: {name}", ratio, digits=0 if ratio.median > 100 else 3)
+
         plan = workload.plan(ranks)
         arms = OURS | (OURS_BY_TCP if ranks > 1 else {}) | (THEIRS if missing is None else {})
         if missing is None and ranks > 1:
             arms[OUR_PLAN] = Arm(False, options={"check_ids": False, "plan": plan})
         measured = in_turns(workload, plan, arms, ranks, rounds, quick)
-        seconds = {name: slowest_rank(found, "seconds") for name, found in measured.items()}
+        seconds = {name: slowest_rank(by_rank, "seconds") for name, by_rank in measured.items()}
         for name, taken in seconds.items():
             put(f"{name} samples/s", median_with_interval([workload.batch_size / s for s in taken]))
         if missing is None:
@@ -94,37 +96,30 @@ def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[st
             if ranks > 1:
                 put("tcp, over torchrec", paired_ratio(theirs, seconds["tcp"]))
                 put("over torchrec with our plan", paired_ratio(seconds[OUR_PLAN], seconds["ours"]))
-        _put_limits(put, measured["limits"], seconds["ours"])
-    return {"figures": figures, "targets": targets, "spread": spread, "notes": notes}
+        limits = measured["limits"]
+        put("share of limit", paired_ratio(slowest_rank(limits, "limit"), seconds["ours"]))
+        if ranks > 1:
+            put("share of limit, all ranks at once", paired_ratio(slowest_rank(limits, "together"), seconds["ours"]))
+            put("over 1", paired_ratio(limits[0]["alone"], seconds["ours"]))
+        else:  # with several, it would count the waiting for each other
+            put("bookkeeping ms", limits[0]["bookkeeping"])
+        found.figures |= {f"{ranks} rank{'s' * (ranks > 1)}: {name}": value for name, value in _plain(limits).items()}
+    return vars(found)
 
 
-def _put_limits(put: _Figures, measured: list[dict[str, Any]], ours: list[float]) -> None:
-    put("share of limit", paired_ratio(slowest_rank(measured, "limit"), ours))
-    slowest = max(measured, key=lambda m: statistics.median(m["limit"]))
-    put.plain("limit ms", round(1e3 * statistics.median(slowest["limit"]), 1))
-    parts = [round(1e3 * statistics.median(part), 1) for part in zip(*slowest["parts"], strict=True)]
-    put.plain("slowest rank's lookup, backward, dense ms", parts)
-    if len(measured) > 1:
-        put("share of limit, all ranks at once", paired_ratio(slowest_rank(measured, "together"), ours))
-        put("over 1", paired_ratio(measured[0]["alone"], ours))
-    else:  # with several, it would count the waiting for each other
-        put("bookkeeping ms", measured[0]["bookkeeping"])
-    put.plain("peak memory over tables, in batches", round(max(m["buffers"] for m in measured), 1))
-    if soak := measured[0]["soak"]:
-        put.plain(f"growth over {soak} steps, MiB", round(max(m["growth"] for m in measured) / 2**20, 1))
-
-
-class _Figures:
-    def __init__(self, figures: dict[str, Any], spread: dict[str, list[float]], prefix: str) -> None:
-        self._figures, self._spread, self.prefix = figures, spread, prefix
-
-    def __call__(self, name: str, ratio: Ratio) -> None:
-        digits = 0 if ratio.median > 100 else 3
-        self._figures[f"{self.prefix}: {name}"] = round(ratio.median, digits)
-        self._spread[f"{self.prefix}: {name}"] = [round(ratio.low, digits), round(ratio.high, digits)]
-
-    def plain(self, name: str, value: object) -> None:
-        self._figures[f"{self.prefix}: {name}"] = value
+def _plain(limits: list[dict[str, Any]]) -> dict[str, Any]:
+    """Figures without an interval."""
+    slowest = max(limits, key=lambda m: statistics.median(m["limit"]))
+    figures: dict[str, Any] = {
+        "limit ms": round(1e3 * statistics.median(slowest["limit"]), 1),
+        "slowest rank's lookup, backward, dense ms": [
+            round(1e3 * statistics.median(part), 1) for part in zip(*slowest["parts"], strict=True)
+        ],
+        "peak memory over tables, in batches": round(max(m["buffers"] for m in limits), 1),
+    }
+    if soak := limits[0]["soak"]:
+        figures[f"growth over {soak} steps, MiB"] = round(max(m["growth"] for m in limits) / 2**20, 1)
+    return figures
 
 
 def slowest_rank(measured: list[dict[str, Any]], whose: str) -> list[float]:

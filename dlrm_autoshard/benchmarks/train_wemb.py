@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from dlrm_autoshard.benchmarks.train_speed import TARGETS, compare
+from dlrm_autoshard.benchmarks.workloads import W_EMB
+
 TITLE = "training speed where lookups decide (W-emb): against torchrec and the limit"
 ROUGH_TIME = "5 min"
 
 
 def run(quick: bool) -> dict[str, Any]:
-    from dlrm_autoshard.benchmarks.train_speed import TARGETS, compare
-    from dlrm_autoshard.benchmarks.workloads import W_EMB
-
     return compare(W_EMB, {**TARGETS, "2 ranks: over torchrec": ">= 1.25"}, quick)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from dlrm_autoshard.benchmarks.train_speed import TARGETS, compare
+from dlrm_autoshard.benchmarks.workloads import W_SMALL
+
 TITLE = "training speed where the MLPs decide (W-small): against torchrec and the limit"
 ROUGH_TIME = "5 min"
 
 
 def run(quick: bool) -> dict[str, Any]:
-    from dlrm_autoshard.benchmarks.train_speed import TARGETS, compare
-    from dlrm_autoshard.benchmarks.workloads import W_SMALL
-
     return compare(W_SMALL, {**TARGETS, "2 ranks: over torchrec": ">= 1.15"}, quick)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,9 @@ from dlrm_autoshard.model.dlrm import DLRM
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.tables import TableConfig, TableDtype, TableOptimizer, TableStats, measure_table_stats
+from dlrm_autoshard.probe.hardware import hardware_fingerprint
+from dlrm_autoshard.probe.shipped_costs import start_warm
+from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats, measure_table_stats
 
 TABLE_LR, DENSE_LR = 0.02, 0.02
 
@@ -55,7 +57,6 @@ class Workload:
     num_dense: int = 13
     seed: int = 20240
     interaction: Literal["dot", "cat"] = "dot"
-    table_dtype: TableDtype = "fp32"
     optimizer: TableOptimizer = "rowwise_adagrad"
     dims: tuple[tuple[int, int], ...] = ()
     """(table, dim) where it differs from `dim`."""
@@ -63,8 +64,7 @@ class Workload:
     @cached_property
     def tables(self) -> tuple[TableConfig, ...]:
         return tuple(
-            TableConfig(f"t_cat_{i}", rows, dict(self.dims).get(i, self.dim), dtype=self.table_dtype)
-            for i, rows in enumerate(self.rows)
+            TableConfig(f"t_cat_{i}", rows, dict(self.dims).get(i, self.dim)) for i, rows in enumerate(self.rows)
         )
 
     @property
@@ -104,18 +104,26 @@ class Workload:
 
     @cached_property
     def _source(self) -> SyntheticSource:
-        tables = [
-            SyntheticTable(name=t.name, num_embeddings=t.num_embeddings, mean_pooling=pooling, alpha=self.alpha)
-            for t, pooling in zip(self.tables, self.pooling, strict=True)
-        ]
-        data = SyntheticData(
-            source="synthetic",
-            tables=tables,
-            num_dense=self.num_dense,
-            train_samples=self.num_batches * self.batch_size,
-            seed=self.seed,
+        samples = self.num_batches * self.batch_size
+        return drawn(
+            self.tables, self.pooling, self.alpha, num_dense=self.num_dense, train_samples=samples, seed=self.seed
         )
-        return SyntheticSource(data, self.tables)
+
+
+def drawn(tables: tuple[TableConfig, ...], pooling: Iterable[float], alpha: float, **data: Any) -> SyntheticSource:
+    """Samples of these tables, each with so many ids a sample in the mean. data: other keys of the YAML's section."""
+    rows = [
+        SyntheticTable(name=t.name, num_embeddings=t.num_embeddings, mean_pooling=float(mean), alpha=alpha)
+        for t, mean in zip(tables, pooling, strict=True)
+    ]
+    return SyntheticSource(SyntheticData(source="synthetic", tables=rows, **data), tables)
+
+
+def warm_planner(algorithm: str = "auto") -> Planner:
+    """With the shipped costs, as jobs start."""
+    planner = Planner(algorithm, seed=0)
+    start_warm(planner, hardware_fingerprint())
+    return planner
 
 
 _ROWS = (
@@ -151,8 +159,6 @@ class OurJob:
         batches: list[Batch],
         *,
         overlap: bool = True,
-        exchange_dtype: str = "fp32",
-        dense_dtype: str = "fp32",
         shared_memory: bool = True,
         ranks: Sequence[int] | None = None,
     ) -> None:
@@ -168,7 +174,6 @@ class OurJob:
             group=group,
             id_group=id_group,
             device=device,
-            exchange_dtype=exchange_dtype,
             shared_memory=shared_memory,
         )
         self.model = DLRM(workload.num_dense, self.embeddings.output_tables, workload.model, seed=workload.seed)
@@ -176,9 +181,7 @@ class OurJob:
             self.model, DenseOptimizerConfig(name="sgd", lr=DENSE_LR), group, device, shared_memory=shared_memory
         )
         self.clock = StageClock(device, control)
-        self.step = TrainStep(
-            self.model, self.dense, self.embeddings, self.clock, overlap=overlap, autocast=dense_dtype == "bf16"
-        )
+        self.step = TrainStep(self.model, self.dense, self.embeddings, self.clock, overlap=overlap, autocast=False)
         self.step.begin_epoch(itertools.cycle(batches))
 
     def run(self, steps: int, *, sample_every: int = 0) -> float:

@@ -158,7 +158,7 @@ class RankProbe:
         runtime.barrier()
         pairs = zip(*profile.shards, strict=True)
         mine, failure = self._try_shard([pair for pair in pairs if plan.rank_of[pair[0].name] == runtime.rank])
-        forward, backward = self._measure_exchange(plan)
+        forward, backward = self.measure_exchange(plan)
         rows = self._gather(
             [mine.fwd_compute_ms, np.median(forward), np.median(backward), mine.bwd_compute_ms, mine.noise], failure
         )
@@ -194,8 +194,8 @@ class RankProbe:
                 raise ProbeError(f"rank {rank} could not measure its shard: {reason}")
         return [figures for figures, _ in reports]
 
-    def _measure_exchange(self, plan: ShardingPlan) -> tuple[list[float], list[float]]:
-        """ms of real exchanges of vectors and gradients, with the same code as the training step's."""
+    def measure_exchange(self, plan: ShardingPlan) -> tuple[list[float], list[float]]:
+        """ms of real exchanges of vectors and gradients, with the same code as the training step's. Collective."""
         runtime = self._runtime
         if runtime.world_size == 1:
             return [0.0], [0.0]

@@ -16,7 +16,7 @@ from dlrm_autoshard.torchrec.plan import PLACEMENT
 
 
 class Autoshard(OfBags):
-    """As `dlrm_autoshard.Autoshard`, of all EmbeddingBagCollections of a model, table-wise with fused kernels."""
+    """As `dlrm_autoshard.Autoshard`, of all EmbeddingBagCollections of a model, whole or split by columns."""
 
     def __init__(
         self,

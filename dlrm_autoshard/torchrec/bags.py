@@ -42,7 +42,7 @@ class TorchrecBags:
         self._lookups: list[Lookup] = []  # of this step, so far
         self._stages = Stages(self.clock)
         for path, collection in self.sharded.collections.items():
-            collection.register_forward_pre_hook(self._remember(path))
+            collection.register_forward_pre_hook(self._remember(path), with_kwargs=True)
             if same_columns:
                 collection.register_forward_hook(ColumnOrder(collection))
         self._hooks: list[StageHooks] = []
@@ -72,12 +72,14 @@ class TorchrecBags:
 
     # -- what is heard -------------------------------------------------------------------------------------------------
 
-    def _remember(self, path: str) -> Callable[[Any, tuple[Any, ...]], None]:
-        def remember(collection: Any, inputs: tuple[Any, ...]) -> None:
+    def _remember(self, path: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        def remember(collection: Any, inputs: tuple[Any, ...], by_name: dict[str, Any]) -> None:
             if collection.is_pipelined:
                 raise TorchrecError(PIPELINED.format(path))
+            # Of a step that broke off between two modules, or of a module that is called twice.
+            self._lookups = [lookup for lookup in self._lookups if lookup.path != path]
             if collection.training and torch.is_grad_enabled():
-                self.sharded.last_features[path] = inputs
+                self.sharded.last_features[path] = inputs, by_name
 
         return remember
 

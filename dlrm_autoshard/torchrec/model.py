@@ -35,8 +35,18 @@ class ShardedModel:
         self.runtime = runtime_of(self.environment.process_group, self.device)
         self.plan: ShardingPlan = plan_of(model.plan, self.collections, self.runtime.world_size)
         self.config: TablesConfig = optimizer_config(_fused_optimizer(self.collections))
-        self.last_features: dict[str, tuple[Any, ...]] = {}
-        """What each module looked up last, by its path."""
+        self.check_splits(self.plan)
+        self.last_features: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        """What each module was called with last, by its path."""
+
+    def check_splits(self, plan: ShardingPlan) -> None:
+        """TorchrecError where moves could not keep what the optimizer knows of a split table."""
+        if plan.split_tables and not self.config.optimizer.splits_tables:
+            raise TorchrecError(
+                f"table '{plan.split_tables[0]}' is split by columns under row-wise Adagrad, which keeps a sum of "
+                "squares a row of each part: no move could join parts, or part a whole table, without changing the "
+                "training. Tables under row-wise Adagrad are moved whole; under SGD, Adagrad and Adam split, too."
+            )
 
     @property
     def local_shards(self) -> tuple[TableConfig, ...]:

@@ -64,6 +64,7 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
     changed = _modules_of(sharded, changes)
     old = _shards(sharded, changed)
     facts = _agree(sharded, changed, old, plan)
+    sharded.check_splits(plan)
     pooled = _pooled(sharded, changed)
     _restore(sharded, changed, facts)  # the lookup has counted as an iteration
     record = plan_record(plan, shapes_of(sharded.collections), sharded.device.type, runtime.local_world_size)
@@ -194,7 +195,8 @@ def _pooled(sharded: ShardedModel, modules: Mapping[str, Any]) -> dict[str, dict
     with torch.no_grad():
         for path, module in modules.items():
             if path in sharded.last_features:
-                pooled = type(module).forward(module, *sharded.last_features[path]).wait()
+                inputs, by_name = sharded.last_features[path]
+                pooled = type(module).forward(module, *inputs, **by_name).wait()
                 found[path] = {key: digest(vectors) for key, vectors in pooled.to_dict().items()}
     return found
 

@@ -34,8 +34,8 @@ def plan(
     seed: int = 0,
     **settings: Any,
 ) -> Any:
-    """A `torchrec.distributed.types.ShardingPlan`, table-wise with fused kernels, of every EmbeddingBagCollection in
-    `module`. Collective; the same on every rank.
+    """A `torchrec.distributed.types.ShardingPlan` of every EmbeddingBagCollection in `module`, with fused kernels,
+    table-wise, and column-wise where `splits` allows it. Collective; the same on every rank.
 
     ids: a batch of this rank, as training will bring it (as many samples on every rank): a KeyedJaggedTensor with all
     features, or one for each module, {path: ids}. Ids a sample and how often ids repeat are what a plan rests on.

@@ -20,9 +20,11 @@ from dlrm_autoshard.tables import Shard as ShardName
 @dataclass(frozen=True)
 class Settings:
     """What a table's lookup has that lies in no row. group: its optimizer's param group without the params: learning
-    rate, what a scheduler left there. counters: fbgemm's numbers of iterations."""
+    rate, what a scheduler left there. rate: in effect, which the group's becomes with the fused optimizer's next step.
+    counters: fbgemm's numbers of iterations."""
 
     group: Mapping[str, Any]
+    rate: float
     counters: Mapping[str, int]
 
 
@@ -60,7 +62,8 @@ def local_shards(collection: Any) -> dict[str, Shard]:
     for kernel, tables in kernels(collection):
         tbe = kernel.emb_module
         [group] = kernel.fused_optimizer.param_groups
-        settings = Settings({key: value for key, value in group.items() if key != "params"}, _counters(tbe))
+        kept = {key: value for key, value in group.items() if key != "params"}
+        settings = Settings(kept, tbe.get_learning_rate(), _counters(tbe))
         for table, weight, state in zip(tables, tbe.split_embedding_weights(), _states(tbe), strict=True):
             shards[table] = Shard({"weight": weight.detach(), **state}, settings)
     return shards
@@ -71,7 +74,7 @@ def restore_settings(collection: Any, settings_of: Callable[[str], Settings]) ->
         settings = settings_of(tables[0])
         [group] = kernel.fused_optimizer.param_groups
         group.update(settings.group)
-        kernel.emb_module.set_learning_rate(settings.group["lr"])
+        kernel.emb_module.set_learning_rate(settings.rate)
         for name, value in settings.counters.items():
             getattr(kernel.emb_module, name).fill_(value)
 
@@ -82,12 +85,12 @@ def why_not(live: Any, fresh: Any, settings_of: Callable[[str], Settings]) -> st
         for table in tables[1:]:
             if settings_of(table) != settings_of(tables[0]):
                 return f"tables '{tables[0]}' and '{table}' would share a lookup, but not learning rate or iterations"
-    groups = [kernel.fused_optimizer.param_groups[0] for kernel, _ in kernels(live)]
-    count = len(list(kernels(fresh)))
-    if count != len(groups) and any("initial_lr" in group for group in groups):
+    of_both = [[settings_of(tables[0]).group for _, tables in kernels(module)] for module in (live, fresh)]
+    before, after = map(len, of_both)
+    if before != after and any("initial_lr" in group for groups in of_both for group in groups):
         return (
-            f"a torch learning rate scheduler counts {len(groups)} param groups of the tables here, and the plan makes "
-            f"them {count}; schedule the dense part alone, and set the tables' `lr` in each group yourself"
+            f"a torch learning rate scheduler counts {before} param groups of the tables here, and the plan makes "
+            f"them {after}; schedule the dense part alone, and set the tables' `lr` in each group yourself"
         )
     return None
 

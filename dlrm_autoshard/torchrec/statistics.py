@@ -22,6 +22,8 @@ def ids_by_table(collections: Mapping[str, Any], ids: Any) -> IdsByTable:
     that it lacks."""
     found = {}
     for path, collection in collections.items():
+        if isinstance(ids, Mapping) and path not in ids:
+            raise TorchrecError(f"the ids have nothing for module '{path}', only for {', '.join(map(repr, ids))}.")
         features = (ids[path] if isinstance(ids, Mapping) else ids).to_dict()
         rows = {
             key: (jagged.lengths().cpu().numpy(), jagged.values().cpu().numpy()) for key, jagged in features.items()

@@ -16,7 +16,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dlrm_autoshard.benchmarks.harness import BenchError
+
+class LinkError(Exception):
+    """A link that cannot be made, or ranks on it that fail."""
+
 
 DEVICE, ADDRESSES = "link0", ("10.213.77.1", "10.213.77.2")
 
@@ -29,7 +32,7 @@ class Link:
     made_by: str
 
     def run(self, command: Sequence[str], hosts: Sequence[int], timeout: float) -> None:
-        """One process a rank under torchrun's environment; BenchError with its last words where one fails."""
+        """One process a rank under torchrun's environment; LinkError with its last words where one fails."""
         port = free_port()
         ranks = []
         for rank, host in enumerate(hosts):
@@ -53,9 +56,9 @@ class Link:
             for rank, process in enumerate(ranks):
                 _, said = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
                 if process.returncode != 0:
-                    raise BenchError(f"rank {rank} behind the slow link failed: {said.strip()[-600:]}")
+                    raise LinkError(f"rank {rank} behind the slow link failed: {said.strip()[-600:]}")
         except subprocess.TimeoutExpired as error:
-            raise BenchError(f"ranks with a slow link between them were not done after {timeout:g} s.") from error
+            raise LinkError(f"ranks with a slow link between them were not done after {timeout:g} s.") from error
         finally:
             for process in ranks:
                 process.kill()
@@ -82,7 +85,7 @@ def slow_link(mbit_per_s: float, delay_ms: float = 1.0) -> Iterator[Link]:
         if not _works([*uplink, "netem", "rate", rate, "delay", f"{delay_ms:g}ms", "limit", "10000"]):
             made_by = f"tbf, {mbit_per_s:g} Mbit/s up (this kernel has no netem, so no delay)"
             if not _works([*uplink, "tbf", "rate", rate, "burst", "64kb", "limit", "16mb"]):
-                raise BenchError("this kernel can slow no link down: it has neither netem nor tbf.")
+                raise LinkError("this kernel can slow no link down: it has neither netem nor tbf.")
         yield Link(hosts, made_by)
     finally:
         for host in hosts:  # the devices go with them
@@ -113,7 +116,7 @@ def free_port() -> int:
 def _ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise BenchError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}")
+        raise LinkError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}")
 
 
 def _works(command: Sequence[str]) -> bool:
