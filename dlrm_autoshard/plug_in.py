@@ -69,7 +69,7 @@ def _from_module(name: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or not name.startswith(error.name):
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # found, but it imports what isn't there
         raise PlugInError(
             f"{key}: Python finds no module '{name}'. Install it, add its folder to PYTHONPATH, or name its file."
