@@ -29,10 +29,10 @@ from dlrm_autoshard.errors import UserError
 
 SCHEMA = 2
 STATE = 1
-UNKNOWN = "+"
-"""Of a commit: what was measured is of none that is known, or not of it alone."""
 """Raised when figures must be taken again: what is measured, or how, is no longer what older records say. Records of
 before there were states have none."""
+UNKNOWN = "+"
+"""Of a commit: what was measured is of none that is known, or not of it alone."""
 QUIET_LOAD = 0.5
 """Of the cores, by other work, at a benchmark's start: under more of it no figure counts."""
 NAMES = (
@@ -120,10 +120,12 @@ def finish(
     began: some keep to one of them from then on.
 
     outcome has "figures" ({name: number}), "targets" ({name: ">= 1.0"}), "spread" ({name: [low, high]}) and, if there
-    are any, "notes" (sentences) and "measured_at" (commits of what was measured in earlier starts, too).
+    are any, "notes" (sentences) and, of all starts in which something was measured, "measured_at" (commits), "cpus"
+    and "load_before" (the highest).
     """
     figures, targets, spread = outcome["figures"], outcome.get("targets", {}), outcome.get("spread", {})
-    cores = cores or len(os.sched_getaffinity(0))
+    cores, load_before = cores or len(os.sched_getaffinity(0)), outcome.get("load_before", load_before)
+    here = environment() | {"cores": cores, "load_before": round(load_before, 2)}
     reservations = ["a quick run: fewer rounds, smaller sizes"] if quick else []
     if load_before > QUIET_LOAD * cores:
         reservations.append(f"other work ran beside it: a load of {load_before:.1f} on {cores} cores when it began")
@@ -144,7 +146,7 @@ def finish(
         "notes": outcome.get("notes", []),
         "measured_at": outcome.get("measured_at") or [commit() or UNKNOWN],
         "seconds": round(seconds, 1),
-        "environment": environment() | {"cores": cores, "load_before": round(load_before, 2)},
+        "environment": here | {"cpu": ", ".join(outcome.get("cpus") or [here["cpu"]])},
     }
 
 
@@ -254,7 +256,7 @@ def environment() -> dict[str, Any]:
     import psutil
 
     record: dict[str, Any] = {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load_average": round(os.getloadavg()[0], 2),
@@ -270,7 +272,7 @@ def environment() -> dict[str, Any]:
     return record
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -126,7 +126,7 @@ def commits_of(record: Mapping[str, Any]) -> list[str]:
 def maker_of_cpu(record: Mapping[str, Any]) -> str:
     """'AMD' of 'AMD EPYC': kernels compare otherwise on another maker's."""
     cpu = str(record["environment"].get("cpu", "?"))
-    return next((maker for maker in ("AMD", "Intel") if maker in cpu), cpu)
+    return ", ".join(maker for maker in ("AMD", "Intel") if maker in cpu) or cpu
 
 
 def rewrite(readme: Path, results: Path = RESULTS) -> str:
