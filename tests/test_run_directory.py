@@ -141,6 +141,15 @@ def test_a_job_that_starts_again_is_told_from_one_that_is_to_resume(tmp_path: Pa
         shutil.rmtree(newer)
 
 
+def test_a_run_that_another_job_could_not_start_in_stays_its_own_jobs(tmp_path: Path) -> None:
+    with claimed_run_dir(config(tmp_path), None, ONE) as run:
+        finish(run)
+    with pytest.raises(KeyboardInterrupt), claimed_run_dir(config(tmp_path), str(run), OTHER):
+        raise KeyboardInterrupt  # or: another model's checkpoint
+    with claimed_run_dir(config(tmp_path), None, ONE) as again:
+        assert again == run
+
+
 @pytest.mark.parametrize("left", ["", "step_00000010.tmp", "step_00000010.set_aside"])
 def test_a_run_without_a_whole_checkpoint_is_not_resumed(left: str, tmp_path: Path) -> None:
     with claimed_run_dir(config(tmp_path), None) as run:
