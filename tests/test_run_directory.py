@@ -141,6 +141,20 @@ def test_a_job_that_starts_again_is_told_from_one_that_is_to_resume(tmp_path: Pa
         shutil.rmtree(newer)
 
 
+def test_a_run_whose_name_ends_in_a_number_is_not_taken_for_another_names(tmp_path: Path) -> None:
+    second = config(tmp_path).model_copy(update={"run": config(tmp_path).run.model_copy(update={"name": "job-2"})})
+    runs = []
+    for made_with in (config(tmp_path), second):
+        with claimed_run_dir(made_with, None) as run:
+            record_start(run, made_with, 1)
+            finish(run)
+            runs.append(run)
+    assert [run.name for run in runs] == ["job", "job-2"]
+    for made_with, run in zip((config(tmp_path), second), runs, strict=True):
+        with claimed_run_dir(made_with, "") as found:
+            assert found == run
+
+
 def test_a_run_that_another_job_could_not_start_in_stays_its_own_jobs(tmp_path: Path) -> None:
     with claimed_run_dir(config(tmp_path), None, ONE) as run:
         finish(run)

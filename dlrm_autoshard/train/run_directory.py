@@ -18,6 +18,8 @@ from pathlib import Path
 
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.json_file import FormatError
+from dlrm_autoshard.formats.yaml_file import flat, read_yaml
 from dlrm_autoshard.train.checkpoint_folder import CheckpointFolder
 
 # In a run directory: config.yaml  environment.json  job.json  plan/  metrics.jsonl  costs/  decisions.jsonl
@@ -75,12 +77,12 @@ def run_to_continue(config: Config, resume: str | None, job: Set[str]) -> Path |
         return Path(resume)
     earlier = earlier_runs(config)
     if resume == "":
-        saved = [path for path in earlier if CheckpointFolder(path / "checkpoints").newest() is not None]
-        if not saved:
-            raise RunDirectoryError(
-                f"there is no run '{config.run.name}' with a checkpoint in '{config.run.dir}' to resume."
-            )
-        return saved[-1]
+        for path in reversed(earlier):
+            if CheckpointFolder(path / "checkpoints").newest() is not None and not _of_another_name(path, config):
+                return path
+        raise RunDirectoryError(
+            f"there is no run '{config.run.name}' with a checkpoint in '{config.run.dir}' to resume."
+        )
     own = [path for path in earlier if job & job_of(path)]
     return own[-1] if own else None
 
@@ -159,6 +161,16 @@ def earlier_runs(config: Config) -> list[Path]:
     base, name = Path(config.run.dir), config.run.name
     found = [path for path in base.glob("*") if _number(path, name) and path.is_dir() and not path.is_symlink()]
     return sorted(found, key=lambda path: _number(path, name))
+
+
+def _of_another_name(run: Path, config: Config) -> bool:
+    """Whether <name>-2 is the first run of that very name, not the second one of <name>."""
+    if run.name == config.run.name:
+        return False
+    try:
+        return dict(flat(read_yaml(run / "config.yaml", "config file"))).get("run.name") == run.name
+    except FormatError:
+        return False
 
 
 def _number(path: Path, name: str) -> int:
