@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor
 
 from dlrm_autoshard.config import Config
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.train.checkpoint_folder import run_and_checkpoint
 from dlrm_autoshard.train.manifest import CheckpointError, bytes_digest
 from tests.ranks import run_ranks
@@ -116,6 +117,53 @@ def test_an_older_checkpoint_can_be_asked_for_and_later_ones_are_set_aside(tmp_p
     )
     assert run_and_checkpoint(str(tmp_path)) == (str(tmp_path), None)
     assert run_and_checkpoint("") == ("", None) and run_and_checkpoint(None) == (None, None)
+
+
+def start_that_fails(rank: int, world_size: int, folder: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """A finished run's files before and after somebody has asked to go on from step 5, choosing by a split without
+    samples."""
+    runtime = make_runtime(rank, world_size)
+    with trainer(job(10), runtime, folder) as made:
+        made.run()
+        made.write_report()
+    before = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    asked = folder / "checkpoints/step_00000005"
+    with pytest.raises(UserError, match="no val"), trainer(job(12, keep_best="auc"), runtime, folder, checkpoint=asked):
+        pass
+    after = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return before, after
+
+
+def test_a_start_that_fails_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    [(before, after)] = run_ranks(start_that_fails, 1, tmp_path)
+    assert "result.json" in before and after == before
+
+
+def save_steps(rank: int, world_size: int, folder: Path) -> list[int]:
+    """Steps that are saved by a job whose training ends early, within an epoch, at a step that has a checkpoint."""
+    steps: list[int] = []
+    made_with = config(
+        data={"val_samples": 60},
+        train={"eval_every_steps": 3, "early_stopping": {"metric": "logloss", "patience": 1}},
+        checkpoint={"enabled": True, "every_steps": 3},
+        tables={"optimizer": {"name": "sgd", "lr": 10.0}},
+    )
+    with trainer(made_with, make_runtime(rank, world_size), folder) as made:
+        save = made.checkpoints.save
+
+        def count(*arguments: Any) -> Path:
+            steps.append(arguments[1].step)
+            return save(*arguments)
+
+        made.checkpoints.save = count  # type: ignore[method-assign]
+        assert made.run().steps == steps[-1] < 30
+    return steps
+
+
+def test_no_step_is_saved_twice(tmp_path: Path) -> None:
+    """The second would take the place of the first, which at some moment was not there any more, nor this one yet."""
+    [steps] = run_ranks(save_steps, 1, tmp_path)
+    assert len(steps) > 1 and steps == sorted(set(steps))
 
 
 def train_on_a_full_disk(rank: int, world_size: int, folder: Path, asynchronous: bool) -> None:

@@ -19,6 +19,8 @@ from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.records.jsonl import forget_after
+from dlrm_autoshard.records.run import RESULT
 from dlrm_autoshard.train.callbacks import Callback, make_callbacks
 from dlrm_autoshard.train.checkpoint_folder import step_of
 from dlrm_autoshard.train.display import Display, describe
@@ -137,6 +139,7 @@ class Trainer(Job):
 
     def _begin(self) -> None:
         position = self.position
+        self.notes += self.runtime.from_rank_0(self._forget_what_comes_again)
         if self.runtime.rank == 0:
             steps = f"{self.total_steps} steps of {self.global_batch} examples"
             open_run(
@@ -148,9 +151,13 @@ class Trainer(Job):
         if self.resumed_from is None and self.config.checkpoint.initial:
             self._save()  # so that there is always a good one to name and to go back to
         if position.step and self.timetable.evaluation_due:
-            self._evaluate(
-                self.timetable.split_between_epochs
-            )  # its checkpoint came first, so a kill may have come between
+            self._evaluate(self.timetable.split_between_epochs)  # after its checkpoint: a kill may have come between
+
+    def _forget_what_comes_again(self) -> list[str]:
+        """On rank 0, for all ranks: there may be fewer now. Started again without a checkpoint, all comes again."""
+        forget_after(self.run_dir, -1 if self.resumed_from is None else self.position.step)
+        (self.run_dir / RESULT).unlink(missing_ok=True)  # of an earlier start: this one has not finished
+        return self.checkpoints.set_aside_after(self.position.step)
 
     def _train_step(self, *, sampled: bool) -> None:
         config, position = self.config, self.position
@@ -190,18 +197,18 @@ class Trainer(Job):
         self.display.step(loss)
 
     def _save(self) -> None:
+        """Unless this step's is there: what was evaluated since is evaluated again by whoever goes on from it."""
         if self.config.checkpoint.enabled:
             with self._timed("checkpoints"):
                 self._written(self.checkpoints.finish)
-                self._written(lambda: self.state.save(self.position))
+                newest = self.checkpoints.latest()
+                if newest is None or step_of(newest) != self.position.step:
+                    self._written(lambda: self.state.save(self.position))
 
     def _save_this_step(self) -> None:
-        """Unless that was done; returns when it is on disk. A collective."""
+        """Returns when it is on disk."""
+        self._save()
         self._written(self.checkpoints.finish)
-        newest = self.checkpoints.latest()
-        if newest is None or step_of(newest) != self.position.step:
-            self._save()
-            self._written(self.checkpoints.finish)
 
     def _written(self, write: Callable[[], None]) -> None:
         try:
