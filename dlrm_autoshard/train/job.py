@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 import torch
 
@@ -53,7 +54,7 @@ class Job:
         """checkpoint: to start from; None: the newest. fall_back: where that is damaged, to the one before it."""
         seed_all(config.run.seed, runtime.rank)
         self.config, self.runtime, self.run_dir = config, runtime, run_dir
-        self.source = open_source(config.data, config.tables)
+        self.source, self._reading = open_source(config.data, config.tables), Lock()
         check_sizes(
             config, self.source, runtime.world_size, *shared_memory_of(runtime.device, runtime.local_world_size)
         )
@@ -174,4 +175,5 @@ class Job:
             on_bad_id=self.config.data.on_bad_id,
             cores=self.runtime.loader_cores,
             pin=self.runtime.device.type == "cuda",
+            reading=self._reading,
         )
