@@ -93,6 +93,24 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert (read.step, read.value) == (50, 0.75)
 
 
+def test_tensorboard_has_a_step_that_was_done_again_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [killed] = make_callbacks(["tensorboard"], tmp_path, CONFIG)
+    for step in (50, 100, 150):
+        killed.scalars(step, {"train/step_ms": 1.0})
+        killed.scalars(step, {"val/auc": 0.75})
+    [resumed] = make_callbacks(["tensorboard"], tmp_path, CONFIG)
+    resumed.scalars(100, {"val/auc": 0.75})  # after the checkpoint of step 100, so once more
+    resumed.scalars(150, {"train/step_ms": 2.0})
+    resumed.finish({})
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    seen = [(scalar.step, scalar.value) for scalar in read.Scalars("train/step_ms")]
+    assert seen == [(50, 1.0), (100, 1.0), (150, 2.0)]
+    assert {scalar.step for scalar in read.Scalars("val/auc")} == {50, 100}
+
+
 WANDB = """
 import sys
 from pathlib import Path
