@@ -288,11 +288,11 @@ class Trainer(Job):
             yield batch
 
     def write_report(self) -> None:
-        """The result and the report, on rank 0, after training."""
+        """The result and the report, on rank 0, after training, which a signal that comes now does not take back."""
         result, seconds = self.placement.result, self.seconds
         seconds["training"] = 2 * seconds["total"] - sum(seconds.values())
         seconds["planning"] = 0.0 if result is None else result.seconds
-        with self.display:
+        with self.display, self.signals.postponed():
             for line in self.journal.finish(self.embeddings.plan, seconds, self.selection.best):
                 self.display.line(line)
 
