@@ -129,7 +129,8 @@ class TrainingState:
 
 def all_finite(tensor: Tensor) -> bool:
     """Without a copy of the tensor's size."""
-    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor.detach()))
+    extremes = torch.aminmax(tensor.detach()) if tensor.numel() else ()
+    return all(bool(torch.isfinite(extreme)) for extreme in extremes)
 
 
 def plan_of(checkpoint: Path | None, tables: Sequence[TableConfig]) -> ShardingPlan | None:
