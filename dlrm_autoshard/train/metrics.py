@@ -16,6 +16,7 @@ def metrics_of(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str
         return binary_metrics(logits, labels)
     by_task = {name: binary_metrics(logits[:, task], labels[:, task]) for task, name in enumerate(names)}
     found = list(by_task.values())
+    means: dict[str, float]
     if bad := sum(metrics.get("not_finite", 0.0) for metrics in found):
         means = {"not_finite": bad}  # as of one task: the others' mean would pass for a better model's
     else:
