@@ -307,6 +307,13 @@ def test_latest_survives_any_number_of_starts_at_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
 
 
+def test_a_folder_in_the_place_of_the_link_to_the_newest_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()  # as copies of runs have it that follow links
+    with pytest.raises(RunDirectoryError, match="latest' is a folder"), claimed_run_dir(config(tmp_path), None) as run:
+        record_start(run, config(tmp_path), 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "latest"]
+
+
 def test_a_directory_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
