@@ -37,12 +37,10 @@ from dlrm_autoshard.train.timetable import Timetable
 
 @dataclass(frozen=True)
 class TrainResult:
-    """metrics: of the last evaluation. throughput: examples/s over all ranks, of the last epoch."""
+    """metrics: of the last evaluation."""
 
-    run_dir: Path
     steps: int
     metrics: Mapping[str, float]
-    throughput: float
 
 
 class Trainer(Job):
@@ -83,7 +81,6 @@ class Trainer(Job):
                 "checkpoint.keep_best and train.early_stopping choose by evaluations on the val split, and this data "
                 "has no val samples (choosing by the test split would make its metrics too good)."
             )
-        self.throughput = 0.0
 
     # -- the rhythm --------------------------------------------------------------------------------------------------
 
@@ -104,7 +101,7 @@ class Trainer(Job):
             newest = self.checkpoints.newest()
             saved = f"--resume continues from {newest}." if newest else "There is no checkpoint of it."
             raise Stopped(stopped.number, f"after step {self.position.step}. {saved}") from None
-        return TrainResult(self.run_dir, self.position.step, self.metrics, self.throughput)
+        return TrainResult(self.position.step, self.metrics)
 
     def _train_epoch(self) -> None:
         """From the current position to the epoch's end, or to where the job ends before."""
@@ -226,7 +223,6 @@ class Trainer(Job):
             if decision is not None and decision.new_plan is not None:
                 self.step.redistribute()
         if record is not None:
-            self.throughput = record.throughput
             self.journal.profile(record)
             self._log_metrics("train", {"throughput": record.throughput, "step_ms": record.step_ms})
             self.display.line(
