@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import signal
 from pathlib import Path
@@ -175,6 +177,22 @@ def train_on_a_full_disk(rank: int, world_size: int, folder: Path, asynchronous:
             resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
         made.run()
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def train_while_no_byte_is_free(rank: int, world_size: int, folder: Path) -> int:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with trainer(job(12, on_error="warn"), make_runtime(rank, world_size), folder) as made:
+        os.fsync = full
+        steps = made.run().steps
+        made.write_report()
+    return steps
+
+
+def test_training_goes_on_where_no_record_can_be_written(tmp_path: Path) -> None:
+    assert run_ranks(train_while_no_byte_is_free, 1, tmp_path) == [12]
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
