@@ -184,7 +184,7 @@ def train_while_no_byte_is_free(rank: int, world_size: int, folder: Path) -> int
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with trainer(job(12, on_error="warn"), make_runtime(rank, world_size), folder) as made:
-        os.fsync = full
+        os.fsync = full  # type: ignore[assignment]
         steps = made.run().steps
         made.write_report()
     return steps
