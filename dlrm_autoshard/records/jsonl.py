@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dlrm_autoshard.errors import UserError, printable
 from dlrm_autoshard.formats.json_file import NotReadable, parse_json
@@ -38,7 +38,7 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
     with lost_where_full(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a+b") as file:
-            file.truncate(_whole_lines_end(file.seek(0, os.SEEK_END), path))
+            file.truncate(_whole_lines_end(file))
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
@@ -126,17 +126,16 @@ def shown(value: Any) -> Any:
     return [shown(item) for item in value] if isinstance(value, list) else value
 
 
-def _whole_lines_end(size: int, path: Path) -> int:
+def _whole_lines_end(file: BinaryIO) -> int:
     """Where the last newline ends: the file's size unless a crash tore its last line."""
-    with open(path, "rb") as file:
-        end = size
-        while end > 0:
-            start = max(0, end - 65536)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                return start + newline + 1
-            end = start
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - 65536)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
     return 0
 
 

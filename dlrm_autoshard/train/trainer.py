@@ -106,6 +106,8 @@ class Trainer(Job):
     def _train_epoch(self) -> None:
         """From the current position to the epoch's end, or to where the job ends before."""
         position, due = self.position, self.timetable
+        # An epoch's parts end intervals where steps are named for them, or tables may move.
+        parts_decided = self.config.autoshard.reshard.every_steps is not None or self.intervals.resharding is not None
         with self.batches("train", position.epoch, position.sample) as loader:
             self.step.begin_epoch(iter(loader))
             self.intervals.begin(position.step)
@@ -113,7 +115,7 @@ class Trainer(Job):
                 self._train_step(sampled=due.batch_is_whole and self.intervals.is_sampled(position.step))
                 inside = not self.step.exhausted
                 early = inside and self.intervals.is_due(position.step)
-                if early or (inside and due.interval_due and self._parts_decided):
+                if early or (inside and due.interval_due and parts_decided):
                     self._close_interval(early=early)
                 if inside and due.checkpoint_due:
                     self._save()
@@ -126,11 +128,6 @@ class Trainer(Job):
             position.epoch, position.sample = position.epoch + 1, 0
         if stopped or due.checkpoint_due_after_epoch:
             self._save()
-
-    @property
-    def _parts_decided(self) -> bool:
-        """Whether an epoch's parts end intervals: where steps say so, or tables may move."""
-        return self.config.autoshard.reshard.every_steps is not None or self.intervals.resharding is not None
 
     # -- its beats ---------------------------------------------------------------------------------------------------
 
