@@ -67,15 +67,7 @@ class Trainer(Job):
         self.display = Display(runtime.rank == 0, self.total_steps, self.position.step, config.run.log_level)
         self.metrics: Mapping[str, float] = {}
         self.selection = self.state.selection
-        self.timetable = Timetable(
-            config,
-            self.source,
-            self.global_batch,
-            self.position,
-            self.selection,
-            self.total_steps,
-            self.steps_of_interval(self.total_steps),
-        )
+        self.timetable = Timetable(self)
         if self.selection.wanted and self.source.num_samples("val") == 0:
             raise UserError(
                 "checkpoint.keep_best and train.early_stopping choose by evaluations on the val split, and this data "
