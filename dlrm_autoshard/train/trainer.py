@@ -127,11 +127,7 @@ class Trainer(Job):
         position = self.position
         self.notes += self.runtime.from_rank_0(self._forget_what_comes_again)
         if self.runtime.rank == 0:
-            steps = f"{self.total_steps} steps of {self.global_batch} examples"
-            open_run(
-                self.display, self.run_dir, self.placement, self.source.tables, self.intervals.stats,
-                step=position.step, steps=steps, finished=self.timetable.finished,
-            )  # fmt: skip
+            open_run(self.display, self, finished=self.timetable.finished)
         for note in self.notes:
             self.display.line(note)
         if self.resumed_from is None and self.config.checkpoint.initial:
