@@ -348,7 +348,8 @@ def test_a_copied_run_may_have_a_folder_in_the_place_of_the_link_to_its_best(tmp
 
 def prune_what_is_being_read(rank: int, world_size: int, folder: Path) -> list[list[str]]:
     """A network file system keeps the files of a folder that somebody reads, and so the folder."""
-    checkpoints, rmtree, left = Checkpoints(folder, make_runtime(rank, world_size), keep=1), shutil.rmtree, []
+    checkpoints, rmtree = Checkpoints(folder, make_runtime(rank, world_size), keep=1), shutil.rmtree
+    left: list[list[str]] = []
 
     def busy(path: Path, ignore_errors: bool = False, **others: Any) -> None:
         if not ignore_errors:
