@@ -179,19 +179,18 @@ def train_on_a_full_disk(rank: int, world_size: int, folder: Path, asynchronous:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def train_while_no_byte_is_free(rank: int, world_size: int, folder: Path) -> int:
+def train_while_no_byte_is_free(rank: int, world_size: int, folder: Path) -> tuple[int, list[str]]:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with trainer(job(12, on_error="warn"), make_runtime(rank, world_size), folder) as made:
         os.fsync = full  # type: ignore[assignment]
-        steps = made.run().steps
-        made.write_report()
-    return steps
+        return made.run().steps, made.journal.finish(made.embeddings.plan, made.seconds)
 
 
 def test_training_goes_on_where_no_record_can_be_written(tmp_path: Path) -> None:
-    assert run_ranks(train_while_no_byte_is_free, 1, tmp_path) == [12]
+    said = ["no result.json and no report.html: [Errno 28] No space left on device"]
+    assert run_ranks(train_while_no_byte_is_free, 1, tmp_path) == [(12, said)]
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
