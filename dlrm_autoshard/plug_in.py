@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,13 +42,9 @@ def call(function: Callable[..., Any], key: str, *given: Any, **options: Any) ->
     except TypeError as error:
         raise PlugInError(
             f"{key}: {getattr(function, '__name__', function)}{inspect.signature(function)} can't be called with "
-            f"{len(given)} arguments of ours and the options {_names(options)}: {error}."
+            f"{len(given)} arguments of ours and the options {', '.join(options) or '(none)'}: {error}."
         ) from None
     return function(*given, **options)
-
-
-def _names(options: Mapping[str, Any]) -> str:
-    return ", ".join(options) or "(none)"
 
 
 def _from_file(path: Path, key: str) -> ModuleType:
@@ -69,7 +65,7 @@ def _from_module(name: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name is None or not name.startswith(error.name):
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # found, but it imports what isn't there
         raise PlugInError(
             f"{key}: Python finds no module '{name}'. Install it, add its folder to PYTHONPATH, or name its file."

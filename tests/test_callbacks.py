@@ -14,7 +14,10 @@ from dlrm_autoshard.config import parse_config
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.train.callbacks import make_callbacks, metric_scalars, profile_scalars
 from dlrm_autoshard.train.display import duration
+from dlrm_autoshard.train.stop_signals import StopSignals
+from tests.ranks import run_ranks
 from tests.report_records import make_profile
+from tests.trainers import config, make_runtime, trainer
 
 REPOSITORY = Path(__file__).parents[1]
 CONFIG = parse_config({"data": {"source": "movielens"}})
@@ -91,6 +94,47 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     writer.finish({})
     read = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("val/auc")[0]
     assert (read.step, read.value) == (50, 0.75)
+
+
+def test_tensorboard_has_a_step_that_was_done_again_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    [killed] = make_callbacks(["tensorboard"], tmp_path, CONFIG)
+    for step in (50, 100, 150):
+        killed.scalars(step, {"train/step_ms": 1.0})
+        killed.scalars(step, {"val/auc": 0.75})
+    [resumed] = make_callbacks(["tensorboard"], tmp_path, CONFIG)
+    resumed.scalars(100, {"val/auc": 0.75})  # after the checkpoint of step 100, so once more
+    resumed.scalars(150, {"train/step_ms": 2.0})
+    resumed.finish({})
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    seen = [(scalar.step, scalar.value) for scalar in read.Scalars("train/step_ms")]
+    assert seen == [(50, 1.0), (100, 1.0), (150, 2.0)]
+    assert {scalar.step for scalar in read.Scalars("val/auc")} == {50, 100}
+
+
+def interrupted_at_the_very_end(rank: int, world_size: int, folder: Path) -> list[str]:
+    (folder / "late.py").write_text(LATE)
+    os.chdir(folder)
+    made_with = config(train={"max_steps": 4}).model_copy(update={"callbacks": ["late.py:Late"]})
+    with StopSignals() as signals, trainer(made_with, make_runtime(rank, world_size), folder, signals=signals) as made:
+        made.run()
+        made.write_report()
+    return sorted(path.name for path in folder.iterdir())
+
+
+LATE = """
+import os, signal
+class Late:
+    def __init__(self, run_dir, config): pass
+    def scalars(self, step, values): pass
+    def finish(self, result): os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_a_signal_while_the_report_is_written_takes_nothing_back(tmp_path: Path) -> None:
+    assert {"result.json", "report.html"} <= set(run_ranks(interrupted_at_the_very_end, 1, tmp_path)[0])
 
 
 WANDB = """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.train.checkpoint import Checkpoints
+from dlrm_autoshard.train.checkpoint_folder import CheckpointFolder
 from dlrm_autoshard.train.manifest import CheckpointError, DamagedCheckpoint, SavedState, read_manifest
 from tests.ranks import run_ranks
 from tests.trainers import make_runtime
@@ -322,6 +325,46 @@ def fail_in_the_background(rank: int, world_size: int, folder: Path) -> str:
 
 def test_an_asynchronous_checkpoint_that_fails_for_any_reason_says_so(tmp_path: Path) -> None:
     assert "parse" in run_ranks(fail_in_the_background, 1, tmp_path)[0]
+
+
+def test_the_newest_is_that_of_the_highest_step_however_long_its_name(tmp_path: Path) -> None:
+    for step in (99_999_998, 99_999_999, 100_000_000):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    folder = CheckpointFolder(tmp_path, keep=1)
+    assert folder.newest() == tmp_path / "step_100000000"
+    folder.remove_old()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_100000000"]
+
+
+def test_a_copied_run_may_have_a_folder_in_the_place_of_the_link_to_its_best(tmp_path: Path) -> None:
+    for name in ("step_00000005", "step_00000010", "best"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "best" / "manifest.json").touch()
+    folder = CheckpointFolder(tmp_path)
+    assert folder.best() is None
+    folder.point_best_at(10)
+    assert folder.best() == tmp_path / "step_00000010"
+
+
+def prune_what_is_being_read(rank: int, world_size: int, folder: Path) -> list[list[str]]:
+    """A network file system keeps the files of a folder that somebody reads, and so the folder."""
+    checkpoints, rmtree = Checkpoints(folder, make_runtime(rank, world_size), keep=1), shutil.rmtree
+    left: list[list[str]] = []
+
+    def busy(path: Path, ignore_errors: bool = False, **others: Any) -> None:
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+    for step in range(3):
+        shutil.rmtree = busy if step == 1 else rmtree  # type: ignore[assignment]
+        checkpoints.save(small(rank, step), SavedState(step=step))
+        left.append(sorted(path.name for path in folder.iterdir()))
+    return left
+
+
+def test_an_old_checkpoint_that_is_being_read_keeps_no_new_one_from_being_written(tmp_path: Path) -> None:
+    [left] = run_ranks(prune_what_is_being_read, 1, tmp_path)
+    assert left == [["step_00000000"], ["step_00000000.old", "step_00000001"], ["step_00000002"]]
 
 
 def test_an_earlier_format_is_told_from_damage(tmp_path: Path) -> None:

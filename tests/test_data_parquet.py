@@ -19,6 +19,7 @@ from dlrm_autoshard.config import TablesConfig, load_config
 from dlrm_autoshard.config_data import ParquetData
 from dlrm_autoshard.data.batch import Batch, DataError
 from dlrm_autoshard.data.loader import Loader
+from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.data.parquet import ParquetSource
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -164,6 +165,15 @@ def test_rows_without_a_label_or_a_weight_are_refused(tmp_path: Path) -> None:
         read(3, 4)
     with pytest.raises(DataError, match=r"row group 0', row 1: 'weight' is null, as in 1 of 3 rows\. Leave .* out"):
         read(0, 3, sample_weight="weight")
+
+
+def test_files_without_rows_to_train_on_are_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table(rows(20)).slice(0, 0), tmp_path / "day_0.parquet")  # a filter that left nothing
+    for name in ("val", "test"):
+        write(tmp_path / f"{name}.parquet", 20)
+    config = shipped(tmp_path)
+    with pytest.raises(DataError, match=r"\(data\.source: parquet\) have no samples to train on"):
+        open_source(config.data, config.tables)
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

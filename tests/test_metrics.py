@@ -15,7 +15,7 @@ from dlrm_autoshard.config import load_config
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.step import predict
 from dlrm_autoshard.train.display import describe
-from dlrm_autoshard.train.metrics import binary_metrics
+from dlrm_autoshard.train.metrics import binary_metrics, metrics_of
 from dlrm_autoshard.train.selection import Selection
 from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, records, trainer
@@ -46,6 +46,16 @@ def test_predictions_that_are_not_finite_have_no_metrics_and_are_never_the_best(
     assert selection.best is None
     selection.add(2, {"logloss": 0.5})
     assert selection.best is not None and selection.best.step == 2
+
+
+def test_a_task_whose_predictions_are_not_finite_leaves_no_mean_of_the_others() -> None:
+    """Of tasks with AUCs of 1 and 0.5 the mean is 0.75; it must not rise to 1 where the second one breaks."""
+    logits, labels = torch.tensor([[-1.0, 0.0], [1.0, float("inf")]]), torch.tensor([[0.0, 0.0], [1.0, 1.0]])
+    found = metrics_of(logits, labels, ["click", "buy"])
+    assert found["auc.click"] == 1.0 and found["not_finite"] == found["not_finite.buy"] == 1.0
+    assert not {"auc", "logloss", "ne"} & found.keys()
+    logits[1, 1] = 0.0
+    assert metrics_of(logits, labels, ["click", "buy"])["auc"] == 0.75
 
 
 @settings(deadline=None, max_examples=60)

@@ -77,6 +77,15 @@ def test_code_that_is_not_there(place: str, says: str) -> None:
     assert "data.factory" in str(error.value)
 
 
+def test_a_module_that_imports_what_is_not_there_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "no_such_service_tracker.py").write_text("import no_such_service\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_service'"):
+        plug_in.load("no_such_service_tracker:Tracker", "callbacks")
+
+
 def test_what_custom_data_gets_wrong_is_said_before_training(tmp_path: Path) -> None:
     readme_example(tmp_path)
     place, tables = f"{tmp_path / 'clicks.py'}:Clicks", TablesConfig()

@@ -141,6 +141,29 @@ def test_a_job_that_starts_again_is_told_from_one_that_is_to_resume(tmp_path: Pa
         shutil.rmtree(newer)
 
 
+def test_a_run_whose_name_ends_in_a_number_is_not_taken_for_another_names(tmp_path: Path) -> None:
+    second = config(tmp_path).model_copy(update={"run": config(tmp_path).run.model_copy(update={"name": "job-2"})})
+    runs = []
+    for made_with in (config(tmp_path), second):
+        with claimed_run_dir(made_with, None) as run:
+            record_start(run, made_with, 1)
+            finish(run)
+            runs.append(run)
+    assert [run.name for run in runs] == ["job", "job-2"]
+    for made_with, run in zip((config(tmp_path), second), runs, strict=True):
+        with claimed_run_dir(made_with, "") as found:
+            assert found == run
+
+
+def test_a_run_that_another_job_could_not_start_in_stays_its_own_jobs(tmp_path: Path) -> None:
+    with claimed_run_dir(config(tmp_path), None, ONE) as run:
+        finish(run)
+    with pytest.raises(KeyboardInterrupt), claimed_run_dir(config(tmp_path), str(run), OTHER):
+        raise KeyboardInterrupt  # or: another model's checkpoint
+    with claimed_run_dir(config(tmp_path), None, ONE) as again:
+        assert again == run
+
+
 @pytest.mark.parametrize("left", ["", "step_00000010.tmp", "step_00000010.set_aside"])
 def test_a_run_without_a_whole_checkpoint_is_not_resumed(left: str, tmp_path: Path) -> None:
     with claimed_run_dir(config(tmp_path), None) as run:
@@ -282,6 +305,13 @@ def test_latest_survives_any_number_of_starts_at_once(tmp_path: Path) -> None:
     assert [start.exitcode for start in starts] == [0] * 4
     assert (tmp_path / "latest").readlink() in {Path(run.name) for run in runs}
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+
+
+def test_a_folder_in_the_place_of_the_link_to_the_newest_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()  # as copies of runs have it that follow links
+    with pytest.raises(RunDirectoryError, match="latest' is a folder"), claimed_run_dir(config(tmp_path), None) as run:
+        record_start(run, config(tmp_path), 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "latest"]
 
 
 def test_a_directory_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:

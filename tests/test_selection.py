@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,31 @@ def test_evaluations_within_an_epoch_change_no_bit_and_the_best_checkpoint_outli
         again = binary_metrics(*saved.logits("val"))
     assert saved.position.step == best["step"] and again["auc"] == pytest.approx(best["auc"], abs=1e-6)
     assert run_and_checkpoint(str(checkpoints / "best")) == (str(tmp_path / "often"), checkpoints / name)
+
+
+def read_slowly(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
+    """How many read from the data at once, at most, and how often they did."""
+    readers, most, calls = 0, 0, 0
+    with trainer(settings(folder, train={"epochs": 1}), make_runtime(rank, world_size), folder) as made:
+        read = made.source.read
+
+        def slow(*place: Any) -> Any:
+            nonlocal readers, most, calls
+            readers, calls = readers + 1, calls + 1
+            most = max(most, readers)
+            time.sleep(0.01)
+            readers -= 1
+            return read(*place)
+
+        made.source.read = slow  # type: ignore[method-assign]
+        made.run()
+    return most, calls
+
+
+def test_an_evaluation_within_an_epoch_never_reads_while_the_epoch_is_read(tmp_path: Path) -> None:
+    """A source that seeks in a file would give one the other's samples."""
+    [(most, calls)] = run_ranks(read_slowly, 1, tmp_path, timeout=90)
+    assert most == 1 and calls > 100
 
 
 @pytest.mark.parametrize("stops", [[7, 18], [16, 21, 30]], ids=str)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dlrm_autoshard.benchmarks.harness import STATE
-from dlrm_autoshard.benchmarks.slices import Key, in_slices
+import pytest
+
+from dlrm_autoshard.benchmarks import slices
+from dlrm_autoshard.benchmarks.harness import STATE, finish
+from dlrm_autoshard.benchmarks.readme import maker_of_cpu
+from dlrm_autoshard.benchmarks.slices import Key, in_slices, origins
 
 
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
@@ -31,6 +35,19 @@ def test_rows_of_another_state_of_the_code_are_measured_again(tmp_path: Path) ->
     kept = tmp_path / "rows.jsonl"
     kept.write_text(json.dumps({"schema": 1, "state": STATE - 1, "of": ["a"], "ms": 7}) + "\n")
     assert [row["ms"] for row in in_slices(kept, [("a",)], lambda _: {"ms": 8})] == [8]
+
+
+def test_the_record_has_the_load_and_cpus_of_all_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[Key] = [("a",), ("b",)]
+    for number, (cpu, load) in enumerate([("AMD EPYC", 9.0), ("Intel Xeon", 0.1), ("none", 99.0)]):
+        monkeypatch.setattr(slices, "cpu_model", lambda cpu=cpu: cpu)
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        rows = in_slices(tmp_path / "rows.jsonl", wanted[: number + 1], lambda _: {"ms": 8})
+    record = finish("soak", False, {"figures": {}, **origins(rows)}, 1.0, load_before=0.0, cores=2)
+    assert record["environment"]["cpu"] == "AMD EPYC, Intel Xeon", "not of the last start, which measured nothing"
+    assert record["environment"]["load_before"] == 9.0
+    assert record["reservations"] == ["other work ran beside it: a load of 9.0 on 2 cores when it began"]
+    assert maker_of_cpu(record) == "AMD, Intel"
 
 
 def test_nothing_is_kept_where_nobody_says_where() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import signal
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from torch import Tensor
 
 from dlrm_autoshard.config import Config
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.train.checkpoint_folder import run_and_checkpoint
 from dlrm_autoshard.train.manifest import CheckpointError, bytes_digest
 from tests.ranks import run_ranks
@@ -118,6 +121,53 @@ def test_an_older_checkpoint_can_be_asked_for_and_later_ones_are_set_aside(tmp_p
     assert run_and_checkpoint("") == ("", None) and run_and_checkpoint(None) == (None, None)
 
 
+def start_that_fails(rank: int, world_size: int, folder: Path) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """A finished run's files before and after somebody has asked to go on from step 5, choosing by a split without
+    samples."""
+    runtime = make_runtime(rank, world_size)
+    with trainer(job(10), runtime, folder) as made:
+        made.run()
+        made.write_report()
+    before = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    asked = folder / "checkpoints/step_00000005"
+    with pytest.raises(UserError, match="no val"), trainer(job(12, keep_best="auc"), runtime, folder, checkpoint=asked):
+        pass
+    after = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return before, after
+
+
+def test_a_start_that_fails_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    [(before, after)] = run_ranks(start_that_fails, 1, tmp_path)
+    assert "result.json" in before and after == before
+
+
+def save_steps(rank: int, world_size: int, folder: Path) -> list[int]:
+    """Steps that are saved by a job whose training ends early, within an epoch, at a step that has a checkpoint."""
+    steps: list[int] = []
+    made_with = config(
+        data={"val_samples": 60},
+        train={"eval_every_steps": 3, "early_stopping": {"metric": "logloss", "patience": 1}},
+        checkpoint={"enabled": True, "every_steps": 3},
+        tables={"optimizer": {"name": "sgd", "lr": 10.0}},
+    )
+    with trainer(made_with, make_runtime(rank, world_size), folder) as made:
+        save = made.checkpoints.save
+
+        def count(*arguments: Any) -> Path:
+            steps.append(arguments[1].step)
+            return save(*arguments)
+
+        made.checkpoints.save = count  # type: ignore[method-assign]
+        assert made.run().steps == steps[-1] < 30
+    return steps
+
+
+def test_no_step_is_saved_twice(tmp_path: Path) -> None:
+    """The second would take the place of the first, which at some moment was not there any more, nor this one yet."""
+    [steps] = run_ranks(save_steps, 1, tmp_path)
+    assert len(steps) > 1 and steps == sorted(set(steps))
+
+
 def train_on_a_full_disk(rank: int, world_size: int, folder: Path, asynchronous: bool) -> None:
     """No file larger than 8 KiB can be written, which the tables of rank 1 are."""
     made_with = job(12, on_error="warn", asynchronous=asynchronous)
@@ -127,6 +177,21 @@ def train_on_a_full_disk(rank: int, world_size: int, folder: Path, asynchronous:
             resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
         made.run()
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def train_while_no_byte_is_free(rank: int, world_size: int, folder: Path) -> tuple[int, list[str]]:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with trainer(job(12, on_error="warn"), make_runtime(rank, world_size), folder) as made:
+        os.fsync = full  # type: ignore[assignment]
+        return made.run().steps, made.journal.finish(made.embeddings.plan, made.seconds)
+
+
+def test_training_goes_on_where_no_record_can_be_written(tmp_path: Path) -> None:
+    said = ["no result.json and no report.html: [Errno 28] No space left on device"]
+    assert run_ranks(train_while_no_byte_is_free, 1, tmp_path) == [(12, said)]
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

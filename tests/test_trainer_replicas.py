@@ -31,6 +31,8 @@ class Normed(DenseArch):
         super().__init__()
         self.norm = nn.BatchNorm1d(num_dense + sum(table.embedding_dim for table in tables))
         self.dropout = nn.Dropout(dropout)
+        self.register_buffer("mask", torch.arange(6.0).view(2, 3).T > 2)  # neither numbers nor row by row
+        self.register_buffer("nothing", torch.zeros(0))
         self.last = nn.Linear(self.norm.num_features, 1)
         with torch.no_grad():
             self.last.bias.add_(random.random())  # not from torch's generator: another on every rank

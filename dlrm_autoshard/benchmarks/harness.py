@@ -150,10 +150,12 @@ def finish(
     """The whole record. load_before, cores: the load average, which is other work's, and the cores when the benchmark
     began: some keep to one of them from then on.
 
-    outcome: a dictionary of Findings, with "measured_at" where commits of earlier starts measured some of it.
+    outcome: a dictionary of Findings, with, of all starts in which some of it was measured, "measured_at" (commits),
+    "cpus" and "load_before" (the highest).
     """
     figures, targets, spread = outcome["figures"], outcome.get("targets", {}), outcome.get("spread", {})
-    cores = cores or len(os.sched_getaffinity(0))
+    cores, load_before = cores or len(os.sched_getaffinity(0)), outcome.get("load_before", load_before)
+    here = environment() | {"cores": cores, "load_before": round(load_before, 2)}
     reservations = ["a quick run: fewer rounds, smaller sizes"] if quick else []
     if load_before > QUIET_LOAD * cores:
         reservations.append(f"other work ran beside it: a load of {load_before:.1f} on {cores} cores when it began")
@@ -174,7 +176,7 @@ def finish(
         "notes": outcome.get("notes", []),
         "measured_at": outcome.get("measured_at") or [commit() or UNKNOWN],
         "seconds": round(seconds, 1),
-        "environment": environment() | {"cores": cores, "load_before": round(load_before, 2)},
+        "environment": here | {"cpu": ", ".join(outcome.get("cpus") or [here["cpu"]])},
     }
 
 
@@ -275,7 +277,7 @@ def environment() -> dict[str, Any]:
     import psutil
 
     record: dict[str, Any] = {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "load_average": round(os.getloadavg()[0], 2),
@@ -291,7 +293,7 @@ def environment() -> dict[str, Any]:
     return record
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -17,7 +17,7 @@ import torch
 
 from dlrm_autoshard.benchmarks.measured_exchanges import exchange_ms
 from dlrm_autoshard.benchmarks.planner_quality_record import ADDED_UP, LEARNED, SPLIT, summarise
-from dlrm_autoshard.benchmarks.slices import commits, in_slices
+from dlrm_autoshard.benchmarks.slices import in_slices, origins
 from dlrm_autoshard.benchmarks.workloads import warm_planner
 from dlrm_autoshard.costs import PLANNED_STAGES, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
@@ -67,7 +67,7 @@ def run(quick: bool) -> dict[str, Any]:
         [(name, index) for index in range(tasks) for name in cells],  # all cells have about as many
         lambda name, index: measure_task(cells[name], index),
     )
-    return {**summarise(rows, list(cells), tasks), "measured_at": commits(rows)}
+    return {**summarise(rows, list(cells), tasks), **origins(rows)}
 
 
 def measure_task(cell: Cell, index: int) -> dict[str, Any]:

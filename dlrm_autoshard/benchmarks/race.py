@@ -31,7 +31,7 @@ from dlrm_autoshard.benchmarks.race_arms import ARMS, DECIDES_EVERY, missing_pee
 from dlrm_autoshard.benchmarks.race_picture import Runs, page, panels
 from dlrm_autoshard.benchmarks.race_turns import steps_in_turns
 from dlrm_autoshard.benchmarks.race_worlds import QUICK, WORLDS, Scale, World, WorldName
-from dlrm_autoshard.benchmarks.slices import commits
+from dlrm_autoshard.benchmarks.slices import commits, machine, origins
 
 TITLE = "whole jobs, with resharding and without, clairvoyant, and TorchRec's, in six worlds: seconds, start to end"
 ROUGH_TIME = "some hours; goes on where it was stopped (quick: 1 min)"
@@ -72,17 +72,20 @@ def race(folder: Path, arms: Arms, seeds: int, scale: Scale) -> Runs:
     done: dict[str, dict[int, dict[str, dict[str, Any]]]] = {
         name: {seed: {arm: {"missing": "not run yet"} for arm in arms[name]} for seed in range(seeds)} for name in arms
     }
+    on = machine()
     try:
         for name in arms:
             for seed in range(seeds):
-                _run_missing(World(name, seed, scale), arms[name], folder / f"{name}-{seed}", done[name][seed])
+                _run_missing(World(name, seed, scale), arms[name], folder / f"{name}-{seed}", done[name][seed], on)
     except KeyboardInterrupt:
         print(f"Stopped. What was done lies in {folder}; the same command goes on there.", flush=True)
     return done
 
 
-def _run_missing(world: World, arms: Sequence[str], place: Path, runs: dict[str, dict[str, Any]]) -> None:
-    """Of one world and seed, into `runs`."""
+def _run_missing(
+    world: World, arms: Sequence[str], place: Path, runs: dict[str, dict[str, Any]], on: Mapping[str, Any]
+) -> None:
+    """Of one world and seed, into `runs`. on: the machine, as `slices.machine` says it."""
     for arm in np.random.default_rng([world.seed, WORLDS.index(world.name)]).permutation(list(arms)).tolist():
         saved = place / f"{arm}.json"
         known = json.loads(saved.read_text()) if saved.exists() else {}
@@ -98,7 +101,7 @@ def _run_missing(world: World, arms: Sequence[str], place: Path, runs: dict[str,
             found = run_arm(arm, world, place)
         except BenchError as error:
             found = {"missing": str(error)}
-        runs[arm] = {**found, "state": STATE, "commit": commit()}
+        runs[arm] = {**found, "state": STATE, "commit": commit(), **on}
         saved.write_text(json.dumps(runs[arm]))
         print(f"{world.name}, seed {world.seed}, {arm}: {found.get('missing') or found['seconds']}", flush=True)
     again = [arm for arm in REPLAYED if "seconds" in runs.get(arm, {})]
@@ -171,7 +174,7 @@ def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
         f"loop on decides every {DECIDES_EVERY} steps (reshard.every_steps); all else is by default",
     ]
     runs = [run for by_seed in done.values() for by_arm in by_seed.values() for run in by_arm.values()]
-    return vars(found) | {"measured_at": commits(runs)}
+    return vars(found) | origins(runs)
 
 
 def _compare(world: str, seconds: Mapping[str, Sequence[float]], suffix: str, found: Findings) -> None:

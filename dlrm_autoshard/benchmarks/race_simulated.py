@@ -23,7 +23,7 @@ from dlrm_autoshard.autoshard.decision import Interval
 from dlrm_autoshard.benchmarks.harness import Findings, median_with_interval
 from dlrm_autoshard.benchmarks.race_worlds import WORLDS, WorldName
 from dlrm_autoshard.benchmarks.recorded_cluster import RecordedCluster
-from dlrm_autoshard.benchmarks.slices import commits, in_slices
+from dlrm_autoshard.benchmarks.slices import in_slices, origins
 from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import ShardingPlan, Topology
@@ -52,7 +52,7 @@ def run(quick: bool) -> dict[str, Any]:
         [(world, seed, size, tables) for seed in range(seeds) for size in sizes for world in worlds],
         lambda *world: simulate(SimulatedWorld(*world)),
     )
-    return {**summarise(rows, sizes, worlds, seeds), "measured_at": commits(rows)}
+    return {**summarise(rows, sizes, worlds, seeds), **origins(rows)}
 
 
 def summarise(

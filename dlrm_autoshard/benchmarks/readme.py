@@ -206,7 +206,7 @@ def commits_of(record: Record) -> list[str]:
 def maker_of_cpu(record: Record) -> str:
     """'AMD' of 'AMD EPYC': kernels compare otherwise on another maker's."""
     cpu = str(record["environment"].get("cpu", "?"))
-    return next((maker for maker in ("AMD", "Intel") if maker in cpu), cpu)
+    return ", ".join(maker for maker in ("AMD", "Intel") if maker in cpu) or cpu
 
 
 def rewrite(readme: Path, results: Path = RESULTS, every: Path = ALL) -> str:

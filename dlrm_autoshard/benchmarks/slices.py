@@ -6,11 +6,12 @@ rows[0]["of"], rows[0]["commit"]           # ["20x2", 0], at which that was meas
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlrm_autoshard.benchmarks.harness import STATE, UNKNOWN, commit
+from dlrm_autoshard.benchmarks.harness import STATE, UNKNOWN, commit, cpu_model
 from dlrm_autoshard.records.jsonl import append_jsonl, read_jsonl
 
 Key = tuple[str | int, ...]
@@ -23,17 +24,29 @@ def in_slices(
     None keeps nothing."""
     known = [] if kept is None else read_jsonl(kept)
     rows = [row for row in known if row["state"] == STATE and tuple(row["of"]) in wanted]
-    done = {tuple(row["of"]) for row in rows}
+    done, on = {tuple(row["of"]) for row in rows}, machine()
     try:
         for key in wanted:
             if key not in done:
-                rows.append({"state": STATE, "of": list(key), "commit": commit(), **measure(*key)})
+                rows.append({"state": STATE, "of": list(key), "commit": commit(), **on, **measure(*key)})
                 if kept is not None:
                     append_jsonl(kept, rows[-1])
                 print(f"{', '.join(map(str, key))}: {len(rows)} of {len(wanted)}", flush=True)
     except KeyboardInterrupt:
         print(f"Stopped. What was measured lies in {kept or 'no file'}.", flush=True)
     return rows
+
+
+def machine() -> dict[str, Any]:
+    """On which a start of a benchmark measures. Asked before it does: the load is other work's then."""
+    return {"cpu": cpu_model(), "load_before": round(os.getloadavg()[0], 2)}
+
+
+def origins(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What `harness.finish` takes of all starts in which rows were measured."""
+    loads = [row["load_before"] for row in rows if "load_before" in row]
+    highest = {"load_before": max(loads)} if loads else {}
+    return {"measured_at": commits(rows), "cpus": sorted({row["cpu"] for row in rows if "cpu" in row}), **highest}
 
 
 def commits(rows: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -91,7 +91,8 @@ class DataSource(Protocol):
     def num_samples(self, split: Split) -> int: ...
 
     def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
-        """Samples [first, last) of the epoch's order; size = global_size = last - first. DataError on bad data."""
+        """Samples [first, last) of the epoch's order; size = global_size = last - first. DataError on bad data.
+        A job calls it from several threads, one at a time."""
         ...
 
 

@@ -11,8 +11,10 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 from dlrm_autoshard.data.batch import Batch, DataSource, Split
 from dlrm_autoshard.data.id_check import IdCheck, OnBadId
@@ -45,14 +47,16 @@ class Loader:
         on_bad_id: OnBadId = "error",
         cores: Set[int] | None = None,
         pin: bool = False,
+        reading: AbstractContextManager[Any] | None = None,
     ) -> None:
+        """reading: a lock that whoever reads from the source holds, where others do, too: few sources bear two."""
         self._source, self._split, self._epoch = source, split, epoch
         self._rank, self._world_size = rank, world_size
         self._global_batch = batch_size * world_size
         self._last_sample = source.num_samples(split) if global_samples is None else global_samples
         self._starts = range(first_sample, self._last_sample, self._global_batch)
         self._prefetch_batches = prefetch_batches
-        self._cores, self._pin = cores, pin
+        self._cores, self._pin, self._reading = cores, pin, reading or nullcontext()
         self._check = IdCheck(source.tables, on_bad_id)
         # Weak, so that an iterator that its user drops half-way ends at once.
         self._running: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
@@ -109,7 +113,8 @@ class Loader:
         share = -(-num_samples // self._world_size)
         first = start + min(num_samples, self._rank * share)
         last = start + min(num_samples, (self._rank + 1) * share)
-        batch = self._source.read(self._split, self._epoch, first, last)
+        with self._reading:
+            batch = self._source.read(self._split, self._epoch, first, last)
 
         def describe(sample: int) -> str:
             return f"sample {first + sample} (from 0) of split '{self._split}' in epoch {self._epoch}"

@@ -14,6 +14,7 @@ from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.data.criteo.source import CriteoSource
 from dlrm_autoshard.data.custom import open_custom
 from dlrm_autoshard.data.dlrm_datasets import DlrmDatasetsSource
+from dlrm_autoshard.data.errors import DataError
 from dlrm_autoshard.data.movielens import MovielensSource
 from dlrm_autoshard.data.parquet import ParquetSource
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
@@ -22,6 +23,13 @@ from dlrm_autoshard.data.synthetic import SyntheticSource
 
 def open_source(data: DataConfig, tables: TablesConfig) -> DataSource:
     """The source that `data.source` names. DataError says which file, table or key is wrong."""
+    source = _open(data, tables)
+    if source.num_samples("train") == 0:
+        raise DataError(f"the data (data.source: {data.source}) have no samples to train on: split 'train' is empty.")
+    return source
+
+
+def _open(data: DataConfig, tables: TablesConfig) -> DataSource:
     if isinstance(data, SyntheticData):
         rows = [TableRows(table.name, table.num_embeddings, table.embedding_dim) for table in data.tables]
         return SyntheticSource(data, resolve_tables(rows, tables))

@@ -57,6 +57,8 @@ class DataParallelDense:
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         kept = module.state_dict().keys() - self._views.keys() - self._frozen.keys()
         self._buffers = {name: buffer for name, buffer in module.named_buffers() if name in kept}
+        for tensor in (*self._frozen.values(), *self._buffers.values()):
+            tensor.data = tensor.data.contiguous()  # checkpoints are read straight into a tensor's memory
 
     def broadcast(self) -> None:
         """Rank 0's weights and buffers, on every rank."""

@@ -8,6 +8,7 @@ Types are TypedDicts of what `numbers` has: the checked record is plain data aga
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -98,13 +99,9 @@ def checked(kind: type[T], value: Any, *, extra: Extra = "forbid") -> T:
         raise FormatError(" ".join(said) + more) from None
 
 
-_adapters: dict[Any, pydantic.TypeAdapter[Any]] = {}  # building one takes longer than most checks
-
-
+@functools.cache  # building one takes longer than most checks
 def _adapter(kind: Any) -> pydantic.TypeAdapter[Any]:
-    if kind not in _adapters:
-        _adapters[kind] = pydantic.TypeAdapter(kind)
-    return _adapters[kind]
+    return pydantic.TypeAdapter(kind)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

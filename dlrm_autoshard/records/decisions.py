@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dlrm_autoshard.records.jsonl import SCHEMA, append_jsonl, change_jsonl, read_jsonl
+from dlrm_autoshard.records.jsonl import SCHEMA, append_jsonl, change_jsonl, lost_where_full, read_jsonl
 
 
 class DecisionLog:
@@ -24,7 +24,8 @@ class DecisionLog:
         if all(line.get("step") != record["step"] for line in read_jsonl(self.path)):
             return append_jsonl(self.path, record)
         new = {"schema": SCHEMA, **record}
-        change_jsonl(self.path, lambda line: new if line.get("step") == record["step"] else line)
+        with lost_where_full(self.path):
+            change_jsonl(self.path, lambda line: new if line.get("step") == record["step"] else line)
 
     def forget_after(self, step: int) -> None:
         change_jsonl(self.path, lambda line: line if int(line.get("step", -1)) <= step else None)

@@ -7,12 +7,15 @@ forget_after(run, 300)                      # a run that resumes at step 300 for
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dlrm_autoshard.errors import UserError, printable
 from dlrm_autoshard.formats.json_file import NotReadable, parse_json
@@ -20,6 +23,7 @@ from dlrm_autoshard.formats.json_file import NotReadable, parse_json
 # A line counts once its newline is on disk. What follows the last newline is a torn line: reading ignores it and the
 # next append writes over it. Each file has one writer.
 
+LOG = logging.getLogger("dlrm_autoshard")
 SCHEMA = 1
 """Of every record in a run directory. It grows when a key changes its meaning or goes; new keys don't change it."""
 
@@ -31,12 +35,24 @@ class ReportError(UserError):
 def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
     """Adds one line and waits until it is on disk. NaN and infinities become null: JSON has no word for them."""
     line = _line({"schema": SCHEMA, **record})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as file:
-        file.truncate(_whole_lines_end(file.seek(0, os.SEEK_END), path))
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
+    with lost_where_full(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a+b") as file:
+            file.truncate(_whole_lines_end(file))
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def lost_where_full(path: Path) -> Iterator[None]:
+    """A record that a full disk does not take is lost, with a warning: training is worth more."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        LOG.warning("a record is lost: '%s' cannot be written: %s", path, error.strerror)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -110,17 +126,16 @@ def shown(value: Any) -> Any:
     return [shown(item) for item in value] if isinstance(value, list) else value
 
 
-def _whole_lines_end(size: int, path: Path) -> int:
+def _whole_lines_end(file: BinaryIO) -> int:
     """Where the last newline ends: the file's size unless a crash tore its last line."""
-    with open(path, "rb") as file:
-        end = size
-        while end > 0:
-            start = max(0, end - 65536)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                return start + newline + 1
-            end = start
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - 65536)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
     return 0
 
 

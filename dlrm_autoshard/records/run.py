@@ -49,7 +49,7 @@ class RunRecord:
         if not run_dir.is_dir():
             raise ReportError(f"'{run_dir}' is not a directory. Name a run's directory, such as runs/movielens.")
         config = _config(run_dir / "config.yaml")
-        metrics = _lines(run_dir / "metrics.jsonl", _metrics, "a line of metrics")
+        metrics = _lines(run_dir / "metrics.jsonl", _of_kind(MetricsRecord), "a line of metrics")
         epochs = _lines(epochs_file(run_dir), EpochProfile.from_json, "an epoch's profile")
         if not epochs and not (metrics and config.get("profile", {}).get("enabled") is False):
             raise ReportError(_why_nothing(run_dir, config, metrics))
@@ -62,7 +62,7 @@ class RunRecord:
             epochs=epochs,
             ranks=tuple(rank for rank in ranks if rank.epoch in complete),
             metrics=metrics,
-            decisions=_lines(run_dir / "decisions.jsonl", _decision, "a decision"),
+            decisions=_lines(run_dir / "decisions.jsonl", _of_kind(DecisionRecord), "a decision"),
             environment=_environment(run_dir / "environment.json"),
             starts=1 + sum(1 for _ in run_dir.glob("starts/*")),
             finished=(run_dir / RESULT).exists(),
@@ -198,12 +198,8 @@ def _lines(path: Path, kind: Callable[[Any], T], what: str) -> tuple[T, ...]:
     return tuple(made)
 
 
-def _metrics(line: Any) -> Mapping[str, Any]:
-    return {**checked(MetricsRecord, line, extra="allow")}
-
-
-def _decision(line: Any) -> Mapping[str, Any]:
-    return {**checked(DecisionRecord, line, extra="allow")}
+def _of_kind(kind: Any) -> Callable[[Any], Mapping[str, Any]]:
+    return lambda line: {**checked(kind, line, extra="allow")}
 
 
 def _why_nothing(run_dir: Path, config: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> str:

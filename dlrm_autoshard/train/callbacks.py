@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,18 +33,25 @@ class Callback(Protocol):
 
 
 class TensorBoard:
+    """What an earlier start wrote of steps that are done again goes from the page."""
+
     def __init__(self, run_dir: Path, config: Config) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+        self._open = partial(SummaryWriter, str(run_dir / "tensorboard"))
+        self._writer: Any = None
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        if self._writer is None:
+            evaluated = all(name.startswith(("val/", "test/")) for name in values)  # after that step's other figures
+            self._writer = self._open(purge_step=step + evaluated)
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandB:

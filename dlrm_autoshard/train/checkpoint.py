@@ -121,11 +121,8 @@ class Checkpoints(CheckpointFolder):
             (draft / MANIFEST).write_bytes(manifest.to_bytes())
             for path in (draft / MANIFEST, draft):
                 sync(path)
-            if final.exists():
-                final.rename(final.with_name(final.name + ".old"))
             draft.rename(final)
             sync(self.folder)
-            remove(final.with_name(final.name + ".old"))
             self.remove_old()
 
         self._on_rank_0(publish, final, draft)

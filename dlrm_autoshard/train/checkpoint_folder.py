@@ -42,6 +42,8 @@ class CheckpointFolder:
             draft = self.folder / f"{BEST}.tmp"
             draft.unlink(missing_ok=True)
             draft.symlink_to(path.name)
+            if not (self.folder / BEST).is_symlink():
+                remove(self.folder / BEST)  # a run that was copied may have a folder in the link's place
             draft.replace(self.folder / BEST)
             self.remove_old()
 
@@ -84,7 +86,7 @@ class CheckpointFolder:
         return said
 
     def _whole(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("step_*") if path.name.removeprefix("step_").isdigit())
+        return sorted((path for path in self.folder.glob("step_*") if step_of(path) >= 0), key=step_of)
 
     def remove_old(self) -> None:
         best = self.best()
@@ -127,8 +129,9 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A folder, or somebody's link to one."""
+    """A folder, or somebody's link to one; what cannot be removed now (a network file system keeps what is being read)
+    goes before the next checkpoint is written."""
     if path.is_symlink():
         path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
+    else:
+        shutil.rmtree(path, ignore_errors=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 import torch
 
@@ -25,8 +26,6 @@ from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.model.dlrm import make_model
-from dlrm_autoshard.records.jsonl import forget_after
-from dlrm_autoshard.records.run import RESULT
 from dlrm_autoshard.train.agreement import agree_on_dense
 from dlrm_autoshard.train.checkpoint import Checkpoints
 from dlrm_autoshard.train.manifest import DamagedCheckpoint
@@ -37,7 +36,11 @@ from dlrm_autoshard.train.state import Position, TrainingState, plan_of
 
 
 class Job:
-    """position: where training goes on. total_steps: those done (perhaps on another number of ranks) and to come."""
+    """position: where training goes on. total_steps: those done (perhaps on another number of ranks) and to come.
+
+    Of the run's files only decisions.jsonl is cut back to the checkpoint here, by what decides; a start that fails
+    leaves all others as they were.
+    """
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ class Job:
         """checkpoint: to start from; None: the newest. fall_back: where that is damaged, to the one before it."""
         seed_all(config.run.seed, runtime.rank)
         self.config, self.runtime, self.run_dir = config, runtime, run_dir
-        self.source = open_source(config.data, config.tables)
+        self.source, self._reading = open_source(config.data, config.tables), Lock()
         check_sizes(
             config, self.source, runtime.world_size, *shared_memory_of(runtime.device, runtime.local_world_size)
         )
@@ -130,25 +133,17 @@ class Job:
             Selection(config.checkpoint.keep_best, config.train.early_stopping),
         )
         self.position = self._resume(fall_back)
-        if runtime.rank == 0:  # for all ranks, for there may be fewer now; started again without a checkpoint: all
-            forget_after(run_dir, -1 if self.resumed_from is None else self.position.step)
-            (run_dir / RESULT).unlink(missing_ok=True)  # of an earlier start: this one has not finished
-        runtime.barrier()
         self.total_steps = self._count_steps(self.position)
 
     def _resume(self, fall_back: bool) -> Position:
-        checkpoints, runtime = self.checkpoints, self.runtime
         while self.resumed_from is not None:
             damaged = self.resumed_from
             try:
-                position = self.state.resume(damaged)
+                return self.state.resume(damaged)
             except DamagedCheckpoint as damage:
-                older = partial(checkpoints.instead_of, damaged, damage, fall_back=fall_back)
-                self.resumed_from, note = runtime.from_rank_0(older)
+                older = partial(self.checkpoints.instead_of, damaged, damage, fall_back=fall_back)
+                self.resumed_from, note = self.runtime.from_rank_0(older)
                 self.notes.append(note)
-            else:
-                self.notes += runtime.from_rank_0(partial(checkpoints.set_aside_after, position.step))
-                return position
         return Position()
 
     def _count_steps(self, position: Position) -> int:
@@ -180,4 +175,5 @@ class Job:
             on_bad_id=self.config.data.on_bad_id,
             cores=self.runtime.loader_cores,
             pin=self.runtime.device.type == "cuda",
+            reading=self._reading,
         )

@@ -57,7 +57,8 @@ class Journal:
                 callback.finish(result)
             report = f"report: {write_html(self._run_dir, replace(record, finished=True))}"
         except (ReportError, OSError) as error:
-            return [f"no report.html: {error}"]
+            missing = "report.html" if (self._run_dir / RESULT).exists() else f"{RESULT} and no report.html"
+            return [f"no {missing}: {error}"]
         return [autoshard_in_one_line(record), report] if record.decisions else [report]
 
     def _tell(self, step: int, values: Mapping[str, float]) -> None:

@@ -11,15 +11,19 @@ from torchmetrics.functional.classification import binary_accuracy, binary_auroc
 
 def metrics_of(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, float]:
     """logits, labels: [N], or [N, L] of L tasks of these names: `auc.click` is one's, `auc` the mean of all that have
-    it."""
+    it. Where one task's logits are not finite, there are no means."""
     if labels.ndim == 1:
         return binary_metrics(logits, labels)
     by_task = {name: binary_metrics(logits[:, task], labels[:, task]) for task, name in enumerate(names)}
-    found = [metrics for metrics in by_task.values() if metrics]
-    means = {
-        metric: sum(metrics[metric] for metrics in found if metric in metrics) / sum(metric in m for m in found)
-        for metric in dict.fromkeys(metric for metrics in found for metric in metrics)
-    }
+    found = list(by_task.values())
+    means: dict[str, float]
+    if bad := sum(metrics.get("not_finite", 0.0) for metrics in found):
+        means = {"not_finite": bad}  # as of one task: the others' mean would pass for a better model's
+    else:
+        means = {
+            metric: sum(metrics[metric] for metrics in found if metric in metrics) / sum(metric in m for m in found)
+            for metric in dict.fromkeys(metric for metrics in found for metric in metrics)
+        }
     return means | {f"{metric}.{name}": value for name, metrics in by_task.items() for metric, value in metrics.items()}
 
 

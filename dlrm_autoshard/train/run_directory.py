@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from pathlib import Path
 
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.json_file import FormatError
+from dlrm_autoshard.formats.yaml_file import flat, read_yaml
 from dlrm_autoshard.train.checkpoint_folder import CheckpointFolder
 
 # In a run directory: config.yaml  environment.json  job.json  plan/  metrics.jsonl  costs/  decisions.jsonl
@@ -41,10 +44,11 @@ def claimed_run_dir(
     obeyed: the --resume that an earlier start of this job has obeyed.
     """
     path = run_to_continue(config, resume, job)
+    own = path is None or bool(job & job_of(path))
     try:
         if path is not None:
             refuse_links(path)
-            lock = lock_directory(path, patience=_ENDING_SECONDS if job & job_of(path) else 0.0)
+            lock = lock_directory(path, patience=_ENDING_SECONDS if own else 0.0)
             if lock is None:
                 raise RunDirectoryError(
                     f"another job ({(path / _LOCK).read_text().strip()}) is still writing to '{path}'. End it first, "
@@ -52,7 +56,8 @@ def claimed_run_dir(
                 )
         else:
             path, lock = free_directory(config)
-        write_job(path, job, obeyed)
+        if own:  # another job's run stays that job's until this one has started in it
+            write_job(path, job, obeyed)
     except OSError as error:
         where = error.filename or path or config.run.dir
         raise RunDirectoryError(f"run directory '{where}' cannot be made: {error.strerror}. Set run.dir.") from error
@@ -72,12 +77,12 @@ def run_to_continue(config: Config, resume: str | None, job: Set[str]) -> Path |
         return Path(resume)
     earlier = earlier_runs(config)
     if resume == "":
-        saved = [path for path in earlier if CheckpointFolder(path / "checkpoints").newest() is not None]
-        if not saved:
-            raise RunDirectoryError(
-                f"there is no run '{config.run.name}' with a checkpoint in '{config.run.dir}' to resume."
-            )
-        return saved[-1]
+        for path in reversed(earlier):
+            if CheckpointFolder(path / "checkpoints").newest() is not None and not _of_another_name(path, config):
+                return path
+        raise RunDirectoryError(
+            f"there is no run '{config.run.name}' with a checkpoint in '{config.run.dir}' to resume."
+        )
     own = [path for path in earlier if job & job_of(path)]
     return own[-1] if own else None
 
@@ -158,13 +163,20 @@ def earlier_runs(config: Config) -> list[Path]:
     return sorted(found, key=lambda path: _number(path, name))
 
 
+def _of_another_name(run: Path, config: Config) -> bool:
+    """Whether <name>-2 is the first run of that very name, not the second one of <name>."""
+    if run.name == config.run.name:
+        return False
+    try:
+        return dict(flat(read_yaml(run / "config.yaml", "config file"))).get("run.name") == run.name
+    except FormatError:
+        return False
+
+
 def _number(path: Path, name: str) -> int:
     """1 for <name>, n for <name>-n, 0 for all else."""
-    if path.name == name:
-        return 1
-    number = path.name.removeprefix(f"{name}-")
-    is_numbered = path.name != number and number.isdecimal() and number.isascii() and number[0] != "0"
-    return int(number) if is_numbered and number != "1" else 0
+    found = re.fullmatch(re.escape(name) + r"(-(?!1$)[1-9]\d*)?", path.name, re.ASCII)
+    return 0 if found is None else int((found[1] or "-1")[1:])
 
 
 def job_of_this_process() -> str | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.formats.json_file import FormatError
 from dlrm_autoshard.formats.yaml_file import flat, read_yaml
-from dlrm_autoshard.train.run_directory import job_of_this_process, write_whole
+from dlrm_autoshard.train.run_directory import RunDirectoryError, job_of_this_process, write_whole
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 
@@ -50,9 +50,14 @@ def keep_earlier_start(run: Path) -> None:
 
 def point_latest_at(run: Path) -> None:
     """`latest` beside the run; a link is replaced whole or not at all, by any number of jobs at once."""
+    latest = run.with_name("latest")
+    if latest.is_dir() and not latest.is_symlink():
+        raise RunDirectoryError(
+            f"'{latest}' is a folder (a copy of runs, perhaps); a link to the newest run is to be there. Rename it."
+        )
     draft = run.with_name(f".latest-{secrets.token_hex(8)}")
     draft.symlink_to(run.name)
-    draft.replace(run.with_name("latest"))
+    draft.replace(latest)
 
 
 def changes_since_last_start(run: Path) -> list[str]:

@@ -129,7 +129,7 @@ class TrainingState:
 
 def all_finite(tensor: Tensor) -> bool:
     """Without a copy of the tensor's size."""
-    return all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(tensor.detach()))
+    return not tensor.numel() or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor.detach()))
 
 
 def plan_of(checkpoint: Path | None, tables: Sequence[TableConfig]) -> ShardingPlan | None:

@@ -1,34 +1,22 @@
 """When a job evaluates, writes a checkpoint, decides on its tables, and ends: by its position alone.
 
-timetable = Timetable(config, source, position, selection, total_steps, steps_of_part)
+timetable = Timetable(job)
 timetable.finished, timetable.evaluation_due, timetable.interval_due, timetable.checkpoint_due
 """
 
 from __future__ import annotations
 
-from dlrm_autoshard.config import Config
-from dlrm_autoshard.data.batch import DataSource, Split
-from dlrm_autoshard.train.selection import Selection
-from dlrm_autoshard.train.state import Position
+from dlrm_autoshard.data.batch import Split
+from dlrm_autoshard.train.job import Job
 
 
 class Timetable:
-    """position, selection: the job's own, which it moves on."""
+    """Of a job, which moves its position and selection on."""
 
-    def __init__(
-        self,
-        config: Config,
-        source: DataSource,
-        global_batch: int,
-        position: Position,
-        selection: Selection,
-        total_steps: int,
-        steps_of_part: int,
-    ) -> None:
-        """steps_of_part: after which a part of an epoch ends, where it is decided on in parts."""
-        self._config, self._source, self._global_batch = config, source, global_batch
-        self._position, self._selection = position, selection
-        self._total_steps, self._steps_of_part = total_steps, steps_of_part
+    def __init__(self, job: Job) -> None:
+        self._config, self._source, self._global_batch = job.config, job.source, job.global_batch
+        self._position, self._selection, self._total_steps = job.position, job.state.selection, job.total_steps
+        self._steps_of_part = job.steps_of_interval(job.total_steps)  # of an epoch that is decided on in parts
         self._evaluated_step = -1  # the last evaluation's
 
     @property

@@ -19,6 +19,8 @@ from dlrm_autoshard.distributed.runtime import Runtime
 from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.records.jsonl import forget_after
+from dlrm_autoshard.records.run import RESULT
 from dlrm_autoshard.train.callbacks import Callback, make_callbacks
 from dlrm_autoshard.train.checkpoint_folder import step_of
 from dlrm_autoshard.train.display import Display, describe
@@ -35,12 +37,10 @@ from dlrm_autoshard.train.timetable import Timetable
 
 @dataclass(frozen=True)
 class TrainResult:
-    """metrics: of the last evaluation. throughput: examples/s over all ranks, of the last epoch."""
+    """metrics: of the last evaluation."""
 
-    run_dir: Path
     steps: int
     metrics: Mapping[str, float]
-    throughput: float
 
 
 class Trainer(Job):
@@ -67,21 +67,12 @@ class Trainer(Job):
         self.display = Display(runtime.rank == 0, self.total_steps, self.position.step, config.run.log_level)
         self.metrics: Mapping[str, float] = {}
         self.selection = self.state.selection
-        self.timetable = Timetable(
-            config,
-            self.source,
-            self.global_batch,
-            self.position,
-            self.selection,
-            self.total_steps,
-            self.steps_of_interval(self.total_steps),
-        )
+        self.timetable = Timetable(self)
         if self.selection.wanted and self.source.num_samples("val") == 0:
             raise UserError(
                 "checkpoint.keep_best and train.early_stopping choose by evaluations on the val split, and this data "
                 "has no val samples (choosing by the test split would make its metrics too good)."
             )
-        self.throughput = 0.0
 
     # -- the rhythm --------------------------------------------------------------------------------------------------
 
@@ -102,11 +93,13 @@ class Trainer(Job):
             newest = self.checkpoints.newest()
             saved = f"--resume continues from {newest}." if newest else "There is no checkpoint of it."
             raise Stopped(stopped.number, f"after step {self.position.step}. {saved}") from None
-        return TrainResult(self.run_dir, self.position.step, self.metrics, self.throughput)
+        return TrainResult(self.position.step, self.metrics)
 
     def _train_epoch(self) -> None:
         """From the current position to the epoch's end, or to where the job ends before."""
         position, due = self.position, self.timetable
+        # An epoch's parts end intervals where steps are named for them, or tables may move.
+        parts_decided = self.config.autoshard.reshard.every_steps is not None or self.intervals.resharding is not None
         with self.batches("train", position.epoch, position.sample) as loader:
             self.step.begin_epoch(iter(loader))
             self.intervals.begin(position.step)
@@ -114,7 +107,7 @@ class Trainer(Job):
                 self._train_step(sampled=due.batch_is_whole and self.intervals.is_sampled(position.step))
                 inside = not self.step.exhausted
                 early = inside and self.intervals.is_due(position.step)
-                if early or (inside and due.interval_due and self._parts_decided):
+                if early or (inside and due.interval_due and parts_decided):
                     self._close_interval(early=early)
                 if inside and due.checkpoint_due:
                     self._save()
@@ -128,29 +121,25 @@ class Trainer(Job):
         if stopped or due.checkpoint_due_after_epoch:
             self._save()
 
-    @property
-    def _parts_decided(self) -> bool:
-        """Whether an epoch's parts end intervals: where steps say so, or tables may move."""
-        return self.config.autoshard.reshard.every_steps is not None or self.intervals.resharding is not None
-
     # -- its beats ---------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         position = self.position
+        self.notes += self.runtime.from_rank_0(self._forget_what_comes_again)
         if self.runtime.rank == 0:
-            steps = f"{self.total_steps} steps of {self.global_batch} examples"
-            open_run(
-                self.display, self.run_dir, self.placement, self.source.tables, self.intervals.stats,
-                step=position.step, steps=steps, finished=self.timetable.finished,
-            )  # fmt: skip
+            open_run(self.display, self, finished=self.timetable.finished)
         for note in self.notes:
             self.display.line(note)
         if self.resumed_from is None and self.config.checkpoint.initial:
             self._save()  # so that there is always a good one to name and to go back to
         if position.step and self.timetable.evaluation_due:
-            self._evaluate(
-                self.timetable.split_between_epochs
-            )  # its checkpoint came first, so a kill may have come between
+            self._evaluate(self.timetable.split_between_epochs)  # after its checkpoint: a kill may have come between
+
+    def _forget_what_comes_again(self) -> list[str]:
+        """On rank 0, for all ranks: there may be fewer now. Started again without a checkpoint, all comes again."""
+        forget_after(self.run_dir, -1 if self.resumed_from is None else self.position.step)
+        (self.run_dir / RESULT).unlink(missing_ok=True)  # of an earlier start: this one has not finished
+        return self.checkpoints.set_aside_after(self.position.step)
 
     def _train_step(self, *, sampled: bool) -> None:
         config, position = self.config, self.position
@@ -190,18 +179,18 @@ class Trainer(Job):
         self.display.step(loss)
 
     def _save(self) -> None:
+        """Unless this step's is there: what was evaluated since is evaluated again by whoever goes on from it."""
         if self.config.checkpoint.enabled:
             with self._timed("checkpoints"):
                 self._written(self.checkpoints.finish)
-                self._written(lambda: self.state.save(self.position))
+                newest = self.checkpoints.latest()
+                if newest is None or step_of(newest) != self.position.step:
+                    self._written(lambda: self.state.save(self.position))
 
     def _save_this_step(self) -> None:
-        """Unless that was done; returns when it is on disk. A collective."""
+        """Returns when it is on disk."""
+        self._save()
         self._written(self.checkpoints.finish)
-        newest = self.checkpoints.latest()
-        if newest is None or step_of(newest) != self.position.step:
-            self._save()
-            self._written(self.checkpoints.finish)
 
     def _written(self, write: Callable[[], None]) -> None:
         try:
@@ -219,7 +208,6 @@ class Trainer(Job):
             if decision is not None and decision.new_plan is not None:
                 self.step.redistribute()
         if record is not None:
-            self.throughput = record.throughput
             self.journal.profile(record)
             self._log_metrics("train", {"throughput": record.throughput, "step_ms": record.step_ms})
             self.display.line(
@@ -281,11 +269,11 @@ class Trainer(Job):
             yield batch
 
     def write_report(self) -> None:
-        """The result and the report, on rank 0, after training."""
+        """The result and the report, on rank 0, after training, which a signal that comes now does not take back."""
         result, seconds = self.placement.result, self.seconds
         seconds["training"] = 2 * seconds["total"] - sum(seconds.values())
         seconds["planning"] = 0.0 if result is None else result.seconds
-        with self.display:
+        with self.display, self.signals.postponed():
             for line in self.journal.finish(self.embeddings.plan, seconds, self.selection.best):
                 self.display.line(line)
 
