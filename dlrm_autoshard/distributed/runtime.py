@@ -206,5 +206,6 @@ def keep_freed_memory() -> None:
     trim_threshold, mmap_threshold = -1, -3
     with contextlib.suppress(OSError, AttributeError):  # not glibc: nothing to tune
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(mmap_threshold, 1 << 30)
-        libc.mallopt(trim_threshold, 1 << 30)
+        # Before glibc 2.35 32 MiB were the most; and once either is set, the other no longer grows by itself.
+        if libc.mallopt(mmap_threshold, 1 << 30) or libc.mallopt(mmap_threshold, 1 << 25):
+            libc.mallopt(trim_threshold, 1 << 30)
