@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dlrm_autoshard.benchmarks.gpu_all import LIMITS, TARGETS, judged, run_section
 from dlrm_autoshard.benchmarks.gpu_sections import SECTIONS
 from dlrm_autoshard.benchmarks.harness import finish
-from dlrm_autoshard.distributed.runtime import choose_backend
+from dlrm_autoshard.distributed.runtime import RuntimeFailure, choose_backend
 from dlrm_autoshard.distributed.side_streams import SideStreams
 from dlrm_autoshard.distributed.tbe import RowCache
 
@@ -27,7 +27,6 @@ from dlrm_autoshard.distributed.tbe import RowCache
         (["GPU a", "GPU a"], "gloo"),  # two ranks share one
         (["GPU a", "GPU a", "GPU b"], "gloo"),  # on one host of two: no rank may choose otherwise
         (["cpu", "cpu"], "gloo"),
-        (["GPU a", "cpu"], "gloo"),
         (["cpu"], "gloo"),
         (["GPU a"], "nccl"),
     ],
@@ -37,6 +36,15 @@ def test_the_whole_job_takes_nccl_where_every_rank_has_a_gpu_of_its_own(devices:
     with ThreadPoolExecutor(len(devices)) as ranks:
         chosen = ranks.map(lambda rank: choose_backend(devices[rank], rank, len(devices), store), range(len(devices)))
         assert list(chosen) == [backend] * len(devices)
+
+
+def test_a_rank_without_a_gpu_among_others_is_named_on_all() -> None:
+    """They would exchange other things, in another order."""
+    store, devices = dist.HashStore(), ["GPU a", "cpu", "GPU b"]
+    with ThreadPoolExecutor(len(devices)) as ranks:
+        for chosen in [ranks.submit(choose_backend, device, rank, 3, store) for rank, device in enumerate(devices)]:
+            with pytest.raises(RuntimeFailure, match="rank 1 sees no GPU, and rank 0 has one"):
+                chosen.result()
 
 
 class _OfHost:

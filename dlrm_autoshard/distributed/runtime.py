@@ -196,8 +196,14 @@ def choose_backend(device: str, rank: int, world_size: int, store: dist.Store) -
     """nccl where every rank has a GPU of its own, whatever each of them can see; else gloo, which takes two ranks on
     one. The same on all ranks, which wait for each other here. device: this rank's `name_of`."""
     store.set(f"device/{rank}", device)
-    devices = {store.get(f"device/{other}") for other in range(world_size)}
-    return "nccl" if len(devices) == world_size and b"cpu" not in devices else "gloo"
+    devices = [store.get(f"device/{other}").decode() for other in range(world_size)]
+    if "cpu" in devices and len(set(devices)) > 1:
+        other = next(rank for rank, one in enumerate(devices) if one != "cpu")
+        raise RuntimeFailure(
+            f"rank {devices.index('cpu')} sees no GPU, and rank {other} has one: all must compute on GPUs, or none. "
+            "Run `dlrm-autoshard doctor` on that rank's host, or set run.device: cpu."
+        )
+    return "nccl" if len(set(devices)) == world_size and "cpu" not in devices else "gloo"
 
 
 def keep_freed_memory() -> None:
