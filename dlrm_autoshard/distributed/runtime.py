@@ -157,6 +157,7 @@ class Runtime:
 def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
     """The ranks of a group that somebody else has made, with groups of our own beside it. Collective, of these ranks
     alone: others may be making theirs."""
+    _in_as_many_groups(group)
     ranks = dist.get_process_group_ranks(group)
     control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     hosts: list[str] = [""] * len(ranks)
@@ -177,6 +178,15 @@ def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
         ),
         control=control,
     )
+
+def _in_as_many_groups(group: dist.ProcessGroup) -> None:
+    """Every rank of it in as many as the others. torch puts that number into the name of a group that only its own
+    ranks make, and ranks that name one differently wait for each other in vain."""
+    numbers = [0] * dist.get_world_size(group)
+    dist.all_gather_object(numbers, len(dist.distributed_c10d._world.pg_names), group=group)
+    for _ in range(max(numbers) - numbers[dist.get_rank(group)]):  # a group of this rank alone is nobody else's affair
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
