@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -231,6 +232,21 @@ def test_ranks_in_other_numbers_of_groups_train_together() -> None:
     in_one = run_ranks(train_in_groups, 4, timeout=90)
     for one, other in zip(run_ranks(train_in_overlapping_groups, 3, timeout=30)[:2], in_one[:2], strict=True):
         assert len(one) == len(other) == 2 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def two_lookups_in_a_step(rank: int, world_size: int) -> list[tuple[str, float, float]]:
+    bags = ShardedEmbeddingBags(SUMS, optimizer=SGD(lr=0.1))
+    with bags.clock.step(sampled=True):
+        bags(*ids_of(rank, 0))  # whose loss was not finite, say
+        bags(*ids_of(rank, 1)).sum().backward()
+    return bags.clock.spans
+
+
+def test_stages_of_two_lookups_in_a_step_do_not_overlap() -> None:
+    for spans in run_ranks(two_lookups_in_a_step, 2):
+        in_order = sorted(spans, key=lambda span: span[1])
+        assert [name for name, _, _ in in_order].count("dense_fwd") == 2
+        assert all(end <= start for (_, _, end), (_, start, _) in itertools.pairwise(in_order)), in_order
 
 
 def saved_bytes(rank: int, world_size: int) -> tuple[int, int]:

@@ -142,6 +142,7 @@ class ShardedEmbeddingBags(nn.Module):
         training = self.training and torch.is_grad_enabled()
         clock = self.clock
         if training:
+            self._between.close()  # of a lookup before, which no backward pass has followed yet
             clock.barrier("input_dist")
         with clock.stage("input_dist") if training else nullcontext():
             local = self.sharded.distribute(batch).finish()
