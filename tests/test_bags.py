@@ -336,6 +336,8 @@ def test_ranks_without_a_process_group_do_not_train_apart(monkeypatch: pytest.Mo
         (lambda: ShardedEmbeddingBags([A, B])(LENGTHS.float(), VALUES), "lengths are torch.float32"),
         (lambda: ShardedEmbeddingBags([A, B])([1, 2], VALUES), "lengths are list"),
         (lambda: ShardedEmbeddingBags([A, B])(LENGTHS), "or one KeyedJaggedTensor"),
+        (lambda: ShardedEmbeddingBags(TABLES)(KeyedIds(*ids_of(0, 0)), None, VALUES.float()), "which brings its own"),
+        (lambda: ShardedEmbeddingBags([A, B])(LENGTHS, VALUES, torch.ones(8).requires_grad_()), "a gradient"),
         (settings(pinnd={"a": 0}), "unknown key 'autoshard.pinnd'. Did you mean 'autoshard.pinned'?"),
         (settings(every_steps=0), "'autoshard.reshard.every_steps' is 0; it must be more than 0"),
         (settings(sample_every=0), "'profile.every_steps' is 0"),
