@@ -98,6 +98,14 @@ def test_what_is_copied_is_kept_for_both_streams_that_read_it(streams: list[_Str
     assert host.kept_for == [travels, computes]
 
 
+def test_what_is_on_the_device_already_is_read_when_it_has_been_computed(streams: list[_Stream]) -> None:
+    on_device = _OfHost()
+    on_device.device = torch.device("cuda")
+    assert SideStreams(torch.device("cuda")).copy(on_device) is on_device  # type: ignore[arg-type,comparison-overlap]
+    computes, _copies, travels = streams
+    assert travels.waited_for == [computes]
+
+
 class _CachingTbe:
     """As much of fbgemm's lookup as its cache of rows has to do with: a queue of what was prefetched, and locks."""
 
