@@ -96,6 +96,11 @@ class Storage:
         if self._row_cache is not None:
             self._row_cache.prefetch(values_N, offsets)
 
+    def take_back_lookup(self) -> None:
+        """No backward pass will follow the last training lookup."""
+        if self._row_cache is not None:
+            self._row_cache.take_back()
+
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Live views {weight, momentum1, ...} of a shard that is held or about to be."""
         self._flush()
