@@ -38,8 +38,8 @@ class RuntimeFailure(UserError):
 class Runtime:
     """rank, world_size: as torchrun numbers them. group carries tensors of the step; id_group carries the next
     batch's ids (and host tensors beside device ones), so that the two never queue behind each other. control is gloo
-    on every device: small objects. store: notes that every rank can read, of this start of the job only. heartbeats:
-    of all ranks; told the step. loader_cores: for threads that read data; None where they may run where they like."""
+    on every device: small objects. heartbeats: of all ranks; told the step. loader_cores: for threads that read data;
+    None where they may run where they like."""
 
     rank: int
     world_size: int
@@ -49,7 +49,6 @@ class Runtime:
     group: dist.ProcessGroup
     id_group: dist.ProcessGroup
     control: dist.ProcessGroup
-    store: dist.Store | None = None
     heartbeats: Heartbeats | None = None
     loader_cores: frozenset[int] | None = None
 
@@ -96,7 +95,7 @@ class Runtime:
                 world = dist.group.WORLD
                 assert world is not None
                 places = (rank, world_size, local_rank, local_world_size, device)
-                yield Runtime(*places, world, id_group, control, store, heartbeats, loader_cores)
+                yield Runtime(*places, world, id_group, control, heartbeats, loader_cores)
                 dist.barrier(group=control)
         finally:
             # Objects that hold process groups must go before the groups do, or gloo's threads abort the exit.
@@ -157,8 +156,8 @@ class Runtime:
 def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
     """The ranks of a group that somebody else has made, with groups of our own beside it. Collective, of these ranks
     alone: others may be making theirs."""
-    _in_as_many_groups(group)
     ranks = dist.get_process_group_ranks(group)
+    _in_as_many_groups(group)
     control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     hosts: list[str] = [""] * len(ranks)
     dist.all_gather_object(hosts, platform.node(), group=control)
@@ -179,6 +178,7 @@ def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
         control=control,
     )
 
+
 def _in_as_many_groups(group: dist.ProcessGroup) -> None:
     """Every rank of it in as many as the others. torch puts that number into the name of a group that only its own
     ranks make, and ranks that name one differently wait for each other in vain."""
@@ -186,7 +186,6 @@ def _in_as_many_groups(group: dist.ProcessGroup) -> None:
     dist.all_gather_object(numbers, len(dist.distributed_c10d._world.pg_names), group=group)
     for _ in range(max(numbers) - numbers[dist.get_rank(group)]):  # a group of this rank alone is nobody else's affair
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
