@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from dlrm_autoshard.config import RunConfig
 from dlrm_autoshard.distributed.cores import take_cores
@@ -157,7 +158,7 @@ def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
     """The ranks of a group that somebody else has made, with groups of our own beside it. Collective, of these ranks
     alone: others may be making theirs."""
     ranks = dist.get_process_group_ranks(group)
-    _in_as_many_groups(group)
+    _in_as_many_groups(group, device)
     control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     hosts: list[str] = [""] * len(ranks)
     dist.all_gather_object(hosts, platform.node(), group=control)
@@ -179,12 +180,16 @@ def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
     )
 
 
-def _in_as_many_groups(group: dist.ProcessGroup) -> None:
+def _in_as_many_groups(group: dist.ProcessGroup, device: torch.device) -> None:
     """Every rank of it in as many as the others. torch puts that number into the name of a group that only its own
     ranks make, and ranks that name one differently wait for each other in vain."""
-    numbers = [0] * dist.get_world_size(group)
-    dist.all_gather_object(numbers, len(dist.distributed_c10d._world.pg_names), group=group)
-    for _ in range(max(numbers) - numbers[dist.get_rank(group)]):  # a group of this rank alone is nobody else's affair
+    own = len(_world.pg_names)
+    where = torch.device("cpu")
+    if dist.get_backend(group) == "nccl":
+        where = device if device.type == "cuda" else torch.device("cuda")  # the current one
+    most = torch.tensor(own, device=where)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    for _ in range(int(most) - own):  # a group of this rank alone is nobody else's affair
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
