@@ -314,7 +314,7 @@ def gib(num_bytes: float) -> str:
     """Bytes for people: '6.2 GiB', '12 MiB', '340 KiB'."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 1000 * size else f"{num_bytes / size:,.0f} {unit}"
+            return f"{num_bytes / size:{'.3g' if abs(num_bytes) < 999.5 * size else ',.0f'}} {unit}"
     return f"{int(num_bytes)} bytes"
 
 

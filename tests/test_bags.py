@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -214,6 +215,40 @@ def test_groups_of_ranks_train_each_for_itself() -> None:
         assert all(torch.equal(a, b) for a, b in zip(by_rank[one], by_rank[other], strict=True))
 
 
+def train_in_overlapping_groups(rank: int, world_size: int) -> list[Tensor]:
+    """Rank 0 is in one group more than rank 1 when the two make theirs."""
+    dist.new_group([0, 2])
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        with pytest.raises(BagsError, match="this rank is not in it"):
+            ShardedEmbeddingBags(SUMS, group=group)
+        return []
+    bags = ShardedEmbeddingBags(SUMS, optimizer=SGD(lr=0.1), group=group)
+    bags(*ids_of(rank, 0)).sum().backward()
+    return [value.clone() for _, value in sorted(bags.own_tensors().items())]
+
+
+def test_ranks_in_other_numbers_of_groups_train_together() -> None:
+    in_one = run_ranks(train_in_groups, 4, timeout=90)
+    for one, other in zip(run_ranks(train_in_overlapping_groups, 3, timeout=30)[:2], in_one[:2], strict=True):
+        assert len(one) == len(other) == 2 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def two_lookups_in_a_step(rank: int, world_size: int) -> list[tuple[str, float, float]]:
+    bags = ShardedEmbeddingBags(SUMS, optimizer=SGD(lr=0.1))
+    with bags.clock.step(sampled=True):
+        bags(*ids_of(rank, 0))  # whose loss was not finite, say
+        bags(*ids_of(rank, 1)).sum().backward()
+    return bags.clock.spans
+
+
+def test_stages_of_two_lookups_in_a_step_do_not_overlap() -> None:
+    for spans in run_ranks(two_lookups_in_a_step, 2):
+        in_order = sorted(spans, key=lambda span: span[1])
+        assert [name for name, _, _ in in_order].count("dense_fwd") == 2
+        assert all(end <= start for (_, _, end), (_, start, _) in itertools.pairwise(in_order)), in_order
+
+
 def saved_bytes(rank: int, world_size: int) -> tuple[int, int]:
     """Of what torch.save writes, and of the tensors in it."""
     bags = ShardedEmbeddingBags(SUMS, optimizer=RowwiseAdagrad(lr=0.1))
@@ -301,6 +336,8 @@ def test_ranks_without_a_process_group_do_not_train_apart(monkeypatch: pytest.Mo
         (lambda: ShardedEmbeddingBags([A, B])(LENGTHS.float(), VALUES), "lengths are torch.float32"),
         (lambda: ShardedEmbeddingBags([A, B])([1, 2], VALUES), "lengths are list"),
         (lambda: ShardedEmbeddingBags([A, B])(LENGTHS), "or one KeyedJaggedTensor"),
+        (lambda: ShardedEmbeddingBags(TABLES)(KeyedIds(*ids_of(0, 0)), None, VALUES.float()), "which brings its own"),
+        (lambda: ShardedEmbeddingBags([A, B])(LENGTHS, VALUES, torch.ones(8).requires_grad_()), "a gradient"),
         (settings(pinnd={"a": 0}), "unknown key 'autoshard.pinnd'. Did you mean 'autoshard.pinned'?"),
         (settings(every_steps=0), "'autoshard.reshard.every_steps' is 0; it must be more than 0"),
         (settings(sample_every=0), "'profile.every_steps' is 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from dlrm_autoshard.data.batch import Batch, Split
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.distributed.cores import share_of
+from dlrm_autoshard.distributed.runtime import keep_freed_memory
 from tests.test_data_loader import Scripted
 
 pytestmark = pytest.mark.alone
@@ -108,3 +110,20 @@ def test_the_loaders_thread_runs_on_its_cores_alone() -> None:
     with Loader(Watched(), "train", 0, 50, 0, 1, cores={min(ALLOWED)}) as loader:
         assert len(list(loader)) == 2
     assert seen == [{min(ALLOWED)}] * 2 and os.sched_getaffinity(0) == ALLOWED
+
+
+@pytest.mark.parametrize("most", [1 << 30, 1 << 25])
+def test_freed_memory_is_kept_also_by_an_old_glibc(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which refuses thresholds above 32 MiB; without one, any buffer over 128 KiB would be mapped anew each time."""
+    set_to = {}
+
+    class Libc:
+        def mallopt(self, what: int, value: int) -> int:
+            if what == -3 and value > most:
+                return 0
+            set_to[what] = value
+            return 1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Libc())
+    keep_freed_memory()
+    assert set_to == {-3: most, -1: 1 << 30}

@@ -147,6 +147,24 @@ def test_a_rank_that_hangs_is_replaced_by_torchruns_restart(store_is: str, confi
         assert "rank 0 on" in job.said() and "resumed at step" in job.said()
 
 
+def test_ranks_that_are_stopped_together_for_longer_than_the_timeout_go_on(config: Path, tmp_path: Path) -> None:
+    """As a scheduler suspends a job in mid-step, and lets it go on later."""
+    run = tmp_path / "runs" / "job"
+    only_steps = ["data.train_samples=10000000", "train.log_every_steps=1000", "checkpoint.every_steps=1000"]
+    with started(torchrun(2, *long(config, *only_steps)), tmp_path) as job:
+        until(lambda: (run / "checkpoints/step_00001000").exists())
+        time.sleep(0.3)
+        members = job.ranks().values()
+        for member in members:
+            member.send_signal(signal.SIGSTOP)
+        time.sleep(TIMEOUT + 2)
+        before = steps_saved(run)[-1]
+        for member in members:
+            member.send_signal(signal.SIGCONT)
+        until(lambda: job.process.poll() is not None or steps_saved(run)[-1] > before + 1000)
+        assert job.process.poll() is None, job.said()
+
+
 def test_ranks_outlive_no_torchrun(config: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "job"
     with started(torchrun(2, *long(config)), tmp_path) as job:

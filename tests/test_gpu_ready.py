@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dlrm_autoshard.benchmarks.gpu_all import LIMITS, TARGETS, judged, run_section
 from dlrm_autoshard.benchmarks.gpu_sections import SECTIONS
 from dlrm_autoshard.benchmarks.harness import finish
-from dlrm_autoshard.distributed.runtime import choose_backend
+from dlrm_autoshard.distributed.runtime import RuntimeFailure, choose_backend
 from dlrm_autoshard.distributed.side_streams import SideStreams
 from dlrm_autoshard.distributed.tbe import RowCache
 
@@ -27,7 +27,6 @@ from dlrm_autoshard.distributed.tbe import RowCache
         (["GPU a", "GPU a"], "gloo"),  # two ranks share one
         (["GPU a", "GPU a", "GPU b"], "gloo"),  # on one host of two: no rank may choose otherwise
         (["cpu", "cpu"], "gloo"),
-        (["GPU a", "cpu"], "gloo"),
         (["cpu"], "gloo"),
         (["GPU a"], "nccl"),
     ],
@@ -37,6 +36,15 @@ def test_the_whole_job_takes_nccl_where_every_rank_has_a_gpu_of_its_own(devices:
     with ThreadPoolExecutor(len(devices)) as ranks:
         chosen = ranks.map(lambda rank: choose_backend(devices[rank], rank, len(devices), store), range(len(devices)))
         assert list(chosen) == [backend] * len(devices)
+
+
+def test_a_rank_without_a_gpu_among_others_is_named_on_all() -> None:
+    """They would exchange other things, in another order."""
+    store, devices = dist.HashStore(), ["GPU a", "cpu", "GPU b"]
+    with ThreadPoolExecutor(len(devices)) as ranks:
+        for chosen in [ranks.submit(choose_backend, device, rank, 3, store) for rank, device in enumerate(devices)]:
+            with pytest.raises(RuntimeFailure, match="rank 1 sees no GPU, and rank 0 has one"):
+                chosen.result()
 
 
 class _OfHost:
@@ -90,6 +98,14 @@ def test_what_is_copied_is_kept_for_both_streams_that_read_it(streams: list[_Str
     assert host.kept_for == [travels, computes]
 
 
+def test_what_is_on_the_device_already_is_read_when_it_has_been_computed(streams: list[_Stream]) -> None:
+    on_device = _OfHost()
+    on_device.device = torch.device("cuda")
+    assert SideStreams(torch.device("cuda")).copy(on_device) is on_device  # type: ignore[arg-type,comparison-overlap]
+    computes, _copies, travels = streams
+    assert travels.waited_for == [computes]
+
+
 class _CachingTbe:
     """As much of fbgemm's lookup as its cache of rows has to do with: a queue of what was prefetched, and locks."""
 
@@ -114,9 +130,9 @@ class _CachingTbe:
         self.lxu_cache_locking_counter[values_N] -= 1
 
 
-@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("between", ["nothing", "an evaluation", "a batch that is left out"])
 def test_rows_that_were_prefetched_are_those_of_the_ids_looked_up(
-    streams: list[_Stream], evaluated: bool, monkeypatch: pytest.MonkeyPatch
+    streams: list[_Stream], between: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """fbgemm gives the oldest of its queue to whoever asks, and locks rows until a backward pass unlocks them."""
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
@@ -130,8 +146,11 @@ def test_rows_that_were_prefetched_are_those_of_the_ids_looked_up(
     first, second, other = ids
     assert look_up(first, training=True).equal(first)
     cache.prefetch(second, offsets)
-    tbe.backward(first)
-    if evaluated:
+    if between == "a batch that is left out":
+        cache.take_back()  # no backward pass of it
+    else:
+        tbe.backward(first)
+    if between == "an evaluation":
         assert look_up(other, training=False).equal(other)
         assert not tbe.lxu_cache_locking_counter.any()
     assert look_up(second, training=True).equal(second)

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from dlrm_autoshard.distributed.rendezvous import fresh_store
+from dlrm_autoshard.distributed.rendezvous import RendezvousFailed, fresh_store
 from tests.ranks import RankError, run_ranks
 
 
@@ -21,9 +21,9 @@ def start_twice(rank: int, world_size: int, port: int) -> list[str]:
     return names
 
 
-def one_stays_away(rank: int, world_size: int, port: int) -> None:
+def one_stays_away(rank: int, world_size: int, port: int, away: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
-    if rank != 2:
+    if rank != away:
         fresh_store(rank, world_size, timedelta(seconds=2))
 
 
@@ -36,4 +36,12 @@ def test_each_start_finds_an_empty_store_and_only_its_own_ranks() -> None:
 def test_a_rank_that_stays_away_is_named() -> None:
     agent = TCPStore("127.0.0.1", 0, is_master=True)
     with pytest.raises(RankError, match=r"rank\(s\) 2 of 3 did not arrive within 2 s"):
-        run_ranks(one_stays_away, 3, agent.port, timeout=30)
+        run_ranks(one_stays_away, 3, agent.port, 2, timeout=30)
+    with pytest.raises(RankError, match=r"rank 1 of 2 has not met the others at 127\.0\.0\.1:\d+"):
+        run_ranks(one_stays_away, 2, agent.port, 0, timeout=30)
+
+
+def test_a_rank_that_is_told_of_no_meeting_place_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RendezvousFailed, match=r"at MASTER_ADDR:.*MASTER_ADDR expected, but not set"):
+        fresh_store(1, 2, timedelta(seconds=2))

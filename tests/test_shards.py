@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.plan import Constraints, Move, PlanError, ShardingPlan, Topology, check_plan, shard_tables
+from dlrm_autoshard.plan import Constraints, Move, PlanError, ShardingPlan, Topology, check_plan, gib, shard_tables
 from dlrm_autoshard.tables import Shard, TableConfig
 from tests.split_plans import plans_of
 
@@ -119,3 +119,12 @@ def test_moves_carry_every_column_that_changes_its_rank_once(plan: ShardingPlan,
             ranks[shard.table, column] = move.destination
     for table, column in itertools.product(("user", "item"), range(16)):
         assert (ranks[table, column],) == other.ranks_of(f"{table}[{column}:{column + 1}]")
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1 KiB"), (999.4 * 2**20, "999 MiB"), (999.7 * 2**20, "1,000 MiB"),
+     (1023 * 2**20, "1,023 MiB"), (6.2 * 2**30, "6.2 GiB"), (4000 * 2**30, "4,000 GiB")],
+)  # fmt: skip
+def test_bytes_are_said_in_a_unit_that_people_read(size: float, said: str) -> None:
+    assert gib(size) == said

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.distributed.stage_clock import StageClock
+from dlrm_autoshard.distributed.stage_clock import StageClock, Timer
 from tests.ranks import run_ranks
 
 
-class CountingTimer:
+class CountingTimer(Timer):
     """Of a device that is behind its host: a mark's time is known once somebody has waited for it."""
 
     def __init__(self) -> None:

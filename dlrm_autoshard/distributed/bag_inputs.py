@@ -62,6 +62,8 @@ class BagInputs:
     def batch(self, ids: Any, values_N: Tensor | None, weights_N: Tensor | None) -> Batch:
         """As `ShardedEmbeddingBags.forward` is given them; BagsError, or what the IdCheck says."""
         if values_N is None:
+            if weights_N is not None:
+                raise BagsError("weights were given beside a KeyedJaggedTensor, which brings its own.")
             lengths_TB, values_N, weights_N = self._of_keys(ids)
         else:
             lengths_TB = ids
@@ -77,6 +79,11 @@ class BagInputs:
             raise BagsError(f"there are {len(weights_N)} weights for {len(values_N)} ids; each id needs one.")
         if weights_N is not None and any(table.pooling == "mean" for table in self._tables):
             raise BagsError("weights need tables that are summed (pooling 'sum'): a weighted mean is yours to divide.")
+        if weights_N is not None and weights_N.requires_grad and torch.is_grad_enabled():
+            raise BagsError(
+                "weights require a gradient, which no rank would bring them back: give weights_N.detach(), or "
+                "multiply the pooled vectors by what is learned."
+            )
         lengths_TB = lengths_TB.reshape(len(self._tables), -1)
         samples = lengths_TB.shape[1]
         nothing, no_labels = torch.zeros(samples, 0), torch.zeros(samples)

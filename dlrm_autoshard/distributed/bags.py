@@ -61,6 +61,8 @@ class ShardedEmbeddingBags(nn.Module):
             raise BagsError(
                 f"optimizer is {optimizer!r}; it must be a RowwiseAdagrad(lr), Adagrad(lr), SGD(lr) or Adam(lr)."
             )
+        if not isinstance(group, dist.ProcessGroup | None):  # torch gives a number to ranks that are not in a new group
+            raise BagsError(f"group is {group!r}: this rank is not in it. Only the ranks of a group make its tables.")
         if len({table.pooling for table in tables}) > 1:  # summed by the kernel; means are taken here
             inner = [TableConfig(t.name, t.num_embeddings, t.embedding_dim, "sum", t.dtype) for t in tables]
         else:
@@ -140,6 +142,7 @@ class ShardedEmbeddingBags(nn.Module):
         training = self.training and torch.is_grad_enabled()
         clock = self.clock
         if training:
+            self._between.close()  # of a lookup before, which no backward pass has followed yet
             clock.barrier("input_dist")
         with clock.stage("input_dist") if training else nullcontext():
             local = self.sharded.distribute(batch).finish()

@@ -47,14 +47,13 @@ def share_of(local_rank: int, local_world_size: int, nodes: Sequence[Sequence[in
     """A rank's part of the allowed cores, by node: all of one NUMA node where each node has a core for each of its
     ranks. Parts are disjoint and of equal size but for what is left over; [] where there are more ranks than cores."""
     node = local_rank * len(nodes) // local_world_size
-    here = [rank for rank in range(local_world_size) if rank * len(nodes) // local_world_size == node]
-    cores, position, ranks = list(nodes[node]), here.index(local_rank), len(here)
-    if len(nodes) > 1 and any(
-        len(cores) < sum(rank * len(nodes) // local_world_size == number for rank in range(local_world_size))
-        for number, cores in enumerate(nodes)
-    ):
-        cores, position, ranks = [core for one in nodes for core in one], local_rank, local_world_size
-    size = len(cores) // ranks
+    by_node: list[list[int]] = [[] for _ in nodes]
+    for rank in range(local_world_size):
+        by_node[rank * len(nodes) // local_world_size].append(rank)
+    cores, ranks = list(nodes[node]), by_node[node]
+    if any(len(own) < len(here) for own, here in zip(nodes, by_node, strict=True)):
+        cores, ranks = [core for own in nodes for core in own], list(range(local_world_size))
+    size, position = len(cores) // len(ranks), ranks.index(local_rank)
     return cores[position * size : (position + 1) * size]
 
 

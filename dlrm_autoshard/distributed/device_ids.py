@@ -43,13 +43,7 @@ class DeviceIdDistribution:
                     e.send_order, self._lengths, self._values, self._weights, e.ids_sent(batch)
                 )
             if e.world_size > 1:
-                self._lengths_pending = e.all_to_all(
-                    "lengths",
-                    self._lengths.new_empty(e.world_size * e.num_local * self._batch_size),
-                    self._lengths.reshape(-1),
-                    [e.num_local * self._batch_size] * e.world_size,
-                    [(end - first) * self._batch_size for first, end in e.table_ranges],
-                )
+                self._lengths_pending = e.send_lengths(self._lengths, self._batch_size)
 
     def send_values(self) -> None:
         """Waits for the other hosts' counts, not for any device."""

@@ -172,6 +172,11 @@ class ShardedEmbeddings:
         if self.storage.lookup is not None:
             self.storage.lookup.set_learning_rate(lr)
 
+    def take_back_lookup(self) -> None:
+        """As if the last training lookup had not been: no update will follow it."""
+        self.storage.take_back_lookup()
+        self.set_updates(self.updates - 1)
+
     def set_updates(self, updates: int) -> None:
         self.updates = updates
         self._restore_counters()

@@ -130,10 +130,8 @@ class Exchange:
 
     def in_output_order(self, arrived: Tensor, margin: Margin = (0, 0)) -> Tensor:
         """[B, margin + D + margin] float32 in the output order, from what `send_pooled` brought; margins: anything."""
-        if self.world_size == 1 and not any(margin):
-            return arrived
         if self.world_size == 1:
-            return with_margin(arrived, margin)
+            return with_margin(arrived, margin) if any(margin) else arrived
         if self._ends_inside_a_chunk(margin):
             return with_margin(self.in_output_order(arrived), margin)
         batch_size = arrived.numel() // self.total_dim
@@ -171,6 +169,16 @@ class Exchange:
         if self.dtype != torch.float16 or self.world_size == 1:
             return 1.0
         return float(2 ** int(math.log2(global_batch)))
+
+    def send_lengths(self, lengths: Tensor, batch_size: int) -> Pending:
+        """[T, B] of bags in `owners_order`, to the owners; arrives flat, as [W, T_local, B]."""
+        return self.all_to_all(
+            "lengths",
+            lengths.new_empty(self.world_size * self.num_local * batch_size),
+            lengths.reshape(-1),
+            [self.num_local * batch_size] * self.world_size,
+            [(end - first) * batch_size for first, end in self.table_ranges],
+        )
 
     def all_to_all(
         self, channel: str, received: Tensor, sent: Tensor | Put, receive_splits: list[int], send_splits: list[int]

@@ -88,17 +88,14 @@ class Heartbeats:
     # -- this rank ---------------------------------------------------------------------------------------------------
 
     def _live(self) -> None:
-        before = time.monotonic()
-        while not self._closed.wait(self._interval):
+        for now, slept in self._ticks():
             if self._parent not in (None, os.getppid()):
                 self._parent = None
                 os.kill(os.getpid(), signal.SIGTERM)  # torchrun is gone: nobody else would end this rank
             if self._world_size == 1:
                 continue
-            now = time.monotonic()
-            if now - before > 5 * self._interval:  # it was this process that slept
+            if slept:
                 self._changed = dict.fromkeys(self._changed, now)
-            before = now
             try:
                 self._beat()
                 self._listen(now)
@@ -106,6 +103,14 @@ class Heartbeats:
             except RuntimeError:  # the job is over, or `_watch_the_store` says so
                 self._gone = time.monotonic()
                 return
+
+    def _ticks(self) -> Iterator[tuple[float, bool]]:
+        """(now, whether this process was suspended, so that the others' silence says nothing), once an interval."""
+        before = time.monotonic()
+        while not self._closed.wait(self._interval):
+            now = time.monotonic()
+            yield now, now - before > 5 * self._interval
+            before = now
 
     def _beat(self) -> None:
         self._number += 1
@@ -143,8 +148,10 @@ class Heartbeats:
 
     def _watch_the_store(self) -> None:
         """In a thread of its own that asks the store nothing, because one that hangs would keep it."""
-        while not self._closed.wait(self._interval):
-            now, orphan = time.monotonic(), self._parent is None and "TORCHELASTIC_RUN_ID" in os.environ
+        for now, slept in self._ticks():
+            orphan = self._parent is None and "TORCHELASTIC_RUN_ID" in os.environ
+            if slept:
+                self._answered = now
             if self._gone is not None and now - self._gone > (3 * _GRACE if orphan else _GRACE):
                 self._end(self._without_store("is gone"))
             if now - self._answered > 0.9 * self._timeout:

@@ -43,14 +43,7 @@ class IdDistribution:
         self._counts: list[int] = batch.lengths_TB.sum(1).tolist()
         if e.send_order is not None:
             self._lengths = batch.lengths_TB.index_select(0, e.send_order)
-        received = self._lengths.new_empty(e.world_size * e.num_local * self._batch_size)
-        self._lengths_pending = e.all_to_all(
-            "lengths",
-            received,
-            self._lengths.reshape(-1),
-            [e.num_local * self._batch_size] * e.world_size,
-            [(end - first) * self._batch_size for first, end in e.table_ranges],
-        )
+        self._lengths_pending = e.send_lengths(self._lengths, self._batch_size)
         self._values_pending: Pending | None = None
         self._weights_pending: Pending | None = None
 

@@ -7,11 +7,12 @@ only this start knows. Restart counts would not do: each machine's torchrun coun
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from dlrm_autoshard.errors import UserError
@@ -28,16 +29,25 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     rank 0: answers every number it sees             name/7f3a = c09e      (a stale one's answer: read by nobody)
     rank 1: "got c09e"                               here/c09e/1
     """
-    shared, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    store = PrefixStore("dlrm_autoshard", shared)
-    number = secrets.token_hex(8)
-    if rank == 0:
-        name = number
-        _gather(store, name, world_size, timeout)
-    else:
-        store.set(f"hello/{rank}", number)
-        name = store.get(f"name/{number}").decode()  # waits for it
-        store.set(f"here/{name}/{rank}", "")
+    try:
+        shared, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        store = PrefixStore("dlrm_autoshard", shared)
+        number = secrets.token_hex(8)
+        if rank == 0:
+            name = number
+            _gather(store, name, world_size, timeout)
+        else:
+            store.set(f"hello/{rank}", number)
+            name = store.get(f"name/{number}").decode()  # waits for it
+            store.set(f"here/{name}/{rank}", "")
+    except RendezvousFailed:
+        raise
+    except (DistError, ValueError) as error:  # of the network; of the environment
+        where = ":".join(os.environ.get(key) or key for key in ("MASTER_ADDR", "MASTER_PORT"))
+        raise RendezvousFailed(
+            f"rank {rank} of {world_size} has not met the others at {where}: {str(error).splitlines()[0]}. Is rank 0 "
+            "there, and can this host reach it? See what rank 0 says, or raise run.collective_timeout_seconds."
+        ) from error
     return PrefixStore(name, shared)
 
 

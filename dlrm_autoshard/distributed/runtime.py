@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from dlrm_autoshard.config import RunConfig
 from dlrm_autoshard.distributed.cores import take_cores
@@ -38,8 +39,8 @@ class RuntimeFailure(UserError):
 class Runtime:
     """rank, world_size: as torchrun numbers them. group carries tensors of the step; id_group carries the next
     batch's ids (and host tensors beside device ones), so that the two never queue behind each other. control is gloo
-    on every device: small objects. store: notes that every rank can read, of this start of the job only. heartbeats:
-    of all ranks; told the step. loader_cores: for threads that read data; None where they may run where they like."""
+    on every device: small objects. heartbeats: of all ranks; told the step. loader_cores: for threads that read data;
+    None where they may run where they like."""
 
     rank: int
     world_size: int
@@ -49,7 +50,6 @@ class Runtime:
     group: dist.ProcessGroup
     id_group: dist.ProcessGroup
     control: dist.ProcessGroup
-    store: dist.Store | None = None
     heartbeats: Heartbeats | None = None
     loader_cores: frozenset[int] | None = None
 
@@ -96,7 +96,7 @@ class Runtime:
                 world = dist.group.WORLD
                 assert world is not None
                 places = (rank, world_size, local_rank, local_world_size, device)
-                yield Runtime(*places, world, id_group, control, store, heartbeats, loader_cores)
+                yield Runtime(*places, world, id_group, control, heartbeats, loader_cores)
                 dist.barrier(group=control)
         finally:
             # Objects that hold process groups must go before the groups do, or gloo's threads abort the exit.
@@ -158,6 +158,7 @@ def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
     """The ranks of a group that somebody else has made, with groups of our own beside it. Collective, of these ranks
     alone: others may be making theirs."""
     ranks = dist.get_process_group_ranks(group)
+    _in_as_many_groups(group, device)
     control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     hosts: list[str] = [""] * len(ranks)
     dist.all_gather_object(hosts, platform.node(), group=control)
@@ -179,6 +180,19 @@ def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
     )
 
 
+def _in_as_many_groups(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Every rank of it in as many as the others. torch puts that number into the name of a group that only its own
+    ranks make, and ranks that name one differently wait for each other in vain."""
+    own = len(_world.pg_names)
+    where = torch.device("cpu")
+    if dist.get_backend(group) == "nccl":
+        where = device if device.type == "cuda" else torch.device("cuda")  # the current one
+    most = torch.tensor(own, device=where)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    for _ in range(int(most) - own):  # a group of this rank alone is nobody else's affair
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
 def choose_device(wanted: str, local_rank: int) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise RuntimeFailure("run.device is 'cuda', but torch sees no GPU. Run `dlrm-autoshard doctor`, or use cpu.")
@@ -196,8 +210,14 @@ def choose_backend(device: str, rank: int, world_size: int, store: dist.Store) -
     """nccl where every rank has a GPU of its own, whatever each of them can see; else gloo, which takes two ranks on
     one. The same on all ranks, which wait for each other here. device: this rank's `name_of`."""
     store.set(f"device/{rank}", device)
-    devices = {store.get(f"device/{other}") for other in range(world_size)}
-    return "nccl" if len(devices) == world_size and b"cpu" not in devices else "gloo"
+    devices = [store.get(f"device/{other}").decode() for other in range(world_size)]
+    if "cpu" in devices and len(set(devices)) > 1:
+        other = next(rank for rank, one in enumerate(devices) if one != "cpu")
+        raise RuntimeFailure(
+            f"rank {devices.index('cpu')} sees no GPU, and rank {other} has one: all must compute on GPUs, or none. "
+            "Run `dlrm-autoshard doctor` on that rank's host, or set run.device: cpu."
+        )
+    return "nccl" if len(set(devices)) == world_size and "cpu" not in devices else "gloo"
 
 
 def keep_freed_memory() -> None:
@@ -206,5 +226,6 @@ def keep_freed_memory() -> None:
     trim_threshold, mmap_threshold = -1, -3
     with contextlib.suppress(OSError, AttributeError):  # not glibc: nothing to tune
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(mmap_threshold, 1 << 30)
-        libc.mallopt(trim_threshold, 1 << 30)
+        # Before glibc 2.35 32 MiB were the most; and once either is set, the other no longer grows by itself.
+        if libc.mallopt(mmap_threshold, 1 << 30) or libc.mallopt(mmap_threshold, 1 << 25):
+            libc.mallopt(trim_threshold, 1 << 30)

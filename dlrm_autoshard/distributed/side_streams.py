@@ -21,12 +21,13 @@ class SideStreams:
 
     def copy(self, host: Tensor) -> Tensor:
         """From pinned memory, so that nobody waits; a tensor that is on the device already is given back."""
+        computing = torch.cuda.current_stream(self._device)
         if host.device.type != "cpu":
+            self._travels.wait_stream(computing)  # which may be computing it still
             return host
-        readers = (self._travels, torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._copies):
             copied = host.pin_memory().to(self._device, non_blocking=True)
-        for reader in readers:  # or the next copy takes its memory while one of them still reads, for the host is ahead
+        for reader in (self._travels, computing):  # or the next copy takes its memory while one of them still reads
             copied.record_stream(reader)
         return copied
 

@@ -43,7 +43,6 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout: float = 60.0,
-    backend: str = "gloo",
     cores: list[int] | None = None,
 ) -> list[Any]:
     """Calls `function(rank, world_size, *args)` on every rank; returns what they returned, by rank.
@@ -60,7 +59,7 @@ def run_ranks(
             core = cores[rank % len(cores)] if cores else None
             process = context.Process(
                 target=_rank_main,
-                args=(sender, folder, rank, world_size, timeout, backend, core, function, args),
+                args=(sender, folder, rank, world_size, timeout, core, function, args),
                 name=f"rank {rank}",
                 daemon=False,
             )
@@ -116,7 +115,6 @@ def _rank_main(
     rank: int,
     world_size: int,
     timeout: float,
-    backend: str,
     core: int | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -138,7 +136,7 @@ def _rank_main(
         faulthandler.dump_traceback_later(max(0.5, timeout - 0.5), file=stack)
         try:
             dist.init_process_group(
-                backend,
+                "gloo",
                 init_method=f"file://{folder}/store",
                 rank=rank,
                 world_size=world_size,

@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,31 +24,21 @@ from dlrm_autoshard.costs import COMPUTE_STAGES, WAITS, StageTime
 _UNTIMED = contextlib.nullcontext()
 
 
-class Timer(Protocol):
-    """Marks moments without waiting for any work."""
+class Timer:
+    """Marks moments without waiting for any work: of the host."""
 
-    def mark(self) -> Any: ...
+    def mark(self) -> Any:
+        return time.perf_counter()
 
     def finish(self, mark: Any) -> None:
         """Waits until the mark has been passed."""
-        ...
 
     def seconds(self, start: Any, end: Any) -> float:
         """Between two marks that have been passed."""
-        ...
+        return float(end - start)
 
 
-class HostTimer:
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def finish(self, mark: float) -> None: ...
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-
-class DeviceTimer:
+class DeviceTimer(Timer):
     """CUDA events on the stream that computes: the device notes the time when it gets there; the host goes on."""
 
     def mark(self) -> torch.cuda.Event:
@@ -77,7 +67,7 @@ class StageClock:
         """group: of all ranks, for the barriers; it carries tensors of `device`. timer: default: of the device."""
         self.sampled = False
         self._device, self._group = device, group
-        self._timer = timer or (DeviceTimer() if device.type == "cuda" else HostTimer())
+        self._timer = timer or (DeviceTimer() if device.type == "cuda" else Timer())
         self._alone = dist.get_world_size(group) == 1
         self._token = torch.zeros(1, device=device)
         self._steps: list[dict[str, float]] = []

@@ -114,7 +114,7 @@ class TrainStep:
                 self._loss = loss.detach()
             if self._all_finite is not None and kept is not None and not self._all_finite(loss):
                 dense.restore_buffers(kept)  # of BatchNorm, say, which has seen the batch
-                embeddings.set_updates(embeddings.updates - 1)
+                embeddings.take_back_lookup()
                 self._advance(following, following_ids)
                 raise NotFinite(batch)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from dlrm_autoshard.distributed.table_memory import (
     Places,
     Reserved,
     StorageError,
-    TableMemory,
     on_device,
     on_host_for,
 )
@@ -95,6 +95,11 @@ class Storage:
         """Where rows lie in host memory beside a GPU: to its cache, for the next training lookup."""
         if self._row_cache is not None:
             self._row_cache.prefetch(values_N, offsets)
+
+    def take_back_lookup(self) -> None:
+        """No backward pass will follow the last training lookup."""
+        if self._row_cache is not None:
+            self._row_cache.take_back()
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Live views {weight, momentum1, ...} of a shard that is held or about to be."""
@@ -202,12 +207,9 @@ class Storage:
             return self.in_pieces  # not in pieces on CPU: memory that stands for a device's
         return tensor == "weight" or self._config.optimizer.name != "rowwise_adagrad"  # as fbgemm has it
 
-    def _memory_for(self, tensor: str) -> TableMemory:
+    def _memory_for(self, tensor: str) -> Reserved | Allocated:
         dtype = _DTYPES[self._dtype] if tensor == "weight" else torch.float32
-
-        def shape_of(name: str) -> tuple[int, ...]:
-            return self.shape(name, tensor)
-
+        shape_of = partial(self.shape, tensor=tensor)
         if self.in_pieces:
             return Reserved(shape_of, dtype, self._places)
         default = on_host_for(self._device) if self._on_host(tensor) else on_device(self._device)

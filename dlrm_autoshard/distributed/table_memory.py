@@ -1,4 +1,5 @@
-"""Memory behind the shards, each shard's its own, so that a new plan moves nothing that stays.
+"""Memory behind the shards, each shard's its own, so that a new plan moves nothing that stays: `Reserved` on the host,
+`Allocated` on a device. Each is of one tensor of every table: its weights, or one state of the optimizer.
 
 memory.view("user")                    # [rows, dim], live; memory is taken where there was none
 memory.release("user")
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,20 +32,6 @@ _MAP_NORESERVE = 0x4000  # not in Python 3.10's mmap; the same number on every L
 
 class StorageError(UserError):
     """Tables that cannot be held: the message says which and why."""
-
-
-class TableMemory(Protocol):
-    """One tensor of every table: its weights, or one state of the optimizer."""
-
-    def view(self, name: str) -> Tensor: ...
-
-    def release(self, name: str) -> None: ...
-
-    def release_part(self, name: str, start: int, stop: int) -> None:
-        """Bytes [start, stop), and those before, are wanted no more: given back where memory can be had in pieces."""
-        ...
-
-    def addressed(self, names: Sequence[str]) -> tuple[Tensor, list[int]]: ...
 
 
 class Places:
@@ -129,6 +115,7 @@ class Reserved:
         self._memory.madvise(mmap.MADV_DONTNEED, self._places.of(name) * self._item, extent)
 
     def release_part(self, name: str, start: int, stop: int) -> None:
+        """Bytes [start, stop), and those before, are wanted no more."""
         start, stop = start // _PAGE * _PAGE, stop // _PAGE * _PAGE
         if start < stop:
             self._memory.madvise(mmap.MADV_DONTNEED, self._places.of(name) * self._item + start, stop - start)
@@ -183,7 +170,8 @@ class Allocated:
     def release(self, name: str) -> None:
         self._flat.pop(name, None)
 
-    def release_part(self, name: str, start: int, stop: int) -> None: ...
+    def release_part(self, name: str, start: int, stop: int) -> None:
+        """Nothing: an allocation goes as a whole."""
 
     def to_host(self, name: str) -> None:
         """Of a table that leaves: frees its place on the device before it is sent."""

@@ -125,6 +125,10 @@ class RowCache:
         if not training:
             self._let_go()
 
+    def take_back(self) -> None:
+        """No backward pass will follow the last lookup: its rows are let go of before the next."""
+        self._expected = None
+
     def _let_go(self) -> None:
         """Between steps no other batch needs its rows to stay."""
         self._tbe.lxu_cache_locations_list.clear()

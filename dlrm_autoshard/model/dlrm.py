@@ -119,7 +119,7 @@ class Projection(nn.Module):
         self.weights = nn.ParameterDict()
         for own, group in itertools.groupby(tables, key=lambda table: table.embedding_dim):
             count = len(list(group))
-            if str(own) in self.weights or any(own == other for other, _ in self.groups):
+            if any(own == other for other, _ in self.groups):
                 raise ValueError("tables of one dim must lie side by side")
             self.groups.append((own, count))
             if own != dim:
