@@ -15,6 +15,7 @@ from functools import partial
 from types import TracebackType
 
 from dlrm_autoshard.data.batch import Batch, DataSource, Split
+from dlrm_autoshard.data.form_check import check_form
 from dlrm_autoshard.data.id_check import IdCheck, OnBadId
 from dlrm_autoshard.data.label_check import check_labels
 
@@ -25,6 +26,7 @@ class Loader:
     batch_size: samples a rank. first_sample: position in the epoch to start from (to resume). prefetch_batches: how
     many to read ahead in a thread, on `cores` where they are given; 0 reads in the caller's. global_samples: the
     epoch's length, if not the source's. pin: batches come in pinned memory, for a GPU; the thread that reads pins them.
+    labelled: False where nobody reads the labels, which then may be anything.
 
     Global batch i is the samples [i * W * B, (i + 1) * W * B) of the epoch and rank r takes the r-th slice of it. Of an
     uneven last one with n samples each rank takes ceil(n / W), padded where there are fewer left. Example, n = 5, W =
@@ -45,6 +47,7 @@ class Loader:
         on_bad_id: OnBadId = "error",
         cores: Set[int] | None = None,
         pin: bool = False,
+        labelled: bool = True,
     ) -> None:
         self._source, self._split, self._epoch = source, split, epoch
         self._rank, self._world_size = rank, world_size
@@ -52,7 +55,7 @@ class Loader:
         self._last_sample = source.num_samples(split) if global_samples is None else global_samples
         self._starts = range(first_sample, self._last_sample, self._global_batch)
         self._prefetch_batches = prefetch_batches
-        self._cores, self._pin = cores, pin
+        self._cores, self._pin, self._labelled = cores, pin, labelled
         self._check = IdCheck(source.tables, on_bad_id)
         # Weak, so that an iterator that its user drops half-way ends at once.
         self._running: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
@@ -114,7 +117,10 @@ class Loader:
         def describe(sample: int) -> str:
             return f"sample {first + sample} (from 0) of split '{self._split}' in epoch {self._epoch}"
 
+        named = f"data source '{type(self._source).__name__}', from {describe(0)},"
+        check_form(batch, self._source, last - first, named)
         batch = self._check(batch, describe)
-        check_labels(batch, describe, lambda sample: self._place(first + sample))
+        if self._labelled:
+            check_labels(batch, describe, lambda sample: self._place(first + sample))
         batch = batch.padded_to(share, num_samples)
         return batch.pinned() if self._pin else batch
