@@ -14,14 +14,23 @@ from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.data.criteo.source import CriteoSource
 from dlrm_autoshard.data.custom import open_custom
 from dlrm_autoshard.data.dlrm_datasets import DlrmDatasetsSource
+from dlrm_autoshard.data.errors import DataError
 from dlrm_autoshard.data.movielens import MovielensSource
 from dlrm_autoshard.data.parquet import ParquetSource
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
 from dlrm_autoshard.data.synthetic import SyntheticSource
 
 
-def open_source(data: DataConfig, tables: TablesConfig) -> DataSource:
-    """The source that `data.source` names. DataError says which file, table or key is wrong."""
+def open_source(data: DataConfig, tables: TablesConfig, *, labelled: bool = True) -> DataSource:
+    """The source that `data.source` names. DataError says which file, table or key is wrong. labelled: False where one
+    asks for predictions alone: parquet files may come without labels then, and are not shuffled."""
+    source = _opened(data, tables, labelled)
+    if labelled and source.num_samples("train") == 0:
+        raise DataError(f"data.source '{data.source}' has no samples in split 'train': there is nothing to train on.")
+    return source
+
+
+def _opened(data: DataConfig, tables: TablesConfig, labelled: bool) -> DataSource:
     if isinstance(data, SyntheticData):
         rows = [TableRows(table.name, table.num_embeddings, table.embedding_dim) for table in data.tables]
         return SyntheticSource(data, resolve_tables(rows, tables))
@@ -30,7 +39,7 @@ def open_source(data: DataConfig, tables: TablesConfig) -> DataSource:
     if isinstance(data, CriteoData):
         return CriteoSource(data, tables)
     if isinstance(data, ParquetData):
-        return ParquetSource(data, tables)
+        return ParquetSource(data, tables, labelled=labelled)
     if isinstance(data, CustomData):
         return open_custom(data, tables)
     return DlrmDatasetsSource(data, tables)
