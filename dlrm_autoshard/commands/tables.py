@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlrm_autoshard.commands.arguments import add_output, seed, with_progress
+from dlrm_autoshard.commands.arguments import OfRun, add_output, positive, seed, with_progress
 from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
-    from dlrm_autoshard.config import TableOptimizerConfig
     from dlrm_autoshard.config_data import SyntheticTable
     from dlrm_autoshard.data.batch import DataSource
     from dlrm_autoshard.planner.pool import TablePool
@@ -27,9 +26,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--from-csv", type=Path, metavar="FILE", help="columns name, num_embeddings; embedding_dim, mean_pooling, alpha"
     )
-    parser.add_argument("--synthetic", type=int, metavar="N", help="N synthetic tables with the same statistics")
+    parser.add_argument("--synthetic", type=positive, metavar="N", help="N synthetic tables with the same statistics")
     parser.add_argument("--dim", type=int, help="embedding dim of tables from files (default 16)")
-    parser.add_argument("--batch-size", type=int, help="samples measured: reuse grows with it (default 65536)")
+    parser.add_argument("--batch-size", type=positive, help="samples measured: reuse grows with it (default 65536)")
     parser.add_argument("--seed", type=seed, default=0)
     add_output(parser, "tables.json, for `tasks`, `plan` and `explain`")
     parser.set_defaults(run=run)
@@ -51,16 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.batch_size = 65536 if arguments.batch_size is None else arguments.batch_size
     if arguments.dim < 4 or arguments.dim % 4:
         raise UserError(f"--dim is {arguments.dim}; fbgemm needs a multiple of 4.")
-    if arguments.batch_size < 1:
-        raise UserError(f"--batch-size is {arguments.batch_size}; it must be 1 or more.")
     if arguments.synthetic is not None:
         from dlrm_autoshard.planner.pool import synthetic_pool
 
-        if arguments.synthetic < 1:
-            raise UserError(f"--synthetic is {arguments.synthetic}; it must be 1 or more.")
         pool = synthetic_pool(arguments.synthetic, arguments.seed, arguments.batch_size)
     elif arguments.from_run is not None:
-        pool, _ = pool_of_run(arguments.from_run, quiet=arguments.json)
+        pool = tables_of_run(arguments.from_run, quiet=arguments.json).pool
     elif arguments.from_csv is not None:
         pool = pool_of_csv(arguments.from_csv, arguments.dim, arguments.batch_size, arguments.seed, arguments.json)
     else:
@@ -74,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def pool_of_run(run: Path, quiet: bool) -> tuple[TablePool, TableOptimizerConfig]:
-    """A run's tables, with reuse as in its first global batch and pooling as last measured; and their optimizer."""
+def tables_of_run(run: Path, quiet: bool) -> OfRun:
+    """With reuse as in its first global batch and pooling as last measured."""
     from dataclasses import replace
 
     from dlrm_autoshard.config import load_config
@@ -98,7 +93,7 @@ def pool_of_run(run: Path, quiet: bool) -> tuple[TablePool, TableOptimizerConfig
         replace(s, mean_pooling=pooling.get(t.name, s.mean_pooling))
         for t, s in zip(pool.tables, pool.stats, strict=True)
     ]
-    return replace(pool, stats=tuple(stats)), config.tables.optimizer
+    return OfRun(replace(pool, stats=tuple(stats)), config, record.last.hosts)
 
 
 def pool_of_csv(path: Path, dim: int, batch_size: int, seed: int, quiet: bool) -> TablePool:
