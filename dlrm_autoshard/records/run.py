@@ -74,9 +74,21 @@ class RunRecord:
 
     def label(self, profile: EpochProfile) -> str:
         """The epoch's number; with its steps where an epoch was profiled in several parts."""
-        if sum(other.epoch == profile.epoch for other in self.epochs) == 1:
-            return str(profile.epoch)
-        return f"{profile.epoch} ({profile.first_step}-{profile.end_step - 1})"
+        return (
+            f"{profile.epoch} ({profile.first_step}-{profile.end_step - 1})"
+            if self._is_part(profile)
+            else str(profile.epoch)
+        )
+
+    def span(self, first: EpochProfile, last: EpochProfile | None = None) -> str:
+        """In words, from the first to the last: 'epoch 2', 'epochs 0 to 2'; with parts of epochs, 'steps 40 to 79'."""
+        last = last or first
+        if any(self._is_part(profile) for profile in (first, last)):
+            return f"steps {first.first_step:,} to {last.end_step - 1:,}"
+        return f"epoch {first.epoch}" if first is last else f"epochs {first.epoch} to {last.epoch}"
+
+    def _is_part(self, profile: EpochProfile) -> bool:
+        return sum(other.epoch == profile.epoch for other in self.epochs) > 1
 
     def metrics_of(self, split: str) -> list[Mapping[str, Any]]:
         return [line for line in self.metrics if line.get("split") == split]

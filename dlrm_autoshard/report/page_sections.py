@@ -58,7 +58,7 @@ def comparison_sections(one: RunRecord, other: RunRecord, drawn: set[str]) -> It
     )
     yield (
         "figures",
-        "Last epochs side by side",
+        "Last intervals side by side",
         (
             '<div class="scroll" tabindex="0" role="region" aria-label="Figures">'
             f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
@@ -84,7 +84,7 @@ def _key_figures(record: RunRecord) -> str:
     if record.epochs and record.last.samples:
         last = record.last
         shown = [
-            ("Step, last epoch", f"{last.mean_step_ms:.3g} ms", "mean of all steps"),
+            ("Step, last interval", f"{last.mean_step_ms:.3g} ms", "mean of all steps"),
             ("Placement could save", f"{left_to_save(record):.1%}", "of a step, at perfect balance"),
             ("Examples a second", f"{last.throughput:,.0f}", "all ranks"),
             ("Embedding compute", f"{compute_imbalance(last):.2f}", "slowest / mean"),
@@ -98,17 +98,8 @@ def _key_figures(record: RunRecord) -> str:
 
 
 def _over_time() -> str:
-    columns = [
-        "label",
-        "step",
-        "mean_step_ms",
-        "step_ms",
-        "balanced_ms",
-        "embedding compute",
-        "communication",
-        "memory",
-        "error",
-    ]
+    columns = ["label", "step", "mean_step_ms", "step_ms", "balanced_ms", "embedding compute", "communication",
+               "memory", "error"]  # fmt: skip
     return _figure(
         "step-time", "Sampled step",
         "Solid: a sampled step, in which ranks wait before each exchange and nothing overlaps: slower than the steps "
@@ -170,7 +161,7 @@ def _prediction(record: RunRecord) -> str:
     last = next(profile for profile in reversed(record.epochs) if profile.predicted)
     error = last.prediction_bias or 0.0
     return (
-        f"<p>For epoch {escape(record.label(last))} the cost model expected the four stages that placement decides to "
+        f"<p>For {record.span(last)} the cost model expected the four stages that placement decides to "
         f"take {abs(error):.1%} {'more' if error > 0 else 'less'} than they did.</p><div class=\"pair\">"
         + _figure("predictions", 'Epoch <span class="epoch-name"></span>',
                   "Each mark is one stage on one rank, in the epoch chosen above. On the dashed line prediction and "

@@ -58,8 +58,8 @@ def who_is_slow(profile: EpochProfile) -> list[str]:
 
 
 def left_to_save(record: RunRecord) -> float:
-    """The part of the last epoch's step that perfect balance would save: the figure that autoshard decided by, which
-    knows the ranks' speeds, where it decided on that epoch."""
+    """The part of the last interval's step that perfect balance would save: the figure that autoshard decided by, which
+    knows the ranks' speeds, where it decided on that interval."""
     for decision in reversed(record.decisions):
         if decision.get("step") == record.last.end_step and decision.get("balance_gain") is not None:
             return float(decision["balance_gain"])
