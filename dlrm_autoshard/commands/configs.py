@@ -20,8 +20,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.name is None:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(box=None, show_header=False, pad_edge=False)
         for name, path in shipped_configs().items():
-            print(f"{name:<18}  {path.read_text().splitlines()[0].lstrip('# ')}")
+            table.add_row(name, path.read_text().splitlines()[0].lstrip("# "))
+        Console(highlight=False, markup=False).print(table)
         return 0
     source = shipped_configs().get(Path(arguments.name).stem)
     if source is None:
@@ -29,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path(source.name)
     if out.exists():
         raise UserError(f"'{out}' exists already. Name another file with --out.")
+    out.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, out)
     print(f"{out}; train it with: dlrm-autoshard train {out}")
     return 0

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlrm_autoshard.commands.arguments import STATE_FILE, add_devices, seed, topology_of, write_json
+from dlrm_autoshard.commands.arguments import STATE_FILE, add_devices, positive, seed, topology_of, write_json
 from dlrm_autoshard.errors import UserError
 
 
@@ -26,8 +26,8 @@ def add_parser(subparsers: Any) -> None:
         default="dreamshard",
         help="whose policy: the costs serve every algorithm; autoshard measures every placement that it tries",
     )
-    parser.add_argument("--iterations", type=int, default=10, help="of measuring, cost model, policy (default 10)")
-    parser.add_argument("--placements", type=int, default=10, help="measured in each iteration (default 10)")
+    parser.add_argument("--iterations", type=positive, default=10, help="of measuring, cost model, policy (default 10)")
+    parser.add_argument("--placements", type=positive, default=10, help="measured in each iteration (default 10)")
     parser.add_argument(
         "--reference", action="store_true", help="DreamShard to the letter (Zha et al. 2022), to compare ours with"
     )
@@ -69,7 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
         PlacementTask.build(task.tables, task.stats, topology, batch_size=tasks.batch_size) for task in tasks.train
     ]
     placements = 0
-    with Progress(console=Console(stderr=True, quiet=arguments.json), transient=True) as progress:
+    console = Console(stderr=True)
+    hidden = arguments.json or not console.is_terminal
+    with Progress(console=console, transient=True, disable=hidden) as progress:
         bar = progress.add_task(f"{arguments.costs} placements", total=None)
 
         def measured(done: int, total: int) -> None:
