@@ -17,7 +17,9 @@ from dlrm_autoshard.records.run import RunRecord
 def verdict(record: RunRecord) -> list[str]:
     """At most three sentences."""
     said = [f"Autoshard: {autoshard_in_one_line(record)}."] if record.decisions else []
-    if record.epochs:
+    if record.epochs and record.last.world_size == 1:
+        said.append("One rank has all tables: there is nothing to place.")
+    elif record.epochs:
         said += [*who_is_slow(record.last), *what_is_left(record.last, left_to_save(record))]
     return said
 
