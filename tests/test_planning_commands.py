@@ -320,6 +320,17 @@ def test_a_run_is_planned_for_and_explained_as_its_settings_ask(
     assert "autoshard.memory_gib has 2 entries, but there are 3 ranks" in capsys.readouterr().err
 
 
+def test_the_pooling_of_a_split_table_is_as_last_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run_of(tmp_path, "sgd")
+    costs = path / "costs" / "epochs.jsonl"
+    record = json.loads(costs.read_text())
+    tables = {key: [values[0], *values] for key, values in record["tables"].items()}
+    tables |= {"name": ["cat_0[0:32]", "cat_0[32:64]", "cat_1"], "mean_pooling": [7.5, 7.5, 2.0], "rank": [0, 1, 1]}
+    costs.write_text(json.dumps({**record, "tables": tables}) + "\n")
+    pool = run(capsys, "tables", "--from-run", path)
+    assert [table["stats"]["mean_pooling"] for table in pool["tables"]] == [7.5, 2.0]
+
+
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [

@@ -20,13 +20,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.name is None:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(box=None, show_header=False, pad_edge=False)
         for name, path in shipped_configs().items():
-            table.add_row(name, path.read_text().splitlines()[0].lstrip("# "))
-        Console(highlight=False, markup=False).print(table)
+            print(f"{name:<18}  {path.read_text().splitlines()[0].lstrip('# ')}")
         return 0
     source = shipped_configs().get(Path(arguments.name).stem)
     if source is None:

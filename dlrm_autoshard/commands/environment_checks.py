@@ -147,7 +147,7 @@ def check_cores(ranks: int, cores: int) -> Check:
     finding = f"{cores} for {ranks} rank{'s' * (ranks > 1)}"
     if cores >= ranks:
         return Check("cores", "ok", finding)
-    return Check("cores", "warn", f"{finding}: ranks share cores and wait for each other.", f"--nproc_per_node={cores}")
+    return Check("cores", "warn", f"{finding}: ranks share cores and wait for each other.", f"--ranks {cores}")
 
 
 def check_memory(ranks: int, available_bytes: float) -> Check:

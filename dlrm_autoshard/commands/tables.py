@@ -76,6 +76,7 @@ def tables_of_run(run: Path, quiet: bool) -> OfRun:
     from dlrm_autoshard.config import load_config
     from dlrm_autoshard.data.open import open_source
     from dlrm_autoshard.records.run import RunRecord
+    from dlrm_autoshard.tables import Shard
     from dlrm_autoshard.train.start_record import CONFIG
 
     record = RunRecord.load(run)
@@ -88,7 +89,9 @@ def tables_of_run(run: Path, quiet: bool) -> OfRun:
         )
     config = load_config(run / CONFIG)
     pool = _measured(open_source(config.data, config.tables), record.last.batch_size, quiet)
-    pooling = {table.name: table.mean_pooling for table in record.last.tables}
+    pooling = {
+        Shard.parse(use.name).table: use.mean_pooling for use in record.last.tables
+    }  # all parts have the table's
     stats = [
         replace(s, mean_pooling=pooling.get(t.name, s.mean_pooling))
         for t, s in zip(pool.tables, pool.stats, strict=True)
