@@ -316,6 +316,8 @@ def test_a_run_is_planned_for_and_explained_as_its_settings_ask(
         best.save(path / "plan" / "step_00000000.json")
         assert "nothing that is predicted" in " ".join(run(capsys, "explain", path)["explanation"])
     assert "this plan does not fit" in " ".join(run(capsys, "explain", small)["explanation"])
+    said = run(capsys, "explain", free, "--pin", "cat_0=1")["explanation"]
+    assert any(sentence.startswith("The plan is not as asked: ") and "'cat_0'" in sentence for sentence in said)
     assert main(["plan", str(small), "--devices", "3"]) == 2
     assert "autoshard.memory_gib has 2 entries, but there are 3 ranks" in capsys.readouterr().err
 

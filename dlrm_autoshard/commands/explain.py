@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from dlrm_autoshard.plan import ShardingPlan
+    from dlrm_autoshard.plan import PlanError, ShardingPlan
     from dlrm_autoshard.planner.pool import TablePool
 
     of_run, plan_file = None, arguments.plan
@@ -54,6 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
     task = task.split_as(plan)
     pool, table_bytes = replace(pool, tables=task.tables, stats=task.stats), dict(task.table_bytes)
     sentences = explain(plan, pool, costs, table_bytes, task.topology.memory_bytes)
+    try:
+        replace(task, topology=replace(task.topology, memory_bytes=None)).check(plan)  # of memory it was said
+    except PlanError as error:
+        sentences.append(f"The plan is not as asked: {error}")
     sentences += why_split(task, plan, planner.step_costs(task))
     sentences.append(compare(plan, costs, better.plan, better.predicted_ms))
     if better.would_split is not None:
