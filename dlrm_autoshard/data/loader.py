@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Generator, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from types import TracebackType
 
 from dlrm_autoshard.data.batch import Batch, DataSource, Split
 from dlrm_autoshard.data.form_check import check_form
@@ -74,12 +73,7 @@ class Loader:
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stops reading ahead; waits for at most the one batch being read. Iterators left half-way end here."""
         for batches in list(self._running):
             batches.close()
