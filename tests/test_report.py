@@ -239,6 +239,16 @@ def test_a_run_killed_in_a_later_epoch_is_reported_up_to_the_last_complete_one(t
     assert "2 of 3 epochs are profiled, to step 200; it was last seen at step 300" in (record.stopped_early or "")
 
 
+def test_a_run_killed_after_a_part_of_its_last_epoch_is_said_to_have_ended_there(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", epochs=2)
+    first, last = [json.loads(line) for line in epochs_file(run).read_text().splitlines()]
+    epochs_file(run).write_text(json.dumps(first) + "\n" + json.dumps({**last, "end_step": 150}) + "\n")
+    (run / "metrics.jsonl").unlink()
+    record = RunRecord.load(run)
+    assert "1 of 2 epochs are profiled, to step 150" in (record.stopped_early or "")
+    assert replace(record, finished=True).stopped_early is None
+
+
 @pytest.mark.parametrize("file", ["costs/epochs.jsonl", "metrics.jsonl", "costs/rank_00001.jsonl", "decisions.jsonl"])
 def test_a_future_schema_is_a_clear_error(tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
@@ -436,7 +446,6 @@ def test_what_was_not_sampled_has_no_figures(tmp_path: Path) -> None:
 def test_one_rank_is_not_told_what_balance_would_save(tmp_path: Path) -> None:
     record = RunRecord.load(write_run(tmp_path / "run", ranks=1, epochs=1))
     said = summary(record)
-    assert said[0] == "Autoshard: no move in 1 decision (at step 100: best candidate 1.2% faster, below min_gain 2%)."
     assert said[1] == "One rank has all tables: there is nothing to place." and "balance" not in " ".join(said)
 
 

@@ -7,6 +7,7 @@ record.metrics_of("val")                   # [{"step": ..., "auc": ...}, ...]
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,7 +108,11 @@ class RunRecord:
         if not self.epochs or self.finished:
             return None
         train = self.config.get("train", {})
-        done, last_step = self.last.epoch + 1, self.last.end_step
+        steps: Counter[int] = Counter()
+        for profile in self.epochs:
+            steps[profile.epoch] += profile.end_step - profile.first_step
+        whole = steps[self.last.epoch] == max(steps.values())  # as far as earlier epochs tell
+        done, last_step = self.last.epoch + whole, self.last.end_step
         seen = max((int(line["step"]) for line in self.metrics if line.get("step") is not None), default=last_step)
         if (done >= train.get("epochs", done) and seen <= last_step) or last_step >= (train.get("max_steps") or 2**62):
             return None
