@@ -75,8 +75,8 @@ def test_decisions_have_the_columns_of_which_something_is_known(tmp_path: Path) 
         )
         for decided in (whole, kept)
     }
-    assert "paid back after, steps" in sections[whole["action"]] and "and after" in sections[whole["action"]]
-    assert "examples/s before" in sections["kept"] and "and after" not in sections["kept"]
+    assert "paid back after, steps" in sections[whole["action"]] and ">and after<" in sections[whole["action"]]
+    assert "examples/s before" in sections["kept"] and ">and after<" not in sections["kept"]
 
 
 @needs_chromium

@@ -130,7 +130,7 @@ def explain(
     else:
         sentences.append("No stage is out of balance by more than 1% of the step.")
     used = bytes_per_rank(plan, table_bytes)
-    fullest = max(range(len(used)), key=lambda r: used[r] / (memory[r] if memory else 1))  # of what it has
+    fullest = max(range(len(used)), key=lambda r: used[r] / (max(memory[r], 1) if memory else 1))  # of what it has
     if memory is None:
         sentences.append(f"The fullest rank is {fullest} with {gib(used[fullest])}.")
     elif used[fullest] > memory[fullest]:
