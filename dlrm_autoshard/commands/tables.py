@@ -89,9 +89,7 @@ def tables_of_run(run: Path, quiet: bool) -> OfRun:
         )
     config = load_config(run / CONFIG)
     pool = _measured(open_source(config.data, config.tables), record.last.batch_size, quiet)
-    pooling = {
-        Shard.parse(use.name).table: use.mean_pooling for use in record.last.tables
-    }  # all parts have the table's
+    pooling = {Shard.parse(use.name).table: use.mean_pooling for use in record.last.tables}  # parts have their table's
     stats = [
         replace(s, mean_pooling=pooling.get(t.name, s.mean_pooling))
         for t, s in zip(pool.tables, pool.stats, strict=True)
