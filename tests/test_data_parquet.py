@@ -168,7 +168,7 @@ def test_rows_without_a_label_or_a_weight_are_refused(tmp_path: Path) -> None:
 
 
 def test_files_without_a_row_are_nothing_to_train_on(tmp_path: Path) -> None:
-    write(tmp_path / "day_0.parquet", 0)
+    pq.write_table(pa.table(rows(5)).slice(0, 0), tmp_path / "day_0.parquet")
     for split in ("val", "test"):
         write(tmp_path / f"{split}.parquet", 3)
     config = shipped(tmp_path)

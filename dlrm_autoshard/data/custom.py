@@ -3,8 +3,7 @@ the options, and returns a `DataSource` (batch.py says what that is).
 
     data: {source: custom, factory: "clicks.py:Clicks", options: {path: clicks.npz}}
 
-A few samples are read at once: a wrong shape or type is a sentence before anything is allocated, and not only in the
-loader, which looks at every batch.
+A few samples are read at once: what is wrong with them is said before anything is allocated, later in the loader.
 """
 
 from __future__ import annotations

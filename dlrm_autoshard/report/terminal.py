@@ -3,8 +3,7 @@
     print_report(Console(), RunRecord.load(run_dir))
     print_comparison(Console(), one, other)
 
-Order: what matters in sentences, the last interval by stage, by rank and by prediction, then the run over its
-epochs, or parts of epochs.
+Order: what matters in sentences, the last interval by stage, by rank and by prediction, then all of the run's.
 """
 
 from __future__ import annotations
