@@ -128,7 +128,7 @@ COMMANDS = {  # what follows dlrm-autoshard -> what is said
     "report none": "none",
     "tables": "give files of dlrm_datasets, or --from-run RUN, or --from-csv FILE, or --synthetic N.",
     "tables config.yaml": "'config.yaml' is no .pt or .pt.gz file of dlrm_datasets",
-    "tables --synthetic 0": "argument --synthetic: 0 is not between 1 and 2,147,483,647",
+    "tables --synthetic 0": "--synthetic is 0; it must be 1 or more.",
     "tables --synthetic 4 --dim 6": "--dim is 6; fbgemm needs a multiple of 4.",
     "tables --from-csv none.csv": "CSV file 'none.csv' cannot be read: No such file",
     "tables --from-csv rows.csv": "CSV file 'rows.csv', line 2: 'num_embeddings' is '5x0'; it must be a whole number.",

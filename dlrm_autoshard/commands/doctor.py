@@ -7,16 +7,14 @@ import dataclasses
 import json
 from typing import Any
 
-from dlrm_autoshard.commands.arguments import positive
+from dlrm_autoshard.errors import UserError
 
 _MARKS = {"ok": "ok", "warn": "warning", "fail": "FAIL"}
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("doctor", help="check Python, torch, fbgemm, backend, cores and memory")
-    parser.add_argument(
-        "--ranks", type=positive, default=2, metavar="N", help="ranks that will run on this machine (default 2)"
-    )
+    parser.add_argument("--ranks", type=int, default=2, help="ranks that will run on this machine (default 2)")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     parser.set_defaults(run=run)
 
@@ -24,6 +22,8 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.commands.environment_checks import examine
 
+    if arguments.ranks < 1:
+        raise UserError(f"--ranks is {arguments.ranks}; it must be 1 or more.")
     checks = examine(arguments.ranks)
     if arguments.json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlrm_autoshard.commands.arguments import OfRun, add_output, positive, seed, with_progress
+from dlrm_autoshard.commands.arguments import OfRun, add_output, seed, with_progress
 from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--from-csv", type=Path, metavar="FILE", help="columns name, num_embeddings; embedding_dim, mean_pooling, alpha"
     )
-    parser.add_argument("--synthetic", type=positive, metavar="N", help="N synthetic tables with the same statistics")
+    parser.add_argument("--synthetic", type=int, metavar="N", help="N synthetic tables with the same statistics")
     parser.add_argument("--dim", type=int, help="embedding dim of tables from files (default 16)")
-    parser.add_argument("--batch-size", type=positive, help="samples measured: reuse grows with it (default 65536)")
+    parser.add_argument("--batch-size", type=int, help="samples measured: reuse grows with it (default 65536)")
     parser.add_argument("--seed", type=seed, default=0)
     add_output(parser, "tables.json, for `tasks`, `plan` and `explain`")
     parser.set_defaults(run=run)
@@ -50,9 +50,13 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.batch_size = 65536 if arguments.batch_size is None else arguments.batch_size
     if arguments.dim < 4 or arguments.dim % 4:
         raise UserError(f"--dim is {arguments.dim}; fbgemm needs a multiple of 4.")
+    if arguments.batch_size < 1:
+        raise UserError(f"--batch-size is {arguments.batch_size}; it must be 1 or more.")
     if arguments.synthetic is not None:
         from dlrm_autoshard.planner.pool import synthetic_pool
 
+        if arguments.synthetic < 1:
+            raise UserError(f"--synthetic is {arguments.synthetic}; it must be 1 or more.")
         pool = synthetic_pool(arguments.synthetic, arguments.seed, arguments.batch_size)
     elif arguments.from_run is not None:
         pool = tables_of_run(arguments.from_run, quiet=arguments.json).pool

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_autoshard.commands.arguments import add_output, positive, seed
+from dlrm_autoshard.errors import UserError
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("tasks", help="draw placement tasks from disjoint halves of a pool of tables")
     parser.add_argument("--tables", type=Path, required=True, metavar="FILE", help="tables.json of `tables`")
-    parser.add_argument("--tables-per-task", type=positive, default=50)
-    parser.add_argument("--count", type=positive, default=50, help="training tasks, and as many test tasks")
+    parser.add_argument("--tables-per-task", type=int, default=50)
+    parser.add_argument("--count", type=int, default=50, help="training tasks, and as many test tasks")
     parser.add_argument("--batch-size", type=positive, help="global batch (default: the tables' own)")
     parser.add_argument("--seed", type=seed, default=0)
     add_output(parser, "tasks.json, for `fit` and `compare-planners`", required=True)
@@ -26,6 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.planner.pool import TablePool
     from dlrm_autoshard.report.verdict import count
 
+    for name in ("tables_per_task", "count"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be 1 or more.")
     pool = TablePool.load(arguments.tables)
     batch_size = arguments.batch_size or pool.stats[0].batch_size
     tasks = draw_tasks(pool, arguments.tables_per_task, arguments.count, arguments.seed, batch_size)
