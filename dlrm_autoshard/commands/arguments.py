@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -117,13 +117,12 @@ def task_of(
     if arguments.memory_gib is not None:
         settings = settings.model_copy(update={"memory_gib": arguments.memory_gib})
     check_settings(settings, [table.name for table in pool.tables], devices)
-    pinned, together, apart = groups_asked(arguments)
     asked = {key: value for key in ("max_parts", "min_dim") if (value := getattr(arguments, key)) is not None}
     settings = settings.model_copy(
         update={
-            "pinned": {**settings.pinned, **pinned},
-            "together": [*settings.together, *together],
-            "apart": [*settings.apart, *apart],
+            "pinned": {**settings.pinned, **pins_of(arguments.pin)},
+            "together": [*settings.together, *(group.split(",") for group in arguments.together)],
+            "apart": [*settings.apart, *(group.split(",") for group in arguments.apart)],
             "splits": settings.splits.model_copy(update=asked),
         }
     )
@@ -138,15 +137,15 @@ def task_of(
     )
 
 
-def groups_asked(arguments: argparse.Namespace) -> tuple[dict[str, int], list[list[str]], list[list[str]]]:
-    """--pin table=rank, --together a,b and --apart a,b, each any number of times."""
+def pins_of(pins: Sequence[str]) -> dict[str, int]:
+    """--pin table=rank, any number of times."""
     pinned = {}
-    for pin in arguments.pin:
+    for pin in pins:
         table, equals, rank = pin.rpartition("=")
         if not equals or not rank.isdigit():
             raise UserError(f"--pin '{pin}' is not of the form TABLE=RANK, such as --pin user=0.")
         pinned[table] = int(rank)
-    return pinned, *([group.split(",") for group in groups] for groups in (arguments.together, arguments.apart))
+    return pinned
 
 
 def planner_of(algorithm: str, seed: int, fitted: Path | None = None, *, shipped: bool = True) -> Planner:
