@@ -25,7 +25,7 @@ def summarize(run_dir: Path) -> str:
     split, metrics = final
     speeds = [line["throughput"] for line in record.metrics_of("train") if "throughput" in line]
     lines = [f"Done. Run directory: {run_dir}"]
-    if "auc" in metrics:
+    if metrics.get("auc") is not None:
         lines.append(f"  {split} AUC".ljust(14) + f"{metrics['auc']:.4f} (logloss {metrics['logloss']:.4f})")
     if speeds:
         lines.append(f"  throughput  {speeds[-1]:,.0f} examples/s over {plan.world_size} ranks")

@@ -261,7 +261,7 @@ def test_the_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFix
     for day in (10, 9):
         write_sample_text(tmp_path / f"day_{day}", day)
     assert main(["data", "criteo", *map(str, sorted(tmp_path.glob("day_*"))), "--out", str(tmp_path / "out")]) == 0
-    assert "19 samples in 2 day(s)" in capsys.readouterr().out
+    assert "19 samples in 2 days" in capsys.readouterr().out
     assert len(np.load(tmp_path / "out" / "day_0_labels.npy")) == 9, "day_9 comes before day_10"
     assert main(["data", "criteo", str(tmp_path / "day_9"), "--out", str(tmp_path / "out")]) == 2
     assert "not empty" in capsys.readouterr().err

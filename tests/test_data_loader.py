@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -183,8 +184,36 @@ def test_a_batch_whose_ids_have_not_one_weight_each_is_refused(num_weights: int)
     source.num_weights = 4
     assert len(list(Loader(source, "train", 0, 4, 0, 1))) == 25
     source.num_weights = num_weights
-    with pytest.raises(DataError, match=rf"{num_weights} weights for 4 ids in the batch from sample 0 .* 'train'"):
+    with pytest.raises(
+        DataError, match=rf"from sample 0 .* 'train' .*weights_N as float32 \[{num_weights}\]; .* \[4\]"
+    ):
         list(Loader(source, "train", 0, 4, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "says"),
+    [
+        ("weights_N", lambda batch: batch.weights_N.double(), r"float64 \[4\]; .* must be float32 \[4\]"),
+        ("values_N", lambda batch: batch.values_N.double(), r"float64 \[4\]; .* must be int32 or int64 \[4\]"),
+        ("lengths_TB", lambda batch: batch.lengths_TB.long(), r"int64 \[2, 4\]; .* must be int32 \[2, 4\]"),
+        ("labels_B", lambda batch: batch.labels_B.double(), r"float64 \[4\]; .* must be float32 \[4\]"),
+        ("dense_BF", lambda batch: batch.dense_BF[:3], r"float32 \[3, 1\]; .* must be float32 \[4, 1\]"),
+    ],
+)
+def test_a_later_batch_in_another_form_than_the_first_is_refused(
+    name: str, wrong: Callable[[Batch], torch.Tensor], says: str
+) -> None:
+    class Changing(Scripted):
+        def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
+            self.num_weights = last - first
+            batch = super().read(split, epoch, first, last)
+            return replace(batch, **{name: wrong(batch)}) if first == 8 else batch  # type: ignore[arg-type]
+
+    sizes = []
+    with pytest.raises(DataError, match=rf"data source 'Changing', from sample 8 .*, gives {name} as {says}"):
+        for batch in Loader(Changing(), "train", 0, 4, 0, 1):
+            sizes.append(batch.size)
+    assert sizes == [4, 4]
 
 
 @pytest.mark.parametrize(("on_bad_id", "repaired"), [("clip", [0, 99, 99, 3]), ("hash", [99, 0, 2**40 % 100, 3])])

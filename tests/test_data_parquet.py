@@ -167,13 +167,44 @@ def test_rows_without_a_label_or_a_weight_are_refused(tmp_path: Path) -> None:
         read(0, 3, sample_weight="weight")
 
 
-def test_files_without_rows_to_train_on_are_refused(tmp_path: Path) -> None:
-    pq.write_table(pa.table(rows(20)).slice(0, 0), tmp_path / "day_0.parquet")  # a filter that left nothing
-    for name in ("val", "test"):
-        write(tmp_path / f"{name}.parquet", 20)
+def test_files_without_a_row_are_nothing_to_train_on(tmp_path: Path) -> None:
+    pq.write_table(pa.table(rows(5)).slice(0, 0), tmp_path / "day_0.parquet")
+    for split in ("val", "test"):
+        write(tmp_path / f"{split}.parquet", 3)
     config = shipped(tmp_path)
-    with pytest.raises(DataError, match=r"\(data\.source: parquet\) have no samples to train on"):
+    with pytest.raises(DataError, match=r"data\.source 'parquet' has no samples .* nothing to train on"):
         open_source(config.data, config.tables)
+
+
+def test_predictions_need_no_labels(tmp_path: Path) -> None:
+    for name, seed in (("day_0", 0), ("test", 1)):
+        write(tmp_path / f"data/{name}.parquet", 400, seed, group=100)
+    files = [
+        f"data.{split}=[data/{name}.parquet]" for split, name in (("train", "day_0"), ("val", "test"), ("test", "test"))
+    ]
+
+    def dlrm(*arguments: str) -> str:
+        command = [sys.executable, "-m", "dlrm_autoshard", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+        return f"{done.returncode} {done.stdout}{done.stderr}"
+
+    assert dlrm("train", "parquet", "--ranks=1", "train.batch_size=100", *files).startswith("0 ")
+    assert dlrm("predict", "runs/parquet", "--out", "labelled.npy").startswith("0 ")
+    write(tmp_path / "data/test.parquet", 400, 0, group=150)
+    for split in ("train", "test"):
+        assert dlrm("predict", "runs/parquet", "--split", split, "--out", f"{split}.npy").startswith("0 ")
+    assert np.array_equal(np.load(tmp_path / "train.npy"), np.load(tmp_path / "test.npy")), "in the files' order"
+    without = pa.table(rows(400, 1)).drop_columns(["click", "buy", "weight"])
+    nulls = without
+    for column in ("click", "buy", "weight"):
+        nulls = nulls.append_column(column, pa.nulls(400, pa.float64()))
+    for unlabelled, says in ((without, "has no column"), (nulls, "is null, as in 100 of 100 rows")):
+        pq.write_table(unlabelled, tmp_path / "data/test.parquet", row_group_size=100)
+        assert dlrm("predict", "runs/parquet", "--out", "new/bare.npy").startswith("0 400 predictions")
+        predicted = np.load(tmp_path / "new/bare.npy")
+        assert predicted.shape == (400, 2) and np.array_equal(predicted, np.load(tmp_path / "labelled.npy"))
+        said = dlrm("evaluate", "runs/parquet")
+        assert said.startswith("2 ") and says in said
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_pythons_outside_of_the_pins_fail(version: tuple[int, int], status: str)
 def test_fewer_cores_than_ranks_or_little_memory_are_warnings_with_figures() -> None:
     assert check_cores(ranks=2, cores=2).status == "ok"
     assert check_cores(ranks=4, cores=2).status == "warn"
-    assert check_cores(ranks=4, cores=2).fix == "--nproc_per_node=2"
+    assert check_cores(ranks=4, cores=2).fix == "--ranks 2"
     assert check_memory(ranks=2, available_bytes=8 * 2**30).status == "ok"
     assert "0.5 GiB for each of 2 ranks" in check_memory(ranks=2, available_bytes=2**30).finding
 

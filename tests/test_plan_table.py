@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -50,3 +51,10 @@ def test_the_columns_of_the_candidates_are_defined_below_them() -> None:
     text = shown(candidate_table(result(5.0, 5.5)))
     for column in ("predicted", "measured", "expected", "v chosen"):
         assert f"{column}: " in text
+
+
+def test_where_nothing_was_measured_no_column_says_so() -> None:
+    measured = result(5.0, 5.5)
+    guessed = tuple(replace(c, measured_ms=None, measured_source=None, expected_ms=None) for c in measured.candidates)
+    text = shown(candidate_table(replace(measured, chosen=guessed[0], candidates=guessed)))
+    assert "measured" not in text and "expected" not in text and "predicted: by a cost model. v chosen: by it" in text

@@ -216,6 +216,7 @@ def test_explain_and_plan_say_what_splits_bring_and_why_a_table_is_split(
         ("fit --tasks T --devices 2 --out O --placements 0", "argument --placements: 0 is not between 1 and"),
         ("data criteo-sample --out O --seed -1", "argument --seed: -1 is not between 0 and"),
         ("compare-planners --tasks T --devices 2 --seed -1", "argument --seed: -1 is not between 0 and"),
+        ("fit --tasks T --devices 2 --out O --placements 0", "argument --placements: 0 is not between 1 and"),
         ("compare-planners --tasks T --devices 2 --limit -1", "argument --limit: -1 is not between 1 and"),
         ("plan --tables T --devices 2 --ranks-per-host -1", "argument --ranks-per-host: -1 is not between 1 and"),
     ],
@@ -272,10 +273,69 @@ def test_a_run_is_planned_for_and_explained_with_its_own_optimizer(
     assert needs[0] in asked_otherwise
 
 
+def asking(path: Path, *settings: str) -> Path:
+    """A run like it, of `autoshard:` settings."""
+    with (path / "config.yaml").open("a") as config:
+        config.write(f"autoshard: {{{', '.join(settings)}}}\n")
+    return path
+
+
+def test_a_run_is_planned_for_and_explained_as_its_settings_ask(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def plan_of(run_dir: Path, *arguments: object) -> ShardingPlan:
+        return ShardingPlan.from_json(run(capsys, "plan", run_dir, *arguments)["plan"])
+
+    free = run_of(tmp_path / "free", "adagrad")
+    assert plan_of(free).split_tables, "what the settings below forbid"
+    pinned = asking(run_of(tmp_path / "pinned", "adagrad"), "pinned: {cat_0: 1, cat_1: 1}")
+    assert plan_of(pinned).rank_of == {"cat_0": 1, "cat_1": 1}
+    assert plan_of(pinned, "--pin", "cat_0=0").rank_of == {"cat_0": 0, "cat_1": 1}, "what is asked here comes first"
+    whole = asking(run_of(tmp_path / "whole", "adagrad"), "splits: {max_parts: 1}")
+    assert not plan_of(whole).split_tables and plan_of(whole, "--max-parts", "2").split_tables
+    narrow = asking(run_of(tmp_path / "narrow", "adagrad"), "splits: {min_dim: 64}")
+    assert not plan_of(narrow).split_tables
+    together = asking(run_of(tmp_path / "together", "sgd"), "together: [[cat_0, cat_1]]")
+    assert len(set(plan_of(together).rank_of.values())) == 1
+    empty = asking(run_of(tmp_path / "empty", "sgd"), "exclude_ranks: [0]")
+    assert set(plan_of(empty).rank_of.values()) == {1}
+    small = asking(run_of(tmp_path / "small", "sgd"), "memory_gib: [0.0001, 2]")
+    assert set(plan_of(small).rank_of.values()) == {1}
+    apart = run_of(tmp_path / "two_hosts", "sgd")
+    costs = apart / "costs" / "epochs.jsonl"
+    costs.write_text(costs.read_text().replace('["host0","host0"]', '["host0","host1"]'))
+    comms = [
+        [cost["fwd_comms"] for cost in run(capsys, "explain", path)["predicted"]]
+        for path in (run_of(tmp_path / "one_host", "sgd"), apart)
+    ]
+    assert comms[0] != comms[1], "between hosts the exchange costs something else"
+    for path in (pinned, together, empty):
+        best = plan_of(path)
+        best.save(path / "plan" / "step_00000000.json")
+        assert "nothing that is predicted" in " ".join(run(capsys, "explain", path)["explanation"])
+    assert "this plan does not fit" in " ".join(run(capsys, "explain", small)["explanation"])
+    said = run(capsys, "explain", free, "--pin", "cat_0=1")["explanation"]
+    assert any(sentence.startswith("The plan is not as asked: ") and "'cat_0'" in sentence for sentence in said)
+    assert main(["plan", str(small), "--devices", "3"]) == 2
+    assert "autoshard.memory_gib has 2 entries, but there are 3 ranks" in capsys.readouterr().err
+
+
+def test_the_pooling_of_a_split_table_is_as_last_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run_of(tmp_path, "sgd")
+    costs = path / "costs" / "epochs.jsonl"
+    record = json.loads(costs.read_text())
+    tables = {key: [values[0], *values] for key, values in record["tables"].items()}
+    tables |= {"name": ["cat_0[0:32]", "cat_0[32:64]", "cat_1"], "mean_pooling": [7.5, 7.5, 2.0], "rank": [0, 1, 1]}
+    costs.write_text(json.dumps({**record, "tables": tables}) + "\n")
+    pool = run(capsys, "tables", "--from-run", path)
+    assert [table["stats"]["mean_pooling"] for table in pool["tables"]] == [7.5, 2.0]
+
+
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
         (["plan", "RUN", "--devices", "0"], "--devices is 0; it must be 1 or more."),
+        (["explain", "nowhere"], "there is no plan file and no run 'nowhere'"),
         (["tables", "--from-run", "RUN", "--batch-size", "8"], "--from-run takes a run's tables as they are"),
         (["tables", "--from-run", "RUN", "--dim", "8"], "--from-run takes a run's tables as they are"),
     ],

@@ -17,6 +17,7 @@ from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
 from dlrm_autoshard.records.facts import RankEpoch, rank_file
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, forget_after, read_jsonl
 from dlrm_autoshard.records.run import RunRecord
+from dlrm_autoshard.report.comparison import side_by_side
 from dlrm_autoshard.report.page_data import page_data
 from dlrm_autoshard.report.summary import summary, who_was_slow
 from dlrm_autoshard.report.verdict import autoshard_in_one_line, left_to_save
@@ -238,6 +239,16 @@ def test_a_run_killed_in_a_later_epoch_is_reported_up_to_the_last_complete_one(t
     assert "2 of 3 epochs are profiled, to step 200; it was last seen at step 300" in (record.stopped_early or "")
 
 
+def test_a_run_killed_after_a_part_of_its_last_epoch_is_said_to_have_ended_there(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", epochs=2)
+    first, last = [json.loads(line) for line in epochs_file(run).read_text().splitlines()]
+    epochs_file(run).write_text(json.dumps(first) + "\n" + json.dumps({**last, "end_step": 150}) + "\n")
+    (run / "metrics.jsonl").unlink()
+    record = RunRecord.load(run)
+    assert "1 of 2 epochs are profiled, to step 150" in (record.stopped_early or "")
+    assert replace(record, finished=True).stopped_early is None
+
+
 @pytest.mark.parametrize("file", ["costs/epochs.jsonl", "metrics.jsonl", "costs/rank_00001.jsonl", "decisions.jsonl"])
 def test_a_future_schema_is_a_clear_error(tmp_path: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run")
@@ -307,8 +318,9 @@ def test_an_epoch_without_a_sampled_step_is_reported_as_such(
     plan = RunRecord.load(run).last.plan
     append_jsonl(epochs_file(run), EpochProfile.gather(short, plan, tables, stats, 2048).to_json())
     assert main(["report", str(run)]) == 0
-    assert "None of its 100 steps was sampled, so there are no stages to show: lower profile.warmup_steps" in " ".join(
-        capsys.readouterr().out.split()
+    assert (
+        "None of these 100 steps was sampled, so there are no stages to show: lower profile.warmup_steps"
+        in " ".join(capsys.readouterr().out.split())
     )
     assert main(["report", str(run), "--html"]) == 0
     assert RunRecord.load(run).last.straggler is None, "where nothing was measured nobody was slow"
@@ -390,6 +402,51 @@ def test_no_epoch_is_lost_when_intervals_are_shorter_than_epochs(tmp_path: Path)
         append_jsonl(epochs_file(run), {**line, "epoch": 0})
     record = RunRecord.load(run)
     assert [record.label(profile) for profile in record.epochs] == ["0 (0-99)", "0 (100-199)"]
+
+
+def in_parts(run: Path) -> RunRecord:
+    """Its two epochs as the halves of one, the latter evaluated."""
+    for file in (epochs_file(run), run / "metrics.jsonl", *(rank_file(run, rank) for rank in (0, 1))):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        file.unlink()
+        for line in lines:
+            if line.get("split") != "val" or line["step"] == 200:
+                append_jsonl(file, {**line, "epoch": 0})
+    return RunRecord.load(run)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_part_of_an_epoch_is_not_called_the_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = in_parts(write_run(tmp_path / "run", epochs=2))
+    assert any(sentence.startswith("In steps 100 to 199 a step took") for sentence in summary(record))
+    assert who_was_slow(record) == ["Earlier the others were held up by rank 1 (load) in steps 0 to 99."]
+    assert page_data(record)["epochs"]["text"][0].startswith("In steps 0 to 99 a step took")
+    assert main(["report", str(tmp_path / "run")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    said = " ".join(" ".join(lines).split())
+    for title in ("Where the step goes, steps 100 to 199", "Ranks, steps 100 to 199", "Predicted, steps 100 to 199"):
+        assert title in said
+    assert "slowest" in next(line for line in lines if "uneven" in line) and max(map(len, lines)) <= 80
+    assert sum("0.7000" in line.split() for line in lines) == 1, (
+        "the evaluation after the latter part is none of the former"
+    )
+    three = RunRecord.load(write_run(tmp_path / "whole", epochs=3))
+    assert any(sentence.startswith("In epoch 2 a step took") for sentence in summary(three))
+
+
+def test_what_was_not_sampled_has_no_figures(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run", epochs=1))
+    nothing = {name: (0.0, 0.0) for name in STAGES}
+    short = replace(record.last, samples=0, stage_ms=nothing, step_ms_by_rank=(0.0, 0.0))
+    rows = {name: cells for name, *cells in side_by_side(record, replace(record, epochs=(short,)))}
+    assert rows["fwd_compute, slowest rank, ms"][1:] == ["-", ""] and rows["sampled step ms"][1:] == ["-", ""]
+    assert rows["examples/s"][0] == rows["examples/s"][1] != "-"
+
+
+def test_one_rank_is_not_told_what_balance_would_save(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run", ranks=1, epochs=1))
+    said = summary(record)
+    assert said[1] == "One rank has all tables: there is nothing to place." and "balance" not in " ".join(said)
 
 
 def test_the_page_and_the_last_decision_name_one_figure_for_perfect_balance(tmp_path: Path) -> None:

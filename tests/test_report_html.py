@@ -6,6 +6,7 @@ Screenshots are kept in the directory that $CI_ARTIFACTS names, where it is set,
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.charts import charts
 from dlrm_autoshard.report.html import render_html, write_html
 from dlrm_autoshard.report.page_data import page_data
+from dlrm_autoshard.report.page_sections import page_sections
 from tests.chromium import needs_chromium, open_page, print_to_pdf, take_screenshot
 from tests.report_records import write_run
 
@@ -62,6 +64,28 @@ def test_names_of_runs_and_tables_cannot_break_the_page(tmp_path: Path) -> None:
     epochs_file(run).write_text(lines.replace("cat_0", "</script><script>alert(1)</script>"))
     page = render_html(RunRecord.load(run))
     assert "<title>&lt;b&gt;&amp;run" in page and "<script>alert(1)" not in page
+
+
+def test_decisions_have_the_columns_of_which_something_is_known(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run", epochs=2))
+    whole, kept = record.decisions[-1], {"step": 9, "action": "kept", "text": "kept: so", "throughput_before": 3.0}
+    sections = {
+        decided["action"]: next(
+            body for key, _, body in page_sections(replace(record, decisions=(decided,)), set()) if key == "decisions"
+        )
+        for decided in (whole, kept)
+    }
+    assert "paid back after, steps" in sections[whole["action"]] and ">and after<" in sections[whole["action"]]
+    assert "examples/s before" in sections["kept"] and ">and after<" not in sections["kept"]
+
+
+@needs_chromium
+def test_whole_numbers_are_shown_whole(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", epochs=1)
+    rows = [f"{table.num_embeddings:,}" for table in RunRecord.load(run).last.tables]
+    path = write_html(run, RunRecord.load(run))
+    page = open_page(path, tmp_path)
+    assert rows and all(f"<td>{count}</td>" in page.dom for count in rows)
 
 
 def test_sixty_four_ranks_twenty_epochs_and_a_thousand_tables_stay_below_two_megabytes(tmp_path: Path) -> None:

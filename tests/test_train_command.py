@@ -173,6 +173,7 @@ def wait_for(path: Path) -> None:
 def test_the_shipped_configs_are_listed_and_copied(tmp_path: Path) -> None:
     listed = dlrm("configs", cwd=tmp_path).stdout.splitlines()
     assert [line.split()[0] for line in listed] == sorted(path.stem for path in (REPOSITORY / "configs").glob("*.yaml"))
+    assert max(map(len, listed)) < 80
     assert dlrm("configs", "debug_cpu", cwd=tmp_path).returncode == 0
     assert (tmp_path / "debug_cpu.yaml").read_text() == (REPOSITORY / "configs/debug_cpu.yaml").read_text()
     again = dlrm("configs", "debug_cpu", cwd=tmp_path)

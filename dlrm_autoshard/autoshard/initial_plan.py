@@ -83,14 +83,8 @@ def place(
         find_topology(settings, runtime, held_bytes),
         batch_size=batch_size,
         table_bytes=memory_bytes(tables, stats, optimizer.name, batch_size),
-        constraints=Constraints(
-            settings.pinned,
-            tuple(tuple(group) for group in settings.together),
-            tuple(tuple(group) for group in settings.apart),
-        ),
-        splits=Splits(
-            settings.splits.max_parts, settings.splits.min_dim, optimizer.splits_tables, optimizer=optimizer.name
-        ),
+        constraints=constraints_of(settings),
+        splits=splits_of(settings, optimizer),
     )
     planner = None
     if settings.enabled and runtime.rank == 0:
@@ -160,15 +154,28 @@ def check_settings(settings: AutoshardConfig, tables: list[str], world_size: int
 def find_topology(settings: AutoshardConfig, runtime: Runtime, held_bytes: int = 0) -> Topology:
     """Memory as configured, else what is free on each rank's device now, or held by its tables; which ranks share a
     host. Collective."""
-    if settings.memory_gib is None:
-        memory = runtime.all_gather(int(thresholds.MEMORY_SHARE * (free_bytes(runtime) + held_bytes)))
-    elif isinstance(settings.memory_gib, list):
-        memory = [int(gib * 2**30) for gib in settings.memory_gib]
-    else:
-        memory = [int(settings.memory_gib * 2**30)] * runtime.world_size
+    memory = memory_asked(settings, runtime.world_size)
+    if memory is None:
+        memory = tuple(runtime.all_gather(int(thresholds.MEMORY_SHARE * (free_bytes(runtime) + held_bytes))))
     places = runtime.all_gather(place_of_process())
     hosts = tuple(list(dict.fromkeys(places)).index(place) for place in places)
-    return Topology(runtime.world_size, tuple(memory), excluded=frozenset(settings.exclude_ranks), hosts=hosts)
+    return Topology(runtime.world_size, memory, excluded=frozenset(settings.exclude_ranks), hosts=hosts)
+
+
+def memory_asked(settings: AutoshardConfig, world_size: int) -> tuple[int, ...] | None:
+    """Bytes for tables on each rank, where the settings say so."""
+    gib = settings.memory_gib
+    if gib is None:
+        return None
+    return tuple(int(own * 2**30) for own in (gib if isinstance(gib, list) else [gib] * world_size))
+
+
+def constraints_of(settings: AutoshardConfig) -> Constraints:
+    return Constraints(settings.pinned, tuple(map(tuple, settings.together)), tuple(map(tuple, settings.apart)))
+
+
+def splits_of(settings: AutoshardConfig, optimizer: TableOptimizerConfig) -> Splits:
+    return Splits(settings.splits.max_parts, settings.splits.min_dim, optimizer.splits_tables, optimizer.name)
 
 
 def free_bytes(runtime: Runtime) -> int:

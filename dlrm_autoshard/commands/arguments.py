@@ -5,18 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
-    from dlrm_autoshard.config import TableOptimizerConfig
-    from dlrm_autoshard.plan import Constraints, Topology
+    from dlrm_autoshard.config import Config
+    from dlrm_autoshard.plan import Topology
     from dlrm_autoshard.planner.planner import Planner
-    from dlrm_autoshard.planner.task import Splits
+    from dlrm_autoshard.planner.pool import TablePool
+    from dlrm_autoshard.planner.task import PlacementTask
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class OfRun:
+    """The tables of a run, its settings, and each rank's host by name."""
+
+    pool: TablePool
+    config: Config
+    hosts: tuple[str, ...]
+
+
 STATE_FILE = "planner.json"
 
 
@@ -32,14 +45,26 @@ def add_output(parser: argparse.ArgumentParser, out_help: str, required: bool = 
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
-def add_splits(parser: argparse.ArgumentParser) -> None:
+def add_asked(parser: argparse.ArgumentParser) -> None:
+    """What `task_of` reads beside --devices and --memory-gib."""
+    parser.add_argument("--batch-size", type=positive, metavar="N", help="global batch (default: the tables' own)")
+    parser.add_argument("--pin", action="append", default=[], metavar="TABLE=RANK", help="on this rank")
+    parser.add_argument("--together", action="append", default=[], metavar="A,B,...", help="on one rank")
+    parser.add_argument("--apart", action="append", default=[], metavar="A,B,...", help="no two on one rank")
     parser.add_argument(
         "--optimizer",
         choices=["rowwise_adagrad", "adagrad", "sgd", "adam"],
         help="of the tables (default: the run's; without a run rowwise_adagrad)",
     )
-    parser.add_argument("--max-parts", type=positive, default=4, help="of a table that is split by columns; 1: none is")
-    parser.add_argument("--min-dim", type=positive, default=16, help="columns of a part at least")
+    parser.add_argument(
+        "--max-parts",
+        type=positive,
+        metavar="N",
+        help="of a table that is split by columns; 1: none is (default: the run's; without a run 4)",
+    )
+    parser.add_argument(
+        "--min-dim", type=positive, metavar="N", help="columns of a part at least (default: the run's; or 16)"
+    )
 
 
 def positive(text: str) -> int:
@@ -62,39 +87,65 @@ def topology_of(devices: int, memory_gib: float | None) -> Topology:
     """Of --devices and --memory-gib."""
     from dlrm_autoshard.plan import Topology
 
+    check_devices(devices, memory_gib)
+    return Topology(devices, None if memory_gib is None else (int(memory_gib * 2**30),) * devices)
+
+
+def check_devices(devices: int, memory_gib: float | None) -> None:
     if devices < 1:
         raise UserError(f"--devices is {devices}; it must be 1 or more.")
-    if memory_gib is None:
-        return Topology(devices)
-    if not 0 < memory_gib < 2**30:
+    if memory_gib is not None and not 0 < memory_gib < 2**30:
         raise UserError(f"--memory-gib is {memory_gib:g}; it must be more than 0 and less than {2**30:,}.")
-    return Topology(devices, (int(memory_gib * 2**30),) * devices)
 
 
-def splits_of(arguments: argparse.Namespace, own: TableOptimizerConfig | None, allowed: bool) -> Splits:
-    """own: the run's, where the tables are of one; --optimizer wins. allowed: whatever the optimizer is."""
-    from dlrm_autoshard.config import TableOptimizerConfig
-    from dlrm_autoshard.planner.task import Splits
+def task_of(
+    pool: TablePool, of_run: OfRun | None, devices: int, arguments: argparse.Namespace, *, may_split: bool
+) -> PlacementTask:
+    """These tables on so many ranks. of_run: where they are a run's, whose memory, pins, groups, excluded ranks, splits
+    and optimizer hold where the arguments ask nothing else, and its hosts where it had as many ranks. may_split:
+    whatever the optimizer is."""
+    from dlrm_autoshard.autoshard.initial_plan import check_settings, constraints_of, memory_asked, splits_of
+    from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
+    from dlrm_autoshard.plan import Topology
 
-    optimizer = own or TableOptimizerConfig()
+    check_devices(devices, arguments.memory_gib)
+    settings, optimizer, hosts = AutoshardConfig(), TableOptimizerConfig(), None
+    if of_run is not None:
+        settings, optimizer = of_run.config.autoshard, of_run.config.tables.optimizer
+        if len(of_run.hosts) == devices:
+            hosts = tuple(map(list(dict.fromkeys(of_run.hosts)).index, of_run.hosts))
+    if arguments.memory_gib is not None:
+        settings = settings.model_copy(update={"memory_gib": arguments.memory_gib})
+    check_settings(settings, [table.name for table in pool.tables], devices)
+    asked = {key: value for key in ("max_parts", "min_dim") if (value := getattr(arguments, key)) is not None}
+    settings = settings.model_copy(
+        update={
+            "pinned": {**settings.pinned, **pins_of(arguments.pin)},
+            "together": [*settings.together, *(group.split(",") for group in arguments.together)],
+            "apart": [*settings.apart, *(group.split(",") for group in arguments.apart)],
+            "splits": settings.splits.model_copy(update=asked),
+        }
+    )
     if arguments.optimizer is not None:
         optimizer = optimizer.model_copy(update={"name": arguments.optimizer})
-    return Splits(arguments.max_parts, arguments.min_dim, allowed or optimizer.splits_tables, optimizer.name)
+    splits = splits_of(settings, optimizer)
+    return pool.task(
+        Topology(devices, memory_asked(settings, devices), excluded=frozenset(settings.exclude_ranks), hosts=hosts),
+        arguments.batch_size,
+        constraints_of(settings),
+        replace(splits, allowed=splits.allowed or may_split),
+    )
 
 
-def constraints_of(pins: Sequence[str], together: Sequence[str], apart: Sequence[str]) -> Constraints:
-    """--pin table=rank, --together a,b and --apart a,b, each any number of times."""
-    from dlrm_autoshard.plan import Constraints
-
+def pins_of(pins: Sequence[str]) -> dict[str, int]:
+    """--pin table=rank, any number of times."""
     pinned = {}
     for pin in pins:
         table, equals, rank = pin.rpartition("=")
         if not equals or not rank.isdigit():
             raise UserError(f"--pin '{pin}' is not of the form TABLE=RANK, such as --pin user=0.")
         pinned[table] = int(rank)
-    return Constraints(
-        pinned, tuple(tuple(group.split(",")) for group in together), tuple(tuple(group.split(",")) for group in apart)
-    )
+    return pinned
 
 
 def planner_of(algorithm: str, seed: int, fitted: Path | None = None, *, shipped: bool = True) -> Planner:
@@ -142,7 +193,9 @@ def with_progress(items: Iterable[T], total: int, description: str, quiet: bool)
     from rich.console import Console
     from rich.progress import track
 
-    return iter(track(items, description, total, console=Console(stderr=True, quiet=quiet), transient=True))
+    console = Console(stderr=True)
+    hidden = quiet or not console.is_terminal  # elsewhere even a bar that goes away leaves an empty line
+    return iter(track(items, description, total, console=console, transient=True, disable=hidden))
 
 
 def last_plan(run: Path) -> Path:

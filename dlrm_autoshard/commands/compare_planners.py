@@ -130,8 +130,6 @@ def summarise(outcomes: dict[str, Outcome]) -> list[dict[str, Any]]:
     """Best mean first; speedup over random with its 95% bootstrap interval over tasks."""
     cost = {name: np.array(outcome.cost_ms) for name, outcome in outcomes.items()}
     placed_by_all = np.all([~np.isnan(values) for values in cost.values()], axis=0)
-    if not placed_by_all.any():
-        placed_by_all = np.zeros_like(placed_by_all)
     draws = np.random.default_rng(0).integers(0, max(placed_by_all.sum(), 1), size=(2000, max(placed_by_all.sum(), 1)))
     rows = []
     for name, outcome in outcomes.items():

@@ -29,6 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path(source.name)
     if out.exists():
         raise UserError(f"'{out}' exists already. Name another file with --out.")
+    out.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, out)
     print(f"{out}; train it with: dlrm-autoshard train {out}")
     return 0

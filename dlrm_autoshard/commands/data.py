@@ -62,12 +62,13 @@ def _fetch_movielens(arguments: argparse.Namespace) -> None:
 
 def _preprocess_criteo(arguments: argparse.Namespace) -> None:
     from dlrm_autoshard.data.criteo.preprocess import Contiguous, Modulo, preprocess
+    from dlrm_autoshard.report.verdict import count
 
     encoding = Modulo(arguments.modulo) if arguments.modulo else Contiguous(arguments.min_frequency)
     with _progress_bar() as progress:
         result = preprocess(sorted(arguments.inputs, key=_day_number), arguments.out, encoding, progress)
     print(
-        f"{sum(result.rows_per_day):,} samples in {len(result.rows_per_day)} day(s), "
+        f"{sum(result.rows_per_day):,} samples in {count(len(result.rows_per_day), 'day')}, "
         f"{sum(result.table_rows):,} rows in 26 tables (largest {max(result.table_rows):,}): {arguments.out}\n"
         f"Train with: dlrm-autoshard train criteo_kaggle data.dir={arguments.out}"
     )

@@ -144,15 +144,17 @@ def check_by_running(version_of: VersionOf) -> list[Check]:
 
 
 def check_cores(ranks: int, cores: int) -> Check:
-    finding = f"{cores} for {ranks} ranks"
+    finding = f"{cores} for {ranks} rank{'s' * (ranks > 1)}"
     if cores >= ranks:
         return Check("cores", "ok", finding)
-    return Check("cores", "warn", f"{finding}: ranks share cores and wait for each other.", f"--nproc_per_node={cores}")
+    return Check("cores", "warn", f"{finding}: ranks share cores and wait for each other.", f"--ranks {cores}")
 
 
 def check_memory(ranks: int, available_bytes: float) -> Check:
     gib = available_bytes / 2**30
-    finding = f"{gib:.1f} GiB free, {gib / ranks:.1f} GiB for each of {ranks} ranks"
+    finding = (
+        f"{gib:.1f} GiB free, {gib / ranks:.1f} GiB for each of {ranks} ranks" if ranks > 1 else f"{gib:.1f} GiB free"
+    )
     if gib / ranks >= 1.0:
         return Check("memory", "ok", finding)
     return Check(

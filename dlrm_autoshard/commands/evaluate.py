@@ -18,7 +18,7 @@ def add_parser(subparsers: Any) -> None:
     add_split(evaluate)
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     evaluate.set_defaults(run=run)
-    predict = subparsers.add_parser("predict", help="a trained model's probabilities, to a .npy file")
+    predict = subparsers.add_parser("predict", help="a trained model's probabilities, to a .npy file; needs no labels")
     add_model(predict)
     add_split(predict)
     predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="float32, one a sample and label")
@@ -57,7 +57,8 @@ def run_predict(arguments: argparse.Namespace) -> int:
 
     from dlrm_autoshard.train.saved_model import saved_model
 
-    with saved_model(arguments.model, arguments.checkpoint) as saved:
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with saved_model(arguments.model, arguments.checkpoint, labelled=False) as saved:
         logits, _ = saved.logits(arguments.split)
     with arguments.out.open("wb") as file:
         np.save(file, logits.sigmoid().numpy())

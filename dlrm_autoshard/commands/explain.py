@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlrm_autoshard.commands.arguments import add_splits, last_plan, planner_of, positive, splits_of, topology_of
-from dlrm_autoshard.commands.tables import pool_of_run
+from dlrm_autoshard.commands.arguments import add_asked, last_plan, planner_of, task_of
+from dlrm_autoshard.commands.tables import tables_of_run
 from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,35 +26,38 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("plan", type=Path, metavar="PLAN|RUN", help="a plan file, or a run: its last plan")
     parser.add_argument("--tables", type=Path, metavar="FILE", help="tables.json of `tables`: for a plan file")
     parser.add_argument("--memory-gib", type=float, metavar="GIB", help="memory for tables on each device")
-    parser.add_argument("--batch-size", type=positive, help="global batch (default: the tables' own)")
     parser.add_argument("--fitted", type=Path, metavar="DIR", help="costs that `fit` left (default: the shipped ones)")
-    add_splits(parser)
+    add_asked(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from dlrm_autoshard.plan import ShardingPlan
+    from dlrm_autoshard.plan import PlanError, ShardingPlan
     from dlrm_autoshard.planner.pool import TablePool
 
-    optimizer, plan_file = None, arguments.plan
+    of_run, plan_file = None, arguments.plan
     if arguments.plan.is_dir():
-        pool, optimizer = pool_of_run(arguments.plan, quiet=arguments.json)
-        plan_file = last_plan(arguments.plan)
+        of_run, plan_file = tables_of_run(arguments.plan, quiet=arguments.json), last_plan(arguments.plan)
+        pool = of_run.pool
+    elif not arguments.plan.exists():
+        raise UserError(f"there is no plan file and no run '{arguments.plan}'.")
     elif arguments.tables is None:
         raise UserError("a plan file needs --tables FILE: what its tables are like. `tables` makes one.")
     else:
         pool = TablePool.load(arguments.tables)
     plan = ShardingPlan.load(plan_file).ordered([table.name for table in pool.tables])
     planner = planner_of("auto", 0, arguments.fitted)
-    topology = topology_of(plan.world_size, arguments.memory_gib)
-    splits = splits_of(arguments, optimizer, allowed=bool(plan.split_tables))
-    task = pool.task(topology, arguments.batch_size, splits=splits)
+    task = task_of(pool, of_run, plan.world_size, arguments, may_split=bool(plan.split_tables))
     costs = planner.predict(task, plan)
     better = planner.plan(task)
     task = task.split_as(plan)
     pool, table_bytes = replace(pool, tables=task.tables, stats=task.stats), dict(task.table_bytes)
-    sentences = explain(plan, pool, costs, table_bytes, topology.memory_bytes)
+    sentences = explain(plan, pool, costs, table_bytes, task.topology.memory_bytes)
+    try:
+        replace(task, topology=replace(task.topology, memory_bytes=None)).check(plan)  # of memory it was said
+    except PlanError as error:
+        sentences.append(f"The plan is not as asked: {error}")
     sentences += why_split(task, plan, planner.step_costs(task))
     sentences.append(compare(plan, costs, better.plan, better.predicted_ms))
     if better.would_split is not None:
@@ -127,7 +130,7 @@ def explain(
     else:
         sentences.append("No stage is out of balance by more than 1% of the step.")
     used = bytes_per_rank(plan, table_bytes)
-    fullest = max(range(len(used)), key=lambda r: used[r])
+    fullest = max(range(len(used)), key=lambda r: used[r] / (max(memory[r], 1) if memory else 1))  # of what it has
     if memory is None:
         sentences.append(f"The fullest rank is {fullest} with {gib(used[fullest])}.")
     elif used[fullest] > memory[fullest]:
@@ -175,11 +178,12 @@ def split_would_bring(split: Candidate, whole_ms: float) -> str:
 
 def compare(plan: ShardingPlan, costs: Sequence[RankCost], better: ShardingPlan, better_ms: float) -> str:
     from dlrm_autoshard.costs import step_cost_ms
+    from dlrm_autoshard.report.verdict import count
 
     gain = 1 - better_ms / step_cost_ms(costs)
     if gain < 0.005:
         return "The planner finds nothing that is predicted to be more than 0.5% better."
     return (
-        f"`dlrm-autoshard plan` would move {len(plan.moves_to(better))} tables for a predicted {better_ms:.2f} ms "
-        f"({100 * gain:.1f}% less)."
+        f"`dlrm-autoshard plan` would move {count(len(plan.moves_to(better)), 'table')} for a predicted "
+        f"{better_ms:.2f} ms ({100 * gain:.1f}% less)."
     )

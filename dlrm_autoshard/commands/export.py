@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.train.saved_model import export_plain, saved_model
 
     out = arguments.out or (arguments.model / "model").with_suffix(_ENDINGS[arguments.to])
-    with saved_model(arguments.model, arguments.checkpoint) as saved:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with saved_model(arguments.model, arguments.checkpoint, labelled=False) as saved:
         if arguments.to == "pt":
             export_plain(saved, out)
         elif arguments.to == "numpy":

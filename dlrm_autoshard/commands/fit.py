@@ -69,7 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
         PlacementTask.build(task.tables, task.stats, topology, batch_size=tasks.batch_size) for task in tasks.train
     ]
     placements = 0
-    with Progress(console=Console(stderr=True, quiet=arguments.json), transient=True) as progress:
+    console = Console(stderr=True)
+    hidden = arguments.json or not console.is_terminal
+    with Progress(console=console, transient=True, disable=hidden) as progress:
         bar = progress.add_task(f"{arguments.costs} placements", total=None)
 
         def measured(done: int, total: int) -> None:

@@ -33,8 +33,11 @@ COMMAND_MODULES: tuple[str, ...] = (
 )
 
 
+_WHAT = "Trains recommendation models over several ranks; places, measures and moves their embedding tables."
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="dlrm-autoshard", description=__doc__.split(":")[0] + ".")
+    parser = argparse.ArgumentParser(prog="dlrm-autoshard", description=_WHAT)
     parser.add_argument("--version", action="version", version=f"dlrm-autoshard {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in COMMAND_MODULES:

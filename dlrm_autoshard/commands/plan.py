@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlrm_autoshard.commands.arguments import (
+    add_asked,
     add_devices,
     add_output,
-    add_splits,
-    constraints_of,
     last_plan,
     planner_of,
     positive,
     seed,
-    splits_of,
-    topology_of,
+    task_of,
     write_json,
 )
 from dlrm_autoshard.commands.explain import split_would_bring
-from dlrm_autoshard.commands.tables import pool_of_modules, pool_of_run
+from dlrm_autoshard.commands.tables import pool_of_modules, tables_of_run
 from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,7 +33,13 @@ _GUESSED_BATCH = 65536
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("plan", help="place the tables of a run, or of a file, on devices")
-    parser.add_argument("of_run", nargs="?", type=Path, metavar="RUN", help="its tables (default devices: its ranks)")
+    parser.add_argument(
+        "of_run",
+        nargs="?",
+        type=Path,
+        metavar="RUN",
+        help="its tables, as its settings ask (default devices: its ranks)",
+    )
     parser.add_argument("--tables", type=Path, metavar="FILE", help="tables.json of `tables`, instead of a run")
     parser.add_argument(
         "--from-torchrec",
@@ -46,11 +50,7 @@ def add_parser(subparsers: Any) -> None:
     add_devices(parser, required=False)
     parser.add_argument("--algorithm", default="auto", metavar="NAME|DIR", help="an algorithm, or what `fit` made")
     parser.add_argument("--fitted", type=Path, metavar="DIR", help="costs that `fit` left (default: the shipped ones)")
-    parser.add_argument("--batch-size", type=positive, help="global batch (default: the tables' own)")
-    parser.add_argument("--pin", action="append", default=[], metavar="TABLE=RANK")
-    parser.add_argument("--together", action="append", default=[], metavar="A,B,...", help="on one rank")
-    parser.add_argument("--apart", action="append", default=[], metavar="A,B,...", help="no two on one rank")
-    add_splits(parser)
+    add_asked(parser)
     parser.add_argument("--per-part", action="store_true", help="rowwise_adagrad: split tables, a sum a row and part")
     parser.add_argument("--measure", action="store_true", help="measure auto's finalists with fbgemm here")
     parser.add_argument("--budget-seconds", type=float, help="stop searching after so long")
@@ -74,13 +74,14 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.torchrec.sharding import plan_record
 
     modules: Modules | None = None
-    optimizer = None
+    of_run = None
     if sum(given is not None for given in (arguments.of_run, arguments.tables, arguments.from_torchrec)) != 1:
         raise UserError("give either a run, or --tables FILE, or --from-torchrec FILE.")
     if arguments.of_run is not None:
         if arguments.devices is None:
             arguments.devices = ShardingPlan.load(last_plan(arguments.of_run)).world_size
-        pool, optimizer = pool_of_run(arguments.of_run, quiet=arguments.json)
+        of_run = tables_of_run(arguments.of_run, quiet=arguments.json)
+        pool = of_run.pool
     elif arguments.devices is None:
         raise UserError("--devices N is missing: how many ranks to place the tables on.")
     elif arguments.from_torchrec is not None:
@@ -94,12 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
             "--measure out, or plan with --algorithm auto (--fitted DIR gives it the costs of `fit`)."
         )
     planner = planner_of(arguments.algorithm, arguments.seed, arguments.fitted)
-    task = pool.task(
-        topology_of(arguments.devices, arguments.memory_gib),
-        arguments.batch_size,
-        constraints_of(arguments.pin, arguments.together, arguments.apart),
-        splits_of(arguments, optimizer, allowed=arguments.per_part),
-    )
+    task = task_of(pool, of_run, arguments.devices, arguments, may_split=arguments.per_part)
     costs = Costs("measured", planner.costs.exchange)
     result = planner.plan(
         task,

@@ -81,22 +81,7 @@ def told_apart(runs: Sequence[Path], records: Sequence[RunRecord]) -> list[RunRe
 
 def write_csv(records: Sequence[RunRecord], file: TextIO) -> None:
     rows = csv.writer(file, lineterminator="\n")
-    rows.writerow(
-        [
-            "run",
-            "epoch",
-            "first_step",
-            "end_step",
-            "rank",
-            "host",
-            "stage",
-            "ms",
-            "median_ms",
-            "p95_ms",
-            "iqr_ms",
-            "samples",
-        ]
-    )
+    file.write("run,epoch,first_step,end_step,rank,host,stage,ms,median_ms,p95_ms,iqr_ms,samples\n")
     for record in records:
         for rank in record.ranks:
             for stage, time in rank.stages.items():

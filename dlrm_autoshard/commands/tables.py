@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlrm_autoshard.commands.arguments import add_output, seed, with_progress
+from dlrm_autoshard.commands.arguments import OfRun, add_output, seed, with_progress
 from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
-    from dlrm_autoshard.config import TableOptimizerConfig
     from dlrm_autoshard.config_data import SyntheticTable
     from dlrm_autoshard.data.batch import DataSource
     from dlrm_autoshard.planner.pool import TablePool
@@ -60,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--synthetic is {arguments.synthetic}; it must be 1 or more.")
         pool = synthetic_pool(arguments.synthetic, arguments.seed, arguments.batch_size)
     elif arguments.from_run is not None:
-        pool, _ = pool_of_run(arguments.from_run, quiet=arguments.json)
+        pool = tables_of_run(arguments.from_run, quiet=arguments.json).pool
     elif arguments.from_csv is not None:
         pool = pool_of_csv(arguments.from_csv, arguments.dim, arguments.batch_size, arguments.seed, arguments.json)
     else:
@@ -74,13 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def pool_of_run(run: Path, quiet: bool) -> tuple[TablePool, TableOptimizerConfig]:
-    """A run's tables, with reuse as in its first global batch and pooling as last measured; and their optimizer."""
+def tables_of_run(run: Path, quiet: bool) -> OfRun:
+    """With reuse as in its first global batch and pooling as last measured."""
     from dataclasses import replace
 
     from dlrm_autoshard.config import load_config
     from dlrm_autoshard.data.open import open_source
     from dlrm_autoshard.records.run import RunRecord
+    from dlrm_autoshard.tables import Shard
     from dlrm_autoshard.train.start_record import CONFIG
 
     record = RunRecord.load(run)
@@ -93,12 +93,12 @@ def pool_of_run(run: Path, quiet: bool) -> tuple[TablePool, TableOptimizerConfig
         )
     config = load_config(run / CONFIG)
     pool = _measured(open_source(config.data, config.tables), record.last.batch_size, quiet)
-    pooling = {table.name: table.mean_pooling for table in record.last.tables}
+    pooling = {Shard.parse(use.name).table: use.mean_pooling for use in record.last.tables}  # parts have their table's
     stats = [
         replace(s, mean_pooling=pooling.get(t.name, s.mean_pooling))
         for t, s in zip(pool.tables, pool.stats, strict=True)
     ]
-    return replace(pool, stats=tuple(stats)), config.tables.optimizer
+    return OfRun(replace(pool, stats=tuple(stats)), config, record.last.hosts)
 
 
 def pool_of_csv(path: Path, dim: int, batch_size: int, seed: int, quiet: bool) -> TablePool:

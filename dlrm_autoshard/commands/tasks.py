@@ -25,6 +25,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.planner.drawn_tasks import draw_tasks
     from dlrm_autoshard.planner.pool import TablePool
+    from dlrm_autoshard.report.verdict import count
 
     for name in ("tables_per_task", "count"):
         if getattr(arguments, name) < 1:
@@ -46,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(summary, indent=1))
     else:
         print(
-            f"{summary['train_tasks']} training tasks over {summary['train_tables']} tables, "
-            f"{summary['test_tasks']} test tasks over {summary['test_tables']} other tables, "
-            f"{arguments.tables_per_task} tables each, batch {batch_size:,}: {arguments.out}"
+            f"{count(len(tasks.train_indices), 'training task')} over {count(summary['train_tables'], 'table')}, "
+            f"{count(len(tasks.test_indices), 'test task')} over {summary['test_tables']} other, "
+            f"{count(arguments.tables_per_task, 'table')} each, batch {batch_size:,}: {arguments.out}"
         )
     return 0

@@ -1,5 +1,4 @@
-"""Ids are checked in every batch, before a kernel can read beyond a table or the ids' weights: cheap, by each table's
-largest id.
+"""Ids are checked in every batch, before a kernel can read beyond a table: cheap, by each table's largest id.
 
 batch = IdCheck(source.tables, on_bad_id="error")(batch, describe_sample)
 """
@@ -40,11 +39,6 @@ class IdCheck:
             raise DataError(
                 f"the lengths of the bags add up to {counts_T.sum()}, but there are {len(values_N)} ids, in the batch "
                 f"from {describe_sample(0)}. The data source is at fault."
-            )
-        if batch.weights_N is not None and len(batch.weights_N) != len(values_N):
-            raise DataError(
-                f"there are {len(batch.weights_N)} weights for {len(values_N)} ids in the batch from "
-                f"{describe_sample(0)}; each id needs one. The data source is at fault."
             )
         if self._all_good(values_N, counts_T):
             return self._narrowed(batch, values_N)

@@ -13,10 +13,10 @@ from collections.abc import Generator, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from dlrm_autoshard.data.batch import Batch, DataSource, Split
+from dlrm_autoshard.data.form_check import check_form
 from dlrm_autoshard.data.id_check import IdCheck, OnBadId
 from dlrm_autoshard.data.label_check import check_labels
 
@@ -27,6 +27,7 @@ class Loader:
     batch_size: samples a rank. first_sample: position in the epoch to start from (to resume). prefetch_batches: how
     many to read ahead in a thread, on `cores` where they are given; 0 reads in the caller's. global_samples: the
     epoch's length, if not the source's. pin: batches come in pinned memory, for a GPU; the thread that reads pins them.
+    labelled: False where nobody reads the labels, which then may be anything.
 
     Global batch i is the samples [i * W * B, (i + 1) * W * B) of the epoch and rank r takes the r-th slice of it. Of an
     uneven last one with n samples each rank takes ceil(n / W), padded where there are fewer left. Example, n = 5, W =
@@ -47,6 +48,7 @@ class Loader:
         on_bad_id: OnBadId = "error",
         cores: Set[int] | None = None,
         pin: bool = False,
+        labelled: bool = True,
         reading: AbstractContextManager[Any] | None = None,
     ) -> None:
         """reading: a lock that whoever reads from the source holds, where others do, too: few sources bear two."""
@@ -56,7 +58,7 @@ class Loader:
         self._last_sample = source.num_samples(split) if global_samples is None else global_samples
         self._starts = range(first_sample, self._last_sample, self._global_batch)
         self._prefetch_batches = prefetch_batches
-        self._cores, self._pin, self._reading = cores, pin, reading or nullcontext()
+        self._cores, self._pin, self._labelled, self._reading = cores, pin, labelled, reading or nullcontext()
         self._check = IdCheck(source.tables, on_bad_id)
         # Weak, so that an iterator that its user drops half-way ends at once.
         self._running: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
@@ -75,12 +77,7 @@ class Loader:
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stops reading ahead; waits for at most the one batch being read. Iterators left half-way end here."""
         for batches in list(self._running):
             batches.close()
@@ -119,7 +116,10 @@ class Loader:
         def describe(sample: int) -> str:
             return f"sample {first + sample} (from 0) of split '{self._split}' in epoch {self._epoch}"
 
+        named = f"data source '{type(self._source).__name__}', from {describe(0)},"
+        check_form(batch, self._source, last - first, named)
         batch = self._check(batch, describe)
-        check_labels(batch, describe, lambda sample: self._place(first + sample))
+        if self._labelled:
+            check_labels(batch, describe, lambda sample: self._place(first + sample))
         batch = batch.padded_to(share, num_samples)
         return batch.pinned() if self._pin else batch

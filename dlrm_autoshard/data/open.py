@@ -21,15 +21,16 @@ from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
 from dlrm_autoshard.data.synthetic import SyntheticSource
 
 
-def open_source(data: DataConfig, tables: TablesConfig) -> DataSource:
-    """The source that `data.source` names. DataError says which file, table or key is wrong."""
-    source = _open(data, tables)
-    if source.num_samples("train") == 0:
-        raise DataError(f"the data (data.source: {data.source}) have no samples to train on: split 'train' is empty.")
+def open_source(data: DataConfig, tables: TablesConfig, *, labelled: bool = True) -> DataSource:
+    """The source that `data.source` names. DataError says which file, table or key is wrong. labelled: False where one
+    asks for predictions alone: parquet files may come without labels then, and are not shuffled."""
+    source = _opened(data, tables, labelled)
+    if labelled and source.num_samples("train") == 0:
+        raise DataError(f"data.source '{data.source}' has no samples in split 'train': there is nothing to train on.")
     return source
 
 
-def _open(data: DataConfig, tables: TablesConfig) -> DataSource:
+def _opened(data: DataConfig, tables: TablesConfig, labelled: bool) -> DataSource:
     if isinstance(data, SyntheticData):
         rows = [TableRows(table.name, table.num_embeddings, table.embedding_dim) for table in data.tables]
         return SyntheticSource(data, resolve_tables(rows, tables))
@@ -38,7 +39,7 @@ def _open(data: DataConfig, tables: TablesConfig) -> DataSource:
     if isinstance(data, CriteoData):
         return CriteoSource(data, tables)
     if isinstance(data, ParquetData):
-        return ParquetSource(data, tables)
+        return ParquetSource(data, tables, labelled=labelled)
     if isinstance(data, CustomData):
         return open_custom(data, tables)
     return DlrmDatasetsSource(data, tables)

@@ -27,11 +27,12 @@ from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
 class ParquetSource:
     """A table for each column of `tables`: whole numbers or text, or lists of them. Text is hashed; a null is an empty
     bag, among the dense features 0, and refused among labels and sample weights. `label_names` has a task each; one
-    label is [B], several are [B, L]."""
+    label is [B], several are [B, L]. labelled: False reads neither labels nor sample weights, which the files need not
+    have then; labels come as NaN, and train's rows, too, in the order of the files."""
 
     reuse_batches: int | None = None
 
-    def __init__(self, data: ParquetData, tables: TablesConfig) -> None:
+    def __init__(self, data: ParquetData, tables: TablesConfig, *, labelled: bool = True) -> None:
         try:
             import pyarrow  # noqa: F401
         except ImportError as error:
@@ -41,6 +42,9 @@ class ParquetSource:
         self.num_dense = len(data.dense)
         self.label_names = tuple(data.labels)
         self.tables = resolve_tables([TableRows(table.column, table.num_embeddings) for table in data.tables], tables)
+        self._labelled = labelled
+        if not labelled:
+            data = data.model_copy(update={"labels": {}, "sample_weight": None, "shuffle": False})
         self._data = data
         self._groups = {
             "train": _row_groups(data.train, data),
@@ -62,13 +66,16 @@ class ParquetSource:
         weights_T = [
             bags.weights if bags.weights is not None else np.ones(len(bags.ids), np.float32) for bags in rows.bags_T
         ]
+        labels = rows.labels
+        if not self._labelled:
+            labels = np.full((last - first, len(self.label_names)), np.nan, np.float32)
         one_label, weighted = len(self.label_names) == 1, any(table.weights for table in self._data.tables)
-        plain = self._data.sample_weight is None and set(self._data.labels.values()) == {1}
+        plain = self._data.sample_weight is None and set(self._data.labels.values()) <= {1}
         return Batch(
             dense_BF=torch.from_numpy(rows.dense),
             lengths_TB=torch.from_numpy(np.stack([bags.lengths_R for bags in rows.bags_T])),
             values_N=torch.from_numpy(np.concatenate([bags.ids for bags in rows.bags_T])),
-            labels_B=torch.from_numpy(rows.labels[:, 0] if one_label else rows.labels),
+            labels_B=torch.from_numpy(labels[:, 0] if one_label else labels),
             size=last - first,
             global_size=last - first,
             weights_N=torch.from_numpy(np.concatenate(weights_T)) if weighted else None,

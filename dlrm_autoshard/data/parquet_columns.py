@@ -125,7 +125,7 @@ def read_row_group(group: RowGroup, data: ParquetData) -> Rows:
         if read.num_rows != group.rows:
             raise DataError(f"'{where}' has {read.num_rows} rows where the file's footer says {group.rows}.")
         arrays = {name: read.column(name).combine_chunks() for name in columns}
-        labels = np.stack([_without_nulls(where, name, arrays[name]) for name in data.labels], 1)
+        labels = _stacked([_without_nulls(where, name, arrays[name]) for name in data.labels], group.rows)
         for place, task in enumerate(data.labels):
             bad = ~np.isin(labels[:, place], (0, 1))
             if bad.any():
@@ -136,13 +136,17 @@ def read_row_group(group: RowGroup, data: ParquetData) -> Rows:
             loss_weights *= _without_nulls(where, data.sample_weight, arrays[data.sample_weight])[:, None]
             if not (np.isfinite(loss_weights) & (loss_weights >= 0)).all():
                 raise DataError(f"'{where}': '{data.sample_weight}' holds a weight that is negative or not finite.")
-        dense = [_numbers(arrays[name]) for name in data.dense]
         return Rows(
-            np.stack(dense, 1) if dense else np.zeros((len(labels), 0), np.float32),
+            _stacked([_numbers(arrays[name]) for name in data.dense], group.rows),
             labels,
             loss_weights,
             tuple(_bags(where, arrays, table) for table in data.tables),
         )
+
+
+def _stacked(columns: Sequence[NDArray[np.float32]], rows: int) -> NDArray[np.float32]:
+    """[R, columns], of which there may be none."""
+    return np.stack(columns, 1) if columns else np.zeros((rows, 0), np.float32)
 
 
 def _numbers(array: pa.Array) -> NDArray[np.float32]:

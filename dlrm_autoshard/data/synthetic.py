@@ -57,16 +57,17 @@ class SyntheticSource:
         return self._samples[split]
 
     def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
+        number = sum(drift.epoch <= epoch for drift in self._data.drift)
+        phase = self._phases[number]
         if self.reuse_batches is None:
-            return self._draw(split, epoch, first, last)
+            return self._draw(split, epoch, first, last, phase)
         # The loader goes over the same few positions in turn; their batches are drawn once and kept.
-        place = (split, self._phase_number(epoch), first, last)
+        place = (split, number, first, last)
         if place not in self._kept:
-            self._kept[place] = self._draw(split, 0, first, last, phase=self._phases[place[1]])
+            self._kept[place] = self._draw(split, 0, first, last, phase)
         return self._kept[place]
 
-    def _draw(self, split: Split, epoch: int, first: int, last: int, phase: _Phase | None = None) -> Batch:
-        phase = phase or self._phases[self._phase_number(epoch)]
+    def _draw(self, split: Split, epoch: int, first: int, last: int, phase: _Phase) -> Batch:
         key = key_of(self._data.seed, split, epoch if split == "train" else 0)
         sample_keys_B = stream(key, first, last)
         features = _draw_features(sample_keys_B, self._table_keys_T, self.num_dense, phase, ids_dtype(self.tables))
@@ -79,9 +80,6 @@ class SyntheticSource:
             size=last - first,
             global_size=last - first,
         )
-
-    def _phase_number(self, epoch: int) -> int:
-        return sum(drift.epoch <= epoch for drift in self._data.drift)
 
     def _make_phases(self) -> tuple[_Phase, ...]:
         seed, specs = self._data.seed, self._data.tables

@@ -7,6 +7,7 @@ record.metrics_of("val")                   # [{"step": ..., "auc": ...}, ...]
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,9 +75,21 @@ class RunRecord:
 
     def label(self, profile: EpochProfile) -> str:
         """The epoch's number; with its steps where an epoch was profiled in several parts."""
-        if sum(other.epoch == profile.epoch for other in self.epochs) == 1:
-            return str(profile.epoch)
-        return f"{profile.epoch} ({profile.first_step}-{profile.end_step - 1})"
+        return (
+            f"{profile.epoch} ({profile.first_step}-{profile.end_step - 1})"
+            if self._is_part(profile)
+            else str(profile.epoch)
+        )
+
+    def span(self, first: EpochProfile, last: EpochProfile | None = None) -> str:
+        """In words, from the first to the last: 'epoch 2', 'epochs 0 to 2'; with parts of epochs, 'steps 40 to 79'."""
+        last = last or first
+        if any(self._is_part(profile) for profile in (first, last)):
+            return f"steps {first.first_step:,} to {last.end_step - 1:,}"
+        return f"epoch {first.epoch}" if first is last else f"epochs {first.epoch} to {last.epoch}"
+
+    def _is_part(self, profile: EpochProfile) -> bool:
+        return sum(other.epoch == profile.epoch for other in self.epochs) > 1
 
     def metrics_of(self, split: str) -> list[Mapping[str, Any]]:
         return [line for line in self.metrics if line.get("split") == split]
@@ -95,7 +108,11 @@ class RunRecord:
         if not self.epochs or self.finished:
             return None
         train = self.config.get("train", {})
-        done, last_step = self.last.epoch + 1, self.last.end_step
+        steps: Counter[int] = Counter()
+        for profile in self.epochs:
+            steps[profile.epoch] += profile.end_step - profile.first_step
+        whole = steps[self.last.epoch] == max(steps.values())  # as far as earlier epochs tell
+        done, last_step = self.last.epoch + whole, self.last.end_step
         seen = max((int(line["step"]) for line in self.metrics if line.get("step") is not None), default=last_step)
         if (done >= train.get("epochs", done) and seen <= last_step) or last_step >= (train.get("max_steps") or 2**62):
             return None

@@ -1,4 +1,4 @@
-"""Two runs side by side: the figures of their last epochs, as the terminal and the page show them.
+"""Two runs side by side: the figures of their last intervals, as the terminal and the page show them.
 
 for name, of_one, of_other, change in side_by_side(one, other): ...
 """
@@ -28,12 +28,17 @@ def _of_last(figure: Callable[[EpochProfile], float]) -> Callable[[RunRecord], f
     return lambda record: figure(record.last) if record.epochs else None
 
 
+def _of_samples(figure: Callable[[EpochProfile], float]) -> Callable[[RunRecord], float | None]:
+    """None, too, where no step of it was sampled."""
+    return lambda record: figure(record.last) if record.epochs and record.last.samples else None
+
+
 def _metric(name: str) -> Callable[[RunRecord], float | None]:
     return lambda record: (record.final_metrics() or ("", {}))[1].get(name)
 
 
 def _slowest(stage: str) -> Callable[[RunRecord], float | None]:
-    return _of_last(lambda profile: max(profile.stage_ms[stage]))
+    return _of_samples(lambda profile: max(profile.stage_ms[stage]))
 
 
 FIGURES: dict[str, Callable[[RunRecord], float | None]] = {
@@ -41,11 +46,11 @@ FIGURES: dict[str, Callable[[RunRecord], float | None]] = {
     "epochs": lambda record: len({profile.epoch for profile in record.epochs}),
     "examples/s": _of_last(lambda profile: profile.throughput),
     "step ms": _of_last(lambda profile: profile.mean_step_ms),
-    "sampled step ms": _of_last(lambda profile: profile.step_ms),
-    "sampled step at perfect balance, ms": _of_last(lambda profile: profile.balanced_ms),
-    "max/mean of embedding compute": _of_last(compute_imbalance),
+    "sampled step ms": _of_samples(lambda profile: profile.step_ms),
+    "sampled step at perfect balance, ms": _of_samples(lambda profile: profile.balanced_ms),
+    "max/mean of embedding compute": _of_samples(compute_imbalance),
     **{f"{stage}, slowest rank, ms": _slowest(stage) for stage in STAGES},
-    "waits, mean over ranks, ms": _of_last(lambda profile: sum(total_wait_ms(profile)) / profile.world_size),
+    "waits, mean over ranks, ms": _of_samples(lambda profile: sum(total_wait_ms(profile)) / profile.world_size),
     "largest rank's tables, MiB": _of_last(lambda profile: max(profile.table_bytes) / 2**20),
     "moves": lambda record: sum(decision.get("action") == "moved" for decision in record.decisions),
     "auc": _metric("auc"),

@@ -55,7 +55,8 @@ function fill(table, columns, lines) {
       if (i === 0) cell.scope = "row";
       const value = line[column];
       cell.textContent = value === null || value === undefined ? "–"
-        : typeof value === "number" ? value.toLocaleString("en", { maximumSignificantDigits: 4 }) : value;
+        : typeof value !== "number" ? value
+        : value.toLocaleString("en", Number.isInteger(value) ? {} : { maximumSignificantDigits: 4 });
       row.append(cell);
     });
     return row;

@@ -83,7 +83,7 @@ def _epoch_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
             "communication": comms_imbalance(profile) if sampled else None,
             "memory": imbalance(profile.peak_memory_bytes),
             "error": None if bias is None else 100 * bias,
-            "text": " ".join([step_time(profile), *who_is_slow(profile), *what_is_left(profile)]),
+            "text": " ".join([step_time(record, profile), *who_is_slow(profile), *what_is_left(profile)]),
         }
 
 
@@ -128,8 +128,6 @@ def _prediction_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
 def _table_columns(record: RunRecord) -> dict[str, Any]:
     """Names and shapes once; owner, estimated cost and observed use of each table, or part of one, for each profile:
     None where that had it otherwise, whole or in parts."""
-    if not record.epochs:
-        return {"name": [], "rows": [], "dim": [], "mib": [], "at": []}
     tables = list({use.name: use for profile in record.epochs[::-1] for use in profile.tables}.values())
     by_epoch = []
     for profile in record.epochs:

@@ -58,7 +58,7 @@ def comparison_sections(one: RunRecord, other: RunRecord, drawn: set[str]) -> It
     )
     yield (
         "figures",
-        "Last epochs side by side",
+        "Last intervals side by side",
         (
             '<div class="scroll" tabindex="0" role="region" aria-label="Figures">'
             f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
@@ -84,7 +84,7 @@ def _key_figures(record: RunRecord) -> str:
     if record.epochs and record.last.samples:
         last = record.last
         shown = [
-            ("Step, last epoch", f"{last.mean_step_ms:.3g} ms", "mean of all steps"),
+            ("Step, last interval", f"{last.mean_step_ms:.3g} ms", "mean of all steps"),
             ("Placement could save", f"{left_to_save(record):.1%}", "of a step, at perfect balance"),
             ("Examples a second", f"{last.throughput:,.0f}", "all ranks"),
             ("Embedding compute", f"{compute_imbalance(last):.2f}", "slowest / mean"),
@@ -98,17 +98,8 @@ def _key_figures(record: RunRecord) -> str:
 
 
 def _over_time() -> str:
-    columns = [
-        "label",
-        "step",
-        "mean_step_ms",
-        "step_ms",
-        "balanced_ms",
-        "embedding compute",
-        "communication",
-        "memory",
-        "error",
-    ]
+    columns = ["label", "step", "mean_step_ms", "step_ms", "balanced_ms", "embedding compute", "communication",
+               "memory", "error"]  # fmt: skip
     return _figure(
         "step-time", "Sampled step",
         "Solid: a sampled step, in which ranks wait before each exchange and nothing overlaps: slower than the steps "
@@ -170,7 +161,7 @@ def _prediction(record: RunRecord) -> str:
     last = next(profile for profile in reversed(record.epochs) if profile.predicted)
     error = last.prediction_bias or 0.0
     return (
-        f"<p>For epoch {escape(record.label(last))} the cost model expected the four stages that placement decides to "
+        f"<p>For {record.span(last)} the cost model expected the four stages that placement decides to "
         f"take {abs(error):.1%} {'more' if error > 0 else 'less'} than they did.</p><div class=\"pair\">"
         + _figure("predictions", 'Epoch <span class="epoch-name"></span>',
                   "Each mark is one stage on one rank, in the epoch chosen above. On the dashed line prediction and "
@@ -188,33 +179,37 @@ def _decisions(record: RunRecord, drawn: set[str]) -> str:
                 "Open marks: predicted gain of the best candidate. Filled marks: what was measured after a move.")
         if "decisions" in drawn else ""
     )  # fmt: skip
-    rows = "".join(f"<tr>{_decision_cells(decision)}</tr>" for decision in record.decisions)
-    heads = "".join(f'<th scope="col"{c}>{t}</th>' for t, c in (
-        ("step", ""), ("decision", ' class="text"'), ("examples/s before", ""), ("and after", ""),
-        ("gain, predicted", ""), ("gain, measured", ""), ("moved", ""),
-        ("seconds", ""), ("paid back after, steps", ""), ("model error before", ""), ("model error after", ""),
-    ))  # fmt: skip
+    cells = [_decision_cells(decision) for decision in record.decisions]
+    known = [column for column in cells[0] if any(row[column] != NOTHING for row in cells)]
+    heads = "".join(f'<th scope="col">{column}</th>' for column in known)
+    rows = "".join(
+        f'<tr><th scope="row">{_cell(decision.get("step"))}</th>'
+        f'<td class="text">{escape(str(decision.get("text") or decision.get("action")))}</td>'
+        + "".join(f"<td>{row[column]}</td>" for column in known) + "</tr>"
+        for decision, row in zip(record.decisions, cells, strict=True)
+    )  # fmt: skip
     return (
         f"<p>{escape(autoshard_in_one_line(record))}</p>{figure}"
         '<div class="scroll" tabindex="0" role="region" aria-label="Decisions"><table>'
         "<caption>Every decision. Gains are parts of the step saved: positive is faster. Errors are those of the cost "
         "model on the interval just measured, before and after learning from it</caption>"
-        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f'<thead><tr><th scope="col">step</th><th scope="col" class="text">decision</th>{heads}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
     )
 
 
-def _decision_cells(decision: Mapping[str, Any]) -> str:
-    said = escape(str(decision.get("text") or decision.get("action")))
-    figures = [
-        *(_rate(decision.get(f"throughput_{when}")) for when in ("before", "after")),
-        *(_part(decision.get(f"{kind}_gain"), "+.1%") for kind in ("predicted", "measured")),
-        gib(decision["bytes_moved"]) if decision.get("bytes_moved") else NOTHING,
-        _cell(decision.get("move_seconds") or None),
-        _cell(decision.get("paid_back_after_steps")),
-        *(_part(decision.get(f"error_{when}")) for when in ("before", "after")),
-    ]
-    cells = "".join(f"<td>{figure}</td>" for figure in figures)
-    return f'<th scope="row">{_cell(decision.get("step"))}</th><td class="text">{said}</td>{cells}'
+def _decision_cells(decision: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "examples/s before": _rate(decision.get("throughput_before")),
+        "and after": _rate(decision.get("throughput_after")),
+        "gain, predicted": _part(decision.get("predicted_gain"), "+.1%"),
+        "gain, measured": _part(decision.get("measured_gain"), "+.1%"),
+        "moved": gib(decision["bytes_moved"]) if decision.get("bytes_moved") else NOTHING,
+        "seconds": _cell(decision.get("move_seconds") or None),
+        "paid back after, steps": _cell(decision.get("paid_back_after_steps")),
+        "model error before": _part(decision.get("error_before")),
+        "model error after": _part(decision.get("error_after")),
+    }
 
 
 def _quality(record: RunRecord, drawn: set[str]) -> str:

@@ -94,19 +94,19 @@ def why_not_the_fastest(result: PlanResult) -> str | None:
 def candidate_table(result: PlanResult, most: int = 12) -> Table:
     """What the plan was chosen from, best first, each candidate beside the chosen one."""
     chosen = result.chosen
-    grid = Table(
-        title="chosen from",
-        title_justify="left",
-        caption=(
-            f"ms a step. predicted: by {result.costs_from}. measured: on these ranks. expected: the best "
-            "guess from both, a noisy measurement counting less; the least is chosen. v chosen: by it, or predicted"
-        ),
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
+    grid = Table(title="chosen from", title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    grid.caption = f"ms a step. predicted: by {result.costs_from}. "
+    judged = any(candidate.expected_ms is not None for candidate in result.candidates)
     grid.add_column("plan made by")
-    for heading in ("predicted", "measured", "expected", "v chosen"):
+    for heading in ("predicted", *(("measured", "expected") if judged else ()), "v chosen"):
         grid.add_column(heading, justify="right")
+    if judged:
+        grid.caption += (
+            "measured: on this hardware. expected: the best guess from both, a noisy measurement counting less; the "
+            "least is chosen. v chosen: by it, or predicted"
+        )
+    else:
+        grid.caption += "v chosen: by it"
     makers: dict[str, list[Candidate]] = {}  # candidates by plan: several algorithms often find the same one
     for candidate in result.candidates:
         makers.setdefault(candidate.plan.fingerprint, []).append(candidate)
@@ -114,13 +114,12 @@ def candidate_table(result: PlanResult, most: int = 12) -> Table:
         candidate = chosen if chosen in same else same[0]
         ratio = candidate.estimate_ms / max(chosen.estimate_ms, 1e-9)
         others = f" and {len(same) - 1} more" if len(same) > 1 else ""
+        ms = [candidate.predicted_ms, *([candidate.measured_ms, candidate.expected_ms] if judged else [])]
         grid.add_row(
             candidate.name + others,
-            f"{candidate.predicted_ms:.2f}",
-            "" if candidate.measured_ms is None else f"{candidate.measured_ms:.2f}",
-            "" if candidate.expected_ms is None else f"{candidate.expected_ms:.2f}",
+            *("" if one is None else f"{one:.2f}" for one in ms),
             "chosen" if candidate is chosen else f"{100 * (ratio - 1):+.1f}%",
         )
     if len(makers) > most:
-        grid.add_row(f"... and {len(makers) - most} more", "", "", "", "")
+        grid.add_row(f"... and {len(makers) - most} more")
     return grid

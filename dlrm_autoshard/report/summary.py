@@ -20,7 +20,12 @@ def details(record: RunRecord) -> list[str]:
     """What the verdict leaves out."""
     sentences = []
     if record.epochs:
-        sentences += [where_it_ran(record), step_time(record.last), *who_was_slow(record), *all_starved(record.last)]
+        sentences += [
+            where_it_ran(record),
+            step_time(record, record.last),
+            *who_was_slow(record),
+            *all_starved(record.last),
+        ]
         if record.last.prediction_bias is not None:
             sentences.append(prediction(record.last))
         if record.last.samples and abs(record.last.accounted - 1) > 0.03:
@@ -49,40 +54,37 @@ def where_it_ran(record: RunRecord) -> str:
     )
 
 
-def step_time(profile: EpochProfile) -> str:
-    took = f"In epoch {profile.epoch} a step took {profile.mean_step_ms:.3g} ms ({profile.throughput:,.0f} examples/s)."
+def step_time(record: RunRecord, profile: EpochProfile) -> str:
+    when = f"In {record.span(profile)}"
+    took = f"{when} a step took {profile.mean_step_ms:.3g} ms ({profile.throughput:,.0f} examples/s)."
     if profile.samples == 0:
         return f"{took} {why_unsampled(profile)}"
+    left = f", of which {profile.balanced_ms:.3g} ms would be left at perfect balance" if profile.world_size > 1 else ""
     return (
         f"{took} Sampled, with barriers and nothing overlapped, it took {profile.step_ms:.3g} ms "
-        f"({count(profile.samples, 'sampled step')}), of which {profile.balanced_ms:.3g} ms would be left at perfect "
-        "balance."
+        f"({count(profile.samples, 'sampled step')}){left}."
     )
 
 
 def why_unsampled(profile: EpochProfile) -> str:
     steps = profile.end_step - profile.first_step
     return (
-        f"None of its {steps:,} steps was sampled, so there are no stages to show: lower profile.warmup_steps (those "
+        f"None of these {steps:,} steps was sampled, so there are no stages to show: lower profile.warmup_steps (those "
         "at the start of an epoch that are left out) or profile.every_steps."
     )
 
 
 def who_was_slow(record: RunRecord) -> list[str]:
-    """The earlier epochs' stragglers, neighbouring epochs with the same one and the same cause drawn together."""
-    runs: list[tuple[str, list[str]]] = []
+    """The earlier intervals' stragglers, neighbours with the same one and the same cause drawn together."""
+    runs: list[tuple[str, list[EpochProfile]]] = []
     for profile in record.epochs[:-1]:
         straggler = profile.straggler
         who = f"rank {straggler.rank} ({straggler.cause})" if straggler else ""
         if runs and runs[-1][0] == who:
-            runs[-1][1].append(record.label(profile))
+            runs[-1][1].append(profile)
         else:
-            runs.append((who, [record.label(profile)]))
-    said = [
-        f"{who} in epoch {epochs[0]}" if len(epochs) == 1 else f"{who} in epochs {epochs[0]} to {epochs[-1]}"
-        for who, epochs in runs
-        if who
-    ]
+            runs.append((who, [profile]))
+    said = [f"{who} in {record.span(profiles[0], profiles[-1])}" for who, profiles in runs if who]
     shown = said if len(said) <= 5 else [*said[:4], f"{len(said) - 4} more times"]
     return [f"Earlier the others were held up by {_listed(shown)}."] if said else []
 

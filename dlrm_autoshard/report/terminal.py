@@ -3,10 +3,13 @@
     print_report(Console(), RunRecord.load(run_dir))
     print_comparison(Console(), one, other)
 
-Order: what matters in sentences, the last epoch by stage, by rank and by prediction, then the run over its epochs.
+Order: what matters in sentences, the last interval by stage, by rank and by prediction, then all of the run's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -32,9 +35,10 @@ def print_report(console: Console, record: RunRecord) -> None:
         console.print(_bullet(sentence))
     if record.epochs and record.last.samples:
         last = record.last
-        console.print(_stages(last), _ranks(last), _tables(last))
+        when = record.span(last)
+        console.print(_stages(last, when), _ranks(last, when), _tables(last))
         if last.predicted is not None:
-            console.print(_predictions(last))
+            console.print(_predictions(last, when))
     if record.epochs:
         console.print(_epochs(record))
     if record.decisions:
@@ -42,10 +46,8 @@ def print_report(console: Console, record: RunRecord) -> None:
 
 
 def print_comparison(console: Console, one: RunRecord, other: RunRecord) -> None:
-    """Last epochs side by side, then each run in its own sentences."""
-    table = _table(
-        "Side by side: last epoch of each", "", (one.name, "right"), (other.name, "right"), ("change", "right")
-    )
+    """Last intervals side by side, then each run in its own sentences."""
+    table = _table("Side by side: last interval of each", "", one.name, other.name, "change", left=[""])
     for row in side_by_side(one, other):
         table.add_row(*row)
     console.print(table)
@@ -55,11 +57,10 @@ def print_comparison(console: Console, one: RunRecord, other: RunRecord) -> None
             console.print(_bullet(sentence))
 
 
-def _stages(profile: EpochProfile) -> Table:
+def _stages(profile: EpochProfile, when: str) -> Table:
     table = _table(
-        f"Where the step goes, epoch {profile.epoch} (ms)",
-        "stage", ("mean", "right"), ("slowest", "right"), ("on rank", "right"), ("max/mean", "right"),
-        ("share", "right"),
+        f"Where the step goes, {when} (ms)",
+        "stage", "mean", "slowest", "on rank", "max/mean", "share", left=["stage"],
     )  # fmt: skip
     found = stage_summary(profile)
     worst = profile.straggler.stage if profile.straggler else None
@@ -77,11 +78,10 @@ def _stages(profile: EpochProfile) -> Table:
     return table
 
 
-def _ranks(profile: EpochProfile) -> Table:
+def _ranks(profile: EpochProfile, when: str) -> Table:
     table = _table(
-        f"Ranks, epoch {profile.epoch}, slowest first (ms)",
-        ("rank", "right"), ("tables", "right"), ("in tables", "right"), ("memory", "right"), ("lookup", "right"),
-        ("update", "right"), ("comms", "right"), ("waits", "right"), ("CPU", "right"),
+        f"Ranks, {when}, slowest first (ms)",
+        "rank", "tables", "in tables", "memory", "lookup", "update", "comms", "waits", "CPU",
     )  # fmt: skip
     busy = [sum(times[rank] for times in profile.stage_ms.values()) for rank in range(profile.world_size)]
     waits = total_wait_ms(profile)
@@ -104,8 +104,7 @@ def _ranks(profile: EpochProfile) -> Table:
 def _tables(profile: EpochProfile) -> Table:
     table = _table(
         "Costliest tables (ms a step, estimated from lookups and dims)",
-        "table", ("rank", "right"), ("cost", "right"), ("rows", "right"), ("dim", "right"), ("ids/sample", "right"),
-        ("reuse", "right"),
+        "table", "rank", "cost", "rows", "dim", "ids/sample", "reuse", left=["table"],
     )  # fmt: skip
     costs = table_costs_ms(profile)
     order = sorted(profile.tables, key=lambda use: -costs[use.name])
@@ -120,13 +119,10 @@ def _tables(profile: EpochProfile) -> Table:
     return table
 
 
-def _predictions(profile: EpochProfile) -> Table:
+def _predictions(profile: EpochProfile, when: str) -> Table:
     """Of every stage the slowest rank as predicted and as measured: their sums are what a step was to cost and did."""
     predicted, measured = profile.predicted or (), profile.measured
-    table = _table(
-        f"Predicted, epoch {profile.epoch} (ms)",
-        "stage", ("predicted", "right"), ("measured", "right"), ("error", "right"),
-    )  # fmt: skip
+    table = _table(f"Predicted, {when} (ms)", "stage", "predicted", "measured", "error", left=["stage"])
     rows = [(s, max(c.stage(s) for c in predicted), max(c.stage(s) for c in measured)) for s in PLANNED_STAGES]
     for name, guess, fact in [*rows, ("all four", step_cost_ms(predicted), step_cost_ms(measured))]:
         error = f"{(guess - fact) / fact:+.1%}" if fact > 0 else "-"
@@ -137,31 +133,39 @@ def _predictions(profile: EpochProfile) -> Table:
 def _epochs(record: RunRecord) -> Table:
     table = _table(
         "Epochs",
-        ("epoch", "right"), ("step", "right"), ("sampled", "right"), ("even", "right"), ("uneven", "right"),
-        ("slowest", "left"), ("pred.", "right"), ("auc", "right"), ("loss", "right"),
+        "epoch", "step", "sampled", "even", "uneven", "slowest", "pred.", "auc", "loss", left=["slowest"],
     )  # fmt: skip
-    evaluated = {line.get("epoch"): line for split in ("test", "val") for line in record.metrics_of(split)}
+    found = record.final_metrics()
+    evaluated = [] if found is None else record.metrics_of(found[0])
     shown = record.epochs if len(record.epochs) <= 20 else record.epochs[-20:]
     for profile in shown:
-        straggler, error, metrics = profile.straggler, profile.prediction_bias, evaluated.get(profile.epoch, {})
+        straggler, error = profile.straggler, profile.prediction_bias
+        metrics: Mapping[str, Any] = {}  # of the last evaluation after one of its steps
+        for line in evaluated:
+            if profile.first_step < line["step"] <= profile.end_step:
+                metrics = line
         blame = "-" if straggler is None else f"{straggler.rank}: {_CAUSES[straggler.cause]}"
         quality = [f"{metrics[name]:.4f}" if metrics.get(name) is not None else "-" for name in ("auc", "logloss")]
+        sampled = (f"{profile.step_ms:.3g}", f"{profile.balanced_ms:.3g}", f"{compute_imbalance(profile):.2f}")
         table.add_row(
             record.label(profile),
-            *(f"{ms:.3g}" for ms in (profile.mean_step_ms, profile.step_ms, profile.balanced_ms)),
-            f"{compute_imbalance(profile):.2f}", blame, "-" if error is None else f"{error:+.1%}", *quality,
+            f"{profile.mean_step_ms:.3g}", *(sampled if profile.samples else "---"), blame,
+            "-" if error is None else f"{error:+.1%}", *quality,
         )  # fmt: skip
+    for column in table.columns[1:]:
+        column.no_wrap = True  # what must be narrower is the epoch, with its steps
     skipped = len(record.epochs) - len(shown)
     table.caption = (
         "step: mean of all, ms. sampled: with nothing overlapped. even: that, at perfect balance. uneven: max / mean "
         "of embedding compute. slowest: the rank that held the others up. pred.: predicted step cost over the measured."
+        + (f" auc, loss: on {'test' if found[0] == 'test' else 'validation'} data." if found else "")
         + (f" {skipped} earlier epochs are not shown." if skipped else "")
     )
     return table
 
 
 def _decisions(record: RunRecord) -> Table:
-    table = _table("What autoshard decided", ("step", "right"), "decision")
+    table = _table("What autoshard decided", "step", "decision", left=["decision"])
     shown = record.decisions[-12:]
     for decision in shown:
         style = "" if decision.get("action") == "kept" else "bold"
@@ -171,11 +175,11 @@ def _decisions(record: RunRecord) -> Table:
     return table
 
 
-def _table(title: str, *columns: str | tuple[str, str]) -> Table:
+def _table(title: str, *columns: str, left: Sequence[str] = ()) -> Table:
+    """left: the columns of words; the others are of numbers, and end at the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, caption_justify="left")
     for column in columns:
-        name, justify = column if isinstance(column, tuple) else (column, "left")
-        table.add_column(name, justify="right" if justify == "right" else "left", overflow="fold")
+        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
     return table
 
 

@@ -17,7 +17,9 @@ from dlrm_autoshard.records.run import RunRecord
 def verdict(record: RunRecord) -> list[str]:
     """At most three sentences."""
     said = [f"Autoshard: {autoshard_in_one_line(record)}."] if record.decisions else []
-    if record.epochs:
+    if record.epochs and record.last.world_size == 1:
+        said.append("One rank has all tables: there is nothing to place.")
+    elif record.epochs:
         said += [*who_is_slow(record.last), *what_is_left(record.last, left_to_save(record))]
     return said
 
@@ -58,8 +60,8 @@ def who_is_slow(profile: EpochProfile) -> list[str]:
 
 
 def left_to_save(record: RunRecord) -> float:
-    """The part of the last epoch's step that perfect balance would save: the figure that autoshard decided by, which
-    knows the ranks' speeds, where it decided on that epoch."""
+    """The part of the last interval's step that perfect balance would save: the figure that autoshard decided by, which
+    knows the ranks' speeds, where it decided on that interval."""
     for decision in reversed(record.decisions):
         if decision.get("step") == record.last.end_step and decision.get("balance_gain") is not None:
             return float(decision["balance_gain"])

@@ -43,6 +43,7 @@ class SavedModel:
     embeddings: ShardedEmbeddings
     dense: DenseArch
     position: Position
+    labelled: bool
 
     def logits(self, split: Split) -> tuple[Tensor, Tensor]:
         """Logits [S] and labels [S] (of several tasks [S, L]) of the split's samples, in order."""
@@ -51,7 +52,9 @@ class SavedModel:
         batch_size = self.config.train.eval_batch_size or self.config.train.batch_size
         bf16 = self.config.train.dense_dtype == "bf16"
         found, labels = [], []
-        with Loader(self.source, split, 0, batch_size, 0, 1, on_bad_id=self.config.data.on_bad_id) as batches:
+        with Loader(
+            self.source, split, 0, batch_size, 0, 1, on_bad_id=self.config.data.on_bad_id, labelled=self.labelled
+        ) as batches:
             for batch in batches:
                 found.append(predict(self.dense, self.embeddings, batch, autocast=bf16).cpu())
                 labels.append(batch.labels_B[: batch.size])
@@ -59,12 +62,13 @@ class SavedModel:
 
 
 @contextmanager
-def saved_model(run: Path, checkpoint: Path | None = None) -> Iterator[SavedModel]:
-    """checkpoint: the run's newest where none is named. All tables come into this process's memory."""
+def saved_model(run: Path, checkpoint: Path | None = None, *, labelled: bool = True) -> Iterator[SavedModel]:
+    """checkpoint: the run's newest where none is named. labelled: False where the data may come without labels. All
+    tables come into this process's memory."""
     if not (run / CONFIG).exists():
         raise UserError(f"'{run}' is no run directory: it has no {CONFIG}.")
     config = load_config(run / CONFIG)
-    source = open_source(config.data, config.tables)
+    source = open_source(config.data, config.tables, labelled=labelled)
     with Runtime.start(config.run) as runtime:
         checkpoints = Checkpoints(run / "checkpoints", runtime)
         if checkpoint == Path(BEST):
@@ -81,7 +85,7 @@ def saved_model(run: Path, checkpoint: Path | None = None) -> Iterator[SavedMode
         model = make_model(source.num_dense, embeddings.output_tables, config.model, num_labels=labels)
         dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
         position = TrainingState(runtime, checkpoints, embeddings, dense, None).resume(checkpoint)
-        yield SavedModel(config, source, embeddings, model.eval(), position)
+        yield SavedModel(config, source, embeddings, model.eval(), position, labelled)
 
 
 class PlainModel(nn.Module):
@@ -94,6 +98,8 @@ class PlainModel(nn.Module):
     def __init__(self, saved: SavedModel) -> None:
         super().__init__()
         self.dense = saved.dense.cpu()
+        for weight in self.dense.parameters():  # out of the one buffer that ranks reduce: torch exports whole storages
+            weight.data = weight.data.clone()
         self.margin = saved.dense.margin
         names = [table.name for table in saved.embeddings.tables]
         self.order = [names.index(table.name) for table in saved.embeddings.output_tables]

@@ -1,0 +1,38 @@
+"""Shapes and number formats are checked in every batch, before a kernel or an exchange takes its bytes for others."""
+
+from __future__ import annotations
+
+import torch
+
+from dlrm_autoshard.data.batch import Batch, DataSource
+from dlrm_autoshard.data.errors import DataError
+
+_WHOLE, _REAL = (torch.int32, torch.int64), (torch.float32,)
+
+
+def check_form(batch: Batch, source: DataSource, samples: int, where: str) -> None:
+    """DataError names the tensor that is not as batch.py says. where: what gave the batch, for the error."""
+    num_tables = len(source.tables)
+    expected = {
+        "dense_BF": ((samples, source.num_dense), _REAL),
+        "lengths_TB": ((num_tables, samples), (torch.int32,)),
+        "values_N": ((int(batch.lengths_TB.sum()),), _WHOLE),
+        "labels_B": ((samples, *batch.labels_B.shape[1:2]), _REAL),
+    }
+    if batch.loss_weights_B is not None:
+        expected["loss_weights_B"] = (tuple(batch.labels_B.shape), _REAL)
+    if batch.weights_N is not None:
+        expected["weights_N"] = (tuple(batch.values_N.shape), _REAL)
+        if any(table.pooling == "mean" for table in source.tables):
+            raise DataError(
+                f"{where} gives weights_N, but ids with weights are summed and tables.pooling is mean. Set it to sum, "
+                "or leave the weights out."
+            )
+    for name, (shape, dtypes) in expected.items():
+        tensor = getattr(batch, name)
+        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise DataError(
+                f"{where} gives {name} as {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}; with "
+                f"{num_tables} tables and {source.num_dense} dense features it must be {wanted} {list(shape)}."
+            )
