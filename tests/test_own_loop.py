@@ -194,6 +194,28 @@ def train(
     return found, saved
 
 
+def resumed_with_larger_batches(rank: int, world_size: int, folder: Path) -> None:
+    state = None
+    for samples, steps in ((16, 10), (48, 10)):
+        bags = das.ShardedEmbeddingBags(TABLES, optimizer=das.SGD(lr=0.1))
+        autoshard = das.Autoshard(
+            bags, every_steps=10, sample_every=2, run_dir=folder, budget_seconds=2.0, measure_plans=0, state=state
+        )
+        assert autoshard.state_dict() == (state or {"steps": 0})  # nothing was done yet
+        for _ in range(steps):
+            bags(
+                torch.ones(len(TABLES), samples, dtype=torch.int32), torch.zeros(4 * samples, dtype=torch.int32)
+            ).sum().backward()
+            autoshard.step()
+        state = autoshard.state_dict()
+
+
+def test_what_goes_on_with_other_batches_is_told_by_these(tmp_path: Path) -> None:
+    """On more or fewer ranks, say: what a step is taken to last is batch over throughput."""
+    run_ranks(resumed_with_larger_batches, 2, tmp_path, timeout=100)
+    assert [(record["end_step"], record["batch_size"]) for record in records(tmp_path)] == [(10, 32), (20, 96)]
+
+
 def test_autoshard_goes_on_where_it_was_saved(tmp_path: Path) -> None:
     for whole, pieces, steps in run_ranks(resumed, 2, tmp_path, timeout=150):
         assert whole == pieces and steps == [30]
