@@ -21,6 +21,7 @@ from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.autoshard.payoff import MoveCost
 from dlrm_autoshard.config import AutoshardConfig, ReshardConfig
 from dlrm_autoshard.costs import step_cost_ms
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import Gain
@@ -313,6 +314,21 @@ def test_where_too_little_is_known_of_what_would_move_that_is_measured_first() -
         moves.append(job.run(3).count("moved"))
     assert moves[0] == 0 and 1 <= moves[1] <= 2
     assert sorted(name for [name] in asked) == sorted(job.task.names)  # each once
+
+
+def test_where_a_rank_has_no_memory_to_measure_that_is_tried_once() -> None:
+    asked = list[Sequence[Sequence[str]]]()
+
+    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        asked.append(shards)
+        raise UserError("rank 1 could not measure its shard: no memory")
+
+    job = Training(1)
+    job.plan = job.worst_heuristic()
+    doubtful = Doubtful(seed=0)
+    doubtful.load_state_dict(job.planner.state_dict())
+    job.controller, job.measure_shards = job.make_controller(doubtful), measure
+    assert job.run(3) == ["kept"] * 3 and len(asked) == 1
 
 
 def test_nothing_is_measured_where_that_takes_longer_than_it_would_save() -> None:
