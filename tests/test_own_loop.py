@@ -195,17 +195,16 @@ def train(
 
 
 def resumed_with_larger_batches(rank: int, world_size: int, folder: Path) -> None:
-    state = None
-    for samples, steps in ((16, 10), (48, 10)):
+    state: dict[str, Any] | None = None
+    for samples in (16, 48):
         bags = das.ShardedEmbeddingBags(TABLES, optimizer=das.SGD(lr=0.1))
         autoshard = das.Autoshard(
             bags, every_steps=10, sample_every=2, run_dir=folder, budget_seconds=2.0, measure_plans=0, state=state
         )
         assert autoshard.state_dict() == (state or {"steps": 0})  # nothing was done yet
-        for _ in range(steps):
-            bags(
-                torch.ones(len(TABLES), samples, dtype=torch.int32), torch.zeros(4 * samples, dtype=torch.int32)
-            ).sum().backward()
+        lengths, values = torch.ones(len(TABLES), samples), torch.zeros(len(TABLES) * samples)
+        for _ in range(10):
+            bags(lengths.int(), values.int()).sum().backward()
             autoshard.step()
         state = autoshard.state_dict()
 

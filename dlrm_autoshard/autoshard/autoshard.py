@@ -144,10 +144,11 @@ class Autoshard:
     def _start(self) -> Intervals:
         """Tables move to the first plan, which is the saved state's where that is for these ranks."""
         bags, runtime, sharded = self._bags, self._runtime, self._bags.sharded
-        optimizer, stats, current, placement = sharded.config.optimizer, self._first_stats(), None, self._planned
+        optimizer, stats, placement = sharded.config.optimizer, self._first_stats(), self._planned
+        current: ShardingPlan | None = None
         resumed = self._state if self._state and self._state["steps"] else None
         if resumed is not None:
-            stats = tuple(TableStats.from_json(stats) for stats in resumed["stats"])
+            stats = tuple(TableStats.from_json(record) for record in resumed["stats"])
             current, placement = ShardingPlan.from_json(resumed["plan"]), None
         placement = placement or place(
             self.settings,
