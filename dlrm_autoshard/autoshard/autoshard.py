@@ -7,9 +7,11 @@ autoshard.finish()                                                   # writes ru
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,14 @@ from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.autoshard.table_observer import TableObserver
 from dlrm_autoshard.config import parse_sections
 from dlrm_autoshard.distributed.movable import ArrivedIds, MovableBags
+from dlrm_autoshard.distributed.reshard import ReshardRefused
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.epoch import epochs_file
 from dlrm_autoshard.records.jsonl import forget_after
 from dlrm_autoshard.tables import TableStats
+
+LOG = logging.getLogger("dlrm_autoshard")
 
 
 class Autoshard:
@@ -164,7 +169,14 @@ class Autoshard:
             current=current,
             held_bytes=sum(t.weight_bytes + t.optimizer_bytes(optimizer.name) for t in sharded.local_shards),
         )
-        bags.move_to(placement.plan)
+        try:
+            bags.move_to(placement.plan)
+        except ReshardRefused as refusal:
+            if not placement.task.allows(bags.plan):
+                raise
+            placement = replace(placement, plan=bags.plan)  # no reason to stop training under a plan that works
+            if runtime.rank == 0:
+                LOG.warning("the first plan is not taken: %s", refusal)
         if runtime.rank == 0:
             placement.save(self.run_dir, self.steps)
         self._intervals = Intervals(

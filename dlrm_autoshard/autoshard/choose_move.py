@@ -61,7 +61,7 @@ class MoveChooser:
         self.left = [*(plan for plan in self.left if plan != old_plan), old_plan][-thresholds.MEMORY :]
 
     def refused(self, plan: ShardingPlan) -> None:
-        """Some rank had no memory for it, nor so for what it is a part of. Others may fit."""
+        """Nor is what it is a part of asked for again soon: others may fit."""
         for one in filter(None, (plan, self.target)):
             self.history.refused_at[one.fingerprint] = self.history.intervals
         self.target = None
@@ -126,7 +126,7 @@ class MoveChooser:
         candidates += [left for left in self.left if left not in [plan, *candidates]]
         proposals = self.proposals(task, interval, plan, [one for one in candidates if self._may_be(task, one)])
         if not proposals:
-            raise PlanError("there is no other plan that is legal and that ranks had memory for")
+            raise PlanError("there is no other plan that is legal and was not refused lately")
         self.trigger.searched(time.perf_counter() - started)
         return proposals
 
@@ -222,7 +222,7 @@ class MoveChooser:
         return replace(_moved(base, proposal, plan), part_of=said)
 
     def _may_be(self, task: PlacementTask, plan: ShardingPlan) -> bool:
-        """Whether it is legal, and ranks have not refused it lately."""
+        """Whether it is legal, and was not refused lately."""
         return not self.history.refused_lately(plan) and task.allows(plan)
 
     def _moving(self, task: PlacementTask, plan: ShardingPlan, candidate: ShardingPlan) -> dict[str, int]:

@@ -21,7 +21,7 @@ class History:
     moves_at: list[int] = field(default_factory=list)
     left_at: dict[str, int] = field(default_factory=dict)  # plan fingerprint -> when it stopped being the live one
     rolled_back: list[str] = field(default_factory=list)
-    refused_at: dict[str, int] = field(default_factory=dict)  # plan fingerprint -> when a rank had no memory for it
+    refused_at: dict[str, int] = field(default_factory=dict)  # plan fingerprint -> when a rank could not take it
     in_parts: bool = False  # the last move was a part of a larger one
 
     def moved(self, old_plan: ShardingPlan, *, in_parts: bool) -> None:
@@ -33,7 +33,7 @@ class History:
         self.in_parts = in_parts
 
     def refused_lately(self, plan: ShardingPlan) -> bool:
-        """Later there may be memory for it again."""
+        """Later there may be memory for it."""
         at = self.refused_at.get(plan.fingerprint) if self.refused_at else None
         return at is not None and self.intervals - at <= thresholds.MEMORY
 
