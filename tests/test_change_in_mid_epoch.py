@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from dlrm_autoshard.autoshard.change_watch import ChangeWatch
+from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.autoshard.sampling import Sampling, steps_of_part
 from dlrm_autoshard.config import Config, ProfileConfig
 from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
@@ -22,9 +23,20 @@ from tests.trainers import config, make_runtime, records, trainer
 STEPS, SLOW_FROM = 160, 80
 
 
-def train_with_a_slow_rank(rank: int, world_size: int, job: Config, run_dir: Path) -> None:
+def train_with_a_slow_rank(rank: int, world_size: int, job: Config, run_dir: Path) -> list[Interval]:
+    """What was decided on, on rank 0."""
+    decided_on: list[Interval] = []
     with trainer(job, make_runtime(rank, world_size), run_dir) as made:
         lookup = made.embeddings.lookup
+        resharding = made.intervals.resharding
+        if resharding is not None and (controller := resharding.controller) is not None:
+            decide = controller.decide
+
+            def heard(interval: Interval, *given: Any) -> Decision:
+                decided_on.append(interval)
+                return decide(interval, *given)
+
+            controller.decide = heard  # type: ignore[method-assign]
 
         def slowed(*given: Any, **options: Any) -> Any:
             time.sleep(0.03 * (1 + (rank == 1 and made.position.step >= SLOW_FROM)))
@@ -32,6 +44,7 @@ def train_with_a_slow_rank(rank: int, world_size: int, job: Config, run_dir: Pat
 
         made.embeddings.lookup = slowed  # type: ignore[method-assign]
         made.run()
+    return decided_on
 
 
 def job(folder: Path, every_epochs: int) -> Config:
@@ -49,7 +62,7 @@ def epochs(run_dir: Path) -> list[EpochProfile]:
 def test_a_slower_rank_is_noticed_and_decided_on_in_mid_epoch(tmp_path: Path, every_epochs: int) -> None:
     """However seldom decisions are asked for."""
     run_dir = tmp_path / "run"
-    run_ranks(train_with_a_slow_rank, 2, job(tmp_path, every_epochs), run_dir, timeout=90)
+    decided_on, _ = run_ranks(train_with_a_slow_rank, 2, job(tmp_path, every_epochs), run_dir, timeout=90)
     found = epochs(run_dir)
     assert [e.first_step for e in found] == [0, *(e.end_step for e in found[:-1])] and found[-1].end_step == STEPS
     after = [e for e in found if e.first_step >= SLOW_FROM]
@@ -60,6 +73,8 @@ def test_a_slower_rank_is_noticed_and_decided_on_in_mid_epoch(tmp_path: Path, ev
     assert not any("too few" in d["text"] for d in decisions)  # where the epoch ends soon after one
     first = next(d for d in decisions if d["step"] > SLOW_FROM)
     assert first["step"] == after[0].end_step and first["balance_gain"] > 0.1
+    changed = next(interval for interval in decided_on if interval.step == first["step"])
+    assert changed.before_change is not None and changed.throughput < 0.75 * changed.before_change
 
 
 def due_steps(slow: Callable[[int], float], moves_at: int | None = None) -> list[int]:

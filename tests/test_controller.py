@@ -21,6 +21,7 @@ from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.autoshard.payoff import MoveCost
 from dlrm_autoshard.config import AutoshardConfig, ReshardConfig
 from dlrm_autoshard.costs import step_cost_ms
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import Gain
@@ -93,13 +94,20 @@ class Training:
         self.exact.slowdown = self.cluster.slowdown
         return DENSE_MS + step_cost_ms(self.exact.profile(self.tables, self.stats, plan, BATCH).ranks)
 
-    def interval(self, changed_steps: int | None = None, moves_since: int = 0, *, early: bool = False) -> Decision:
+    def interval(
+        self,
+        changed_steps: int | None = None,
+        moves_since: int = 0,
+        *,
+        before_change: float | None = None,
+        early: bool = False,
+    ) -> Decision:
         profile = self.measure(self.plan)
         step_ms = self.true_ms(self.plan) * float(np.exp(self.cluster.noise * self.noise.standard_normal()))
         self.step += STEPS
         interval = Interval(
             self.step // STEPS, self.step, profile, 1000 * BATCH / step_ms, self.total - self.step,
-            changed_steps=changed_steps, moves_since=moves_since, early=early,
+            changed_steps=changed_steps, moves_since=moves_since, before_change=before_change, early=early,
         )  # fmt: skip
         decision = self.controller.decide(interval, self.plan, self.measure_shards)
         if decision.new_plan is not None:
@@ -308,6 +316,21 @@ def test_where_too_little_is_known_of_what_would_move_that_is_measured_first() -
     assert sorted(name for [name] in asked) == sorted(job.task.names)  # each once
 
 
+def test_where_a_rank_has_no_memory_to_measure_that_is_tried_once() -> None:
+    asked = list[Sequence[Sequence[str]]]()
+
+    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        asked.append(shards)
+        raise UserError("rank 1 could not measure its shard: no memory")
+
+    job = Training(1)
+    job.plan = job.worst_heuristic()
+    doubtful = Doubtful(seed=0)
+    doubtful.load_state_dict(job.planner.state_dict())
+    job.controller, job.measure_shards = job.make_controller(doubtful), measure
+    assert job.run(3) == ["kept"] * 3 and len(asked) == 1
+
+
 def test_nothing_is_measured_where_that_takes_longer_than_it_would_save() -> None:
     def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
         raise AssertionError("nothing was to be measured")
@@ -402,6 +425,17 @@ def test_a_move_is_judged_by_the_steps_before_the_next_change() -> None:
     assert state["since_move"] is None, "the next move has no steps yet"
 
 
+def test_a_move_is_judged_by_the_steps_before_a_change_that_ends_its_first_interval() -> None:
+    """Which is not decided on: the next one begins with the change, and says what came before it."""
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    assert job.interval().action == "moved"
+    alike = 1000 * BATCH / job.true_ms(job.plan)
+    job.cluster.slowdown = {1: 2.0}
+    assert job.interval(changed_steps=50, before_change=alike, early=True).action == "moved"
+    assert job.records[0]["throughput_after"] == alike and job.records[0]["measured_gain"] > 0
+
+
 def test_that_ranks_changed_since_a_move_is_known_after_a_restart_too() -> None:
     """A move that is judged two intervals later is not blamed for it either way."""
     one, other = Training(0), Training(0)
@@ -465,6 +499,40 @@ def test_a_refusal_is_recorded_and_not_asked_for_again_at_once() -> None:
     refused = job.controller.refused("rank 1 needs 6 GiB more, but has 2")
     assert refused.action == "refused" and refused.new_plan is None
     assert job.records[-1]["text"] == "refused: rank 1 needs 6 GiB more, but has 2"
+    asked = [first.new_plan.fingerprint]
+    for step in range(1000, 2500, 500):
+        again = job.controller.decide(replace(interval, step=step), job.plan)
+        if again.new_plan is not None:
+            asked.append(again.new_plan.fingerprint)
+            job.controller.refused("rank 1 needs 6 GiB more, but has 2")
+    assert len(set(asked)) == len(asked) > 1, "others may fit"
+
+
+def test_a_part_that_was_refused_is_not_asked_for_again_at_once() -> None:
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    job.controller = job.make_controller(max_move_gib_per_step=0.02)
+    interval = Interval(1, 500, job.measure(job.plan), 1000 * BATCH / job.true_ms(job.plan), 10_000)
+    asked = []
+    for step in range(500, 2500, 500):
+        decision = job.controller.decide(replace(interval, step=step), job.plan)
+        if decision.new_plan is not None:
+            asked.append(decision.new_plan.fingerprint)
+            job.controller.refused("rank 1 needs 6 GiB more, but has 2")
+    assert asked and len(set(asked)) == len(asked)
+
+
+def test_a_move_is_not_judged_by_a_plan_that_came_after_it() -> None:
+    """A job that is resumed with other pins may place its tables anew."""
+    job = Training(1)
+    job.plan = ShardingPlan({t.name: int(i % 5 == 0) for i, t in enumerate(job.tables)}, 2)
+    assert job.interval().action == "moved"
+    state = json.loads(json.dumps(job.controller.state_dict()))
+    job.controller = job.make_controller()
+    job.controller.load_state_dict(state)
+    job.plan = ShardingPlan({table.name: 0 for table in job.tables}, 2)
+    assert job.interval().action != "rolled_back"
+    assert job.records[0]["action"] == "moved" and job.records[0]["measured_gain"] is None
 
 
 def test_a_move_larger_than_the_limit_goes_in_parts_none_of_them_slower() -> None:

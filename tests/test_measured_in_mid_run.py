@@ -108,6 +108,13 @@ def test_each_is_asked_once_the_dearest_first_and_within_twice_the_time() -> Non
     assert unmeasured(started(), task_of(START), PLAN).names == []  # and what did not change
 
 
+def test_a_single_table_is_not_asked_for_there_is_nothing_to_compare_it_with() -> None:
+    """Else it would be measured after each interval, and nothing be learned of it."""
+    stats = [replace(stat, mean_pooling=60.0) if i == 0 else stat for i, stat in enumerate(START)]
+    planner, task = started(), task_of(stats)
+    assert unmeasured(planner, task, PLAN) == Unmeasured([], 0.0)
+
+
 def test_where_a_rank_is_slow_all_wait_for_it() -> None:
     """Ranks measure at once: that takes as long as the slowest."""
     stats = [replace(stat, mean_pooling=60.0) for stat in START]

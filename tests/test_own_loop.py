@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlrm_autoshard as das
+from dlrm_autoshard.distributed.reshard import ReshardRefused
 from dlrm_autoshard.errors import UserError
 from tests.ranks import run_ranks
 from tests.trainers import config, losses, make_runtime, trainer
@@ -192,6 +193,49 @@ def train(
     autoshard.finish()
     del model
     return found, saved
+
+
+def resumed_with_larger_batches(rank: int, world_size: int, folder: Path) -> None:
+    state: dict[str, Any] | None = None
+    for samples in (16, 48):
+        bags = das.ShardedEmbeddingBags(TABLES, optimizer=das.SGD(lr=0.1))
+        autoshard = das.Autoshard(
+            bags, every_steps=10, sample_every=2, run_dir=folder, budget_seconds=2.0, measure_plans=0, state=state
+        )
+        assert autoshard.state_dict() == (state or {"steps": 0})  # nothing was done yet
+        lengths, values = torch.ones(len(TABLES), samples), torch.zeros(len(TABLES) * samples)
+        for _ in range(10):
+            bags(lengths.int(), values.int()).sum().backward()
+            autoshard.step()
+        state = autoshard.state_dict()
+
+
+def test_what_goes_on_with_other_batches_is_told_by_these(tmp_path: Path) -> None:
+    """On more or fewer ranks, say: what a step is taken to last is batch over throughput."""
+    run_ranks(resumed_with_larger_batches, 2, tmp_path, timeout=100)
+    assert [(record["end_step"], record["batch_size"]) for record in records(tmp_path)] == [(10, 32), (20, 96)]
+
+
+def without_memory_to_move(rank: int, world_size: int, folder: Path) -> tuple[bool, int | None]:
+    def refuse(plan: das.ShardingPlan, *, checksums: bool = False) -> Any:
+        raise ReshardRefused("rank 1 needs 6 GiB more for its new tables, but has 2")
+
+    start = das.ShardingPlan({table.name: 0 for table in TABLES}, world_size)
+    bags = das.ShardedEmbeddingBags(TABLES, optimizer=das.SGD(lr=0.1), plan=start)
+    bags.move_to = refuse  # type: ignore[method-assign]
+    pinned = {"t0": 1} if "pinned" in folder.name else {}
+    autoshard = das.Autoshard(bags, every_steps=5, run_dir=folder, measure_plans=0, pinned=pinned)
+    for step in range(5):
+        bags(*data_of(rank, step)[:2]).sum().backward()
+        autoshard.step()
+    return bags.plan == start, len(records(folder)) if rank == 0 else None
+
+
+def test_a_first_plan_that_ranks_have_no_memory_for_ends_no_training(tmp_path: Path) -> None:
+    """Tables move to it beside those that are there, which takes more than either; but what is asked is asked."""
+    assert run_ranks(without_memory_to_move, 2, tmp_path / "run", timeout=60) == [(True, 1), (True, None)]
+    with pytest.raises(Exception, match="rank 1 needs 6 GiB more"):
+        run_ranks(without_memory_to_move, 2, tmp_path / "pinned", timeout=60)
 
 
 def test_autoshard_goes_on_where_it_was_saved(tmp_path: Path) -> None:

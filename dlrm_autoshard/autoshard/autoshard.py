@@ -7,9 +7,11 @@ autoshard.finish()                                                   # writes ru
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,14 @@ from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.autoshard.table_observer import TableObserver
 from dlrm_autoshard.config import parse_sections
 from dlrm_autoshard.distributed.movable import ArrivedIds, MovableBags
+from dlrm_autoshard.distributed.reshard import ReshardRefused
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.epoch import epochs_file
 from dlrm_autoshard.records.jsonl import forget_after
 from dlrm_autoshard.tables import TableStats
+
+LOG = logging.getLogger("dlrm_autoshard")
 
 
 class Autoshard:
@@ -47,26 +52,26 @@ class Autoshard:
 
         total_steps: of the whole training, which the first plan and each move must pay for themselves in; where it is
         not said, as many steps are expected to come as have been done. state: what `state_dict()` gave, to go on from
-        there, in the same run_dir, once the bags' own state is loaded. placement: what the live plan rests on, where it
-        was planned by measurements before; else a plan is made after the first step. settings: the other keys of the
-        YAML's `autoshard:` section.
+        there after the next step, in the same run_dir, with the bags' own state loaded. placement: what the live plan
+        rests on, where it was planned by measurements before; else a plan is made after the first step. settings: the
+        other keys of the YAML's `autoshard:` section.
         """
         section = {"enabled": True, **settings}
         if isinstance(given := section.get("reshard", {}), dict):
             section["reshard"] = {**given, "every_steps": every_steps}
         config = parse_sections(profile={"every_steps": sample_every}, autoshard=section)
         self.settings, self._profile = config.autoshard, config.profile
-        self.run_dir, self.steps = Path(run_dir), 0
+        self.run_dir, self.steps, self._every = Path(run_dir), 0, every_steps
         self._bags, self._runtime, self._total = bags, bags.runtime, total_steps
         self._observer = TableObserver(bags.sharded)
         self._intervals: Intervals | None = None
-        self._planned = placement
+        self._state, self._planned = state, placement
         self._samples = 0  # of one rank's batch
         self._step = ExitStack()  # the step that is being timed
         bags.on_lookup(self._hear)
         self._runtime.from_rank_0(lambda: self._claim(state))
         if state is not None:
-            self._resume(state)
+            self.steps = state["steps"]
 
     def step(self) -> Decision | None:
         """After an optimizer step, on every rank. What was decided, where it was time to; tables may have moved."""
@@ -77,7 +82,7 @@ class Autoshard:
         intervals, decision = self._intervals, None
         if intervals is None:
             with self._random_numbers_kept():
-                intervals = self._start(self._first_stats(), self._samples * self._runtime.world_size)
+                intervals = self._start()
         else:
             intervals.count(self.steps, self._samples)
             whole = self.steps % self._every == 0
@@ -113,22 +118,11 @@ class Autoshard:
         """Of an interval's end, or before the first step: what was learned and decided, the same on every rank, as
         JSON. A collective. What was measured since the last interval is not in it."""
         if self._intervals is None:
-            return {"steps": 0}
-        state = {
-            "steps": self.steps,
-            "batch_size": self._intervals.batch_size,
-            "plan": self._bags.plan.to_json(),
-            **self._intervals.state_dict(),
-        }
+            return dict(self._state or {"steps": 0})
+        state = {"steps": self.steps, "plan": self._bags.plan.to_json(), **self._intervals.state_dict()}
         return self._runtime.broadcast(state)
 
     # -- how -----------------------------------------------------------------------------------------------------------
-
-    @property
-    def _every(self) -> int:
-        every = self.settings.reshard.every_steps
-        assert every is not None
-        return every
 
     def _claim(self, state: Mapping[str, Any] | None) -> None:
         if state is not None:
@@ -152,17 +146,21 @@ class Autoshard:
         seen = {name: stat for own in by_rank for name, stat in own.items()}
         return tuple(seen[table.name] for table in self._bags.tables)
 
-    def _start(self, stats: tuple[TableStats, ...], batch_size: int, current: ShardingPlan | None = None) -> Intervals:
-        """Tables move to the first plan, which is `current` where that is for these ranks."""
+    def _start(self) -> Intervals:
+        """Tables move to the first plan, which is the saved state's where that is for these ranks."""
         bags, runtime, sharded = self._bags, self._runtime, self._bags.sharded
-        placement = None if current is not None else self._planned
-        optimizer = sharded.config.optimizer
+        optimizer, stats, placement = sharded.config.optimizer, self._first_stats(), self._planned
+        current: ShardingPlan | None = None
+        resumed = self._state if self._state and self._state["steps"] else None
+        if resumed is not None:
+            stats = tuple(TableStats.from_json(record) for record in resumed["stats"])
+            current, placement = ShardingPlan.from_json(resumed["plan"]), None
         placement = placement or place(
             self.settings,
             runtime,
             sharded.tables,
             lambda: stats,
-            batch_size=batch_size,
+            batch_size=self._samples * runtime.world_size,
             optimizer=optimizer,
             exchange_dtype=bags.exchange_dtype,
             shared_memory=bags.shared_memory,
@@ -171,21 +169,23 @@ class Autoshard:
             current=current,
             held_bytes=sum(t.weight_bytes + t.optimizer_bytes(optimizer.name) for t in sharded.local_shards),
         )
-        bags.move_to(placement.plan)
+        try:
+            bags.move_to(placement.plan)
+        except ReshardRefused as refusal:
+            if not placement.task.allows(bags.plan):
+                raise
+            placement = replace(placement, plan=bags.plan)  # no reason to stop training under a plan that works
+            if runtime.rank == 0:
+                LOG.warning("the first plan is not taken: %s", refusal)
         if runtime.rank == 0:
             placement.save(self.run_dir, self.steps)
         self._intervals = Intervals(
             self.settings, self._profile, runtime, sharded, bags.move_to, bags.clock, placement, self.run_dir
         )
+        if resumed is not None:
+            self._intervals.load_state_dict(resumed)
         self._intervals.begin(self.steps)
         return self._intervals
-
-    def _resume(self, state: Mapping[str, Any]) -> None:
-        self.steps = state["steps"]
-        if self.steps:
-            stats = tuple(TableStats.from_json(stats) for stats in state["stats"])
-            with self._random_numbers_kept():
-                self._start(stats, state["batch_size"], ShardingPlan.from_json(state["plan"])).load_state_dict(state)
 
     def _random_numbers_kept(self) -> AbstractContextManager[None]:
         """The training loop's own random numbers (Dropout's, say) are as they would be without us."""

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from dlrm_autoshard.autoshard import thresholds
@@ -47,6 +48,8 @@ class MoveChooser:
     ) -> None:
         self.config, self.planner, self.bytes_of, self.trigger = config, planner, bytes_of, trigger
         self.move_cost, self.history = MoveCost(), History()
+        most_gib = config.max_move_gib_per_step
+        self._most_bytes = None if most_gib is None else int(most_gib * 2**30)  # that may move at a time
         self.target: ShardingPlan | None = None  # of a move that is made in parts, and not yet at its end
         self._unmeasurable: set[str] = set()  # shards that a rank had no memory to measure
         self.left: list[ShardingPlan] = []  # live ones, the newest last: what they cost is known better than of others
@@ -56,6 +59,12 @@ class MoveChooser:
         self.move_cost = self.move_cost.learned(num_bytes, seconds)
         self.history.moved(old_plan, in_parts=in_parts)
         self.left = [*(plan for plan in self.left if plan != old_plan), old_plan][-thresholds.MEMORY :]
+
+    def refused(self, plan: ShardingPlan) -> None:
+        """Nor is what it is a part of asked for again soon: others may fit."""
+        for one in filter(None, (plan, self.target)):
+            self.history.refused_at[one.fingerprint] = self.history.intervals
+        self.target = None
 
     def learn_halves(
         self, task: PlacementTask, interval: Interval, plan: ShardingPlan, measure_shards: ShardTimer
@@ -88,8 +97,10 @@ class MoveChooser:
             best, why = self._best(proposals, interval)
             if why is not None and measure_shards is not None:
                 unknown = unmeasured(self.planner, task, plan)
-                if self._worth_measuring(unknown.names, proposals, task, interval, plan) > unknown.seconds:
-                    learn_changed(self.planner, task, plan, measure_shards, unknown)
+                worth = self._worth_measuring(unknown.names, proposals, task, interval, plan)
+                if worth > unknown.seconds and not self._unmeasurable.issuperset(unknown.names):
+                    if not learn_changed(self.planner, task, plan, measure_shards, unknown):
+                        self._unmeasurable.update(unknown.names)
                     best, why = self._best(self._proposed(task, interval, plan), interval)
         except PlanError as error:  # no reason to stop training under a plan that works
             return replace(base, why=str(error))
@@ -110,12 +121,12 @@ class MoveChooser:
         started = time.perf_counter()
         found = self.planner.propose(task, plan, budget_seconds=self.trigger.search_seconds / 2)
         candidates = self._paying(task, interval, plan, [candidate.ordered(task.names) for candidate, _ in found])
-        if self.target is not None and self.target != plan and task.allows(self.target):
+        if self.target is not None and self.target != plan:
             candidates.append(self.target)
-        candidates += [left for left in self.left if left not in [plan, *candidates] and task.allows(left)]
-        proposals = self.proposals(task, interval, plan, candidates)
+        candidates += [left for left in self.left if left not in [plan, *candidates]]
+        proposals = self.proposals(task, interval, plan, [one for one in candidates if self._may_be(task, one)])
         if not proposals:
-            raise PlanError("no other plan is legal")
+            raise PlanError("there is no other plan that is legal and was not refused lately")
         self.trigger.searched(time.perf_counter() - started)
         return proposals
 
@@ -128,7 +139,8 @@ class MoveChooser:
         for candidate in candidates:
             moving = self._moving(task, plan, candidate)
             if ms_per_byte * sum(moving.values()) >= self.config.min_gain * interval.step_ms:
-                candidate = paying_part(plan, candidate, moving, ms_per_byte, cost_ms, task.allows, task.constraints)
+                legal = partial(self._may_be, task)
+                candidate = paying_part(plan, candidate, moving, ms_per_byte, cost_ms, legal, task.constraints)
             if candidate not in found:
                 found.append(candidate)
         return found
@@ -196,9 +208,9 @@ class MoveChooser:
         """As much of a larger move as may be made at a time; the rest follows after the next intervals."""
         limit = self._most_bytes
         assert limit is not None
-        cost_ms = self.planner.step_costs(task)
+        cost_ms, legal = self.planner.step_costs(task), partial(self._may_be, task)
         moving_bytes = self._moving(task, plan, whole.plan)
-        part = first_part(plan, whole.plan, moving_bytes, limit, cost_ms, task.allows, task.constraints)
+        part = first_part(plan, whole.plan, moving_bytes, limit, cost_ms, legal, task.constraints)
         said = f"{moving(whole.tables, whole.bytes)}: {gains(whole.gain)}"
         if isinstance(part, str):
             why = f"it moves {said}, at most {gib(limit)} may move at a time, and {part}"
@@ -208,6 +220,10 @@ class MoveChooser:
         [proposal] = self.proposals(task, interval, plan, [part])
         said = f"a part of {said}; at most {gib(limit)} may move at a time"
         return replace(_moved(base, proposal, plan), part_of=said)
+
+    def _may_be(self, task: PlacementTask, plan: ShardingPlan) -> bool:
+        """Whether it is legal, and was not refused lately."""
+        return not self.history.refused_lately(plan) and task.allows(plan)
 
     def _moving(self, task: PlacementTask, plan: ShardingPlan, candidate: ShardingPlan) -> dict[str, int]:
         """Bytes that move of each table, all of its parts."""
@@ -219,12 +235,6 @@ class MoveChooser:
             moved = -(-self.bytes_of[shard.table] * (stop - start) // dims[shard.table])
             found[shard.table] = found.get(shard.table, 0) + moved
         return found
-
-    @property
-    def _most_bytes(self) -> int | None:
-        """That may move at a time."""
-        limit = self.config.max_move_gib_per_step
-        return None if limit is None else int(limit * 2**30)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.choose_move import MoveChooser
@@ -25,18 +25,17 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import ShardTimer
-
-
-class Log(Protocol):
-    """What a `records.decisions.DecisionLog` does."""
-
-    def write(self, record: Mapping[str, Any]) -> None: ...
-    def forget_after(self, step: int) -> None: ...
+from dlrm_autoshard.records.decisions import DecisionLog
 
 
 class Controller:
     def __init__(
-        self, config: AutoshardConfig, planner: Planner, task: PlacementTask, bytes_of: Mapping[str, int], log: Log
+        self,
+        config: AutoshardConfig,
+        planner: Planner,
+        task: PlacementTask,
+        bytes_of: Mapping[str, int],
+        log: DecisionLog,
     ) -> None:
         """task: the tables on these ranks, with what is asked of plans. bytes_of: of each table, which a move carries.
         log: takes each decision's record when it is made, and a move's again when its gain has been measured."""
@@ -58,6 +57,10 @@ class Controller:
         self._last_step = interval.step
         if interval.changed_steps is None or interval.moves_since:
             self._since_move = interval.throughput
+        elif self._since_move is None:
+            self._since_move = interval.before_change
+        if self._unproven is not None and self._unproven.new_plan != plan:
+            self._unproven = None  # a job that was resumed may have placed its tables anew
         base = Decision(interval.epoch, interval.step, "kept", throughput_before=interval.throughput)
         if interval.samples < thresholds.LEAST_SAMPLES:
             few = f"too few steps were timed to judge by ({interval.samples}); lower profile.every_steps"
@@ -107,8 +110,7 @@ class Controller:
         """The ranks could not carry the last decision out; the old plan is still the live one."""
         decision, self._pending = self._pending, None
         assert decision is not None and decision.new_plan is not None, "there is no decision to carry out"
-        self.chooser.history.rolled_back.append(decision.new_plan.fingerprint)  # asked for again if it is far better
-        self.chooser.target = None
+        self.chooser.refused(decision.new_plan)
         return self._written(replace(decision, action="refused", why=why, new_plan=None, old_plan=None))
 
     # -- the last move -----------------------------------------------------------------------------------------------
@@ -124,12 +126,14 @@ class Controller:
         assert new_plan is not None and old_plan is not None and move.throughput_before is not None
         gain = measured_gain(move.throughput_before, throughput)
         saved_seconds = gain * interval.profile.batch_size / move.throughput_before
-        worse = gain < -self.trigger.scatter
-        [back] = self.chooser.proposals(task, interval, new_plan, [old_plan])
-        blamed = worse and not self._ranks_changed and back.gain > -self.trigger.scatter
+        blamed, why = False, ""
+        if gain < -self.trigger.scatter:
+            [back] = self.chooser.proposals(task, interval, new_plan, [old_plan])
+            blamed = not self._ranks_changed and back.gain > -self.trigger.scatter
+            why = "" if blamed else "slower than before, but so would the old plan be now"
         move = replace(
             move,
-            why="slower than before, but so would the old plan be now" if worse and not blamed else "",
+            why=why,
             measured_gain=gain,
             throughput_after=throughput,
             paid_back_after_steps=round(move.move_seconds / saved_seconds) if saved_seconds > 0 else None,

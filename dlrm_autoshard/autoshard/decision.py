@@ -25,8 +25,9 @@ Action = Literal["kept", "moved", "rolled_back", "refused"]
 class Interval:
     """What was measured over an interval that ends after `step`; throughput over all ranks, in examples/s. samples:
     steps whose stages were timed, timed_SW4: each of them, in ms. remaining_steps: that are to come. changed_steps:
-    since the ranks' times changed, where they did so in mid-interval; moves_since: that were made since then.
-    early: it ended before its time, to be decided on soon."""
+    since the ranks' times changed, where they did so in mid-interval; moves_since: that were made since then;
+    before_change: throughput of the interval that ended by it, up to there, where this is the next one. early: it ended
+    before its time, to be decided on soon."""
 
     epoch: int
     step: int
@@ -37,6 +38,7 @@ class Interval:
     timed_SW4: np.ndarray = field(default_factory=lambda: np.zeros((0, 1, 4)), repr=False, compare=False)
     changed_steps: int | None = None
     moves_since: int = 0
+    before_change: float | None = None
     early: bool = False
 
     @property

@@ -9,9 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
-
-import torch
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
@@ -28,8 +25,6 @@ from dlrm_autoshard.probe.rank_probe import RankProbe
 from dlrm_autoshard.probe.shipped_costs import start_warm
 from dlrm_autoshard.records.jsonl import append_jsonl
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats, memory_bytes
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,16 @@ def place(
 
     def decide() -> tuple[ShardingPlan, PlanResult | None]:
         if planning and planner is not None:
-            seconds_left = calibrate(planner, task, settings, runtime, probe, steps, seed)
+            seconds_left = start_costs(
+                planner,
+                task,
+                fingerprint=hardware_fingerprint(runtime.device),
+                measure_shards=None if probe is None else probe.measure_shards,
+                cache_dir=None if settings.cache_dir is None else Path(settings.cache_dir),
+                budget_seconds=settings.budget_seconds,
+                steps=steps,
+                seed=seed,
+            )
             if settings.placement is None:
                 result = planner.plan(
                     task,
@@ -180,38 +184,8 @@ def splits_of(settings: AutoshardConfig, optimizer: TableOptimizerConfig) -> Spl
 
 def free_bytes(runtime: Runtime) -> int:
     """That this rank may use: of its GPU, or its share of what its host or control group has free."""
-    if runtime.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(runtime.device)
-        return int(free)
-    return free_memory() // runtime.local_world_size
-
-
-# -- where the plan comes from ---------------------------------------------------------------------------------------
-
-
-def calibrate(
-    planner: Planner,
-    task: PlacementTask,
-    settings: AutoshardConfig,
-    runtime: Runtime,
-    probe: RankProbe | None,
-    steps: int | None,
-    seed: int,
-) -> float:
-    """Readies the planner's costs, by measuring on these ranks or from what earlier jobs did; the seconds that are left
-    to plan with."""
-    cache_dir = settings.cache_dir
-    started = start_costs(
-        planner,
-        task,
-        fingerprint=hardware_fingerprint(runtime.device),
-        measure_shards=None if probe is None else probe.measure_shards,
-        cache_dir=None if cache_dir is None else Path(cache_dir),
-        budget_seconds=settings.budget_seconds,
-        steps=steps,
-        seed=seed,
-    )
-    return started.seconds_left
+    free = free_memory(runtime.device)
+    return free if runtime.device.type == "cuda" else free // runtime.local_world_size
 
 
 def given_plan(placement: str | None, task: PlacementTask) -> ShardingPlan:

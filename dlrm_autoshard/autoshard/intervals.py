@@ -44,11 +44,12 @@ from dlrm_autoshard.tables import TableStats
 @dataclass(frozen=True)
 class Carried:
     """Of one interval, into the next: what showed a change. timed: sampled steps; samples: this rank's real ones of the
-    other steps, which took so many seconds."""
+    other steps, which took so many seconds. before: throughput up to there, on rank 0."""
 
     timed: int = 0
     samples: int = 0
     seconds: float = 0.0
+    before: float | None = None
 
 
 class Intervals:
@@ -97,6 +98,7 @@ class Intervals:
         """After `close`, or a move: of what was timed before, only what showed a change is kept."""
         carried, self._carried, self._suspected = self._carried, Carried(), (0, 0.0)
         self._clock.reset(keep=carried.timed)
+        self._before_change = carried.before
         self.first_step, self._timed, self._samples = step, self._clock.samples, carried.samples
         self._paused, self._started = 0.0, time.perf_counter() - carried.seconds
 
@@ -141,14 +143,18 @@ class Intervals:
         since = self._samples - samples, self._seconds - seconds
         record, profile, timed_SW4 = self._recorded(number, step)
         if early and (timed := self._sampling.cut()) is not None:
-            self._carried = Carried(timed, *since)
+            before = self._runtime.gather(samples / seconds if seconds > 0 else 0.0)
+            self._carried = Carried(timed, *since, sum(before or ()) or None)
             return record, None
         interval = None
         if record is not None and profile is not None:
             self.stats = profile.stats
             if record.throughput > 0:
-                seen = remaining_steps, record.samples, timed_SW4, *self._sampling.since_change(step)
-                interval = Interval(number, step, profile, record.throughput, *seen, early)
+                changed_steps, moves_since = self._sampling.since_change(step)
+                interval = Interval(
+                    number, step, profile, record.throughput, remaining_steps, record.samples, timed_SW4,
+                    changed_steps, moves_since, self._before_change, early,
+                )  # fmt: skip
         if self.resharding is None or not (early or self.resharding.is_due(number)):
             return record, None
         rest, self._rest = self._rest, early

@@ -1,4 +1,4 @@
-"""The moves that were made, as far as the next one depends on them.
+"""The moves that were made, or refused, as far as the next one depends on them.
 
 history.moved(old_plan, in_parts=False)
 history.caution(0.02, plan, moves_since=0)      # 0.01: part of a step that `plan` must save beyond min_gain
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.payoff import caution_after
 from dlrm_autoshard.plan import ShardingPlan
 
@@ -20,6 +21,7 @@ class History:
     moves_at: list[int] = field(default_factory=list)
     left_at: dict[str, int] = field(default_factory=dict)  # plan fingerprint -> when it stopped being the live one
     rolled_back: list[str] = field(default_factory=list)
+    refused_at: dict[str, int] = field(default_factory=dict)  # plan fingerprint -> when a rank could not take it
     in_parts: bool = False  # the last move was a part of a larger one
 
     def moved(self, old_plan: ShardingPlan, *, in_parts: bool) -> None:
@@ -29,6 +31,11 @@ class History:
         self.moves_at.append(self.intervals)
         self.left_at[old_plan.fingerprint] = self.intervals
         self.in_parts = in_parts
+
+    def refused_lately(self, plan: ShardingPlan) -> bool:
+        """Later there may be memory for it."""
+        at = self.refused_at.get(plan.fingerprint) if self.refused_at else None
+        return at is not None and self.intervals - at <= thresholds.MEMORY
 
     def caution(self, min_gain: float, plan: ShardingPlan, moves_since: int) -> float:
         """What to ask for beyond min_gain. moves_since: the last ones, that were made for what is decided on now."""

@@ -1,17 +1,17 @@
 """What a planner knows when a job starts: shipped costs, what earlier jobs measured here, and a short probe of its own.
 
-started = start_costs(planner, task, fingerprint=hardware_fingerprint(), measure_shards=probe.measure_shards)
-started.sentence             # "31 shards of these tables measured in 2.4 s"
+seconds_left = start_costs(planner, task, fingerprint=hardware_fingerprint(), measure_shards=probe.measure_shards)
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -39,35 +39,10 @@ MOST_FITTED = 400  # samples of other tables in the log that are learned from
 STATS_DIFFER = 0.1  # tables whose pooling and reuse are this close to the log's are the same tables
 
 
-class ShardTimer(Protocol):
-    """What `RankProbe.measure_shards` is: times of sets of tables, or parts of tables, by name."""
+LOG = logging.getLogger("dlrm_autoshard")
 
-    def __call__(self, shards: Sequence[Sequence[str]]) -> Sequence[ShardTime]: ...
-
-
-@dataclass(frozen=True)
-class Started:
-    """known: shards of these tables that the log had. measured: shards measured now. seconds_left: of the budget, to
-    plan with. left_out: lines of the log that could not be used, each in a sentence."""
-
-    known: int
-    measured: int
-    seconds: float
-    seconds_left: float
-    left_out: Sequence[str] = ()
-
-    @property
-    def sentence(self) -> str:
-        parts = []
-        if self.known:
-            parts.append(f"{self.known} shards of these tables known from earlier jobs on this hardware")
-        if self.measured:
-            parts.append(f"{self.measured} shards measured")
-        said = (" and ".join(parts) or "nothing measured yet") + f", {self.seconds:.1f} s"
-        if self.left_out:
-            more = f" (and {len(self.left_out) - 1} more lines)" if len(self.left_out) > 1 else ""
-            said += f". Left out of the cost log: {self.left_out[0].rstrip('.')}{more}"
-        return said
+ShardTimer = Callable[[Sequence[Sequence[str]]], Sequence[ShardTime]]
+"""What `RankProbe.measure_shards` is: times of sets of tables, or parts of tables, by name."""
 
 
 def start_costs(
@@ -80,20 +55,22 @@ def start_costs(
     budget_seconds: float = 20.0,
     steps: int | None = None,
     seed: int = 0,
-) -> Started:
-    """Readies the planner's costs within about 30% of the budget. steps: for which the first plan is to serve, where
-    that is known: with few the budget is smaller, and nothing is measured that would not pay in them.
+) -> float:
+    """Readies the planner's costs within about 30% of the budget; the seconds that are left of it to plan with. steps:
+    for which the first plan is to serve, where that is known: with few the budget is smaller, and nothing is measured
+    that would not pay in them.
 
-    A job whose tables were measured on this hardware before starts from the log, in well under a second. Otherwise a
-    few dozen shards of its own tables are measured on the running ranks: tables alone, parts of those that may be
-    split, and sets as large as a rank will own. How far the moments at which a table was measured differ is the noise
-    of all that was measured only once.
+    A job whose tables were measured on this hardware before, with its optimizer, starts from the log, in well under a
+    second. Otherwise a few dozen shards of its own tables are measured on the running ranks: tables alone, parts of
+    those that may be split, and sets as large as a rank will own. How far the moments at which a table was measured
+    differ is the noise of all that was measured only once.
     """
     begun = time.perf_counter()
     start_warm(planner, fingerprint)
     if steps is not None:
         budget_seconds = min(budget_seconds, max(LEAST_SECONDS, JOB_SHARE * expected_seconds(planner, task, steps)))
-    log = None if cache_dir is None else CostLog(cache_dir, {**fingerprint, "world_size": task.world_size})
+    measured_as = {**fingerprint, "world_size": task.world_size, "optimizer": task.splits.optimizer}
+    log = None if cache_dir is None else CostLog(cache_dir, measured_as)
     logged = [] if log is None else log.read()
     known = [sample for sample in logged if isinstance(sample, ShardSample) and is_about(sample, task)]
     measured: list[ShardSample] = []
@@ -101,9 +78,8 @@ def start_costs(
     unknown = len(known) < sum(map(len, wanted)) // 2
     if measure_shards is not None and unknown and measuring_pays(planner, task, budget_seconds, steps):
         deadline = time.perf_counter() + MEASURING_SHARE * budget_seconds
-        have = {
-            frozenset(t.name for t in sample.tables) for sample in known
-        }  # an earlier start's time may have ended before
+        # An earlier start's time may have ended before it had measured all.
+        have = {frozenset(table.name for table in sample.tables) for sample in known}
         alone, sets = ([s for s in kind if frozenset(s) not in have] for kind in wanted)
         passes = _measured_in_passes(alone, sets, measure_shards, task.world_size, deadline)
         moments = _noise_of_moments(passes.values())
@@ -118,9 +94,10 @@ def start_costs(
     if learned:
         # Known tables need only be recalled: fewer updates, so that a second start takes less than a second.
         planner.costs.learn(learned, updates=150 if measured else 60, budget_seconds=MEASURING_SHARE * budget_seconds)
-    left_out = () if log is None else log.left_out
-    seconds = time.perf_counter() - begun
-    return Started(len(known), len(measured), seconds, max(0.0, budget_seconds - seconds), left_out)
+    if log is not None and log.left_out:
+        more = f" (and {len(log.left_out) - 1} more)" if len(log.left_out) > 1 else ""
+        LOG.warning("cost log: %s%s", log.left_out[0], more)
+    return max(0.0, budget_seconds - (time.perf_counter() - begun))
 
 
 def measuring_pays(planner: Planner, task: PlacementTask, budget_seconds: float, steps: int | None) -> bool:

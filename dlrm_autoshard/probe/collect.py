@@ -19,12 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
+from dlrm_autoshard.distributed.runtime import runtime_of
+from dlrm_autoshard.distributed.spawn import run_ranks
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.replay import CommsSample, ShardSample, comms_of
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
+from dlrm_autoshard.probe.rank_probe import RankProbe
+from dlrm_autoshard.probe.shard_probe import ShardProbe
 from dlrm_autoshard.probe.shipped_costs import SHIPPED, read_samples, write_samples
 
 BATCH_SIZES, BATCH_SHARES = (512, 1024, 2048, 4096, 8192), (0.1, 0.1, 0.5, 0.2, 0.1)
@@ -78,10 +84,6 @@ def collect(out: Path, num_shards: int, seconds: float, core: int) -> int:
     machine, and goes on where it stopped. Every tenth shard is measured a second time, later: how much a measurement
     differs from itself is the floor under any cost model's error.
     """
-    import torch
-
-    from dlrm_autoshard.probe.shard_probe import ShardProbe
-
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     deadline = time.monotonic() + seconds
@@ -119,8 +121,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def collect_exchanges(out: Path, world_sizes: Sequence[int] = (2, 3, 4), plans: int = 6) -> int:
     """Appends what exchanges of pooled vectors took, under uneven plans, on ranks of this machine."""
-    from dlrm_autoshard.distributed.spawn import run_ranks
-
     count = 0
     with out.open("a") as file:
         for world_size in world_sizes:
@@ -133,25 +133,9 @@ def collect_exchanges(out: Path, world_sizes: Sequence[int] = (2, 3, 4), plans: 
 
 def exchanges_on_ranks(rank: int, world_size: int, plans: int) -> list[dict[str, Any]] | None:
     """On each rank: exchanges under plans from even to all tables on one rank, at three batch sizes."""
-    import torch
-    import torch.distributed as dist
-
-    from dlrm_autoshard.distributed.runtime import Runtime
-    from dlrm_autoshard.probe.rank_probe import RankProbe
-    from dlrm_autoshard.probe.shard_probe import ShardProbe
-
     world = dist.group.WORLD
     assert world is not None
-    runtime = Runtime(
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        local_world_size=world_size,
-        device=torch.device("cpu"),
-        group=world,
-        id_group=dist.new_group(),
-        control=dist.new_group(backend="gloo"),
-    )
+    runtime = runtime_of(world, torch.device("cpu"))
     pool = synthetic_pool(24, seed=3, batch_size=1024, rows=(1e2, 1e3), pooling=(1.0, 1.5))
     names = [table.name for table in pool.tables]
     samples: list[dict[str, Any]] = []

@@ -26,8 +26,8 @@ SCHEMA = 1
 
 class CostLog:
     """Each fingerprint has its own file, so that another machine's costs are never taken for this one's. Tables are
-    written once, named by their content, and shards refer to them. Lines are appended whole; one that a killed job left
-    unfinished, or that is damaged, is left out and named.
+    written once, named by their content, and shards refer to them. Lines are appended whole. What cannot be read or
+    written costs a job no more than the measurements that it holds: it is left out, and named in `left_out`.
     """
 
     def __init__(self, cache_dir: Path, fingerprint: Mapping[str, Any]) -> None:
@@ -37,16 +37,16 @@ class CostLog:
         self._written: set[str] = set()  # tables that the file has
 
     def read(self) -> list[ShardSample | CommsSample]:
-        """All samples, oldest first; none where there is no file yet. Lines that cannot be used are left out, and
-        named in `left_out`: they must not cost a job more than the measurements that they held."""
+        """All samples, oldest first; none where there is no file yet."""
         tables: dict[str, tuple[TableConfig, TableStats]] = {}
         samples: list[ShardSample | CommsSample] = []
         self.left_out = []
         try:
-            lines = read_bytes(self.path, "cost log").split(b"\n") if self.path.exists() else []
+            lines = read_bytes(self.path, "cost log").split(b"\n")
         except FormatError as error:
             lines = []
-            self.left_out.append(f"'{self.path}' {error}")
+            if not isinstance(error.__cause__, FileNotFoundError):
+                self.left_out.append(f"'{self.path}' {error}")
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
@@ -61,9 +61,6 @@ class CostLog:
         return samples
 
     def append(self, samples: Sequence[ShardSample | CommsSample]) -> None:
-        if not self.path.exists():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._write([{"kind": "machine", "schema": SCHEMA, "fingerprint": self.fingerprint}])
         rows: list[dict[str, Any]] = []
         for sample in samples:
             if isinstance(sample, CommsSample):
@@ -79,13 +76,16 @@ class CostLog:
                 members.append(name)
             shard = sample.to_json() | {"tables": members, "kind": "shard"}
             rows.append({key: value for key, value in shard.items() if key not in ("stats", "rank")})
-        self._write(rows)
-
-    def _write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        # One write of whole lines: jobs that append at the same time do not cut into each other's. The newline in
-        # front ends a line that a killed job left open.
-        with self.path.open("a") as file:
-            file.write("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not self.path.exists():
+                rows.insert(0, {"kind": "machine", "schema": SCHEMA, "fingerprint": self.fingerprint})
+            # One write of whole lines: jobs that append at the same time do not cut into each other's. The newline in
+            # front ends a line that a killed job left open.
+            with self.path.open("a") as file:
+                file.write("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+        except OSError as error:
+            self.left_out.append(f"'{self.path}' cannot be written: {error.strerror}")
 
 
 class TableLine(TypedDict):

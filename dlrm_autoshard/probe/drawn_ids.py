@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import Protocol
 
 import numpy as np
 
@@ -22,15 +21,8 @@ _HIGHEST_USES = np.array([2.0**k for k in range(NUM_REUSE_BINS)])  # the last bi
 _FEISTEL_ROUNDS = 3
 
 
-class IdSource(Protocol):
-    """Bag lengths [B] and ids [N] of one table in the draw-th batch: `draw_ids`, or the data's own."""
-
-    def __call__(
-        self, table: TableConfig, stats: TableStats, batch_size: int, draw: int
-    ) -> tuple[np.ndarray, np.ndarray]: ...
-
-
 def draw_ids(table: TableConfig, stats: TableStats, batch_size: int, draw: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bag lengths [B] and ids [N] of one table in the draw-th batch."""
     whole = Shard.parse(table.name).table  # a part looks up what its table does
     generator = np.random.default_rng((zlib.crc32(whole.encode()), table.num_embeddings, draw))
     lengths_B = _bag_lengths(stats.mean_pooling, batch_size, generator)

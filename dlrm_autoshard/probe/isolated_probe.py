@@ -7,28 +7,21 @@ probe.measure([plan])                           # StepProfiles, source 'probe'
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from dlrm_autoshard.costs import RankCost, StepProfile
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.exchange_model import ExchangeModel
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, median_time, spread_of_times
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 
 
-class ExchangeTimes(Protocol):
-    """What exchanges take, forward and backward [N, 2] ms, on ranks that own `dims_N` of all dims."""
-
-    def ms(self, dims_N: np.ndarray, batch_size: int) -> np.ndarray: ...
-
-
 class IsolatedProbe:
-    """Measures placements without the ranks they are for. Shards that were measured are remembered by their tables.
+    """Each shard's computation in turn on this one core or GPU; exchanges by a model fitted to measured ones. Shards
+    that were measured are remembered by their tables.
 
     rounds: times that each new shard is measured, in turns with the others; its median counts.
-
-    Each shard's computation in turn on this one core or GPU; exchanges by a model fitted to measured ones.
     """
 
     def __init__(
@@ -37,7 +30,7 @@ class IsolatedProbe:
         stats: Sequence[TableStats],
         batch_size: int,
         probe: ShardProbe,
-        exchange: ExchangeTimes,
+        exchange: ExchangeModel,
         rounds: int = 1,
     ) -> None:
         self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size

@@ -110,11 +110,14 @@ class Unmeasured:
 
 
 def unmeasured(planner: Planner, task: PlacementTask, plan: ShardingPlan) -> Unmeasured:
-    """The plan's shards that were not measured with the data that they have now."""
+    """The plan's shards that were not measured with the data that they have now. Of one alone nothing would be learned:
+    there is nothing to compare it with."""
     now = task.split_as(plan)
     costs = planner.costs.costs_of(now)
     told_T2, known = _told_T2(costs), _measured(planner, now)
     unknown = [t for t in np.argsort(-told_T2.sum(axis=1)).tolist() if (now.tables[t],) not in known]
+    if len(unknown) < 2:
+        return Unmeasured([], 0.0)
     rounds = [_seconds(float(told_T2[t].sum())) for t in unknown[:: now.world_size]]  # of each, the dearest
     names = [now.names[t] for t in unknown]
     return Unmeasured(names, _slowest(costs) * (_first_seconds(now, names) + sum(rounds)))

@@ -1,6 +1,6 @@
 """The micro-benchmark of whole placements on the running ranks, which gives StepProfiles (source 'probe').
 
-probe = RankProbe(runtime, tables, stats, batch_size)
+probe = RankProbe.at_start(runtime, task, "rowwise_adagrad", "fp32")        # on every rank
 result = probe.on_rank_zero(lambda: planner.plan(task, measure=probe.measure))
 
 Every stage is timed on its own, none is a difference of two timings: nothing can come out negative.
@@ -25,11 +25,10 @@ from dlrm_autoshard.distributed.shared_memory import connect
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, relative_spread
+from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, now, relative_spread
 from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats
 
 T = TypeVar("T")
-Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
 
 _STOP, _PLANS, _SHARDS = 0, 1, 2  # what rank 0 asks of the others
 _NO_REQUEST: tuple[int, list[Any]] | None = None
@@ -58,8 +57,6 @@ class RankProbe:
 
     All ranks at once, as in training, so that they compete for memory bandwidth as they will; exchanges are real, and
     each starts behind a barrier, so that waiting for a slow rank is never taken for communication.
-
-        result = probe.on_rank_zero(lambda: planner.plan(..., measure=probe.measure))
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class RankProbe:
         tables: Sequence[TableConfig],
         stats: Sequence[TableStats],
         batch_size: int,
-        probe: ShardProbe | None = None,
+        probe: ShardProbe,
         exchange_dtype: torch.dtype = torch.float32,
         exchange_repeats: int = 5,
         shared_memory: bool = True,
@@ -78,7 +75,7 @@ class RankProbe:
         self._pairs = {table.name: (table, stat) for table, stat in zip(tables, stats, strict=True)}
         self._runtime, self._dtype = runtime, exchange_dtype
         self._exchange_repeats = exchange_repeats
-        self._probe = probe or ShardProbe(device=runtime.device, buffer_gib=START_BUFFER_GIB, repeats=3)
+        self._probe = probe
         self._link = connect(runtime.group) if shared_memory and runtime.device.type == "cpu" else None
 
     @staticmethod
@@ -191,7 +188,10 @@ class RankProbe:
         reports = self._runtime.all_gather(([float(value) for value in row], None if failure is None else str(failure)))
         for rank, (_, reason) in enumerate(reports):
             if reason is not None:
-                raise ProbeError(f"rank {rank} could not measure its shard: {reason}")
+                raise ProbeError(
+                    f"rank {rank} could not measure its shard: {reason.rstrip('.')}. autoshard.measure_plans=0 starts "
+                    "without measuring."
+                )
         return [figures for figures, _ in reports]
 
     def measure_exchange(self, plan: ShardingPlan) -> tuple[list[float], list[float]]:
@@ -209,20 +209,15 @@ class RankProbe:
         backward = self._time_collective(lambda: exchange.send_gradients(gradient).wait())
         return forward, backward
 
-    def _time_collective(self, collective: Callable[[], object], warmup: int = 2) -> list[float]:
+    def _time_collective(self, collective: Callable[[], object]) -> list[float]:
+        """The first two are to warm up."""
         times = []
-        for repeat in range(warmup + self._exchange_repeats):
+        for _ in range(2 + self._exchange_repeats):
             self._runtime.barrier()
-            start = self._now()
+            start = now(self._runtime.device)
             collective()
-            if repeat >= warmup:
-                times.append(1e3 * (self._now() - start))
-        return times
-
-    def _now(self) -> float:
-        if self._runtime.device.type == "cuda":
-            torch.cuda.synchronize(self._runtime.device)
-        return time.perf_counter()
+            times.append(1e3 * (now(self._runtime.device) - start))
+        return times[2:]
 
 
 def median_profile(profiles: Sequence[StepProfile]) -> StepProfile:

@@ -23,7 +23,7 @@ from dlrm_autoshard.distributed.runtime import keep_freed_memory
 from dlrm_autoshard.distributed.storage import shared_format, state_shapes
 from dlrm_autoshard.distributed.table_memory import in_huge_pages
 from dlrm_autoshard.distributed.tbe import make_tbe
-from dlrm_autoshard.probe.drawn_ids import IdSource, draw_ids
+from dlrm_autoshard.probe.drawn_ids import draw_ids
 from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats, output_order
 
 _MOST_CACHED_IDS = 100_000_000  # drawn ids kept for the next shard with the same table (400 MB)
@@ -31,7 +31,6 @@ _ALIGN = 4096  # elements; real tables start at whole pages too
 _DRAWS = 4
 """Batches that take turns, so that no shard is timed on rows that its last step left in the cache: with two of them a
 table of 5 MiB a batch looked 40% cheaper than with eight, with four it does not."""
-
 
 DrawnIds = tuple[Tensor, Tensor]
 """A table's lengths and ids in one batch."""
@@ -48,9 +47,9 @@ class ShardTime:
 
 
 class ShardProbe:
-    """Measures shards on one device; buffers and drawn ids are kept from one shard to the next.
+    """Measures shards on one device, with ids that repeat as the statistics say; buffers and drawn ids are kept from
+    one shard to the next.
 
-    ids: what is looked up; the default draws ids that repeat as the statistics say.
     buffer_gib: memory for throwaway weights; of a table that is larger, the rows that are looked up have a place.
     warmup, warmup_seconds: steps before those that are timed; one is enough where it alone takes so long.
     repeats, seconds_per_shard: at least `repeats` timed steps, up to four times as many while there is time.
@@ -66,7 +65,6 @@ class ShardProbe:
         self,
         optimizer: TableOptimizer = "rowwise_adagrad",
         device: torch.device = torch.device("cpu"),
-        ids: IdSource = draw_ids,
         buffer_gib: float = 1.0,
         warmup: int = 4,
         warmup_seconds: float = math.inf,
@@ -79,7 +77,6 @@ class ShardProbe:
         self.warmup, self.warmup_seconds = warmup, warmup_seconds
         self.repeats, self.seconds_per_shard = repeats, seconds_per_shard
         self.undisturbed = undisturbed and device.type == "cpu"
-        self._ids = ids
         self._buffer_bytes = int(buffer_gib * 2**30)
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self._drawn: OrderedDict[Any, list[DrawnIds]] = OrderedDict()
@@ -122,11 +119,11 @@ class ShardProbe:
         while len(forward) < self.repeats or (
             len(forward) < 4 * self.repeats and time.perf_counter() < started + self.seconds_per_shard
         ):
-            start, start_cpu = self._now(), time.thread_time()
+            start, start_cpu = now(self.device), time.thread_time()
             pooled = module(*batches[step % _DRAWS])
-            middle = self._now()
+            middle = now(self.device)
             pooled.backward(gradient)
-            end, cpu = self._now(), time.thread_time() - start_cpu
+            end, cpu = now(self.device), time.thread_time() - start_cpu
             step += 1
             if step <= self.warmup and (step == 1 or end < started + self.warmup_seconds):
                 continue
@@ -158,10 +155,7 @@ class ShardProbe:
         """Of each draw, one table's, in so many rows; remembered between shards."""
         key = (Shard.parse(table.name).table, table.num_embeddings, stats, rows, batch_size)
         if key not in self._drawn:
-            drawn = [self._ids(table, stats, batch_size, draw) for draw in range(_DRAWS)]
-            if any(len(lengths_B) != batch_size for lengths_B, _ in drawn):
-                bags = len(drawn[0][0])
-                raise ValueError(f"ids for table '{table.name}' have {bags} bags; {batch_size} are needed.")
+            drawn = [draw_ids(table, stats, batch_size, draw) for draw in range(_DRAWS)]
             ids = [torch.from_numpy(ids_N.astype(np.int32)) for _, ids_N in drawn]
             if rows < table.num_embeddings:
                 ids = in_fewer_rows(ids, rows)
@@ -212,10 +206,12 @@ class ShardProbe:
         self._buffers[kind, dtype] = have
         return have
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def in_fewer_rows(draws: Sequence[Tensor], rows: int) -> list[Tensor]:
