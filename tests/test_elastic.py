@@ -99,7 +99,7 @@ def test_across_hosts_the_rank_at_fault_is_named(fault: str, link: Link, config:
             "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(port),
         }  # fmt: skip
         command = ["ip", "netns", "exec", link.hosts[host], sys.executable, TRAIN, "--config", str(config)]
-        command += ["train.epochs=1000", "run.collective_timeout_seconds=10"]
+        command += ["train.epochs=1000", "run.collective_timeout_seconds=6"]
         with open(tmp_path / f"said_{rank}", "w") as output:
             ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=REPOSITORY))
     try:

@@ -110,6 +110,7 @@ def test_a_killed_rank_comes_back_and_training_ends_as_if_nothing_had_happened(c
         output = job.communicate(timeout=90)[0]
     assert job.returncode == 0, output
     assert f"exitcode: -{int(signal.SIGKILL)}" in output and "resumed at step" in output
+    assert not (tmp_path / "runs" / "hit-2").exists()
     calm, hit = (metrics(tmp_path / "runs" / name, "test")[-1] for name in ("calm", "hit"))
     assert calm == hit
 
