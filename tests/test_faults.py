@@ -116,7 +116,7 @@ def test_a_restart_goes_on_from_its_newest_checkpoint_whatever_its_first_start_r
     with started([sys.executable, TRAIN, *long(config, "train.max_steps=100")], tmp_path) as job:
         assert job.ends_within(90) == 0, job.said()
     resume = f"--resume={run / 'checkpoints/step_00000050'}"
-    with started(torchrun(2, *long(config, "train.epochs=4", resume), restarts=1), tmp_path) as job:
+    with started(torchrun(2, *long(config, "train.max_steps=500", resume), restarts=1), tmp_path) as job:
         until(lambda: steps_saved(run)[-1:] > [200])
         assert 50 not in steps_saved(run)  # nothing that the restart could resume
         job.ranks()[1].send_signal(signal.SIGKILL)
@@ -129,7 +129,7 @@ def test_a_restart_goes_on_from_its_newest_checkpoint_whatever_its_first_start_r
 def test_a_rank_that_hangs_is_replaced_by_torchruns_restart(store_is: str, config: Path, tmp_path: Path) -> None:
     """Also the one that keeps the job's store, which rank 0 does on several machines."""
     run = tmp_path / "runs" / "job"
-    command = torchrun(2, *long(config, "train.epochs=4"), restarts=1)
+    command = torchrun(2, *long(config, "train.max_steps=300"), restarts=1)
     with started(command, tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=str(int(store_is == "rank 0's"))) as job:
         until(lambda: (run / "checkpoints/step_00000050").exists())
         job.ranks()[0].send_signal(signal.SIGSTOP)
