@@ -28,6 +28,6 @@ def _bundle() -> str:
     return found.decode()
 
 
-vl_convert.javascript_bundle = _bundle
+vars(vl_convert)["javascript_bundle"] = _bundle
 gc.collect()
 gc.freeze()  # or every rank's collector goes, and copies page by page, through all of this at each of its ends
