@@ -1,9 +1,11 @@
-"""Training jobs as people start them, by torchrun or by hand, to be stopped, killed and watched."""
+"""Training jobs as people start them, by torchrun or by hand, to be stopped, killed and watched; and other commands."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
+
+from dlrm_autoshard.commands.main import main
 
 REPOSITORY = Path(__file__).parents[1]
 TRAIN = str(REPOSITORY / "launch" / "train.py")
@@ -31,6 +35,13 @@ profile: {enabled: false}
 def torchrun(ranks: int, *arguments: str, restarts: int = 0, start: tuple[str, ...] = ("--standalone",)) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", *start, f"--nproc_per_node={ranks}"]
     return [*command, f"--max_restarts={restarts}", TRAIN, *arguments]
+
+
+def said_by(*arguments: str) -> str:
+    """What `dlrm-autoshard ARGUMENTS` prints, in this process: most commands take less time than importing torch."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main(arguments) == 0
+    return said.getvalue()
 
 
 class Job:
@@ -79,6 +90,12 @@ def started(command: list[str], folder: Path, **environment: str) -> Iterator[Jo
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         job.process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def until(condition: Callable[[], object], seconds: float = 60) -> None:

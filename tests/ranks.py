@@ -4,6 +4,9 @@
 A gloo group is up when it starts and is taken down after it. See dlrm_autoshard/distributed/spawn.py.
 """
 
+from dlrm_autoshard.distributed import spawn
 from dlrm_autoshard.distributed.spawn import RankError, run_ranks
 
 __all__ = ["RankError", "run_ranks"]
+
+spawn.PRELOAD.append("tests.preload")  # a rank that need not import what it tests starts in 0.05 s instead of 2

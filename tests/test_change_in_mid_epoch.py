@@ -39,7 +39,7 @@ def train_with_a_slow_rank(rank: int, world_size: int, job: Config, run_dir: Pat
             controller.decide = heard  # type: ignore[method-assign]
 
         def slowed(*given: Any, **options: Any) -> Any:
-            time.sleep(0.03 * (1 + (rank == 1 and made.position.step >= SLOW_FROM)))
+            time.sleep(0.02 * (1 + (rank == 1 and made.position.step >= SLOW_FROM)))
             return lookup(*given, **options)
 
         made.embeddings.lookup = slowed  # type: ignore[method-assign]

@@ -10,9 +10,8 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from dlrm_autoshard.train.checkpoint import Checkpoints
 from dlrm_autoshard.train.checkpoint_folder import CheckpointFolder
 from dlrm_autoshard.train.manifest import CheckpointError, DamagedCheckpoint, SavedState, read_manifest
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from tests.trainers import make_runtime
 
 ROWS = 1 << 17  # 8 MiB a table, so that a kill finds the writing under way
@@ -45,9 +44,11 @@ def save_for_ever(rank: int, world_size: int, folder: Path, first: int, asynchro
     if checkpoints.latest() is None:
         checkpoints.save(state_of(0, rank), SavedState(step=0))
         checkpoints.finish()
+    started = folder.parent / f"started_{rank}"
+    started.with_suffix(".new").write_text(str(os.getpid()))
+    started.with_suffix(".new").rename(started)
+    dist.barrier()
     for step in range(first, first + 1000):
-        if rank == 0:
-            (folder / "started").touch()
         checkpoints.save(state_of(step, rank), SavedState(step=step))
 
 
@@ -64,40 +65,24 @@ def check(rank: int, world_size: int, folder: Path) -> int:
     return step
 
 
-SAVE = """
-import sys
-from pathlib import Path
-from dlrm_autoshard.train.manifest import CheckpointError, DamagedCheckpoint, SavedState, read_manifest
-from tests.ranks import run_ranks
-from tests.test_checkpoint import save_for_ever
-if __name__ == "__main__":
-    run_ranks(save_for_ever, 2, Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True")
-"""
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_kill_in_the_middle_of_a_save_leaves_the_last_one_whole(asynchronous: bool, tmp_path: Path) -> None:
-    script, folder, reached = tmp_path / "save.py", tmp_path / "checkpoints", -1
-    script.write_text(SAVE)
+    """Of all ranks, at once."""
+    folder, reached = tmp_path / "checkpoints", -1
     folder.mkdir()
     for attempt in range(2):
-        (folder / "started").unlink(missing_ok=True)
-        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-        job = subprocess.Popen(
-            [sys.executable, str(script), str(folder), str(1000 * attempt + 1), str(asynchronous)],
-            env=env,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
+        with ThreadPoolExecutor() as pool:
+            saving = pool.submit(run_ranks, save_for_ever, 2, folder, 1000 * attempt + 1, asynchronous)
             deadline = time.monotonic() + 60
-            while not ((folder / "started").exists() and any(folder.glob("*.tmp/*.bin"))):
-                assert time.monotonic() < deadline and job.poll() is None
+            while not ((tmp_path / "started_0").exists() and any(folder.glob("*.tmp/*.bin"))):
+                assert time.monotonic() < deadline and not saving.done()
                 time.sleep(0.001)
             time.sleep(0.02 + 0.15 * attempt)
-        finally:
-            os.killpg(job.pid, signal.SIGKILL)  # the ranks and the server that forked them: all at once
-            job.wait()
+            for started in tmp_path.glob("started_*"):
+                os.kill(int(started.read_text()), signal.SIGKILL)
+                started.unlink()
+            with pytest.raises(RankError, match="exit code -9"):
+                saving.result(30)
         steps = run_ranks(check, 2, folder, timeout=60)
         assert steps[0] == steps[1] >= reached
         reached = steps[0]

@@ -15,12 +15,15 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_autoshard.config import TablesConfig, load_config
+from dlrm_autoshard.config import Config, TablesConfig, load_config
 from dlrm_autoshard.config_data import ParquetData
 from dlrm_autoshard.data.batch import Batch, DataError
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.data.parquet import ParquetSource
+from tests.jobs import said_by
+from tests.ranks import run_ranks
+from tests.trainers import make_runtime, trainer
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -220,35 +223,40 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         ParquetSource(data, TablesConfig())
 
 
-def test_two_tasks_train_resume_evaluate_predict_and_export(tmp_path: Path) -> None:
+def train_in_pieces(rank: int, world_size: int, run_dir: Path, whole: Config) -> None:
+    runtime = make_runtime(rank, world_size)
+    for stop in (13, None):
+        piece = whole.model_copy(update={"train": whole.train.model_copy(update={"max_steps": stop})})
+        with trainer(piece, runtime, run_dir) as made:
+            made.run()
+
+
+@pytest.mark.filterwarnings("ignore:No complete tensor found:UserWarning")  # of torch.export, of itself
+def test_two_tasks_train_resume_evaluate_predict_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, count, seed in (("day_0", 3000, 0), ("day_1", 1000, 1), ("val", 500, 2), ("test", 500, 3)):
         write(tmp_path / "data" / "clicks" / f"{name}.parquet", count, seed, group=400)
-
-    def dlrm(*arguments: str) -> str:
-        command = [sys.executable, "-m", "dlrm_autoshard", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
     small = ("train.batch_size=100", "train.epochs=2", "autoshard.enabled=false", "checkpoint.every_steps=13")
-    said = dlrm("train", "parquet", "--ranks=2", *small)
-    assert "auc.click 0." in said and "auc.buy 0." in said
-    dlrm("train", "parquet", "--ranks=2", *small, "run.name=pieces", "train.max_steps=13")
-    dlrm("train", "parquet", "--ranks=2", *small, "run.name=pieces", "--resume")
+    command = [sys.executable, "-m", "dlrm_autoshard", "train", "parquet", "--ranks=2", *small]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "auc.click 0." in done.stdout and "auc.buy 0." in done.stdout
+    whole = shipped(tmp_path / "data" / "clicks", *small)
+    run_ranks(train_in_pieces, 2, tmp_path / "runs" / "pieces", whole, timeout=90)
     weights = [
         sorted((tmp_path / "runs" / run / "checkpoints" / "step_00000040").glob("rank_*.bin"))
         for run in ("parquet", "pieces")
     ]
     assert [path.read_bytes() for path in weights[0]] == [path.read_bytes() for path in weights[1]] != []
+    monkeypatch.chdir(tmp_path)
     result = json.loads((tmp_path / "runs/parquet/result.json").read_text())
     metrics = result["metrics"]
     assert metrics["auc"] == pytest.approx((metrics["auc.click"] + metrics["auc.buy"]) / 2)
     assert metrics["auc.click"] > 0.75 and result["best"]["metric"] == "auc"
-    assert json.loads(dlrm("evaluate", "runs/parquet", "--json"))["auc.buy"] == pytest.approx(metrics["auc.buy"])
-    dlrm("predict", "runs/parquet", "--out", "predictions.npy")
+    assert json.loads(said_by("evaluate", "runs/parquet", "--json"))["auc.buy"] == pytest.approx(metrics["auc.buy"])
+    said_by("predict", "runs/parquet", "--out", "predictions.npy")
     predictions = np.load(tmp_path / "predictions.npy")
     assert predictions.shape == (500, 2)
-    dlrm("export", "runs/parquet", "--out", "model.pt2")
+    said_by("export", "runs/parquet", "--out", "model.pt2")
     batch = opened(tmp_path / "data" / "clicks").read("test", 0, 0, 500)
     assert batch.weights_N is not None
     counts = batch.lengths_TB.sum(1).tolist()

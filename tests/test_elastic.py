@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import CONFIG, REPOSITORY, TRAIN, started, steps_saved, torchrun, until
+from tests.jobs import CONFIG, REPOSITORY, TRAIN, free_port, started, steps_saved, torchrun, until
 from tests.slow_link import ADDRESSES, DEVICE, Link, cannot_make_link, slow_link
 
 pytestmark = pytest.mark.alone  # hangs are told from slowness by the clock
@@ -27,12 +26,6 @@ def config(tmp_path: Path) -> Path:
         CONFIG + f"run: {{name: job, dir: {tmp_path / 'runs'}, pin_cores: false}}\ncheckpoint: {{every_steps: 50}}\n"
     )
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def test_a_job_goes_up_and_down_with_its_machines(config: Path, tmp_path: Path) -> None:
@@ -99,7 +92,7 @@ def test_across_hosts_the_rank_at_fault_is_named(fault: str, link: Link, config:
             "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(port),
         }  # fmt: skip
         command = ["ip", "netns", "exec", link.hosts[host], sys.executable, TRAIN, "--config", str(config)]
-        command += ["train.epochs=1000", "run.collective_timeout_seconds=10"]
+        command += ["train.epochs=1000", "run.collective_timeout_seconds=6"]
         with open(tmp_path / f"said_{rank}", "w") as output:
             ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=REPOSITORY))
     try:

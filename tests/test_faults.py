@@ -6,16 +6,17 @@ import os
 import platform
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import CONFIG, started, steps_saved, torchrun, until
+from tests.jobs import CONFIG, TRAIN, started, steps_saved, torchrun, until
 
 pytestmark = pytest.mark.alone
 
-TIMEOUT = 10  # seconds, configured in the jobs that hang
+TIMEOUT = 6  # seconds, configured in the jobs that hang
 HOST = re.escape(platform.node())
 
 
@@ -30,8 +31,7 @@ def long(config: Path, *settings: str) -> list[str]:
     return ["--config", str(config), "train.epochs=1000", "checkpoint.every_steps=50", *settings]
 
 
-@pytest.mark.parametrize(("ranks", "told"), [(2, [1]), (3, [0, 2])])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("ranks", "told", "number"), [(2, [1], signal.SIGINT), (3, [0, 2], signal.SIGTERM)])
 def test_a_signal_to_any_ranks_stops_all_after_the_same_step_with_one_checkpoint(
     ranks: int, told: list[int], number: signal.Signals, config: Path, tmp_path: Path
 ) -> None:
@@ -109,24 +109,14 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_with_the_place(config: Path,
     assert re.search(rf"\[rank [01]\] rank 2 on {HOST} hangs at step 30, in stuck\.py:6 \(stuck\)", said), said
 
 
-def test_a_rank_that_dies_is_named_and_torchruns_restart_continues(config: Path, tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "job"
-    with started(torchrun(3, *long(config, "train.epochs=4"), restarts=1), tmp_path) as job:
-        until(lambda: (run / "checkpoints/step_00000050").exists())
-        job.ranks()[1].send_signal(signal.SIGKILL)
-        assert job.ends_within(90) == 0, job.said()
-        said = job.said()
-    assert re.search(r"resumed at step \d+", said) and not (tmp_path / "runs" / "job-2").exists()
-
-
 def test_a_restart_goes_on_from_its_newest_checkpoint_whatever_its_first_start_resumed(
     config: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "runs" / "job"
-    with started(torchrun(2, *long(config, "train.max_steps=100")), tmp_path) as job:
+    with started([sys.executable, TRAIN, *long(config, "train.max_steps=100")], tmp_path) as job:
         assert job.ends_within(90) == 0, job.said()
     resume = f"--resume={run / 'checkpoints/step_00000050'}"
-    with started(torchrun(2, *long(config, "train.epochs=4", resume), restarts=1), tmp_path) as job:
+    with started(torchrun(2, *long(config, "train.max_steps=500", resume), restarts=1), tmp_path) as job:
         until(lambda: steps_saved(run)[-1:] > [200])
         assert 50 not in steps_saved(run)  # nothing that the restart could resume
         job.ranks()[1].send_signal(signal.SIGKILL)
@@ -139,7 +129,7 @@ def test_a_restart_goes_on_from_its_newest_checkpoint_whatever_its_first_start_r
 def test_a_rank_that_hangs_is_replaced_by_torchruns_restart(store_is: str, config: Path, tmp_path: Path) -> None:
     """Also the one that keeps the job's store, which rank 0 does on several machines."""
     run = tmp_path / "runs" / "job"
-    command = torchrun(2, *long(config, "train.epochs=4"), restarts=1)
+    command = torchrun(2, *long(config, "train.max_steps=300"), restarts=1)
     with started(command, tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=str(int(store_is == "rank 0's"))) as job:
         until(lambda: (run / "checkpoints/step_00000050").exists())
         job.ranks()[0].send_signal(signal.SIGSTOP)

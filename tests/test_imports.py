@@ -3,6 +3,7 @@
 Read from the source, so that an import inside a function counts."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ def layer_of(module: str) -> str:
     return [*module.split("."), "__init__"][1]
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     return {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
@@ -47,9 +49,10 @@ def modules() -> dict[str, Path]:
     }
 
 
-def imports(path: Path) -> set[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """Every dotted name that the file imports: `from a.b import c` counts as a.b and a.b.c."""
-    names = set()
+    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
@@ -58,7 +61,7 @@ def imports(path: Path) -> set[str]:
             names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             names.add(f"{node.value.id}.{node.attr}")  # torch.distributed, without an import of its own
-    return names
+    return frozenset(names)
 
 
 def reaches(path: Path, *targets: str) -> set[str]:

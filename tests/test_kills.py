@@ -14,8 +14,9 @@ pytestmark = pytest.mark.alone
 
 @pytest.mark.timeout(300)
 def test_kills_at_seeded_moments() -> None:
-    outcome = kill_often(6, seed=11, each=4)  # 4 on 2 ranks, 2 on 3
-    assert (outcome["kills"], outcome["survived"], outcome["notes"]) == (6, 6, [])
+    """While it plans, in a step, while it saves and in a move: three times a rank, either of two, and torchrun once."""
+    outcome = kill_often(4, seed=6, each=4)
+    assert (outcome["kills"], outcome["survived"], outcome["notes"]) == (4, 4, [])
 
 
 @pytest.mark.slow

@@ -1,22 +1,22 @@
 """Jobs started as people start them, by torchrun and scripts: errors are sentences, a killed rank comes back."""
 
-import contextlib
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import yaml
 
-from tests.jobs import CONFIG, REPOSITORY, TRAIN, torchrun
+from dlrm_autoshard.config import parse_config
+from tests.jobs import CONFIG, REPOSITORY, TRAIN, free_port, started, steps_saved, torchrun, until
+from tests.ranks import run_ranks
+from tests.trainers import make_runtime, trainer
 
 
 @pytest.fixture
@@ -31,12 +31,6 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=REPOSITORY, env=settings)
 
 
-def start(command: list[str], **environment: str) -> "subprocess.Popen[str]":
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=REPOSITORY, env=settings, **pipes)
-
-
 def metrics(run_dir: Path, split: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["split"] == split]
@@ -45,13 +39,8 @@ def metrics(run_dir: Path, split: str) -> list[dict[str, Any]]:
 # Training -----------------------------------------------------------------------------------------------------------
 
 
-def test_without_torchrun_one_process_trains_alone(config: Path, tmp_path: Path) -> None:
-    done = run([sys.executable, TRAIN, "--config", str(config), "train.max_steps=20"])
-    assert done.returncode == 0, done.stderr
-    assert metrics(tmp_path / "runs" / "job", "test")[-1]["step"] == 20
-
-
 def test_overrides_may_stand_anywhere_also_after_resume(config: Path, tmp_path: Path) -> None:
+    """Without torchrun: one process trains alone."""
     assert run([sys.executable, TRAIN, "train.max_steps=10", "--config", str(config)]).returncode == 0
     resumed = run([sys.executable, TRAIN, "--config", str(config), "--resume", "train.max_steps=20"])
     assert resumed.returncode == 0, resumed.stderr
@@ -59,8 +48,20 @@ def test_overrides_may_stand_anywhere_also_after_resume(config: Path, tmp_path: 
     assert not (tmp_path / "runs" / "job-2").exists()
 
 
-def ranks_of(job: "subprocess.Popen[str]") -> list[psutil.Process]:
-    return [p for p in psutil.Process(job.pid).children(recursive=True) if TRAIN in p.cmdline()]
+def command(ranks: int, *arguments: str, restarts: int = 0) -> list[str]:
+    """One rank needs no torchrun."""
+    return torchrun(ranks, *arguments, restarts=restarts) if ranks > 1 else [sys.executable, TRAIN, *arguments]
+
+
+def undisturbed(rank: int, world_size: int, run_dir: Path) -> None:
+    with trainer(parse_config(yaml.safe_load(CONFIG)), make_runtime(rank, world_size), run_dir) as made:
+        made.run()
+
+
+def end_of_an_undisturbed_job(ranks: int, tmp_path: Path) -> dict[str, Any]:
+    """Which nobody starts anew, or stops."""
+    run_ranks(undisturbed, ranks, tmp_path / "undisturbed", timeout=90)
+    return metrics(tmp_path / "undisturbed", "test")[-1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -68,68 +69,38 @@ def test_a_stopped_job_ends_with_a_checkpoint_of_its_last_step_and_resumes_as_if
     ranks: int, config: Path, tmp_path: Path
 ) -> None:
     """SIGTERM to torchrun, as schedulers send it; without torchrun, Ctrl-C."""
-    settings = ["--config", str(config), "checkpoint.every_steps=50"]
-    command = (lambda *more: torchrun(2, *more)) if ranks == 2 else (lambda *more: [sys.executable, TRAIN, *more])
-    assert run(command(*settings, "run.name=calm")).returncode == 0
-    job = start(command(*settings, "run.name=hit", "checkpoint.every_steps=100"))
-    with killed_at_the_end(job):
-        until(lambda: (tmp_path / "runs/hit/checkpoints/step_00000100").exists())
-        job.send_signal(signal.SIGTERM if ranks == 2 else signal.SIGINT)
-        output = job.communicate(timeout=60)[0]
-    assert job.returncode != 0
-    checkpoint = max((tmp_path / "runs/hit/checkpoints").glob("step_*"))
-    said = (
-        f"stopped by {'SIGTERM' if ranks == 2 else 'SIGINT'} after step {int(checkpoint.name[5:])}. --resume continues"
-    )
-    assert output.count(said) == 1 and int(checkpoint.name[5:]) > 100, output
+    number = signal.SIGTERM if ranks == 2 else signal.SIGINT
+    settings = ("--config", str(config), "checkpoint.every_steps=100")
+    with started(command(ranks, *settings), tmp_path) as job:
+        until(lambda: (tmp_path / "runs/job/checkpoints/step_00000100").exists())
+        job.process.send_signal(number)
+        assert job.ends_within(60) != 0
+        output = job.said()
+    last = steps_saved(tmp_path / "runs/job")[-1]
+    assert output.count(f"stopped by {number.name} after step {last}. --resume continues") == 1 and last > 100, output
     assert "launch/train.py" not in output.replace(TRAIN, ""), "no traceback of ours"
-    assert run(command(*settings, "run.name=hit", "--resume")).returncode == 0
-    calm, hit = (metrics(tmp_path / "runs" / name, "test")[-1] for name in ("calm", "hit"))
-    assert calm == hit
+    assert run(command(ranks, *settings, "--resume")).returncode == 0
+    assert metrics(tmp_path / "runs/job", "test")[-1] == end_of_an_undisturbed_job(ranks, tmp_path)
 
 
 def test_a_job_stopped_before_training_says_so(config: Path, tmp_path: Path) -> None:
-    job = start([sys.executable, TRAIN, "--config", str(config)])
-    with killed_at_the_end(job):
-        until(lambda: psutil.Process(job.pid).cpu_times().user > 0.3)
-        job.send_signal(signal.SIGINT)
-        assert job.communicate(timeout=60)[0] in ("stopped.\n", "stopped by SIGINT before training began.\n")
-    assert job.returncode == 128 + signal.SIGINT and not (tmp_path / "runs").exists()
+    with started([sys.executable, TRAIN, "--config", str(config)], tmp_path) as job:
+        until(lambda: psutil.Process(job.process.pid).cpu_times().user > 0.3)
+        job.process.send_signal(signal.SIGINT)
+        assert job.ends_within(60) == 128 + signal.SIGINT
+        assert job.said() in ("stopped.\n", "stopped by SIGINT before training began.\n")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_killed_rank_comes_back_and_training_ends_as_if_nothing_had_happened(config: Path, tmp_path: Path) -> None:
-    settings = ["--config", str(config), "checkpoint.every_steps=50"]
-    assert run(torchrun(2, *settings, "run.name=calm")).returncode == 0
-    job = start(torchrun(2, *settings, "run.name=hit", restarts=1))
-    with killed_at_the_end(job):
-        checkpoints = tmp_path / "runs" / "hit" / "checkpoints"
-        until(lambda: any(path.name >= "step_00000100" for path in checkpoints.glob("step_*")))
-        ranks = ranks_of(job)
-        assert len(ranks) == 2
-        ranks[1].kill()
-        output = job.communicate(timeout=90)[0]
-    assert job.returncode == 0, output
+    with started(command(2, "--config", str(config), "checkpoint.every_steps=50", restarts=1), tmp_path) as job:
+        until(lambda: steps_saved(tmp_path / "runs/job")[-1:] >= [100])
+        job.ranks()[1].kill()
+        assert job.ends_within(90) == 0, job.said()
+        output = job.said()
     assert f"exitcode: -{int(signal.SIGKILL)}" in output and "resumed at step" in output
-    calm, hit = (metrics(tmp_path / "runs" / name, "test")[-1] for name in ("calm", "hit"))
-    assert calm == hit
-
-
-@contextlib.contextmanager
-def killed_at_the_end(job: "subprocess.Popen[str]") -> Iterator[None]:
-    """Whatever happens to the test, the job and its ranks are gone after it."""
-    try:
-        yield
-    finally:
-        if job.poll() is None:
-            for process in [*psutil.Process(job.pid).children(recursive=True), job]:
-                process.kill()
-
-
-def until(condition: Any, timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "what was waited for did not happen"
-        time.sleep(0.01)
+    assert not (tmp_path / "runs" / "job-2").exists()
+    assert metrics(tmp_path / "runs/job", "test")[-1] == end_of_an_undisturbed_job(2, tmp_path)
 
 
 # What goes wrong ----------------------------------------------------------------------------------------------------
@@ -232,39 +203,32 @@ def test_the_environment_is_made_once(tmp_path: Path) -> None:
     assert [calls(), calls()] == [2, 2]
 
 
-def test_the_single_node_starter_trains(config: Path, tmp_path: Path) -> None:
-    done = run(["bash", "launch/single_node.sh", "2", str(config), "train.max_steps=5"], PATH=path_with_this_python())
-    assert done.returncode == 0, done.stderr
-    assert metrics(tmp_path / "runs" / "job", "test")[-1]["step"] == 5
-
-
 def test_a_job_that_is_named_goes_on_under_its_name_and_one_that_is_not_is_new(config: Path, tmp_path: Path) -> None:
     """Without a rank that died, and without --resume: as a scheduler starts a job again."""
 
-    def starter(steps: int, **environment: str) -> str:
-        command = ["bash", "launch/single_node.sh", "1", str(config), f"train.max_steps={steps}"]
+    def starter(ranks: int, steps: int, **environment: str) -> str:
+        command = ["bash", "launch/single_node.sh", str(ranks), str(config), f"train.max_steps={steps}"]
         done = run(command, PATH=path_with_this_python(), **environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    starter(5, JOB_ID="mine")
-    assert "resumed at step 5" in starter(8, JOB_ID="mine")
-    assert "resumed" not in starter(5)
+    starter(2, 5, JOB_ID="mine")
+    assert metrics(tmp_path / "runs" / "job", "test")[-1]["step"] == 5
+    assert "resumed at step 5" in starter(1, 8, JOB_ID="mine")
+    assert "resumed" not in starter(1, 5)
     assert (tmp_path / "runs" / "job-2").exists() and not (tmp_path / "runs" / "job-3").exists()
 
 
 def test_two_machines_find_each_other(config: Path, tmp_path: Path) -> None:
     """Two torchrun agents on this machine, one rank each, through the multi-node starter."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        head = f"127.0.0.1:{free.getsockname()[1]}"
+    head = f"127.0.0.1:{free_port()}"
     environment = {"NNODES": "2", "RANKS_PER_NODE": "1", "HEAD": head, "MAX_RESTARTS": "0", "GLOO_SOCKET_IFNAME": "lo"}
     command = ["bash", "launch/multi_node.sh", str(config), "train.max_steps=5", "run.pin_cores=false"]
-    nodes = [start(command, PATH=path_with_this_python(), **environment) for _ in range(2)]
-    with killed_at_the_end(nodes[0]), killed_at_the_end(nodes[1]):
-        outputs = [node.communicate(timeout=90)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
-    assert "on 2 rank(s)" in "".join(outputs)
+    environment["PATH"] = path_with_this_python()
+    with started(command, tmp_path, **environment) as one, started(command, tmp_path, **environment) as other:
+        for node in (one, other):
+            assert node.ends_within(90) == 0, node.said()
+        assert "on 2 rank(s)" in one.said() + other.said()
     assert metrics(tmp_path / "runs" / "job", "test")[-1]["step"] == 5
 
 

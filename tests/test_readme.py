@@ -183,6 +183,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_its_commands_work_in_their_order(programs: Path, tmp_path: Path) -> None:
+    where = shell(f"'{programs}/python' -I -c 'import dlrm_autoshard as d; print(d.__file__)'", tmp_path)
+    assert where.startswith(str(programs.parent)), "the wheel's package, not the repository's"
     for name in ("launch", "configs"):
         shutil.copytree(REPOSITORY / name, tmp_path / name)
     for command in QUICK:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+from tests.jobs import REPOSITORY, free_port, until
+
 CONFIG = """
 data:
   source: synthetic
@@ -43,55 +43,42 @@ def dlrm(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_it_trains_on_two_ranks_from_anywhere_and_says_nothing_but_what_training_says(
     config: Path, tmp_path: Path
 ) -> None:
-    done = dlrm("train", "mine.yaml", "--ranks", "2", "train.max_steps=20", cwd=tmp_path)
+    """Goes on on one; and where it is done, says so, and its result stays what it was."""
+    chosen = ("data.val_samples=1000", "train.eval_every_steps=10", "checkpoint.keep_best=logloss")
+    done = dlrm("train", "mine.yaml", "--ranks", "2", "train.max_steps=20", *chosen, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "on 2 rank(s), 20 steps" in done.stdout
-    resumed = dlrm("train", "mine.yaml", "--resume", "train.max_steps=30", "--ranks=1", cwd=tmp_path)
+    longer = ("train", "mine.yaml", "--resume", "train.max_steps=30", "--ranks=1", *chosen)
+    resumed = dlrm(*longer, cwd=tmp_path)
     assert resumed.returncode == 0 and "resumed at step 20" in resumed.stdout, resumed.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["nobody.yaml"], "dlrm-autoshard train: there is no file 'nobody.yaml', and no such config: "),
-        (["mine.yaml", "train.epoch=3"], "dlrm-autoshard train: mine.yaml: unknown key 'train.epoch'. Did you mean"),
-        (["mine.yaml", "--ranks", "0"], "dlrm-autoshard train: --ranks is 0; it must be 1 or more."),
-        (["mine.yaml", "--nodes=2"], "dlrm-autoshard train: --nodes needs --head HOST:PORT and --job ID"),
-        (["mine.yaml", "--ranks=1", "--resume"], "there is no run 'job' with a checkpoint in "),
-        (["mine.yaml", "--ranks=2", "autoshard.placement=no.json"], "] plan file 'no.json' cannot be read: No such"),
-    ],
-)
-def test_a_mistake_is_one_line(arguments: list[str], sentence: str, config: Path, tmp_path: Path) -> None:
-    """Also where only the ranks can find it."""
-    done = dlrm("train", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    assert not list((tmp_path / "runs").glob("*/checkpoints"))
-
-
-def test_a_job_that_is_done_says_so_and_its_result_stays_what_it_was(config: Path, tmp_path: Path) -> None:
-    chosen = (
-        "train.max_steps=30",
-        "data.val_samples=1000",
-        "train.eval_every_steps=10",
-        "checkpoint.keep_best=logloss",
-    )
-    assert dlrm("train", "mine.yaml", "--ranks=1", *chosen, cwd=tmp_path).returncode == 0
     path, metrics = tmp_path / "runs/job/result.json", tmp_path / "runs/job/metrics.jsonl"
     first, told = json.loads(path.read_text()), metrics.read_text()
     assert first["best"]["metric"] == "logloss" and first["best"]["step"] in (10, 20, 30)
-    said = dlrm("train", "mine.yaml", "--ranks=1", "--resume", *chosen, cwd=tmp_path).stdout
+    said = dlrm(*longer, cwd=tmp_path).stdout
     assert "resumed at step 30: nothing is left to do" in said and "loss 0.0000" not in said, said
     again = json.loads(path.read_text())
     del first["seconds"], again["seconds"]
     assert again == first and metrics.read_text() == told
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nobody.yaml"], "dlrm-autoshard train: there is no file 'nobody.yaml', and no such config: "),
+        (["mine.yaml", "--ranks=2", "autoshard.placement=no.json"], "] plan file 'no.json' cannot be read: No such"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], sentence: str, config: Path, tmp_path: Path) -> None:
+    """Also where only the ranks can find it. test_mistakes.py has many more, in one process."""
+    done = dlrm("train", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert sentence in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not list((tmp_path / "runs").glob("*/checkpoints"))
+
+
 def test_two_machines_run_the_same_line(config: Path, tmp_path: Path) -> None:
     """Two launchers on this machine, each with one rank of the job; the second one comes later."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        head = f"127.0.0.1:{listener.getsockname()[1]}"
+    head = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "dlrm_autoshard", "train", str(config), "--nodes=2", "--ranks=1"]
     command += [f"--head={head}", "--job=two-machines", "train.max_steps=20"]
     environment = {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
@@ -113,13 +100,13 @@ def test_two_machines_run_the_same_line(config: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_ends_in_one_sentence(ranks: int, config: Path, tmp_path: Path) -> None:
     """As a terminal sends it: to every process of the foreground group."""
-    command = [sys.executable, "-m", "dlrm_autoshard", "train", str(config), f"--ranks={ranks}"]
+    command = [sys.executable, "-m", "dlrm_autoshard", "train", str(config), f"--ranks={ranks}", "--job=nightly"]
     job = subprocess.Popen(
         [*command, "checkpoint.every_steps=50", "train.epochs=50"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True,
     )  # fmt: skip
     try:
-        wait_for(tmp_path / "runs/job/checkpoints/step_00000050")
+        until((tmp_path / "runs/job/checkpoints/step_00000050").exists)
         family = psutil.Process(job.pid).children(recursive=True)
         os.killpg(job.pid, signal.SIGINT)
         said = job.communicate(timeout=60)[1]
@@ -128,13 +115,14 @@ def test_ctrl_c_ends_in_one_sentence(ranks: int, config: Path, tmp_path: Path) -
     assert job.returncode == 128 + signal.SIGINT
     assert said.count("\n") == 1 and "stopped by SIGINT after step " in said and "--resume continues from" in said
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
+    assert json.loads((tmp_path / "runs/job/job.json").read_text())["job"] == ["id nightly"]
 
 
 def test_a_rank_that_is_killed_is_named_in_a_sentence(config: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dlrm_autoshard", "train", str(config), "--ranks=2", "train.epochs=50"]
     job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     try:
-        wait_for(tmp_path / "runs/job/metrics.jsonl")
+        until((tmp_path / "runs/job/metrics.jsonl").exists)
         next(p for p in psutil.Process(job.pid).children() if p.environ().get("RANK") == "1").kill()
         said = job.communicate(timeout=60)[1]
     finally:
@@ -146,28 +134,16 @@ def test_a_rank_that_is_killed_is_named_in_a_sentence(config: Path, tmp_path: Pa
 
 def test_one_rank_that_is_killed_is_started_again_where_restarts_are_asked_for(config: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dlrm_autoshard", "train", str(config), "--ranks=1", "--restarts=1"]
-    command += ["train.epochs=50", "train.max_steps=3000", "checkpoint.every_steps=500"]
+    command += ["train.epochs=50", "train.max_steps=1000", "checkpoint.every_steps=100"]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     try:
-        wait_for(tmp_path / "runs/job/checkpoints/step_00000500")
+        until((tmp_path / "runs/job/checkpoints/step_00000100").exists)
         ranks = [p for p in psutil.Process(job.pid).children() if p.environ().get("RANK") == "0"]
         (ranks or [job])[0].kill()
         said, error = job.communicate(timeout=90)
     finally:
         job.kill()
     assert job.returncode == 0 and "resumed at step " in said, error
-
-
-def test_one_rank_is_known_by_its_jobs_name(config: Path, tmp_path: Path) -> None:
-    assert dlrm("train", "mine.yaml", "--ranks=1", "--job=nightly", "train.max_steps=5", cwd=tmp_path).returncode == 0
-    assert json.loads((tmp_path / "runs/job/job.json").read_text())["job"] == ["id nightly"]
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.02)
 
 
 def test_the_shipped_configs_are_listed_and_copied(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""What is shipped: the wheel's content, and a bare environment in which nothing else was installed."""
+"""What is shipped: the wheel's content, and a bare environment in which nothing else was installed.
+
+That it trains beside installed packages, in a folder of one's own, is in test_readme.py.
+"""
 
 import subprocess
 import sys
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import dlrm_autoshard
-from tests.wheels import REPOSITORY, bare, build_wheel, install_beside_our_packages, run
+from tests.wheels import REPOSITORY, bare, build_wheel, run
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +39,6 @@ def test_it_holds_every_module_config_and_data_file_and_nothing_of_the_tests(whe
     assert wheel.stat().st_size < 2 * 2**20
 
 
-def test_it_trains_a_shipped_config_in_a_folder_of_ones_own(wheel: Path, tmp_path: Path) -> None:
-    programs = install_beside_our_packages(wheel, tmp_path / "env")
-    trains_anywhere(programs / "dlrm-autoshard", tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_bare_environment_gets_all_it_needs_from_pip_and_trains(wheel: Path, tmp_path: Path) -> None:
@@ -50,20 +48,11 @@ def test_a_bare_environment_gets_all_it_needs_from_pip_and_trains(wheel: Path, t
     programs = tmp_path / "env" / "bin"
     run([str(programs / "python"), "-m", "pip", "install", "--quiet", f"{wheel}[cpu]"])
     run([str(programs / "dlrm-autoshard"), "doctor"])
-    trains_anywhere(programs / "dlrm-autoshard", tmp_path)
-    print(f"bare environment, from nothing to a trained model: {time.monotonic() - started:.0f} s")
-
-
-def trains_anywhere(program: Path, folder: Path) -> None:
-    where = run([str(program.parent / "python"), "-I", "-c", "import dlrm_autoshard as d; print(d.__file__)"])
-    assert where.startswith(str(program.parent.parent)), "the wheel's package, not the repository's"
-    for command in (
-        ["configs"],
-        ["train", "debug_cpu", "--ranks=2", "train.max_steps=30"],
-        ["report", "runs/latest", "--html"],
-    ):
+    for command in ("configs", "train debug_cpu --ranks=2 train.max_steps=30", "report runs/latest --html"):
         done = subprocess.run(
-            [str(program), *command], capture_output=True, text=True, timeout=300, cwd=folder, env=bare()
-        )
+            [str(programs / "dlrm-autoshard"), *command.split()],
+            capture_output=True, text=True, timeout=300, cwd=tmp_path, env=bare(),
+        )  # fmt: skip
         assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
-    assert (folder / "runs/debug_cpu/report.html").exists()
+    assert (tmp_path / "runs/debug_cpu/report.html").exists()
+    print(f"bare environment, from nothing to a trained model: {time.monotonic() - started:.0f} s")

@@ -25,7 +25,7 @@ from typing import Any
 # Processes are forked from one server that has already imported torch, so that a rank starts in hundredths of a second.
 # A rank that raises, dies or hangs ends all of them, and the error names it. Functions are pickled: module level only.
 
-_PRELOAD = ["torch", "torch.distributed", "dlrm_autoshard.distributed.spawn"]
+PRELOAD = ["torch", "torch.distributed", "dlrm_autoshard.distributed.spawn"]
 _GRACE_SECONDS = 5.0  # between a rank's result and its exit
 _START_SECONDS = 60.0  # to import torch on a busy machine; the caller's limit counts from then
 
@@ -50,7 +50,7 @@ def run_ranks(
     `cores[rank]`, if given, is the core to which the rank is bound.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _one_thread_per_rank():
         ends: list[Connection] = []
         processes = []
