@@ -36,7 +36,7 @@ def train_with_a_slow_rank(rank: int, world_size: int, job: Config, run_dir: Pat
                 decided_on.append(interval)
                 return decide(interval, *given)
 
-            controller.decide = heard  # type: ignore[method-assign]
+            controller.decide = heard  # type: ignore[method-assign, assignment]
 
         def slowed(*given: Any, **options: Any) -> Any:
             time.sleep(0.02 * (1 + (rank == 1 and made.position.step >= SLOW_FROM)))

@@ -93,7 +93,7 @@ def read_slowly(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
             readers -= 1
             return read(*place)
 
-        made.source.read = slow  # type: ignore[method-assign]
+        made.source.read = slow  # type: ignore[method-assign, assignment]
         made.run()
     return most, calls
 

@@ -17,6 +17,7 @@ from dlrm_autoshard.distributed.spawn import run_ranks
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.rank_probe import RankProbe
+from dlrm_autoshard.probe.shard_probe import ShardProbe
 
 Times = tuple[list[float], list[float]]
 
@@ -36,5 +37,5 @@ def _rank(
     keep_freed_memory()
     world = dist.group.WORLD
     assert world is not None
-    probe = RankProbe(runtime_of(world, torch.device("cpu")), task.tables, task.stats, task.batch_size)
+    probe = RankProbe(runtime_of(world, torch.device("cpu")), task.tables, task.stats, task.batch_size, ShardProbe())
     return [[[median(ms) for ms in probe.measure_exchange(plan)] for plan in plans] for _ in range(rounds)]

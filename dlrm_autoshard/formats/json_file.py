@@ -90,7 +90,7 @@ def checked(kind: type[T], value: Any, *, extra: Extra = "forbid") -> T:
 
     extra: what becomes of keys that `kind` lacks."""
     try:
-        found: T = _adapter(kind).validate_python(value, strict=True, extra=extra)
+        found: T = _adapter(kind).validate_python(value, strict=True, extra=extra)  # type: ignore[arg-type]  # it is hashable
         return found
     except pydantic.ValidationError as error:
         details = error.errors()
