@@ -128,8 +128,9 @@ def test_loads_exactly_on_another_number_of_ranks(before: int, after: int, place
 
 def resume_elsewhere(rank: int, world_size: int, run_dir: Path, made_with: Config) -> tuple[list[str], int, bool]:
     with trainer(made_with, make_runtime(rank, world_size), run_dir) as made:
-        finished = (run_dir / "result.json").exists()
         made.run()
+        finished = (run_dir / "result.json").exists()  # an earlier start's: this one has written none yet
+        made.runtime.barrier()
         made.write_report()
         return made.notes, made.embeddings.plan.rank_of["user"], finished
 
