@@ -38,7 +38,7 @@ from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.tables import TableStats
 
 TITLE = "resharding on 8 and 64 simulated ranks, 200 tables, six worlds: share recovered, false moves, time to recover"
-ROUGH_TIME = "2 h; goes on where it was stopped (quick: 1 min)"
+ROUGH_TIME = "5 h; goes on where it was stopped (quick: 1 min)"
 EPOCHS, STEPS, INTERVALS, BATCH, DENSE_MS = 12, 400, 4, 8192, 2.0
 LEAST_GAIN, RECOVERED_WITHIN = 0.05, 0.02
 MOVE_SECONDS, MOVE_BYTES_PER_SECOND = 0.1, 1e9

@@ -198,9 +198,8 @@ def _remembered(
         if profile.batch_size == batch_size and all(table in known for table in profile.shards[0])
     ]
     for left, number in zip(range(len(alike), 0, -1), reversed(alike), strict=True):
-        plan = profiles[number].plan
         pairs = {r: (cost.fwd_compute_ms, cost.bwd_compute_ms) for r, cost in enumerate(profiles[number].ranks)}
-        owners = [rank for rank in pairs if min(pairs[rank]) > 0 and plan.tables_on(rank)]
+        owners = [rank for rank in sorted(set(profiles[number].plan.rank_of.values())) if min(pairs[rank]) > 0]
         dearest = sorted(owners, key=lambda rank: -sum(pairs[rank]))[: most if number == alike[-1] else most // left]
         most -= len(dearest)
         yield number, sorted(dearest)
