@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -71,6 +72,7 @@ class Shard:
         return self.table if self.columns is None else f"{self.table}[{self.columns[0]}:{self.columns[1]}]"
 
     @staticmethod
+    @lru_cache(maxsize=2**16)
     def parse(name: str) -> Shard:
         part = _PART.fullmatch(name) if name.endswith("]") else None
         return Shard(name) if part is None else Shard(part[1], (int(part[2]), int(part[3])))

@@ -31,6 +31,22 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert in_slices(kept, wanted[:1], measure)[0]["of"] == ["a", 1] and len(asked) == 5, "others are left out"
 
 
+def ten_times(number: int) -> dict[str, int]:
+    return {"ms": 10 * number}
+
+
+def never(number: int) -> dict[str, int]:
+    raise AssertionError(f"{number} was measured already")
+
+
+def test_several_processes_measure_the_same(tmp_path: Path) -> None:
+    wanted: list[Key] = [(number,) for number in range(5)]
+    rows = in_slices(tmp_path / "rows.jsonl", wanted[2:], ten_times)
+    rows = in_slices(tmp_path / "rows.jsonl", wanted, ten_times, workers=2)
+    assert sorted((row["of"][0], row["ms"]) for row in rows) == [(number, 10 * number) for number in range(5)]
+    assert len(in_slices(tmp_path / "rows.jsonl", wanted, never, workers=2)) == 5
+
+
 def test_rows_of_another_state_of_the_code_are_measured_again(tmp_path: Path) -> None:
     kept = tmp_path / "rows.jsonl"
     kept.write_text(json.dumps({"schema": 1, "state": STATE - 1, "of": ["a"], "ms": 7}) + "\n")

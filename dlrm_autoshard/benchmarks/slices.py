@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +21,29 @@ Key = tuple[str | int, ...]
 
 
 def in_slices(
-    kept: Path | None, wanted: Sequence[Key], measure: Callable[..., Mapping[str, Any]]
+    kept: Path | None, wanted: Sequence[Key], measure: Callable[..., Mapping[str, Any]], workers: int = 0
 ) -> list[dict[str, Any]]:
     """A row of each key, in any order; where it is interrupted (SIGINT), of those that were measured till then. kept:
-    None keeps nothing."""
+    None keeps nothing. workers: processes for what takes no time of its own, but computes; 0 is this one."""
     known = [] if kept is None else read_jsonl(kept)
     rows = [row for row in known if row["state"] == STATE and tuple(row["of"]) in wanted]
     done, on = {tuple(row["of"]) for row in rows}, machine()
-    try:
-        for key in wanted:
-            if key not in done:
-                rows.append({"state": STATE, "of": list(key), "commit": commit(), **on, **measure(*key)})
+    left = [key for key in wanted if key not in done]
+    with ExitStack() as stack:
+        each = map if not workers else stack.enter_context(ProcessPoolExecutor(workers)).map
+        try:
+            for key, found in zip(left, each(partial(_called, measure), left), strict=True):
+                rows.append({"state": STATE, "of": list(key), "commit": commit(), **on, **found})
                 if kept is not None:
                     append_jsonl(kept, rows[-1])
                 print(f"{', '.join(map(str, key))}: {len(rows)} of {len(wanted)}", flush=True)
-    except KeyboardInterrupt:
-        print(f"Stopped. What was measured lies in {kept or 'no file'}.", flush=True)
+        except KeyboardInterrupt:
+            print(f"Stopped. What was measured lies in {kept or 'no file'}.", flush=True)
     return rows
+
+
+def _called(measure: Callable[..., Mapping[str, Any]], key: Key) -> Mapping[str, Any]:
+    return measure(*key)
 
 
 def machine() -> dict[str, Any]:

@@ -110,11 +110,7 @@ class Rows:
         same_stage = self.stage_N[:, None] == other.stage_N
         both = min(self.share_NB.shape[1], other.share_NB.shape[1])  # of widths that one does not know it has nothing
         wholes, rest = slice(0, self.num_wholes), slice(self.num_wholes, both)
-        one, another = self.share_NB[:, wholes], other.share_NB[:, wholes]
-        tables_NM = one @ another.T
-        lengths = np.sqrt((one**2).sum(axis=1))[:, None] * np.sqrt((another**2).sum(axis=1))
-        alike = (tables_NM / np.maximum(lengths, 1e-12)) ** 2
-        alike *= alike
+        tables_NM = self.share_NB[:, wholes] @ other.share_NB[:, wholes].T
         both_many = np.outer(self.many_N, other.many_N) * same_stage
         same_source = self.source_N[:, None] == other.source_N
         key_N, key_M = self.rank_keys, other.rank_keys
@@ -126,11 +122,26 @@ class Rows:
             change=(self.change_NF[:, : 2 * both] @ other.change_NF[:, : 2 * both].T) * same_stage,
             fused=tables_NM * both_many,
             load=(self.load_NF @ other.load_NF.T) * both_many,
-            # Sets of tables that have most in common are fused alike.
-            together=np.sqrt(np.outer(self.even_N, other.even_N)) * alike * alike * same_stage,
+            together=self._together(other, tables_NM, same_stage),
             rank=(key_N[:, None] == key_M) & (key_M >= 0),
             key_N=key_N,
         )
+
+    def together(self, other: Rows) -> np.ndarray:
+        """[N, M]: `Common.together`, and nothing else."""
+        wholes = slice(0, self.num_wholes)
+        tables_NM = self.share_NB[:, wholes] @ other.share_NB[:, wholes].T
+        return self._together(other, tables_NM, self.stage_N[:, None] == other.stage_N)
+
+    def _together(self, other: Rows, tables_NM: np.ndarray, same_stage: np.ndarray) -> np.ndarray:
+        """Sets of tables that have most in common are fused alike: by the eighth power of their shares' cosine."""
+        length_N, length_M = (np.sqrt((r.share_NB[:, : self.num_wholes] ** 2).sum(axis=1)) for r in (self, other))
+        alike = tables_NM / np.maximum(np.outer(length_N, length_M), 1e-12)
+        for _ in range(3):
+            alike *= alike
+        alike *= np.outer(np.sqrt(self.even_N), np.sqrt(other.even_N))
+        alike *= same_stage
+        return alike
 
     @property
     def rank_keys(self) -> np.ndarray:

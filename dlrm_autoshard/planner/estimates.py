@@ -15,6 +15,7 @@ import numpy as np
 from dlrm_autoshard.costs import COMPUTE, EXCHANGE
 from dlrm_autoshard.planner.corrections import Corrections
 from dlrm_autoshard.planner.cost_model import COST
+from dlrm_autoshard.planner.gaussian import square_root
 from dlrm_autoshard.planner.loads import log_loads
 from dlrm_autoshard.planner.result import Gain
 from dlrm_autoshard.planner.stages import Stages
@@ -102,7 +103,8 @@ def estimates(
         exchanges.append(ms_W4[:, EXCHANGE].max(axis=0).sum())
         dearest_2M = np.argsort(-ranks.ms_M.reshape(2, -1), axis=1)[:, :most]
         asked.append(ranks.some(np.add(dearest_2M, [[0], [task.world_size]]).ravel()))
-    stages = asked[0].and_also(*asked[1:])
+    every = asked[0].and_also(*asked[1:])
+    stages, which_M = every.distinct()
     if measuring is None:
         covariance = corrections.covariance(stages, task.tables)
     elif not measuring:
@@ -111,8 +113,8 @@ def estimates(
         alone_KT, own = np.eye(len(task.tables))[list(measuring)], costs.summary_TK[list(measuring)]
         alone = _stages(costs, alone_KT, costs.device_ms(own), np.full(len(own), -1))
         covariance = corrections.told(stages, alone, task.tables)
-    values, vectors = np.linalg.eigh(covariance)
-    drawn_DM = np.random.default_rng(0).standard_normal((DRAWS, len(values)))
-    errors_DM = drawn_DM @ (vectors * np.sqrt(np.maximum(values, 0.0))).T - covariance.diagonal() / 2  # 1 on average
-    computed_DP = (stages.ms_M * np.exp(errors_DM)).reshape(DRAWS, len(placements), 2, most).max(axis=3).sum(2)
+    half_DM = np.random.default_rng(0).standard_normal((DRAWS // 2, len(covariance)))
+    drawn_DM = np.concatenate([half_DM, -half_DM])  # so that few draws' means are those of many
+    errors_DM = drawn_DM @ square_root(covariance).T - covariance.diagonal() / 2  # 1 on average
+    computed_DP = (every.ms_M * np.exp(errors_DM[:, which_M])).reshape(DRAWS, len(placements), 2, most).max(axis=3).sum(2)
     return Estimates(computed_DP + np.array(exchanges))

@@ -27,3 +27,9 @@ class Stages:
 
     def and_also(self, *others: Stages) -> Stages:
         return Stages(*(np.concatenate([getattr(one, f.name) for one in (self, *others)]) for f in fields(self)))
+
+    def distinct(self) -> tuple[Stages, np.ndarray]:
+        """Each computation once, and which of these each of all is: plans have many ranks' tables in common."""
+        what = np.column_stack([self.stage_M, self.rank_M, self.share_MT > 0]).astype(np.int32)
+        _, first, which_M = np.unique(what, axis=0, return_index=True, return_inverse=True)
+        return self.some(first), which_M.ravel()
