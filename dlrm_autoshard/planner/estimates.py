@@ -116,5 +116,6 @@ def estimates(
     half_DM = np.random.default_rng(0).standard_normal((DRAWS // 2, len(covariance)))
     drawn_DM = np.concatenate([half_DM, -half_DM])  # so that few draws' means are those of many
     errors_DM = drawn_DM @ square_root(covariance).T - covariance.diagonal() / 2  # 1 on average
-    computed_DP = (every.ms_M * np.exp(errors_DM[:, which_M])).reshape(DRAWS, len(placements), 2, most).max(axis=3).sum(2)
+    computed_DM = every.ms_M * np.exp(errors_DM[:, which_M])
+    computed_DP = computed_DM.reshape(DRAWS, len(placements), 2, most).max(axis=3).sum(axis=2)
     return Estimates(computed_DP + np.array(exchanges))
