@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dlrm_autoshard.planner.mlp import Mlp
+from dlrm_autoshard.planner.costs.mlp import Mlp
 
 
 def assert_gradients_of(loss: Callable[[], float], nets: Sequence[Mlp], more: int = 4) -> None:

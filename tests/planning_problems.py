@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dlrm_autoshard import Constraints, ShardingPlan, SimulatedCluster, StepProfile, TableConfig, TableStats, Topology
-from dlrm_autoshard.planner.masked import masked_log_probs
-from dlrm_autoshard.planner.mdp import NUM_FEATURES, Rollout
-from dlrm_autoshard.planner.policy import DevicePolicy
-from dlrm_autoshard.planner.pool import synthetic_pool
-from dlrm_autoshard.planner.replay import CommsSample, ShardSample, comms_of, shards_of
+from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample, comms_of, shards_of
+from dlrm_autoshard.planner.dreamshard.masked import masked_log_probs
+from dlrm_autoshard.planner.dreamshard.mdp import NUM_FEATURES, Rollout
+from dlrm_autoshard.planner.dreamshard.policy import DevicePolicy
+from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 

@@ -1,11 +1,11 @@
 """For distributed tests: `from tests.ranks import run_ranks`; `run_ranks(function, world_size, *args, timeout=60)`.
 
 `function(rank, world_size, *args)` is a module-level function of the test file; the ranks' results are a list by rank.
-A gloo group is up when it starts and is taken down after it. See dlrm_autoshard/distributed/spawn.py.
+A gloo group is up when it starts and is taken down after it. See dlrm_autoshard/distributed/ranks/spawn.py.
 """
 
-from dlrm_autoshard.distributed import spawn
-from dlrm_autoshard.distributed.spawn import RankError, run_ranks
+from dlrm_autoshard.distributed.ranks import spawn
+from dlrm_autoshard.distributed.ranks.spawn import RankError, run_ranks
 
 __all__ = ["RankError", "run_ranks"]
 

@@ -23,9 +23,9 @@ import torch
 
 from dlrm_autoshard.benchmarks.cost_oracle import CostOracle
 from dlrm_autoshard.plan import Topology
-from dlrm_autoshard.planner.features import raw_features
-from dlrm_autoshard.planner.greedy import KEYS, greedy
-from dlrm_autoshard.planner.pool import synthetic_pool
+from dlrm_autoshard.planner.costs.features import raw_features
+from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
+from dlrm_autoshard.planner.search.greedy import KEYS, greedy
 from dlrm_autoshard.planner.task import PlacementTask
 
 RECORD = Path(__file__).with_suffix(".json")

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlrm_autoshard.autoshard.autoshard import Autoshard
 from dlrm_autoshard.distributed.bags import ShardedEmbeddingBags
-from dlrm_autoshard.distributed.table_optimizers import SGD
+from dlrm_autoshard.distributed.tables.optimizers import SGD
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.run import RunRecord

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dlrm_autoshard.autoshard.autoshard import Autoshard
-from dlrm_autoshard.distributed.bag_inputs import BagsError
 from dlrm_autoshard.distributed.bags import ShardedEmbeddingBags
-from dlrm_autoshard.distributed.embeddings import initialise
-from dlrm_autoshard.distributed.reshard import reshard
-from dlrm_autoshard.distributed.table_optimizers import SGD, Adagrad, RowwiseAdagrad
+from dlrm_autoshard.distributed.lookup.bag_inputs import BagsError
+from dlrm_autoshard.distributed.lookup.embeddings import initialise
+from dlrm_autoshard.distributed.moves.reshard import reshard
+from dlrm_autoshard.distributed.tables.optimizers import SGD, Adagrad, RowwiseAdagrad
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig

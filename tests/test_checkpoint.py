@@ -19,9 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.train.checkpoint import Checkpoints
-from dlrm_autoshard.train.checkpoint_folder import CheckpointFolder
-from dlrm_autoshard.train.manifest import CheckpointError, DamagedCheckpoint, SavedState, read_manifest
+from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
+from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder
+from dlrm_autoshard.train.checkpoints.manifest import CheckpointError, DamagedCheckpoint, SavedState, read_manifest
 from tests.ranks import RankError, run_ranks
 from tests.trainers import make_runtime
 

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from dlrm_autoshard.data.batch import Batch, Split
 from dlrm_autoshard.data.loader import Loader
-from dlrm_autoshard.distributed.cores import share_of
-from dlrm_autoshard.distributed.runtime import keep_freed_memory
+from dlrm_autoshard.distributed.ranks.cores import share_of
+from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
 from tests.test_data_loader import Scripted
 
 pytestmark = pytest.mark.alone
 
 RANK = """
 import os, sys
-from dlrm_autoshard.distributed.cores import take_cores
+from dlrm_autoshard.distributed.ranks.cores import take_cores
 
 os.sched_setaffinity(0, eval(sys.argv[3]))
 cores = take_cores(int(sys.argv[1]), int(sys.argv[2]), 1)

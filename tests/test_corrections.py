@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from dlrm_autoshard.benchmarks.recorded_cluster import RecordedCluster
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
-from dlrm_autoshard.planner.correction_terms import Spreads
-from dlrm_autoshard.planner.exchange_errors import ExchangeErrors
-from dlrm_autoshard.planner.gaussian import condition
-from dlrm_autoshard.planner.loads import NUM_FEATURES, LoadRange
+from dlrm_autoshard.planner.corrections.exchange_errors import ExchangeErrors
+from dlrm_autoshard.planner.corrections.gaussian import condition
+from dlrm_autoshard.planner.corrections.terms import Spreads
+from dlrm_autoshard.planner.costs.loads import NUM_FEATURES, LoadRange
+from dlrm_autoshard.planner.costs.replay import ShardSample
+from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.planner.pool import synthetic_pool
-from dlrm_autoshard.planner.replay import ShardSample
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.shipped_costs import start_warm
 from dlrm_autoshard.probe.simulator import SimulatedCluster

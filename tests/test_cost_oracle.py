@@ -12,7 +12,7 @@ from dlrm_autoshard.benchmarks.cost_oracle import CostOracle
 from dlrm_autoshard.benchmarks.planner_oracle import judged
 from dlrm_autoshard.benchmarks.splits_planned import dcn_balance
 from dlrm_autoshard.costs import step_cost_ms
-from dlrm_autoshard.planner.pool import synthetic_pool
+from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 
 
 def some_oracle(tables: int, devices: int, seed: int = 0, noise: float = 0.02) -> CostOracle:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
-from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.reshard import ReshardRefused, reshard
-from dlrm_autoshard.distributed.storage import Storage
+from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.moves.reshard import ReshardRefused, reshard
+from dlrm_autoshard.distributed.tables.storage import Storage
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 from tests.ranks import run_ranks
@@ -60,7 +60,7 @@ def reference(world_size: int) -> dict[str, torch.Tensor]:
     """The same steps with nn.EmbeddingBag and plain SGD in one process."""
     plan = ShardingPlan({t.name: 0 for t in TABLES}, 1)
     bags = {}
-    from dlrm_autoshard.distributed.embeddings import initialise
+    from dlrm_autoshard.distributed.lookup.embeddings import initialise
     from dlrm_autoshard.tables import output_order
 
     for table in TABLES:

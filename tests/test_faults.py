@@ -93,7 +93,8 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_with_the_place(config: Path,
     """Alive, but stuck where no exchange is: the others wait for it, and not it for them."""
     source = tmp_path / "stuck.py"
     source.write_text(
-        "import os, time\nimport dlrm_autoshard.distributed.embeddings as e\nlookup = e.ShardedEmbeddings.lookup\n"
+        "import os, time\nimport dlrm_autoshard.distributed.lookup.embeddings as e\n"
+        "lookup = e.ShardedEmbeddings.lookup\n"
         "def stuck(self, *a, **k):\n    if self.updates == 30 and os.environ['RANK'] == '2':\n        time.sleep(99)\n"
         "    return lookup(self, *a, **k)\ne.ShardedEmbeddings.lookup = stuck\n"
     )

@@ -15,12 +15,12 @@ from dlrm_autoshard.benchmarks.cost_oracle import CostOracle
 from dlrm_autoshard.benchmarks.planner_oracle import BATCH, started
 from dlrm_autoshard.costs import COMPUTE, PLANNED_STAGES
 from dlrm_autoshard.plan import Topology
-from dlrm_autoshard.planner.cost_model import COST
-from dlrm_autoshard.planner.dreamshard import DreamShardSettings
+from dlrm_autoshard.planner.costs.cost_model import COST
+from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
+from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.estimates import Estimates
-from dlrm_autoshard.planner.greedy import KEYS, heuristic
-from dlrm_autoshard.planner.pool import synthetic_pool
 from dlrm_autoshard.planner.result import PlanResult
+from dlrm_autoshard.planner.search.greedy import KEYS, heuristic
 from dlrm_autoshard.planner.task import PlacementTask, Splits
 from tests.planning_problems import some_task
 

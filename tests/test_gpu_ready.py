@@ -15,9 +15,9 @@ import torch.distributed as dist
 from dlrm_autoshard.benchmarks.gpu_all import LIMITS, TARGETS, judged, run_section
 from dlrm_autoshard.benchmarks.gpu_sections import SECTIONS
 from dlrm_autoshard.benchmarks.harness import finish
-from dlrm_autoshard.distributed.runtime import RuntimeFailure, choose_backend
-from dlrm_autoshard.distributed.side_streams import SideStreams
-from dlrm_autoshard.distributed.tbe import RowCache
+from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
+from dlrm_autoshard.distributed.ranks.runtime import RuntimeFailure, choose_backend
+from dlrm_autoshard.distributed.tables.tbe import RowCache
 
 
 @pytest.mark.parametrize(

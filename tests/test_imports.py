@@ -23,6 +23,11 @@ LAYERS = (
     *("torchrec", "train", "benchmarks", "commands", "__main__"),
 )
 """A module at the package's root, or a folder. Each may import those before it."""
+INSIDE = {
+    "planner": ("costs", "corrections", "search", "dreamshard", "baselines"),
+    "distributed": ("tables", "lookup", "ranks", "moves"),
+}
+"""Folders in a folder, in the order of imports."""
 WITHOUT_RANKS = (*LAYERS[: LAYERS.index("distributed")], "planner", "report")
 MAY_USE = {
     "torch.distributed": (
@@ -30,7 +35,7 @@ MAY_USE = {
         "probe/",
         "torchrec/",
         "benchmarks/",
-        "train/checkpoint.py",
+        "train/checkpoints/checkpoint.py",
         "train/stop_signals.py",
     ),
     "fbgemm_gpu": ("distributed/", "torchrec/", "benchmarks/", "probe/shard_probe.py"),
@@ -86,6 +91,16 @@ def test_every_module_is_in_a_layer_of_the_list() -> None:
 def test_a_layer_imports_only_layers_before_it(layer: str) -> None:
     above = set(LAYERS[LAYERS.index(layer) + 1 :])
     wrong = [(one, other) for one, other in own_imports() if layer_of(one) == layer and layer_of(other) in above]
+    assert not wrong
+
+
+@pytest.mark.parametrize("folder", INSIDE)
+def test_a_folder_in_a_folder_imports_only_those_before_it(folder: str) -> None:
+    def number(module: str) -> int:
+        parts = module.split(".")
+        return INSIDE[folder].index(parts[2]) if parts[1] == folder and parts[2] in INSIDE[folder] else -1
+
+    wrong = [(one, other) for one, other in own_imports() if -1 < number(one) < number(other)]
     assert not wrong
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dlrm_autoshard.planner.mlp import Adam, Mlp, load_weights, weights_to_json
+from dlrm_autoshard.planner.costs.mlp import Adam, Mlp, load_weights, weights_to_json
 
 
 def in_torch(net: Mlp) -> nn.Sequential:

@@ -38,13 +38,13 @@ from dlrm_autoshard.data.dlrm_datasets import DlrmDatasetsSource
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.movielens import MovielensSource
 from dlrm_autoshard.data.parquet import ParquetSource
-from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.errors import UserError, in_a_sentence
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.planner.drawn_tasks import TaskSet, draw_tasks
+from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample
+from dlrm_autoshard.planner.dreamshard.drawn_tasks import TaskSet, draw_tasks
+from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.planner.pool import TablePool, synthetic_pool
-from dlrm_autoshard.planner.replay import CommsSample, ShardSample
 from dlrm_autoshard.planner.saved_state import load_planner
 from dlrm_autoshard.probe.cost_log import CostLog
 from dlrm_autoshard.train.trainer import Trainer

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlrm_autoshard as das
-from dlrm_autoshard.distributed.reshard import ReshardRefused
+from dlrm_autoshard.distributed.moves.reshard import ReshardRefused
 from dlrm_autoshard.errors import UserError
 from tests.ranks import run_ranks
 from tests.trainers import config, losses, make_runtime, trainer

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from dlrm_autoshard import Planner, RankCost, ShardingPlan, SimulatedCluster, Topology
 from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile, prediction_error, step_cost_ms
 from dlrm_autoshard.formats.json_file import FormatError, checked
-from dlrm_autoshard.planner import replay
-from dlrm_autoshard.planner.cost_model import CostModel
-from dlrm_autoshard.planner.exchange_model import ExchangeModel, exchange_work
-from dlrm_autoshard.planner.fit_costs import HUBER, gradients
-from dlrm_autoshard.planner.least_squares import fit_nonnegative, solve_nonnegative
-from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample
+from dlrm_autoshard.planner.costs import replay
+from dlrm_autoshard.planner.costs.cost_model import CostModel
+from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel, exchange_work
+from dlrm_autoshard.planner.costs.fit_costs import HUBER, gradients
+from dlrm_autoshard.planner.costs.least_squares import fit_nonnegative, solve_nonnegative
+from dlrm_autoshard.planner.costs.replay import CommsSample, ReplayBuffer, ShardSample
+from dlrm_autoshard.planner.costs.shard_set import ShardSet
 from dlrm_autoshard.planner.saved_state import PlannerRecord
-from dlrm_autoshard.planner.shard_set import ShardSet
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableConfig, TableStats
 from tests.gradients import assert_gradients_of, in_double_precision

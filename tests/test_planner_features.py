@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dlrm_autoshard import TableConfig, TableStats
 from dlrm_autoshard.plan import Topology
 from dlrm_autoshard.planner.baselines.reference import scaled_by_task
-from dlrm_autoshard.planner.features import (
+from dlrm_autoshard.planner.costs.features import (
     NUM_NETWORK,
     NUM_RAW,
     WORK,
@@ -18,7 +18,7 @@ from dlrm_autoshard.planner.features import (
     raw_features,
     work,
 )
-from dlrm_autoshard.planner.pool import zipf_stats
+from dlrm_autoshard.planner.dreamshard.pool import zipf_stats
 from dlrm_autoshard.planner.task import PlacementTask
 from tests.planning_problems import BATCH, some_tables
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from dlrm_autoshard import Constraints, PlanError, Planner, ShardingPlan, SimulatedCluster, TableConfig, Topology
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import bytes_per_rank
-from dlrm_autoshard.planner.dreamshard import DreamShardSettings
+from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.feasible import feasible
-from dlrm_autoshard.planner.greedy import HEURISTICS, KEYS, balance, heuristic
-from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.planner import ALGORITHMS, LEARNED
-from dlrm_autoshard.planner.search import improve, search
+from dlrm_autoshard.planner.search.greedy import HEURISTICS, KEYS, balance, heuristic
+from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost
+from dlrm_autoshard.planner.search.local_search import improve, search
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from tests.planning_problems import (

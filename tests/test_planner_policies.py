@@ -12,14 +12,14 @@ import torch
 from dlrm_autoshard import Constraints, Planner, ShardingPlan, SimulatedCluster, StepProfile
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.planner.baselines.sequence import SequencePolicy, SequenceTrainer, balance, measured_compute
-from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings
-from dlrm_autoshard.planner.greedy import HEURISTICS
-from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
-from dlrm_autoshard.planner.masked import entropy_of, gumbel_noise, logit_gradient, masked_log_probs
-from dlrm_autoshard.planner.mdp import EstimatedMDP
-from dlrm_autoshard.planner.policy import DevicePolicy
+from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShard, DreamShardSettings
+from dlrm_autoshard.planner.dreamshard.masked import entropy_of, gumbel_noise, logit_gradient, masked_log_probs
+from dlrm_autoshard.planner.dreamshard.mdp import EstimatedMDP
+from dlrm_autoshard.planner.dreamshard.policy import DevicePolicy
+from dlrm_autoshard.planner.dreamshard.train_policy import draw_problem
+from dlrm_autoshard.planner.search.greedy import HEURISTICS
+from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.planner.train_policy import draw_problem
 from tests.gradients import assert_gradients_of, in_double_precision
 from tests.planning_problems import (
     all_placements,

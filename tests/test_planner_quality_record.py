@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dlrm_autoshard.benchmarks.planner_quality_record import ADDED_UP, LEARNED, SPLIT, summarise
-from dlrm_autoshard.planner.greedy import KEYS
+from dlrm_autoshard.planner.search.greedy import KEYS
 
 
 def row(cell: str, task: int, slowest: dict[str, float], noise: float = 0.0) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from dlrm_autoshard.commands.compare_planners import Outcome, summarise
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan, torchrec_plan
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.planner.drawn_tasks import TaskSet, draw_tasks
-from dlrm_autoshard.planner.pool import PUBLISHED_REUSE_SHARES, TablePool, reuse_shares, synthetic_pool
+from dlrm_autoshard.planner.dreamshard.drawn_tasks import TaskSet, draw_tasks
+from dlrm_autoshard.planner.dreamshard.pool import PUBLISHED_REUSE_SHARES, TablePool, reuse_shares, synthetic_pool
 from dlrm_autoshard.tables import NUM_REUSE_BINS, TableConfig, TableStats
 from tests.report_records import write_run
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
-from dlrm_autoshard.distributed.runtime import Runtime, runtime_of
+from dlrm_autoshard.distributed.ranks.runtime import Runtime, runtime_of
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.planner.exchange_model import ExchangeModel
-from dlrm_autoshard.planner.pool import TablePool, synthetic_pool, zipf_stats
+from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
+from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool, zipf_stats
 from dlrm_autoshard.probe import shard_probe
 from dlrm_autoshard.probe.drawn_ids import draw_ids, scattered
 from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
@@ -183,7 +183,7 @@ def test_rounds_are_told_as_their_median() -> None:
 @pytest.mark.slow
 def test_windows_of_one_buffer_cost_what_real_tables_cost() -> None:
     from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
-    from dlrm_autoshard.distributed.storage import Storage
+    from dlrm_autoshard.distributed.tables.storage import Storage
 
     class OnRealTables(ShardProbe):
         def _module(self, tables: Any, rows: Any) -> Any:

@@ -20,8 +20,8 @@ from dlrm_autoshard.benchmarks.recorded_cluster import RecordedCluster
 from dlrm_autoshard.config import TablesConfig, parse_config
 from dlrm_autoshard.data.custom import open_custom
 from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.planner.pool import synthetic_pool
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableStats
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.config import RunConfig
-from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.errors import UserError
 from tests.ranks import RankError, run_ranks
 

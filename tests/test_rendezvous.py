@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from dlrm_autoshard.distributed.rendezvous import RendezvousFailed, fresh_store
+from dlrm_autoshard.distributed.ranks.rendezvous import RendezvousFailed, fresh_store
 from tests.ranks import RankError, run_ranks
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
-from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.reshard import ReshardError, ReshardRefused, reshard
-from dlrm_autoshard.distributed.reshard_transfer import in_common_order
+from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.moves.reshard import ReshardError, ReshardRefused, reshard
+from dlrm_autoshard.distributed.moves.transfer import in_common_order
 from dlrm_autoshard.plan import Move, PlanError, ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 from tests.ranks import RankError, run_ranks

@@ -15,7 +15,7 @@ from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.benchmarks.moving_job import MovingTrainer, settings
 from dlrm_autoshard.config import Config
-from dlrm_autoshard.distributed import reshard_agree
+from dlrm_autoshard.distributed.moves import agree as reshard_agree
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask
 from tests.ranks import run_ranks

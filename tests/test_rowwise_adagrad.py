@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dlrm_autoshard.config import TableOptimizerConfig
-from dlrm_autoshard.distributed.rowwise_adagrad import RowwiseAdagradTbe, plain_loop_is_faster
-from dlrm_autoshard.distributed.tbe import Tbe, make_tbe
+from dlrm_autoshard.distributed.tables.rowwise_adagrad import RowwiseAdagradTbe, plain_loop_is_faster
+from dlrm_autoshard.distributed.tables.tbe import Tbe, make_tbe
 
 CPU = torch.device("cpu")
 
@@ -30,7 +30,7 @@ def tables(shapes: Sequence[tuple[int, int]], pooling: str = "sum", seed: int = 
         "weights": (weights, [sum(sizes[:t]) for t in range(len(sizes))]),
         "momentum1": (squares, [sum(rows for rows, _ in shapes[:t]) for t in range(len(shapes))]),
     }
-    with patch("dlrm_autoshard.distributed.tbe.plain_loop_is_faster", return_value=True):
+    with patch("dlrm_autoshard.distributed.tables.tbe.plain_loop_is_faster", return_value=True):
         tbe = make_tbe(shapes, memory, TableOptimizerConfig(lr=0.05), "fp32", pooling, CPU)
     assert isinstance(tbe, RowwiseAdagradTbe)
     return tbe
@@ -112,7 +112,7 @@ def test_it_is_taken_where_it_is_faster_for_one_thread_and_where_fbgemm_has_othe
     assert type(make_tbe([(2, 4)], half, TableOptimizerConfig(), "fp16", "sum", CPU)) is Tbe
     del memory["momentum1"]
     assert type(make_tbe([(2, 4)], memory, TableOptimizerConfig(name="sgd"), "fp32", "sum", CPU)) is Tbe
-    asked = "import torch; torch.set_num_threads(2)\nfrom dlrm_autoshard.distributed import rowwise_adagrad as r\n"
+    asked = "import torch; torch.set_num_threads(2)\nimport dlrm_autoshard.distributed.tables.rowwise_adagrad as r\n"
     subprocess.run([sys.executable, "-c", asked + "assert not r.plain_loop_is_faster()"], check=True, timeout=60)
 
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.planner.pool import TablePool
+from dlrm_autoshard.planner.dreamshard.pool import TablePool
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.train.journal import result_of
 

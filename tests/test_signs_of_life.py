@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dlrm_autoshard.distributed.exchange import Pending
-from dlrm_autoshard.distributed.signs_of_life import is_exchange_failure
+from dlrm_autoshard.distributed.lookup.exchange import Pending
+from dlrm_autoshard.distributed.ranks.signs_of_life import is_exchange_failure
 
 GLOO_SAYS = "Application timeout caused pair closure"  # without a word of gloo
 

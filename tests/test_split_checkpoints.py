@@ -14,10 +14,16 @@ from torch import Tensor
 
 from dlrm_autoshard.plan import ShardingPlan, shard_tables
 from dlrm_autoshard.tables import Shard, TableConfig
-from dlrm_autoshard.train import tensor_file
-from dlrm_autoshard.train.digest import ALGORITHM
-from dlrm_autoshard.train.manifest import DamagedCheckpoint, Manifest, SavedState, SavedTensor, read_manifest
-from dlrm_autoshard.train.tensor_file import read_tensors, write_tensors
+from dlrm_autoshard.train.checkpoints import tensor_file
+from dlrm_autoshard.train.checkpoints.digest import ALGORITHM
+from dlrm_autoshard.train.checkpoints.manifest import (
+    DamagedCheckpoint,
+    Manifest,
+    SavedState,
+    SavedTensor,
+    read_manifest,
+)
+from dlrm_autoshard.train.checkpoints.tensor_file import read_tensors, write_tensors
 from tests.split_plans import plans_of
 
 TABLES = (TableConfig("user", 37, 16), TableConfig("item", 11, 44))

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.distributed.bags import ShardedEmbeddingBags
-from dlrm_autoshard.distributed.reshard import ReshardRefused, reshard
-from dlrm_autoshard.distributed.storage import Storage
-from dlrm_autoshard.distributed.table_optimizers import RowwiseAdagrad
+from dlrm_autoshard.distributed.moves.reshard import ReshardRefused, reshard
+from dlrm_autoshard.distributed.tables.optimizers import RowwiseAdagrad
+from dlrm_autoshard.distributed.tables.storage import Storage
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.tables import Shard, TableConfig
 from tests.ranks import run_ranks

@@ -15,9 +15,9 @@ import pytest
 
 from dlrm_autoshard.data.criteo.sample import MULTI_HOT_SIZES
 from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample
+from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.planner.pool import TablePool, synthetic_pool
-from dlrm_autoshard.planner.replay import CommsSample, ShardSample
 from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.calibration import (
     LEAST_SECONDS,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob
-from dlrm_autoshard.distributed.shared_memory import RankGone, connect
+from dlrm_autoshard.distributed.lookup.shared_memory import RankGone, connect
 from dlrm_autoshard.model.interaction import DotInteraction, with_dense
 from dlrm_autoshard.plan import ShardingPlan
 from tests.ranks import run_ranks

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import DenseOptimizerConfig, TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.distributed.dense import DataParallelDense
-from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.model.dlrm import DLRM

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_autoshard.distributed.table_init import initialise
+from dlrm_autoshard.distributed.tables.init import initialise
 
 
 def reference(rows: int, columns: int, table: str, seed: int) -> np.ndarray:

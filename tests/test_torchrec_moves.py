@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dlrm_autoshard.distributed.reshard import ReshardRefused
+from dlrm_autoshard.distributed.moves.reshard import ReshardRefused
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from tests.ranks import run_ranks

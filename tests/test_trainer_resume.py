@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dlrm_autoshard.config import Config
-from dlrm_autoshard.train.manifest import CheckpointError
+from dlrm_autoshard.train.checkpoints.manifest import CheckpointError
 from tests.ranks import run_ranks
 from tests.trainers import config, losses, make_runtime, plan_file, records, tensors, trainer
 

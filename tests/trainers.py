@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_autoshard.config import Config, parse_config
-from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.train.trainer import Trainer
 
 TABLES: list[dict[str, Any]] = [

@@ -22,8 +22,8 @@ from dlrm_autoshard.autoshard.initial_plan import Placement, place
 from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.autoshard.table_observer import TableObserver
 from dlrm_autoshard.config import parse_sections
-from dlrm_autoshard.distributed.movable import ArrivedIds, MovableBags
-from dlrm_autoshard.distributed.reshard import ReshardRefused
+from dlrm_autoshard.distributed.moves.movable import ArrivedIds, MovableBags
+from dlrm_autoshard.distributed.moves.reshard import ReshardRefused
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.epoch import epochs_file

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
-from dlrm_autoshard.distributed.reshard_agree import free_memory
-from dlrm_autoshard.distributed.runtime import Runtime
-from dlrm_autoshard.distributed.shared_memory import place as place_of_process
+from dlrm_autoshard.distributed.lookup.shared_memory import place as place_of_process
+from dlrm_autoshard.distributed.moves.agree import free_memory
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, round_robin
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import PlanResult

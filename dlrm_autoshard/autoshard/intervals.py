@@ -29,8 +29,8 @@ from dlrm_autoshard.autoshard.sampling import Sampling
 from dlrm_autoshard.autoshard.table_observer import TableObserver
 from dlrm_autoshard.config import AutoshardConfig, ProfileConfig
 from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile
-from dlrm_autoshard.distributed.movable import ArrivedIds, PlacedTables
-from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.moves.movable import ArrivedIds, PlacedTables
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.plan import shard_tables
 from dlrm_autoshard.probe.rank_probe import MID_RUN_BUFFER_GIB, RankProbe

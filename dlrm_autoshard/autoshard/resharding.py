@@ -3,7 +3,7 @@
     decision = resharding.after_interval(interval)      # on every rank between two steps; interval: rank 0's
 
 Where decision.new_plan is set, tables have moved, and ids on their way have other owners now. What to decide and why is
-controller.py's; how tables travel is `move_to`'s: distributed/reshard.py's, or TorchRec's (torchrec/move.py).
+controller.py's; how tables travel is `move_to`'s: distributed/moves/reshard.py's, or TorchRec's (torchrec/move.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.config import ReshardConfig
-from dlrm_autoshard.distributed.movable import PlacedTables
-from dlrm_autoshard.distributed.reshard import ReshardRefused, ReshardStats
-from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.moves.movable import PlacedTables
+from dlrm_autoshard.distributed.moves.reshard import ReshardRefused, ReshardStats
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.probe.rank_probe import RankProbe
 

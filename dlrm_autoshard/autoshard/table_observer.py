@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dlrm_autoshard.distributed.movable import ArrivedIds, PlacedTables
+from dlrm_autoshard.distributed.moves.movable import ArrivedIds, PlacedTables
 from dlrm_autoshard.tables import Shard, TableStats, measure_table_stats
 
 

@@ -18,10 +18,10 @@ BATCH_SIZES = (65536, 16384)
 
 def shards(folder: Path, seconds: float) -> dict[str, Any]:
     """Fused shards of 1 to 50 tables, forward and backward, until 2,400 are measured or time is up; a model on them."""
-    from dlrm_autoshard.planner.cost_model import CostModel
-    from dlrm_autoshard.planner.fit_costs import fit_cost_model
-    from dlrm_autoshard.planner.pool import synthetic_pool
-    from dlrm_autoshard.planner.replay import ShardSample
+    from dlrm_autoshard.planner.costs.cost_model import CostModel
+    from dlrm_autoshard.planner.costs.fit_costs import fit_cost_model
+    from dlrm_autoshard.planner.costs.replay import ShardSample
+    from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
     from dlrm_autoshard.probe.hardware import hardware_fingerprint
     from dlrm_autoshard.probe.shard_probe import ShardProbe
 
@@ -61,10 +61,10 @@ def planning(folder: Path, seconds: float) -> dict[str, Any]:
     """The paper's setting on measured computation: tasks of 20 to 100 tables on 4 devices, every algorithm."""
     from dlrm_autoshard.costs import step_cost_ms
     from dlrm_autoshard.plan import Topology
-    from dlrm_autoshard.planner.cost_model import CostModel
-    from dlrm_autoshard.planner.greedy import HEURISTICS
+    from dlrm_autoshard.planner.costs.cost_model import CostModel
+    from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
     from dlrm_autoshard.planner.planner import Planner
-    from dlrm_autoshard.planner.pool import synthetic_pool
+    from dlrm_autoshard.planner.search.greedy import HEURISTICS
     from dlrm_autoshard.planner.task import PlacementTask
     from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
     from dlrm_autoshard.probe.shard_probe import ShardProbe
@@ -110,7 +110,7 @@ def planning(folder: Path, seconds: float) -> dict[str, Any]:
 
 def roofline(folder: Path, seconds: float) -> dict[str, Any]:
     """Bytes that a fused lookup must move, over the time they take at the measured copy bandwidth."""
-    from dlrm_autoshard.planner.pool import synthetic_pool
+    from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
     from dlrm_autoshard.probe.shard_probe import ShardProbe
 
     device = torch.device("cuda")

@@ -77,7 +77,7 @@ def uvm(folder: Path, seconds: float) -> dict[str, Any]:
 def synchronisation(folder: Path, seconds: float) -> dict[str, Any]:
     """A trace of plain (not sampled) steps holds no call that waits for the GPU."""
     from dlrm_autoshard.config import load_config
-    from dlrm_autoshard.distributed.runtime import Runtime
+    from dlrm_autoshard.distributed.ranks.runtime import Runtime
     from dlrm_autoshard.train.trainer import Trainer
 
     overrides = ["run.device=cuda", "profile.enabled=false", "checkpoint.enabled=false", "train.log_every_steps=1000"]
@@ -140,7 +140,7 @@ def largest_difference(one: list[float], other: list[float]) -> float:
 
 def spawn_moves(optimizer: str) -> int:
     """Tensors (weights and optimizer state) that differ between a run with moves and one without, over two ranks."""
-    from dlrm_autoshard.distributed.spawn import run_ranks
+    from dlrm_autoshard.distributed.ranks.spawn import run_ranks
 
     return sum(run_ranks(moved_and_unmoved, 2, optimizer, timeout=60))
 
@@ -150,9 +150,9 @@ def moved_and_unmoved(rank: int, world_size: int, optimizer: str) -> int:
     import torch.distributed as dist
 
     from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
-    from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-    from dlrm_autoshard.distributed.id_distribution import LocalIds
-    from dlrm_autoshard.distributed.reshard import reshard
+    from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+    from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
+    from dlrm_autoshard.distributed.moves.reshard import reshard
     from dlrm_autoshard.plan import ShardingPlan
     from dlrm_autoshard.tables import TableConfig
 

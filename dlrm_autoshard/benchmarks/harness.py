@@ -265,7 +265,7 @@ def with_interval(statistic: Callable[..., Any], *samples: Samples) -> Ratio:
 
 def on_pinned_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0) -> list[Any]:
     """`run_ranks` with each rank bound to a core of its own and one thread; ranks beyond the cores share them."""
-    from dlrm_autoshard.distributed.spawn import run_ranks
+    from dlrm_autoshard.distributed.ranks.spawn import run_ranks
 
     return run_ranks(function, world_size, *args, timeout=timeout, cores=sorted(os.sched_getaffinity(0)))
 

@@ -13,8 +13,8 @@ from dlrm_autoshard.benchmarks.plans_in_turns import Turn, best_of, plans_in_tur
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.plan import ShardingPlan, Topology
-from dlrm_autoshard.planner.greedy import HEURISTICS
 from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.search.greedy import HEURISTICS
 from dlrm_autoshard.planner.task import PlacementTask
 
 TITLE = "from the worst heuristic's plan: throughput static, with resharding, and under the best plan known"

@@ -23,7 +23,7 @@ from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, busy_neighbour
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import Config, parse_config
 from dlrm_autoshard.data.open import open_source
-from dlrm_autoshard.distributed.runtime import Runtime, keep_freed_memory, runtime_of
+from dlrm_autoshard.distributed.ranks.runtime import Runtime, keep_freed_memory, runtime_of
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
 from dlrm_autoshard.records.jsonl import read_jsonl

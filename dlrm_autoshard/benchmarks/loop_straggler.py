@@ -20,8 +20,8 @@ from dlrm_autoshard.benchmarks.plans_in_turns import Turn, best_of, plans_in_tur
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.costs.replay import shards_of
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.planner.replay import shards_of
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.records.epoch import EpochProfile
 

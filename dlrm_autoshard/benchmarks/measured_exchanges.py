@@ -12,8 +12,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.distributed.runtime import keep_freed_memory, runtime_of
-from dlrm_autoshard.distributed.spawn import run_ranks
+from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory, runtime_of
+from dlrm_autoshard.distributed.ranks.spawn import run_ranks
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.rank_probe import RankProbe

@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.config import Config, parse_config
-from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.reshard import reshard
-from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.moves.reshard import reshard
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.train.run_directory import claimed_run_dir, job_of_this_process
 from dlrm_autoshard.train.trainer import Trainer

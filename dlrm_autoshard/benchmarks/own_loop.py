@@ -21,8 +21,8 @@ from dlrm_autoshard import Autoshard, RowwiseAdagrad, ShardedEmbeddingBags
 from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks, paired_ratio
 from dlrm_autoshard.benchmarks.train_speed import slowest_rank
 from dlrm_autoshard.benchmarks.workloads import DENSE_LR, TABLE_LR, W_EMB, W_SMALL, OurJob, Workload
-from dlrm_autoshard.distributed.exchange import with_margin
-from dlrm_autoshard.distributed.runtime import keep_freed_memory
+from dlrm_autoshard.distributed.lookup.exchange import with_margin
+from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
 from dlrm_autoshard.model.dlrm import DLRM
 
 TITLE = "a loop of one's own through the public API, against our trainer's step"

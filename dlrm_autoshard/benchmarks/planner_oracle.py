@@ -14,10 +14,10 @@ from typing import Any
 from dlrm_autoshard.benchmarks.cost_oracle import CostOracle
 from dlrm_autoshard.benchmarks.harness import Findings, with_interval
 from dlrm_autoshard.plan import Topology
-from dlrm_autoshard.planner.greedy import KEYS, greedy
+from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.planner.pool import synthetic_pool
 from dlrm_autoshard.planner.result import PlanResult
+from dlrm_autoshard.planner.search.greedy import KEYS, greedy
 from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.calibration import start_costs
 

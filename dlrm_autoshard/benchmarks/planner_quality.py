@@ -21,10 +21,10 @@ from dlrm_autoshard.benchmarks.slices import in_slices, origins
 from dlrm_autoshard.benchmarks.workloads import warm_planner
 from dlrm_autoshard.costs import PLANNED_STAGES, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
-from dlrm_autoshard.planner.greedy import KEYS
+from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
-from dlrm_autoshard.planner.pool import TablePool, synthetic_pool
-from dlrm_autoshard.planner.search import search
+from dlrm_autoshard.planner.search.greedy import KEYS
+from dlrm_autoshard.planner.search.local_search import search
 from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from dlrm_autoshard.probe.calibration import start_costs

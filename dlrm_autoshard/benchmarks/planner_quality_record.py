@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.benchmarks.harness import Findings, Ratio, ratio_of_means
-from dlrm_autoshard.planner.greedy import KEYS
+from dlrm_autoshard.planner.search.greedy import KEYS
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.shipped_costs import most_alike
 

@@ -15,9 +15,9 @@ import torch
 
 from dlrm_autoshard.benchmarks.harness import Findings
 from dlrm_autoshard.plan import Topology
-from dlrm_autoshard.planner.greedy import KEYS
+from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.planner.pool import synthetic_pool
+from dlrm_autoshard.planner.search.greedy import KEYS
 from dlrm_autoshard.planner.task import PlacementTask
 
 TITLE = "time and memory of one plan, up to 10,000 tables on 1,024 devices"

@@ -17,9 +17,9 @@ import torch
 from dlrm_autoshard.benchmarks.harness import Findings, median_with_interval, paired_ratio
 from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
-from dlrm_autoshard.planner.greedy import KEYS
+from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.planner.pool import synthetic_pool
+from dlrm_autoshard.planner.search.greedy import KEYS
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.harness import Ratio, on_pinned_ranks, with_interval
 from dlrm_autoshard.benchmarks.workloads import OurJob, Workload
-from dlrm_autoshard.distributed.reshard import reshard
-from dlrm_autoshard.distributed.runtime import keep_freed_memory
+from dlrm_autoshard.distributed.moves.reshard import reshard
+from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
 from dlrm_autoshard.plan import ShardingPlan
 
 WORLD_SIZE, STEPS, STEPS_TO_SETTLE = 2, 14, 2

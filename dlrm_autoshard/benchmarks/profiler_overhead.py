@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks, paired_ratio
 from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob, Workload
-from dlrm_autoshard.distributed.runtime import keep_freed_memory
+from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
 from dlrm_autoshard.plan import ShardingPlan
 
 TITLE = "cost of profiling one step in 20: epoch time with and without, in turn"

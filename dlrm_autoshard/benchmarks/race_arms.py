@@ -25,8 +25,8 @@ from dlrm_autoshard.benchmarks.harness import BenchError
 from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
 from dlrm_autoshard.benchmarks.race_worlds import RANKS, World
 from dlrm_autoshard.plan import ShardingPlan, Topology
-from dlrm_autoshard.planner.greedy import HEURISTICS
 from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.search.greedy import HEURISTICS
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.records.jsonl import read_jsonl
 from dlrm_autoshard.tables import TableStats

@@ -18,8 +18,8 @@ from dlrm_autoshard.plan import ShardingPlan
 def _clairvoyant(config_file: Path, run: Path, plans: Mapping[int, ShardingPlan]) -> None:
     """A job whose tables move at the epochs that the schedule names."""
     from dlrm_autoshard.config import load_config
-    from dlrm_autoshard.distributed.reshard import reshard
-    from dlrm_autoshard.distributed.runtime import Runtime
+    from dlrm_autoshard.distributed.moves.reshard import reshard
+    from dlrm_autoshard.distributed.ranks.runtime import Runtime
     from dlrm_autoshard.train.start_record import record_start
     from dlrm_autoshard.train.trainer import Trainer
 
@@ -58,7 +58,7 @@ def _torchrec(config_file: Path, run: Path, plan: ShardingPlan | None) -> None:
     from dlrm_autoshard.config import load_config
     from dlrm_autoshard.data.loader import Loader
     from dlrm_autoshard.data.open import open_source
-    from dlrm_autoshard.distributed.runtime import Runtime, keep_freed_memory
+    from dlrm_autoshard.distributed.ranks.runtime import Runtime, keep_freed_memory
 
     keep_freed_memory()
     config = load_config(config_file)

@@ -28,8 +28,8 @@ from dlrm_autoshard.benchmarks.slices import in_slices, origins
 from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.planner.pool import synthetic_pool
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import start_costs
 from dlrm_autoshard.probe.mid_run import FIRST_SECONDS

@@ -15,9 +15,9 @@ import numpy as np
 from dlrm_autoshard.benchmarks.cost_oracle import Noise
 from dlrm_autoshard.costs import RankCost, StepProfile
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.planner.features import work
-from dlrm_autoshard.planner.least_squares import fit_nonnegative
-from dlrm_autoshard.planner.replay import ShardSample
+from dlrm_autoshard.planner.costs.features import work
+from dlrm_autoshard.planner.costs.least_squares import fit_nonnegative
+from dlrm_autoshard.planner.costs.replay import ShardSample
 from dlrm_autoshard.probe.shard_probe import ShardTime
 from dlrm_autoshard.probe.shipped_costs import SHIPPED, read_samples
 from dlrm_autoshard.tables import TableConfig, TableStats

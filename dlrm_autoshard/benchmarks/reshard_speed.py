@@ -12,8 +12,8 @@ import torch.distributed as dist
 from dlrm_autoshard.benchmarks.harness import Findings, median_with_interval, on_pinned_ranks, paired_ratio
 from dlrm_autoshard.benchmarks.peer_torchrec import embedding_bags, find_torchrec, sharded
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
-from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.reshard import reshard
+from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.moves.reshard import reshard
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 

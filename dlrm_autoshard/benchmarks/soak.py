@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.moving_job import MovingTrainer, settings
-from dlrm_autoshard.distributed.runtime import runtime_of
+from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 
 TITLE = "10,000 steps with a move every 200: memory and descriptors stay flat, the model is bit-equal to an unmoved one"
 ROUGH_TIME = "5 min"

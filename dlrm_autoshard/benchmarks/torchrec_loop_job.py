@@ -18,7 +18,7 @@ from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
 from dlrm_autoshard.benchmarks.race_worlds import Scale, World
 from dlrm_autoshard.benchmarks.workloads import W_EMB, Workload
 from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.distributed.runtime import keep_freed_memory
+from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
 from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
 
 STEPS, STEPS_TO_SETTLE = 12, 2

@@ -26,8 +26,8 @@ from dlrm_autoshard.benchmarks.peer_torchrec import TorchrecJob, find_torchrec
 from dlrm_autoshard.benchmarks.plans_in_turns import best_of
 from dlrm_autoshard.benchmarks.workloads import OurJob, Workload, make_groups
 from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.distributed.exchange import with_margin
-from dlrm_autoshard.distributed.runtime import keep_freed_memory
+from dlrm_autoshard.distributed.lookup.exchange import with_margin
+from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
 from dlrm_autoshard.distributed.step import share_of_loss
 from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
 

@@ -14,8 +14,8 @@ from dlrm_autoshard.errors import UserError
 if TYPE_CHECKING:
     from dlrm_autoshard.config import Config
     from dlrm_autoshard.plan import Topology
+    from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.planner.planner import Planner
-    from dlrm_autoshard.planner.pool import TablePool
     from dlrm_autoshard.planner.task import PlacementTask
 
 T = TypeVar("T")

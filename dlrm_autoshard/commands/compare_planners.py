@@ -67,7 +67,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from dlrm_autoshard.planner.drawn_tasks import TaskSet
+    from dlrm_autoshard.planner.dreamshard.drawn_tasks import TaskSet
     from dlrm_autoshard.planner.planner import ALGORITHMS
 
     names = list(dict.fromkeys(arguments.algorithm)) or list(ALGORITHMS)

@@ -109,7 +109,7 @@ def check_by_running(version_of: VersionOf) -> list[Check]:
     """
     variant = "fbgemm-gpu" if version_of("fbgemm-gpu") else "fbgemm-gpu-cpu"
     reinstall = f"{_PIP} install --force-reinstall --no-deps torch=={TORCH} {variant}=={FBGEMM}"
-    command = [sys.executable, "-m", "dlrm_autoshard.distributed.smoke"]
+    command = [sys.executable, "-m", "dlrm_autoshard.distributed.ranks.smoke"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMOKE_SECONDS)
     except subprocess.TimeoutExpired:

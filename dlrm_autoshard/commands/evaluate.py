@@ -38,9 +38,9 @@ def add_split(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.data.batch import label_names_of
+    from dlrm_autoshard.train.checkpoints.saved_model import saved_model
     from dlrm_autoshard.train.display import describe
     from dlrm_autoshard.train.metrics import metrics_of
-    from dlrm_autoshard.train.saved_model import saved_model
 
     with saved_model(arguments.model, arguments.checkpoint) as saved:
         metrics = metrics_of(*saved.logits(arguments.split), label_names_of(saved.source))
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 def run_predict(arguments: argparse.Namespace) -> int:
     import numpy as np
 
-    from dlrm_autoshard.train.saved_model import saved_model
+    from dlrm_autoshard.train.checkpoints.saved_model import saved_model
 
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     with saved_model(arguments.model, arguments.checkpoint, labelled=False) as saved:

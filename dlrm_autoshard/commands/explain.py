@@ -16,7 +16,7 @@ from dlrm_autoshard.errors import UserError
 if TYPE_CHECKING:
     from dlrm_autoshard.costs import RankCost
     from dlrm_autoshard.plan import ShardingPlan
-    from dlrm_autoshard.planner.pool import TablePool
+    from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.planner.result import Candidate
     from dlrm_autoshard.planner.task import PlacementTask
 
@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.plan import PlanError, ShardingPlan
-    from dlrm_autoshard.planner.pool import TablePool
+    from dlrm_autoshard.planner.dreamshard.pool import TablePool
 
     of_run, plan_file = None, arguments.plan
     if arguments.plan.is_dir():

@@ -16,7 +16,7 @@ from dlrm_autoshard.commands.evaluate import add_model
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dlrm_autoshard.train.saved_model import SavedModel
+    from dlrm_autoshard.train.checkpoints.saved_model import SavedModel
 
 _ENDINGS = {"pt": ".pt2", "numpy": ".npz", "torchrec": ".pt"}
 
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     import numpy as np
     import torch
 
-    from dlrm_autoshard.train.saved_model import export_plain, saved_model
+    from dlrm_autoshard.train.checkpoints.saved_model import export_plain, saved_model
 
     out = arguments.out or (arguments.model / "model").with_suffix(_ENDINGS[arguments.to])
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -43,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from dlrm_autoshard.planner.baselines.reference import BUDGET
-    from dlrm_autoshard.planner.drawn_tasks import TaskSet
-    from dlrm_autoshard.planner.dreamshard import DreamShardSettings
+    from dlrm_autoshard.planner.dreamshard.drawn_tasks import TaskSet
+    from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
     from dlrm_autoshard.planner.planner import Planner
     from dlrm_autoshard.planner.task import PlacementTask
     from dlrm_autoshard.probe.hardware import hardware_fingerprint

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrm_autoshard.distributed.launch import complain, leave, recorded
+from dlrm_autoshard.distributed.ranks.launch import complain, leave, recorded
 from dlrm_autoshard.errors import UserError, in_a_sentence
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(config: Config, resume: str | None) -> int:
-    from dlrm_autoshard.distributed.signs_of_life import RankFailure
+    from dlrm_autoshard.distributed.ranks.signs_of_life import RankFailure
     from dlrm_autoshard.train.run_job import train
     from dlrm_autoshard.train.stop_signals import Stopped
 

@@ -13,7 +13,7 @@ from dlrm_autoshard.errors import UserError
 if TYPE_CHECKING:
     from dlrm_autoshard.config_data import SyntheticTable
     from dlrm_autoshard.data.batch import DataSource
-    from dlrm_autoshard.planner.pool import TablePool
+    from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.torchrec.module_file import Modules
 
 _MOST_BYTES = 1 << 24
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.batch_size < 1:
         raise UserError(f"--batch-size is {arguments.batch_size}; it must be 1 or more.")
     if arguments.synthetic is not None:
-        from dlrm_autoshard.planner.pool import synthetic_pool
+        from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 
         if arguments.synthetic < 1:
             raise UserError(f"--synthetic is {arguments.synthetic}; it must be 1 or more.")
@@ -134,7 +134,7 @@ def pool_of_csv(path: Path, dim: int, batch_size: int, seed: int, quiet: bool) -
 def pool_of_modules(modules: Modules, batch_size: int, seed: int, quiet: bool) -> TablePool:
     """Tables of TorchRec modules, named as `table_key` says; ids are drawn for those without statistics."""
     from dlrm_autoshard.config_data import SyntheticTable
-    from dlrm_autoshard.planner.pool import TablePool
+    from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.tables import TableConfig, TableStats
     from dlrm_autoshard.torchrec.tables import table_key
 
@@ -175,7 +175,7 @@ def _pool_of_files(files: list[str], dim: int, batch_size: int, quiet: bool) -> 
 
 def _measured(source: DataSource, batch_size: int, quiet: bool) -> TablePool:
     """Statistics of each table over the first batch of the training samples."""
-    from dlrm_autoshard.planner.pool import TablePool
+    from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.tables import measure_table_stats
 
     batch = source.read("train", 0, 0, min(batch_size, source.num_samples("train")))
@@ -194,7 +194,7 @@ def _print(pool: TablePool, out: Path | None) -> None:
     from rich.table import Table
 
     from dlrm_autoshard.plan import gib
-    from dlrm_autoshard.planner.pool import PUBLISHED_REUSE_SHARES, reuse_shares
+    from dlrm_autoshard.planner.dreamshard.pool import PUBLISHED_REUSE_SHARES, reuse_shares
 
     console = Console()
     table = Table("of the tables", "least", "10%", "median", "90%", "most", box=None, header_style="bold")

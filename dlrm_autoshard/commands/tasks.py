@@ -23,8 +23,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from dlrm_autoshard.planner.drawn_tasks import draw_tasks
-    from dlrm_autoshard.planner.pool import TablePool
+    from dlrm_autoshard.planner.dreamshard.drawn_tasks import draw_tasks
+    from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.report.verdict import count
 
     for name in ("tables_per_task", "count"):

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     """The ranks' exit status: 0, 2 after a mistake of people, 128 + the signal's number after a signal."""
     from dlrm_autoshard.commands.environment_checks import require_pair
     from dlrm_autoshard.config import load_config
-    from dlrm_autoshard.distributed.launch import launch, leave
+    from dlrm_autoshard.distributed.ranks.launch import launch, leave
 
     rank.sort_settings(arguments)
     for name in ("restarts", "nodes", "ranks"):

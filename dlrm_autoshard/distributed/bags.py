@@ -19,15 +19,15 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
 
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
-from dlrm_autoshard.distributed.bag_inputs import BagInputs, BagsError, check_alone, check_tables
-from dlrm_autoshard.distributed.embeddings import DTYPES, ShardedEmbeddings
-from dlrm_autoshard.distributed.id_distribution import LocalIds
-from dlrm_autoshard.distributed.movable import ArrivedIds
-from dlrm_autoshard.distributed.reshard import ReshardStats, reshard
-from dlrm_autoshard.distributed.runtime import runtime_of
-from dlrm_autoshard.distributed.saved_parts import assembled
+from dlrm_autoshard.distributed.lookup.bag_inputs import BagInputs, BagsError, check_alone, check_tables
+from dlrm_autoshard.distributed.lookup.embeddings import DTYPES, ShardedEmbeddings
+from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
+from dlrm_autoshard.distributed.moves.movable import ArrivedIds
+from dlrm_autoshard.distributed.moves.reshard import ReshardStats, reshard
+from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 from dlrm_autoshard.distributed.stage_clock import StageClock
-from dlrm_autoshard.distributed.table_optimizers import RowwiseAdagrad
+from dlrm_autoshard.distributed.tables.optimizers import RowwiseAdagrad
+from dlrm_autoshard.distributed.tables.saved_parts import assembled
 from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
 from dlrm_autoshard.tables import Shard, TableConfig
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlrm_autoshard.config import DenseOptimizerConfig
-from dlrm_autoshard.distributed.exchange import Pending
-from dlrm_autoshard.distributed.shared_memory import connect
+from dlrm_autoshard.distributed.lookup.exchange import Pending
+from dlrm_autoshard.distributed.lookup.shared_memory import connect
 
 
 class DataParallelDense:

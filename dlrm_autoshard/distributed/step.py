@@ -17,10 +17,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.dense import DataParallelDense
-from dlrm_autoshard.distributed.device_ids import DeviceIdDistribution
-from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.exchange import Pending
-from dlrm_autoshard.distributed.id_distribution import IdDistribution, LocalIds
+from dlrm_autoshard.distributed.lookup.device_ids import DeviceIdDistribution
+from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.lookup.exchange import Pending
+from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.model.dlrm import DenseArch

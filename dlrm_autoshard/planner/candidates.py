@@ -17,14 +17,14 @@ import numpy as np
 from dlrm_autoshard.plan import PlanError
 from dlrm_autoshard.planner.baselines.reference import ReferenceDreamShard
 from dlrm_autoshard.planner.baselines.sequence import SequencePolicy, SequenceSettings, SequenceTrainer
-from dlrm_autoshard.planner.dreamshard import DreamShard, DreamShardSettings
-from dlrm_autoshard.planner.greedy import HEURISTICS, heuristic
-from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
-from dlrm_autoshard.planner.mdp import EstimatedMDP
-from dlrm_autoshard.planner.policy import DevicePolicy
+from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShard, DreamShardSettings
+from dlrm_autoshard.planner.dreamshard.mdp import EstimatedMDP
+from dlrm_autoshard.planner.dreamshard.policy import DevicePolicy
 from dlrm_autoshard.planner.result import Candidate
-from dlrm_autoshard.planner.search import improve, late, search
-from dlrm_autoshard.planner.splits import CostsOf, fitting
+from dlrm_autoshard.planner.search.greedy import HEURISTICS, heuristic
+from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost
+from dlrm_autoshard.planner.search.local_search import improve, late, search
+from dlrm_autoshard.planner.search.splits import CostsOf, fitting
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 

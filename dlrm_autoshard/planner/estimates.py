@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dlrm_autoshard.costs import COMPUTE, EXCHANGE
-from dlrm_autoshard.planner.corrections import Corrections
-from dlrm_autoshard.planner.cost_model import COST
-from dlrm_autoshard.planner.gaussian import square_root
-from dlrm_autoshard.planner.loads import log_loads
+from dlrm_autoshard.planner.corrections.corrections import Corrections
+from dlrm_autoshard.planner.corrections.gaussian import square_root
+from dlrm_autoshard.planner.corrections.stages import Stages
+from dlrm_autoshard.planner.costs.cost_model import COST
+from dlrm_autoshard.planner.costs.loads import log_loads
 from dlrm_autoshard.planner.result import Gain
-from dlrm_autoshard.planner.stages import Stages
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 

@@ -15,12 +15,12 @@ from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.candidates import KICKS, MEDIUM
 from dlrm_autoshard.planner.estimates import Estimates
-from dlrm_autoshard.planner.greedy import KEYS
-from dlrm_autoshard.planner.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.result import Candidate
-from dlrm_autoshard.planner.search import late, optima
-from dlrm_autoshard.planner.splits import Splitted, fitting, split_search
+from dlrm_autoshard.planner.search.greedy import KEYS
+from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost
+from dlrm_autoshard.planner.search.local_search import late, optima
+from dlrm_autoshard.planner.search.splits import Splitted, fitting, split_search
 from dlrm_autoshard.planner.task import PlacementTask
 
 WORTH_MEASURING = 0.001

@@ -15,12 +15,12 @@ import numpy as np
 
 from dlrm_autoshard.costs import RankCost, StepProfile, rank_costs
 from dlrm_autoshard.plan import PlanError, ShardingPlan, Topology
-from dlrm_autoshard.planner.corrections import Corrections
-from dlrm_autoshard.planner.cost_model import CostModel
+from dlrm_autoshard.planner.corrections.corrections import Corrections
+from dlrm_autoshard.planner.costs.cost_model import CostModel
+from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
+from dlrm_autoshard.planner.costs.fit_costs import FitReport, fit_cost_model
+from dlrm_autoshard.planner.costs.replay import CommsSample, ReplayBuffer, ShardSample, comms_of
 from dlrm_autoshard.planner.estimates import Estimates, estimates, expected_ms
-from dlrm_autoshard.planner.exchange_model import ExchangeModel
-from dlrm_autoshard.planner.fit_costs import FitReport, fit_cost_model
-from dlrm_autoshard.planner.replay import CommsSample, ReplayBuffer, ShardSample, comms_of
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 

@@ -20,18 +20,18 @@ from dlrm_autoshard.formats.json_file import checked
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.planner.baselines.reference import BUDGET
 from dlrm_autoshard.planner.candidates import ALGORITHMS, LEARNED, CandidateMakers
-from dlrm_autoshard.planner.cost_model import CostModel
-from dlrm_autoshard.planner.dreamshard import DreamShardSettings
+from dlrm_autoshard.planner.costs.cost_model import CostModel
+from dlrm_autoshard.planner.costs.fit_costs import FitReport
+from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
+from dlrm_autoshard.planner.dreamshard.fit_planner import fit_planner
 from dlrm_autoshard.planner.estimates import Estimates
 from dlrm_autoshard.planner.finalists import Measure, best, measure_finalists, order
-from dlrm_autoshard.planner.fit_costs import FitReport
-from dlrm_autoshard.planner.fit_planner import fit_planner
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
-from dlrm_autoshard.planner.relabel import relabelled
 from dlrm_autoshard.planner.result import Candidate, Gain, PlanResult
 from dlrm_autoshard.planner.saved_state import PlannerRecord
-from dlrm_autoshard.planner.search import improve, search
-from dlrm_autoshard.planner.splits import Splitted, dear_shards, fitting, merged, split_search, with_halves
+from dlrm_autoshard.planner.search.local_search import improve, search
+from dlrm_autoshard.planner.search.relabel import relabelled
+from dlrm_autoshard.planner.search.splits import Splitted, dear_shards, fitting, merged, split_search, with_halves
 from dlrm_autoshard.planner.task import MeasureTask, PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 

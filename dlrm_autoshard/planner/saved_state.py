@@ -15,7 +15,7 @@ from dlrm_autoshard.costs import StepRecord
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.arrays import MOST
 from dlrm_autoshard.formats.json_file import FormatError, read_json
-from dlrm_autoshard.planner.replay import CommsRecord, ShardRecord
+from dlrm_autoshard.planner.costs.replay import CommsRecord, ShardRecord
 
 Price = Annotated[float, Field(ge=0, le=MOST)]
 Weights = dict[str, Any]

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 
 from dlrm_autoshard.costs import COMPUTE, EXCHANGE
-from dlrm_autoshard.planner.corrections import Corrections
-from dlrm_autoshard.planner.cost_model import COST, DIM, NUM_SUMMARY, CostModel
-from dlrm_autoshard.planner.exchange_model import ExchangeModel
+from dlrm_autoshard.planner.corrections.corrections import Corrections
+from dlrm_autoshard.planner.costs.cost_model import COST, DIM, NUM_SUMMARY, CostModel
+from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.task import PlacementTask
 
 # Axes: U units, W ranks, N candidates, K summary columns, 4 stages in the order of PLANNED_STAGES.

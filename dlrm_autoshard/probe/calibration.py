@@ -17,9 +17,9 @@ import numpy as np
 
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import round_robin
+from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.planner.replay import CommsSample, ShardSample
-from dlrm_autoshard.planner.search import late
+from dlrm_autoshard.planner.search.local_search import late
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.cost_log import CostLog
 from dlrm_autoshard.probe.shard_probe import ShardTime, median_time, spread_of_times

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.distributed.runtime import runtime_of
-from dlrm_autoshard.distributed.spawn import run_ranks
+from dlrm_autoshard.distributed.ranks.runtime import runtime_of
+from dlrm_autoshard.distributed.ranks.spawn import run_ranks
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample, comms_of
+from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.planner.pool import TablePool, synthetic_pool
-from dlrm_autoshard.planner.replay import CommsSample, ShardSample, comms_of
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.rank_probe import RankProbe
 from dlrm_autoshard.probe.shard_probe import ShardProbe

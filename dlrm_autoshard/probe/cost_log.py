@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, checked, parse_json, read_bytes
 from dlrm_autoshard.formats.numbers import Amount, BatchSize
-from dlrm_autoshard.planner.replay import CommsSample, ShardSample
+from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample
 from dlrm_autoshard.tables import StatsRecord, TableConfig, TableRecord, TableStats
 
 SCHEMA = 1

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dlrm_autoshard.distributed.rowwise_adagrad import plain_loop_is_faster
+from dlrm_autoshard.distributed.tables.rowwise_adagrad import plain_loop_is_faster
 
 
 def hardware_fingerprint(device: torch.device = torch.device("cpu")) -> dict[str, Any]:

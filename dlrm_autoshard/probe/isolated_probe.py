@@ -12,7 +12,7 @@ import numpy as np
 
 from dlrm_autoshard.costs import RankCost, StepProfile
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.planner.exchange_model import ExchangeModel
+from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, median_time, spread_of_times
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.planner.exchange_model import ExchangeModel
+from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 

@@ -18,8 +18,8 @@ from dlrm_autoshard.costs import COMPUTE
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.planner.search import late
-from dlrm_autoshard.planner.splits import Splitted, dear_shards, with_halves
+from dlrm_autoshard.planner.search.local_search import late
+from dlrm_autoshard.planner.search.splits import Splitted, dear_shards, with_halves
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from dlrm_autoshard.probe.calibration import UNSEEN_MOMENTS, ShardTimer, is_about, sample_of

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from dlrm_autoshard.costs import RankCost, StepProfile, rank_costs, stages_W4, step_cost_ms
-from dlrm_autoshard.distributed.embeddings import DTYPES
-from dlrm_autoshard.distributed.exchange import Exchange
-from dlrm_autoshard.distributed.runtime import Runtime
-from dlrm_autoshard.distributed.shared_memory import connect
+from dlrm_autoshard.distributed.lookup.embeddings import DTYPES
+from dlrm_autoshard.distributed.lookup.exchange import Exchange
+from dlrm_autoshard.distributed.lookup.shared_memory import connect
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from dlrm_autoshard.config import TableOptimizerConfig
-from dlrm_autoshard.distributed.runtime import keep_freed_memory
-from dlrm_autoshard.distributed.storage import shared_format, state_shapes
-from dlrm_autoshard.distributed.table_memory import in_huge_pages
-from dlrm_autoshard.distributed.tbe import make_tbe
+from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
+from dlrm_autoshard.distributed.tables.memory import in_huge_pages
+from dlrm_autoshard.distributed.tables.storage import shared_format, state_shapes
+from dlrm_autoshard.distributed.tables.tbe import make_tbe
 from dlrm_autoshard.probe.drawn_ids import draw_ids
 from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats, output_order
 

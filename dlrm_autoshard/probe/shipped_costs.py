@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.planner.replay import CommsSample, ShardSample
 from dlrm_autoshard.tables import TableConfig, TableStats
 
 # `<machine>.npz`: the measurements (made by `python -m dlrm_autoshard.probe.collect`); `<machine>.json`: the hardware

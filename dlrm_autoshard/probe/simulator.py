@@ -15,7 +15,7 @@ import numpy as np
 
 from dlrm_autoshard.costs import RankCost, StepProfile
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.planner.features import work
+from dlrm_autoshard.planner.costs.features import work
 from dlrm_autoshard.tables import TableConfig, TableStats
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlrm_autoshard.distributed.movable import ArrivedIds
-from dlrm_autoshard.distributed.reshard import ReshardStats
+from dlrm_autoshard.distributed.moves.movable import ArrivedIds
+from dlrm_autoshard.distributed.moves.reshard import ReshardStats
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.torchrec.column_order import ColumnOrder

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dlrm_autoshard.config import TablesConfig
-from dlrm_autoshard.distributed.runtime import runtime_of
+from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 from dlrm_autoshard.plan import ShardingPlan, shard_tables
 from dlrm_autoshard.tables import TableConfig
 from dlrm_autoshard.torchrec.sharding import plan_of

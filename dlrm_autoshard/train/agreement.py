@@ -17,7 +17,7 @@ import torch
 import dlrm_autoshard
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.distributed.dense import DataParallelDense
-from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.yaml_file import flat
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.step import predict
 from dlrm_autoshard.model.dlrm import DenseArch
 from dlrm_autoshard.train.metrics import metrics_of

@@ -20,15 +20,15 @@ from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.data.statistics import measure_stats
 from dlrm_autoshard.distributed.dense import DataParallelDense, finite_on_all_ranks
-from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.reshard import reshard
-from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.moves.reshard import reshard
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.model.dlrm import make_model
 from dlrm_autoshard.train.agreement import agree_on_dense
-from dlrm_autoshard.train.checkpoint import Checkpoints
-from dlrm_autoshard.train.manifest import DamagedCheckpoint
+from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
+from dlrm_autoshard.train.checkpoints.manifest import DamagedCheckpoint
 from dlrm_autoshard.train.random_state import seed_all
 from dlrm_autoshard.train.selection import Selection
 from dlrm_autoshard.train.sizes import check_sizes, shared_memory_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.train.state import TrainError, TrainingState
 

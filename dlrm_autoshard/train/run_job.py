@@ -8,10 +8,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from dlrm_autoshard.config import Config
-from dlrm_autoshard.distributed.runtime import Runtime
-from dlrm_autoshard.distributed.signs_of_life import RankFailure
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
+from dlrm_autoshard.distributed.ranks.signs_of_life import RankFailure
 from dlrm_autoshard.train.agreement import agree, check_shared
-from dlrm_autoshard.train.checkpoint_folder import run_and_checkpoint
+from dlrm_autoshard.train.checkpoints.folder import run_and_checkpoint
 from dlrm_autoshard.train.run_directory import claimed_run_dir, job_of_this_process, run_that_obeyed, write_job
 from dlrm_autoshard.train.start_record import record_start
 from dlrm_autoshard.train.stop_signals import Stopped, StopSignals

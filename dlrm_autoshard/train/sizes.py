@@ -9,7 +9,7 @@ import torch
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.config_data import SyntheticData
 from dlrm_autoshard.data.batch import DataSource
-from dlrm_autoshard.distributed.reshard_agree import free_memory
+from dlrm_autoshard.distributed.moves.agree import free_memory
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import gib
 

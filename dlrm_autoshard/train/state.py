@@ -17,15 +17,15 @@ from torch import Tensor
 
 from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.distributed.dense import DataParallelDense
-from dlrm_autoshard.distributed.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.runtime import Runtime
-from dlrm_autoshard.distributed.storage import state_shapes
+from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
+from dlrm_autoshard.distributed.tables.storage import state_shapes
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import Shard, TableConfig
-from dlrm_autoshard.train.checkpoint import Checkpoints
-from dlrm_autoshard.train.checkpoint_folder import step_of
-from dlrm_autoshard.train.manifest import CheckpointError, SavedState, check_same, read_manifest
+from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
+from dlrm_autoshard.train.checkpoints.folder import step_of
+from dlrm_autoshard.train.checkpoints.manifest import CheckpointError, SavedState, check_same, read_manifest
 from dlrm_autoshard.train.random_state import random_state, restore_random_state
 from dlrm_autoshard.train.selection import Selection
 

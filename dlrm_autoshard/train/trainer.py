@@ -15,21 +15,21 @@ from pathlib import Path
 
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import Batch, Split, label_names_of
-from dlrm_autoshard.distributed.runtime import Runtime
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.records.jsonl import forget_after
 from dlrm_autoshard.records.run import RESULT
 from dlrm_autoshard.train.callbacks import Callback, make_callbacks
-from dlrm_autoshard.train.checkpoint_folder import step_of
+from dlrm_autoshard.train.checkpoints.folder import step_of
+from dlrm_autoshard.train.checkpoints.manifest import CheckpointError
 from dlrm_autoshard.train.display import Display, describe
 from dlrm_autoshard.train.evaluation import evaluate
 from dlrm_autoshard.train.job import Job
 from dlrm_autoshard.train.journal import Journal
 from dlrm_autoshard.train.loss_watch import LossWatch
 from dlrm_autoshard.train.lr_schedule import lr_scale
-from dlrm_autoshard.train.manifest import CheckpointError
 from dlrm_autoshard.train.opening import open_run
 from dlrm_autoshard.train.stop_signals import Stopped, StopSignals
 from dlrm_autoshard.train.timetable import Timetable

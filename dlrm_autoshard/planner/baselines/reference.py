@@ -23,11 +23,11 @@ from dlrm_autoshard.planner.baselines.reference_nets import (
     ReferenceCostNet,
     ReferencePolicy,
 )
-from dlrm_autoshard.planner.dreamshard import DreamShardSettings
-from dlrm_autoshard.planner.features import NUM_RAW, raw_features
-from dlrm_autoshard.planner.greedy import greedy
-from dlrm_autoshard.planner.masked import gumbel_noise
-from dlrm_autoshard.planner.mlp import Adam, load_weights, weights_to_json
+from dlrm_autoshard.planner.costs.features import NUM_RAW, raw_features
+from dlrm_autoshard.planner.costs.mlp import Adam, load_weights, weights_to_json
+from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
+from dlrm_autoshard.planner.dreamshard.masked import gumbel_noise
+from dlrm_autoshard.planner.search.greedy import greedy
 from dlrm_autoshard.planner.task import MeasureTask, PlacementTask
 from dlrm_autoshard.planner.units import Room
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlrm_autoshard.planner.features import NUM_RAW
-from dlrm_autoshard.planner.masked import logit_gradient
-from dlrm_autoshard.planner.mlp import Backward, Mlp
+from dlrm_autoshard.planner.costs.features import NUM_RAW
+from dlrm_autoshard.planner.costs.mlp import Backward, Mlp
+from dlrm_autoshard.planner.dreamshard.masked import logit_gradient
 
 # Axes: R tables of all tasks (the last row, all zero, is what an empty device holds), B of a batch, D devices, T tables
 # in the order of placing, E episodes, 3 heads, 32 numbers an embedding.

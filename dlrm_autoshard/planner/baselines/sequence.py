@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from dlrm_autoshard.costs import COMPUTE
 from dlrm_autoshard.formats.arrays import array_like
-from dlrm_autoshard.planner.features import NUM_NETWORK
-from dlrm_autoshard.planner.masked import gumbel_noise
-from dlrm_autoshard.planner.mdp import EstimatedMDP
-from dlrm_autoshard.planner.search import late
+from dlrm_autoshard.planner.costs.features import NUM_NETWORK
+from dlrm_autoshard.planner.dreamshard.masked import gumbel_noise
+from dlrm_autoshard.planner.dreamshard.mdp import EstimatedMDP
+from dlrm_autoshard.planner.search.local_search import late
 from dlrm_autoshard.planner.task import MeasureTask, PlacementTask
 
 # Axes: U units, E episodes, D devices, H hidden.

@@ -1,0 +1,77 @@
+"""As id_distribution.py, on a GPU: the host never waits for the device.
+
+How many ids go where is counted on the host, before the batch is copied, and told to the owners by gloo; so every size
+is known when its transfer is queued. Axes: T tables, B samples a rank, W ranks, N ids.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.lookup.exchange import Exchange, Pending
+from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
+from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
+
+
+class DeviceIdDistribution:
+    """batch: lengths_TB and values_N in host memory (from a device's, the lengths are read back first)."""
+
+    def __init__(self, exchange: Exchange, batch: Batch, streams: SideStreams) -> None:
+        self._exchange, self._streams, self._batch_size = exchange, streams, batch.padded_size
+        e = exchange
+        self._lengths, self._values = streams.copy(batch.lengths_TB), streams.copy(batch.values_N)
+        self._weights = None if batch.weights_N is None else streams.copy(batch.weights_N)
+        self._values_pending: Pending | None = None
+        self._weights_pending: Pending | None = None
+        if e.world_size > 1:
+            counts_T = batch.lengths_TB.cpu().sum(1)[e.owners_order]
+            self._leaving = [int(counts_T[first:end].sum()) for first, end in e.table_ranges]
+            self._arriving_WT = counts_T.new_empty(e.world_size * e.num_local)
+            self._counting = dist.all_to_all_single(
+                self._arriving_WT,
+                counts_T,
+                [e.num_local] * e.world_size,
+                [end - first for first, end in e.table_ranges],
+                group=e.id_group,
+                async_op=True,
+            )
+        with streams.travel():
+            if e.send_order is not None:
+                self._lengths, self._values, self._weights = torch.ops.fbgemm.permute_2D_sparse_data(
+                    e.send_order, self._lengths, self._values, self._weights, e.ids_sent(batch)
+                )
+            if e.world_size > 1:
+                self._lengths_pending = e.send_lengths(self._lengths, self._batch_size)
+
+    def send_values(self) -> None:
+        """Waits for the other hosts' counts, not for any device."""
+        e = self._exchange
+        if e.world_size == 1:
+            return
+        self._counting.wait()
+        arriving = self._arriving_WT.view(e.world_size, e.num_local).sum(1).tolist()
+        with self._streams.travel():
+            received = self._values.new_empty(sum(arriving))
+            self._values_pending = e.all_to_all("values", received, self._values, arriving, self._leaving)
+            if self._weights is not None:
+                received = self._weights.new_empty(sum(arriving))
+                self._weights_pending = e.all_to_all("weights", received, self._weights, arriving, self._leaving)
+
+    def finish(self) -> LocalIds:
+        e, lengths, values, weights = self._exchange, self._lengths, self._values, self._weights
+        if e.world_size > 1 and self._values_pending is None:
+            self.send_values()
+        with self._streams.travel():
+            if self._values_pending is not None:
+                lengths = self._lengths_pending.wait().view(-1, self._batch_size)
+                values = self._values_pending.wait()
+                weights = None if self._weights_pending is None else self._weights_pending.wait()
+                if e.num_local:  # from rank-major to table-major
+                    lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(
+                        e.table_major, lengths, values, weights, values.numel()
+                    )
+            offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1).to(values.dtype))
+        self._streams.join(values, offsets, *(() if weights is None else (weights,)))
+        return LocalIds(values, offsets, self._batch_size, weights)

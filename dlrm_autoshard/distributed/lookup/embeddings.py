@@ -1,0 +1,189 @@
+"""Embedding tables sharded by tables and columns: each rank looks its shards up for all samples, and updates them.
+
+ids = embeddings.distribute(batch).finish()
+local = embeddings.lookup(ids)                               # [W * B, D_local]
+pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait())    # [B, D]
+embeddings.update(local, embeddings.send_gradients(pooled_gradient).wait())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.lookup.device_ids import DeviceIdDistribution
+from dlrm_autoshard.distributed.lookup.exchange import Exchange, Margin, Pending
+from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
+from dlrm_autoshard.distributed.lookup.shared_memory import connect
+from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
+from dlrm_autoshard.distributed.tables.init import initialise as initialise
+from dlrm_autoshard.distributed.tables.storage import Storage
+from dlrm_autoshard.plan import PlanError, ShardingPlan, shard_tables
+from dlrm_autoshard.tables import Shard, TableConfig, output_order
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class ShardedEmbeddings:
+    """All tables of the model, of which this rank owns the shards `plan.tables_on(rank)`.
+
+    The live plan is here, identical on every rank.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        plan: ShardingPlan,
+        config: TablesConfig,
+        *,
+        rank: int,
+        group: dist.ProcessGroup,
+        id_group: dist.ProcessGroup,
+        device: torch.device,
+        exchange_dtype: str = "fp32",
+        seed: int = 0,
+        shared_memory: bool = True,
+        initial_values: bool = True,
+        storage: Storage | None = None,
+        streams: SideStreams | None = None,
+    ) -> None:
+        """shared_memory: exchange through it where the ranks are all on one host. initial_values: False where a
+        checkpoint is about to be loaded over them. storage, streams: if not the device's usual ones."""
+        self.tables = tuple(tables)
+        self.config, self.rank, self.device = config, rank, device
+        self.groups, self._exchange_dtype = (group, id_group), DTYPES[exchange_dtype]
+        self._link = connect(group) if shared_memory and device.type == "cpu" else None
+        self.updates = 0  # training lookups so far: fbgemm's `iter`, which must survive a rebuild
+        self.learning_rate = config.optimizer.lr
+        self.storage = storage or Storage(tables, config, device)
+        self.streams = streams or (None if device.type == "cpu" else SideStreams(device))
+        self.adopt(plan)
+        if initial_values:
+            for shard in self.local_shards:
+                weight, table = self.storage.tensors(shard.name)["weight"], Shard.parse(shard.name).table
+                initialise(weight, table, seed, first_column=shard.columns[0])
+
+    @property
+    def output_tables(self) -> tuple[TableConfig, ...]:
+        """Tables in the order of the pooled output's columns."""
+        return tuple(self.tables[i] for i in output_order(self.tables))
+
+    @property
+    def local_shards(self) -> tuple[TableConfig, ...]:
+        """What this rank owns, in the order of its lookup: whole tables, and parts as tables of their own."""
+        return self._exchange.local_shards
+
+    @property
+    def world_size(self) -> int:
+        return self.plan.world_size
+
+    @property
+    def local_dim(self) -> int:
+        """Sum of the dims of the shards this rank owns."""
+        return self._exchange.local_dim
+
+    def adopt(self, plan: ShardingPlan) -> None:
+        """Makes `plan` the live one. The bytes of arriving shards must lie in `storage.tensors(name)` already."""
+        self.check(plan)
+        self.plan = plan.ordered([table.name for table in self.tables])
+        group, id_group = self.groups
+        self._exchange = Exchange(
+            self.tables, self.plan, self.rank, group, id_group, self.device, self._exchange_dtype, self._link
+        )
+        self.storage.hold([shard.name for shard in self.local_shards])
+        self._restore_counters()
+        self.set_learning_rate(self.learning_rate)
+
+    def check(self, plan: ShardingPlan) -> None:
+        """PlanError where it is of other tables, or splits some under an optimizer that this would change."""
+        shard_tables(self.tables, plan)
+        if plan.split_tables and not self.config.optimizer.splits_tables:
+            raise PlanError(
+                f"the plan splits table '{plan.split_tables[0]}', and row-wise Adagrad keeps one sum of squares a row "
+                "over all columns. Set tables.optimizer.per_part: true for a sum a row and part, which is another "
+                "optimizer; or use adagrad, or a plan without splits."
+            )
+
+    def distribute(self, batch: Batch) -> IdDistribution | DeviceIdDistribution:
+        """Sends the batch's ids, which are in host memory, on their way to the owners."""
+        if self.streams is not None:
+            return DeviceIdDistribution(self._exchange, batch, self.streams)
+        return IdDistribution(self._exchange, batch)
+
+    def dense_on_device(self, batch: Batch) -> Batch:
+        """Dense features and labels on their way to the device; ids stay, for `distribute`."""
+        if self.streams is None:
+            return batch
+        loss_weights_B = None if batch.loss_weights_B is None else self.streams.copy(batch.loss_weights_B)
+        dense_BF, labels_B = self.streams.copy(batch.dense_BF), self.streams.copy(batch.labels_B)
+        return replace(batch, dense_BF=dense_BF, labels_B=labels_B, loss_weights_B=loss_weights_B)
+
+    @property
+    def batches_ahead(self) -> int:
+        """How many batches' ids are brought to their owners before the first is looked up: on a GPU one more, so that
+        its rows can be fetched to the device while the one before it is computed."""
+        return 1 if self.streams is None else 2
+
+    def prefetch(self, ids: LocalIds) -> None:
+        """Brings rows that lie in host memory to the device, beside what is computed there. Of the ids that the next
+        training lookup has."""
+        self.storage.prefetch(ids.values_N, ids.offsets)
+
+    def lookup(self, ids: LocalIds, *, training: bool = True) -> Tensor:
+        """Pooled vectors of the local tables for the global batch: [W * B, D_local], with a fused update as its
+        gradient function when training."""
+        if self.storage.lookup is None:
+            self.updates += training  # a rank without tables counts too: it may be given some
+            return torch.zeros(self.world_size * ids.batch_size, 0, device=self.device, requires_grad=training)
+        pooled = self.storage.look_up(ids.values_N, ids.offsets, ids.weights_N, training=training)
+        if training:
+            self.updates += 1
+        else:
+            self._restore_counters()  # fbgemm counts every lookup as an iteration
+        return pooled
+
+    def send_pooled(self, local: Tensor) -> Pending:
+        return self._exchange.send_pooled(local.detach())
+
+    def in_output_order(self, arrived: Tensor, margin: Margin = (0, 0)) -> Tensor:
+        """[B, margin + D + margin] pooled vectors of this rank's samples, columns as in `output_tables`."""
+        return self._exchange.in_output_order(arrived, margin)
+
+    def send_gradients(self, gradient_BD: Tensor, margin: Margin = (0, 0)) -> Pending:
+        return self._exchange.send_gradients(gradient_BD, margin)
+
+    def update(self, lookup: Tensor | GradientEdge, gradient: Tensor) -> None:
+        """Fused backward and optimizer step of the local tables. lookup: what `lookup` gave, or its gradient edge.
+        gradient: as `send_gradients` brought it."""
+        if self.local_dim:
+            gradient = gradient.view(-1, self.local_dim).float()
+            scale = self._exchange.gradient_scale(len(gradient))
+            torch.autograd.backward(lookup, gradient if scale == 1.0 else gradient / scale)
+
+    def set_learning_rate(self, lr: float) -> None:
+        self.learning_rate = lr
+        if self.storage.lookup is not None:
+            self.storage.lookup.set_learning_rate(lr)
+
+    def take_back_lookup(self) -> None:
+        """As if the last training lookup had not been: no update will follow it."""
+        self.storage.take_back_lookup()
+        self.set_updates(self.updates - 1)
+
+    def set_updates(self, updates: int) -> None:
+        self.updates = updates
+        self._restore_counters()
+
+    def _restore_counters(self) -> None:
+        tbe = self.storage.lookup
+        if tbe is not None:
+            for counter in (getattr(tbe, "iter", None), getattr(tbe, "iter_cpu", None)):
+                if counter is not None:
+                    counter.fill_(self.updates)

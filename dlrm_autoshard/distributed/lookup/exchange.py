@@ -1,0 +1,217 @@
+"""What travels between ranks in a step: pooled vectors from the tables' owners, gradients back to them, ids to them.
+
+Vectors need no packing: the owner's lookup computes the whole global batch, so the rows for one rank are contiguous
+already. On arrival one `index_select` puts them in the output order, which no plan changes: that is why placement
+cannot change a single bit of the model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.lookup.shared_memory import Put, SharedMemory
+from dlrm_autoshard.plan import ShardingPlan, shards_by_table
+from dlrm_autoshard.tables import TableConfig, output_order
+
+# Axes: B samples a rank, W ranks, D embedding dims. How ids are packed: id_distribution.py.
+
+Margin = tuple[int, int]
+"""Columns left free before and after the pooled vectors, for the model to fill."""
+
+
+def with_margin(pooled_BD: Tensor, margin: Margin) -> Tensor:
+    """[B, margin + D + margin], anything in the margins. Its gradient is a view."""
+    before, after = (pooled_BD.new_empty(len(pooled_BD), columns) for columns in margin)
+    return torch.cat([before, pooled_BD, after], 1)
+
+
+def without_margin(output: Tensor, margin: Margin) -> Tensor:
+    """[B, D], contiguous."""
+    before, after = margin
+    return output[:, before : output.shape[1] - after].contiguous()
+
+
+class Pending:
+    """A collective on its way. `wait()` gives what arrived, as often as it is asked."""
+
+    def __init__(self, finish: Callable[[], object] | None, result: Tensor, *kept_alive: Tensor) -> None:
+        self._finish, self._result, self._kept_alive = finish, result, kept_alive
+
+    def wait(self) -> Tensor:
+        if self._finish is not None:
+            self._finish()
+            self._finish, self._kept_alive = None, ()
+        return self._result
+
+
+@dataclass
+class Exchange:
+    """Who sends what to whom under one plan. Made anew when the plan changes; holds no rows.
+
+    batch_tables: tables in the batch's order; `output_order` of them is that of the pooled output.
+    """
+
+    batch_tables: Sequence[TableConfig]
+    plan: ShardingPlan
+    rank: int
+    group: dist.ProcessGroup
+    id_group: dist.ProcessGroup
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    link: SharedMemory | None = None
+    _layouts: dict[tuple[int, Margin], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.world_size, rank_of = self.plan.world_size, self.plan.rank_of
+        by_table = shards_by_table(self.batch_tables, self.plan)
+        ordered = [(shard, number) for number in output_order(self.batch_tables) for shard in by_table[number]]
+        owned = [[(s, number) for s, number in ordered if rank_of[s.name] == rank] for rank in range(self.world_size)]
+        self.local_shards = tuple(shard for shard, _ in owned[self.rank])
+        """In the order of this rank's lookup."""
+        self.num_local = len(self.local_shards)
+        ends = list(itertools.accumulate(map(len, owned), initial=0))
+        self.table_ranges = list(itertools.pairwise(ends))
+        """Of each rank, in `owners_order`."""
+        self.owners_order = [number for own in owned for _, number in own]
+        """Of each shard, the number of the table whose ids it takes: those of a split table go to each part's owner."""
+        self.send_order: Tensor | None = None  # where the batch's order is not the owners' already
+        if self.owners_order != list(range(len(self.batch_tables))):
+            self.send_order = torch.tensor(self.owners_order, dtype=torch.int32, device=self.device)
+        by_rank = [rank * self.num_local + t for t in range(self.num_local) for rank in range(self.world_size)]
+        self.table_major = torch.tensor(by_rank, dtype=torch.int32, device=self.device)
+        """Of what arrives rank by rank, what is each shard's in turn."""
+        self.dims = [sum(shard.embedding_dim for shard, _ in own) for own in owned]
+        self.total_dim = sum(self.dims)
+        # The output order, in chunks as wide as every shard's dim allows: where each chunk lies among what arrives.
+        self._chunk = math.gcd(*(shard.embedding_dim for shard, _ in ordered))
+        base, stride, column = [], [], []
+        position = [0] * self.world_size
+        starts = list(itertools.accumulate(self.dims, initial=0))
+        for shard, _ in ordered:
+            owner = rank_of[shard.name]
+            for chunk in range(shard.embedding_dim // self._chunk):
+                base.append(starts[owner] // self._chunk)
+                stride.append(self.dims[owner] // self._chunk)
+                column.append(position[owner] + chunk)
+            position[owner] += shard.embedding_dim // self._chunk
+        self._where = torch.tensor([base, stride, column], device=self.device)
+
+    @property
+    def local_dim(self) -> int:
+        return self.dims[self.rank]
+
+    def ids_sent(self, batch: Batch) -> int:
+        """Of one batch: those of a split table once a part."""
+        if len(self.owners_order) == len(self.batch_tables):
+            return batch.values_N.numel()
+        return int(batch.lengths_TB.sum(1)[self.owners_order].sum())
+
+    def send_pooled(self, local: Tensor) -> Pending:
+        """local: [W * B, D_local] of this rank's tables. Arrives as rank-major blocks; see `in_output_order`."""
+        if self.world_size == 1:
+            return Pending(None, local)
+        batch_size = local.shape[0] // self.world_size
+        sent = local.to(self.dtype).view(-1)
+        return self.all_to_all(
+            "vectors",
+            sent.new_empty(batch_size * self.total_dim),
+            sent,
+            [batch_size * dim for dim in self.dims],
+            [batch_size * self.local_dim] * self.world_size,
+        )
+
+    def in_output_order(self, arrived: Tensor, margin: Margin = (0, 0)) -> Tensor:
+        """[B, margin + D + margin] float32 in the output order, from what `send_pooled` brought; margins: anything."""
+        if self.world_size == 1:
+            return with_margin(arrived, margin) if any(margin) else arrived
+        if self._ends_inside_a_chunk(margin):
+            return with_margin(self.in_output_order(arrived), margin)
+        batch_size = arrived.numel() // self.total_dim
+        index, _ = self._layout(batch_size, margin)
+        return arrived.view(-1, self._chunk).index_select(0, index).view(batch_size, -1).float()
+
+    def send_gradients(self, gradient_BD: Tensor, margin: Margin = (0, 0)) -> Pending:
+        """Gradients of the pooled output, as `in_output_order` gave it, to the owners; arrives as [W * B, D_local],
+        times `gradient_scale(W * B)`."""
+        if self.world_size == 1:
+            return Pending(None, without_margin(gradient_BD, margin))
+        if self._ends_inside_a_chunk(margin):
+            gradient_BD, margin = without_margin(gradient_BD, margin), (0, 0)
+        batch_size = gradient_BD.shape[0]
+        scale = self.gradient_scale(batch_size * self.world_size)
+        if scale != 1.0:
+            gradient_BD = gradient_BD * scale
+        chunks = gradient_BD.to(self.dtype).view(-1, self._chunk)
+        _, rows = self._layout(batch_size, margin)
+        return self.all_to_all(
+            "vectors",
+            chunks.new_empty(self.world_size * batch_size * self.local_dim),
+            lambda rank, into: torch.index_select(chunks, 0, rows[rank], out=into.view(-1, self._chunk)),
+            [batch_size * self.local_dim] * self.world_size,
+            [batch_size * dim for dim in self.dims],
+        )
+
+    def _ends_inside_a_chunk(self, margin: Margin) -> bool:
+        """Whether a margin ends inside a chunk, so that chunks cannot be put around it."""
+        return any(columns % self._chunk for columns in margin)
+
+    def gradient_scale(self, global_batch: int) -> float:
+        """Gradients are shares of a mean over the global batch, so in fp16 they would fall below its smallest steps:
+        they travel times a power of two near the batch, which is exact. Other formats have exponents to spare."""
+        if self.dtype != torch.float16 or self.world_size == 1:
+            return 1.0
+        return float(2 ** int(math.log2(global_batch)))
+
+    def send_lengths(self, lengths: Tensor, batch_size: int) -> Pending:
+        """[T, B] of bags in `owners_order`, to the owners; arrives flat, as [W, T_local, B]."""
+        return self.all_to_all(
+            "lengths",
+            lengths.new_empty(self.world_size * self.num_local * batch_size),
+            lengths.reshape(-1),
+            [self.num_local * batch_size] * self.world_size,
+            [(end - first) * batch_size for first, end in self.table_ranges],
+        )
+
+    def all_to_all(
+        self, channel: str, received: Tensor, sent: Tensor | Put, receive_splits: list[int], send_splits: list[int]
+    ) -> Pending:
+        """Through shared memory where all ranks are on one host, else through the process group.
+
+        One-dimensional, splits in elements, by rank. sent: by rank too, or what writes a rank's part."""
+        if self.link is not None:
+            return Pending(self.link.all_to_all(channel, received, sent, receive_splits, send_splits), received)
+        if not isinstance(sent, Tensor):
+            put, sent = sent, received.new_empty(sum(send_splits))
+            for rank, part in enumerate(sent.split(send_splits)):
+                if len(part):
+                    put(rank, part)
+        group = self.id_group if channel in ("lengths", "values", "weights") else self.group
+        work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=group, async_op=True)
+        return Pending(work.wait, received, sent)
+
+    def _layout(self, batch_size: int, margin: Margin) -> tuple[Tensor, list[Tensor]]:
+        """Which chunk of what arrives each chunk of the output takes, and for each rank, which chunks of the output
+        are its tables'. Two batch sizes occur in a run, so both are kept."""
+        key = (batch_size, margin)
+        if key not in self._layouts:
+            base, stride, column = self._where
+            before, after = (columns // self._chunk for columns in margin)
+            rows = torch.arange(batch_size, device=self.device)[:, None]
+            source = base * batch_size + rows * stride + column
+            index = torch.nn.functional.pad(source, (before, after)).reshape(-1)
+            inverse = torch.empty(source.numel(), dtype=torch.int64, device=self.device)
+            width = before + len(base) + after
+            inverse[source] = rows * width + before + torch.arange(len(base), device=self.device)
+            if len(self._layouts) > 4:
+                self._layouts.clear()
+            splits = [batch_size * dim // self._chunk for dim in self.dims]
+            self._layouts[key] = (index, list(inverse.split(splits)))
+        return self._layouts[key]

@@ -1,0 +1,1 @@
+"""Tables that change owners while a job runs: agreed on, sent in chunks, adopted."""

@@ -1,0 +1,81 @@
+"""What profiling and resharding ask of tables that ranks own, whoever looks them up: our lookup, or TorchRec's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.distributed.moves.reshard import ReshardStats
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
+from dlrm_autoshard.distributed.stage_clock import StageClock
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.tables import TableConfig
+
+
+class PlacedTables(Protocol):
+    """Tables under their live plan."""
+
+    @property
+    def tables(self) -> tuple[TableConfig, ...]: ...
+    @property
+    def plan(self) -> ShardingPlan: ...
+    @property
+    def local_shards(self) -> tuple[TableConfig, ...]:
+        """What this rank owns, in the order in which its lookups are observed."""
+        ...
+
+    @property
+    def config(self) -> TablesConfig: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class ArrivedIds(Protocol):
+    """Ids that reached this rank in a step: those of its shards, in the order of `local_shards`."""
+
+    @property
+    def values_N(self) -> Tensor: ...
+    @property
+    def offsets(self) -> Tensor:
+        """[T_local * W * B + 1]"""
+        ...
+
+    @property
+    def batch_size(self) -> int:
+        """B, of one rank."""
+        ...
+
+
+class MovableBags(Protocol):
+    """A lookup of such tables that can be timed, listened to, and moved from plan to plan between steps."""
+
+    @property
+    def sharded(self) -> PlacedTables: ...
+    @property
+    def tables(self) -> tuple[TableConfig, ...]: ...
+    @property
+    def plan(self) -> ShardingPlan: ...
+    @property
+    def runtime(self) -> Runtime: ...
+    @property
+    def clock(self) -> StageClock: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def exchange_dtype(self) -> str: ...
+    @property
+    def shared_memory(self) -> bool:
+        """Whether vectors travel through it between ranks of one host, not by the process group."""
+        ...
+
+    def on_lookup(self, listener: Callable[[ArrivedIds, int], None]) -> None:
+        """`listener(ids, B)` hears of each training lookup."""
+        ...
+
+    def move_to(self, plan: ShardingPlan, *, checksums: bool = False) -> ReshardStats:
+        """Collective. ReshardRefused, on every rank, where the old plan is still the live one."""
+        ...

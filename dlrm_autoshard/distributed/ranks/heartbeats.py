@@ -1,0 +1,277 @@
+"""Who is to blame when ranks wait in vain: each says through the store, once a second, that it lives and where it is.
+
+with Heartbeats(store, rank, world_size, timeout_seconds) as heartbeats:     # a failed exchange names the rank at fault
+    heartbeats.step = 312
+
+A rank that is silent for the timeout ends the job, named with its host; so does one that died, failed or was stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from types import TracebackType
+
+import torch.distributed as dist
+
+from dlrm_autoshard.distributed.lookup.shared_memory import place
+from dlrm_autoshard.distributed.ranks.launch import complain
+from dlrm_autoshard.distributed.ranks.signs_of_life import (
+    Beat,
+    Cause,
+    RankFailure,
+    busy_at,
+    is_exchange_failure,
+    start_time,
+)
+
+_INTERVAL = 1.0  # seconds between two signs of life, a tenth of the timeout at most
+_GRACE = 4.0  # seconds for a rank's main thread to end by itself once the cause is known
+
+
+class Heartbeats:
+    """Rank 0 watches all, the others watch rank 0 and the cause that somebody found. A rank whose code holds Python's
+    lock (the GIL) for 0.9 of the timeout is taken for hung: no thread of it can give a sign of life."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_seconds: float) -> None:
+        self.step: int | None = None
+        self._rank, self._world_size, self._timeout = rank, world_size, timeout_seconds
+        self._interval = min(_INTERVAL, timeout_seconds / 10)
+        self._number = 0
+        self._main = threading.get_ident()
+        self._identity = (platform.node(), place(), os.getpid(), start_time(os.getpid()))
+        self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._beats: dict[int, Beat] = {}
+        self._changed: dict[int, float] = {}
+        self._closed = threading.Event()
+        self._answered = time.monotonic()  # the store did, last
+        self._gone: float | None = None  # since when the store is
+        self._cause: Cause | None = None  # once the job has one: the store may go before this rank does
+        if world_size > 1:
+            # Each has its own connection: one that waits for an answer keeps the others of its connection waiting.
+            self._store, self._asking = store.clone(), store.clone()  # type: ignore[attr-defined]
+            self._beat()
+
+    def __enter__(self) -> Heartbeats:
+        if self._world_size > 1 or self._parent is not None:
+            threading.Thread(target=self._live, name="heartbeats", daemon=True).start()
+        if self._world_size > 1:
+            threading.Thread(target=self._watch_the_store, name="store watch", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None and self._world_size > 1:
+                if is_exchange_failure(error):
+                    try:
+                        cause = self.blame(error)
+                        self._let_others_read(cause)
+                    except KeyboardInterrupt:  # torchrun, which has seen it too, ends the ranks
+                        cause = self.blame(error)
+                    raise RankFailure(cause.text, cause.signal, self._said_here(cause)) from error
+                cause = self._leave(error)
+                if isinstance(error, KeyboardInterrupt) and cause.rank != self._rank and cause.signal is None:
+                    raise RankFailure(cause.text) from error  # the signal was torchrun's, which ends what is left
+        finally:
+            self._closed.set()
+
+    # -- this rank ---------------------------------------------------------------------------------------------------
+
+    def _live(self) -> None:
+        for now, slept in self._ticks():
+            if self._parent not in (None, os.getppid()):
+                self._parent = None
+                os.kill(os.getpid(), signal.SIGTERM)  # torchrun is gone: nobody else would end this rank
+            if self._world_size == 1:
+                continue
+            if slept:
+                self._changed = dict.fromkeys(self._changed, now)
+            try:
+                self._beat()
+                self._listen(now)
+                self._answered = time.monotonic()
+            except RuntimeError:  # the job is over, or `_watch_the_store` says so
+                self._gone = time.monotonic()
+                return
+
+    def _ticks(self) -> Iterator[tuple[float, bool]]:
+        """(now, whether this process was suspended, so that the others' silence says nothing), once an interval."""
+        before = time.monotonic()
+        while not self._closed.wait(self._interval):
+            now = time.monotonic()
+            yield now, now - before > 5 * self._interval
+            before = now
+
+    def _beat(self) -> None:
+        self._number += 1
+        beat = Beat(
+            self._rank, self._number, self.step, *self._identity, busy_at(sys._current_frames().get(self._main))
+        )
+        self._store.set(f"beat/{self._rank}", json.dumps(asdict(beat)))
+
+    def _listen(self, now: float) -> None:
+        cause = self._known_cause(self._store)
+        if cause is not None:
+            beat = self._read(self._store, cause.rank)
+            if beat is not None:
+                self._beats[cause.rank] = beat
+            if not self._closed.wait(_GRACE):
+                self._end(cause)
+            return
+        for rank in range(1, self._world_size) if self._rank == 0 else (0,):
+            self._changed.setdefault(rank, now)
+            beat = self._read(self._store, rank)
+            if beat is not None and (rank not in self._beats or beat.number != self._beats[rank].number):
+                self._beats[rank], self._changed[rank] = beat, now
+            elif now - self._changed[rank] > 0.9 * self._timeout - self._interval:
+                self._end(self._agree(self._store, self._silent(rank, now - self._changed[rank])))
+
+    def _silent(self, rank: int, seconds: float) -> Cause:
+        beat = self._beats.get(rank)
+        if beat is None:
+            return Cause(f"rank {rank} did not start within {seconds:.0f} s.", rank)
+        return Cause(
+            f"{beat.who} hangs or is cut off: no sign of life from it for {seconds:.0f} s, the last "
+            f"{self._where(beat)} (run.collective_timeout_seconds is {self._timeout:g}).",
+            rank,
+        )
+
+    def _watch_the_store(self) -> None:
+        """In a thread of its own that asks the store nothing, because one that hangs would keep it."""
+        for now, slept in self._ticks():
+            orphan = self._parent is None and "TORCHELASTIC_RUN_ID" in os.environ
+            if slept:
+                self._answered = now
+            if self._gone is not None and now - self._gone > (3 * _GRACE if orphan else _GRACE):
+                self._end(self._without_store("is gone"))
+            if now - self._answered > 0.9 * self._timeout:
+                self._end(self._without_store(f"has not answered for {now - self._answered:.0f} s"))
+
+    def _without_store(self, what: str) -> Cause:
+        if self._cause is not None:
+            return self._cause
+        host = os.environ.get("MASTER_ADDR", "?")
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return Cause(f"torchrun on {host}, which keeps the job's store, {what} {self._where()}.", -1)
+        who = self._beats[0].who if 0 in self._beats else f"rank 0 on {host}"
+        return Cause(f"{who}, which keeps the job's store, {what} {self._where()}.", 0)
+
+    def _said_here(self, cause: Cause) -> bool:
+        beat = self._beats.get(cause.rank)
+        return cause.own_words and cause.signal is None and beat is not None and beat.place == self._identity[1]
+
+    def _where(self, beat: Beat | None = None) -> str:
+        """Of this rank or another: none is more than a step ahead of the others, but its last beat may be old."""
+        steps = [step for step in (self.step, beat.step if beat else None) if step is not None]
+        return f"at step {max(steps)}" if steps else "before the first step"
+
+    def _end(self, cause: Cause) -> None:
+        """From a thread: the main one may be deep in an exchange that nobody will answer."""
+        beat = self._beats.get(cause.rank)
+        if beat is not None and cause.rank != self._rank and beat.place == self._identity[1]:
+            with contextlib.suppress(OSError):
+                if start_time(beat.process) == beat.started:
+                    os.kill(beat.process, signal.SIGKILL)  # so that torchrun needs not wait for one that hangs
+        if self._closed.is_set():
+            return
+        if not self._said_here(cause):
+            complain(cause.text)
+        self._let_others_read(cause)
+        os._exit(3 if cause.signal is None else 128 + cause.signal)
+
+    def _let_others_read(self, cause: Cause) -> None:
+        """Where the store goes with this rank: until they have the cause, or had time enough."""
+        if self._rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
+        others = [f"told/{rank}" for rank in range(1, self._world_size) if rank != cause.rank]
+        deadline = time.monotonic() + max(3.0, 5 * self._interval)
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < deadline and not all(self._asking.check([key]) for key in others):
+                time.sleep(self._interval / 5)
+
+    # -- other ranks -------------------------------------------------------------------------------------------------
+
+    def blame(self, error: BaseException) -> Cause:
+        """Whose fault it is that this rank's exchange failed."""
+        deadline = time.monotonic() + max(3.0, 5 * self._interval)
+        try:
+            first = dict(self._all_beats())
+            while time.monotonic() < deadline:
+                cause = self._known_cause(self._asking)
+                if cause is not None:
+                    return cause
+                dead = self._dead_here()
+                if dead is not None:
+                    return self._agree(self._asking, dead)
+                time.sleep(self._interval / 5)
+            last = dict(self._all_beats())
+        except RuntimeError:
+            return self._without_store("is gone")
+        silent = [beat for rank, beat in last.items() if rank in first and beat.number == first[rank].number]
+        busy = [beat for beat in last.values() if beat.busy]
+        busy.sort(key=lambda beat: -1 if beat.step is None else beat.step)
+        if silent:
+            found = Cause(f"{silent[0].who} died or is cut off, {self._where(silent[0])}.", silent[0].rank)
+        elif busy:
+            found = Cause(f"{busy[0].who} hangs {self._where(busy[0])}, in {busy[0].busy}.", busy[0].rank)
+        else:
+            said = str(error).strip().splitlines()[-1]
+            me = f"rank {self._rank} on {self._identity[0]}"
+            found = Cause(f"an exchange of {me} failed {self._where()}, though all ranks live: {said}", self._rank)
+        return self._agree(self._asking, found)
+
+    def _dead_here(self) -> Cause | None:
+        """A rank of this machine whose process has ended."""
+        for beat in self._beats.values():
+            if beat.place == self._identity[1] and start_time(beat.process) != beat.started:
+                return Cause(f"{beat.who} died {self._where(beat)}.", beat.rank)
+        return None
+
+    def _all_beats(self) -> Iterator[tuple[int, Beat]]:
+        for rank in range(self._world_size):
+            beat = self._read(self._asking, rank)
+            if beat is not None and rank != self._rank:
+                self._beats[rank] = beat
+                yield rank, beat
+
+    def _leave(self, error: BaseException) -> Cause:
+        """Tells the others why this rank goes; returns the first cause."""
+        number = getattr(error, "number", None) if isinstance(error, KeyboardInterrupt) else None
+        said = str(error).strip() or type(error).__name__
+        text = said if number else f"rank {self._rank} on {self._identity[0]} failed {self._where()}: {said}"
+        cause = Cause(text, self._rank, number, own_words=True)
+        with contextlib.suppress(RuntimeError):
+            if number:  # by torchrun perhaps, which ends the others of a rank that died
+                dict(self._all_beats())
+                cause = self._dead_here() or cause
+            cause = self._agree(self._asking, cause)
+            self._let_others_read(cause)
+        return cause
+
+    def _agree(self, store: dist.Store, cause: Cause) -> Cause:
+        """The cause that was found first; where the store is gone, what this rank knows."""
+        with contextlib.suppress(RuntimeError):
+            store.compare_set("cause", "", json.dumps(asdict(cause)))
+            return self._known_cause(store) or cause
+        return self._cause or cause
+
+    def _known_cause(self, store: dist.Store) -> Cause | None:
+        if self._cause is None and store.check(["cause"]):
+            self._cause = Cause(**json.loads(store.get("cause")))
+            store.set(f"told/{self._rank}", "")
+        return self._cause
+
+    def _read(self, store: dist.Store, rank: int) -> Beat | None:
+        if rank not in self._beats and not store.check([f"beat/{rank}"]):
+            return None
+        return Beat(**json.loads(store.get(f"beat/{rank}")))

@@ -1,0 +1,231 @@
+"""This process's place among the ranks: device, process groups, cores. The only module that starts or stops them.
+
+with Runtime.start(config.run) as runtime:
+    runtime.rank, runtime.world_size, runtime.group
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+from dlrm_autoshard.config import RunConfig
+from dlrm_autoshard.distributed.ranks.cores import take_cores
+from dlrm_autoshard.distributed.ranks.heartbeats import Heartbeats
+from dlrm_autoshard.distributed.ranks.rendezvous import fresh_store
+from dlrm_autoshard.errors import UserError
+
+T = TypeVar("T")
+Outcome = tuple[Any, UserError | None]
+
+
+class RuntimeFailure(UserError):
+    """The ranks cannot start as asked: the message says why and what to try."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """rank, world_size: as torchrun numbers them. group carries tensors of the step; id_group carries the next
+    batch's ids (and host tensors beside device ones), so that the two never queue behind each other. control is gloo
+    on every device: small objects. heartbeats: of all ranks; told the step. loader_cores: for threads that read data;
+    None where they may run where they like."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    group: dist.ProcessGroup
+    id_group: dist.ProcessGroup
+    control: dist.ProcessGroup
+    heartbeats: Heartbeats | None = None
+    loader_cores: frozenset[int] | None = None
+
+    @staticmethod
+    @contextlib.contextmanager
+    def start(config: RunConfig) -> Iterator[Runtime]:
+        """Joins the process group (torchrun's environment; alone without it) and leaves it cleanly at the end.
+
+        RankFailure names the rank that is why an exchange in here failed.
+        """
+        if dist.is_initialized():
+            raise RuntimeFailure(
+                "this process has a process group already, and the trainer starts its own: train in a process of its "
+                "own, or use ShardedEmbeddingBags and Autoshard in the loop that you have."
+            )
+        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        device = choose_device(config.device, local_rank)
+        if config.threads_per_rank > (os.cpu_count() or 1):
+            raise RuntimeFailure(
+                f"run.threads_per_rank is {config.threads_per_rank}, but this host has {os.cpu_count()} cores."
+            )
+        torch.set_num_threads(config.threads_per_rank)
+        loader_cores: frozenset[int] | None = None
+        if device.type == "cpu":
+            keep_freed_memory()
+            if config.pin_cores:
+                loader_cores = take_cores(local_rank, local_world_size, config.threads_per_rank).loader
+        else:
+            torch.cuda.set_device(device)
+        timeout = timedelta(seconds=config.collective_timeout_seconds)
+        store = fresh_store(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore()
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder: what hung, on which rank
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        try:
+            with Heartbeats(store, rank, world_size, timeout.total_seconds()) as heartbeats:
+                backend = choose_backend(name_of(device), rank, world_size, store)
+                own = device if backend == "nccl" else None
+                dist.init_process_group(
+                    backend, rank=rank, world_size=world_size, store=store, timeout=timeout, device_id=own
+                )
+                control = dist.new_group(backend="gloo", timeout=timeout)
+                id_group = dist.new_group(backend="cpu:gloo,cuda:nccl" if own else None, timeout=timeout)
+                world = dist.group.WORLD
+                assert world is not None
+                places = (rank, world_size, local_rank, local_world_size, device)
+                yield Runtime(*places, world, id_group, control, heartbeats, loader_cores)
+                dist.barrier(group=control)
+        finally:
+            # Objects that hold process groups must go before the groups do, or gloo's threads abort the exit.
+            gc.collect()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def broadcast(self, value: T | None) -> T:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, group_src=0, group=self.control)
+        return box[0]  # type: ignore[return-value]
+
+    def gather(self, value: T) -> list[T] | None:
+        """Every rank's value, in rank order, on rank 0; None elsewhere."""
+        gathered: list[T | None] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, gathered, group_dst=0, group=self.control)
+        return gathered  # type: ignore[return-value]
+
+    def all_gather(self, value: T) -> list[T]:
+        gathered: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self.control)
+        return gathered  # type: ignore[return-value]
+
+    def all_gather_numbers(self, values: Sequence[float]) -> np.ndarray:
+        """[W, len(values)]; as many on every rank. A tenth of the time that objects take."""
+        own = torch.tensor(values, dtype=torch.float64)
+        gathered = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(gathered, own, group=self.control)
+        return torch.stack(gathered).numpy()
+
+    def from_rank_0(self, decide: Callable[[], T], attempt: Callable[[Callable[[], Outcome]], Any] | None = None) -> T:
+        """What `decide` returns on rank 0, on every rank; an error for people that it raises there, everywhere.
+
+        attempt: calls on rank 0 what it is given, while the other ranks serve it (a probe's `on_rank_zero`).
+        """
+
+        def tried() -> Outcome:
+            try:
+                return decide(), None
+            except UserError as error:
+                return None, error
+
+        outcome: Outcome | None = None
+        if attempt is not None:
+            outcome = attempt(tried)
+        elif self.rank == 0:
+            outcome = tried()
+        value, failure = self.broadcast(outcome)
+        if failure is not None:
+            raise failure
+        return value
+
+    def barrier(self) -> None:
+        dist.barrier(group=self.control)
+
+
+def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
+    """The ranks of a group that somebody else has made, with groups of our own beside it. Collective, of these ranks
+    alone: others may be making theirs."""
+    ranks = dist.get_process_group_ranks(group)
+    _in_as_many_groups(group, device)
+    control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    hosts: list[str] = [""] * len(ranks)
+    dist.all_gather_object(hosts, platform.node(), group=control)
+    rank = dist.get_rank(group)
+    return Runtime(
+        rank=rank,
+        world_size=len(ranks),
+        local_rank=hosts[:rank].count(hosts[rank]),
+        local_world_size=hosts.count(hosts[rank]),
+        device=device,
+        group=group,
+        # So that ids never queue behind vectors; beside nccl, gloo carries what the host must know of them.
+        id_group=dist.new_group(
+            ranks,
+            backend="cpu:gloo,cuda:nccl" if dist.get_backend(group) == "nccl" else None,
+            use_local_synchronization=True,
+        ),
+        control=control,
+    )
+
+
+def _in_as_many_groups(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Every rank of it in as many as the others. torch puts that number into the name of a group that only its own
+    ranks make, and ranks that name one differently wait for each other in vain."""
+    own = len(_world.pg_names)
+    where = torch.device("cpu")
+    if dist.get_backend(group) == "nccl":
+        where = device if device.type == "cuda" else torch.device("cuda")  # the current one
+    most = torch.tensor(own, device=where)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    for _ in range(int(most) - own):  # a group of this rank alone is nobody else's affair
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise RuntimeFailure("run.device is 'cuda', but torch sees no GPU. Run `dlrm-autoshard doctor`, or use cpu.")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def name_of(device: torch.device) -> str:
+    """No two devices of a job have the same, except CPUs."""
+    return "cpu" if device.type == "cpu" else f"GPU {torch.cuda.get_device_properties(device).uuid}"
+
+
+def choose_backend(device: str, rank: int, world_size: int, store: dist.Store) -> str:
+    """nccl where every rank has a GPU of its own, whatever each of them can see; else gloo, which takes two ranks on
+    one. The same on all ranks, which wait for each other here. device: this rank's `name_of`."""
+    store.set(f"device/{rank}", device)
+    devices = [store.get(f"device/{other}").decode() for other in range(world_size)]
+    if "cpu" in devices and len(set(devices)) > 1:
+        other = next(rank for rank, one in enumerate(devices) if one != "cpu")
+        raise RuntimeFailure(
+            f"rank {devices.index('cpu')} sees no GPU, and rank {other} has one: all must compute on GPUs, or none. "
+            "Run `dlrm-autoshard doctor` on that rank's host, or set run.device: cpu."
+        )
+    return "nccl" if len(set(devices)) == world_size and "cpu" not in devices else "gloo"
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep freed buffers: a step's tensors are as large as the last one's, and giving their pages
+    back to the system only to fault them in again costs several percent of a step."""
+    trim_threshold, mmap_threshold = -1, -3
+    with contextlib.suppress(OSError, AttributeError):  # not glibc: nothing to tune
+        libc = ctypes.CDLL("libc.so.6")
+        # Before glibc 2.35 32 MiB were the most; and once either is set, the other no longer grows by itself.
+        if libc.mallopt(mmap_threshold, 1 << 30) or libc.mallopt(mmap_threshold, 1 << 25):
+            libc.mallopt(trim_threshold, 1 << 30)

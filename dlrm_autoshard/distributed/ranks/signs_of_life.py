@@ -1,0 +1,103 @@
+"""Signs of life of a rank, and why a job ends: what heartbeats.py sends through the store and makes sentences of."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from dlrm_autoshard.distributed.lookup.shared_memory import RankGone
+from dlrm_autoshard.errors import UserError
+
+_WAITS = {"wait", "_await", "finish", "finish_oldest", "blame"}  # our functions in which a rank waits for others
+
+
+class RankFailure(UserError):
+    """A rank is why this one cannot go on. signal: the number, where that rank was asked to stop. said_here: that rank
+    has said so itself on this machine."""
+
+    def __init__(self, text: str, signal: int | None = None, said_here: bool = False) -> None:
+        super().__init__(text)
+        self.signal, self.said_here = signal, said_here
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life. step: the step it is in, None before the first. busy: where in the code, None while it waits for
+    other ranks."""
+
+    rank: int
+    number: int
+    step: int | None
+    host: str
+    place: str
+    process: int
+    started: str
+    busy: str | None
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why the job ends: the first that is found counts, on all ranks. signal: of a stop that somebody asked for.
+    own_words: the rank says it itself."""
+
+    text: str
+    rank: int
+    signal: int | None = None
+    own_words: bool = False
+
+
+def is_exchange_failure(error: BaseException | None) -> bool:
+    """Whether this, or what it was raised from, is an exchange with other ranks that did not come about."""
+    while error is not None:
+        if isinstance(error, dist.DistError | RankGone | ConnectionError):
+            return True
+        words = ("gloo", "connection closed by peer", "connection reset by peer", "socket")
+        if isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words):
+            return True
+        if type(error) is RuntimeError:  # gloo's and NCCL's own words are many, and not all of them name themselves
+            frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+            if any(_waits_for_others(code) for code in frames):
+                return True
+        error = error.__cause__
+    return False
+
+
+def busy_at(frame: FrameType | None) -> str | None:
+    """Where a thread is: 'custom.py:55 (read)'; None where it waits for other ranks."""
+    named: Any = None
+    while frame is not None:
+        code = frame.f_code
+        if _waits_for_others(code):
+            return None
+        if named is None and (_is_ours(code) or "lib/python" not in code.co_filename):
+            named = frame
+        frame = frame.f_back
+    if named is None:
+        return "code of a library"
+    return f"{Path(named.f_code.co_filename).name}:{named.f_lineno} ({named.f_code.co_name})"
+
+
+def _waits_for_others(code: CodeType) -> bool:
+    return "torch/distributed/distributed_c10d" in code.co_filename or (_is_ours(code) and code.co_name in _WAITS)
+
+
+def _is_ours(code: CodeType) -> bool:
+    return "dlrm_autoshard" in code.co_filename
+
+
+def start_time(process: int) -> str:
+    """Equal for one process only, also among later ones of its number; '' once it has ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

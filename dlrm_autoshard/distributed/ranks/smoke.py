@@ -1,0 +1,63 @@
+"""`python -m dlrm_autoshard.distributed.ranks.smoke`: does the kernel compute, do ranks reach each other? As JSON.
+
+`dlrm-autoshard doctor` runs it in a subprocess, because a wrong library kills its process instead of raising.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_autoshard.distributed.ranks.spawn import RankError, run_ranks
+
+
+def train_one_row() -> str:
+    """One SGD step on one table of ones: the row that was looked up moves by exactly the learning rate."""
+    from dlrm_autoshard.config import TableOptimizerConfig
+    from dlrm_autoshard.distributed.tables.tbe import make_tbe
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weights, sgd = torch.ones(4, 8, device=device), TableOptimizerConfig(name="sgd", lr=0.25)
+    tables = make_tbe([(4, 8)], {"weights": (weights.view(-1), [0])}, sgd, "fp32", "sum", device)
+    ids, offsets = torch.tensor([2], device=device), torch.tensor([0, 1], device=device)
+    tables(ids, offsets).sum().backward()
+    expected = torch.ones(4, 8)
+    expected[2] = 0.75
+    if not torch.equal(weights.cpu(), expected):
+        raise ArithmeticError(f"one SGD step gave {weights.cpu()[:, 0].tolist()} instead of {expected[:, 0].tolist()}")
+    return f"one SGD step on {device.type} is exact"
+
+
+def exchange(rank: int, world_size: int) -> list[float]:
+    received = torch.empty(world_size)
+    dist.all_to_all_single(received, torch.full((world_size,), float(rank)))
+    return received.tolist()
+
+
+def main() -> None:
+    facts: dict[str, Any] = {
+        "kernel": None,
+        "kernel_error": None,
+        "exchange_error": None,
+        "nccl": dist.is_nccl_available(),
+        "torch_cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+    try:
+        facts["kernel"] = train_one_row()
+    except (ImportError, AttributeError, TypeError, OSError, RuntimeError, ArithmeticError, AssertionError) as error:
+        facts["kernel_error"] = f"{type(error).__name__}: {error}"
+    try:
+        received = run_ranks(exchange, 2, timeout=30.0)
+        if received != [[0.0, 1.0], [0.0, 1.0]]:
+            facts["exchange_error"] = f"two ranks exchanged tensors and received {received}"
+    except RankError as error:
+        facts["exchange_error"] = f"two ranks cannot exchange tensors: {str(error).strip().splitlines()[-1]}"
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

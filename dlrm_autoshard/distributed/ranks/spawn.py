@@ -1,0 +1,174 @@
+"""Runs a function on N local processes joined by a process group, under a hard time limit: for tests and benchmarks.
+
+    run_ranks(total, 3, 10)          # def total(rank, world_size, offset): ... -> one result per rank
+
+Training does not come this way: there torchrun starts the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+# Processes are forked from one server that has already imported torch, so that a rank starts in hundredths of a second.
+# A rank that raises, dies or hangs ends all of them, and the error names it. Functions are pickled: module level only.
+
+PRELOAD = ["torch", "torch.distributed", "dlrm_autoshard.distributed.ranks.spawn"]
+_GRACE_SECONDS = 5.0  # between a rank's result and its exit
+_START_SECONDS = 60.0  # to import torch on a busy machine; the caller's limit counts from then
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or hung; `rank` is the first one that did."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(f"rank {rank} {message}")
+        self.rank = rank
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    cores: list[int] | None = None,
+) -> list[Any]:
+    """Calls `function(rank, world_size, *args)` on every rank; returns what they returned, by rank.
+
+    `cores[rank]`, if given, is the core to which the rank is bound.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _one_thread_per_rank():
+        ends: list[Connection] = []
+        processes = []
+        for rank in range(world_size):
+            receiver, sender = context.Pipe(duplex=False)
+            core = cores[rank % len(cores)] if cores else None
+            process = context.Process(
+                target=_rank_main,
+                args=(sender, folder, rank, world_size, timeout, core, function, args),
+                name=f"rank {rank}",
+                daemon=False,
+            )
+            process.start()
+            sender.close()
+            ends.append(receiver)
+            processes.append(process)
+        try:
+            return _collect(ends, processes, Path(folder), timeout)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+            for process, end in zip(processes, ends, strict=True):
+                process.join()
+                end.close()
+
+
+def _collect(ends: list[Connection], processes: list[Any], folder: Path, timeout: float) -> list[Any]:
+    """Waits for every rank's result; the first bad end raises."""
+    for rank, end in enumerate(ends):
+        if not end.poll(_START_SECONDS):
+            raise RankError(rank, f"did not start within {_START_SECONDS:g} s")
+        with contextlib.suppress(EOFError):  # died already: found again, and named, below
+            end.recv_bytes()
+    deadline = time.monotonic() + timeout
+    waiting = dict(enumerate(ends))
+    results: list[Any] = [None] * len(ends)
+    while waiting:
+        ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            hung = sorted(waiting)
+            stacks = "".join(_stack(folder, rank) for rank in hung)
+            others = f" (so did ranks {hung[1:]})" if len(hung) > 1 else ""
+            raise RankError(hung[0], f"gave no result within {timeout:g} s and was killed{others}{stacks}")
+        for rank in [rank for rank, end in waiting.items() if end in ready]:
+            try:
+                succeeded, value = pickle.loads(waiting.pop(rank).recv_bytes())
+            except EOFError:
+                processes[rank].join(_GRACE_SECONDS)
+                raise RankError(rank, f"died without a result: exit code {processes[rank].exitcode}") from None
+            if not succeeded:
+                raise RankError(rank, f"raised:\n{value}")
+            results[rank] = value
+    for process in processes:
+        process.join(_GRACE_SECONDS)
+    return results
+
+
+def _rank_main(
+    sender: Connection,
+    folder: str,
+    rank: int,
+    world_size: int,
+    timeout: float,
+    core: int | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    sender.send_bytes(b"started")
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    if Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here: the machine's name need not resolve
+    with open(Path(folder, f"stack_{rank}"), "w") as stack:
+        # Where it hangs, written just before the parent gives up.
+        faulthandler.dump_traceback_later(max(0.5, timeout - 0.5), file=stack)
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/store",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=max(timeout, 5.0)),
+            )
+            result = function(rank, world_size, *args)
+            gc.collect()  # a DDP module that outlives its group aborts the process
+            dist.barrier()
+            # As plain bytes: `send` would pass tensors as handles into the memory of a process that is about to end.
+            sender.send_bytes(pickle.dumps((True, result)))
+        except BaseException:
+            sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        faulthandler.cancel_dump_traceback_later()
+    sender.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _stack(folder: Path, rank: int) -> str:
+    text = (folder / f"stack_{rank}").read_text() if (folder / f"stack_{rank}").exists() else ""
+    return f"\n-- rank {rank} --\n{text}" if text else ""
+
+
+@contextlib.contextmanager
+def _one_thread_per_rank() -> Any:
+    """OpenMP reads its variable when torch is imported, which the server does once; so it is set around the start."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before

@@ -1,0 +1,153 @@
+"""fbgemm's table-batched embeddings (TBE), made without memory of its own and pointed at ours.
+
+The only module that knows what its fields are called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    BoundsCheckMode,
+    CacheAlgorithm,
+    EmbeddingLocation,
+    PoolingMode,
+    construct_cache_state,
+)
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+)
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen as Tbe,
+)
+from torch import Tensor
+
+from dlrm_autoshard.config import TableOptimizerConfig
+from dlrm_autoshard.distributed.tables.rowwise_adagrad import RowwiseAdagradTbe, plain_loop_is_faster
+from dlrm_autoshard.tables import TableDtype
+
+_OPTIMIZERS = {
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adam": EmbOptimType.ADAM,
+}
+_PRECISIONS = {"fp32": SparseType.FP32, "fp16": SparseType.FP16}
+_POOLING = {"sum": PoolingMode.SUM, "mean": PoolingMode.MEAN}
+_LOCATIONS = {"device": EmbeddingLocation.DEVICE, "managed_caching": EmbeddingLocation.MANAGED_CACHING}
+_SUFFIXES = {EmbeddingLocation.HOST: "host", EmbeddingLocation.DEVICE: "dev"}  # else "uvm"
+
+
+def make_tbe(
+    shapes: Sequence[tuple[int, int]],
+    memory: Mapping[str, tuple[Tensor, Sequence[int]]],
+    optimizer: TableOptimizerConfig,
+    dtype: TableDtype,
+    pooling: str,
+    device: torch.device,
+    location: str = "device",
+    cache_load_factor: float = 0.2,
+) -> Tbe:
+    """A fused lookup of tables of these (rows, dim).
+
+    memory: of `weights` and each optimizer state: a flat tensor, and where each table starts, in elements from the
+    tensor's first. location: `device`, or `managed_caching`: weights in host memory that the device reads, and a
+    cache on the device for `cache_load_factor` of all rows.
+    """
+    kind, place, compute = Tbe, _LOCATIONS[location], ComputeDevice.CUDA
+    if device.type == "cpu":
+        place, compute = EmbeddingLocation.HOST, ComputeDevice.CPU
+        if optimizer.name == "rowwise_adagrad" and dtype == "fp32" and plain_loop_is_faster():
+            kind = RowwiseAdagradTbe  # for fp16 fbgemm takes the plain loop by itself
+    tbe = kind(
+        [(1, dim, place, compute) for _, dim in shapes],  # one row a table: next to nothing is allocated
+        optimizer=_OPTIMIZERS[optimizer.name],
+        learning_rate=optimizer.lr,
+        eps=optimizer.eps,
+        weights_precision=_PRECISIONS[dtype],
+        pooling_mode=_POOLING[pooling],
+        # The loader has checked every id and names table and sample; TBE's own check would cost 15% of a lookup.
+        bounds_check_mode=BoundsCheckMode.NONE,
+        # Rounding fp16 weights at random would make a run depend on how its tables are grouped.
+        stochastic_rounding=False,
+        prefetch_pipeline=place is EmbeddingLocation.MANAGED_CACHING,
+        device=device,
+    )
+    _resize(tbe, [rows for rows, _ in shapes])
+    for name, (flat, offsets) in memory.items():
+        _point(tbe, name, flat, offsets)
+    if place is EmbeddingLocation.MANAGED_CACHING:
+        rows = [count for count, _ in shapes]
+        tbe._backward_pre_hooks.clear()  # the next line adds it again, and twice would unlock each cached row twice
+        tbe._apply_cache_state(
+            construct_cache_state(rows, [place] * len(rows), list(range(len(rows)))),
+            CacheAlgorithm.LRU,
+            cache_load_factor,
+            cache_sets=0,
+            cache_reserved_memory=0.0,
+            cache_precision=_PRECISIONS[dtype],
+        )
+    return tbe
+
+
+class RowCache:
+    """The device's cache of rows that lie in host memory, filled ahead of the lookup that reads them.
+
+    fbgemm hands what was prefetched to the next lookup, whatever ids that has, and keeps rows locked until a backward
+    pass. So a lookup of other ids (an evaluation's) lets go of them first, and afterwards of its own.
+    """
+
+    def __init__(self, tbe: Any, device: torch.device) -> None:
+        self._tbe, self._device, self._stream = tbe, device, torch.cuda.Stream(device)
+        self._expected: Tensor | None = None
+
+    def prefetch(self, values_N: Tensor, offsets: Tensor) -> None:
+        """Beside what the computing stream does from here to the fused update, which waits for it."""
+        computing = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(computing)  # until ids are here, and rows have been looked up
+        with torch.cuda.stream(self._stream):
+            self._tbe.prefetch(values_N, offsets, forward_stream=computing)
+        for tensor in (values_N, offsets):
+            tensor.record_stream(self._stream)
+        self._expected = values_N
+
+    @contextlib.contextmanager
+    def lookup(self, values_N: Tensor, *, training: bool) -> Iterator[None]:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        if self._expected is not values_N:
+            self._let_go()
+        self._expected = None
+        yield
+        if not training:
+            self._let_go()
+
+    def take_back(self) -> None:
+        """No backward pass will follow the last lookup: its rows are let go of before the next."""
+        self._expected = None
+
+    def _let_go(self) -> None:
+        """Between steps no other batch needs its rows to stay."""
+        self._tbe.lxu_cache_locations_list.clear()
+        self._tbe.timesteps_prefetched.clear()
+        self._tbe.lxu_cache_locking_counter.zero_()
+
+
+def _resize(tbe: Any, rows: Sequence[int]) -> None:
+    ends = torch.cumsum(torch.tensor([0, *rows]), 0)
+    tbe.total_hash_size = int(ends[-1])
+    tbe.total_hash_size_bits = tbe.total_hash_size.bit_length()
+    tbe.hash_size_cumsum = ends.to(tbe.current_device)
+    tbe.rows_per_table = torch.tensor(rows, device=tbe.current_device)
+    tbe.embedding_specs = [(count, *spec[1:]) for count, spec in zip(rows, tbe.embedding_specs, strict=True)]
+
+
+def _point(tbe: Any, name: str, flat: Tensor, offsets: Sequence[int]) -> None:
+    suffix = _SUFFIXES.get(EmbeddingLocation(getattr(tbe, f"{name}_physical_placements")[0]), "uvm")
+    value = torch.nn.Parameter(flat, requires_grad=name == "weights") if suffix == "host" else flat
+    setattr(tbe, f"{name}_{suffix}", value)
+    setattr(tbe, f"{name}_offsets", torch.tensor(offsets, device=tbe.current_device))
+    setattr(tbe, f"{name}_physical_offsets", list(offsets))

@@ -1,0 +1,94 @@
+"""What is concluded from measurements: which ranks are slow, which moments were disturbed, how far each term varies.
+
+likeliest = LikeliestSpreads()
+likeliest.update(rows, values_N, noise_NN)                      # rows, values and noise: `Observed.rows`
+posterior = posterior_of(rows, values_N, noise_NN, likeliest.spreads)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from dlrm_autoshard.planner.corrections.gaussian import Cause, Disturbed, Posterior, condition
+from dlrm_autoshard.planner.corrections.terms import Rows, Spreads
+
+SLOW = 0.1
+"""Slow ranks that are expected among all of a job, in each era."""
+FAST = 0.05
+"""Fast ones, to a slow one: what else a rank's core does takes time."""
+MOMENT, SLOW_MOMENT = 0.3, 0.02
+"""Standard deviation of what a whole interval took longer, of those (one in fifty) in which the machine was another."""
+GRID: Mapping[str, tuple[float, ...]] = {
+    "table": (0.05, 0.1, 0.2, 0.4),
+    "load": (0.003, 0.01, 0.03, 0.1),
+    "fused": (0.01, 0.03, 0.1, 0.2),
+    "together": (0.01, 0.03, 0.06, 0.12),
+    "noise": (0.003, 0.01, 0.03, 0.06),
+}
+RELUCTANCE: Mapping[str, float] = {"table": 0.5, "load": 0.5, "fused": 0.5, "together": 2.0, "noise": 0.5}
+"""By how much likelier, as a power of e, a value that is half or twice the prior's must be to be taken. A job's own
+measurements say little of `together`, either way: 0.12, taken as easily, hid half of a gain of 10%."""
+
+
+def posterior_of(rows: Rows, values: np.ndarray, noise: np.ndarray, spreads: Spreads) -> Posterior:
+    covariance = rows.own.covariance(spreads, frozenset()) + noise
+    covariance[np.diag_indices(len(values))] += spreads.noise**2
+    keys = rows.rank_keys
+    ranks = max(2, len(np.unique(rows.rank_N[rows.rank_N >= 0])))
+    price = -float(np.log(SLOW / ranks))
+    price_below = price - float(np.log(FAST))
+    causes = {
+        int(key): Cause(np.flatnonzero(keys == key), spreads.slow_rank**2, price, price_below)
+        for key in np.unique(keys[keys >= 0])
+    }
+    for profile in np.unique(rows.profile_N[rows.profile_N >= 0]):
+        members = np.flatnonzero(rows.profile_N == profile)
+        causes[-2 - int(profile)] = Cause(members, MOMENT**2, -float(np.log(SLOW_MOMENT)))
+    # A probe measures for a moment, in which something else may run; an interval's figures are of many.
+    return condition(covariance, values, causes, Disturbed(rows.source_N == 0))
+
+
+class LikeliestSpreads:
+    """Estimated anew once half of the profiles are new, or there are other shards: that takes most of the time that
+    conditioning takes, and one profile more says little of how far things vary."""
+
+    def __init__(self) -> None:
+        self.spreads = Spreads()
+        self._new_profiles, self._shard_rows = 0, -1  # since, and when, they were estimated
+
+    def observed(self) -> None:
+        """One profile more."""
+        self._new_profiles += 1
+
+    def update(self, rows: Rows, values: np.ndarray, noise: np.ndarray) -> None:
+        profiles, shard_rows = len(set(rows.profile_N) - {-1}), int((rows.profile_N < 0).sum())
+        if shard_rows != self._shard_rows or 2 * self._new_profiles >= max(1, profiles):
+            self.spreads, self._new_profiles, self._shard_rows = likeliest_spreads(rows, values, noise), 0, shard_rows
+
+    def to_json(self) -> dict[str, Any]:
+        likeliest = {name: getattr(self.spreads, name) for name in GRID}
+        return {"likeliest": likeliest, "new_profiles": self._new_profiles, "shard_rows": self._shard_rows}
+
+    def load_json(self, record: Mapping[str, Any]) -> None:
+        self.spreads = Spreads(**record["likeliest"])
+        self._new_profiles, self._shard_rows = record["new_profiles"], record["shard_rows"]
+
+
+def likeliest_spreads(rows: Rows, values: np.ndarray, noise: np.ndarray) -> Spreads:
+    """One after the other, with `RELUCTANCE`."""
+    best = prior = Spreads()
+
+    @cache
+    def fitness(spreads: Spreads) -> float:
+        away = sum(r * np.log2(getattr(spreads, name) / getattr(prior, name)) ** 2 for name, r in RELUCTANCE.items())
+        return posterior_of(rows, values, noise, spreads).log_evidence - float(away)
+
+    for name, values_of in GRID.items():
+        trials = [replace(best, **{name: value}) for value in values_of]
+        best = max(trials, key=fitness)
+    return best

@@ -1,0 +1,264 @@
+"""Measured over predicted: one posterior of what predictions are off by, with its uncertainty, wherever that is asked.
+
+    corrections.fit(cost_model, exchange_model, shards)      # conditions on all that `observe` remembers
+    corrections.table_factors_T2(tables), corrections.rank_factors_W2(world_size, None)
+
+log(measured / predicted) = scale + rank + sum of (share x table) + more terms + noise; README.md derives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dlrm_autoshard.costs import StepProfile
+from dlrm_autoshard.planner.corrections.conditioning import LikeliestSpreads, posterior_of
+from dlrm_autoshard.planner.corrections.gaussian import Posterior
+from dlrm_autoshard.planner.corrections.observed import Observed
+from dlrm_autoshard.planner.corrections.parts import Parts
+from dlrm_autoshard.planner.corrections.stages import Stages
+from dlrm_autoshard.planner.corrections.terms import (
+    Rows,
+    Spreads,
+    changes,
+    evenness,
+    lightness,
+    rank_variances,
+    sources_alike,
+    variances,
+)
+from dlrm_autoshard.planner.costs.cost_model import CostModel
+from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
+from dlrm_autoshard.planner.costs.loads import NUM_FEATURES, log_loads, many
+from dlrm_autoshard.planner.costs.replay import ShardSample
+from dlrm_autoshard.tables import TableConfig
+
+CHANGE = 0.05
+"""Chance that ranks are no longer as they were an interval ago."""
+MEASURED_NOISE = 0.04
+"""Standard deviation of what a moment's measurement of a table alone is off by: `UNSEEN_MOMENTS` of the probe."""
+REMEMBERED = 16
+"""Profiles conditioned on."""
+
+
+class Corrections:
+    def __init__(self) -> None:
+        self.profiles: list[StepProfile] = []
+        self.eras: list[int] = []  # of ranks, one a profile that was conditioned on
+        self.spreads, self._likeliest = Spreads(), LikeliestSpreads()
+        self._clear()
+
+    def observe(self, profile: StepProfile) -> None:
+        """Remembers a profile, to be conditioned on by the next `fit`."""
+        self.profiles.append(profile)
+        self._likeliest.observed()
+        dropped = max(0, len(self.profiles) - REMEMBERED)
+        del self.profiles[:dropped], self.eras[:dropped]
+
+    def fit(self, model: CostModel, exchange: ExchangeModel, shards: Sequence[ShardSample] = ()) -> None:
+        """Conditions on what is remembered. For each new profile the likelier is taken: that ranks are as they were, or
+        that they have changed."""
+        self._clear()
+        observed: Observed | None = None
+        while len(self.eras) < len(self.profiles):
+            seen = self.profiles[: len(self.eras) + 1]
+            observed = Observed.of(seen, shards, model, exchange)
+            self.eras.append(self._likeliest_era(observed))
+        if observed is None and (self.profiles or shards):
+            observed = Observed.of(self.profiles, shards, model, exchange)
+        if observed is not None:
+            self._condition(observed)
+
+    # -- what it says ------------------------------------------------------------------------------------------------
+
+    def table_factors_T2(self, tables: Sequence[TableConfig]) -> np.ndarray:
+        """[T, 2] that each table's forward and backward take of what is predicted."""
+        if self._observed is None:
+            return np.ones((len(tables), 2))
+        own_B2, changed_B2 = self._logs
+        parts = self._observed.parts
+        factors: np.ndarray = np.exp(parts.basis(tables) @ (own_B2 + changed_B2))
+        return factors
+
+    def rank_factors_W2(self, world_size: int, expected_speed: Sequence[float] | None) -> np.ndarray:
+        """[W, 2] that each rank's computation takes; `expected_speed` counts for ranks that were never observed."""
+        expected = [0.0] * world_size if expected_speed is None else [-float(np.log(s)) for s in expected_speed]
+        own_W = np.array([self._ranks.get(rank, expected[rank]) for rank in range(world_size)])
+        factors: np.ndarray = np.exp(own_W[:, None] + self._scale_2)
+        return factors
+
+    def exchange_factors_W2(self, world_size: int) -> np.ndarray:
+        """[W, 2] that each rank's exchanges take."""
+        return np.exp(np.array([self._exchange.get(rank, (0.0, 0.0)) for rank in range(world_size)]))
+
+    def fused_logs_T2(self, tables: Sequence[TableConfig]) -> np.ndarray:
+        """[T, 2] logarithms of what each table's forward and backward take, beside that, among many others."""
+        if self._observed is None:
+            return np.zeros((len(tables), 2))
+        logs: np.ndarray = self._observed.parts.basis(tables) @ self._fused_B2
+        return logs
+
+    def set_factors(self, ms: np.ndarray, summaries: np.ndarray, fused_logs: np.ndarray) -> np.ndarray:
+        """[..., 2] that sets of tables take of what is predicted, by their summaries [..., K]. ms: that prediction;
+        fused_logs: their tables' `fused_logs_T2` in the mean, by cost."""
+        if self._observed is None:
+            return np.ones(2)
+        loads = log_loads(summaries)
+        logs = fused_logs + self._load_form(loads)
+        logs *= many(loads)[..., None]
+        logs += lightness(ms, self._observed.dearest_2) * self._light_2
+        factors: np.ndarray = np.exp(logs)
+        return factors
+
+    def together_factors_W2(self, stages: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
+        """[W, 2] that just these sets of tables take beside all that. stages: of all ranks, forward, then backward."""
+        if self._posterior is None:
+            return np.ones((len(stages.ms_M) // 2, 2))
+        sets = self.spreads.together**2 * self._rows_now(stages, tables).together(self._rows)
+        return np.exp(self._posterior.mean(sets)).reshape(2, -1).T
+
+    def covariance(self, stages: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
+        """[M, M] of the logarithms of what they take."""
+        rows = self._rows_now(stages, tables)
+        if self._posterior is None:
+            return rows.covariance(rows, self.spreads, frozenset())
+        slow = self._posterior.large
+        cross = rows.covariance(self._rows, self.spreads, slow)
+        prior = rows.covariance(rows, self.spreads, slow) + self._of_unseen_tables(stages, tables)
+        return self._posterior.covariance(prior, cross)
+
+    def _of_unseen_tables(self, stages: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
+        """[M, M] of tables of which nothing was observed, neither whole nor in part: they have no direction yet."""
+        assert self._observed is not None
+        unseen = np.flatnonzero(~self._observed.parts.wholes(tables).any(axis=1)).tolist()
+        parts = Parts(own := [tables[number] for number in unseen])
+        share_MB = stages.share_MT[:, unseen] @ parts.basis(own)
+        variance_B = variances(parts.num_directions, parts.num_wholes, self.spreads)
+        found: np.ndarray = (share_MB * variance_B) @ share_MB.T * (stages.stage_M[:, None] == stages.stage_M)
+        return found
+
+    def told(self, stages: Stages, alone: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
+        """[M, M] of the logarithms that will be expected of `stages`, once those of tables alone have been measured.
+        What was measured does not matter to that, only how well: as a moment's figures are, `MEASURED_NOISE` beside
+        what is left open."""
+        count = len(stages.ms_M)
+        covariance = self.covariance(stages.and_also(alone), tables)
+        seen, cross = covariance[count:, count:], covariance[:count, count:]
+        told: np.ndarray = cross @ np.linalg.solve(seen + MEASURED_NOISE**2 * np.eye(len(seen)), cross.T)
+        return (told + told.T) / 2
+
+    def _rows_now(self, stages: Stages, tables: Sequence[TableConfig]) -> Rows:
+        """As they would be measured next."""
+        count = len(stages.ms_M)
+        source, share_MB, change_MF, wholes = 0, stages.share_MT, np.zeros((count, 0)), stages.share_MT.shape[1]
+        light_M, load_MF = np.zeros(count), np.zeros((count, NUM_FEATURES))
+        if self._observed is not None:
+            source, parts = self._observed.newest_source, self._observed.parts.also(tables)
+            wholes = parts.num_wholes
+            share_MB = stages.share_MT @ parts.basis(tables)
+            change_MF = changes(share_MB, self._observed.now_R2[parts.whole_of_B])
+            alike_W2 = self.rank_factors_W2(int(stages.rank_M.max(initial=0)) + 1, None)  # as if all ranks were alike
+            slower_M = np.where(stages.rank_M < 0, 1.0, alike_W2[stages.rank_M, stages.stage_M])
+            light_M = lightness(stages.ms_M / slower_M, self._observed.dearest_2[stages.stage_M])
+            load_MF = self._observed.load_range.features(stages.load_ML)
+        return Rows(
+            stage_N=stages.stage_M,
+            source_N=np.full(count, source),
+            rank_N=stages.rank_M,
+            era_N=np.full(count, self._now),
+            profile_N=np.full(count, -1),
+            light_N=light_M,
+            share_NB=share_MB,
+            change_NF=change_MF,
+            many_N=many(stages.load_ML),
+            load_NF=load_MF,
+            even_N=evenness(stages.share_MT),
+            num_wholes=wholes,
+        )
+
+    # -- conditioning ------------------------------------------------------------------------------------------------
+
+    def _clear(self) -> None:
+        self._logs = np.zeros((0, 2)), np.zeros((0, 2))  # own_B2 and changed_B2 of `_log_factors`
+        self._ranks: dict[int, float] = {}
+        self._exchange: dict[int, tuple[float, float]] = {}
+        self._fused_B2 = np.zeros((0, 2))
+        self._load_form: Callable[[np.ndarray], np.ndarray] = lambda _: np.zeros(2)
+        self._scale_2, self._light_2 = np.zeros(2), np.zeros(2)
+        self._posterior: Posterior | None = None
+        self._observed: Observed | None = None
+
+    @property
+    def ranks_changed(self) -> bool:
+        """With the newest profile."""
+        return len(self.eras) > 1 and self.eras[-1] != self.eras[-2]
+
+    @property
+    def _now(self) -> int:
+        return self.eras[-1] if self.eras else 0
+
+    def _likeliest_era(self, observed: Observed) -> int:
+        if not self.eras:
+            return 0
+        evidence = {}
+        for era, prior in ((self._now, 0.0), (self._now + 1, float(np.log(CHANGE)))):
+            rows, values, noise = observed.rows([*self.eras, era], None)
+            posterior = posterior_of(rows, values, noise, self.spreads)
+            exchange = observed.exchange.log_evidence([*self.eras, era], self.spreads)
+            evidence[era] = prior + posterior.log_evidence + exchange
+        return max(evidence, key=lambda era: evidence[era])
+
+    def _condition(self, observed: Observed) -> None:
+        table_T2: np.ndarray | None = None
+        self.spreads = Spreads()
+        for _ in range(3):  # how tables add up bends with their costs, so their shares are taken again
+            rows, values, noise = observed.rows(self.eras, table_T2)
+            if table_T2 is None:
+                self._likeliest.update(rows, values, noise)
+                self.spreads = self._likeliest.spreads
+            posterior = posterior_of(rows, values, noise, self.spreads)
+            own_B2, changed_B2 = self._log_factors(observed, rows, posterior)
+            parts = observed.parts
+            table_T2 = parts.basis(observed.tables) @ (own_B2 + changed_B2)
+        assert table_T2 is not None
+        self._observed, self._rows, self._posterior = observed, rows, posterior
+        self._logs = self._log_factors(observed, rows, posterior)
+        key_N = rows.rank_keys
+        newest_N, stage_2N = rows.source_N == observed.newest_source, rows.stage_N == np.arange(2)[:, None]
+        self._scale_2 = posterior.mean(self.spreads.scale**2 * sources_alike(newest_N) * stage_2N)
+        self._light_2 = posterior.mean(self.spreads.light**2 * rows.light_N * newest_N * stage_2N)
+        many_N2 = (posterior.weights_N * rows.many_N * stage_2N).T
+        self._load_form = observed.load_range.form(self.spreads.load**2 * rows.load_NF.T @ many_N2)
+        self._fused_B2 = self.spreads.fused**2 * rows.share_NB.T @ many_N2
+        self._fused_B2[rows.num_wholes :] = 0.0
+        variance_N = rank_variances(key_N, self.spreads, posterior.large)
+        for key in np.unique(key_N[key_N >= 0]):  # of several eras the last one counts
+            self._ranks[int(key % 1_000_000)] = float(posterior.mean((variance_N * (key_N == key))[None])[0])
+        if observed.profiles:
+            self._exchange = observed.exchange.factors(self.eras, self.spreads)
+
+    def _log_factors(self, observed: Observed, rows: Rows, posterior: Posterior) -> tuple[np.ndarray, np.ndarray]:
+        """Posterior means of the tables' log factors, forward and backward: [B, 2] their own, [B, 2] what they have
+        become as data changed."""
+        own, changed = [], []
+        for stage in (0, 1):
+            weights_N = posterior.weights_N * (rows.stage_N == stage)
+            now_B2 = observed.now_R2[observed.parts.whole_of_B]
+            changed_B2 = (weights_N @ rows.change_NF).reshape(-1, 2) * now_B2
+            own.append(rows.variance_B(self.spreads) * (weights_N @ rows.share_NB))
+            changed.append(self.spreads.change**2 * changed_B2.sum(axis=1))
+        return np.stack(own, axis=1), np.stack(changed, axis=1)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        return {"eras": self.eras, "spreads": self._likeliest.to_json()}
+
+    def load_json(self, record: Mapping[str, Any], profiles: Sequence[StepProfile]) -> None:
+        """profiles: all that were kept, the newest last."""
+        self.eras = list(record["eras"])
+        if "spreads" in record:  # not in states of older versions
+            self._likeliest.load_json(record["spreads"])
+        self.profiles = list(profiles)[len(profiles) - len(self.eras) :]

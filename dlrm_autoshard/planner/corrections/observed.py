@@ -1,0 +1,243 @@
+"""Measurements beside what was predicted without corrections: what `Corrections` is conditioned on.
+
+observed = Observed.of(profiles, shards, cost_model, exchange_model)
+rows, values, noise = observed.rows(eras, None)          # of computation, as logarithms
+observed.exchange.factors(eras, spreads)                 # of each rank's exchanges, as logarithms
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from dlrm_autoshard.costs import IQR_OF_NORMAL, StepProfile
+from dlrm_autoshard.planner.corrections.exchange_errors import ExchangeErrors
+from dlrm_autoshard.planner.corrections.parts import Parts
+from dlrm_autoshard.planner.corrections.terms import Rows, changes, evenness, lightness
+from dlrm_autoshard.planner.costs.cost_model import COST, CostModel
+from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
+from dlrm_autoshard.planner.costs.loads import LoadRange, log_loads, many
+from dlrm_autoshard.planner.costs.replay import ShardSample
+from dlrm_autoshard.tables import Shard, TableConfig, TableStats
+
+MOST_ROWS = 600
+"""Stages of profiles and of start-up shards, so that the system stays small. Shards have half of them at least: on many
+ranks profiles alone would take them all, and of a table that was only ever seen on one rank nobody could say whether it
+or its rank is slow."""
+LEAST = 1e-3
+"""Lookups a sample, below which it no longer matters how few they are."""
+FAR = 2.0
+"""Of logarithms, beyond which it hardly matters how much further data change: what 64 tables alone, at 1 to 100 lookups
+a sample, were off by differed by 0.15, 0.22, 0.22, 0.28 (backward) where their logarithms differed by 1.2, 2, 3, 4."""
+_SOURCES = ("probe", "measured", "simulated")
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Measurements beside their predictions, uncorrected. N sets of tables: a rank's in a profile, or a start-up shard;
+    inside_NT: which tables are in each. Tables include parts that were measured; R: whole tables."""
+
+    profiles: Sequence[StepProfile]
+    tables: tuple[TableConfig, ...]
+    parts: Parts
+    summary_NTK: list[np.ndarray]  # of each different list of tables; `kind_N` says which
+    log_data_KR2: np.ndarray  # of each kind: how far its tables' log lookups and log reuse are from the first (`FAR`)
+    kind_N: np.ndarray
+    inside_NT: np.ndarray
+    measured_N2: np.ndarray
+    noise_N: np.ndarray
+    profile_N: np.ndarray  # -1 of a start-up shard
+    rank_N: np.ndarray
+    model: CostModel
+    exchange: ExchangeErrors
+
+    @property
+    def now_R2(self) -> np.ndarray:
+        """`log_data_KR2` of the newest profile's tables."""
+        now: np.ndarray = self.log_data_KR2[0]
+        return now
+
+    @property
+    def newest_source(self) -> int:
+        return _SOURCES.index(self.profiles[-1].source) if self.profiles else 0
+
+    @cached_property
+    def _sums_NK(self) -> np.ndarray:
+        return np.stack([own @ self.summary_NTK[k] for own, k in zip(self.inside_NT, self.kind_N, strict=True)])
+
+    @cached_property
+    def dearest_2(self) -> np.ndarray:
+        """Forward and backward of the dearest set of tables that was measured, as predicted."""
+        dearest: np.ndarray = self.model.device_ms(self._sums_NK.astype(np.float32)).max(axis=0)
+        return dearest
+
+    @cached_property
+    def _log_loads_NL(self) -> np.ndarray:
+        return log_loads(self._sums_NK)
+
+    @cached_property
+    def load_range(self) -> LoadRange:
+        return LoadRange.of(self._log_loads_NL)
+
+    @staticmethod
+    def of(
+        profiles: Sequence[StepProfile], shards: Sequence[ShardSample], model: CostModel, exchange: ExchangeModel
+    ) -> Observed:
+        tables = profiles[-1].tables if profiles else tuple(dict.fromkeys(t for s in shards for t in s.tables))
+        wholes = Parts(tables)
+        split = [table for p in profiles if p.plan.split_tables for table in p.shards[0]]
+        split += [table for s in shards for table in s.tables if Shard.parse(table.name).columns]
+        split = [table for table, inside_R in zip(split, wholes.wholes(split), strict=True) if inside_R.any()]
+        tables = tuple(dict.fromkeys([*tables, *split]))
+        column = {table: i for i, table in enumerate(tables)}
+        batch_size = profiles[-1].batch_size if profiles else shards[-1].batch_size
+        kinds: dict[tuple[int, ...], tuple[int, Sequence[TableConfig], Sequence[TableStats]]] = {}
+        rows: list[tuple[int, np.ndarray, tuple[float, float], float, int, int]] = []
+
+        def kind_of(own: Sequence[TableConfig], stats: Sequence[TableStats]) -> int:
+            number, _, _ = kinds.setdefault((*map(id, own), *map(id, stats)), (len(kinds), own, stats))
+            return number
+
+        usable = [s for s in shards if s.batch_size == batch_size and all(table in column for table in s.tables)]
+        usable = [s for s in usable if min(s.fwd_compute_ms, s.bwd_compute_ms) > 0]
+        least_shards = min(len(usable), MOST_ROWS // 4)
+        left = MOST_ROWS // 2 - least_shards  # forward and backward of so many ranks
+        for number, dearest in _remembered(profiles, column, batch_size, left):
+            profile = profiles[number]
+            number_of_kind = kind_of(*profile.shards)
+            rank_T = np.array([profile.plan.rank_of.get(table.name, -1) for table in tables])
+            for rank in dearest:
+                pair = (profile.ranks[rank].fwd_compute_ms, profile.ranks[rank].bwd_compute_ms)
+                rows.append((number_of_kind, rank_T == rank, pair, profile.noise, number, rank))
+            left -= len(dearest)
+        by_cost = sorted(range(len(usable)), key=lambda i: usable[i].fwd_compute_ms + usable[i].bwd_compute_ms)
+        kept = by_cost[max(0, len(usable) - least_shards - left) :]
+        for shard in (usable[i] for i in sorted(kept, reverse=True)):
+            inside = np.zeros(len(tables), dtype=bool)
+            inside[[column[table] for table in shard.tables]] = True
+            pair = (shard.fwd_compute_ms, shard.bwd_compute_ms)
+            rows.append((kind_of(shard.tables, shard.stats), inside, pair, shard.noise, -1, -1))
+        summaries, log_data = _of_kinds(
+            [(own, stats) for _, own, stats in kinds.values()], column, wholes, model, batch_size
+        )
+        kinds_N, insides, pairs, noises, numbers, ranks = zip(*rows, strict=True) if rows else ((),) * 6
+        return Observed(
+            profiles=profiles,
+            tables=tables,
+            parts=Parts(tables),
+            summary_NTK=summaries,
+            log_data_KR2=_since_the_first(log_data, wholes.num_wholes),
+            kind_N=np.array(kinds_N, dtype=int),
+            inside_NT=np.array(insides, dtype=bool).reshape(-1, len(tables)),
+            measured_N2=np.array(pairs, dtype=np.float64).reshape(-1, 2),
+            noise_N=np.array(noises, dtype=np.float64),
+            profile_N=np.array(numbers, dtype=int),
+            rank_N=np.array(ranks, dtype=int),
+            model=model,
+            exchange=ExchangeErrors.of(profiles, exchange),
+        )
+
+    def rows(self, eras: Sequence[int], table_T2: np.ndarray | None) -> tuple[Rows, np.ndarray, np.ndarray]:
+        """(rows, their log measured / predicted, covariance of their noise); forward, then backward.
+        table_T2: log factors of the tables, about which shares are taken."""
+        log_T2 = np.zeros((len(self.tables), 2)) if table_T2 is None else table_T2
+        sums = np.zeros((len(self.kind_N), self.summary_NTK[0].shape[1])) if self.summary_NTK else np.zeros((0, 1))
+        share_N2T = np.zeros((len(self.kind_N), 2, len(self.tables)))
+        for kind, summary_TK in enumerate(self.summary_NTK):
+            own = np.flatnonzero(self.kind_N == kind)
+            corrected = summary_TK.copy()
+            corrected[:, COST] *= np.exp(log_T2)
+            sums[own] = self.inside_NT[own] @ corrected
+            for stage in (0, 1):
+                share_N2T[own, stage] = self.inside_NT[own] * corrected[:, COST.start + stage]
+        if len(sums):
+            share_N2T /= (sums[:, COST] + self.model.launch_S)[:, :, None]
+        predicted_N2 = self.model.device_ms(sums.astype(np.float32)).astype(np.float64)
+        off_N2 = np.log(self.measured_N2 / predicted_N2) + np.einsum("nst,ts->ns", share_N2T, log_T2)
+        count = len(self.kind_N)
+        era_N = np.array([eras[number] if number >= 0 else 0 for number in self.profile_N], dtype=int)
+        share_NT = np.concatenate([share_N2T[:, 0], share_N2T[:, 1]])
+        source_N = np.array([_SOURCES.index(self.profiles[n].source) if n >= 0 else 0 for n in self.profile_N])
+        share_NB = share_NT @ self.parts.basis(self.tables)
+        light_N = lightness(predicted_N2.T.ravel(), np.repeat(self.dearest_2, count))
+        rows = Rows(
+            stage_N=np.repeat([0, 1], count),
+            source_N=np.tile(source_N, 2),
+            rank_N=np.tile(self.rank_N, 2),
+            era_N=np.tile(era_N, 2),
+            profile_N=np.tile(self.profile_N, 2),
+            light_N=light_N,
+            share_NB=share_NB,
+            change_NF=changes(share_NB, self.log_data_KR2[np.tile(self.kind_N, 2)][:, self.parts.whole_of_B]),
+            many_N=np.tile(many(self._log_loads_NL), 2),
+            load_NF=np.tile(self.load_range.features(self._log_loads_NL), (2, 1)),
+            even_N=evenness(share_NT),
+            num_wholes=self.parts.num_wholes,
+        )
+        # Half of a profile's noise is its own moment's, the same for all of its ranks and stages.
+        noise_N, profile_N = np.tile(self.noise_N / IQR_OF_NORMAL, 2), np.tile(self.profile_N, 2)
+        together = (profile_N[:, None] == profile_N) & (profile_N >= 0)
+        noise_NN = np.outer(noise_N, noise_N) * np.where(np.eye(2 * count, dtype=bool), 1.0, 0.5 * together)
+        return rows, off_N2.T.ravel(), noise_NN
+
+
+def _remembered(
+    profiles: Sequence[StepProfile], known: Container[TableConfig], batch_size: int, most: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Profiles by number, the newest first, each with the ranks of it that are conditioned on: `most` in all.
+
+    Of the newest all; of the others the dearest, so that there is something of each: many profiles of one plan say less
+    of tables and ranks than one of each of several plans.
+    """
+    alike = [
+        number
+        for number, profile in enumerate(profiles)
+        if profile.batch_size == batch_size and all(table in known for table in profile.shards[0])
+    ]
+    for left, number in zip(range(len(alike), 0, -1), reversed(alike), strict=True):
+        pairs = {r: (cost.fwd_compute_ms, cost.bwd_compute_ms) for r, cost in enumerate(profiles[number].ranks)}
+        owners = [rank for rank in sorted(set(profiles[number].plan.rank_of.values())) if min(pairs[rank]) > 0]
+        dearest = sorted(owners, key=lambda rank: -sum(pairs[rank]))[: most if number == alike[-1] else most // left]
+        most -= len(dearest)
+        yield number, sorted(dearest)
+
+
+def _of_kinds(
+    kinds: Sequence[tuple[Sequence[TableConfig], Sequence[TableStats]]],
+    column: Mapping[TableConfig, int],
+    wholes: Parts,
+    model: CostModel,
+    batch_size: int,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Of each list of tables [T, K] summaries, zeros of those that are not in it, and [R, 2] logarithms of lookups and
+    reuse, not a number of those. One pass of the network for all: a start has a hundred lists of one table."""
+    if not kinds:
+        return [], []
+    every = model.summaries(
+        [table for own, _ in kinds for table in own], [stat for _, stats in kinds for stat in stats], batch_size
+    )
+    summaries, log_data, start = [], [], 0
+    for own, stats in kinds:
+        summary = np.zeros((len(column), every.shape[1]))
+        summary[[column[table] for table in own]] = every[start : start + len(own)]
+        data = np.full((wholes.num_wholes, 2), np.nan)
+        data[wholes.wholes(own).argmax(axis=1)] = [
+            (np.log(max(s.mean_pooling, LEAST)), np.log(max(s.mean_reuse, LEAST))) for s in stats
+        ]
+        summaries.append(summary)
+        log_data.append(data)
+        start += len(own)
+    return summaries, log_data
+
+
+def _since_the_first(log_data: Sequence[np.ndarray], num_tables: int) -> np.ndarray:
+    """[K, R, 2] of kinds, the oldest last: how far from what the oldest has of the same table, 0 where nobody has it,
+    at most `FAR`."""
+    all_KR2 = np.stack(log_data) if log_data else np.zeros((1, num_tables, 2))
+    known = ~np.isnan(all_KR2[::-1, :, 0])
+    first = all_KR2[::-1][known.argmax(axis=0), np.arange(num_tables)]
+    away_KR2 = np.nan_to_num(all_KR2 - first)
+    return away_KR2 / np.sqrt(1 + (away_KR2 / FAR) ** 2)

@@ -1,0 +1,74 @@
+"""How sets of tables load their rank: what fusing changes depends on that, smoothly.
+
+loads_NL = log_loads(summary_NK)                 # of sets, from their summaries
+known = LoadRange.of(loads_NL)
+known.features(loads_NL)                         # [N, F]: quadratic, for a linear model with a normal prior
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dlrm_autoshard.planner.costs.cost_model import LEAST_LOAD, LOADS, LOGGED
+
+# Axes: N sets of tables, K summary columns, L loads (how many tables, then the cost model's), F features.
+
+_COLUMNS = [0, *range(LOGGED.stop - len(LOADS), LOGGED.stop)]
+_FIRST, _SECOND = np.triu_indices(len(_COLUMNS))
+_OF_PRODUCTS = np.where(_FIRST == _SECOND, 0.5, 0.5**0.5)
+NUM_FEATURES = 1 + len(_COLUMNS) + len(_COLUMNS) * (len(_COLUMNS) + 1) // 2
+
+
+def log_loads(summary_NK: np.ndarray) -> np.ndarray:
+    """[..., L] natural logarithms: of the number of tables, ids, bytes read and bytes of different rows."""
+    found: np.ndarray = np.log(np.maximum(summary_NK[..., _COLUMNS], [1.0] + [LEAST_LOAD] * len(LOADS)))
+    return found
+
+
+def many(log_NL: np.ndarray) -> np.ndarray:
+    """[...] 0 of a table alone, which nothing is fused with, towards 1 of many."""
+    found: np.ndarray = 1 - np.exp(-log_NL[..., 0])
+    return found
+
+
+@dataclass(frozen=True)
+class LoadRange:
+    """Of the sets that were measured, [L] each: what is said of others is what is said of the nearest of these."""
+
+    middle_L: np.ndarray
+    low_L: np.ndarray
+    high_L: np.ndarray
+
+    @staticmethod
+    def of(log_NL: np.ndarray) -> LoadRange:
+        sets = log_NL[many(log_NL) > 0]
+        sets = sets if len(sets) else np.zeros((1, len(_COLUMNS)))
+        return LoadRange(sets.mean(axis=0), sets.min(axis=0), sets.max(axis=0))
+
+    def features(self, log_NL: np.ndarray) -> np.ndarray:
+        """[..., F], whose products are (1 + z . z' / 2) squared, z: loads beside those in the middle."""
+        z = self._beside_the_middle(log_NL)
+        products = z[..., _FIRST] * z[..., _SECOND] * _OF_PRODUCTS
+        return np.concatenate([np.ones_like(z[..., :1]), z, products], axis=-1)
+
+    def form(self, weights_FS: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+        """What makes features @ weights of loads, without making features: for searches. In float32."""
+        constant_S, linear_LS, products_PS = np.split(weights_FS.astype(np.float32), [1, 1 + len(_COLUMNS)])
+        square_LSL = np.zeros((len(_COLUMNS), weights_FS.shape[1], len(_COLUMNS)), dtype=np.float32)
+        square_LSL[_FIRST, :, _SECOND] = products_PS * _OF_PRODUCTS[:, None]
+        wide = square_LSL.reshape(len(_COLUMNS), -1)
+
+        def value(log_NL: np.ndarray) -> np.ndarray:
+            z = self._beside_the_middle(log_NL).astype(np.float32)
+            squares = (z @ wide).reshape(*z.shape[:-1], *square_LSL.shape[1:])
+            found: np.ndarray = constant_S + z @ linear_LS + (squares @ z[..., None])[..., 0]
+            return found
+
+        return value
+
+    def _beside_the_middle(self, log_NL: np.ndarray) -> np.ndarray:
+        found: np.ndarray = np.clip(log_NL, self.low_L, self.high_L) - self.middle_L
+        return found

@@ -1,0 +1,1 @@
+"""The published algorithm: the estimated MDP, its policy, and their training."""

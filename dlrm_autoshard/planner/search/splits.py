@@ -1,0 +1,188 @@
+"""Which tables to split by columns, and where the parts go: a beam over halvings (NeuroShard, MLSys 2023).
+
+task = fitting(task)                            # tables that fit no rank whole are split until a plan exists
+found = split_search(task, costs_of, rank_U)    # Splitted(task of shards, placement, ms), best first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dlrm_autoshard.plan import PlanError
+from dlrm_autoshard.planner.feasible import feasible
+from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost
+from dlrm_autoshard.planner.search.local_search import improve, late
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.task_costs import TaskCosts
+from dlrm_autoshard.planner.units import Room
+from dlrm_autoshard.tables import Shard
+
+BEAM, MOST_HALVINGS = 3, 10
+LEAST_GAIN = 0.003
+"""Part of a step that one halving more must save."""
+PATIENCE = 1
+"""Halvings in a row that may save less: two equal parts, or two stages' slowest ranks, are relieved one by one."""
+MOST_SWAPS, FEW_SWAPS, FEW_MOVES = 256, 64, 10
+"""Of a local search: there are dozens of nodes, and only the winner is searched thoroughly."""
+RECEIVING = 2
+"""Among the stages that searches see."""
+THOROUGH_KICKS = 5
+CostsOf = Callable[[PlacementTask], TaskCosts]
+
+
+@dataclass(frozen=True)
+class Splitted:
+    """A way to split, with a placement of the shards and what it is predicted to cost."""
+
+    task: PlacementTask
+    costs: TaskCosts
+    rank_U: np.ndarray
+    step_ms: float
+
+
+def fitting(task: PlacementTask) -> PlacementTask:
+    """The task itself where a legal plan exists, or tables may not be split; else with its largest tables split until
+    one does. PlanError, of the task as it was asked, where splitting brings none."""
+    if task.topology.memory_bytes is None or task.splits.max_parts <= 1 or not task.splits.allowed:
+        return task
+    refusal: PlanError | None = None
+    split = task
+    for _ in range(MOST_HALVINGS * task.world_size):
+        try:
+            feasible(split)
+            return split
+        except PlanError as error:
+            refusal = refusal or error
+        by_bytes = sorted(split.names, key=lambda name: -split.table_bytes[name])
+        halved = next((half for name in by_bytes if (half := split.split(name)) is not None), None)
+        if halved is None:
+            break
+        split = halved
+    assert refusal is not None
+    raise refusal
+
+
+def split_search(
+    task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline: float | None = None
+) -> list[Splitted]:
+    """Ways to split that beat the task as it is under the placement `rank_U`, best first; none where none does.
+
+    Each round halves, of every node in the beam, the shards that make ranks slow: of each stage's slowest rank the one
+    that is dearest in it, alone or with all parts of its table that are as wide. The parts go where they cost least,
+    and a few moves tell which children are worth a local search; where it gains little, the best gets a placement anew.
+    """
+    costs = costs_of(task)
+    start = Splitted(task, costs, rank_U, costs.step_ms(rank_U))
+    beam, best, seen, in_vain = [start], start, set[frozenset[str]](), 0
+    for _ in range(MOST_HALVINGS if task.splits.max_parts > 1 else 0):
+        children = []
+        for node in beam:
+            for name in dear_shards(node):
+                for halved in _halvings(node.task, name):
+                    if frozenset(halved.names) in seen or late(deadline):
+                        continue
+                    seen.add(frozenset(halved.names))
+                    child = _placed(node, halved, costs_of(halved), deadline)
+                    if child is not None:
+                        children.append(child)
+        likeliest = sorted(children, key=lambda child: child.step_ms)[:BEAM]
+        beam = sorted((_searched(child, deadline) for child in likeliest), key=lambda child: child.step_ms)
+        if beam and beam[0].step_ms >= best.step_ms * (1 - LEAST_GAIN):
+            beam[0] = _searched_anew(beam[0], deadline)
+        if beam and beam[0].step_ms < best.step_ms * (1 - LEAST_GAIN):
+            best, in_vain = beam[0], 0
+            continue
+        in_vain += 1
+        if not beam or in_vain > PATIENCE:
+            break
+    if best is start:
+        return []
+    better_U = improve(best.task, best.costs, best.rank_U, kicks=THOROUGH_KICKS, deadline=deadline)
+    return [replace(best, rank_U=better_U, step_ms=best.costs.step_ms(better_U))]
+
+
+def _halvings(task: PlacementTask, name: str) -> Iterator[PlacementTask]:
+    """The shard `name` halved; and so all parts of its table that are as wide."""
+    if (halved := task.split(name)) is not None:
+        yield halved
+    width = task.shard(name)[0].embedding_dim
+    parts = task.shards_of[Shard.parse(name).table]
+    alike = [part.name for part, _ in parts if part.embedding_dim == width]
+    all_halved: PlacementTask | None = task if len(alike) > 1 else None
+    for part in alike:
+        all_halved = None if all_halved is None else all_halved.split(part)
+    if all_halved is not None:
+        yield all_halved
+
+
+def dear_shards(node: Splitted) -> Iterator[str]:
+    """Of each stage's slowest rank, the shard that is dearest in this stage and may be halved."""
+    task, costs, world_size = node.task, node.costs, node.task.world_size
+    ms_W4 = costs.stage_ms(costs.sums(node.rank_U), np.arange(world_size))
+    rank_T = node.rank_U[task.units.unit_of_T]
+    named = set()
+    for stage, rank in enumerate(ms_W4.argmax(axis=0)):
+        if stage == RECEIVING:  # the rank with fewest dims: more of them relieve it
+            continue
+        own = np.flatnonzero(rank_T == rank)
+        ms_N = costs.stage_ms(costs.summary_TK[own], np.full(len(own), rank))[:, stage]
+        for table in own[np.argsort(-ms_N, kind="stable")]:
+            if task.halves(task.names[table]) is not None:
+                named.add(task.names[table])
+                break
+    yield from sorted(named)
+
+
+def with_halves(node: Splitted, name: str, costs_of: CostsOf) -> Splitted | None:
+    """The node with this shard halved, whatever that is predicted to cost; None where that may not be."""
+    halved = node.task.split(name)
+    return None if halved is None else _placed(node, halved, costs_of(halved), None)
+
+
+def _placed(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: float | None) -> Splitted | None:
+    """What is new in `halved` placed beside all that stays as it is in `node`, and a few moves; None where nothing is
+    legal so."""
+    rank_of = dict(zip(node.task.names, node.rank_U[node.task.units.unit_of_T], strict=True))
+    rank_U = np.array([rank_of.get(halved.names[members[0]], -1) for members in halved.units.members])
+    room = Room(halved.units, rank_U)
+    for unit in np.flatnonzero(rank_U < 0):
+        legal = np.flatnonzero(room.legal_W(int(unit)))
+        if len(legal) == 0:
+            return None
+        ms_N = []
+        for rank in legal:
+            room.rank_U[unit] = rank
+            ms_N.append(costs.stage_ms(costs.sums(room.rank_U), np.arange(halved.world_size)).max(axis=0).sum())
+        room.rank_U[unit] = -1
+        room.place(int(unit), int(legal[int(np.argmin(ms_N))]))
+    rank_U = improve(halved, costs, room.rank_U, deadline=deadline, most_swaps=FEW_SWAPS, most_moves=FEW_MOVES)
+    return Splitted(halved, costs, rank_U, costs.step_ms(rank_U))
+
+
+def _searched(child: Splitted, deadline: float | None) -> Splitted:
+    """Local search from its placement."""
+    best_U = improve(child.task, child.costs, child.rank_U, deadline=deadline, most_swaps=MOST_SWAPS)
+    return replace(child, rank_U=best_U, step_ms=child.costs.step_ms(best_U))
+
+
+def _searched_anew(child: Splitted, deadline: float | None) -> Splitted:
+    """Itself, or what local search makes of a placement made anew, where that is better."""
+    anew = _searched(replace(child, rank_U=greedy_on_cost(child.task, child.costs)), deadline)
+    return min(child, anew, key=lambda one: one.step_ms)
+
+
+def merged(task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline: float | None = None) -> list[Splitted]:
+    """For each split table, a placement in which it is whole again, and all else begins where it is."""
+    start = Splitted(task, costs_of(task), rank_U, float("inf"))
+    found = []
+    for table in task.wholes:
+        parts = task.shards_of[table.name]
+        if len(parts) > 1 and not late(deadline):
+            at = task.names.index(parts[0][0].name)
+            whole = task.with_shards([*task.tables[:at], table, *task.tables[at + len(parts) :]])
+            child = _placed(start, whole, costs_of(whole), deadline)
+            found += [] if child is None else [_searched(child, deadline)]
+    return found

@@ -1,0 +1,137 @@
+"""A run's folder of checkpoints as one process sees it: which is newest, best, damaged, of steps that will be others.
+
+folder = CheckpointFolder(run_dir / "checkpoints", keep=2)
+folder.newest(), folder.best()
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from dlrm_autoshard.train.checkpoints.manifest import DamagedCheckpoint, folder_name, read_manifest
+
+BEST = "best"
+"""Beside the checkpoints: a link to the best one."""
+
+
+class CheckpointFolder:
+    """No method is a collective. Those that change the folder are rank 0's task."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        """keep: so many of the newest, beside the best."""
+        self.folder, self._keep = folder, keep
+
+    def newest(self, before: int | None = None) -> Path | None:
+        """The newest one of a step below `before`."""
+        found = [path for path in self._whole() if before is None or step_of(path) < before]
+        return found[-1] if found else None
+
+    def best(self) -> Path | None:
+        """The checkpoint that `point_best_at` named."""
+        link = self.folder / BEST
+        path = link.with_name(os.readlink(link)) if link.is_symlink() else None
+        return path if path in self._whole() else None
+
+    def point_best_at(self, step: int) -> None:
+        """The checkpoint of `step`, if there is one, is kept until another is the best. `best` beside it is a link,
+        replaced whole or not at all."""
+        path = self.folder / folder_name(step)
+        if path in self._whole() and path != self.best():
+            draft = self.folder / f"{BEST}.tmp"
+            draft.unlink(missing_ok=True)
+            draft.symlink_to(path.name)
+            if not (self.folder / BEST).is_symlink():
+                remove(self.folder / BEST)  # a run that was copied may have a folder in the link's place
+            draft.replace(self.folder / BEST)
+            self.remove_old()
+
+    def choose(self, asked: Path | None, *, fall_back: bool) -> tuple[Path | None, list[str]]:
+        """The checkpoint to start from, with what there is to say about it.
+
+        asked: it, and none else. fall_back: past damaged ones to the newest that is whole, as far as its manifest and
+        the sizes of its files tell; else DamagedCheckpoint offers that one.
+        """
+        path = asked or self.newest()
+        said: list[str] = []
+        while path is not None:
+            try:
+                read_manifest(path)
+                break
+            except DamagedCheckpoint as error:
+                path, sentence = self.instead_of(path, error, fall_back=fall_back)
+                said.append(sentence)
+        return path, said
+
+    def instead_of(self, path: Path, damage: DamagedCheckpoint, *, fall_back: bool) -> tuple[Path, str]:
+        """The next older checkpoint, and a sentence that it is taken. DamagedCheckpoint, which offers it, where it is
+        not to be taken."""
+        older = self.newest(before=step_of(path))
+        if older is None:
+            raise DamagedCheckpoint(f"{damage} There is no checkpoint before it: start a new run.")
+        if not fall_back:
+            raise DamagedCheckpoint(f"{damage} The one before it: --resume {older}")
+        return older, f"{damage} Continuing from the one before it, '{older}'."
+
+    def set_aside_after(self, step: int) -> list[str]:
+        """Renames checkpoints of later steps, which are of training that will now be done otherwise, so that no start
+        takes them for its own. Returns sentences."""
+        said = []
+        for path in self._whole():
+            if step_of(path) > step:
+                names = (path.with_name(f"{path.name}.set_aside{n or ''}") for n in range(10_000))
+                aside = path.rename(next(name for name in names if not name.exists()))
+                said.append(f"'{path.name}' is of a later step; set aside as '{aside}'.")
+        return said
+
+    def _whole(self) -> list[Path]:
+        return sorted((path for path in self.folder.glob("step_*") if step_of(path) >= 0), key=step_of)
+
+    def remove_old(self) -> None:
+        best = self.best()
+        for old in self._whole()[: -self._keep]:
+            if old != best:
+                # Out of sight first, so that a kill in mid-deletion leaves no folder that seems whole.
+                remove(old.rename(old.with_name(old.name + ".old")))
+
+    def make_draft(self, draft: Path) -> None:
+        for left in (*self.folder.glob("*.tmp"), *self.folder.glob("*.old")):  # by a kill
+            remove(left)
+        draft.mkdir(parents=True)
+
+
+def run_and_checkpoint(resume: str | None) -> tuple[str | None, Path | None]:
+    """What --resume asks for: RUN/checkpoints/step_00000400 (or best) is that checkpoint of RUN; else the newest."""
+    path = behind_best(Path(resume or "").absolute())
+    if resume and path.name.startswith("step_") and path.parent.name == "checkpoints":
+        return str(path.parents[1]), path
+    return resume, None
+
+
+def behind_best(path: Path) -> Path:
+    """The checkpoint itself, where `path` is the link to a run's best."""
+    return path.with_name(os.readlink(path)) if path.name == BEST and path.is_symlink() else path
+
+
+def step_of(path: Path) -> int:
+    digits = path.name.removeprefix("step_")
+    return int(digits) if digits.isdigit() else -1
+
+
+def sync(path: Path) -> None:
+    """Until it is on disk; of a folder: its names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """A folder, or somebody's link to one; what cannot be removed now (a network file system keeps what is being read)
+    goes before the next checkpoint is written."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)

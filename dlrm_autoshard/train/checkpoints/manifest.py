@@ -1,0 +1,214 @@
+"""The one file that says what a checkpoint holds, and the digest of every byte of it: manifest.json, plain JSON.
+
+{"schema": 2, "digest": ..., "state": {"step": 640, ...}, "files": {"rank_00000.bin": 8192, "extra.json": 90},
+ "tensors": {"tables.user.weight": {"dtype": "float32", "shape": [943, 32], "chunks": [...]}}, ...}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+from pydantic import NonNegativeInt
+
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.tables import Shard
+from dlrm_autoshard.train.checkpoints.digest import ALGORITHMS
+
+MANIFEST, EXTRA = "manifest.json", "extra.json"
+SCHEMA, SPLIT_SCHEMA = 2, 3
+"""Of a checkpoint; the second where ranks wrote columns of a table. 1 was torch.distributed.checkpoint's own format,
+which holds pickles."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be written or used: the message says which, and why."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """One that is not what was written: the message names the file. An older one may be whole."""
+
+
+class _Strict(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Chunk(_Strict):
+    """Bytes [offset, offset + bytes) of a file; a tensor's chunks in their order are its bytes, row-major.
+
+    columns: [start, stop) of the tensor's, if not all: the chunks of these columns are their bytes. Of what is kept a
+    row, each part of a split table has its own, for its columns.
+    """
+
+    file: str = pydantic.Field(pattern=r"^rank_\d{5}\.bin$")
+    offset: NonNegativeInt
+    bytes: NonNegativeInt
+    digest: str
+    columns: list[NonNegativeInt] | None = pydantic.Field(default=None, min_length=2, max_length=2)
+
+    @pydantic.model_serializer(mode="wrap")
+    def _columns_where_split(self, handler: Callable[[Chunk], dict[str, Any]]) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if value is not None}
+
+
+class SavedTensor(_Strict):
+    dtype: str
+    shape: list[NonNegativeInt]
+    chunks: list[Chunk]
+
+
+class SavedState(_Strict):
+    """How far training had come. plan: that of the ranks that wrote it."""
+
+    step: NonNegativeInt
+    epoch: NonNegativeInt = 0
+    sample: NonNegativeInt = 0
+    plan: dict[str, Any] | None = None
+    table_updates: NonNegativeInt = 0
+    optimizer_steps: NonNegativeInt = 0
+
+    @pydantic.field_validator("plan")
+    @classmethod
+    def _is_a_plan(cls, plan: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if plan is None else ShardingPlan.from_json(plan).to_json()
+
+
+class Manifest(_Strict):
+    """files: name -> bytes. extra: digest of extra.json."""
+
+    schema_: int = pydantic.Field(alias="schema")
+    state: SavedState
+    algorithm: str
+    files: dict[str, NonNegativeInt]
+    extra: str
+    tensors: dict[str, SavedTensor]
+
+    def to_bytes(self) -> bytes:
+        record = self.model_dump(by_alias=True)
+        return json.dumps({"digest": _digest(record), **record}).encode()
+
+    @staticmethod
+    def of(
+        state: SavedState, algorithm: str, files: dict[str, int], extra: str, saved: Mapping[str, SavedTensor]
+    ) -> Manifest:
+        """saved: under the names of the ranks that wrote them, which may be of parts: `tables.item[0:64].weight`."""
+        tensors: dict[str, SavedTensor] = {}
+        for key, part in saved.items():
+            name, columns = name_and_columns(key)
+            if columns is None:
+                tensors[name] = part
+                continue
+            others = tensors.get(name)
+            width = max([columns[1], *(others.shape[1:] if others else ())])
+            shape = [part.shape[0]] + [width] * (len(part.shape) - 1)
+            chunks = [chunk.model_copy(update={"columns": list(columns)}) for chunk in part.chunks]
+            tensors[name] = SavedTensor(
+                dtype=part.dtype, shape=shape, chunks=(others.chunks if others else []) + chunks
+            )
+        split = any(chunk.columns for tensor in tensors.values() for chunk in tensor.chunks)
+        schema = SPLIT_SCHEMA if split else SCHEMA
+        return Manifest(schema=schema, state=state, algorithm=algorithm, files=files, extra=extra, tensors=tensors)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+
+def name_and_columns(key: str) -> tuple[str, tuple[int, int] | None]:
+    """A rank's `tables.item[0:64].weight` is columns 0 to 64 of `tables.item.weight`."""
+    owner, dot, tensor = key.rpartition(".")
+    shard = Shard.parse(owner)
+    return f"{shard.table}{dot}{tensor}", shard.columns
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Of the checkpoint `path`. DamagedCheckpoint names the key or the file that is not as it was written."""
+    file = path / MANIFEST
+    if not file.exists() and (path / "state.json").exists():
+        raise CheckpointError(
+            f"checkpoint '{path}' is of an earlier format, which this version does not read (it executed code). "
+            "Continue it with the version that wrote it, or start a new run."
+        )
+    try:
+        record = json.loads(file.read_bytes())
+    except OSError as error:
+        raise DamagedCheckpoint(f"checkpoint file '{file}' cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"checkpoint file '{file}' is damaged: it is not JSON ({error}).") from error
+    if not isinstance(record, dict):
+        raise DamagedCheckpoint(f"checkpoint file '{file}' is damaged: it is not a JSON object.")
+    digest = record.pop("digest", None)
+    if record.get("schema") not in (SCHEMA, SPLIT_SCHEMA):
+        raise DamagedCheckpoint(
+            f"checkpoint file '{file}': schema is {record.get('schema')!r}; this version reads {SCHEMA} and "
+            f"{SPLIT_SCHEMA}."
+        )
+    if digest != _digest(record):
+        raise DamagedCheckpoint(f"checkpoint file '{file}' is damaged: its digest is not that of its contents.")
+    try:
+        manifest = Manifest.model_validate(record)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise DamagedCheckpoint(f"checkpoint file '{file}': {key} is wrong ({first['msg']}).") from error
+    if manifest.algorithm not in ALGORITHMS:
+        raise CheckpointError(f"checkpoint '{path}' has digests of {manifest.algorithm!r}: pip install xxhash.")
+    if path.name != folder_name(manifest.state.step):
+        raise DamagedCheckpoint(
+            f"checkpoint file '{file}': state.step is {manifest.state.step}, not that of its folder."
+        )
+    for name, size in manifest.files.items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            what = "is missing" if found is None else f"has {found} bytes"
+            raise DamagedCheckpoint(f"checkpoint file '{path / name}' {what}; {size} were written.")
+    return manifest
+
+
+def read_extra(path: Path, manifest: Manifest) -> Any:
+    file = path / EXTRA
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise DamagedCheckpoint(f"checkpoint file '{file}' cannot be read: {error.strerror}.") from error
+    if bytes_digest(data) != manifest.extra:
+        raise DamagedCheckpoint(f"checkpoint file '{file}' is damaged: its digest is not that of its contents.")
+    return json.loads(data)
+
+
+def folder_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    missing, foreign = sorted(set(wanted) - set(saved)), sorted(set(saved) - set(wanted))
+    other = [
+        f"{name} is {list(saved[name])}, the model has {list(wanted[name])}"
+        for name in sorted(set(wanted) & set(saved))
+        if saved[name] != tuple(wanted[name])
+    ]
+    differences = [f"{name} is not in it" for name in missing] + [f"{name} is not in the model" for name in foreign]
+    check_same(path, other + differences)
+
+
+def check_same(path: Path, differences: Sequence[str]) -> None:
+    """CheckpointError where there are any between a checkpoint and the model."""
+    if differences:
+        more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
+        raise CheckpointError(
+            f"checkpoint '{path}' is of another model: {'; '.join(differences[:5])}{more}. Nothing was loaded. "
+            "Use the config it was made with (config.yaml in its run directory), or start a new run."
+        )
+
+
+def bytes_digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    """Of the content: how it is spaced and ordered has no effect."""
+    return bytes_digest(json.dumps(record, sort_keys=True).encode())

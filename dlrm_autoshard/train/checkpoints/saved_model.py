@@ -1,0 +1,141 @@
+"""A trained model, read from a run in one process: to evaluate, to predict with, to take elsewhere.
+
+with saved_model(Path("runs/mine")) as model:
+    model.logits("test")                         # [S] logits and [S] labels
+export = PlainModel(model)                       # an nn.Module of nn.EmbeddingBags and the dense part
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dlrm_autoshard.config import Config, load_config
+from dlrm_autoshard.data.batch import DataSource, Split, label_names_of
+from dlrm_autoshard.data.loader import Loader
+from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.distributed.dense import DataParallelDense
+from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
+from dlrm_autoshard.distributed.step import predict
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.model.dlrm import DenseArch, make_model
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
+from dlrm_autoshard.train.checkpoints.folder import BEST, behind_best
+from dlrm_autoshard.train.start_record import CONFIG
+from dlrm_autoshard.train.state import Position, TrainingState
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """As after the checkpoint; nothing of the run is written to."""
+
+    config: Config
+    source: DataSource
+    embeddings: ShardedEmbeddings
+    dense: DenseArch
+    position: Position
+    labelled: bool
+
+    def logits(self, split: Split) -> tuple[Tensor, Tensor]:
+        """Logits [S] and labels [S] (of several tasks [S, L]) of the split's samples, in order."""
+        if self.source.num_samples(split) == 0:
+            raise UserError(f"the data has no samples in split '{split}'.")
+        batch_size = self.config.train.eval_batch_size or self.config.train.batch_size
+        bf16 = self.config.train.dense_dtype == "bf16"
+        found, labels = [], []
+        with Loader(
+            self.source, split, 0, batch_size, 0, 1, on_bad_id=self.config.data.on_bad_id, labelled=self.labelled
+        ) as batches:
+            for batch in batches:
+                found.append(predict(self.dense, self.embeddings, batch, autocast=bf16).cpu())
+                labels.append(batch.labels_B[: batch.size])
+        return torch.cat(found), torch.cat(labels)
+
+
+@contextmanager
+def saved_model(run: Path, checkpoint: Path | None = None, *, labelled: bool = True) -> Iterator[SavedModel]:
+    """checkpoint: the run's newest where none is named. labelled: False where the data may come without labels. All
+    tables come into this process's memory."""
+    if not (run / CONFIG).exists():
+        raise UserError(f"'{run}' is no run directory: it has no {CONFIG}.")
+    config = load_config(run / CONFIG)
+    source = open_source(config.data, config.tables, labelled=labelled)
+    with Runtime.start(config.run) as runtime:
+        checkpoints = Checkpoints(run / "checkpoints", runtime)
+        if checkpoint == Path(BEST):
+            checkpoint = checkpoints.folder / BEST
+        checkpoint = behind_best(checkpoint) if checkpoint is not None else checkpoints.newest()
+        if checkpoint is None:
+            raise UserError(f"'{run}' has no checkpoint.")
+        plan = ShardingPlan({table.name: 0 for table in source.tables}, 1)
+        embeddings = ShardedEmbeddings(
+            source.tables, plan, config.tables, rank=0, group=runtime.group, id_group=runtime.id_group,
+            device=runtime.device,
+        )  # fmt: skip
+        labels = len(label_names_of(source))
+        model = make_model(source.num_dense, embeddings.output_tables, config.model, num_labels=labels)
+        dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
+        position = TrainingState(runtime, checkpoints, embeddings, dense, None).resume(checkpoint)
+        yield SavedModel(config, source, embeddings, model.eval(), position, labelled)
+
+
+class PlainModel(nn.Module):
+    """The same predictions from torch's own modules: probabilities [B] (or [B, L]) = model(dense_BF, values, offsets).
+
+    values, offsets: one tensor a table, in the order of the data's tables, as nn.EmbeddingBag takes them; `weights`
+    after them where the data's ids have some.
+    """
+
+    def __init__(self, saved: SavedModel) -> None:
+        super().__init__()
+        self.dense = saved.dense.cpu()
+        for weight in self.dense.parameters():  # out of the one buffer that ranks reduce: torch exports whole storages
+            weight.data = weight.data.clone()
+        self.margin = saved.dense.margin
+        names = [table.name for table in saved.embeddings.tables]
+        self.order = [names.index(table.name) for table in saved.embeddings.output_tables]
+        self.bags = nn.ModuleList(_bag(table, saved) for table in saved.embeddings.tables)
+
+    def forward(
+        self, dense_BF: Tensor, values: list[Tensor], offsets: list[Tensor], weights: list[Tensor] | None = None
+    ) -> Tensor:
+        pooled = [
+            bag(ids, offsets[table], None if weights is None else weights[table])
+            for table, (bag, ids) in enumerate(zip(self.bags, values, strict=True))
+        ]
+        before, after = (dense_BF.new_zeros(dense_BF.shape[0], columns) for columns in self.margin)
+        pooled_BD = torch.cat([before, *(pooled[table] for table in self.order), after], 1)
+        return torch.sigmoid(self.dense.top(self.dense.bottom(dense_BF), pooled_BD))
+
+
+def _bag(table: TableConfig, saved: SavedModel) -> nn.EmbeddingBag:
+    weight = saved.embeddings.storage.tensors(table.name)["weight"].float().cpu().clone()  # of a storage of its own
+    return nn.EmbeddingBag.from_pretrained(weight, mode=table.pooling)
+
+
+def export_plain(saved: SavedModel, out: Path) -> None:
+    """A program that torch.export.load(out).module() runs without this package, for any batch size."""
+    model, samples = PlainModel(saved).eval().requires_grad_(False), 3
+    tables = saved.embeddings.tables
+    dense = torch.zeros(samples, saved.source.num_dense)
+    values = [torch.zeros(2 * samples + number, dtype=torch.int64) for number in range(len(tables))]
+    offsets = [torch.arange(samples) * 2 for _ in tables]
+    batch = torch.export.Dim("batch", min=2)
+    ids = [{0: torch.export.Dim(f"ids_{number}", min=2)} for number in range(len(tables))]
+    inputs: list[Any] = [dense, values, offsets]
+    shapes: list[Any] = [{0: batch}, ids, [{0: batch} for _ in tables]]
+    if saved.source.read("train", 0, 0, 1).weights_N is not None:
+        inputs.append([torch.ones(len(of_table)) for of_table in values])
+        shapes.append(ids)
+    with torch.no_grad():
+        program = torch.export.export(model, tuple(inputs), dynamic_shapes=tuple(shapes))
+    torch.export.save(program, out)
