@@ -24,9 +24,6 @@ from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.search.local_search import improve
 from dlrm_autoshard.planner.task import MeasureTask, PlacementTask
 
-FEW_SWAPS = 128
-"""Tried in a round of searches, which need not be thorough: there are dozens."""
-
 
 def fit_planner(
     costs: LearnedCosts,
@@ -60,7 +57,7 @@ def fit_planner(
         for rank_U, overflow in zip(rollout.rank_EU, rollout.overflow_E, strict=True):
             placement = greedy_on_cost(task, now) if overflow else rank_U
             if placements % 2:
-                placement = improve(task, now, placement, seed=makers.seed, most_swaps=FEW_SWAPS)
+                placement = improve(task, now, placement, seed=makers.seed)
             [profile] = counted(task, [task.plan_from(placement)])
             costs.replay.add([comms_of(profile), *shards_of(profile)])
 

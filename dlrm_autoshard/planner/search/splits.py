@@ -25,7 +25,7 @@ LEAST_GAIN = 0.003
 """Part of a step that one halving more must save."""
 PATIENCE = 1
 """Halvings in a row that may save less: two equal parts, or two stages' slowest ranks, are relieved one by one."""
-MOST_SWAPS, FEW_SWAPS, FEW_MOVES = 256, 64, 10
+FEW_MOVES = 10
 """Of a local search: there are dozens of nodes, and only the winner is searched thoroughly."""
 RECEIVING = 2
 """Among the stages that searches see."""
@@ -158,13 +158,13 @@ def _placed(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: f
             ms_N.append(costs.stage_ms(costs.sums(room.rank_U), np.arange(halved.world_size)).max(axis=0).sum())
         room.rank_U[unit] = -1
         room.place(int(unit), int(legal[int(np.argmin(ms_N))]))
-    rank_U = improve(halved, costs, room.rank_U, deadline=deadline, most_swaps=FEW_SWAPS, most_moves=FEW_MOVES)
+    rank_U = improve(halved, costs, room.rank_U, deadline=deadline, most_moves=FEW_MOVES)
     return Splitted(halved, costs, rank_U, costs.step_ms(rank_U))
 
 
 def _searched(child: Splitted, deadline: float | None) -> Splitted:
     """Local search from its placement."""
-    best_U = improve(child.task, child.costs, child.rank_U, deadline=deadline, most_swaps=MOST_SWAPS)
+    best_U = improve(child.task, child.costs, child.rank_U, deadline=deadline)
     return replace(child, rank_U=best_U, step_ms=child.costs.step_ms(best_U))
 
 
