@@ -22,6 +22,7 @@ from typing_extensions import TypedDict
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, checked, read_json
 from dlrm_autoshard.formats.numbers import Count, Name, Ranks
+from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.tables import Shard, TableConfig
 
 
@@ -153,8 +154,7 @@ class ShardingPlan:
         return ShardingPlan(plan["rank_of"], plan["world_size"])
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
 
     @staticmethod
     def load(path: Path) -> ShardingPlan:

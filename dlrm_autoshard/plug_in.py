@@ -6,6 +6,7 @@ load("my_company.clicks:Clicks", "data.factory")       # anything that Python ca
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -50,7 +51,8 @@ def call(function: Callable[..., Any], key: str, *given: Any, **options: Any) ->
 def _from_file(path: Path, key: str) -> ModuleType:
     if not path.is_file():
         raise PlugInError(f"{key}: there is no file '{path}' (from '{Path.cwd()}').")
-    name = f"dlrm_autoshard_plug_in.{path.stem}"
+    where = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]  # files of one name are several modules
+    name = f"dlrm_autoshard_plug_in.{path.stem}_{where}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

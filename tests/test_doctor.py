@@ -20,6 +20,7 @@ from dlrm_autoshard.commands.environment_checks import (
     check_python,
     require_pair,
 )
+from dlrm_autoshard.distributed.ranks.host_memory import free_host_memory
 
 REPOSITORY = Path(__file__).parents[1]
 PIP = f"{sys.executable} -m pip"
@@ -142,3 +143,12 @@ def test_training_with_a_wrong_pair_ends_in_the_doctors_line_not_in_a_traceback(
     assert done.returncode == 2
     assert "needs torch 2.11" in done.stderr and f"{PIP} install fbgemm-gpu-cpu==1.8.0" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_memory_of_a_control_group_is_what_counts_in_it(tmp_path: Path) -> None:
+    for name, text in (("max", "8388608"), ("current", "3145728"), ("stat", "anon 5\ninactive_file 1048576")):
+        (tmp_path / f"memory.{name}").write_text(text + "\n")
+    assert free_host_memory(tmp_path) == 6 << 20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_host_memory(tmp_path) > 6 << 20
+    assert free_host_memory(tmp_path / "nothing") > 6 << 20

@@ -44,6 +44,28 @@ def readme_yaml() -> dict[str, object]:
     return yaml.safe_load(text[1])
 
 
+def test_files_of_one_name_are_several_modules(tmp_path: Path) -> None:
+    found = []
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "clicks.py").write_text(f"class Clicks:\n    place = '{folder}'\n")
+        found.append(plug_in.load(str(tmp_path / folder / "clicks.py") + ":Clicks", "data.factory"))
+    assert [one.place for one in found] == ["one", "two"]  # type: ignore[attr-defined]
+    assert [sys.modules[one.__module__].Clicks for one in found] == found, "as pickle finds them"
+
+
+def test_a_source_may_count_in_numpys_numbers(tmp_path: Path) -> None:
+    readme_example(tmp_path)
+    with open(tmp_path / "clicks.py", "a") as file:
+        file.write("\n\nclass Counted(Clicks):\n    def num_samples(self, split):\n")
+        file.write("        return np.int64(super().num_samples(split))\n")
+    options = {"path": str(tmp_path / "clicks.npz")}
+    source = open_source(
+        CustomData(source="custom", factory=f"{tmp_path / 'clicks.py'}:Counted", options=options), TablesConfig()
+    )
+    assert source.num_samples("train") == 18_000
+
+
 def test_the_readmes_example_trains_on_two_ranks(tmp_path: Path) -> None:
     readme_example(tmp_path)
     record = {**readme_yaml(), "run": {"device": "cpu"}, "train": {"batch_size": 128, "epochs": 2}}

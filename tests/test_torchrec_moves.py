@@ -214,6 +214,9 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     lacking = EmbeddingBagCollection(tables=[odd], device=torch.device("meta"))
     refusal("feature", lambda: das.plan(lacking, features_of(rank, 0)))
 
+    model, optimizer = sharded(START)
+    train_step(model, optimizer, features_of(rank, 0))
+    refusal("other plans", lambda: TorchrecBags(model, optimizer).move_to([START, plan_of(1, 1, 1, 0, 0, 0)][rank]))
     model, _ = sharded(START)
     everything = KeyedOptimizerWrapper(dict(model.named_parameters()), lambda params: torch.optim.SGD(params, lr=0.5))
     refusal("optimizer", lambda: TorchrecBags(model, everything).move_to(plan_of(1, 1, 1, 0, 0, 0)))
@@ -244,6 +247,7 @@ def test_what_cannot_be_moved_is_said_on_every_rank() -> None:
         assert "no EmbeddingBagCollection" in said["no tables"]
         assert "'x'" in said["dtype"] and "BF16" in said["dtype"]
         assert "lack feature 'unheard' of table 'y'" in said["feature"]
+        assert "told to make different moves" in said["other plans"]
         assert "in_backward_optimizer_filter" in said["optimizer"]
         assert "learning rate scheduler" in said["scheduler"]
         assert "learning rate scheduler" in said["scheduler of none"]

@@ -20,6 +20,7 @@ from dlrm_autoshard.distributed.moves.reshard import ReshardRefused, ReshardStat
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.probe.rank_probe import RankProbe
+from dlrm_autoshard.records.jsonl import lost_where_full
 
 
 class MoveTo(Protocol):
@@ -67,7 +68,9 @@ class Resharding:
             why = str(refusal)
             return self._runtime.from_rank_0(lambda: controller.refused(why) if controller else decision)
         if self._runtime.rank == 0:
-            self._embeddings.plan.save(self._run_dir / "plan" / f"step_{decision.step:08d}.json")
+            path = self._run_dir / "plan" / f"step_{decision.step:08d}.json"
+            with lost_where_full(path):
+                self._embeddings.plan.save(path)
         return self._runtime.from_rank_0(
             lambda: controller.moved(stats.bytes, stats.seconds) if controller else decision
         )

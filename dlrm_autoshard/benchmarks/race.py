@@ -34,7 +34,7 @@ from dlrm_autoshard.benchmarks.race_worlds import QUICK, WORLDS, Scale, World, W
 from dlrm_autoshard.benchmarks.slices import commits, machine, origins
 
 TITLE = "whole jobs, with resharding and without, clairvoyant, and TorchRec's, in six worlds: seconds, start to end"
-ROUGH_TIME = "some hours; goes on where it was stopped (quick: 1 min)"
+ROUGH_TIME = "a day; goes on where it was stopped (quick: 1 min)"
 SEEDS, LEAST_GAIN = 5, 0.05
 REPLAYED = ("round_robin", "heuristic", "planned", "loop", "clairvoyant")
 CLOCKS = {"seconds": "", "steps_seconds": ", steps alone", "net_seconds": ", steps and what resharding took"}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.whole_file import write_whole
 
 if TYPE_CHECKING:
     from dlrm_autoshard.config import Config
@@ -208,5 +209,4 @@ def last_plan(run: Path) -> Path:
 
 def write_json(path: Path | None, record: Any) -> None:
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        write_whole(path, json.dumps(record, indent=1) + "\n")

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dlrm_autoshard.distributed.ranks.host_memory import free_host_memory
 from dlrm_autoshard.errors import UserError
 
 TORCH, FBGEMM = "2.13.0", "1.8.0"  # the pair that this package is tested with
@@ -56,7 +57,7 @@ def examine(ranks: int, version_of: VersionOf = installed_version) -> list[Check
     checks = [check_python(sys.version_info[:2]), check_pair(version_of)]
     if checks[-1].status != "fail":
         checks += check_by_running(version_of)
-    return [*checks, check_cores(ranks, _cores()), check_memory(ranks, _available_memory()), check_disk(Path.cwd())]
+    return [*checks, check_cores(ranks, _cores()), check_memory(ranks, free_host_memory()), check_disk(Path.cwd())]
 
 
 def require_pair(version_of: VersionOf = installed_version) -> None:
@@ -193,10 +194,3 @@ def _torch_of(fbgemm: str) -> tuple[int, int] | None:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def _available_memory() -> float:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return float(line.split()[1]) * 1024
-    return float("nan")

@@ -8,6 +8,7 @@ A few samples are read at once: what is wrong with them is said before anything 
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 from dlrm_autoshard import plug_in
@@ -35,7 +36,7 @@ def open_custom(data: CustomData, tables: TablesConfig) -> DataSource:
 def _check(source: Any, factory: str) -> None:
     for split in ("train", "val", "test"):
         samples = source.num_samples(split)
-        if not isinstance(samples, int) or samples < 0:
+        if not isinstance(samples, Integral) or samples < 0:
             raise DataError(
                 f"data.factory: num_samples('{split}') of '{factory}' is {samples!r}; it must be a whole number: "
                 "samples are read by their position, so a source has to know how many it has."

@@ -59,6 +59,8 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
     plan = plan.ordered([table.name for table in sharded.tables])
     changes = sharded.plan.changes_to(plan)
     moves = tuple(change for change in changes if change.source != change.destination)
+    if len(set(runtime.all_gather(plan.fingerprint))) > 1:
+        raise ReshardRefused("the ranks were told to make different moves; broadcast one plan to all of them")
     if not changes:
         return ReshardStats((), 0, time.perf_counter() - started)
     changed = _modules_of(sharded, changes)
@@ -165,15 +167,13 @@ def _agree(
     mine = {name: _Facts(shard.formats, shard.settings) for name, shard in old.items()}
     place = (platform.node(), free_memory(sharded.device))
     why = why_not_to_follow(sharded.optimizer, [table_parameters(module) for module in changed.values()])
-    said = runtime.all_gather((mine, place, plan.fingerprint, why))
-    facts = {name: fact for own, _, _, _ in said for name, fact in own.items()}
-    reasons = [reason for _, _, _, reason in said if reason]
-    if len({fingerprint for _, _, fingerprint, _ in said}) > 1:
-        reasons.append("the ranks were told to make different moves; broadcast one plan to all of them")
+    said = runtime.all_gather((mine, place, why))
+    facts = {name: fact for own, _, _ in said for name, fact in own.items()}
+    reasons = [reason for _, _, reason in said if reason]
     tables = {table.name: table for table in sharded.model_tables}
     moving = {ShardName.parse(name).table for name in facts}
     needed: dict[str, int] = {}
-    for rank, (_, (host, free), _, _) in enumerate(said):
+    for rank, (_, (host, free), _) in enumerate(said):
         where = host if sharded.device.type == "cpu" else f"the GPU of rank {rank}"
         shards = [shard for shard in plan.shards_on(rank) if shard.table in moving]
         parts = [tables[shard.table].shard(str(shard)) for shard in shards]

@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.epoch import EpochProfile
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl
 from dlrm_autoshard.records.run import RESULT, RunRecord
 from dlrm_autoshard.report.verdict import autoshard_in_one_line
 from dlrm_autoshard.train.callbacks import Callback, metric_scalars, profile_scalars
-from dlrm_autoshard.train.run_directory import write_whole
 from dlrm_autoshard.train.selection import BestSoFar
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError
+from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.formats.yaml_file import flat, read_yaml
 from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder
 
@@ -144,16 +145,6 @@ def lock_directory(path: Path, patience: float = 0.0) -> int | None:
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {platform.node()}\n".encode())
     return lock
-
-
-def write_whole(path: Path, text: str) -> None:
-    """All of it or, in a crash, what was there before. A link in its place is replaced, not followed."""
-    draft = path.with_name(f".{path.name}.new")
-    with open(draft, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 def earlier_runs(config: Config) -> list[Path]:

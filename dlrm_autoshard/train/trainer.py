@@ -155,7 +155,7 @@ class Trainer(Job):
                 batch = self.step.run(scale, config.tables.optimizer.lr * scale, sampled=sampled or tracing)
         except NotFinite as found:
             batch, left_out = found.batch, True
-        if tracing:
+        if tracing and not left_out:
             self.clock.forget_last()  # the profiler's own time is in it
         position.sample += batch.global_size
         position.step += 1

@@ -11,14 +11,13 @@ import socket
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.moves.transfer import IN_FLIGHT, ReshardError
+from dlrm_autoshard.distributed.ranks.host_memory import free_host_memory
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan, gib
 
@@ -143,13 +142,4 @@ def free_memory(device: torch.device | None = None) -> int:
     if device is not None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return free  # no such group, or one of the first version, whose limit the kernel doesn't tell us here
-    if limit == "max":
-        return free
-    return min(free, int(limit) - used + int(stat.get("inactive_file", 0)))
+    return free_host_memory()
