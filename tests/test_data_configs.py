@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dlrm_autoshard.config import load_config
-from dlrm_autoshard.data.criteo.sample import MULTI_HOT_SIZES, write_sample_layout
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.data.sources.criteo.sample import MULTI_HOT_SIZES, write_sample_layout
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 NAMES = ["movielens", "debug_cpu", "demo", "synthetic_skewed", "criteo_kaggle", "mlperf_dcnv2", "parquet"]

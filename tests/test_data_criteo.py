@@ -16,11 +16,11 @@ from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import CriteoData
 from dlrm_autoshard.data.batch import Batch, DataError, DataSource
-from dlrm_autoshard.data.criteo.npy_files import map_npz
-from dlrm_autoshard.data.criteo.preprocess import Contiguous, preprocess
-from dlrm_autoshard.data.criteo.sample import MULTI_HOT_SIZES, SAMPLE_ROWS, write_sample_layout
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.data.sources.criteo.npy_files import map_npz
+from dlrm_autoshard.data.sources.criteo.preprocess import Contiguous, preprocess
+from dlrm_autoshard.data.sources.criteo.sample import MULTI_HOT_SIZES, SAMPLE_ROWS, write_sample_layout
 
 DAYS = [70, 50, 31]
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from dlrm_autoshard.benchmarks.criteo_text import write_sample_text
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.data.batch import DataError
-from dlrm_autoshard.data.criteo.preprocess import Contiguous, Modulo, preprocess
-from dlrm_autoshard.data.criteo.text import read_blocks
-from dlrm_autoshard.data.criteo.vocabulary import FrequencyCounter
+from dlrm_autoshard.data.sources.criteo.preprocess import Contiguous, Modulo, preprocess
+from dlrm_autoshard.data.sources.criteo.text import read_blocks
+from dlrm_autoshard.data.sources.criteo.vocabulary import FrequencyCounter
 
 Line = tuple[int, list["int | None"], list["str | None"]]
 
@@ -156,7 +156,7 @@ def test_a_vocabulary_has_a_row_for_each_frequent_id(chunks: list[list[int]], mi
 
 
 def test_counting_in_many_merges_is_counting_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dlrm_autoshard.data.criteo import vocabulary
+    from dlrm_autoshard.data.sources.criteo import vocabulary
 
     monkeypatch.setattr(vocabulary, "_PENDING_AT_LEAST", 100)
     raw = np.random.default_rng(0).integers(0, 2**32, 500, dtype=np.uint32).repeat(20)
@@ -236,8 +236,8 @@ def test_a_kill_leaves_nothing_that_would_be_read_and_the_next_run_succeeds(tmp_
 def test_memory_does_not_grow_with_the_file(
     tmp_path: Path, encoding: Contiguous | Modulo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlrm_autoshard.data.criteo import preprocess as preprocessing
-    from dlrm_autoshard.data.criteo import vocabulary
+    from dlrm_autoshard.data.sources.criteo import preprocess as preprocessing
+    from dlrm_autoshard.data.sources.criteo import vocabulary
 
     monkeypatch.setattr(vocabulary, "_PENDING_AT_LEAST", 1000)
     monkeypatch.setattr(preprocessing, "_ROWS_AT_A_TIME", 1000)

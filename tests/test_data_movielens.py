@@ -12,11 +12,11 @@ import torch
 
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import MovielensData
-from dlrm_autoshard.data import movielens_fetch
 from dlrm_autoshard.data.batch import DataError
 from dlrm_autoshard.data.loader import Loader
-from dlrm_autoshard.data.movielens_fetch import FILES, fetch_movielens
 from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.data.sources import movielens_fetch
+from dlrm_autoshard.data.sources.movielens_fetch import FILES, fetch_movielens
 
 USERS = (
     "user_id:token\tage:token\tgender:token\toccupation:token\tzip_code:token\n"

@@ -20,7 +20,7 @@ from dlrm_autoshard.config_data import ParquetData
 from dlrm_autoshard.data.batch import Batch, DataError
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
-from dlrm_autoshard.data.parquet import ParquetSource
+from dlrm_autoshard.data.sources.parquet import ParquetSource
 from tests.jobs import said_by
 from tests.ranks import run_ranks
 from tests.trainers import make_runtime, trainer

@@ -15,7 +15,7 @@ from dlrm_autoshard.config_data import Drift, SyntheticData, SyntheticTable
 from dlrm_autoshard.data.batch import Batch, DataError, DataSource
 from dlrm_autoshard.data.hashing import key_of
 from dlrm_autoshard.data.open import open_source
-from dlrm_autoshard.data.power_law import PowerLaw
+from dlrm_autoshard.data.sources.power_law import PowerLaw
 
 
 def tables_with(*poolings: float, rows: int = 1000, alpha: float = 1.05) -> list[SyntheticTable]:

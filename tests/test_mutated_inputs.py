@@ -31,13 +31,13 @@ from dlrm_autoshard.benchmarks.criteo_text import write_sample_text
 from dlrm_autoshard.config import TablesConfig, load_config
 from dlrm_autoshard.config_data import CriteoData, DlrmDatasetsData, MovielensData, ParquetData
 from dlrm_autoshard.data.batch import DataSource
-from dlrm_autoshard.data.criteo.preprocess import Contiguous, preprocess
-from dlrm_autoshard.data.criteo.sample import write_sample_layout
-from dlrm_autoshard.data.criteo.source import CriteoSource
-from dlrm_autoshard.data.dlrm_datasets import DlrmDatasetsSource
 from dlrm_autoshard.data.loader import Loader
-from dlrm_autoshard.data.movielens import MovielensSource
-from dlrm_autoshard.data.parquet import ParquetSource
+from dlrm_autoshard.data.sources.criteo.preprocess import Contiguous, preprocess
+from dlrm_autoshard.data.sources.criteo.sample import write_sample_layout
+from dlrm_autoshard.data.sources.criteo.source import CriteoSource
+from dlrm_autoshard.data.sources.dlrm_datasets import DlrmDatasetsSource
+from dlrm_autoshard.data.sources.movielens import MovielensSource
+from dlrm_autoshard.data.sources.parquet import ParquetSource
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.errors import UserError, in_a_sentence
 from dlrm_autoshard.plan import ShardingPlan

@@ -18,7 +18,7 @@ from dlrm_autoshard.benchmarks.race_simulated import EPOCHS, SimulatedWorld
 from dlrm_autoshard.benchmarks.race_worlds import WORLDS, Replayed, Scale, World, WorldName
 from dlrm_autoshard.benchmarks.recorded_cluster import RecordedCluster
 from dlrm_autoshard.config import TablesConfig, parse_config
-from dlrm_autoshard.data.custom import open_custom
+from dlrm_autoshard.data.sources.custom import open_custom
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.planner import Planner

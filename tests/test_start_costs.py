@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_autoshard.data.criteo.sample import MULTI_HOT_SIZES
+from dlrm_autoshard.data.sources.criteo.sample import MULTI_HOT_SIZES
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample
 from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool

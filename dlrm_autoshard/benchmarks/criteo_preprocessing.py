@@ -19,8 +19,8 @@ import numpy as np
 
 from dlrm_autoshard.benchmarks.criteo_text import write_sample_text
 from dlrm_autoshard.benchmarks.harness import Findings, alternate, median_with_interval, paired_ratio
-from dlrm_autoshard.data.criteo.preprocess import Contiguous, Modulo, preprocess
-from dlrm_autoshard.data.criteo.text import NUM_CATEGORIES, NUM_INTEGERS
+from dlrm_autoshard.data.sources.criteo.preprocess import Contiguous, Modulo, preprocess
+from dlrm_autoshard.data.sources.criteo.text import NUM_CATEGORIES, NUM_INTEGERS
 
 TITLE = "Criteo text to npy, rows/s on one core against a plain pandas script; memory on a longer file"
 ROUGH_TIME = "2 min"
@@ -30,7 +30,7 @@ _ENCODINGS: dict[str, Contiguous | Modulo] = {"contiguous": Contiguous(3), "modu
 _PEAK_MEMORY_SCRIPT = """
 import sys
 from pathlib import Path
-from dlrm_autoshard.data.criteo.preprocess import Contiguous, preprocess
+from dlrm_autoshard.data.sources.criteo.preprocess import Contiguous, preprocess
 preprocess([Path(sys.argv[1])], Path(sys.argv[2]), Contiguous(3))
 print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """

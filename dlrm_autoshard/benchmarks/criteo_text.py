@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dlrm_autoshard.data.criteo.sample import integers, sample_source
-from dlrm_autoshard.data.criteo.text import NUM_CATEGORIES
 from dlrm_autoshard.data.hashing import GOLDEN, mix64
+from dlrm_autoshard.data.sources.criteo.sample import integers, sample_source
+from dlrm_autoshard.data.sources.criteo.text import NUM_CATEGORIES
 
 _MISSING_SHARE = 0.12
 _ROWS_AT_A_TIME = 1 << 14

@@ -17,7 +17,7 @@ from dlrm_autoshard.benchmarks.planner_oracle import started
 from dlrm_autoshard.benchmarks.workloads import warm_planner
 from dlrm_autoshard.config import SHIPPED, load_config
 from dlrm_autoshard.config_data import CriteoData
-from dlrm_autoshard.data.criteo.sample import MULTI_HOT_SIZES
+from dlrm_autoshard.data.sources.criteo.sample import MULTI_HOT_SIZES
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.task import PlacementTask, Splits

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from dlrm_autoshard.config import DenseOptimizerConfig, ModelConfig, TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
 from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.data.synthetic import SyntheticSource
+from dlrm_autoshard.data.sources.synthetic import SyntheticSource
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.stage_clock import StageClock

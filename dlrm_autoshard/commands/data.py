@@ -54,14 +54,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _fetch_movielens(arguments: argparse.Namespace) -> None:
-    from dlrm_autoshard.data.movielens_fetch import fetch_movielens
+    from dlrm_autoshard.data.sources.movielens_fetch import fetch_movielens
 
     fetched = fetch_movielens(arguments.dir)
     print(f"MovieLens-100K {'is now' if fetched else 'was already'} in {arguments.dir}")
 
 
 def _preprocess_criteo(arguments: argparse.Namespace) -> None:
-    from dlrm_autoshard.data.criteo.preprocess import Contiguous, Modulo, preprocess
+    from dlrm_autoshard.data.sources.criteo.preprocess import Contiguous, Modulo, preprocess
     from dlrm_autoshard.report.verdict import count
 
     encoding = Modulo(arguments.modulo) if arguments.modulo else Contiguous(arguments.min_frequency)
@@ -75,7 +75,7 @@ def _preprocess_criteo(arguments: argparse.Namespace) -> None:
 
 
 def _make_sample(arguments: argparse.Namespace) -> None:
-    from dlrm_autoshard.data.criteo.sample import write_sample_layout
+    from dlrm_autoshard.data.sources.criteo.sample import write_sample_layout
 
     write_sample_layout(arguments.out, [arguments.rows] * 2, arguments.seed)
     print(f"Two days of {arguments.rows:,} made-up samples: {arguments.out}")

@@ -167,7 +167,7 @@ def _drawn(tables: list[SyntheticTable], dim: int, batch_size: int, seed: int, q
 def _pool_of_files(files: list[str], dim: int, batch_size: int, quiet: bool) -> TablePool:
     from dlrm_autoshard.config import TablesConfig
     from dlrm_autoshard.config_data import DlrmDatasetsData
-    from dlrm_autoshard.data.dlrm_datasets import DlrmDatasetsSource
+    from dlrm_autoshard.data.sources.dlrm_datasets import DlrmDatasetsSource
 
     source = DlrmDatasetsSource(DlrmDatasetsData(source="dlrm_datasets", files=files), TablesConfig(embedding_dim=dim))
     return _measured(source, batch_size, quiet)

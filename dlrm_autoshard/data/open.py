@@ -11,14 +11,14 @@ from __future__ import annotations
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import CriteoData, CustomData, DataConfig, MovielensData, ParquetData, SyntheticData
 from dlrm_autoshard.data.batch import DataSource
-from dlrm_autoshard.data.criteo.source import CriteoSource
-from dlrm_autoshard.data.custom import open_custom
-from dlrm_autoshard.data.dlrm_datasets import DlrmDatasetsSource
 from dlrm_autoshard.data.errors import DataError
-from dlrm_autoshard.data.movielens import MovielensSource
-from dlrm_autoshard.data.parquet import ParquetSource
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
-from dlrm_autoshard.data.synthetic import SyntheticSource
+from dlrm_autoshard.data.sources.criteo.source import CriteoSource
+from dlrm_autoshard.data.sources.custom import open_custom
+from dlrm_autoshard.data.sources.dlrm_datasets import DlrmDatasetsSource
+from dlrm_autoshard.data.sources.movielens import MovielensSource
+from dlrm_autoshard.data.sources.parquet import ParquetSource
+from dlrm_autoshard.data.sources.synthetic import SyntheticSource
 
 
 def open_source(data: DataConfig, tables: TablesConfig, *, labelled: bool = True) -> DataSource:

@@ -18,8 +18,8 @@ from typing import IO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_autoshard.data.criteo.digit_words import EDGE, read_decimal, read_hexadecimal
 from dlrm_autoshard.data.errors import DataError
+from dlrm_autoshard.data.sources.criteo.digit_words import EDGE, read_decimal, read_hexadecimal
 
 NUM_INTEGERS, NUM_CATEGORIES = 13, 26
 NUM_COLUMNS = 1 + NUM_INTEGERS + NUM_CATEGORIES

@@ -20,10 +20,10 @@ from typing_extensions import TypedDict
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import CriteoData
 from dlrm_autoshard.data.batch import Batch, DataError, Split
-from dlrm_autoshard.data.criteo.npy_files import map_npy, map_npz
-from dlrm_autoshard.data.criteo.preprocess import TABLES_FILE
-from dlrm_autoshard.data.criteo.text import NUM_CATEGORIES, NUM_INTEGERS
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
+from dlrm_autoshard.data.sources.criteo.npy_files import map_npy, map_npz
+from dlrm_autoshard.data.sources.criteo.preprocess import TABLES_FILE
+from dlrm_autoshard.data.sources.criteo.text import NUM_CATEGORIES, NUM_INTEGERS
 from dlrm_autoshard.formats.json_file import read_json
 from dlrm_autoshard.formats.numbers import Positive
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from dlrm_autoshard.config_data import SyntheticData
 from dlrm_autoshard.data.batch import Batch, Split, ids_dtype
 from dlrm_autoshard.data.hashing import GOLDEN, Keys, key_of, mix64, permutation, stream, uniform
-from dlrm_autoshard.data.hidden_model import HiddenModel
-from dlrm_autoshard.data.power_law import PowerLaw
+from dlrm_autoshard.data.sources.hidden_model import HiddenModel
+from dlrm_autoshard.data.sources.power_law import PowerLaw
 from dlrm_autoshard.tables import TableConfig
 
 _LOW_HALF, _HALF_BITS = np.uint64(0xFFFFFFFF), np.uint64(32)

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dlrm_autoshard.data.criteo.npy_files import NpyWriter, rows_of
-from dlrm_autoshard.data.criteo.text import NUM_CATEGORIES, NUM_INTEGERS, TextBlock, read_blocks
-from dlrm_autoshard.data.criteo.vocabulary import FrequencyCounter
 from dlrm_autoshard.data.errors import DataError
 from dlrm_autoshard.data.new_folder import new_folder
+from dlrm_autoshard.data.sources.criteo.npy_files import NpyWriter, rows_of
+from dlrm_autoshard.data.sources.criteo.text import NUM_CATEGORIES, NUM_INTEGERS, TextBlock, read_blocks
+from dlrm_autoshard.data.sources.criteo.vocabulary import FrequencyCounter
 
 TABLES_FILE = "tables.json"
 Progress = Callable[[str, int, int], None]

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
 from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.data.criteo.npy_files import NpyWriter
-from dlrm_autoshard.data.criteo.preprocess import write_tables_file
-from dlrm_autoshard.data.criteo.text import NUM_CATEGORIES, NUM_INTEGERS
 from dlrm_autoshard.data.hashing import GOLDEN, key_of, mix64
 from dlrm_autoshard.data.new_folder import new_folder
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
-from dlrm_autoshard.data.synthetic import SyntheticSource
+from dlrm_autoshard.data.sources.criteo.npy_files import NpyWriter
+from dlrm_autoshard.data.sources.criteo.preprocess import write_tables_file
+from dlrm_autoshard.data.sources.criteo.text import NUM_CATEGORIES, NUM_INTEGERS
+from dlrm_autoshard.data.sources.synthetic import SyntheticSource
 
 # Some 1 to 100,000 categories, as unevenly spread as Criteo's.
 SAMPLE_ROWS = (

@@ -20,8 +20,8 @@ from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import ParquetData
 from dlrm_autoshard.data.batch import Batch, DataError, Split
 from dlrm_autoshard.data.hashing import key_of, permutation
-from dlrm_autoshard.data.parquet_columns import RowGroup, Rows, check_columns, naming, read_row_group
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
+from dlrm_autoshard.data.sources.parquet_columns import RowGroup, Rows, check_columns, naming, read_row_group
 
 
 class ParquetSource:

@@ -24,8 +24,8 @@ from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import DlrmDatasetsData
 from dlrm_autoshard.data.batch import Batch, DataError, Split
 from dlrm_autoshard.data.hashing import GOLDEN, key_of, mix64, stream, uniform
-from dlrm_autoshard.data.hidden_model import HiddenModel
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
+from dlrm_autoshard.data.sources.hidden_model import HiddenModel
 
 _ROUND_ROWS_TO = 64
 _CALIBRATION_SAMPLES = 1024
