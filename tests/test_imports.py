@@ -141,21 +141,34 @@ def test_what_runs_on_ranks_knows_no_planner_report_or_trainer() -> None:
             assert not reaches(path, *(f"dlrm_autoshard.{name}" for name in ("planner", "report", "records"))), path
 
 
-def test_a_decision_is_read_in_one_folder_and_one_sitting() -> None:
-    """From what is measured to what is moved; behind it are the planner, which is asked for candidates and their costs,
-    and `reshard`, by which tables travel."""
+def read_from(start: str, *folders: str) -> tuple[list[str], int]:
+    """The modules directly in these folders that are reached from `start` through one another, and their lines."""
     graph: dict[str, set[str]] = {}
     for one, other in own_imports():
         graph.setdefault(one, set()).add(other)
     read: set[str] = set()
-    waiting = ["dlrm_autoshard.autoshard.resharding"]
+    waiting = [start]
     while waiting:
         module = waiting.pop()
-        if module not in read and module.startswith("dlrm_autoshard.autoshard."):
+        if module not in read and module.rpartition(".")[0] in {f"dlrm_autoshard.{folder}" for folder in folders}:
             read.add(module)
             waiting += graph.get(module, ())
-    lines = sum(len(modules()[module].read_text().splitlines()) for module in read)
-    assert len(read) <= 9 and lines <= 1500, (sorted(read), lines)
+    return sorted(read), sum(len(modules()[module].read_text().splitlines()) for module in read)
+
+
+def test_a_decision_is_read_in_one_folder_and_one_sitting() -> None:
+    """From what is measured to what is moved; behind it are the planner, which is asked for candidates and their costs,
+    and `reshard`, by which tables travel."""
+    files, lines = read_from("dlrm_autoshard.autoshard.resharding", "autoshard")
+    assert len(files) <= 9 and lines <= 1500, (files, lines)
+
+
+def test_a_start_plan_is_read_in_two_folders_and_one_sitting() -> None:
+    """From a task to a plan, with `initial_plan`, which asks for it; behind it are how costs are learned (`costs`,
+    `corrections`, `probe`) and the policies that are there by name."""
+    files, lines = read_from("dlrm_autoshard.planner.planner", "planner", "planner.search")
+    lines += len(modules()["dlrm_autoshard.autoshard.initial_plan"].read_text().splitlines())
+    assert len(files) + 1 <= 17 and lines <= 2400, (files, lines)
 
 
 def test_every_layer_says_what_it_is() -> None:

@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import vl_convert
 
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.records.epoch import epochs_file
 from dlrm_autoshard.records.jsonl import append_jsonl
 from dlrm_autoshard.records.run import RunRecord
+from dlrm_autoshard.report import html
 from dlrm_autoshard.report.charts import charts
 from dlrm_autoshard.report.html import render_html, write_html
 from dlrm_autoshard.report.page_data import page_data
@@ -56,6 +58,22 @@ def test_the_page_is_a_pure_function_of_the_record_and_asks_for_nothing(tmp_path
     own = page.split("<script>")[0]  # what comes after is the library, whose text names addresses it never asks for
     assert not re.search(r"""(?:src|href)\s*=\s*["']?(?:https?:)?//""", own)
     assert "default-src 'none'" in own
+
+
+def test_the_charts_library_is_bundled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def make() -> str:
+        made.append(1)
+        return "draw() // \u00e9</script>"
+
+    monkeypatch.setattr(vl_convert, "javascript_bundle", make)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    bundle = html._bundle.__wrapped__
+    assert bundle() == bundle() == "draw() // \u00e9<\\/script>" and len(made) == 1
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
+    assert bundle() == bundle() and len(made) == 3, "nowhere to keep it"
 
 
 def test_names_of_runs_and_tables_cannot_break_the_page(tmp_path: Path) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.chart_style import CONFIG, DARK
 from dlrm_autoshard.report.charts import Chart, charts, comparison_charts
@@ -107,10 +110,18 @@ def _asset(name: str) -> str:
 
 @functools.cache
 def _bundle() -> str:
+    """The charts' library. Bundling it takes 1.7 s for always the same bytes, so they are kept for the next report."""
     import vl_convert
 
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    kept = caches / "dlrm_autoshard" / f"vega-{vl_convert.__version__}.js"
+    with suppress(OSError, UnicodeDecodeError):
+        return kept.read_text(encoding="utf-8")
     bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub wants what is optional
-    return bundle.replace("</script", "<\\/script")
+    bundle = bundle.replace("</script", "<\\/script")
+    with suppress(OSError):
+        write_whole(kept, bundle)
+    return bundle
 
 
 _HATCH = (
