@@ -114,7 +114,7 @@ def place(
                 )
                 return result.plan.ordered(task.names), result
         elif planner is not None:  # resharding decides by its costs all the same
-            start_warm(planner, hardware_fingerprint(runtime.device))
+            start_warm(planner, hardware_fingerprint(runtime.device), optimizer.name)
         return (settled or given_plan(settings.placement, task)).ordered(task.names), None
 
     plan, result = runtime.from_rank_0(decide, None if probe is None else probe.on_rank_zero)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.planner.planner import Planner
     from dlrm_autoshard.planner.task import PlacementTask
+    from dlrm_autoshard.tables import TableOptimizer
 
 T = TypeVar("T")
 
@@ -149,9 +150,17 @@ def pins_of(pins: Sequence[str]) -> dict[str, int]:
     return pinned
 
 
-def planner_of(algorithm: str, seed: int, fitted: Path | None = None, *, shipped: bool = True) -> Planner:
+def planner_of(
+    algorithm: str,
+    seed: int,
+    fitted: Path | None = None,
+    *,
+    optimizer: TableOptimizer = "rowwise_adagrad",
+    shipped: bool = True,
+) -> Planner:
     """The planner that `fit` left in the directory `algorithm`; or an algorithm by name, with the costs and policies in
-    the directory `fitted`, or else with those that the package ships. shipped=False: it knows of no machine's costs."""
+    the directory `fitted`, or else with those that the package ships, for tables with that optimizer. shipped=False: it
+    knows of no machine's costs."""
     from dlrm_autoshard.formats.json_file import read_json
     from dlrm_autoshard.planner.planner import ALGORITHMS, Planner
     from dlrm_autoshard.planner.saved_state import PlannerRecord, load_planner
@@ -167,7 +176,7 @@ def planner_of(algorithm: str, seed: int, fitted: Path | None = None, *, shipped
     if named and fitted is None:
         planner = Planner(algorithm, seed=seed)
         if shipped:
-            start_warm(planner, hardware_fingerprint())
+            start_warm(planner, hardware_fingerprint(), optimizer)
         return planner
     file = (Path(algorithm) if fitted is None else fitted) / STATE_FILE
     if not file.is_file():

@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         pool = TablePool.load(arguments.tables)
     plan = ShardingPlan.load(plan_file).ordered([table.name for table in pool.tables])
-    planner = planner_of("auto", 0, arguments.fitted)
     task = task_of(pool, of_run, plan.world_size, arguments, may_split=bool(plan.split_tables))
+    planner = planner_of("auto", 0, arguments.fitted, optimizer=task.splits.optimizer)
     costs = planner.predict(task, plan)
     better = planner.plan(task)
     task = task.split_as(plan)

@@ -94,8 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"--measure chooses among the finalists of `auto`, and '{arguments.algorithm}' makes one plan: leave "
             "--measure out, or plan with --algorithm auto (--fitted DIR gives it the costs of `fit`)."
         )
-    planner = planner_of(arguments.algorithm, arguments.seed, arguments.fitted)
     task = task_of(pool, of_run, arguments.devices, arguments, may_split=arguments.per_part)
+    planner = planner_of(arguments.algorithm, arguments.seed, arguments.fitted, optimizer=task.splits.optimizer)
     costs = Costs("measured", planner.costs.exchange)
     result = planner.plan(
         task,

@@ -66,7 +66,7 @@ def start_costs(
     differ is the noise of all that was measured only once.
     """
     begun = time.perf_counter()
-    start_warm(planner, fingerprint)
+    start_warm(planner, fingerprint, task.splits.optimizer)
     if steps is not None:
         budget_seconds = min(budget_seconds, max(LEAST_SECONDS, JOB_SHARE * expected_seconds(planner, task, steps)))
     measured_as = {**fingerprint, "world_size": task.world_size, "optimizer": task.splits.optimizer}

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from html import escape
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def _bundle() -> str:
     import vl_convert
 
     caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    kept = caches / "dlrm_autoshard" / f"vega-{vl_convert.__version__}.js"
+    kept = caches / "dlrm_autoshard" / f"vega-{version('vl-convert-python')}.js"
     with suppress(OSError, UnicodeDecodeError):
         return kept.read_text(encoding="utf-8")
     bundle: str = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub wants what is optional
