@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dlrm_autoshard.planner.costs.features import WORK
 from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats
@@ -87,10 +88,11 @@ def read_samples(path: Path) -> list[ShardSample | CommsSample]:
     return [*shards, *(CommsSample.from_json(sample) for sample in json.loads(str(column["comms"])))]
 
 
-BACKWARD_TIMES: Mapping[TableOptimizer, float] = {"sgd": 1.4, "adagrad": 5.2}
-"""Of the fused backward's time on CPU under row-wise Adagrad, with which the shipped shards were measured: the medians
-of 68 sets of 1 to 7 tables, 2,000 to 340,000 ids, on an AMD EPYC (standard deviations of 15 and 29%). Forward differs
-by less than 20%. On a GPU, whose costs are not shipped, updates differ by less."""
+UPDATE_NS: Mapping[TableOptimizer, float] = {"sgd": 0.07, "adagrad": 1.1}
+"""That the fused backward takes on CPU for each byte of different rows beside what row-wise Adagrad's takes, with which
+the shipped shards were measured. From 131 sets of tables of dims 4 to 128 on an AMD EPYC, half of them of one table; it
+leaves 16 and 19% open, one factor for all would leave 16 and 58%. On GPUs, whose costs are not shipped, updates differ
+by less."""
 
 
 def start_warm(
@@ -103,8 +105,8 @@ def start_warm(
     record = most_alike(fingerprint or {})
     planner.costs.cost_model.load_json(record["cost_model"])
     planner.costs.exchange.load_prices(record["comms"])
-    on_cpu = (fingerprint or {}).get("device", "cpu") == "cpu"
-    planner.costs.cost_model.take_backward_times(BACKWARD_TIMES.get(optimizer, 1.0) if on_cpu else 1.0)
+    if (fingerprint or {}).get("device", "cpu") == "cpu":
+        planner.costs.cost_model.prices_PS[WORK.index("distinct_bytes"), 1] += UPDATE_NS.get(optimizer, 0.0)
     machine = record["fingerprint"]
     own = dict(fingerprint or {}) == machine
     planner.costs.costs_from = f"{record['shards']:,} shipped measurements on " + (

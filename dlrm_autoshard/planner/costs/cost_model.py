@@ -155,11 +155,6 @@ class CostModel:
         forward, backward = np.abs(self.predict(shards) / shards.target_NS - 1).mean(axis=0)
         return float(forward), float(backward)
 
-    def take_backward_times(self, factor: float) -> None:
-        """As long as it did, from now on: another optimizer's update."""
-        self.prices_PS = self.prices_PS * np.array([1.0, factor], dtype=np.float32)
-        self.launch_S = self.launch_S * np.array([1.0, factor], dtype=np.float32)
-
     def to_json(self) -> dict[str, Any]:
         prices = {"prices_PS": self.prices_PS.tolist(), "launch_S": self.launch_S.tolist()}
         return {**weights_to_json(self.nets), **prices}
