@@ -49,9 +49,10 @@ def _trained(found: Findings, quick: bool) -> None:
         )
 
     table_wise = {
-        name: warm_planner(name).plan(task(Splits())).plan for name in ("auto", "lookup_greedy", "dim_greedy")
+        name: warm_planner(name, workload.optimizer).plan(task(Splits())).plan
+        for name in ("auto", "lookup_greedy", "dim_greedy")
     }
-    split = warm_planner().plan(task(Splits(max_parts=4, optimizer="adagrad"))).plan
+    split = warm_planner("auto", workload.optimizer).plan(task(Splits(max_parts=4, optimizer=workload.optimizer))).plan
     rates = plans_in_turns(
         workload, {"split": Turn(split)} | {name: Turn(plan) for name, plan in table_wise.items()}, 4 if quick else 16
     )

@@ -119,10 +119,10 @@ def drawn(tables: tuple[TableConfig, ...], pooling: Iterable[float], alpha: floa
     return SyntheticSource(SyntheticData(source="synthetic", tables=rows, **data), tables)
 
 
-def warm_planner(algorithm: str = "auto") -> Planner:
+def warm_planner(algorithm: str = "auto", optimizer: TableOptimizer = "rowwise_adagrad") -> Planner:
     """With the shipped costs, as jobs start."""
     planner = Planner(algorithm, seed=0)
-    start_warm(planner, hardware_fingerprint())
+    start_warm(planner, hardware_fingerprint(), optimizer)
     return planner
 
 
