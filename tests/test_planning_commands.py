@@ -15,9 +15,12 @@ from dlrm_autoshard.commands.arguments import planner_of
 from dlrm_autoshard.commands.compare_planners import Outcome, summarise
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan, torchrec_plan
-from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.dreamshard.drawn_tasks import TaskSet, draw_tasks
 from dlrm_autoshard.planner.dreamshard.pool import PUBLISHED_REUSE_SHARES, TablePool, reuse_shares, synthetic_pool
+from dlrm_autoshard.planner.task import PlacementTask, Splits
+from dlrm_autoshard.probe.measured import Costs
 from dlrm_autoshard.tables import NUM_REUSE_BINS, TableConfig, TableStats
 from tests.report_records import write_run
 
@@ -135,6 +138,17 @@ def test_plan_obeys_pins_and_groups_and_starts_a_job(
     assert plan.rank_of["t_0"] == 2 and plan.rank_of["t_1"] == plan.rank_of["t_2"]
     assert len({plan.rank_of[name] for name in ("t_3", "t_4", "t_5")}) == 3
     assert {candidate["name"] for candidate in record["candidates"]} >= {"search", "lookup_greedy", "random"}
+
+
+def test_what_is_measured_is_the_tables_own_optimizers_update() -> None:
+    table, stats = TableConfig("wide", 200_000, 128), TableStats(50.0, batch_size=512)
+    costs, plan = Costs("measured", ExchangeModel()), ShardingPlan({"wide": 0}, 1)
+
+    def backward_ms(optimizer: Any) -> float:
+        task = PlacementTask.build([table], [stats], Topology(1), batch_size=512, splits=Splits(optimizer=optimizer))
+        return costs.measure(task, [plan])[0].ranks[0].bwd_compute_ms
+
+    assert backward_ms("adagrad") > 1.8 * backward_ms("rowwise_adagrad")
 
 
 def test_plan_measures_its_finalists_on_request(tables_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

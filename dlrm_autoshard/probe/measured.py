@@ -14,6 +14,7 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.simulator import SimulatedCluster
+from dlrm_autoshard.tables import TableOptimizer
 
 CostSource = Literal["measured", "simulated"]
 
@@ -25,7 +26,7 @@ class Costs:
         self.source = source
         self._exchange = exchange
         self._cluster = SimulatedCluster(seed)
-        self._probe: Any = None
+        self._probes: dict[TableOptimizer, Any] = {}
         self._isolated: dict[int, Any] = {}
 
     def measure(self, task: PlacementTask, plans: Sequence[ShardingPlan]) -> list[StepProfile]:
@@ -34,13 +35,14 @@ class Costs:
         from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
         from dlrm_autoshard.probe.shard_probe import ShardProbe
 
-        if self._probe is None:
-            self._probe = ShardProbe(undisturbed=True)
-        key = id(task)
+        optimizer, key = task.splits.optimizer, id(task)
+        if optimizer not in self._probes:
+            self._probes[optimizer] = ShardProbe(optimizer, undisturbed=True)
+        probe = self._probes[optimizer]
         if key not in self._isolated:
             self._isolated[key] = (
                 task,  # kept, so that its id stays its own
-                IsolatedProbe(task.tables, task.stats, task.batch_size, self._probe, self._exchange, rounds=2),
+                IsolatedProbe(task.tables, task.stats, task.batch_size, probe, self._exchange, rounds=2),
             )
         profiles: list[StepProfile] = self._isolated[key][1].measure(plans)
         return profiles
