@@ -140,7 +140,8 @@ def dear_shards(node: Splitted) -> Iterator[str]:
 def with_halves(node: Splitted, name: str, costs_of: CostsOf) -> Splitted | None:
     """The node with this shard halved, whatever that is predicted to cost; None where that may not be."""
     halved = node.task.split(name)
-    return None if halved is None else _placed(node, halved, costs_of(halved), None)
+    child = None if halved is None else _placed(node, halved, costs_of(halved), None)
+    return None if child is None else _searched(child, None)
 
 
 def _placed(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: float | None) -> Splitted | None:
