@@ -22,7 +22,6 @@ from typing_extensions import TypedDict
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, checked, read_json
 from dlrm_autoshard.formats.numbers import Count, Name, Ranks
-from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.tables import Shard, TableConfig
 
 
@@ -154,7 +153,12 @@ class ShardingPlan:
         return ShardingPlan(plan["rank_of"], plan["world_size"])
 
     def save(self, path: Path) -> None:
-        write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.as_text())
+
+    def as_text(self) -> str:
+        """A plan file's."""
+        return json.dumps(self.to_json(), indent=1) + "\n"
 
     @staticmethod
     def load(path: Path) -> ShardingPlan:

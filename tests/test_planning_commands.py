@@ -140,6 +140,15 @@ def test_plan_obeys_pins_and_groups_and_starts_a_job(
     assert {candidate["name"] for candidate in record["candidates"]} >= {"search", "lookup_greedy", "random"}
 
 
+def test_planning_commands_measure_on_one_thread_as_ranks_compute() -> None:
+    torch.set_num_threads(2)
+    try:
+        planner_of("search", 0)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_what_is_measured_is_the_tables_own_optimizers_update() -> None:
     table, stats = TableConfig("wide", 200_000, 128), TableStats(50.0, batch_size=512)
     costs, plan = Costs("measured", ExchangeModel()), ShardingPlan({"wide": 0}, 1)

@@ -14,14 +14,14 @@ from dlrm_autoshard.formats.whole_file import write_whole
 
 def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, plan = tmp_path / "plan" / "step_1.json", ShardingPlan({"a": 0}, 1)
-    plan.save(path)
+    write_whole(path, plan.as_text())
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        ShardingPlan({"a": 1}, 2).save(path)
+        write_whole(path, ShardingPlan({"a": 1}, 2).as_text())
     assert ShardingPlan.load(path) == plan and os.listdir(path.parent) == [path.name]
 
 

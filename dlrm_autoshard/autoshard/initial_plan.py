@@ -15,6 +15,7 @@ from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
 from dlrm_autoshard.distributed.lookup.shared_memory import place as place_of_process
 from dlrm_autoshard.distributed.moves.agree import free_memory
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
+from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, round_robin
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import PlanResult
@@ -38,7 +39,7 @@ class Placement:
 
     def save(self, run_dir: Path, step: int) -> None:
         """The plan and, where it was planned, on what evidence; rank 0's task."""
-        self.plan.save(run_dir / "plan" / f"step_{step:08d}.json")
+        write_whole(run_dir / "plan" / f"step_{step:08d}.json", self.plan.as_text())
         if self.result is not None:
             append_jsonl(run_dir / "plan" / "evidence.jsonl", {"step": step, **self.result.to_json()})
 

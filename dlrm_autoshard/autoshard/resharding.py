@@ -18,6 +18,7 @@ from dlrm_autoshard.config import ReshardConfig
 from dlrm_autoshard.distributed.moves.movable import PlacedTables
 from dlrm_autoshard.distributed.moves.reshard import ReshardRefused, ReshardStats
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
+from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.probe.rank_probe import RankProbe
 from dlrm_autoshard.records.jsonl import lost_where_full
@@ -70,7 +71,7 @@ class Resharding:
         if self._runtime.rank == 0:
             path = self._run_dir / "plan" / f"step_{decision.step:08d}.json"
             with lost_where_full(path):
-                self._embeddings.plan.save(path)
+                write_whole(path, self._embeddings.plan.as_text())
         return self._runtime.from_rank_0(
             lambda: controller.moved(stats.bytes, stats.seconds) if controller else decision
         )

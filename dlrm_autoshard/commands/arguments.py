@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.formats.whole_file import write_whole
 
 if TYPE_CHECKING:
     from dlrm_autoshard.config import Config
@@ -160,13 +159,17 @@ def planner_of(
 ) -> Planner:
     """The planner that `fit` left in the directory `algorithm`; or an algorithm by name, with the costs and policies in
     the directory `fitted`, or else with those that the package ships, for tables with that optimizer. shipped=False: it
-    knows of no machine's costs."""
+    knows of no machine's costs. From here on this process computes as a rank does, on one thread: what it measures is
+    what a rank would take."""
+    import torch
+
     from dlrm_autoshard.formats.json_file import read_json
     from dlrm_autoshard.planner.planner import ALGORITHMS, Planner
     from dlrm_autoshard.planner.saved_state import PlannerRecord, load_planner
     from dlrm_autoshard.probe.hardware import hardware_fingerprint
     from dlrm_autoshard.probe.shipped_costs import start_warm
 
+    torch.set_num_threads(1)
     named = algorithm in ALGORITHMS
     if not named and fitted is not None:
         raise UserError(
@@ -218,4 +221,5 @@ def last_plan(run: Path) -> Path:
 
 def write_json(path: Path | None, record: Any) -> None:
     if path is not None:
-        write_whole(path, json.dumps(record, indent=1) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=1) + "\n")

@@ -39,6 +39,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    import torch
     from rich.console import Console
     from rich.progress import Progress
 
@@ -61,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         iterations=arguments.iterations,
         placements=arguments.placements,
     )
+    torch.set_num_threads(1)  # as ranks compute
     planner = Planner(arguments.algorithm, seed=arguments.seed, reference=arguments.reference, settings=budget)
     if arguments.costs == "measured" and not arguments.cold:  # shipped costs are a real machine's
         start_warm(planner, hardware_fingerprint())
