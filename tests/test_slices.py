@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,20 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 
 def ten_times(number: int) -> dict[str, int]:
     return {"ms": 10 * number}
+
+
+def interrupted_at_two(number: int) -> dict[str, int]:
+    if number == 2:
+        raise KeyboardInterrupt
+    time.sleep(0.2)
+    return {"ms": number}
+
+
+def test_several_processes_are_interrupted_as_one_is(tmp_path: Path) -> None:
+    started = time.monotonic()
+    rows = in_slices(tmp_path / "rows.jsonl", [(number,) for number in range(200)], interrupted_at_two, workers=2)
+    assert [row["of"] for row in rows] == [[0], [1]]
+    assert time.monotonic() - started < 20, "what was not begun is left"
 
 
 def never(number: int) -> dict[str, int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,16 +28,19 @@ def in_slices(
     rows = [row for row in known if row["state"] == STATE and tuple(row["of"]) in wanted]
     done, on = {tuple(row["of"]) for row in rows}, machine()
     left = [key for key in wanted if key not in done]
-    with ExitStack() as stack:
-        each = map if not workers else stack.enter_context(ProcessPoolExecutor(workers)).map
-        try:
-            for key, found in zip(left, each(partial(_called, measure), left), strict=True):
-                rows.append({"state": STATE, "of": list(key), "commit": commit(), **on, **found})
-                if kept is not None:
-                    append_jsonl(kept, rows[-1])
-                print(f"{', '.join(map(str, key))}: {len(rows)} of {len(wanted)}", flush=True)
-        except KeyboardInterrupt:
-            print(f"Stopped. What was measured lies in {kept or 'no file'}.", flush=True)
+    pool = ProcessPoolExecutor(workers) if workers else None
+    each = map if pool is None else pool.map
+    try:
+        for key, found in zip(left, each(partial(_called, measure), left), strict=True):
+            rows.append({"state": STATE, "of": list(key), "commit": commit(), **on, **found})
+            if kept is not None:
+                append_jsonl(kept, rows[-1])
+            print(f"{', '.join(map(str, key))}: {len(rows)} of {len(wanted)}", flush=True)
+    except KeyboardInterrupt:
+        print(f"Stopped. What was measured lies in {kept or 'no file'}.", flush=True)
+    finally:
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
     return rows
 
 
