@@ -24,7 +24,7 @@ from dlrm_autoshard.probe.calibration import start_costs
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.rank_probe import RankProbe
 from dlrm_autoshard.probe.shipped_costs import start_warm
-from dlrm_autoshard.records.jsonl import append_jsonl
+from dlrm_autoshard.records.jsonl import append_jsonl, lost_where_full
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats, memory_bytes
 
 
@@ -39,7 +39,9 @@ class Placement:
 
     def save(self, run_dir: Path, step: int) -> None:
         """The plan and, where it was planned, on what evidence; rank 0's task."""
-        write_whole(run_dir / "plan" / f"step_{step:08d}.json", self.plan.as_text())
+        path = run_dir / "plan" / f"step_{step:08d}.json"
+        with lost_where_full(path):
+            write_whole(path, self.plan.as_text())
         if self.result is not None:
             append_jsonl(run_dir / "plan" / "evidence.jsonl", {"step": step, **self.result.to_json()})
 
