@@ -15,7 +15,6 @@ from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
 from dlrm_autoshard.distributed.lookup.shared_memory import place as place_of_process
 from dlrm_autoshard.distributed.moves.agree import free_memory
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
-from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, round_robin
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import PlanResult
@@ -24,7 +23,8 @@ from dlrm_autoshard.probe.calibration import start_costs
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.rank_probe import RankProbe
 from dlrm_autoshard.probe.shipped_costs import start_warm
-from dlrm_autoshard.records.jsonl import append_jsonl, lost_where_full
+from dlrm_autoshard.records.jsonl import append_jsonl
+from dlrm_autoshard.records.plans import write_plan
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats, memory_bytes
 
 
@@ -39,9 +39,7 @@ class Placement:
 
     def save(self, run_dir: Path, step: int) -> None:
         """The plan and, where it was planned, on what evidence; rank 0's task."""
-        path = run_dir / "plan" / f"step_{step:08d}.json"
-        with lost_where_full(path):
-            write_whole(path, self.plan.as_text())
+        write_plan(run_dir, step, self.plan)
         if self.result is not None:
             append_jsonl(run_dir / "plan" / "evidence.jsonl", {"step": step, **self.result.to_json()})
 

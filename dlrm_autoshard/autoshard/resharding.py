@@ -18,10 +18,9 @@ from dlrm_autoshard.config import ReshardConfig
 from dlrm_autoshard.distributed.moves.movable import PlacedTables
 from dlrm_autoshard.distributed.moves.reshard import ReshardRefused, ReshardStats
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
-from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.probe.rank_probe import RankProbe
-from dlrm_autoshard.records.jsonl import lost_where_full
+from dlrm_autoshard.records.plans import write_plan
 
 
 class MoveTo(Protocol):
@@ -69,9 +68,7 @@ class Resharding:
             why = str(refusal)
             return self._runtime.from_rank_0(lambda: controller.refused(why) if controller else decision)
         if self._runtime.rank == 0:
-            path = self._run_dir / "plan" / f"step_{decision.step:08d}.json"
-            with lost_where_full(path):
-                write_whole(path, self._embeddings.plan.as_text())
+            write_plan(self._run_dir, decision.step, self._embeddings.plan)
         return self._runtime.from_rank_0(
             lambda: controller.moved(stats.bytes, stats.seconds) if controller else decision
         )

@@ -211,14 +211,6 @@ def with_progress(items: Iterable[T], total: int, description: str, quiet: bool)
     return iter(track(items, description, total, console=console, transient=True, disable=hidden))
 
 
-def last_plan(run: Path) -> Path:
-    """The file of the plan that a run ended with, or is at."""
-    plans = sorted((run / "plan").glob("step_*.json"))
-    if not plans:
-        raise UserError(f"'{run}' is no run: it has no plan.")
-    return plans[-1]
-
-
 def write_json(path: Path | None, record: Any) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

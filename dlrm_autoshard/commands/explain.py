@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlrm_autoshard.commands.arguments import add_asked, last_plan, planner_of, task_of
+from dlrm_autoshard.commands.arguments import add_asked, planner_of, task_of
 from dlrm_autoshard.commands.tables import tables_of_run
 from dlrm_autoshard.errors import UserError
 
@@ -35,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.plan import PlanError, ShardingPlan
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
+    from dlrm_autoshard.records.plans import last_plan
 
     of_run, plan_file = None, arguments.plan
     if arguments.plan.is_dir():

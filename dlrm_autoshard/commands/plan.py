@@ -11,7 +11,6 @@ from dlrm_autoshard.commands.arguments import (
     add_asked,
     add_devices,
     add_output,
-    last_plan,
     planner_of,
     positive,
     seed,
@@ -70,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.plan import ShardingPlan
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.probe.measured import Costs
+    from dlrm_autoshard.records.plans import last_plan
     from dlrm_autoshard.torchrec.module_file import Modules, load_modules, shapes_in
     from dlrm_autoshard.torchrec.sharding import plan_record
 

@@ -1,0 +1,28 @@
+"""The plans of a run: a plan file for each, named by the step from which it was the live one.
+
+write_plan(run_dir, step=300, plan=plan)
+last_plan(run_dir)                          # runs/mine/plan/step_00000300.json
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.whole_file import write_whole
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.records.jsonl import lost_where_full
+
+
+def write_plan(run_dir: Path, step: int, plan: ShardingPlan) -> None:
+    path = run_dir / "plan" / f"step_{step:08d}.json"
+    with lost_where_full(path):
+        write_whole(path, plan.as_text())
+
+
+def last_plan(run: Path) -> Path:
+    """The file of the plan that a run ended with, or is at."""
+    plans = sorted((run / "plan").glob("step_*.json"))
+    if not plans:
+        raise UserError(f"'{run}' is no run: it has no plan.")
+    return plans[-1]
