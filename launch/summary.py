@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from dlrm_autoshard.commands.arguments import last_plan
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.jsonl import ReportError
+from dlrm_autoshard.records.plans import last_plan
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.verdict import autoshard_in_one_line
 
