@@ -18,6 +18,7 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
 from dlrm_autoshard.records.facts import RankEpoch, rank_file
 from dlrm_autoshard.records.jsonl import SCHEMA
+from dlrm_autoshard.records.run import RESULT
 from dlrm_autoshard.tables import TableConfig, TableStats
 
 BASE_MS = {
@@ -161,4 +162,5 @@ def write_run(
     (run_dir / "costs").mkdir()
     for path, written in lines.items():
         path.write_text("".join(written))
+    (run_dir / RESULT).write_text("{}\n")
     return run_dir

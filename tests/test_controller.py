@@ -627,6 +627,20 @@ def test_a_move_in_parts_goes_on_after_a_checkpoint() -> None:
     assert target is not None and other.controller.state_dict()["chooser"]["target"] == target
 
 
+def test_a_move_in_parts_counts_once_unless_it_is_given_up() -> None:
+    """Else the move after it would hide that tables have moved, and less would be asked of the next."""
+    job = Training(0)
+    chooser, other = job.controller.chooser, job.worst_heuristic()
+    chooser.moved(job.plan, 1, 1.0, in_parts=True)
+    chooser.moved(other, 1, 1.0, in_parts=False)
+    assert len(chooser.history.moves_at) == 1, "its last part"
+    chooser.target = other
+    chooser.moved(job.plan, 1, 1.0, in_parts=True)
+    chooser.give_up()
+    chooser.moved(other, 1, 1.0, in_parts=False)
+    assert len(chooser.history.moves_at) == 3 and chooser.target is None
+
+
 def test_state_survives_a_checkpoint() -> None:
     one, other = Training(1), Training(1)
     one.plan = other.plan = one.worst_heuristic()

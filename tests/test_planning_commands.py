@@ -202,6 +202,17 @@ def test_explain_names_the_slow_rank_and_its_heaviest_table(
     assert len(record["predicted"]) == 2
 
 
+def test_a_plan_is_explained_where_no_plan_fits(
+    tables_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [table.name for table in TablePool.load(tables_file).tables]
+    ShardingPlan(dict.fromkeys(names, 0), 2).save(tmp_path / "plan.json")
+    tight = ["--memory-gib", "0.0001", "--max-parts", "1"]
+    said = run(capsys, "explain", tmp_path / "plan.json", "--tables", tables_file, *tight)["explanation"]
+    assert any("this plan does not fit" in one for one in said)
+    assert said[-1].startswith("The planner finds no plan: ") and "0.0001" not in said[0]
+
+
 def test_explain_and_plan_say_what_splits_bring_and_why_a_table_is_split(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

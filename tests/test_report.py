@@ -16,7 +16,7 @@ from dlrm_autoshard.records.diagnosis import drift, table_costs_ms
 from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
 from dlrm_autoshard.records.facts import RankEpoch, rank_file
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, forget_after, read_jsonl
-from dlrm_autoshard.records.run import RunRecord
+from dlrm_autoshard.records.run import RESULT, RunRecord
 from dlrm_autoshard.report.comparison import side_by_side
 from dlrm_autoshard.report.page_data import page_data
 from dlrm_autoshard.report.summary import summary, who_was_slow
@@ -234,18 +234,23 @@ def test_a_run_killed_in_a_later_epoch_is_reported_up_to_the_last_complete_one(t
     run = write_run(tmp_path / "run", epochs=3)
     lines = epochs_file(run).read_bytes().splitlines(keepends=True)
     epochs_file(run).write_bytes(lines[0] + lines[1] + lines[2][:100])
+    (run / RESULT).unlink()
     record = RunRecord.load(run)
     assert len(record.epochs) == 2 and {rank.epoch for rank in record.ranks} == {0, 1}
-    assert "2 of 3 epochs are profiled, to step 200; it was last seen at step 300" in (record.stopped_early or "")
+    assert "to step 200, in epoch 1 (from 0) of 3; it was last seen at step 300" in (record.stopped_early or "")
 
 
-def test_a_run_killed_after_a_part_of_its_last_epoch_is_said_to_have_ended_there(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", epochs=2)
-    first, last = [json.loads(line) for line in epochs_file(run).read_text().splitlines()]
-    epochs_file(run).write_text(json.dumps(first) + "\n" + json.dumps({**last, "end_step": 150}) + "\n")
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_run_killed_after_a_part_of_its_last_epoch_is_said_to_have_ended_there(tmp_path: Path, epochs: int) -> None:
+    run = write_run(tmp_path / "run", epochs=epochs)
+    *earlier, last = [json.loads(line) for line in epochs_file(run).read_text().splitlines()]
+    lines = [*earlier, {**last, "end_step": last["end_step"] - 50}]
+    epochs_file(run).write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "metrics.jsonl").unlink()
+    (run / RESULT).unlink()
     record = RunRecord.load(run)
-    assert "1 of 2 epochs are profiled, to step 150" in (record.stopped_early or "")
+    said = f"to step {100 * epochs - 50}, in epoch {epochs - 1} (from 0) of {epochs}."
+    assert said in (record.stopped_early or "")
     assert replace(record, finished=True).stopped_early is None
 
 

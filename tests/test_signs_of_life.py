@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from dlrm_autoshard.distributed.lookup.exchange import Pending
-from dlrm_autoshard.distributed.ranks.signs_of_life import is_exchange_failure
+from dlrm_autoshard.distributed.ranks.signs_of_life import busy_at, is_exchange_failure
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.train.journal import Journal
+from tests.report_records import write_run
 
 GLOO_SAYS = "Application timeout caused pair closure"  # without a word of gloo
 
@@ -25,3 +31,25 @@ def test_the_same_words_from_a_ranks_own_code_are_not() -> None:
     with pytest.raises(RuntimeError) as failed:
         fail()
     assert not is_exchange_failure(failed.value)
+
+
+class Looking:
+    """A callback of `callbacks:`, or an exchange's work, that looks where its thread is taken to be."""
+
+    def __init__(self) -> None:
+        self.seen: list[str | None] = []
+
+    def look(self, *_: object) -> None:
+        self.seen.append(busy_at(sys._getframe()))
+
+    scalars = finish = look
+
+
+def test_a_rank_that_writes_its_last_files_is_not_taken_to_wait_for_others(tmp_path: Path) -> None:
+    """`finish` is a name of both: of what waits for an exchange, and of what writes to a disk that may hang."""
+    writes, waits = Looking(), Looking()
+    run = write_run(tmp_path / "run", epochs=1)
+    Journal(run, [writes], active=True).finish(ShardingPlan({"cat_0": 0}, 1), {"training": 1.0})
+    Pending(waits.look, torch.empty(0)).wait()
+    assert writes.seen[0] is not None and "test_signs_of_life.py" in writes.seen[0]
+    assert waits.seen == [None]

@@ -64,7 +64,11 @@ class MoveChooser:
         """Nor is what it is a part of asked for again soon: others may fit."""
         for one in filter(None, (plan, self.target)):
             self.history.refused_at[one.fingerprint] = self.history.intervals
-        self.target = None
+        self.give_up()
+
+    def give_up(self) -> None:
+        """The move that is made in parts ends where it is."""
+        self.target, self.history.in_parts = None, False
 
     def learn_halves(
         self, task: PlacementTask, interval: Interval, plan: ShardingPlan, measure_shards: ShardTimer
@@ -105,8 +109,9 @@ class MoveChooser:
         except PlanError as error:  # no reason to stop training under a plan that works
             return replace(base, why=str(error))
         base = replace(base, predicted_gain=best.gain, uncertainty=best.uncertainty)
+        if why is not None or best.plan != self.target:
+            self.give_up()
         if why is not None:
-            self.target = None
             settled = replace(interval, changed_steps=None if interval.changed_steps is None else LASTING)
             if self._reason_to_stay(best, settled, cautious=False) is not None:  # else time alone may change it
                 self.trigger.found_nothing(why)

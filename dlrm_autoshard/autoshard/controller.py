@@ -80,6 +80,7 @@ class Controller:
         self._ranks_changed |= self.planner.costs.ranks_changed
         mistake = None if interval.early else self._judge_last_move(task, interval)  # few steps tell little of it
         if mistake is not None:
+            self.chooser.give_up()
             decision = _taken_back(base, mistake)
         elif no_search is not None:
             decision = replace(base, why=no_search)
@@ -102,8 +103,6 @@ class Controller:
         decision = replace(decision, bytes_moved=num_bytes, move_seconds=seconds)
         if decision.action == "moved":
             self._unproven, self._ranks_changed, self._since_move = decision, False, None
-        else:
-            self.chooser.target = None
         return self._written(decision)
 
     def refused(self, why: str) -> Decision:

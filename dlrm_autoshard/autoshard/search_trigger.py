@@ -29,7 +29,7 @@ class SearchTrigger:
         self.min_gain, self.budget_seconds = min_gain, budget_seconds
         self.differences: list[float] = []  # of throughput between intervals in which nothing changed
         self.gain_differences: list[float] = []  # of `balance_gain`, likewise
-        self._took = self._spent = 0.0  # seconds: of the last search, and of those that found nothing here
+        self._took = self._spent = 0.0  # seconds: of this interval's searches, and of those that found nothing here
         self.balance_gain = 0.0  # part of the step time that perfect balance would save
         self._error = 0.0  # standard error of that, by the interval's own steps
         self._alike = 0  # intervals in a row like the one seen last
@@ -38,7 +38,7 @@ class SearchTrigger:
         self._best_then = ""
 
     def see(self, interval: Interval, slowness: Sequence[float], *, one_host: bool = True) -> None:
-        last, last_gain, self._seen = self._seen, self.balance_gain, interval
+        last, last_gain, self._seen, self._took = self._seen, self.balance_gain, interval, 0.0
         self.balance_gain, self._error = interval.balance_gain(slowness, exchange=one_host)
         if last is not None and not differ(last.profile, interval.profile):
             self._alike = min(self._alike + 1, thresholds.MEMORY)
@@ -86,8 +86,9 @@ class SearchTrigger:
         return None if self.search_seconds > 0 else f"nothing has changed ({self._best_then})"
 
     def searched(self, seconds: float) -> None:
-        """A search took so long; `found` or `found_nothing` says what came of it."""
-        self._took = seconds
+        """A search took so long; there may be two after an interval. `search_anew` or `found_nothing` says what came of
+        it."""
+        self._took += seconds
 
     def search_anew(self) -> None:
         """Something was found, or learned beside what training steps tell."""

@@ -15,9 +15,9 @@ from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
     from dlrm_autoshard.costs import RankCost
-    from dlrm_autoshard.plan import ShardingPlan
+    from dlrm_autoshard.plan import PlanError, ShardingPlan
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
-    from dlrm_autoshard.planner.result import Candidate
+    from dlrm_autoshard.planner.result import Candidate, PlanResult
     from dlrm_autoshard.planner.task import PlacementTask
 
 
@@ -51,7 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     task = task_of(pool, of_run, plan.world_size, arguments, may_split=bool(plan.split_tables))
     planner = planner_of("auto", 0, arguments.fitted, optimizer=task.splits.optimizer)
     costs = planner.predict(task, plan)
-    better = planner.plan(task)
+    better: PlanResult | PlanError
+    try:
+        better = planner.plan(task)
+    except PlanError as error:  # no plan is as asked; this one is explained all the same
+        better = error
     task = task.split_as(plan)
     pool, table_bytes = replace(pool, tables=task.tables, stats=task.stats), dict(task.table_bytes)
     sentences = explain(plan, pool, costs, table_bytes, task.topology.memory_bytes)
@@ -60,9 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
     except PlanError as error:
         sentences.append(f"The plan is not as asked: {error}")
     sentences += why_split(task, plan, planner.step_costs(task))
-    sentences.append(compare(plan, costs, better.plan, better.predicted_ms))
-    if better.would_split is not None:
-        sentences.append(split_would_bring(better.would_split, better.predicted_ms))
+    if isinstance(better, PlanError):
+        sentences.append(f"The planner finds no plan: {better}")
+    else:
+        sentences.append(compare(plan, costs, better.plan, better.predicted_ms))
+        if better.would_split is not None:
+            sentences.append(split_would_bring(better.would_split, better.predicted_ms))
     if arguments.json:
         record = {
             "plan": plan.to_json(),

@@ -7,7 +7,6 @@ record.metrics_of("val")                   # [{"step": ..., "auc": ...}, ...]
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,22 +103,15 @@ class RunRecord:
 
     @property
     def stopped_early(self) -> str | None:
-        """A sentence where the run ended, or still is, short of the epochs it was to have."""
-        if not self.epochs or self.finished:
+        """A sentence where a training job's run has no result: it ended before its end, or goes on."""
+        if not self.epochs or self.finished or "train" not in self.config:
             return None
-        train = self.config.get("train", {})
-        steps: Counter[int] = Counter()
-        for profile in self.epochs:
-            steps[profile.epoch] += profile.end_step - profile.first_step
-        whole = steps[self.last.epoch] == max(steps.values())  # as far as earlier epochs tell
-        done, last_step = self.last.epoch + whole, self.last.end_step
+        last_step = self.last.end_step
         seen = max((int(line["step"]) for line in self.metrics if line.get("step") is not None), default=last_step)
-        if (done >= train.get("epochs", done) and seen <= last_step) or last_step >= (train.get("max_steps") or 2**62):
-            return None
         beyond = f"; it was last seen at step {seen:,}" if seen > last_step else ""
         return (
-            f"The run has not ended well, or goes on: {done} of {train.get('epochs', done)} epochs are profiled, "
-            f"to step {last_step:,}{beyond}. This report covers those."
+            f"The run has not ended well, or goes on: it is profiled to step {last_step:,}, in epoch {self.last.epoch} "
+            f"(from 0) of {self.config['train'].get('epochs', '?')}{beyond}. This report covers that."
         )
 
     def to_json(self) -> dict[str, Any]:

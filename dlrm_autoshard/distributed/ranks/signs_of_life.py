@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dlrm_autoshard.distributed.lookup.shared_memory import RankGone
 from dlrm_autoshard.errors import UserError
 
-_WAITS = {"wait", "_await", "finish", "finish_oldest", "blame"}  # our functions in which a rank waits for others
+_WAITS = {"wait", "_await", "finish", "finish_oldest", "blame"}  # functions of distributed/ that wait for other ranks
 
 
 class RankFailure(UserError):
@@ -87,7 +87,9 @@ def busy_at(frame: FrameType | None) -> str | None:
 
 
 def _waits_for_others(code: CodeType) -> bool:
-    return "torch/distributed/distributed_c10d" in code.co_filename or (_is_ours(code) and code.co_name in _WAITS)
+    if "torch/distributed/distributed_c10d" in code.co_filename:
+        return True
+    return "dlrm_autoshard/distributed" in code.co_filename and code.co_name in _WAITS
 
 
 def _is_ours(code: CodeType) -> bool:
