@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -163,11 +164,22 @@ def test_the_best_plan_is_measured_on_rounds_that_did_not_choose_it() -> None:
     assert best == [5.0, 1.0, 5.0, 1.0] and set(chosen) == {"lucky", "steady"}
 
 
-@given(st.floats(0, 1.5), st.lists(st.floats(0.5, 2), min_size=1, max_size=8))
+@given(st.floats(0, 1.5), st.lists(st.floats(0.5, 2), min_size=2, max_size=8))
 def test_what_is_recovered_is_a_share_of_the_gap(share: float, slowdowns: list[float]) -> None:
     found, static, best = ([rate * slow for slow in slowdowns] for rate in (1 + share, 1.0, 2.0))
     part = recovered(found, static, best)
     assert part is not None and (part.median, part.low, part.high) == pytest.approx((share,) * 3)
+
+
+def test_one_round_tells_nothing_of_others() -> None:
+    alone = harness.median_with_interval([1.3])
+    assert alone.median == 1.3 and harness.verdict(1.3, ">= 1.0", [alone.low, alone.high]) == "inconclusive"
+
+
+def test_draws_in_which_nothing_was_to_be_gained_count() -> None:
+    """Left out, they made a share look surer the less there was to share."""
+    part = recovered([1.4, 1.4, 1.4, 1.4], [1.0, 1.0, 1.5, 1.5], [1.9, 1.9, 1.2, 1.2])
+    assert part is not None and part.low == -np.inf
 
 
 def test_nothing_can_be_recovered_where_no_plan_is_faster() -> None:

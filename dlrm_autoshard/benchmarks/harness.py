@@ -253,11 +253,14 @@ def ratio_of_means(numerator: Samples, denominator: Samples) -> Ratio:
 
 def with_interval(statistic: Callable[..., Any], *samples: Samples) -> Ratio:
     """A statistic of samples, with 95% of what it is of other draws: the same rounds of each sample, so that what was
-    measured side by side stays so. statistic: of arrays, along their last axis; NaN where a draw has none."""
+    measured side by side stays so. One sample alone tells nothing of others: its interval has no ends. statistic: of
+    arrays, along their last axis."""
     rows = np.asarray(samples, dtype=np.float64)
+    if rows.shape[1] == 1:
+        return Ratio(float(statistic(*rows)), -np.inf, np.inf)
     draws = np.random.default_rng(0).integers(0, rows.shape[1], size=(2000, rows.shape[1]))
-    ends = np.nanquantile(statistic(*rows[:, draws]), [0.025, 0.975])
-    return Ratio(float(statistic(*rows)), *map(float, ends))
+    low, high = np.quantile(statistic(*rows[:, draws]), [0.025, 0.975], method="closest_observation")
+    return Ratio(float(statistic(*rows)), float(low), float(high))
 
 
 # Ranks --------------------------------------------------------------------------------------------------------------

@@ -24,13 +24,14 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """what is measured, in words, for a figure of a benchmark. readme: in which words it stands in the README, too."""
+    """what is measured, in words, for a figure of a benchmark. readme: whether it stands in the README, too; or the
+    words, where they are others there."""
 
     benchmark: str
     figure: str
     what: str
     digits: str = ".3g"
-    readme: str = ""
+    readme: str | bool = False
 
 
 ROWS = (
@@ -52,7 +53,7 @@ ROWS = (
         "race-simulated",
         "8 ranks, abrupt: recovered",
         "200 tables on 8 simulated ranks, pooling permuted: recovered of what a clairvoyant gains",
-        readme="200 tables on 8 simulated ranks, pooling permuted: recovered of what a clairvoyant gains",
+        readme=True,
     ),
     Row("race-simulated", "8 ranks, hot-ids: recovered", "the same, other rows become hot"),
     Row("race-simulated", "8 ranks, straggler: recovered", "the same, a rank half as fast for a third of the job"),
@@ -81,7 +82,7 @@ ROWS = (
         "loop-straggler",
         "recovered",
         "half of a core taken: recovered of what the best plan known recovers",
-        readme="half of a core taken: recovered of what the best plan known recovers",
+        readme=True,
     ),
     Row("loop-straggler", "after_it_ended", "after it ends, of the healthy plan's speed"),
     Row("loop-steady", "moves", "moves in 10 epochs where nothing changes"),
@@ -102,7 +103,7 @@ ROWS = (
         "reshard-speed",
         "share_of_raw_1024_mib",
         "moving 1 GiB between 2 ranks, of gloo's raw bandwidth",
-        readme="moving 1 GiB between 2 ranks, of gloo's raw bandwidth",
+        readme=True,
     ),
     Row("profiler-overhead", "overhead at 2 ranks, percent", "profiling at its defaults on 2 ranks, % of throughput"),
     Row("train-wemb", "1 rank: over torchrec", "lookup-heavy training over torchrec, 1 rank"),
@@ -140,7 +141,7 @@ ROWS = (
         "planner-quality",
         "20x8 auto, tables split: excess removed",
         "the same where tables may be split by columns",
-        readme="the same where tables may be split by columns",
+        readme=True,
     ),
     Row("planner-quality", "50x8 auto, tables split: excess removed", "the same, 50 tables x 8 devices"),
     Row("planner-quality", "100x8 auto, tables split: excess removed", "the same, 100 tables x 8"),
@@ -170,7 +171,7 @@ ROWS = (
         "own-loop",
         "W-emb, 2 ranks: step time over the trainer's",
         "a step in a loop of one's own over our trainer's",
-        readme="a step in a loop of one's own over our trainer's",
+        readme=True,
     ),
     Row("own-loop", "W-small, 2 ranks: step time over the trainer's", "the same, MLP-heavy"),
     Row("torchrec-loop", "of best known", "TorchRec from its worst plan, moved by Autoshard: of the best plan known"),
@@ -257,7 +258,9 @@ def summary(counted: Mapping[str, Record]) -> str:
     """The README's: whole jobs by what changes in them, the figures that matter most, how many targets are met."""
     text = short_worlds(counted["race-short"]) if "race-short" in counted else []
     shown = [row for row in ROWS if row.readme and row.benchmark in counted]
-    lines = [_line(row, row.readme, counted[row.benchmark]) for row in shown]
+    lines = [
+        _line(row, row.readme if isinstance(row.readme, str) else row.what, counted[row.benchmark]) for row in shown
+    ]
     verdicts = Counter(verdict for record in counted.values() for verdict in record["verdicts"].values())
     told = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in ("met", "inconclusive", "missed"))
     return "\n".join([*text, "", *_HEAD, *lines, "", f"Of {verdicts.total()} targets {told}."])
