@@ -23,7 +23,6 @@ from dlrm_autoshard.planner.corrections.terms import (
     Rows,
     Spreads,
     changes,
-    evenness,
     lightness,
     rank_variances,
     sources_alike,
@@ -174,7 +173,6 @@ class Corrections:
             change_NF=change_MF,
             many_N=many(stages.load_ML),
             load_NF=load_MF,
-            even_N=evenness(stages.share_MT),
             num_wholes=wholes,
         )
 

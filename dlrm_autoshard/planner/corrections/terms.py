@@ -78,8 +78,8 @@ def variances(directions: int, wholes: int, spreads: Spreads) -> np.ndarray:
 class Rows:
     """What a stage's logarithm consists of. source: where its scale comes from. rank, profile: -1 of none. Eras are
     numbers of stretches of time in which ranks stayed as they were. Shares are along the directions of `Parts`, first
-    those of its num_wholes whole tables. light_N, change_NF, many_N, load_NF, even_N: `lightness`, `changes`, `many`,
-    `LoadRange.features`, `evenness`."""
+    those of its num_wholes whole tables. light_N, change_NF, many_N, load_NF: `lightness`, `changes`, `many`,
+    `LoadRange.features`."""
 
     stage_N: np.ndarray
     source_N: np.ndarray
@@ -91,7 +91,6 @@ class Rows:
     change_NF: np.ndarray
     many_N: np.ndarray
     load_NF: np.ndarray
-    even_N: np.ndarray
     num_wholes: int
 
     def variance_B(self, spreads: Spreads) -> np.ndarray:
@@ -139,7 +138,7 @@ class Rows:
         alike = tables_NM / np.maximum(np.outer(length_N, length_M), 1e-12)
         for _ in range(3):
             alike *= alike
-        alike *= np.outer(np.sqrt(self.even_N), np.sqrt(other.even_N))
+        alike *= np.outer(np.sqrt(self.many_N), np.sqrt(other.many_N))
         alike *= same_stage
         return alike
 
@@ -164,13 +163,6 @@ def lightness(ms_N: np.ndarray, dearest_N: np.ndarray) -> np.ndarray:
     """[N] 1 of stages that take nothing beside the dearest, towards 0 of those that take as long: how much of them is
     what any stage takes, caches that have turned cold between two steps' lookups, or a probe's launch."""
     part: np.ndarray = LIGHT * dearest_N / np.maximum(LIGHT * dearest_N + ms_N, 1e-12)
-    return part
-
-
-def evenness(share_NT: np.ndarray) -> np.ndarray:
-    """[N] 0 of a table alone, towards 1 of many that take as long as one another."""
-    total_N = np.maximum(share_NT.sum(axis=1), 1e-12)
-    part: np.ndarray = np.clip(1 - (share_NT**2).sum(axis=1) / total_N**2, 0.0, 1.0)
     return part
 
 

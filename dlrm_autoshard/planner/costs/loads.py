@@ -1,6 +1,6 @@
 """How sets of tables load their rank: what fusing changes depends on that, smoothly.
 
-loads_NL = log_loads(summary_NK)                 # of sets, from their summaries
+loads_NL = log_loads(with_squares(summary_TK)[members].sum(axis=0))     # of a set of tables
 known = LoadRange.of(loads_NL)
 known.features(loads_NL)                         # [N, F]: quadratic, for a linear model with a normal prior
 """
@@ -12,24 +12,40 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlrm_autoshard.planner.costs.cost_model import LEAST_LOAD, LOADS, LOGGED
+from dlrm_autoshard.planner.costs.cost_model import COST, LEAST_LOAD, LOADS, LOGGED, NUM_SUMMARY
 
-# Axes: N sets of tables, K summary columns, L loads (how many tables, then the cost model's), F features.
+# Axes: N sets of T tables, K summary columns, L loads (how many tables, then the cost model's), F features.
 
-_COLUMNS = [0, *range(LOGGED.stop - len(LOADS), LOGGED.stop)]
-_FIRST, _SECOND = np.triu_indices(len(_COLUMNS))
+SQUARE = NUM_SUMMARY
+"""Column after a summary's: its cost squared (`with_squares`)."""
+_LOADS = slice(LOGGED.stop - len(LOADS), LOGGED.stop)
+_NUM_LOADS = 1 + len(LOADS)
+_FIRST, _SECOND = np.triu_indices(_NUM_LOADS)
 _OF_PRODUCTS = np.where(_FIRST == _SECOND, 0.5, 0.5**0.5)
-NUM_FEATURES = 1 + len(_COLUMNS) + len(_COLUMNS) * (len(_COLUMNS) + 1) // 2
+NUM_FEATURES = 1 + _NUM_LOADS + _NUM_LOADS * (_NUM_LOADS + 1) // 2
 
 
-def log_loads(summary_NK: np.ndarray) -> np.ndarray:
-    """[..., L] natural logarithms: of the number of tables, ids, bytes read and bytes of different rows."""
-    found: np.ndarray = np.log(np.maximum(summary_NK[..., _COLUMNS], [1.0] + [LEAST_LOAD] * len(LOADS)))
-    return found
+def with_squares(summary_TK: np.ndarray) -> np.ndarray:
+    """[T, K + 1]: tables' summaries and squares of their costs, which add up, too."""
+    return np.concatenate([summary_TK, summary_TK[:, COST].sum(axis=1, keepdims=True) ** 2], axis=1)
+
+
+def log_loads(sums_NK: np.ndarray) -> np.ndarray:
+    """[..., L] natural logarithms: of the number of tables, ids, bytes read and bytes of different rows. sums: of what
+    `with_squares` gives.
+
+    Tables are counted by what they cost, as (sum of costs)^2 / sum of squares: n that cost alike are n, and a table
+    beside one a hundred times as dear is hardly one more, for it changes hardly anything.
+    """
+    loads = np.empty((*sums_NK.shape[:-1], _NUM_LOADS), dtype=sums_NK.dtype)
+    squared = sums_NK[..., COST].sum(axis=-1) ** 2
+    loads[..., 0] = np.maximum(squared / np.maximum(sums_NK[..., SQUARE], 1e-12), 1.0)
+    loads[..., 1:] = np.maximum(sums_NK[..., _LOADS], LEAST_LOAD)
+    return np.log(loads, out=loads)
 
 
 def many(log_NL: np.ndarray) -> np.ndarray:
-    """[...] 0 of a table alone, which nothing is fused with, towards 1 of many."""
+    """[...] 0 of a table alone, which nothing is fused with, towards 1 of many that cost alike."""
     found: np.ndarray = 1 - np.exp(-log_NL[..., 0])
     return found
 
@@ -45,7 +61,7 @@ class LoadRange:
     @staticmethod
     def of(log_NL: np.ndarray) -> LoadRange:
         sets = log_NL[many(log_NL) > 0]
-        sets = sets if len(sets) else np.zeros((1, len(_COLUMNS)))
+        sets = sets if len(sets) else np.zeros((1, _NUM_LOADS))
         return LoadRange(sets.mean(axis=0), sets.min(axis=0), sets.max(axis=0))
 
     def features(self, log_NL: np.ndarray) -> np.ndarray:
@@ -56,10 +72,10 @@ class LoadRange:
 
     def form(self, weights_FS: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
         """What makes features @ weights of loads, without making features: for searches. In float32."""
-        constant_S, linear_LS, products_PS = np.split(weights_FS.astype(np.float32), [1, 1 + len(_COLUMNS)])
-        square_LSL = np.zeros((len(_COLUMNS), weights_FS.shape[1], len(_COLUMNS)), dtype=np.float32)
+        constant_S, linear_LS, products_PS = np.split(weights_FS.astype(np.float32), [1, 1 + _NUM_LOADS])
+        square_LSL = np.zeros((_NUM_LOADS, weights_FS.shape[1], _NUM_LOADS), dtype=np.float32)
         square_LSL[_FIRST, :, _SECOND] = products_PS * _OF_PRODUCTS[:, None]
-        wide = square_LSL.reshape(len(_COLUMNS), -1)
+        wide = square_LSL.reshape(_NUM_LOADS, -1)
 
         def value(log_NL: np.ndarray) -> np.ndarray:
             z = self._beside_the_middle(log_NL).astype(np.float32)
