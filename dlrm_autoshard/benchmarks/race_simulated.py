@@ -49,7 +49,7 @@ SHARD_STEPS = 7  # of a shard, until it is measured
 def run(quick: bool) -> dict[str, Any]:
     sizes, worlds, seeds, tables = ((8,), WORLDS[1:2], 1, 40) if quick else ((8, 64), WORLDS, 20, 200)
     rows = in_slices(
-        None if quick else Path("runs/race-simulated/jobs.jsonl"),
+        None if quick else Path("runs/race-simulated/rows.jsonl"),
         [(world, seed, size, tables) for seed in range(seeds) for size in sizes for world in worlds],
         simulate,
         workers=0 if quick else os.cpu_count() or 1,
