@@ -13,7 +13,6 @@ from dlrm_autoshard.costs import COMPUTE, EXCHANGE
 from dlrm_autoshard.planner.corrections.corrections import Corrections
 from dlrm_autoshard.planner.costs.cost_model import COST, DIM, NUM_SUMMARY, CostModel
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
-from dlrm_autoshard.planner.costs.loads import SQUARE, with_squares
 from dlrm_autoshard.planner.task import PlacementTask
 
 # Axes: U units, W ranks, N candidates, K summary columns, 4 stages in the order of PLANNED_STAGES.
@@ -43,7 +42,7 @@ class TaskCosts:
         summary_TK = model.summaries(task.tables, task.stats, task.batch_size)
         summary_TK[:, COST] *= corrections.table_factors_T2(task.tables)
         fused_T2 = summary_TK[:, COST] * corrections.fused_logs_T2(task.tables).astype(np.float32)
-        self.summary_TK = np.concatenate([with_squares(summary_TK), fused_T2], axis=1)
+        self.summary_TK = np.concatenate([summary_TK, fused_T2], axis=1)
         self.summary_UK = task.units.sum_over_tables(self.summary_TK)
         self.launch_S, self.world_size = model.launch_S, world_size
         self.factor_W2 = corrections.rank_factors_W2(world_size, topology.speed).astype(np.float32)
@@ -63,9 +62,10 @@ class TaskCosts:
 
     def device_ms(self, summaries: np.ndarray) -> np.ndarray:
         """[..., 2] forward and backward computation of devices by their summaries [..., K], on any rank."""
-        ms = self._model.device_ms(summaries[..., :NUM_SUMMARY])
-        fused_logs = summaries[..., SQUARE + 1 :] / np.maximum(summaries[..., COST], 1e-9)
-        return ms * self._corrections.set_factors(ms, summaries, fused_logs).astype(np.float32)
+        own = summaries[..., :NUM_SUMMARY]
+        ms = self._model.device_ms(own)
+        fused_logs = summaries[..., NUM_SUMMARY:] / np.maximum(own[..., COST], 1e-9)
+        return ms * self._corrections.set_factors(ms, own, fused_logs).astype(np.float32)
 
     def stages(self, sums_NDK: np.ndarray, ranks_D: np.ndarray | slice = slice(None)) -> np.ndarray:
         """[..., 4] forward computation, sending, receiving, backward computation of the devices of ranks `ranks_D`: of

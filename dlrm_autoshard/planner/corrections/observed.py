@@ -17,9 +17,9 @@ from dlrm_autoshard.costs import IQR_OF_NORMAL, StepProfile
 from dlrm_autoshard.planner.corrections.exchange_errors import ExchangeErrors
 from dlrm_autoshard.planner.corrections.parts import Parts
 from dlrm_autoshard.planner.corrections.terms import Rows, changes, lightness
-from dlrm_autoshard.planner.costs.cost_model import COST, CostModel
+from dlrm_autoshard.planner.costs.cost_model import COST, NUM_SUMMARY, CostModel
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
-from dlrm_autoshard.planner.costs.loads import SQUARE, LoadRange, log_loads, many, with_squares
+from dlrm_autoshard.planner.costs.loads import LoadRange, log_loads, many
 from dlrm_autoshard.planner.costs.replay import ShardSample
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 
@@ -71,12 +71,16 @@ class Observed:
     @cached_property
     def dearest_2(self) -> np.ndarray:
         """Forward and backward of the dearest set of tables that was measured, as predicted."""
-        dearest: np.ndarray = self.model.device_ms(self._sums_NK[:, :SQUARE].astype(np.float32)).max(axis=0)
+        dearest: np.ndarray = self.model.device_ms(self._sums_NK.astype(np.float32)).max(axis=0)
         return dearest
 
     @cached_property
+    def _log_loads_NL(self) -> np.ndarray:
+        return log_loads(self._sums_NK)
+
+    @cached_property
     def load_range(self) -> LoadRange:
-        return LoadRange.of(log_loads(self._sums_NK))
+        return LoadRange.of(self._log_loads_NL)
 
     @staticmethod
     def of(
@@ -140,19 +144,18 @@ class Observed:
         """(rows, their log measured / predicted, covariance of their noise); forward, then backward.
         table_T2: log factors of the tables, about which shares are taken."""
         log_T2 = np.zeros((len(self.tables), 2)) if table_T2 is None else table_T2
-        sums = np.zeros((len(self.kind_N), SQUARE + 1))
+        sums = np.zeros((len(self.kind_N), NUM_SUMMARY))
         share_N2T = np.zeros((len(self.kind_N), 2, len(self.tables)))
         for kind, summary_TK in enumerate(self.summary_NTK):
             own = np.flatnonzero(self.kind_N == kind)
-            corrected = summary_TK[:, :SQUARE].copy()
+            corrected = summary_TK.copy()
             corrected[:, COST] *= np.exp(log_T2)
-            sums[own] = self.inside_NT[own] @ with_squares(corrected)
+            sums[own] = self.inside_NT[own] @ corrected
             for stage in (0, 1):
                 share_N2T[own, stage] = self.inside_NT[own] * corrected[:, COST.start + stage]
         if len(sums):
             share_N2T /= (sums[:, COST] + self.model.launch_S)[:, :, None]
-        predicted_N2 = self.model.device_ms(sums[:, :SQUARE].astype(np.float32)).astype(np.float64)
-        loads_NL = log_loads(sums)
+        predicted_N2 = self.model.device_ms(sums.astype(np.float32)).astype(np.float64)
         off_N2 = np.log(self.measured_N2 / predicted_N2) + np.einsum("nst,ts->ns", share_N2T, log_T2)
         count = len(self.kind_N)
         era_N = np.array([eras[number] if number >= 0 else 0 for number in self.profile_N], dtype=int)
@@ -169,8 +172,8 @@ class Observed:
             light_N=light_N,
             share_NB=share_NB,
             change_NF=changes(share_NB, self.log_data_KR2[np.tile(self.kind_N, 2)][:, self.parts.whole_of_B]),
-            many_N=np.tile(many(loads_NL), 2),
-            load_NF=np.tile(self.load_range.features(loads_NL), (2, 1)),
+            many_N=np.tile(many(self._log_loads_NL), 2),
+            load_NF=np.tile(self.load_range.features(self._log_loads_NL), (2, 1)),
             num_wholes=self.parts.num_wholes,
         )
         # Half of a profile's noise is its own moment's, the same for all of its ranks and stages.
@@ -212,10 +215,8 @@ def _of_kinds(
     reuse, not a number of those. One pass of the network for all: a start has a hundred lists of one table."""
     if not kinds:
         return [], []
-    every = with_squares(
-        model.summaries(
-            [table for own, _ in kinds for table in own], [stat for _, stats in kinds for stat in stats], batch_size
-        )
+    every = model.summaries(
+        [table for own, _ in kinds for table in own], [stat for _, stats in kinds for stat in stats], batch_size
     )
     summaries, log_data, start = [], [], 0
     for own, stats in kinds:

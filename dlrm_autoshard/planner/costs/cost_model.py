@@ -23,15 +23,20 @@ from dlrm_autoshard.tables import TableConfig, TableStats
 EMBED = 6
 LOADS = ("ids", "read_bytes", "distinct_bytes")
 NUM_LOGS = 3 + len(LOADS)
-NUM_SUMMARY = 1 + NUM_LOGS + EMBED
-"""A table's summary, which adds up over a device: 1, dim, forward ms, backward ms, loads, and a learned embedding.
+NUM_SUMMARY = 3 + NUM_LOGS + EMBED
+"""A table's summary, which adds up over a device: 1, dim, forward ms, backward ms, loads, a weight, its square, and a
+learned embedding times the weight.
+
+Tables are weighted by what their work costs at its prices, so that one that costs hardly anything changes hardly
+anything: counted as one, a hundredth of a device's cost changed what was predicted of it by up to 5%.
 
 The loads compete for caches, so what fusion changes depends on their sums; the embedding is small on purpose: what a
 search finds is where the model errs in its favour, and a large one errs somewhere.
 """
 DIM, COST = slice(1, 2), slice(2, 4)
-LOGGED, EMBEDDED = slice(2, 1 + NUM_LOGS), slice(1 + NUM_LOGS, NUM_SUMMARY)
-"""Columns of a summary: the sum of embedding dims; forward and backward ms; what is taken in logs; the embedding."""
+LOGGED, WEIGHT, EMBEDDED = slice(2, 1 + NUM_LOGS), 1 + NUM_LOGS, slice(3 + NUM_LOGS, NUM_SUMMARY)
+"""Columns of a summary: the sum of embedding dims; forward and backward ms; what is taken in logs; the weight, before
+its square; the embedding."""
 
 PRIOR_NS = {
     # forward, backward; nanoseconds an operation (microseconds a table) of one CPU core
@@ -57,6 +62,15 @@ LAUNCH_MS = (0.02, 0.05)
 LEAST_LOAD = 1e-3
 LOG_SCALE = 1 / 6
 """On base-2 logarithms, so that they are about -1 to 3."""
+
+
+def tables_that_count(summary_NK: np.ndarray) -> np.ndarray:
+    """[...] how many tables of one weight would be as many: n that are alike are n."""
+    weight, squares = summary_NK[..., WEIGHT], summary_NK[..., WEIGHT + 1]
+    alike: np.ndarray = np.clip(
+        weight**2 / np.maximum(squares, LEAST_LOAD**2), 1.0, np.maximum(summary_NK[..., 0], 1.0)
+    )
+    return alike
 
 
 class CostModel:
@@ -90,31 +104,34 @@ class CostModel:
         """[R, K] of tables (a device's summary is the sum over its tables), and what takes gradients back."""
         out_RO, net_backward = self.table_net.forward(features_RF)
         bent_RS = np.tanh(out_RO[:, :2] / TABLE_BOUND)
-        cost_RS = (work_RP @ self.prices_PS) * np.exp(TABLE_BOUND * bent_RS)
+        priced_RS = work_RP @ self.prices_PS
+        weight_R1 = priced_RS.sum(axis=1, keepdims=True)
+        cost_RS = priced_RS * np.exp(TABLE_BOUND * bent_RS)
         summary_RK = np.empty((len(out_RO), NUM_SUMMARY), dtype=out_RO.dtype)
         summary_RK[:, 0] = 1
         summary_RK[:, 1] = work_RP[:, 2] / work_RP[:, 1]  # dim: pooled values a bag
         summary_RK[:, COST] = cost_RS
         summary_RK[:, COST.stop : LOGGED.stop] = work_RP[:, LOAD_COLUMNS]
-        summary_RK[:, EMBEDDED] = out_RO[:, 2:]
+        summary_RK[:, WEIGHT : EMBEDDED.start] = np.concatenate([weight_R1, weight_R1**2], axis=1)
+        summary_RK[:, EMBEDDED] = out_RO[:, 2:] * weight_R1
 
         def backward(grad_RK: np.ndarray) -> None:
             grad_cost_RS = grad_RK[:, COST] * cost_RS * (1 - bent_RS**2)
-            net_backward(np.concatenate([grad_cost_RS, grad_RK[:, EMBEDDED]], axis=1), to_inputs=False)
+            net_backward(np.concatenate([grad_cost_RS, grad_RK[:, EMBEDDED] * weight_R1], axis=1), to_inputs=False)
 
         return summary_RK, backward
 
     def devices(self, summary_NK: np.ndarray) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
         """[N, S] ms of devices, 0 of an empty one; and the gradient of summaries from that of log ms."""
-        count_N1 = np.maximum(summary_NK[:, :1], 1)
+        weight_N1 = np.maximum(summary_NK[:, WEIGHT : WEIGHT + 1], LEAST_LOAD)
         clamped = np.maximum(summary_NK[:, LOGGED], LEAST_LOAD)
         inputs = np.empty((len(summary_NK), NUM_LOGS + EMBED), dtype=summary_NK.dtype)
         logs = inputs[:, :NUM_LOGS]
-        logs[:, :1] = count_N1
+        logs[:, 0] = tables_that_count(summary_NK)
         logs[:, 1:] = clamped
         np.log2(logs, out=logs)
         logs *= LOG_SCALE
-        np.divide(summary_NK[:, EMBEDDED], count_N1, out=inputs[:, NUM_LOGS:])
+        np.divide(summary_NK[:, EMBEDDED], weight_N1, out=inputs[:, NUM_LOGS:])
         out_NS, net_backward = self.device_net.forward(inputs)
         bent_NS = np.tanh(out_NS)
         raw_NS = summary_NK[:, COST] + self.launch_S
@@ -128,7 +145,7 @@ class CostModel:
             grad_NK[:, LOGGED] = grad_inputs[:, 1:NUM_LOGS] * (LOG_SCALE / np.log(2)) / clamped
             grad_NK[:, LOGGED] *= summary_NK[:, LOGGED] > LEAST_LOAD
             grad_NK[:, COST] += grad_log_NS / raw_NS
-            grad_NK[:, EMBEDDED] = grad_inputs[:, NUM_LOGS:] / count_N1
+            grad_NK[:, EMBEDDED] = grad_inputs[:, NUM_LOGS:] / weight_N1
             return grad_NK
 
         return ms_NS, backward

@@ -1,6 +1,6 @@
 """How sets of tables load their rank: what fusing changes depends on that, smoothly.
 
-loads_NL = log_loads(with_squares(summary_TK)[members].sum(axis=0))     # of a set of tables
+loads_NL = log_loads(summary_NK)                 # of sets, from their summaries
 known = LoadRange.of(loads_NL)
 known.features(loads_NL)                         # [N, F]: quadratic, for a linear model with a normal prior
 """
@@ -12,12 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlrm_autoshard.planner.costs.cost_model import COST, LEAST_LOAD, LOADS, LOGGED, NUM_SUMMARY
+from dlrm_autoshard.planner.costs.cost_model import LEAST_LOAD, LOADS, LOGGED, tables_that_count
 
-# Axes: N sets of T tables, K summary columns, L loads (how many tables, then the cost model's), F features.
+# Axes: N sets of tables, K summary columns, L loads (how many tables, then the cost model's), F features.
 
-SQUARE = NUM_SUMMARY
-"""Column after a summary's: its cost squared (`with_squares`)."""
 _LOADS = slice(LOGGED.stop - len(LOADS), LOGGED.stop)
 _NUM_LOADS = 1 + len(LOADS)
 _FIRST, _SECOND = np.triu_indices(_NUM_LOADS)
@@ -25,22 +23,11 @@ _OF_PRODUCTS = np.where(_FIRST == _SECOND, 0.5, 0.5**0.5)
 NUM_FEATURES = 1 + _NUM_LOADS + _NUM_LOADS * (_NUM_LOADS + 1) // 2
 
 
-def with_squares(summary_TK: np.ndarray) -> np.ndarray:
-    """[T, K + 1]: tables' summaries and squares of their costs, which add up, too."""
-    return np.concatenate([summary_TK, summary_TK[:, COST].sum(axis=1, keepdims=True) ** 2], axis=1)
-
-
-def log_loads(sums_NK: np.ndarray) -> np.ndarray:
-    """[..., L] natural logarithms: of the number of tables, ids, bytes read and bytes of different rows. sums: of what
-    `with_squares` gives.
-
-    Tables are counted by what they cost, as (sum of costs)^2 / sum of squares: n that cost alike are n, and a table
-    beside one a hundred times as dear is hardly one more, for it changes hardly anything.
-    """
-    loads = np.empty((*sums_NK.shape[:-1], _NUM_LOADS), dtype=sums_NK.dtype)
-    squared = sums_NK[..., COST].sum(axis=-1) ** 2
-    loads[..., 0] = np.maximum(squared / np.maximum(sums_NK[..., SQUARE], 1e-12), 1.0)
-    loads[..., 1:] = np.maximum(sums_NK[..., _LOADS], LEAST_LOAD)
+def log_loads(summary_NK: np.ndarray) -> np.ndarray:
+    """[..., L] natural logarithms: of the number of tables that count, ids, bytes read and bytes of different rows."""
+    loads = np.empty((*summary_NK.shape[:-1], _NUM_LOADS), dtype=summary_NK.dtype)
+    loads[..., 0] = tables_that_count(summary_NK)
+    loads[..., 1:] = np.maximum(summary_NK[..., _LOADS], LEAST_LOAD)
     return np.log(loads, out=loads)
 
 
