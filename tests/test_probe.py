@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
-from dlrm_autoshard.distributed.ranks.runtime import Runtime, runtime_of
+from dlrm_autoshard.distributed.ranks.runtime import Runtime, keep_freed_memory, runtime_of
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool, zipf_stats
 from dlrm_autoshard.probe import shard_probe
 from dlrm_autoshard.probe.drawn_ids import draw_ids, scattered
 from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
-from dlrm_autoshard.probe.rank_probe import ProbeError, RankProbe, median_profile
+from dlrm_autoshard.probe.rank_probe import ProbeError, RankProbe, median_profile, page_in
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, in_fewer_rows
 from dlrm_autoshard.tables import TableConfig, TableStats, measure_table_stats
 from tests.ranks import run_ranks
@@ -247,3 +248,13 @@ def _pool(num_tables: int) -> TablePool:
 
 def _stacked(drawn: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return drawn[0][None], drawn[1]
+
+
+def test_memory_that_was_paged_in_is_there_for_the_next_buffers() -> None:
+    """Else exchanges of one plan after another are timed with the page faults of a heap that grows."""
+    keep_freed_memory()
+    page_in(64 * 2**20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    held = [torch.ones(2**21) for _ in range(4)]  # 32 MiB: 8,192 pages
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 800
+    assert all(bool(buffer.all()) for buffer in held)
