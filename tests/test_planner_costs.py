@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dlrm_autoshard import Planner, RankCost, ShardingPlan, SimulatedCluster, Topology
 from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile, prediction_error, step_cost_ms
-from dlrm_autoshard.formats.json_file import FormatError, checked
+from dlrm_autoshard.formats.json_file import FormatError, checked, read_json
 from dlrm_autoshard.planner.costs import replay
 from dlrm_autoshard.planner.costs.cost_model import CostModel
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel, exchange_work
@@ -19,8 +19,10 @@ from dlrm_autoshard.planner.costs.fit_costs import HUBER, gradients
 from dlrm_autoshard.planner.costs.least_squares import fit_nonnegative, solve_nonnegative
 from dlrm_autoshard.planner.costs.replay import CommsSample, ReplayBuffer, ShardSample
 from dlrm_autoshard.planner.costs.shard_set import ShardSet
+from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.saved_state import PlannerRecord
 from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.probe.shipped_costs import SHIPPED, start_warm
 from dlrm_autoshard.tables import TableConfig, TableStats
 from tests.gradients import assert_gradients_of, in_double_precision
 from tests.planning_problems import BATCH, random_samples, some_tables, some_task
@@ -62,6 +64,24 @@ def test_a_devices_cost_does_not_depend_on_the_order_of_its_tables(fitted: Plann
     other = ShardSample(tuple(tables[i] for i in order), tuple(stats[i] for i in order), BATCH, 1, 1)
     one_ms, other_ms = fitted.costs.cost_model.shard_ms([one, other])
     np.testing.assert_allclose(one_ms, other_ms, rtol=1e-4)
+
+
+@pytest.mark.parametrize("machine", ["amd_epyc", "intel_xeon"])
+def test_a_table_that_costs_hardly_anything_changes_hardly_anything(machine: str) -> None:
+    """By the shipped costs. Else searches find the small tables that make a dear one look cheaper."""
+    planner = Planner(seed=0)
+    start_warm(planner, read_json(SHIPPED / f"{machine}.json", dict[str, Any], "shipped costs")["fingerprint"])
+    pool = synthetic_pool(200, seed=1003, batch_size=8192)
+    costs = planner.costs.costs_of(pool.task(Topology(1), 8192))
+    alone_TK = costs.summary_TK
+    alone_T = costs.device_ms(alone_TK).sum(axis=1)
+    dearest = int(alone_T.argmax())
+    together_T = costs.device_ms(alone_TK[dearest] + alone_TK).sum(axis=1)
+    small = alone_T < 0.02 * alone_T[dearest]
+    changed = together_T[small] / alone_T[dearest] - 1
+    assert small.sum() > 20 and changed.min() > -0.005 and changed.max() < 0.04
+    small = alone_T < 0.2 * alone_T[dearest]
+    assert (together_T[small] / alone_T[dearest] - 1).min() > -0.01
 
 
 def test_exchanging_two_devices_exchanges_their_costs(fitted: Planner) -> None:
