@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,6 +71,8 @@ def summarise(
         f"a false move: one after which a step takes longer, exactly; recovered within {RECOVERED_WITHIN:.0%} of the "
         "clairvoyant's step.",
     ]
+    cells = Counter((row["of"][2], row["of"][0]) for row in rows)
+    found.put("seeds", min(cells[size, world] for size in sizes for world in worlds), f">= {seeds}")
     for size, world in itertools.product(sizes, worlds):
         cell, jobs = f"{size} ranks, {world}", [row for row in rows if row["of"][0] == world and row["of"][2] == size]
         gainful = [job for job in jobs if job["gain"] >= LEAST_GAIN]

@@ -67,10 +67,11 @@ ROWS = (
     Row("race-simulated", "64 ranks, abrupt: worst job, loop on / static", "the slowest of these jobs, over static"),
     Row(
         "race-simulated",
-        "64 ranks, hot-ids: worst job, loop on / static",
-        "the slowest of 64 ranks whose other rows become hot, over static",
-        readme="the slowest job on 64 simulated ranks (other rows become hot), over the same on its first plan",
+        "64 ranks, calm: worst job, loop on / static",
+        "the slowest of 64 ranks where nothing changes, over static",
+        readme="the slowest job on 64 simulated ranks (nothing changes), over the same on its first plan",
     ),
+    Row("race-simulated", "seeds", "seeds of every world so far", readme="seeds of these simulated jobs so far"),
     Row("loop-bad-start", "of_best_known", "from the worst heuristic's plan: of the best plan known, held-out rounds"),
     Row(
         "loop-drift",
