@@ -32,18 +32,6 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert in_slices(kept, wanted[:1], measure)[0]["of"] == ["a", 1] and len(asked) == 5, "others are left out"
 
 
-def test_in_another_checkout_it_goes_on_from_the_rows_of_its_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept = tmp_path / "elsewhere" / "soak" / "rows.jsonl"
-    in_slices(kept, [("a",)], lambda _: {"ms": 7})
-    monkeypatch.setattr(slices, "RECORDED", tmp_path)
-    kept.rename(tmp_path / "soak.jsonl")
-    rows = in_slices(tmp_path / "runs" / "soak" / "rows.jsonl", [("a",), ("b",)], lambda _: {"ms": 8})
-    assert [row["ms"] for row in rows] == [7, 8]
-    assert (tmp_path / "soak.jsonl").read_text().count("\n") == 1, "the record's own rows stay as they were"
-
-
 def ten_times(number: int) -> dict[str, int]:
     return {"ms": 10 * number}
 

@@ -1,5 +1,4 @@
-"""Long benchmarks in slices of a quiet machine: what was measured is kept, row by row; the same command goes on there,
-and, in another checkout, from the rows that were committed with the benchmark's record (`RECORDED`).
+"""Long benchmarks in slices of a quiet machine: what was measured is kept, row by row; the same command goes on there.
 
 rows = in_slices(Path("runs/planner-quality/rows.jsonl"), [("20x2", 0), ("20x4", 0)], measure)     # measure("20x2", 0)
 rows[0]["of"], rows[0]["commit"]           # ["20x2", 0], at which that was measured
@@ -8,7 +7,6 @@ rows[0]["of"], rows[0]["commit"]           # ["20x2", 0], at which that was meas
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -18,8 +16,6 @@ from typing import Any
 from dlrm_autoshard.benchmarks.harness import STATE, UNKNOWN, commit, cpu_model
 from dlrm_autoshard.records.jsonl import append_jsonl, read_jsonl
 
-RECORDED = Path(__file__).parent / "results" / "rows"
-"""NAME.jsonl: the rows of NAME's record, a copy of runs/NAME/rows.jsonl."""
 Key = tuple[str | int, ...]
 
 
@@ -28,9 +24,6 @@ def in_slices(
 ) -> list[dict[str, Any]]:
     """A row of each key, in any order; where it is interrupted (SIGINT), of those that were measured till then. kept:
     None keeps nothing. workers: processes for what takes no time of its own, but computes; 0 is this one."""
-    if kept is not None and not kept.exists() and (recorded := RECORDED / f"{kept.parent.name}.jsonl").exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(recorded, kept)
     known = [] if kept is None else read_jsonl(kept)
     rows = [row for row in known if row["state"] == STATE and tuple(row["of"]) in wanted]
     done, on = {tuple(row["of"]) for row in rows}, machine()
