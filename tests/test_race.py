@@ -194,7 +194,8 @@ def test_a_simulated_cell_without_a_job_is_a_missed_target() -> None:
     outcome = race_simulated.summarise([], (8,), ("calm", "abrupt", "straggler"), 20)
     assert outcome["targets"]["8 ranks, abrupt: recovered"] == ">= 0.8"
     assert outcome["targets"]["8 ranks, straggler: recovered"] == ">= 0.6"
-    assert "8 ranks, calm: recovered" not in outcome["targets"] and not outcome["figures"]
+    assert "8 ranks, calm: recovered" not in outcome["targets"]
+    assert outcome["figures"] == {"seeds": 0} and outcome["targets"]["seeds"] == ">= 20"
 
 
 # Simulated ------------------------------------------------------------------------------------------------------------
