@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
-from dlrm_autoshard.distributed.ranks.runtime import Runtime, keep_freed_memory, runtime_of
+from dlrm_autoshard.distributed.ranks.runtime import Runtime, keep_freed_memory, page_in, runtime_of
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool, zipf_stats
 from dlrm_autoshard.probe import shard_probe
 from dlrm_autoshard.probe.drawn_ids import draw_ids, scattered
 from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
-from dlrm_autoshard.probe.rank_probe import ProbeError, RankProbe, median_profile, page_in
+from dlrm_autoshard.probe.rank_probe import ProbeError, RankProbe, median_profile
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, in_fewer_rows
 from dlrm_autoshard.tables import TableConfig, TableStats, measure_table_stats
 from tests.ranks import run_ranks

@@ -38,7 +38,8 @@ class SearchTrigger:
         self._best_then = ""
 
     def see(self, interval: Interval, slowness: Sequence[float], *, one_host: bool = True) -> None:
-        last, last_gain, self._seen, self._took = self._seen, self.balance_gain, interval, 0.0
+        last, last_gain, self._seen = self._seen, self.balance_gain, interval
+        self._took = 0.0
         self.balance_gain, self._error = interval.balance_gain(slowness, exchange=one_host)
         if last is not None and not differ(last.profile, interval.profile):
             self._alike = min(self._alike + 1, thresholds.MEMORY)

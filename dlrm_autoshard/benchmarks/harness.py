@@ -256,11 +256,12 @@ def with_interval(statistic: Callable[..., Any], *samples: Samples) -> Ratio:
     measured side by side stays so. One sample alone tells nothing of others: its interval has no ends. statistic: of
     arrays, along their last axis."""
     rows = np.asarray(samples, dtype=np.float64)
+    found = float(statistic(*rows))
     if rows.shape[1] == 1:
-        return Ratio(float(statistic(*rows)), -np.inf, np.inf)
+        return Ratio(found, -np.inf, np.inf)
     draws = np.random.default_rng(0).integers(0, rows.shape[1], size=(2000, rows.shape[1]))
     low, high = np.quantile(statistic(*rows[:, draws]), [0.025, 0.975], method="closest_observation")
-    return Ratio(float(statistic(*rows)), float(low), float(high))
+    return Ratio(found, float(low), float(high))
 
 
 # Ranks --------------------------------------------------------------------------------------------------------------

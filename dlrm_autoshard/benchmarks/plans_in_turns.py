@@ -96,9 +96,8 @@ def recovered(looped: Sequence[float], static: Sequence[float], best: Sequence[f
 
     def share(looped: np.ndarray, static: np.ndarray, best: np.ndarray) -> np.ndarray:
         here, there, most = (np.median(rates, axis=-1) for rates in (looped, static, best))
-        with np.errstate(
-            divide="ignore", invalid="ignore"
-        ):  # without a gap, any gain is more than all of it, and any loss less
+        # Without a gap any gain is more than all of it, and any loss less.
+        with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(np.where(here == there, 0.0, (here - there) / np.maximum(most - there, 0.0)))
 
     if np.median(best) <= np.median(static):

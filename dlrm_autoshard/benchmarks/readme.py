@@ -259,9 +259,8 @@ def summary(counted: Mapping[str, Record]) -> str:
     """The README's: whole jobs by what changes in them, the figures that matter most, how many targets are met."""
     text = short_worlds(counted["race-short"]) if "race-short" in counted else []
     shown = [row for row in ROWS if row.readme and row.benchmark in counted]
-    lines = [
-        _line(row, row.readme if isinstance(row.readme, str) else row.what, counted[row.benchmark]) for row in shown
-    ]
+    words = [row.what if row.readme is True else str(row.readme) for row in shown]
+    lines = [_line(row, what, counted[row.benchmark]) for row, what in zip(shown, words, strict=True)]
     verdicts = Counter(verdict for record in counted.values() for verdict in record["verdicts"].values())
     told = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in ("met", "inconclusive", "missed"))
     return "\n".join([*text, "", *_HEAD, *lines, "", f"Of {verdicts.total()} targets {told}."])

@@ -22,7 +22,7 @@ from dlrm_autoshard.distributed.lookup.embeddings import DTYPES
 from dlrm_autoshard.distributed.lookup.exchange import Exchange
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
 from dlrm_autoshard.distributed.ranks.host_memory import free_host_memory
-from dlrm_autoshard.distributed.ranks.runtime import Runtime
+from dlrm_autoshard.distributed.ranks.runtime import Runtime, page_in
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask
@@ -45,9 +45,8 @@ START_BUFFER_GIB, MID_RUN_BUFFER_GIB = 0.25, 0.125
 """For throwaway weights, on CPU. Of a table of 1e6 rows of 128 columns half took 0.605 of the whole in 1 GiB, 0.62 and
 0.59 in these; memory that is new comes slowly, and in mid-run training waits for it."""
 
-
-_BUFFERS, _PAGE = 4, 4096
-"""What an exchange sends and receives, as often as the heap may come to hold it at a time."""
+_BUFFERS = 4
+"""Times what an exchange sends and receives that is paged in before it is timed: the heap may come to hold so much."""
 
 
 class ProbeError(UserError):
@@ -226,13 +225,6 @@ class RankProbe:
             collective()
             times.append(1e3 * (now(self._runtime.device) - start))
         return times[2:]
-
-
-def page_in(num_bytes: int) -> None:
-    """Has freed memory in store (`keep_freed_memory`) that the system has given. In training the heap settles within
-    some steps; in a few exchanges of one plan after another it still grows, and 14 MiB that are paged in take three
-    times as long as an exchange of them."""
-    torch.empty(num_bytes, dtype=torch.uint8)[::_PAGE].fill_(0)
 
 
 def median_profile(profiles: Sequence[StepProfile]) -> StepProfile:

@@ -28,7 +28,7 @@ NUM_SUMMARY = 3 + NUM_LOGS + EMBED
 learned embedding times the weight.
 
 Tables are weighted by what their work costs at its prices, so that one that costs hardly anything changes hardly
-anything: counted as one, a hundredth of a device's cost changed what was predicted of it by up to 5%.
+anything: counted as one, a tenth of a device's cost changed what was predicted of it by up to -5%.
 
 The loads compete for caches, so what fusion changes depends on their sums; the embedding is small on purpose: what a
 search finds is where the model errs in its favour, and a large one errs somewhere.
