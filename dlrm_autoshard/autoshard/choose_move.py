@@ -33,7 +33,7 @@ from dlrm_autoshard.plan import PlanError, ShardingPlan, gib
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import ShardTimer
-from dlrm_autoshard.probe.mid_run import learn_changed, learn_half, unmeasured, unmeasured_halves
+from dlrm_autoshard.probe.mid_run import Unmeasured, learn_changed, learn_half, unmeasured, unmeasured_halves
 from dlrm_autoshard.tables import Shard
 
 LASTING = 1 << 40
@@ -101,8 +101,7 @@ class MoveChooser:
             best, why = self._best(proposals, interval)
             if why is not None and measure_shards is not None:
                 unknown = unmeasured(self.planner, task, plan)
-                worth = self._worth_measuring(unknown.names, proposals, task, interval, plan)
-                if worth > unknown.seconds and not self._unmeasurable.issuperset(unknown.names):
+                if self._pays_to_measure(unknown, task, interval, plan):
                     if not learn_changed(self.planner, task, plan, measure_shards, unknown):
                         self._unmeasurable.update(unknown.names)
                     best, why = self._best(self._proposed(task, interval, plan), interval)
@@ -124,7 +123,9 @@ class MoveChooser:
 
     def _proposed(self, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> list[Proposal]:
         started = time.perf_counter()
-        found = self.planner.propose(task, plan, budget_seconds=self.trigger.search_seconds / 2)
+        found = self.planner.propose(
+            task, plan, ms_per_byte=self._ms_per_byte(interval), budget_seconds=self.trigger.search_seconds / 4
+        )
         candidates = self._paying(task, interval, plan, [candidate.ordered(task.names) for candidate, _ in found])
         if self.target is not None and self.target != plan:
             candidates.append(self.target)
@@ -140,7 +141,7 @@ class MoveChooser:
     ) -> list[ShardingPlan]:
         """What of each move pays, where moving takes as much as `min_gain` would save; each plan once."""
         cost_ms, found = self.planner.step_costs(task), list[ShardingPlan]()
-        ms_per_byte = 1000 / self.move_cost.bytes_per_second / max(1, interval.lasting_steps)
+        ms_per_byte = self._ms_per_byte(interval)
         for candidate in candidates:
             moving = self._moving(task, plan, candidate)
             if ms_per_byte * sum(moving.values()) >= self.config.min_gain * interval.step_ms:
@@ -150,6 +151,10 @@ class MoveChooser:
                 found.append(candidate)
         return found
 
+    def _ms_per_byte(self, interval: Interval) -> float:
+        """Of each step that a plan will serve for, what moving a byte takes."""
+        return 1000 / self.move_cost.bytes_per_second / max(1, interval.lasting_steps)
+
     def _best(self, proposals: Sequence[Proposal], interval: Interval) -> tuple[Proposal, str | None]:
         """The proposal that saves most, of those that pay if any does; and why it does not pay."""
         reasons = [self._reason_to_stay(proposal, interval) for proposal in proposals]
@@ -157,6 +162,30 @@ class MoveChooser:
             zip(proposals, reasons, strict=True),
             key=lambda pair: (pair[1] is None, seconds_saved(pair[0], interval, self.move_cost)),
         )
+
+    def _pays_to_measure(
+        self, unknown: Unmeasured, task: PlacementTask, interval: Interval, plan: ShardingPlan
+    ) -> bool:
+        """Whether moves that would be found, and be sure enough, once these tables are known save more than measuring
+        them takes. Caution after moves does not count: it will be over, and the tables still be known."""
+        if self._unmeasurable.issuperset(unknown.names) or unknown.seconds >= self.trigger.seconds_to_gain:
+            return False
+        started = time.perf_counter()
+        budget = self.trigger.search_seconds / 4
+        found = self.planner.found_once_measured(
+            task, plan, unknown.names, ms_per_byte=self._ms_per_byte(interval), budget_seconds=budget
+        )
+        planned = step_cost_ms(interval.profile.ranks) / interval.step_ms
+        saved = 0.0
+        for proposal, (_, gain) in zip(
+            self.proposals(task, interval, plan, [plan for plan, _ in found]), found, strict=True
+        ):
+            expected = min(planned * gain, self.trigger.balance_gain)
+            known = replace(proposal, gain=expected, uncertainty=self.trigger.gain_scatter)
+            if reason_to_stay(known, interval, self.move_cost, self.config.min_gain) is None:
+                saved += seconds_saved(known, interval, self.move_cost) / len(found)
+        self.trigger.searched(time.perf_counter() - started)
+        return saved > unknown.seconds
 
     def _worth_measuring(
         self,

@@ -87,6 +87,35 @@ def _stages(costs: TaskCosts, inside_NT: np.ndarray, ms_N2: np.ndarray, rank_N: 
     )
 
 
+def _alone(task: PlacementTask, costs: TaskCosts, tables: Sequence[int]) -> Stages:
+    """Forward, then backward computations of these tables, each by itself on any rank."""
+    own = costs.summary_TK[list(tables)]
+    return _stages(costs, np.eye(len(task.tables))[list(tables)], costs.device_ms(own), np.full(len(own), -1))
+
+
+def drawn_costs(
+    task: PlacementTask, costs: TaskCosts, corrections: Corrections, measuring: Sequence[int], draws: int
+) -> list[TaskCosts]:
+    """What may be expected once these tables have been measured alone, in an even number of draws. What they take in
+    all, and what any table takes that is alone, is no matter of placement: only how they compare is drawn."""
+    alone = _alone(task, costs, measuring)
+    covariance = corrections.told(alone, alone, task.tables)
+    factor_D2K = np.exp(_drawn(covariance, draws)).reshape(draws, 2, -1)
+    ms_2K = alone.ms_M.reshape(2, -1)
+    factor_D2K *= ms_2K.sum(axis=1)[:, None] / (ms_2K * factor_D2K).sum(axis=2, keepdims=True)
+    factor_DT2 = np.ones((draws, len(task.tables), 2), dtype=np.float32)
+    factor_DT2[:, list(measuring)] = factor_D2K.transpose(0, 2, 1)
+    return [costs.where_tables_take(factor_T2) for factor_T2 in factor_DT2]
+
+
+def _drawn(covariance: np.ndarray, draws: int) -> np.ndarray:
+    """[D, M] logarithms of factors that are 1 on average; in pairs, so that few draws' means are those of many."""
+    half_DM = np.random.default_rng(0).standard_normal((draws // 2, len(covariance)))
+    drawn_DM = np.concatenate([half_DM, -half_DM])
+    errors_DM: np.ndarray = drawn_DM @ square_root(covariance).T - covariance.diagonal() / 2
+    return errors_DM
+
+
 def estimates(
     task: PlacementTask,
     costs: TaskCosts,
@@ -110,12 +139,7 @@ def estimates(
     elif not measuring:
         covariance = np.zeros((len(stages.ms_M), len(stages.ms_M)))
     else:
-        alone_KT, own = np.eye(len(task.tables))[list(measuring)], costs.summary_TK[list(measuring)]
-        alone = _stages(costs, alone_KT, costs.device_ms(own), np.full(len(own), -1))
-        covariance = corrections.told(stages, alone, task.tables)
-    half_DM = np.random.default_rng(0).standard_normal((DRAWS // 2, len(covariance)))
-    drawn_DM = np.concatenate([half_DM, -half_DM])  # so that few draws' means are those of many
-    errors_DM = drawn_DM @ square_root(covariance).T - covariance.diagonal() / 2  # 1 on average
-    computed_DM = every.ms_M * np.exp(errors_DM[:, which_M])
+        covariance = corrections.told(stages, _alone(task, costs, measuring), task.tables)
+    computed_DM = every.ms_M * np.exp(_drawn(covariance, DRAWS)[:, which_M])
     computed_DP = computed_DM.reshape(DRAWS, len(placements), 2, most).max(axis=3).sum(axis=2)
     return Estimates(computed_DP + np.array(exchanges))

@@ -29,7 +29,7 @@ from dlrm_autoshard.planner.finalists import Measure, best, measure_finalists, o
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.result import Candidate, Gain, PlanResult
 from dlrm_autoshard.planner.saved_state import PlannerRecord
-from dlrm_autoshard.planner.search.local_search import improve, search
+from dlrm_autoshard.planner.search.local_search import improve, search, worth_moving
 from dlrm_autoshard.planner.search.relabel import relabelled
 from dlrm_autoshard.planner.search.splits import Splitted, dear_shards, fitting, merged, split_search, with_halves
 from dlrm_autoshard.planner.task import MeasureTask, PlacementTask
@@ -139,16 +139,22 @@ class Planner:
         return [Candidate("split+search", one.task.plan_from(one.rank_U), one.step_ms) for one in found]
 
     def propose(
-        self, task: PlacementTask, current: ShardingPlan, *, budget_seconds: float | None = None
+        self,
+        task: PlacementTask,
+        current: ShardingPlan,
+        *,
+        ms_per_byte: float = 0.0,
+        budget_seconds: float | None = None,
     ) -> list[tuple[ShardingPlan, float]]:
         """Different plans with their predicted step cost in ms, best first. The current plan improved is among them: it
-        takes the fewest moves, so it is found first, whatever else there is time for."""
+        takes the fewest moves, so it is found first, whatever else there is time for. ms_per_byte: of each step, that
+        moving costs; what improves the current plan is worth that too."""
         deadline = None if budget_seconds is None else time.perf_counter() + budget_seconds
         near = []
         if task.allows(current):
             now = task.split_as(current)
             costs, current_U = self.costs.costs_of(now), now.ranks_from(current)
-            near_U = improve(now, costs, current_U, seed=self.seed, deadline=deadline)
+            near_U = worth_moving(now, costs, current_U, ms_per_byte, deadline)
             near = [Candidate("current+search", now.plan_from(near_U), costs.step_ms(near_U))]
             near += [Candidate("current", current, costs.step_ms(current_U))]
             if task.splits.allowed:
@@ -227,6 +233,27 @@ class Planner:
         """Standard deviation of each of these gains, as it would be expected once tables had been measured alone: none
         of it where that tells nothing."""
         return [gain.std for gain in _gains(self.costs.estimates(task, [current, *candidates], measuring))]
+
+    def found_once_measured(
+        self,
+        task: PlacementTask,
+        current: ShardingPlan,
+        measuring: Sequence[str],
+        *,
+        draws: int = 4,
+        ms_per_byte: float = 0.0,
+        budget_seconds: float | None = None,
+    ) -> list[tuple[ShardingPlan, float]]:
+        """What a search from `current` may find once these tables have been measured alone, in a few draws of what that
+        may show: the plan, and the part of the step that it would then be expected to save. ms_per_byte: of each step,
+        that moving costs."""
+        deadline = None if budget_seconds is None else time.perf_counter() + budget_seconds
+        now = task.split_as(current)
+        current_U, found = now.ranks_from(current), list[tuple[ShardingPlan, float]]()
+        for drawn in self.costs.drawn(now, measuring, draws):
+            rank_U = worth_moving(now, drawn, current_U, ms_per_byte, deadline)
+            found.append((now.plan_from(rank_U), 1 - drawn.step_ms(rank_U) / drawn.step_ms(current_U)))
+        return found
 
     def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:
         """[W] times longer that each rank takes to compute the same work. expected_speed: of ranks never observed."""

@@ -7,6 +7,8 @@ costs.stage_ms(sums_NK, ranks_N)             # the same for any device summaries
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 
 from dlrm_autoshard.costs import COMPUTE, EXCHANGE
@@ -19,6 +21,8 @@ from dlrm_autoshard.planner.task import PlacementTask
 
 CHUNK = 65_536
 BYTES_PER_ID = 8
+FUSED = slice(NUM_SUMMARY, NUM_SUMMARY + 2)
+"""Columns of summaries beyond the cost model's own."""
 
 
 class TaskCosts:
@@ -60,11 +64,20 @@ class TaskCosts:
         price = exchange.prices_SP[0, 2:5].sum() * (1 - 1 / world_size)
         self.ids_ms_U = task.units.sum_over_tables(mb_T * again_T * price)
 
+    def where_tables_take(self, factor_T2: np.ndarray) -> TaskCosts:
+        """What costs would be if each table's forward and backward took so many times what they are expected to."""
+        other = copy.copy(self)
+        other.summary_TK = self.summary_TK.copy()
+        for columns in (COST, FUSED):
+            other.summary_TK[:, columns] *= factor_T2
+        other.summary_UK = self._task.units.sum_over_tables(other.summary_TK)
+        return other
+
     def device_ms(self, summaries: np.ndarray) -> np.ndarray:
         """[..., 2] forward and backward computation of devices by their summaries [..., K], on any rank."""
         own = summaries[..., :NUM_SUMMARY]
         ms = self._model.device_ms(own)
-        fused_logs = summaries[..., NUM_SUMMARY:] / np.maximum(own[..., COST], 1e-9)
+        fused_logs = summaries[..., FUSED] / np.maximum(own[..., COST], 1e-9)
         return ms * self._corrections.set_factors(ms, own, fused_logs).astype(np.float32)
 
     def stages(self, sums_NDK: np.ndarray, ranks_D: np.ndarray | slice = slice(None)) -> np.ndarray:

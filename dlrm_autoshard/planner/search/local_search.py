@@ -8,6 +8,7 @@ several = optima(task, costs, rank_U, kicks=20)      # that, and where other kic
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,6 +27,18 @@ MOST_SWAPS = 64
 1,024, plans end within 0.4% of the same cost (50 x 4 to 1,000 x 128) and take up to twice as long."""
 
 
+@dataclass(frozen=True)
+class Moving:
+    """What it costs that units lie elsewhere than on their rank of now: ms of every step, [U] each."""
+
+    home_U: np.ndarray
+    away_ms_U: np.ndarray
+
+    def ms(self, unit: np.ndarray, rank: np.ndarray | int) -> np.ndarray:
+        found: np.ndarray = self.away_ms_U[unit] * (self.home_U[unit] != rank)
+        return found
+
+
 def improve(
     task: PlacementTask,
     costs: TaskCosts,
@@ -38,6 +51,16 @@ def improve(
 ) -> np.ndarray:
     """The best of `optima`."""
     return optima(task, costs, rank_U, kicks=kicks, seed=seed, deadline=deadline, most_moves=most_moves)[0]
+
+
+def worth_moving(
+    task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray, ms_per_byte: float, deadline: float | None = None
+) -> np.ndarray:
+    """What a search finds from a placement that is live, where each byte that moves costs so much of every step."""
+    moving = Moving(rank_U, ms_per_byte * task.units.bytes_U)
+    found = _Search(task, costs, rank_U, costs.alone_ms(), moving)
+    found.descend(deadline)
+    return found.room.rank_U
 
 
 def optima(
@@ -90,9 +113,16 @@ def search(
 class _Search:
     """A placement, what each rank's stages cost under it, and the steps that make it better."""
 
-    def __init__(self, task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray, alone_U: np.ndarray) -> None:
-        """alone_U: `TaskCosts.alone_ms`."""
-        self.task, self.costs = task, costs
+    def __init__(
+        self,
+        task: PlacementTask,
+        costs: TaskCosts,
+        rank_U: np.ndarray,
+        alone_U: np.ndarray,
+        moving: Moving | None = None,
+    ) -> None:
+        """alone_U: `TaskCosts.alone_ms`. moving: what counts beside steps, if anything."""
+        self.task, self.costs, self.moving = task, costs, moving
         self.alone_U = alone_U
         self.room = Room(task.units, rank_U)
         if (self.room.free_W < 0).any():
@@ -152,6 +182,10 @@ class _Search:
         )
         rest_N4 = self._slowest_without(source)[to]
         step_N = np.maximum(np.maximum(source_N4, to_N4), rest_N4).sum(axis=1)
+        if self.moving is not None:
+            swapped = back >= 0
+            step_N += self.moving.ms(out, to) - self.moving.ms(out, source)
+            step_N += swapped * (self.moving.ms(back, source) - self.moving.ms(back, to))
         # Where several ranks are equally slow, one relief does not show in the step yet: it shows in the squares.
         squares_N = (source_N4**2).sum(axis=1) + (to_N4**2).sum(axis=1) - (self.ms_W4[to] ** 2).sum(axis=1)
         step_now, squares_now = self.step_ms, float((self.ms_W4[source] ** 2).sum())
