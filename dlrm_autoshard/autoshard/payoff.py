@@ -77,7 +77,7 @@ def reason_to_stay(
 def sure_gain(interval: Interval, min_gain: float) -> float:
     """That a move must surely have, beside being expected to gain `min_gain`. Where ranks have just changed there is
     something to find; else each interval finds the best of many that may all be nothing."""
-    return min_gain if interval.changed_steps is None else 0.0
+    return 0.0
 
 
 def above(surely: float) -> str:

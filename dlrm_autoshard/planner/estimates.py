@@ -96,10 +96,11 @@ def _alone(task: PlacementTask, costs: TaskCosts, tables: Sequence[int]) -> Stag
 def drawn_costs(
     task: PlacementTask, costs: TaskCosts, corrections: Corrections, measuring: Sequence[int], draws: int
 ) -> list[TaskCosts]:
-    """What may be expected once these tables have been measured alone, in an even number of draws. What they take in
-    all, and what any table takes that is alone, is no matter of placement: only how they compare is drawn."""
+    """What may be expected once these tables have been measured alone, in an even number of draws: of what tables take
+    on ranks, so without what light stages take more, and of how they compare, for what they take in all is no matter of
+    placement."""
     alone = _alone(task, costs, measuring)
-    covariance = corrections.told(alone, alone, task.tables)
+    covariance = corrections.told(replace(alone, ms_M=np.full(len(alone.ms_M), np.inf)), alone, task.tables)
     factor_D2K = np.exp(_drawn(covariance, draws)).reshape(draws, 2, -1)
     ms_2K = alone.ms_M.reshape(2, -1)
     factor_D2K *= ms_2K.sum(axis=1)[:, None] / (ms_2K * factor_D2K).sum(axis=2, keepdims=True)

@@ -19,7 +19,7 @@ from dlrm_autoshard.costs import RankCost, step_cost_ms
 from dlrm_autoshard.formats.json_file import checked
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.planner.baselines.reference import BUDGET
-from dlrm_autoshard.planner.candidates import ALGORITHMS, LEARNED, CandidateMakers
+from dlrm_autoshard.planner.candidates import ALGORITHMS, KICKS, LEARNED, MEDIUM, CandidateMakers
 from dlrm_autoshard.planner.costs.cost_model import CostModel
 from dlrm_autoshard.planner.costs.fit_costs import FitReport
 from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
@@ -29,7 +29,7 @@ from dlrm_autoshard.planner.finalists import Measure, best, measure_finalists, o
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.result import Candidate, Gain, PlanResult
 from dlrm_autoshard.planner.saved_state import PlannerRecord
-from dlrm_autoshard.planner.search.local_search import improve, search, worth_moving
+from dlrm_autoshard.planner.search.local_search import Moving, improve, search
 from dlrm_autoshard.planner.search.relabel import relabelled
 from dlrm_autoshard.planner.search.splits import Splitted, dear_shards, fitting, merged, split_search, with_halves
 from dlrm_autoshard.planner.task import MeasureTask, PlacementTask
@@ -154,7 +154,9 @@ class Planner:
         if task.allows(current):
             now = task.split_as(current)
             costs, current_U = self.costs.costs_of(now), now.ranks_from(current)
-            near_U = worth_moving(now, costs, current_U, ms_per_byte, deadline)
+            moving = Moving(current_U, ms_per_byte * now.units.bytes_U)
+            kicks = KICKS if len(now.units) * now.world_size <= MEDIUM else 0
+            near_U = improve(now, costs, current_U, kicks=kicks, seed=self.seed, deadline=deadline, moving=moving)
             near = [Candidate("current+search", now.plan_from(near_U), costs.step_ms(near_U))]
             near += [Candidate("current", current, costs.step_ms(current_U))]
             if task.splits.allowed:
@@ -250,8 +252,9 @@ class Planner:
         deadline = None if budget_seconds is None else time.perf_counter() + budget_seconds
         now = task.split_as(current)
         current_U, found = now.ranks_from(current), list[tuple[ShardingPlan, float]]()
+        moving = Moving(current_U, ms_per_byte * now.units.bytes_U)
         for drawn in self.costs.drawn(now, measuring, draws):
-            rank_U = worth_moving(now, drawn, current_U, ms_per_byte, deadline)
+            rank_U = improve(now, drawn, current_U, kicks=KICKS // draws, deadline=deadline, moving=moving)
             found.append((now.plan_from(rank_U), 1 - drawn.step_ms(rank_U) / drawn.step_ms(current_U)))
         return found
 

@@ -29,14 +29,14 @@ MOST_SWAPS = 64
 
 @dataclass(frozen=True)
 class Moving:
-    """What it costs that units lie elsewhere than on their rank of now: ms of every step, [U] each."""
+    """That units lie elsewhere than on their rank of now costs this many ms of every step, [U]."""
 
     home_U: np.ndarray
     away_ms_U: np.ndarray
 
-    def ms(self, unit: np.ndarray, rank: np.ndarray | int) -> np.ndarray:
-        found: np.ndarray = self.away_ms_U[unit] * (self.home_U[unit] != rank)
-        return found
+    def ms(self, units: np.ndarray, ranks: np.ndarray | int) -> np.ndarray:
+        away_ms: np.ndarray = self.away_ms_U[units] * (self.home_U[units] != ranks)
+        return away_ms
 
 
 def improve(
@@ -48,19 +48,12 @@ def improve(
     seed: int = 0,
     deadline: float | None = None,
     most_moves: int | None = None,
+    moving: Moving | None = None,
 ) -> np.ndarray:
     """The best of `optima`."""
-    return optima(task, costs, rank_U, kicks=kicks, seed=seed, deadline=deadline, most_moves=most_moves)[0]
-
-
-def worth_moving(
-    task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray, ms_per_byte: float, deadline: float | None = None
-) -> np.ndarray:
-    """What a search finds from a placement that is live, where each byte that moves costs so much of every step."""
-    moving = Moving(rank_U, ms_per_byte * task.units.bytes_U)
-    found = _Search(task, costs, rank_U, costs.alone_ms(), moving)
-    found.descend(deadline)
-    return found.room.rank_U
+    return optima(
+        task, costs, rank_U, kicks=kicks, seed=seed, deadline=deadline, most_moves=most_moves, moving=moving
+    )[0]
 
 
 def optima(
@@ -72,29 +65,31 @@ def optima(
     seed: int = 0,
     deadline: float | None = None,
     most_moves: int | None = None,
+    moving: Moving | None = None,
 ) -> list[np.ndarray]:
     """Local search from a legal placement until nothing helps, then `kicks` times from a shaken copy of the best. All
-    placements that it ended at, each once, the best first.
+    placements that it ended at, each once, the best first. moving: what counts beside the step, if anything.
 
     The step takes the sum over stages of the slowest rank, so only the slowest rank of some stage is worth relieving: a
     round takes each of those (at most four), evaluates every move of one of its units to another rank and the promising
-    swaps, and takes the best. When none helps, a few random kicks are tried from the best placement so far.
+    swaps, and takes the best. When none helps, units that moved for nothing return, where moving counts; then a few
+    random kicks are tried from the best placement so far.
     """
     alone_U = costs.alone_ms()
-    best = _Search(task, costs, rank_U, alone_U)
+    best = _Search(task, costs, rank_U, alone_U, moving)
     best.descend(deadline, most_moves)
     found = {best.room.rank_U.tobytes(): best}
     generator = np.random.default_rng(seed)
     for _ in range(kicks):
         if late(deadline):
             break
-        other = _Search(task, costs, best.room.rank_U, alone_U)
+        other = _Search(task, costs, best.room.rank_U, alone_U, moving)
         other.shake(generator)
         other.descend(deadline)
         found.setdefault(other.room.rank_U.tobytes(), other)
-        if other.step_ms < best.step_ms * (1 - 1e-9):
+        if other.total_ms < best.total_ms * (1 - 1e-9):
             best = other
-    return [one.room.rank_U for one in sorted(found.values(), key=lambda one: (one is not best, one.step_ms))]
+    return [one.room.rank_U for one in sorted(found.values(), key=lambda one: (one is not best, one.total_ms))]
 
 
 def late(deadline: float | None, needed_seconds: float = 0.0) -> bool:
@@ -121,7 +116,7 @@ class _Search:
         alone_U: np.ndarray,
         moving: Moving | None = None,
     ) -> None:
-        """alone_U: `TaskCosts.alone_ms`. moving: what counts beside steps, if anything."""
+        """alone_U: `TaskCosts.alone_ms`."""
         self.task, self.costs, self.moving = task, costs, moving
         self.alone_U = alone_U
         self.room = Room(task.units, rank_U)
@@ -134,12 +129,19 @@ class _Search:
     def step_ms(self) -> float:
         return float(self.ms_W4.max(axis=0).sum())
 
+    @property
+    def total_ms(self) -> float:
+        """Of a step, with what moving costs of it."""
+        rank_U = self.room.rank_U
+        moving_ms = 0.0 if self.moving is None else float(self.moving.ms(np.arange(len(rank_U)), rank_U).sum())
+        return self.step_ms + moving_ms
+
     def descend(self, deadline: float | None, most_moves: int | None = None) -> None:
         for _ in range(most_moves or 20 * len(self.task.units)):
             if late(deadline):
                 return
             slow_ranks = dict.fromkeys(self.ms_W4.argmax(axis=0).tolist())
-            if not any(self._relieve(rank) for rank in slow_ranks):
+            if not any(self._relieve(rank) for rank in slow_ranks) and not self._send_home():
                 return
 
     def _relieve(self, source: int) -> bool:
@@ -198,6 +200,31 @@ class _Search:
         for i in order:
             if self._apply(source, int(out[i]), int(to[i]), int(back[i])):
                 self.ms_W4[source], self.ms_W4[to[i]] = source_N4[i], to_N4[i]
+                return True
+        return False
+
+    def _send_home(self) -> bool:
+        """Returns the unit whose return saves most of what moving costs, beyond what steps take longer; False where
+        none does."""
+        if self.moving is None:
+            return False
+        rank_U, home_U = self.room.rank_U, self.moving.home_U
+        saved = dict[tuple[int, int], tuple[float, np.ndarray, np.ndarray]]()
+        for source in np.unique(rank_U[rank_U != home_U]).tolist():
+            out = np.flatnonzero((rank_U == source) & (home_U != source))
+            to, summary_NK = home_U[out], self.costs.summary_UK[out]
+            source_N4 = self.costs.stage_ms(self.sums_WK[source] - summary_NK, np.full(len(out), source))
+            to_N4 = self.costs.stage_ms(self.sums_WK[to] + summary_NK, to)
+            rest_N4 = self._slowest_without(source)[to]
+            step_N = np.maximum(np.maximum(source_N4, to_N4), rest_N4).sum(axis=1)
+            saved_N = self.moving.away_ms_U[out] - (step_N - self.step_ms)
+            best = int(saved_N.argmax())
+            saved[source, int(out[best])] = float(saved_N[best]), source_N4[best], to_N4[best]
+        for (source, unit), (ms, source_4, to_4) in sorted(saved.items(), key=lambda item: -item[1][0]):
+            if ms <= 1e-6 * self.step_ms:
+                return False
+            if self._apply(source, unit, int(home_U[unit]), -1):
+                self.ms_W4[source], self.ms_W4[home_U[unit]] = source_4, to_4
                 return True
         return False
 
