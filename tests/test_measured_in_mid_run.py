@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from dlrm_autoshard.costs import RankCost, StepProfile
@@ -150,3 +151,23 @@ def test_where_a_rank_has_no_memory_for_it_predictions_have_to_do() -> None:
 
     stats = [replace(stat, mean_pooling=60.0) for stat in START]
     assert learn_changed(started(), task_of(stats), PLAN, measure, Unmeasured(["t0", "t1"], 9.0)) == []
+
+
+def test_draws_of_what_measuring_may_show_leave_what_steps_have_told() -> None:
+    """Which of a rank's changed tables is dear is open; what they take in all was measured."""
+    stats = [replace(stat, mean_pooling=60.0) for stat in START]
+    planner, task = started(), task_of(stats)
+    costs = RankCost(18.0, 1.0, 1.0, 36.0), RankCost(18.0, 1.0, 1.0, 36.0)
+    planner.costs.observe(StepProfile(PLAN, task.tables, task.stats, task.batch_size, costs, "measured", 0.01))
+    unknown = unmeasured(planner, task, PLAN)
+    drawn = planner.costs.drawn(task, unknown.names, 32)
+    live_U = task.ranks_from(PLAN)
+    tables = np.array([one.alone_ms() for one in drawn])
+    steps = np.array([one.step_ms(live_U) for one in drawn])
+    assert tables.std(axis=0).mean() / tables.mean() > 3 * steps.std() / steps.mean() > 0.0
+    assert steps.mean() == pytest.approx(planner.costs.costs_of(task).step_ms(live_U), rel=0.05)
+    found = planner.found_once_measured(task, PLAN, unknown.names)
+    assert all(gain >= -1e-9 for _, gain in found) and max(gain for _, gain in found) > 0.0
+    learn_changed(planner, task, PLAN, Ranks({table.name: 6.0 for table in TABLES}), unknown)
+    known = planner.costs.drawn(task, unknown.names, 32)
+    assert np.std([one.alone_ms() for one in known], axis=0).mean() < 0.6 * tables.std(axis=0).mean()

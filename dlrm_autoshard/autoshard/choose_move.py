@@ -18,12 +18,11 @@ from typing import Any
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, gains, moving
 from dlrm_autoshard.autoshard.move_history import History
-from dlrm_autoshard.autoshard.partial_move import first_part, paying_part
+from dlrm_autoshard.autoshard.partial_move import first_part
 from dlrm_autoshard.autoshard.payoff import (
     MoveCost,
     reason_to_stay,
     seconds_saved,
-    sure_gain,
     worth_measuring,
 )
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
@@ -126,7 +125,7 @@ class MoveChooser:
         found = self.planner.propose(
             task, plan, ms_per_byte=self._ms_per_byte(interval), budget_seconds=self.trigger.search_seconds / 4
         )
-        candidates = self._paying(task, interval, plan, [candidate.ordered(task.names) for candidate, _ in found])
+        candidates = [candidate.ordered(task.names) for candidate, _ in found]
         if self.target is not None and self.target != plan:
             candidates.append(self.target)
         candidates += [left for left in self.left if left not in [plan, *candidates]]
@@ -135,21 +134,6 @@ class MoveChooser:
             raise PlanError("there is no other plan that is legal and was not refused lately")
         self.trigger.searched(time.perf_counter() - started)
         return proposals
-
-    def _paying(
-        self, task: PlacementTask, interval: Interval, plan: ShardingPlan, candidates: Sequence[ShardingPlan]
-    ) -> list[ShardingPlan]:
-        """What of each move pays, where moving takes as much as `min_gain` would save; each plan once."""
-        cost_ms, found = self.planner.step_costs(task), list[ShardingPlan]()
-        ms_per_byte = self._ms_per_byte(interval)
-        for candidate in candidates:
-            moving = self._moving(task, plan, candidate)
-            if ms_per_byte * sum(moving.values()) >= self.config.min_gain * interval.step_ms:
-                legal = partial(self._may_be, task)
-                candidate = paying_part(plan, candidate, moving, ms_per_byte, cost_ms, legal, task.constraints)
-            if candidate not in found:
-                found.append(candidate)
-        return found
 
     def _ms_per_byte(self, interval: Interval) -> float:
         """Of each step that a plan will serve for, what moving a byte takes."""
@@ -200,10 +184,9 @@ class MoveChooser:
         told = self.planner.told(task, plan, [proposal.plan for proposal in proposals], names)
         worth = []
         for proposal, std in zip(proposals, told, strict=True):
-            asked = sure_gain(interval, self.config.min_gain)
-            asked += self.history.caution(self.config.min_gain, proposal.plan, interval.moves_since)
-            scatter = self.trigger.gain_scatter
-            worth.append(worth_measuring(proposal, planned * std, interval, self.move_cost, asked, scatter))
+            min_gain, scatter = self.config.min_gain, self.trigger.gain_scatter
+            caution = self.history.caution(min_gain, proposal.plan, interval.moves_since)
+            worth.append(worth_measuring(proposal, planned * std, interval, self.move_cost, min_gain, caution, scatter))
         return max(worth)
 
     def proposals(

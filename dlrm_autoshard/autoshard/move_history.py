@@ -1,7 +1,7 @@
 """The moves that were made, or refused, as far as the next one depends on them.
 
 history.moved(old_plan, in_parts=False)
-history.caution(0.02, plan, moves_since=0)      # 0.01: part of a step that `plan` must save beyond min_gain
+history.caution(0.02, plan, moves_since=0)      # 0.01: part of a step that `plan` must surely save
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class History:
         return at is not None and self.intervals - at <= thresholds.MEMORY
 
     def caution(self, min_gain: float, plan: ShardingPlan, moves_since: int) -> float:
-        """What to ask for beyond min_gain. moves_since: the last ones, that were made for what is decided on now."""
+        """What must surely be saved. moves_since: the last ones, that were made for what is decided on now."""
         name = plan.fingerprint
         left_ago = self.intervals - self.left_at[name] if name in self.left_at else None
         moves_ago = [self.intervals - at for at in self.moves_at[: max(0, len(self.moves_at) - moves_since)]]

@@ -1,6 +1,5 @@
-"""A part of a move: what of it pays, and, where it is larger than may move at a time, what to move now.
+"""A part of a move: where it is larger than may move at a time, what to move now.
 
-    target = paying_part(plan, target, bytes_of, ms_per_byte, cost_ms, legal)
     part = first_part(plan, target, bytes_of, max_bytes, cost_ms, legal)
 
 Pure arithmetic; `cost_ms` predicts, `legal` says whether memory and constraints allow a plan.
@@ -15,34 +14,8 @@ from dlrm_autoshard.plan import Constraints, ShardingPlan, gib
 from dlrm_autoshard.tables import Shard
 
 Group = tuple[str, ...]
-MOST_WEIGHED, MOST_PAIRED = 40, 12
-"""Groups that are weighed against each other, and that are tried two at a time: the time grows with their squares."""
-
-
-def paying_part(
-    plan: ShardingPlan,
-    target: ShardingPlan,
-    bytes_of: Mapping[str, int],
-    ms_per_byte: float,
-    cost_ms: Callable[[ShardingPlan], float],
-    legal: Callable[[ShardingPlan], bool],
-    constraints: Constraints = Constraints(),
-) -> ShardingPlan:
-    """The target, but for tables that stay since moving them takes longer than it saves, the largest first; or two at
-    once, which may have changed places. ms_per_byte: of each step for which the plan will serve."""
-    tables = list(dict.fromkeys(Shard.parse(move.table).table for move in plan.moves_to(target)))
-    moving = sorted(_groups(tables, constraints), key=lambda group: -_size(group, bytes_of))[:MOST_PAIRED]
-    best_ms = cost_ms(target)
-    for together in (1, 2):
-        for groups in itertools.combinations(moving, together):
-            chosen = [table for group in groups for table in group]
-            left = _moved(target, plan, chosen)
-            if not set(groups) <= set(moving) or not legal(left):
-                continue
-            ms = cost_ms(left)
-            if ms - best_ms < ms_per_byte * _size(chosen, bytes_of):
-                target, best_ms, moving = left, ms, [group for group in moving if group not in groups]
-    return target
+MOST_WEIGHED = 40
+"""Groups that are weighed against each other: the time grows with their square."""
 
 
 def first_part(

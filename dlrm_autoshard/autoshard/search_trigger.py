@@ -14,7 +14,6 @@ from typing import Any
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Interval, percent
-from dlrm_autoshard.autoshard.payoff import above, sure_gain
 from dlrm_autoshard.costs import IQR_OF_NORMAL, PLANNED_STAGES, StepProfile
 
 
@@ -79,9 +78,9 @@ class SearchTrigger:
         most = f"even perfect balance would save {percent(self.balance_gain)}"
         if self.balance_gain < self.min_gain:
             return f"{most}, below min_gain {percent(self.min_gain)}"
-        margin, surely = thresholds.SURE * self.gain_scatter, sure_gain(self._now, self.min_gain)
-        if self.balance_gain - margin < surely:  # no candidate gains more, or is surer of it
-            return f"{most}, give or take {percent(margin)}: not surely {above(surely)}"
+        margin = thresholds.SURE * self.gain_scatter
+        if self.balance_gain < margin:  # no candidate gains more, or is surer of it
+            return f"{most}, give or take {percent(margin)}: not surely a gain"
         if self.seconds_to_gain <= thresholds.MOVE_SECONDS:
             return f"at most {self.seconds_to_gain:.2g} s to gain in the {steps} steps left"
         return None if self.search_seconds > 0 else f"nothing has changed ({self._best_then})"

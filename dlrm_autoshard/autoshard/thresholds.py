@@ -26,9 +26,9 @@ those that are made, of which the median is taken. Chosen by hand: two epochs of
 `bench loop-steady`, on a machine with neighbours."""
 
 SURE = 1.64
-"""Standard deviations. By so many a gain must exceed min_gain, and by so many times their scatter must measured costs
-differ to have changed: of normal errors one in twenty is larger. With one standard deviation simulated jobs in which
-nothing changes made moves that gained nothing."""
+"""Standard deviations. By so many a gain must be above zero, or above what caution asks for, and by so many times their
+scatter must measured costs differ to have changed: of normal errors one in twenty is larger. With one standard
+deviation simulated jobs in which nothing changes made moves that gained nothing."""
 
 MEMORY = 6
 """Intervals. How long moves ask for more caution; of twice as many the differences are kept. Chosen by hand."""

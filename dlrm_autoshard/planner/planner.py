@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.costs import RankCost, step_cost_ms
+from dlrm_autoshard.costs import RankCost
 from dlrm_autoshard.formats.json_file import checked
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.planner.baselines.reference import BUDGET
-from dlrm_autoshard.planner.candidates import ALGORITHMS, KICKS, LEARNED, MEDIUM, CandidateMakers
+from dlrm_autoshard.planner.candidates import ALGORITHMS, LEARNED, CandidateMakers
 from dlrm_autoshard.planner.costs.cost_model import CostModel
 from dlrm_autoshard.planner.costs.fit_costs import FitReport
 from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
@@ -27,11 +26,10 @@ from dlrm_autoshard.planner.dreamshard.fit_planner import fit_planner
 from dlrm_autoshard.planner.estimates import Estimates
 from dlrm_autoshard.planner.finalists import Measure, best, measure_finalists, order
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
+from dlrm_autoshard.planner.proposals import once_measured, proposals
 from dlrm_autoshard.planner.result import Candidate, Gain, PlanResult
 from dlrm_autoshard.planner.saved_state import PlannerRecord
-from dlrm_autoshard.planner.search.local_search import Moving, improve, search
-from dlrm_autoshard.planner.search.relabel import relabelled
-from dlrm_autoshard.planner.search.splits import Splitted, dear_shards, fitting, merged, split_search, with_halves
+from dlrm_autoshard.planner.search.splits import Splitted, dear_shards, split_search, with_halves
 from dlrm_autoshard.planner.task import MeasureTask, PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
@@ -39,8 +37,6 @@ __all__ = ["ALGORITHMS", "LEARNED", "Measure", "MeasureTask", "Planner"]
 
 FINALISTS_SHARE = 0.15
 """Of the budget: what measuring finalists may take beside the first two."""
-PROPOSALS = 5
-"""Plans that `propose` returns at most."""
 
 
 class Planner:
@@ -88,7 +84,7 @@ class Planner:
         plan is to serve, where that is known: in few of them measuring may not pay.
         """
         started = time.perf_counter()
-        deadline = None if budget_seconds is None else started + budget_seconds
+        deadline = _deadline(budget_seconds)
         candidates = self.makers.candidates(self.algorithm, task, self.costs.costs_of, deadline)
         splitted = self._splitted(task, candidates, deadline) if self.algorithm == "auto" else []
         if task.splits.allowed:
@@ -114,7 +110,7 @@ class Planner:
         """ms of a step that choosing among the candidates would save, on average, once all tables were measured, and
         half of those that make ranks slow, where they may be split: what a width takes that was not measured is a
         guess, so that no search finds that it pays."""
-        deadline = None if budget_seconds is None else time.perf_counter() + budget_seconds
+        deadline = _deadline(budget_seconds)
         candidates = self.makers.candidates("auto", task, self.costs.costs_of, deadline)
         plans, names = [candidate.plan for candidate in candidates], list(task.names)
         if task.splits.allowed:
@@ -146,66 +142,9 @@ class Planner:
         ms_per_byte: float = 0.0,
         budget_seconds: float | None = None,
     ) -> list[tuple[ShardingPlan, float]]:
-        """Different plans with their predicted step cost in ms, best first. The current plan improved is among them: it
-        takes the fewest moves, so it is found first, whatever else there is time for. ms_per_byte: of each step, that
-        moving costs; what improves the current plan is worth that too."""
-        deadline = None if budget_seconds is None else time.perf_counter() + budget_seconds
-        near = []
-        if task.allows(current):
-            now = task.split_as(current)
-            costs, current_U = self.costs.costs_of(now), now.ranks_from(current)
-            moving = Moving(current_U, ms_per_byte * now.units.bytes_U)
-            kicks = KICKS if len(now.units) * now.world_size <= MEDIUM else 0
-            near_U = improve(now, costs, current_U, kicks=kicks, seed=self.seed, deadline=deadline, moving=moving)
-            near = [Candidate("current+search", now.plan_from(near_U), costs.step_ms(near_U))]
-            near += [Candidate("current", current, costs.step_ms(current_U))]
-            if task.splits.allowed:
-                found = [
-                    *split_search(now, self.costs.costs_of, near_U, deadline),
-                    *merged(now, self.costs.costs_of, near_U, deadline),
-                ]
-                near += [Candidate("current, split anew", o.task.plan_from(o.rank_U), o.step_ms) for o in found]
-        candidates = self._away_from_hosts(task, deadline)
-        candidates += self.makers.candidates("auto", task, self.costs.costs_of, deadline)
-        if task.splits.allowed:
-            candidates += self._splitted(task, candidates, deadline)
-        candidates = near + self._relabelled(task, candidates, current)
-        different = {candidate.plan.fingerprint: candidate for candidate in reversed(candidates)}
-        ranked = sorted(different.values(), key=lambda c: c.predicted_ms)
-        kept = ranked[:PROPOSALS]
-        if near and near[0] not in kept:
-            kept[-1] = near[0]
-        return [(candidate.plan, candidate.predicted_ms) for candidate in kept]
-
-    def _relabelled(
-        self, task: PlacementTask, candidates: Sequence[Candidate], current: ShardingPlan
-    ) -> list[Candidate]:
-        """Equal ranks exchanged so that the fewest bytes move from `current`."""
-        found, costs_of = list[Candidate](), dict[tuple[str, ...], TaskCosts]()
-        for candidate in candidates:
-            of_plan = task.split_as(candidate.plan)
-            if of_plan.names not in costs_of:
-                costs_of[of_plan.names] = self.costs.costs_of(of_plan)
-            costs = costs_of[of_plan.names]
-            rank_U = relabelled(of_plan, costs, of_plan.ranks_from(candidate.plan), current)
-            found.append(replace(candidate, plan=of_plan.plan_from(rank_U), predicted_ms=costs.step_ms(rank_U)))
-        return found
-
-    def _away_from_hosts(self, task: PlacementTask, deadline: float | None) -> list[Candidate]:
-        """For each host, a plan that leaves it empty: no single move shows what a slow link costs to all behind it."""
-        hosts = task.topology.ranks_by_host
-        found = []
-        for number, ranks in enumerate(hosts if len(hosts) > 1 else ()):
-            excluded = task.topology.excluded | ranks
-            try:
-                rest = fitting(replace(task, topology=replace(task.topology, excluded=excluded)))
-                plan = rest.plan_from(
-                    search(rest, self.costs.costs_of(rest), kicks=0, seed=self.seed, deadline=deadline)
-                )
-            except PlanError:  # the others have no room for its tables, or there are no others
-                continue
-            found.append(Candidate(f"away from host {number}", plan, step_cost_ms(self.costs.predict(task, plan))))
-        return found
+        """Different plans with their predicted step cost in ms, the current one improved, best first
+        (`proposals.py`). ms_per_byte: of each step, that moving costs."""
+        return proposals(self.costs, self.makers, task, current, ms_per_byte, _deadline(budget_seconds))
 
     def predict(self, task: PlacementTask, plan: ShardingPlan) -> tuple[RankCost, ...]:
         """[W] what each rank takes under `plan`, whether or not it is legal."""
@@ -242,21 +181,12 @@ class Planner:
         current: ShardingPlan,
         measuring: Sequence[str],
         *,
-        draws: int = 4,
         ms_per_byte: float = 0.0,
         budget_seconds: float | None = None,
     ) -> list[tuple[ShardingPlan, float]]:
-        """What a search from `current` may find once these tables have been measured alone, in a few draws of what that
-        may show: the plan, and the part of the step that it would then be expected to save. ms_per_byte: of each step,
-        that moving costs."""
-        deadline = None if budget_seconds is None else time.perf_counter() + budget_seconds
-        now = task.split_as(current)
-        current_U, found = now.ranks_from(current), list[tuple[ShardingPlan, float]]()
-        moving = Moving(current_U, ms_per_byte * now.units.bytes_U)
-        for drawn in self.costs.drawn(now, measuring, draws):
-            rank_U = improve(now, drawn, current_U, kicks=KICKS // draws, deadline=deadline, moving=moving)
-            found.append((now.plan_from(rank_U), 1 - drawn.step_ms(rank_U) / drawn.step_ms(current_U)))
-        return found
+        """Plans that may be found once these tables have been measured alone, with the part of the step that each would
+        then be expected to save."""
+        return once_measured(self.costs, task, current, measuring, ms_per_byte, _deadline(budget_seconds))
 
     def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:
         """[W] times longer that each rank takes to compute the same work. expected_speed: of ranks never observed."""
@@ -280,6 +210,10 @@ class Planner:
         record = checked(PlannerRecord, state)
         self.costs.load_json(record["costs"])
         self.makers.load_state_dict(record)
+
+
+def _deadline(budget_seconds: float | None) -> float | None:
+    return None if budget_seconds is None else time.perf_counter() + budget_seconds
 
 
 def _gains(found: Estimates) -> list[Gain]:

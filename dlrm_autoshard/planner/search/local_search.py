@@ -8,12 +8,12 @@ several = optima(task, costs, rank_U, kicks=20)      # that, and where other kic
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
 from dlrm_autoshard.planner.feasible import feasible
 from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost
+from dlrm_autoshard.planner.search.moving import Moving
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from dlrm_autoshard.planner.units import Room
@@ -25,18 +25,6 @@ MOST_RANKS = 32
 MOST_SWAPS = 64
 """Swaps evaluated for one slow rank: those whose costs alone differ by about half of what separates the two ranks. With
 1,024, plans end within 0.4% of the same cost (50 x 4 to 1,000 x 128) and take up to twice as long."""
-
-
-@dataclass(frozen=True)
-class Moving:
-    """That units lie elsewhere than on their rank of now costs this many ms of every step, [U]."""
-
-    home_U: np.ndarray
-    away_ms_U: np.ndarray
-
-    def ms(self, units: np.ndarray, ranks: np.ndarray | int) -> np.ndarray:
-        away_ms: np.ndarray = self.away_ms_U[units] * (self.home_U[units] != ranks)
-        return away_ms
 
 
 def improve(
@@ -51,9 +39,9 @@ def improve(
     moving: Moving | None = None,
 ) -> np.ndarray:
     """The best of `optima`."""
-    return optima(
-        task, costs, rank_U, kicks=kicks, seed=seed, deadline=deadline, most_moves=most_moves, moving=moving
-    )[0]
+    return optima(task, costs, rank_U, kicks=kicks, seed=seed, deadline=deadline, most_moves=most_moves, moving=moving)[
+        0
+    ]
 
 
 def optima(
@@ -132,9 +120,7 @@ class _Search:
     @property
     def total_ms(self) -> float:
         """Of a step, with what moving costs of it."""
-        rank_U = self.room.rank_U
-        moving_ms = 0.0 if self.moving is None else float(self.moving.ms(np.arange(len(rank_U)), rank_U).sum())
-        return self.step_ms + moving_ms
+        return self.step_ms + (0.0 if self.moving is None else self.moving.total_ms(self.room.rank_U))
 
     def descend(self, deadline: float | None, most_moves: int | None = None) -> None:
         for _ in range(most_moves or 20 * len(self.task.units)):
@@ -185,9 +171,8 @@ class _Search:
         rest_N4 = self._slowest_without(source)[to]
         step_N = np.maximum(np.maximum(source_N4, to_N4), rest_N4).sum(axis=1)
         if self.moving is not None:
-            swapped = back >= 0
             step_N += self.moving.ms(out, to) - self.moving.ms(out, source)
-            step_N += swapped * (self.moving.ms(back, source) - self.moving.ms(back, to))
+            step_N += np.where(back >= 0, self.moving.ms(back, source) - self.moving.ms(back, to), 0.0)
         # Where several ranks are equally slow, one relief does not show in the step yet: it shows in the squares.
         squares_N = (source_N4**2).sum(axis=1) + (to_N4**2).sum(axis=1) - (self.ms_W4[to] ** 2).sum(axis=1)
         step_now, squares_now = self.step_ms, float((self.ms_W4[source] ** 2).sum())
@@ -209,22 +194,20 @@ class _Search:
         if self.moving is None:
             return False
         rank_U, home_U = self.room.rank_U, self.moving.home_U
-        saved = dict[tuple[int, int], tuple[float, np.ndarray, np.ndarray]]()
+        returns = list[tuple[float, int, int, np.ndarray, np.ndarray]]()
         for source in np.unique(rank_U[rank_U != home_U]).tolist():
             out = np.flatnonzero((rank_U == source) & (home_U != source))
             to, summary_NK = home_U[out], self.costs.summary_UK[out]
             source_N4 = self.costs.stage_ms(self.sums_WK[source] - summary_NK, np.full(len(out), source))
             to_N4 = self.costs.stage_ms(self.sums_WK[to] + summary_NK, to)
-            rest_N4 = self._slowest_without(source)[to]
-            step_N = np.maximum(np.maximum(source_N4, to_N4), rest_N4).sum(axis=1)
-            saved_N = self.moving.away_ms_U[out] - (step_N - self.step_ms)
+            step_N = np.maximum(np.maximum(source_N4, to_N4), self._slowest_without(source)[to]).sum(axis=1)
+            saved_N = self.moving.ms(out, source) - self.moving.ms(out, to) - (step_N - self.step_ms)
             best = int(saved_N.argmax())
-            saved[source, int(out[best])] = float(saved_N[best]), source_N4[best], to_N4[best]
-        for (source, unit), (ms, source_4, to_4) in sorted(saved.items(), key=lambda item: -item[1][0]):
-            if ms <= 1e-6 * self.step_ms:
-                return False
-            if self._apply(source, unit, int(home_U[unit]), -1):
-                self.ms_W4[source], self.ms_W4[home_U[unit]] = source_4, to_4
+            returns.append((float(saved_N[best]), source, int(out[best]), source_N4[best], to_N4[best]))
+        for ms, source, unit, source_4, to_4 in sorted(returns, key=lambda one: -one[0]):
+            home = int(home_U[unit])
+            if ms > 1e-6 * self.step_ms and self._apply(source, unit, home, -1):
+                self.ms_W4[source], self.ms_W4[home] = source_4, to_4
                 return True
         return False
 

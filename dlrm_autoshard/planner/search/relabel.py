@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.search.moving import held_bytes
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from dlrm_autoshard.planner.units import Room
-from dlrm_autoshard.tables import Shard
 
 AS_CHEAP = 1e-3
 """Part of a step by which two placements count as equally cheap: less than any measurement tells."""
@@ -20,18 +20,10 @@ AS_CHEAP = 1e-3
 def relabelled(task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray, current: ShardingPlan) -> np.ndarray:
     """Exchanges names of two ranks after another, always the pair that saves most bytes, as long as the plan stays
     legal and as cheap. current: where everything is now, however it is split."""
-    bytes_TW = np.zeros((len(task.tables), task.world_size))  # that lie on each rank now
-    for row, table in zip(bytes_TW, task.tables, strict=True):
-        shard = Shard.parse(table.name)
-        for part in current.parts_of(shard.table):
-            if (common := part & shard) is not None:
-                held = table.part(*common.columns) if common.columns else table
-                stored = held.weight_bytes + held.optimizer_bytes(task.splits.optimizer)
-                row[current.rank_of[str(part)]] += stored
     units, most_ms = task.units, costs.step_ms(rank_U) * (1 + AS_CHEAP)
     refused: set[tuple[int, int]] = set()
     stays_WW = np.zeros((task.world_size, task.world_size))
-    np.add.at(stays_WW, rank_U[units.unit_of_T], bytes_TW)
+    np.add.at(stays_WW, rank_U[units.unit_of_T], held_bytes(task, current))
     while True:
         own_W = np.diag(stays_WW)
         saved_WW = np.triu(stays_WW + stays_WW.T - own_W - own_W[:, None], k=1)
