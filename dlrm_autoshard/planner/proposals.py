@@ -13,7 +13,7 @@ from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.planner.candidates import KICKS, MEDIUM, CandidateMakers
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.result import Candidate
-from dlrm_autoshard.planner.search.local_search import improve, optima, search
+from dlrm_autoshard.planner.search.local_search import improve, late, optima, search
 from dlrm_autoshard.planner.search.moving import Moving
 from dlrm_autoshard.planner.search.relabel import relabelled
 from dlrm_autoshard.planner.search.splits import Splitted, fitting, merged, split_search
@@ -80,6 +80,8 @@ def once_measured(
     current_U, found = now.ranks_from(current), list[tuple[ShardingPlan, float]]()
     moving = Moving.of(now, current, ms_per_byte)
     for drawn in costs.drawn(now, measuring, DRAWS):
+        if found and late(deadline):
+            break
         rank_U = improve(now, drawn, current_U, kicks=KICKS // DRAWS, deadline=deadline, moving=moving)
         found.append((now.plan_from(rank_U), 1 - drawn.step_ms(rank_U) / drawn.step_ms(current_U)))
     return found
