@@ -34,7 +34,8 @@ def run(quick: bool) -> dict[str, Any]:
         ]
     errors, planning = job.profile_errors, median_with_interval(longer)
     whole = job.start_seconds + job.seconds + job.loop_seconds
-    by_itself = [difference(before, after) for before, after in pairwise(job.epochs) if before.plan == after.plan]
+    timed = [epoch for epoch in job.epochs if epoch.samples]  # what a noticed change leaves of an epoch may have none
+    by_itself = [difference(before, after) for before, after in pairwise(timed) if before.plan == after.plan]
     found = Findings()
     found.put("moves", job.moves, "== 0")
     overhead = planning.map(lambda seconds: (seconds + job.profiling_seconds + job.loop_seconds) / whole)
