@@ -37,8 +37,9 @@ def proposals(
     from `current` end, with its shards and split anew; the current one is among them where it is legal. ms_per_byte: of
     each step, that moving costs.
 
-    Plans made from scratch were tried: on 8 ranks, 200 tables, they promised at most 0.3% more than 20 kicks from the
-    live plan, and moved ten times the bytes."""
+    Plans made from scratch were tried beside them: on 8 ranks, 200 tables, theirs took 0.5 to 1.2% less of a step, and
+    moved ten times the bytes. Where moving costs nothing they take 0.3% less.
+    """
     if task.allows(current):
         now = task.split_as(current)
         near = _near(costs, now, current, ms_per_byte, deadline)
