@@ -12,6 +12,7 @@ import pytest
 from dlrm_autoshard.costs import RankCost, StepProfile
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.moves.proposals import once_measured
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import sample_of
@@ -166,7 +167,7 @@ def test_draws_of_what_measuring_may_show_leave_what_steps_have_told() -> None:
     steps = np.array([one.step_ms(live_U) for one in drawn])
     assert tables.std(axis=0).mean() / tables.mean() > 3 * steps.std() / steps.mean() > 0.0
     assert steps.mean() == pytest.approx(planner.costs.costs_of(task).step_ms(live_U), rel=0.05)
-    found = planner.found_once_measured(task, PLAN, unknown.names)
+    found = once_measured(planner.costs, task, PLAN, unknown.names, ms_per_byte=0.0, deadline=None)
     assert all(gain >= -1e-9 for _, gain in found) and max(gain for _, gain in found) > 0.0
     learn_changed(planner, task, PLAN, Ranks({table.name: 6.0 for table in TABLES}), unknown)
     known = planner.costs.drawn(task, unknown.names, 32)

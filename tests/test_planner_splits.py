@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dlrm_autoshard import Constraints, PlanError, Planner, ShardingPlan, SimulatedCluster, Topology
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import shard_tables
-from dlrm_autoshard.planner.search.relabel import relabelled
+from dlrm_autoshard.planner.moves.relabel import relabelled
 from dlrm_autoshard.planner.search.splits import split_search
 from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.mid_run import learn_half, unmeasured_halves

@@ -29,6 +29,7 @@ from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import ReshardConfig
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import PlanError, ShardingPlan, gib
+from dlrm_autoshard.planner.moves.proposals import once_measured
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import ShardTimer
@@ -155,15 +156,12 @@ class MoveChooser:
         if self._unmeasurable.issuperset(unknown.names) or unknown.seconds >= self.trigger.seconds_to_gain:
             return False
         started = time.perf_counter()
-        budget = self.trigger.search_seconds / 4
-        found = self.planner.found_once_measured(
-            task, plan, unknown.names, ms_per_byte=self._ms_per_byte(interval), budget_seconds=budget
-        )
+        deadline = started + self.trigger.search_seconds / 4
+        found = once_measured(self.planner.costs, task, plan, unknown.names, self._ms_per_byte(interval), deadline)
         planned = step_cost_ms(interval.profile.ranks) / interval.step_ms
         saved = 0.0
-        for proposal, (_, gain) in zip(
-            self.proposals(task, interval, plan, [plan for plan, _ in found]), found, strict=True
-        ):
+        proposals = self.proposals(task, interval, plan, [better for better, _ in found])
+        for proposal, (_, gain) in zip(proposals, found, strict=True):
             expected = min(planned * gain, self.trigger.balance_gain)
             known = replace(proposal, gain=expected, uncertainty=self.trigger.gain_scatter)
             if reason_to_stay(known, interval, self.move_cost, self.config.min_gain) is None:

@@ -26,7 +26,7 @@ from dlrm_autoshard.planner.dreamshard.fit_planner import fit_planner
 from dlrm_autoshard.planner.estimates import Estimates
 from dlrm_autoshard.planner.finalists import Measure, best, measure_finalists, order
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
-from dlrm_autoshard.planner.proposals import once_measured, proposals
+from dlrm_autoshard.planner.moves.proposals import proposals
 from dlrm_autoshard.planner.result import Candidate, Gain, PlanResult
 from dlrm_autoshard.planner.saved_state import PlannerRecord
 from dlrm_autoshard.planner.search.splits import Splitted, dear_shards, split_search, with_halves
@@ -135,15 +135,10 @@ class Planner:
         return [Candidate("split+search", one.task.plan_from(one.rank_U), one.step_ms) for one in found]
 
     def propose(
-        self,
-        task: PlacementTask,
-        current: ShardingPlan,
-        *,
-        ms_per_byte: float = 0.0,
-        budget_seconds: float | None = None,
+        self, task: PlacementTask, current: ShardingPlan, ms_per_byte: float = 0.0, budget_seconds: float | None = None
     ) -> list[tuple[ShardingPlan, float]]:
         """Different plans with their predicted step cost in ms, the current one improved, best first
-        (`proposals.py`). ms_per_byte: of each step, that moving costs."""
+        (`moves/proposals.py`). ms_per_byte: of each step, that moving costs."""
         return proposals(self.costs, self.makers, task, current, ms_per_byte, _deadline(budget_seconds))
 
     def predict(self, task: PlacementTask, plan: ShardingPlan) -> tuple[RankCost, ...]:
@@ -174,19 +169,6 @@ class Planner:
         """Standard deviation of each of these gains, as it would be expected once tables had been measured alone: none
         of it where that tells nothing."""
         return [gain.std for gain in _gains(self.costs.estimates(task, [current, *candidates], measuring))]
-
-    def found_once_measured(
-        self,
-        task: PlacementTask,
-        current: ShardingPlan,
-        measuring: Sequence[str],
-        *,
-        ms_per_byte: float = 0.0,
-        budget_seconds: float | None = None,
-    ) -> list[tuple[ShardingPlan, float]]:
-        """Plans that may be found once these tables have been measured alone, with the part of the step that each would
-        then be expected to save."""
-        return once_measured(self.costs, task, current, measuring, ms_per_byte, _deadline(budget_seconds))
 
     def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:
         """[W] times longer that each rank takes to compute the same work. expected_speed: of ranks never observed."""

@@ -1,1 +1,1 @@
-"""Placements that make the predicted step short: greedy, local search, splits; and names for equal ranks."""
+"""Placements that make the predicted step short: greedy, local search, splits; and what moving costs."""

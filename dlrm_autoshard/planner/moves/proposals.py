@@ -12,10 +12,10 @@ from dataclasses import replace
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.planner.candidates import KICKS, MEDIUM, CandidateMakers
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
+from dlrm_autoshard.planner.moves.relabel import relabelled
 from dlrm_autoshard.planner.result import Candidate
 from dlrm_autoshard.planner.search.local_search import improve, late, optima, search
 from dlrm_autoshard.planner.search.moving import Moving
-from dlrm_autoshard.planner.search.relabel import relabelled
 from dlrm_autoshard.planner.search.splits import Splitted, fitting, merged, split_search
 from dlrm_autoshard.planner.task import PlacementTask
 
