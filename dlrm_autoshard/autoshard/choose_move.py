@@ -31,6 +31,7 @@ from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import PlanError, ShardingPlan, gib
 from dlrm_autoshard.planner.moves.proposals import once_measured
 from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.result import Gain
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import ShardTimer
 from dlrm_autoshard.probe.mid_run import Unmeasured, learn_changed, learn_half, unmeasured, unmeasured_halves
@@ -158,12 +159,9 @@ class MoveChooser:
         started = time.perf_counter()
         deadline = started + self.trigger.search_seconds / 4
         found = once_measured(self.planner.costs, task, plan, unknown.names, self._ms_per_byte(interval), deadline)
-        planned = step_cost_ms(interval.profile.ranks) / interval.step_ms
         saved = 0.0
-        proposals = self.proposals(task, interval, plan, [better for better, _ in found])
-        for proposal, (_, gain) in zip(proposals, found, strict=True):
-            expected = min(planned * gain, self.trigger.balance_gain)
-            known = replace(proposal, gain=expected, uncertainty=self.trigger.gain_scatter)
+        for better, gain in found:
+            known = self._proposal(task, interval, plan, better, Gain(gain, 0.0))
             if reason_to_stay(known, interval, self.move_cost, self.config.min_gain) is None:
                 saved += seconds_saved(known, interval, self.move_cost) / len(found)
         self.trigger.searched(time.perf_counter() - started)
@@ -190,24 +188,25 @@ class MoveChooser:
     def proposals(
         self, task: PlacementTask, interval: Interval, plan: ShardingPlan, candidates: list[ShardingPlan]
     ) -> list[Proposal]:
-        """Gains as parts of the whole step. The best of many predictions is one that errs to the good, so none is
+        gains_of = zip(candidates, self.planner.gains(task, plan, candidates), strict=True)
+        return [self._proposal(task, interval, plan, candidate, gain) for candidate, gain in gains_of]
+
+    def _proposal(
+        self, task: PlacementTask, interval: Interval, plan: ShardingPlan, candidate: ShardingPlan, gain: Gain
+    ) -> Proposal:
+        """Its gain as a part of the whole step. The best of many predictions is one that errs to the good, so none is
         taken to be beyond perfect balance."""
         planned = step_cost_ms(interval.profile.ranks) / interval.step_ms
-        proposals = []
-        for candidate, gain in zip(candidates, self.planner.gains(task, plan, candidates), strict=True):
-            moving_bytes = self._moving(task, plan, candidate)
-            tables, num_bytes = list(moving_bytes), sum(moving_bytes.values())
-            proposals.append(
-                Proposal(
-                    candidate,
-                    min(planned * gain.mean, self.trigger.balance_gain),
-                    max(self.trigger.gain_scatter, planned * gain.std),
-                    len(tables),
-                    num_bytes,
-                    1 if self._most_bytes is None else max(1, math.ceil(num_bytes / self._most_bytes)),
-                )
-            )
-        return proposals
+        moving_bytes = self._moving(task, plan, candidate)
+        num_bytes = sum(moving_bytes.values())
+        return Proposal(
+            candidate,
+            min(planned * gain.mean, self.trigger.balance_gain),
+            max(self.trigger.gain_scatter, planned * gain.std),
+            len(moving_bytes),
+            num_bytes,
+            1 if self._most_bytes is None else max(1, math.ceil(num_bytes / self._most_bytes)),
+        )
 
     def _reason_to_stay(self, proposal: Proposal, interval: Interval, *, cautious: bool = True) -> str | None:
         min_gain, caution = self.config.min_gain, 0.0
