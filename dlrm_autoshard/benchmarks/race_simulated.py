@@ -67,8 +67,8 @@ def summarise(
     found.notes = [
         "simulated: no rank runs. Shards cost what recorded fbgemm shards did, interpolated; exchanges by a formula.",
         f"resharding decides {INTERVALS} times an epoch.",
-        "searches end when the job's time for them does, on the machine that simulates: two runs of one job (gradual, 8 "
-        "ranks, seed 0) recovered 0.39 and 0.52.",
+        "searches end when the job's time for them does, on the machine that simulates: two runs of one job (gradual, "
+        "8 ranks, seed 0) recovered 0.39 and 0.52.",
         f"recovered: over jobs in which the clairvoyant gains {LEAST_GAIN:.0%} or more over the plan of the start.",
         f"a false move: one after which a step takes longer, exactly; recovered within {RECOVERED_WITHIN:.0%} of the "
         "clairvoyant's step.",
