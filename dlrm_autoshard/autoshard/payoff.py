@@ -48,8 +48,8 @@ def reason_to_stay(
 ) -> str | None:
     """None where the move is expected to gain `min_gain`, surely gains what caution asks for, and pays for itself.
 
-    That it surely gains all of `min_gain` was asked for while the costs of many small tables were predicted too low: of
-    gradual drift half as much was recovered then.
+    That it surely gains all of `min_gain` was asked for where no change was noticed: three simulated jobs whose pooling
+    drifts recovered 0.38, 0.59 and 0.19 of what a clairvoyant gains then, and 0.45, 0.76 and 0.39 without.
     """
     gain, margin = proposal.gain, thresholds.SURE * proposal.uncertainty
     best = f"best candidate saves {percent(gain)}"

@@ -39,9 +39,10 @@ def improve(
     moving: Moving | None = None,
 ) -> np.ndarray:
     """The best of `optima`."""
-    return optima(task, costs, rank_U, kicks=kicks, seed=seed, deadline=deadline, most_moves=most_moves, moving=moving)[
-        0
-    ]
+    best_U, *_ = optima(
+        task, costs, rank_U, kicks=kicks, seed=seed, deadline=deadline, most_moves=most_moves, moving=moving
+    )
+    return best_U
 
 
 def optima(
