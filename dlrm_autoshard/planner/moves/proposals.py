@@ -51,7 +51,7 @@ def proposals(
             ):
                 near += _near(costs, way.task, current, ms_per_byte, deadline)[:1]
         found = [Candidate("current+search", one.task.plan_from(one.rank_U), one.step_ms) for one in near]
-        found.append(Candidate("current", current, costs.costs_of(now).step_ms(now.ranks_from(current))))
+        found.append(Candidate("current", current, near[0].costs.step_ms(now.ranks_from(current))))
     else:
         found = [
             _least_moved(costs, task, c, current) for c in makers.candidates("auto", task, costs.costs_of, deadline)

@@ -98,12 +98,7 @@ class _Search:
     """A placement, what each rank's stages cost under it, and the steps that make it better."""
 
     def __init__(
-        self,
-        task: PlacementTask,
-        costs: TaskCosts,
-        rank_U: np.ndarray,
-        alone_U: np.ndarray,
-        moving: Moving | None = None,
+        self, task: PlacementTask, costs: TaskCosts, rank_U: np.ndarray, alone_U: np.ndarray, moving: Moving | None
     ) -> None:
         """alone_U: `TaskCosts.alone_ms`."""
         self.task, self.costs, self.moving = task, costs, moving
@@ -162,15 +157,7 @@ class _Search:
 
         summary = self.costs.summary_UK
         change_NK = summary[out] - np.where((back >= 0)[:, None], summary[back], 0)
-        source_N4, to_N4 = np.split(
-            self.costs.stage_ms(
-                np.concatenate([self.sums_WK[source] - change_NK, self.sums_WK[to] + change_NK]),
-                np.concatenate([np.full(len(out), source), to]),
-            ),
-            2,
-        )
-        rest_N4 = self._slowest_without(source)[to]
-        step_N = np.maximum(np.maximum(source_N4, to_N4), rest_N4).sum(axis=1)
+        source_N4, to_N4, step_N = self._ms_after(source, change_NK, to)
         if self.moving is not None:
             step_N += self.moving.ms(out, to) - self.moving.ms(out, source)
             step_N += np.where(back >= 0, self.moving.ms(back, source) - self.moving.ms(back, to), 0.0)
@@ -199,9 +186,7 @@ class _Search:
         for source in np.unique(rank_U[rank_U != home_U]).tolist():
             out = np.flatnonzero((rank_U == source) & (home_U != source))
             to, summary_NK = home_U[out], self.costs.summary_UK[out]
-            source_N4 = self.costs.stage_ms(self.sums_WK[source] - summary_NK, np.full(len(out), source))
-            to_N4 = self.costs.stage_ms(self.sums_WK[to] + summary_NK, to)
-            step_N = np.maximum(np.maximum(source_N4, to_N4), self._slowest_without(source)[to]).sum(axis=1)
+            source_N4, to_N4, step_N = self._ms_after(source, summary_NK, to)
             saved_N = self.moving.ms(out, source) - self.moving.ms(out, to) - (step_N - self.step_ms)
             best = int(saved_N.argmax())
             returns.append((float(saved_N[best]), source, int(out[best]), source_N4[best], to_N4[best]))
@@ -211,6 +196,16 @@ class _Search:
                 self.ms_W4[source], self.ms_W4[home] = source_4, to_4
                 return True
         return False
+
+    def _ms_after(
+        self, source: int, change_NK: np.ndarray, to: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """([N, 4] of `source`, [N, 4] of ranks `to`, [N] of the step), once so much has gone from it to them."""
+        sums_NK = np.concatenate([self.sums_WK[source] - change_NK, self.sums_WK[to] + change_NK])
+        ranks_N = np.concatenate([np.full(len(to), source), to])
+        source_N4, to_N4 = np.split(self.costs.stage_ms(sums_NK, ranks_N), 2)
+        rest_N4 = self._slowest_without(source)[to]
+        return source_N4, to_N4, np.maximum(np.maximum(source_N4, to_N4), rest_N4).sum(axis=1)
 
     def _destinations(self, source: int) -> np.ndarray:
         others = np.flatnonzero(self.task.units.allowed_UW.any(axis=0) & (np.arange(self.task.world_size) != source))
