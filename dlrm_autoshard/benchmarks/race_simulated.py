@@ -1,10 +1,8 @@
 """The race at scale, in simulation: the real controller and planner, 200 tables, 8 and 64 ranks that are arithmetic.
 
-Shard costs are measured fbgemm costs, interpolated (recorded_cluster.py says how, and how exchanges are reckoned); the
-worlds are those of `bench race`. The static plan is the planner's of the start, the clairvoyant has a planner of its
-own that starts anew at each change and moves for nothing. Every second here is simulated, planning and deciding cost
-none; tables that the controller measures in mid-run take as long as they would. How far searches get in the time
-that the job has for them depends on this machine.
+Shard costs are measured fbgemm costs, interpolated; recorded_cluster.py says how. The worlds are `bench race`'s. The
+clairvoyant has a planner of its own, starts anew at each change and moves for nothing. Seconds are simulated, planning
+and deciding take none, measuring in mid-run what it would; how far a search gets depends on this machine.
 """
 
 from __future__ import annotations
