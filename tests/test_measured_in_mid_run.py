@@ -137,13 +137,13 @@ def test_how_much_surer_measuring_makes_gains_is_known_before() -> None:
     planner.costs.observe(StepProfile(PLAN, task.tables, task.stats, task.batch_size, costs, "measured", 0.01))
     other = ShardingPlan({**PLAN.rank_of, "t0": 1, "t5": 0}, 2)
     unknown = unmeasured(planner, task, PLAN)
-    [before], [told] = planner.gains(task, PLAN, [other]), planner.told(task, PLAN, [other], unknown.names)
-    assert planner.told(task, PLAN, [other], []) == [pytest.approx(0.0)]
+    [before], told = planner.gains(task, PLAN, [other]), planner.gains_once_measured(task, PLAN, other, unknown.names)
+    assert planner.gains_once_measured(task, PLAN, other, []).std() == pytest.approx(0.0)
     ranks = Ranks({table.name: 4.0 for table in TABLES})
     learn_changed(planner, task, PLAN, ranks, unknown)
     [after] = planner.gains(task, PLAN, [other])
-    assert 0.5 * before.std < told < before.std
-    assert after.std**2 == pytest.approx(before.std**2 - told**2, rel=0.7) and after.std < 0.75 * before.std
+    assert told.mean() == pytest.approx(before.mean, abs=0.02) and 0.5 * before.std < told.std() < before.std
+    assert after.std**2 == pytest.approx(before.std**2 - told.std() ** 2, rel=0.7) and after.std < 0.75 * before.std
 
 
 def test_where_a_rank_has_no_memory_for_it_predictions_have_to_do() -> None:

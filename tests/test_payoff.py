@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, gains, moving
-from dlrm_autoshard.autoshard.payoff import MoveCost, caution_after, measured_gain, reason_to_stay, worth_measuring
+from dlrm_autoshard.autoshard.payoff import MoveCost, caution_after, measured_gain, reason_to_stay, saved_on_average
 from dlrm_autoshard.costs import RankCost, StepProfile
 from dlrm_autoshard.plan import ShardingPlan
 
@@ -130,26 +129,21 @@ def test_a_gain_has_to_be_sure_and_min_gain_to_be_expected() -> None:
 
 
 @given(
-    gain=st.floats(-0.05, 0.2),
-    told=st.floats(0.002, 0.05),
-    left=st.floats(0.0, 0.03),
-    min_gain=st.floats(0.01, 0.06),
-    caution=st.floats(0.0, 0.06),
+    st.lists(st.floats(-0.2, 0.3), min_size=1, max_size=20),
+    st.floats(0.0, 0.02),
+    st.floats(0.0, 0.06),
+    st.integers(1, 9),
 )
-def test_measuring_is_worth_what_is_saved_where_it_tells_that_a_move_pays(
-    gain: float, told: float, left: float, min_gain: float, caution: float
+def test_knowing_is_worth_what_the_moves_save_that_are_made_then(
+    gains_D: list[float], scatter: float, min_gain: float, parts: int
 ) -> None:
-    """Against as many jobs as it takes to know: in each, what is expected once tables are known decides on the move."""
-    now, cost, scatter = interval(), COST, 0.01
-    proposal = dataclasses.replace(PROPOSAL, gain=gain, uncertainty=(told**2 + left**2) ** 0.5)
-    seconds = now.step_ms / 1000 * now.remaining_steps
-    expected = gain + told * np.random.default_rng(0).standard_normal(100_000)
-    moved = expected > max(min_gain, caution + thresholds.SURE * max(scatter, left))
-    saved = np.where(moved, expected * seconds - cost.seconds(proposal.bytes), 0.0)
-    worth = worth_measuring(proposal, told, now, cost, min_gain, caution, scatter)
-    error = 5 * saved.std() / len(saved) ** 0.5 + 1e-4 * seconds * told
-    assert worth == pytest.approx(max(0.0, saved.mean()), abs=error)
-    assert worth_measuring(proposal, 0.0, now, cost, min_gain, caution, scatter) == 0.0
+    now = interval()
+    known = [dataclasses.replace(PROPOSAL, gain=gain, uncertainty=scatter, parts=parts) for gain in gains_D]
+    seconds, moving_seconds = now.step_ms / 1000 * now.remaining_steps, COST.seconds(PROPOSAL.bytes, parts)
+    asked = max(min_gain, thresholds.SURE * scatter)
+    saved = [max(0.0, gain * seconds - moving_seconds) * (gain >= asked and gain > 0) for gain in gains_D]
+    assert saved_on_average(known, now, COST, min_gain) == pytest.approx(sum(saved) / len(saved))
+    assert saved_on_average(known, now, COST, 0.31) == 0.0
 
 
 def test_measured_gain_is_a_part_of_the_step_time() -> None:

@@ -15,19 +15,15 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, gains, moving
 from dlrm_autoshard.autoshard.move_history import History
 from dlrm_autoshard.autoshard.partial_move import first_part
-from dlrm_autoshard.autoshard.payoff import (
-    MoveCost,
-    reason_to_stay,
-    seconds_saved,
-    worth_measuring,
-)
+from dlrm_autoshard.autoshard.payoff import MoveCost, reason_to_stay, saved_on_average, seconds_saved
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import ReshardConfig
-from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import PlanError, ShardingPlan, gib
 from dlrm_autoshard.planner.moves.proposals import once_measured
 from dlrm_autoshard.planner.planner import Planner
@@ -80,8 +76,8 @@ class MoveChooser:
         for halved in unmeasured_halves(self.planner, task, plan):
             if halved.shard in self._unmeasurable:
                 continue
-            proposals = self.proposals(task, interval, plan, [halved.plan])
-            if self._worth_measuring([halved.half], proposals, task, interval, plan) > halved.seconds:
+            gains_D = self.planner.gains_once_measured(task, plan, halved.plan, [halved.half])
+            if self._saved_once_known(task, interval, plan, halved.plan, gains_D) > halved.seconds:
                 if learn_half(self.planner, task, plan, measure_shards, halved):
                     self.trigger.search_anew()
                 else:
@@ -153,37 +149,24 @@ class MoveChooser:
         self, unknown: Unmeasured, task: PlacementTask, interval: Interval, plan: ShardingPlan
     ) -> bool:
         """Whether moves that would be found, and be sure enough, once these tables are known save more than measuring
-        them takes. Caution after moves does not count: it will be over, and the tables still be known."""
+        them takes."""
         if self._unmeasurable.issuperset(unknown.names) or unknown.seconds >= self.trigger.seconds_to_gain:
             return False
         started = time.perf_counter()
         deadline = started + self.trigger.search_seconds / 4
         found = once_measured(self.planner.costs, task, plan, unknown.names, self._ms_per_byte(interval), deadline)
-        saved = 0.0
-        for better, gain in found:
-            known = self._proposal(task, interval, plan, better, Gain(gain, 0.0))
-            if reason_to_stay(known, interval, self.move_cost, self.config.min_gain) is None:
-                saved += seconds_saved(known, interval, self.move_cost) / len(found)
+        saved = [self._saved_once_known(task, interval, plan, better, np.array([gain])) for better, gain in found]
         self.trigger.searched(time.perf_counter() - started)
-        return saved > unknown.seconds
+        return sum(saved) / len(saved) > unknown.seconds
 
-    def _worth_measuring(
-        self,
-        names: Sequence[str],
-        proposals: Sequence[Proposal],
-        task: PlacementTask,
-        interval: Interval,
-        plan: ShardingPlan,
+    def _saved_once_known(
+        self, task: PlacementTask, interval: Interval, plan: ShardingPlan, better: ShardingPlan, gains_D: np.ndarray
     ) -> float:
-        """Seconds that it saves, on average, to have measured these tables before one of the proposals is taken."""
-        planned = step_cost_ms(interval.profile.ranks) / interval.step_ms
-        told = self.planner.told(task, plan, [proposal.plan for proposal in proposals], names)
-        worth = []
-        for proposal, std in zip(proposals, told, strict=True):
-            min_gain, scatter = self.config.min_gain, self.trigger.gain_scatter
-            caution = self.history.caution(min_gain, proposal.plan, interval.moves_since)
-            worth.append(worth_measuring(proposal, planned * std, interval, self.move_cost, min_gain, caution, scatter))
-        return max(worth)
+        """Seconds, on average over draws of what the move to `better` will be known to gain of the planned stages.
+        Caution after moves does not count: it will be over, and what was measured still be known."""
+        known = self._proposal(task, interval, plan, better, Gain(0.0, 0.0))
+        drawn = [replace(known, gain=self._of_step(interval, gain)) for gain in gains_D.tolist()]
+        return saved_on_average(drawn, interval, self.move_cost, self.config.min_gain)
 
     def proposals(
         self, task: PlacementTask, interval: Interval, plan: ShardingPlan, candidates: list[ShardingPlan]
@@ -194,19 +177,21 @@ class MoveChooser:
     def _proposal(
         self, task: PlacementTask, interval: Interval, plan: ShardingPlan, candidate: ShardingPlan, gain: Gain
     ) -> Proposal:
-        """Its gain as a part of the whole step. The best of many predictions is one that errs to the good, so none is
-        taken to be beyond perfect balance."""
-        planned = step_cost_ms(interval.profile.ranks) / interval.step_ms
         moving_bytes = self._moving(task, plan, candidate)
         num_bytes = sum(moving_bytes.values())
         return Proposal(
             candidate,
-            min(planned * gain.mean, self.trigger.balance_gain),
-            max(self.trigger.gain_scatter, planned * gain.std),
+            self._of_step(interval, gain.mean),
+            max(self.trigger.gain_scatter, interval.planned_part * gain.std),
             len(moving_bytes),
             num_bytes,
             1 if self._most_bytes is None else max(1, math.ceil(num_bytes / self._most_bytes)),
         )
+
+    def _of_step(self, interval: Interval, gain: float) -> float:
+        """What is gained of the planned stages, as a part of the whole step. The best of many predictions is one that
+        errs to the good, so none is taken to be beyond perfect balance."""
+        return min(interval.planned_part * gain, self.trigger.balance_gain)
 
     def _reason_to_stay(self, proposal: Proposal, interval: Interval, *, cautious: bool = True) -> str | None:
         min_gain, caution = self.config.min_gain, 0.0

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dlrm_autoshard.autoshard import thresholds
-from dlrm_autoshard.costs import IQR_OF_NORMAL, StepProfile, balance_gain, balance_gains
+from dlrm_autoshard.costs import IQR_OF_NORMAL, StepProfile, balance_gain, balance_gains, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, gib
 
 Action = Literal["kept", "moved", "rolled_back", "refused"]
@@ -44,6 +44,11 @@ class Interval:
     @property
     def step_ms(self) -> float:
         return 1000 * self.profile.batch_size / self.throughput
+
+    @property
+    def planned_part(self) -> float:
+        """Of the step: what the stages take for which plans are made."""
+        return step_cost_ms(self.profile.ranks) / self.step_ms
 
     @property
     def lasting_steps(self) -> int:

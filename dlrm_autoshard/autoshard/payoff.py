@@ -9,9 +9,8 @@ Knows no clock, no planner and no ranks. A gain is a part of the step time: 0.15
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Interval, Proposal, percent
@@ -73,29 +72,10 @@ def reason_to_stay(
     return None
 
 
-def worth_measuring(
-    proposal: Proposal,
-    told: float,
-    interval: Interval,
-    cost: MoveCost,
-    min_gain: float,
-    caution: float,
-    scatter: float,
-) -> float:
-    """Seconds that a move would save, on average, if it were made where measuring shows that it gains what is asked
-    for (`reason_to_stay`), and else not. told: standard deviation of the gain that will be expected then; scatter: of
-    gains whose tables are known.
-
-    What will be expected is normal about what is expected now, so this is its partial expectation above that gain.
-    """
-    if told <= 0 or proposal.tables == 0 or not math.isfinite(proposal.gain):
-        return 0.0
-    left_open = max(scatter, math.sqrt(max(0.0, proposal.uncertainty**2 - told**2)))
-    asked = (max(min_gain, caution + thresholds.SURE * left_open) - proposal.gain) / told
-    enough = 1 - NormalDist().cdf(asked)
-    gained = proposal.gain * enough + told * NormalDist().pdf(asked)
-    seconds = interval.step_ms / 1000 * interval.lasting_steps
-    return max(0.0, gained * seconds - enough * cost.seconds(proposal.bytes, proposal.parts))
+def saved_on_average(known: Sequence[Proposal], interval: Interval, cost: MoveCost, min_gain: float) -> float:
+    """Seconds, over draws of what one move may be known to gain, where it is made if it pays then, and else not."""
+    paying = [one for one in known if reason_to_stay(one, interval, cost, min_gain) is None]
+    return sum(seconds_saved(one, interval, cost) for one in paying) / len(known)
 
 
 def caution_after(min_gain: float, moves_ago: Iterable[int], left_ago: int | None, rolled_back: bool) -> float:

@@ -45,11 +45,13 @@ class Estimates:
         return mean
 
     def gain(self, current: int, candidate: int) -> Gain:
-        """In each draw both err by what they have in common."""
-        if not self.step_ms_DP[:, current].all():
-            return Gain(0.0, 0.0)
-        saved_D = 1 - self.step_ms_DP[:, candidate] / self.step_ms_DP[:, current]
+        saved_D = self.saved_D(current, candidate)
         return Gain(float(saved_D.mean()), float(saved_D.std()))
+
+    def saved_D(self, current: int, candidate: int) -> np.ndarray:
+        """Of the step, in each draw: both err by what they have in common."""
+        current_D, candidate_D = self.step_ms_DP[:, current], self.step_ms_DP[:, candidate]
+        return 1 - candidate_D / current_D if current_D.all() else np.zeros(len(current_D))
 
     def of(self, plans: Sequence[int]) -> Estimates:
         """Some of the plans."""

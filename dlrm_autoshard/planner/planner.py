@@ -163,12 +163,11 @@ class Planner:
         """What each candidate saves over `current`, as a part of its predicted step."""
         return _gains(self.costs.estimates(task, [current, *candidates]))
 
-    def told(
-        self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan], measuring: Sequence[str]
-    ) -> list[float]:
-        """Standard deviation of each of these gains, as it would be expected once tables had been measured alone: none
-        of it where that tells nothing."""
-        return [gain.std for gain in _gains(self.costs.estimates(task, [current, *candidates], measuring))]
+    def gains_once_measured(
+        self, task: PlacementTask, current: ShardingPlan, candidate: ShardingPlan, measuring: Sequence[str]
+    ) -> np.ndarray:
+        """[D] the same of one, as it may be expected once these tables have been measured alone, in draws of that."""
+        return self.costs.estimates(task, [current, candidate], measuring).saved_D(0, 1)
 
     def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:
         """[W] times longer that each rank takes to compute the same work. expected_speed: of ranks never observed."""
