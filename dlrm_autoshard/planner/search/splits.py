@@ -150,17 +150,18 @@ def _placed(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: f
     legal so."""
     rank_of = dict(zip(node.task.names, node.rank_U[node.task.units.unit_of_T], strict=True))
     rank_U = np.array([rank_of.get(halved.names[members[0]], -1) for members in halved.units.members])
-    room = Room(halved.units, rank_U)
-    for unit in np.flatnonzero(rank_U < 0):
-        legal = np.flatnonzero(room.legal_W(int(unit)))
+    room, sums_WK = Room(halved.units, rank_U), costs.sums(rank_U)
+    ms_W4 = costs.stage_ms(sums_WK, np.arange(halved.world_size))
+    for unit in np.flatnonzero(rank_U < 0).tolist():
+        legal = np.flatnonzero(room.legal_W(unit))
         if len(legal) == 0:
             return None
-        ms_N = []
-        for rank in legal:
-            room.rank_U[unit] = rank
-            ms_N.append(costs.stage_ms(costs.sums(room.rank_U), np.arange(halved.world_size)).max(axis=0).sum())
-        room.rank_U[unit] = -1
-        room.place(int(unit), int(legal[int(np.argmin(ms_N))]))
+        after_NW4 = np.repeat(ms_W4[None], len(legal), axis=0)
+        after_NW4[np.arange(len(legal)), legal] = costs.stage_ms(sums_WK[legal] + costs.summary_UK[unit], legal)
+        best = int(after_NW4.max(axis=1).sum(axis=1).argmin())
+        room.place(unit, int(legal[best]))
+        sums_WK[legal[best]] += costs.summary_UK[unit]
+        ms_W4 = after_NW4[best]
     rank_U = improve(halved, costs, room.rank_U, deadline=deadline, most_moves=FEW_MOVES)
     return Splitted(halved, costs, rank_U, costs.step_ms(rank_U))
 
