@@ -304,10 +304,18 @@ class Doubtful(Planner):
         std = 0.0 if self.costs.replay.shards else 0.5
         return [replace(gain, std=std) for gain in super().gains(task, current, candidates)]
 
-    def told(
+    def gains_once_measured(
         self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan], measuring: Sequence[str]
-    ) -> list[float]:
-        return [0.5 if measuring else 0.0] * len(candidates)
+    ) -> np.ndarray:
+        return np.array([[-0.5], [0.5]]).repeat(len(candidates), axis=1)
+
+
+class Hopeless(Doubtful):
+    """Is not surer by what tables take alone."""
+
+    def gains_once_measured(self, *args: Any) -> np.ndarray:
+        told_DC: np.ndarray = 0.0 * super().gains_once_measured(*args)
+        return told_DC
 
 
 def test_where_too_little_is_known_of_what_would_move_that_is_measured_first() -> None:
@@ -345,11 +353,11 @@ def test_where_a_rank_has_no_memory_to_measure_that_is_tried_once() -> None:
     assert job.run(3) == ["kept"] * 3 and len(asked) == 1
 
 
-def test_nothing_is_measured_where_that_takes_longer_than_it_would_save() -> None:
+def test_nothing_is_measured_where_that_takes_longer_than_it_would_save_or_leaves_open_what_it_saves() -> None:
     def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
         raise AssertionError("nothing was to be measured")
 
-    for planner, steps_left in ((Doubtful(seed=0), 5), (Planner("auto", seed=0), 10_000)):
+    for planner, steps_left in ((Doubtful(seed=0), 5), (Planner("auto", seed=0), 10_000), (Hopeless(seed=0), 10_000)):
         job = Training(1)
         job.plan = job.worst_heuristic()
         planner.load_state_dict(job.planner.state_dict())

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -76,8 +77,11 @@ class MoveChooser:
         for halved in unmeasured_halves(self.planner, task, plan):
             if halved.shard in self._unmeasurable:
                 continue
-            gains_D = self.planner.gains_once_measured(task, plan, halved.plan, [halved.half])
-            if self._saved_once_known(task, interval, plan, halved.plan, gains_D) > halved.seconds:
+            at_once = self.proposals(task, interval, plan, [halved.plan])
+            saved = saved_on_average(at_once, interval, self.move_cost, self.config.min_gain)
+            gains_D = self.planner.gains_once_measured(task, plan, [halved.plan], [halved.half])[:, 0]
+            drawn = [(halved.plan, gains_D)]
+            if self._saved_once_known(task, interval, plan, drawn, [halved.half]) > saved + halved.seconds:
                 if learn_half(self.planner, task, plan, measure_shards, halved):
                     self.trigger.search_anew()
                 else:
@@ -155,18 +159,33 @@ class MoveChooser:
         started = time.perf_counter()
         deadline = started + self.trigger.search_seconds / 4
         found = once_measured(self.planner.costs, task, plan, unknown.names, self._ms_per_byte(interval), deadline)
-        saved = [self._saved_once_known(task, interval, plan, better, np.array([gain])) for better, gain in found]
+        drawn = [(better, np.array([gain])) for better, gain in found]
+        saved = self._saved_once_known(task, interval, plan, drawn, unknown.names)
         self.trigger.searched(time.perf_counter() - started)
-        return sum(saved) / len(saved) > unknown.seconds
+        return saved > unknown.seconds
 
     def _saved_once_known(
-        self, task: PlacementTask, interval: Interval, plan: ShardingPlan, better: ShardingPlan, gains_D: np.ndarray
+        self,
+        task: PlacementTask,
+        interval: Interval,
+        plan: ShardingPlan,
+        drawn: Sequence[tuple[ShardingPlan, np.ndarray]],
+        measuring: Sequence[str],
     ) -> float:
-        """Seconds, on average over draws of what the move to `better` will be known to gain of the planned stages.
-        Caution after moves does not count: it will be over, and what was measured still be known."""
-        known = self._proposal(task, interval, plan, better, Gain(0.0, 0.0))
-        drawn = [replace(known, gain=self._of_step(interval, gain)) for gain in gains_D.tolist()]
-        return saved_on_average(drawn, interval, self.move_cost, self.config.min_gain)
+        """Seconds, on average over draws of what measuring these tables may show: moves, and what each will be known to
+        gain of the planned stages. What it leaves open, moves must gain all the same; caution after moves does not
+        count: it will be over, and the tables still be known."""
+        plans = [better for better, _ in drawn]
+        told_DC = self.planner.gains_once_measured(task, plan, plans, measuring)
+        saved = []
+        for (better, gains_D), now, told in zip(
+            drawn, self.planner.gains(task, plan, plans), told_DC.std(axis=0), strict=True
+        ):
+            left_open = Gain(0.0, math.sqrt(max(0.0, now.std**2 - told**2)))
+            known = self._proposal(task, interval, plan, better, left_open)
+            outcomes = [replace(known, gain=self._of_step(interval, gain)) for gain in gains_D.tolist()]
+            saved.append(saved_on_average(outcomes, interval, self.move_cost, self.config.min_gain))
+        return fmean(saved)
 
     def proposals(
         self, task: PlacementTask, interval: Interval, plan: ShardingPlan, candidates: list[ShardingPlan]

@@ -45,13 +45,13 @@ class Estimates:
         return mean
 
     def gain(self, current: int, candidate: int) -> Gain:
-        saved_D = self.saved_D(current, candidate)
+        saved_D = self.saved_DP(current)[:, candidate]
         return Gain(float(saved_D.mean()), float(saved_D.std()))
 
-    def saved_D(self, current: int, candidate: int) -> np.ndarray:
-        """Of the step, in each draw: both err by what they have in common."""
-        current_D, candidate_D = self.step_ms_DP[:, current], self.step_ms_DP[:, candidate]
-        return 1 - candidate_D / current_D if current_D.all() else np.zeros(len(current_D))
+    def saved_DP(self, current: int) -> np.ndarray:
+        """[D, P] of the current plan's step: in each draw both err by what they have in common."""
+        current_D1 = self.step_ms_DP[:, [current]]
+        return 1 - self.step_ms_DP / current_D1 if current_D1.all() else np.zeros_like(self.step_ms_DP)
 
     def of(self, plans: Sequence[int]) -> Estimates:
         """Some of the plans."""

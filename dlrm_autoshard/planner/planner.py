@@ -164,10 +164,10 @@ class Planner:
         return _gains(self.costs.estimates(task, [current, *candidates]))
 
     def gains_once_measured(
-        self, task: PlacementTask, current: ShardingPlan, candidate: ShardingPlan, measuring: Sequence[str]
+        self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan], measuring: Sequence[str]
     ) -> np.ndarray:
-        """[D] the same of one, as it may be expected once these tables have been measured alone, in draws of that."""
-        return self.costs.estimates(task, [current, candidate], measuring).saved_D(0, 1)
+        """[D, C] the same, as it may be expected once these tables have been measured alone, in draws of that."""
+        return self.costs.estimates(task, [current, *candidates], measuring).saved_DP(0)[:, 1:]
 
     def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:
         """[W] times longer that each rank takes to compute the same work. expected_speed: of ranks never observed."""
