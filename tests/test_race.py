@@ -75,7 +75,7 @@ def test_a_tight_world_has_a_plan(seed: int) -> None:
 
 def finished(seconds: float, **more: Any) -> dict[str, Any]:
     points = [[seconds / 2, 5], [seconds, 10]]
-    costs = {"phases_seconds": {}, "deciding_seconds": 0.1, "moving_seconds": 0.1}
+    costs = {"phases_seconds": {}, "profiling_seconds": 0.2, "deciding_seconds": 0.1, "moving_seconds": 0.1}
     return {"points": points, "seconds": seconds, "first_step_seconds": 3.0, "moves": [], **costs, **more}
 
 
@@ -125,12 +125,16 @@ def test_an_interrupted_race_says_what_is_missing_and_has_the_figures_of_what_is
 def test_shares_are_of_the_clairvoyants_gain_and_missing_arms_are_missed_targets() -> None:
     seconds = {"loop": 82.0, "planned": 90.0, "clairvoyant": 80.0, "round_robin": 100.0}
     done = {"abrupt": {seed: {arm: finished(s + seed) for arm, s in seconds.items()} for seed in range(3)}}
-    outcome = race.summarise(done, {"abrupt": tuple(seconds)}, 3)
+    for by_arm in done["abrupt"].values():
+        by_arm["torchrec"] = {"missing": "it is not installed"}
+    outcome = race.summarise(done, {"abrupt": (*seconds, "torchrec")}, 3)
     assert outcome["figures"]["abrupt: recovered"] == pytest.approx(0.8, abs=0.02)
     assert outcome["figures"]["abrupt: round robin / clairvoyant"] == pytest.approx(1.25, abs=0.01)
     assert "abrupt: torchrec / loop on" in outcome["targets"]
     assert "abrupt: torchrec / loop on" not in outcome["figures"]
     assert outcome["figures"]["worst run: loop on / loop off"] < 1
+    done["abrupt"][1]["loop"] = {"missing": "it was killed"}
+    assert race.summarise(done, {"abrupt": tuple(seconds)}, 3)["figures"]["worst run: loop on / loop off"] is None
 
 
 def test_how_far_gains_were_misjudged_is_a_mean_over_moves_with_an_interval_over_jobs() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,18 @@ class Job:
     trains: bool = True
 
 
+def profiling_seconds(epochs: Iterable[EpochProfile]) -> float:
+    """By which sampled steps, which have barriers and no overlap, were longer than the mean one; noise may make it less
+    than nothing."""
+    seconds = 0.0
+    for e in epochs:
+        stages = [*e.stage_ms.values(), *e.wait_ms.values()]
+        sampled_ms = max((sum(ms) for ms in zip(*stages, strict=True)), default=0.0)
+        if e.samples and e.throughput > 0:
+            seconds += e.samples * (sampled_ms - 1000 * e.batch_size / e.throughput) / 1000
+    return seconds
+
+
 @dataclass(frozen=True)
 class JobRun:
     """What a job wrote down."""
@@ -61,17 +73,6 @@ class JobRun:
     @property
     def profile_errors(self) -> list[float]:
         return [d["error_before"] for d in self.decisions if d.get("error_before") is not None]
-
-    @property
-    def profiling_seconds(self) -> float:
-        """By which sampled steps, which have barriers and no overlap, were longer than the mean one; noise may make it
-        less than nothing."""
-        seconds = 0.0
-        for e in self.epochs:
-            stages = [*e.stage_ms.values(), *e.wait_ms.values()]
-            sampled_ms = max(sum(ms) for ms in zip(*stages, strict=True))
-            seconds += e.samples * (sampled_ms - 1000 * e.batch_size / e.throughput) / 1000
-        return seconds
 
     def throughput(self, first: int, last: int | None = None) -> float:
         """examples/s over the steps of epochs first to last."""

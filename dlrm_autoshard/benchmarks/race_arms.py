@@ -22,12 +22,14 @@ from typing import Any
 import yaml
 
 from dlrm_autoshard.benchmarks.harness import BenchError
+from dlrm_autoshard.benchmarks.loop_job import profiling_seconds
 from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
 from dlrm_autoshard.benchmarks.race_worlds import RANKS, World
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.search.greedy import HEURISTICS
 from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
 from dlrm_autoshard.records.jsonl import read_jsonl
 from dlrm_autoshard.tables import TableStats
 
@@ -140,9 +142,11 @@ def read_records(job: Path) -> dict[str, Any]:
     result = json.loads((job / "result.json").read_text()) if (job / "result.json").exists() else {}
     free = job / "free_seconds.json"
     kept = ("step", "action", "predicted_gain", "measured_gain", "text")
+    profiles = read_jsonl(epochs_file(job)) if epochs_file(job).exists() else []
     return {
         "moves": [{key: d.get(key) for key in kept} for d in decisions if d["action"] in ("moved", "rolled_back")],
         "phases_seconds": result.get("seconds", {}),
+        "profiling_seconds": profiling_seconds(map(EpochProfile.from_json, profiles)),
         "deciding_seconds": sum(d["decide_seconds"] for d in decisions),
         "moving_seconds": sum(d["move_seconds"] for d in decisions),
         "free_seconds": json.loads(free.read_text()) if free.exists() else [],

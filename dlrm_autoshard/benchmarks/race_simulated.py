@@ -53,8 +53,7 @@ def run(quick: bool) -> dict[str, Any]:
         simulate,
         workers=0 if quick else os.cpu_count() or 1,
     )
-    other_work = {"load_before": 0.0}  # all cores are this benchmark's
-    return {**summarise(rows, sizes, worlds, seeds), **origins(rows), **other_work}
+    return {**summarise(rows, sizes, worlds, seeds), **origins(rows)}
 
 
 def summarise(

@@ -72,7 +72,7 @@ class World:
             "pooling": generator.permutation(np.geomspace(1, 100, count)),
             "other": generator.permutation(count),
             "change": int(generator.integers(max(1, epochs // 4), epochs // 2 + 1)),
-            "busy": max(1, epochs // 3),
+            "busy": max(1, round(epochs / 3)),
         }
 
     @property
