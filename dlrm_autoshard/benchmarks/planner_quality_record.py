@@ -6,11 +6,12 @@ summarise(rows, ["20x2", "20x4"], tasks=20)         # figures, targets, spread, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.benchmarks.harness import Findings, Ratio, ratio_of_means
+from dlrm_autoshard.benchmarks.harness import Findings, Ratio, ratio_of_means, with_interval
 from dlrm_autoshard.planner.search.greedy import KEYS
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.shipped_costs import most_alike
@@ -136,10 +137,11 @@ class _Cell:
             )
         )
 
-    def prediction_error(self, key: str) -> float:
-        """Of all plans' steps, relative, in the mean: before any plan was measured."""
+    def prediction_error(self, key: str) -> Ratio:
+        """Of all plans' steps, relative, in the mean, over tasks: before any plan was measured."""
         predicted = {name: np.array([row[key][name] for row in self.rows]) for name in self.cost}
-        return float(np.mean([np.abs(predicted[name] / self.cost[name] - 1) for name in self.cost]))
+        errors = [np.abs(predicted[name] / self.cost[name] - 1) for name in self.cost]
+        return with_interval(partial(np.mean, axis=-1), np.mean(errors, axis=0))
 
     def _with_dearest(self, row: Row, even_4: np.ndarray) -> np.ndarray:
         """Stages as even as they can be where a rank must hold the dearest table."""

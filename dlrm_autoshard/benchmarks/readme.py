@@ -35,12 +35,17 @@ class Row:
 
 
 ROWS = (
-    Row("race-short", "worst run: loop on / loop off", "the slowest of those jobs, with resharding over without"),
+    Row(
+        "race-short",
+        "worst run: loop on / loop off",
+        "the slowest of those jobs, with resharding over without",
+        readme="the slowest of these jobs by wall clock, start to end: with resharding / without",
+    ),
     Row(
         "race-short",
         "worst run: loop on / loop off, steps and what resharding took",
         "the same in turns", "#.4g",
-        readme="the slowest of these 30 jobs: time with resharding / without",
+        readme="the same in turns, as in the table",
     ),
     Row(
         "race-short",
@@ -112,16 +117,16 @@ ROWS = (
         "train-wemb",
         "2 ranks: over torchrec",
         "2 ranks, torchrec with its own planner, ours through shared memory",
-        readme="lookup-heavy training on 2 ranks, speed over TorchRec with its own planner",
+        readme="lookup-heavy training on 2 ranks of one host, speed over TorchRec's: through shared memory, huge pages",
     ),
-    Row("train-wemb", "2 ranks: tcp, over torchrec", "the same, ours through TCP as torchrec"),
+    Row("train-wemb", "2 ranks: tcp, over torchrec", "the same, ours through TCP as torchrec", readme=True),
     Row("train-wemb", "2 ranks: share of limit", "share of the kernels' limit on 2 ranks"),
     Row("train-wsmall", "1 rank: over torchrec", "MLP-heavy training over torchrec, 1 rank"),
     Row(
         "train-wsmall",
         "2 ranks: over torchrec",
         "the same on 2 ranks",
-        readme="the same, MLP-heavy",
+        readme="MLP-heavy training, through shared memory",
     ),
     Row(
         "planner-time",
@@ -210,7 +215,7 @@ WORLDS_HEAD = (
     "| what changes | static plan, s | with resharding, s | clairvoyant, s | TorchRec, s | with / static "
     "| in turns | TorchRec / with | recovered, of medians | in turns, of all seeds | moves, back | commit; CPU |"
 )
-SHORT_HEAD = "| what changes in a job | time with resharding / without | TorchRec's / ours | moves in 5 jobs |"
+SHORT_HEAD = "| what changes in a job | time with resharding / without | of a clairvoyant's gain | TorchRec's / ours | moves |"
 
 
 def objections(record: Record) -> list[str]:
@@ -271,7 +276,8 @@ def short_worlds(record: Record) -> list[str]:
     lines = []
     for world, what in IN_WORDS.items():
         if f"{world}: moves, roll-backs" in figures:
-            texts = [cell(record, f"{world}: {key}", digits="#.3g") for key in RATIOS[1:]]
+            _, ratio, torchrec = (cell(record, f"{world}: {key}", digits="#.3g") for key in RATIOS)
+            texts = [ratio, _share(record, world, f"recovered of all seeds' seconds{NET}", NET), torchrec]
             lines.append(f"| {what} | {' | '.join(texts)} | {figures[f'{world}: moves, roll-backs'][0]} |")
     return [SHORT_HEAD, "| --- " * (SHORT_HEAD.count("|") - 1) + "|", *lines]
 
@@ -282,8 +288,7 @@ def table(counted: Mapping[str, Record]) -> str:
     for benchmark in available():
         if benchmark.name in counted:
             text += [f"## `bench {benchmark.name}`", "", *_section(benchmark, counted[benchmark.name]), ""]
-    wanted = dict.fromkeys((*RACES, *(row.benchmark for row in ROWS)))
-    missing = ", ".join(f"`{name}`" for name in wanted if name not in counted)
+    missing = ", ".join(f"`{one.name}`" for one in available() if one.name not in counted)
     return "\n".join(
         [*text, *[f"Not measured at this state of the code yet, so not shown: {missing}."] * bool(missing)]
     )
@@ -313,27 +318,29 @@ def _line(row: Row, what: str, record: Record) -> str:
     return f"| {what} | {cell(record, row.figure, digits=row.digits)} | {target} | {verdict} |"
 
 
+def _judged(record: Record, figure: str, *, spread: bool = True) -> str:
+    figures, verdicts = record["figures"], record["verdicts"]
+    if figure not in figures and figure not in verdicts:
+        return ""
+    said = cell(record, figure, spread=spread, digits="#.3g") if figures.get(figure, 0) is not None else NOTHING
+    return said + (f", {verdicts[figure]}" if figure in verdicts else "")
+
+
+def _share(record: Record, world: str, key: str, clock: str) -> str:
+    """That was recovered of what a clairvoyant gains, or how little that is."""
+    gain, share = record["figures"].get(f"{world}: static / clairvoyant{clock}"), _judged(record, f"{world}: {key}")
+    return share if share or gain is None else LITTLE.format(gain - 1)
+
+
 def worlds(record: Record) -> list[str]:
     """A race's worlds, a line each: its arms' medians, ratios, what was recovered of a clairvoyant's gain."""
-
-    figures, verdicts = record["figures"], record["verdicts"]
-
-    def judged(figure: str, *, spread: bool = True) -> str:
-        if figure not in figures and figure not in verdicts:
-            return ""
-        said = cell(record, figure, spread=spread, digits="#.3g") if figures.get(figure, 0) is not None else NOTHING
-        return said + (f", {verdicts[figure]}" if figure in verdicts else "")
-
-    lines = []
+    figures, lines = record["figures"], []
     for world, what in IN_WORDS.items():
         if f"{world}: loop seconds" not in figures:
             continue
-        texts = [judged(f"{world}: {arm} seconds", spread=False) for arm in ARMS]
-        texts += [judged(f"{world}: {key}") for key in RATIOS]
-        for key, clock in SHARES.items():
-            gain = figures.get(f"{world}: static / clairvoyant{clock}")
-            share = judged(f"{world}: {key}")
-            texts.append(share if share or gain is None else LITTLE.format(gain - 1))
+        texts = [_judged(record, f"{world}: {arm} seconds", spread=False) for arm in ARMS]
+        texts += [_judged(record, f"{world}: {key}") for key in RATIOS]
+        texts += [_share(record, world, key, clock) for key, clock in SHARES.items()]
         moves, back = figures[f"{world}: moves, roll-backs"]
         at = f"{', '.join(figures.get(f'{world}: commits', commits_of(record)))}; {maker_of_cpu(record)}"
         lines.append(f"| {what} | {' | '.join(texts)} | {moves}, {back} | {at} |")
