@@ -30,6 +30,19 @@ data:
 train: {batch_size: 64, epochs: 2}
 profile: {enabled: false}
 """
+TINY_CONFIG = """
+run: {name: job, device: cpu, pin_cores: false, dir: runs}
+data:
+  source: synthetic
+  train_samples: 300
+  test_samples: 0
+  tables:
+    - {name: user, num_embeddings: 500}
+    - {name: item, num_embeddings: 50, mean_pooling: 3.0}
+train: {batch_size: 64}
+profile: {enabled: false}
+"""
+"""For commands that are run in a folder of their own: its runs lie in `runs` there, and it takes a second."""
 
 
 def torchrun(ranks: int, *arguments: str, restarts: int = 0, start: tuple[str, ...] = ("--standalone",)) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.test_mistakes import CONFIG
+from tests.jobs import TINY_CONFIG
 
 REPOSITORY = Path(__file__).parents[1]
 MANY = """
@@ -39,7 +39,7 @@ def command(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "config.yaml"
-    path.write_text(CONFIG.replace("dir: runs", f"dir: {tmp_path / 'runs'}"))
+    path.write_text(TINY_CONFIG.replace("dir: runs", f"dir: {tmp_path / 'runs'}"))
     return path
 
 

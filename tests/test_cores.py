@@ -16,7 +16,7 @@ from dlrm_autoshard.data.batch import Batch, Split
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.distributed.ranks.cores import share_of
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
-from tests.test_data_loader import Scripted
+from tests.scripted_source import Scripted
 
 pytestmark = pytest.mark.alone
 

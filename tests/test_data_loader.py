@@ -17,44 +17,13 @@ from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
 from dlrm_autoshard.data.batch import Batch, DataError, DataSource, Split
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
-from dlrm_autoshard.tables import TableConfig
+from tests.scripted_source import Scripted
 
 
 def synthetic(**keys: object) -> DataSource:
     tables = [SyntheticTable(name=f"t{i}", num_embeddings=50, mean_pooling=pooling) for i, pooling in enumerate([1, 3])]
     data = {"source": "synthetic", "tables": tables, "num_dense": 2, "train_samples": 100, **keys}
     return open_source(SyntheticData.model_validate(data), TablesConfig())
-
-
-class Scripted:
-    """A source of one table with one id a sample: the sample's position, or what `ids` says instead."""
-
-    num_dense = 1
-    reuse_batches: int | None = None
-
-    def __init__(self, rows: int = 1000, ids: dict[int, int] | None = None, num_samples: int = 100) -> None:
-        self.tables: tuple[TableConfig, ...] = (TableConfig("other", 10, 4), TableConfig("user", rows, 4))
-        self.ids = ids or {}
-        self.total = num_samples
-        self.dtype = torch.int64
-        self.num_weights: int | None = None  # of each batch, however many ids it has
-        self.reads: list[tuple[int, int]] = []
-
-    def num_samples(self, split: Split) -> int:
-        return self.total
-
-    def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
-        self.reads.append((first, last))
-        size = last - first
-        return Batch(
-            dense_BF=torch.zeros(size, 1),
-            lengths_TB=torch.stack([torch.zeros(size, dtype=torch.int32), torch.ones(size, dtype=torch.int32)]),
-            values_N=torch.tensor([self.ids.get(i, i) for i in range(first, last)], dtype=self.dtype),
-            labels_B=torch.zeros(size),
-            size=size,
-            global_size=size,
-            weights_N=None if self.num_weights is None else torch.ones(self.num_weights),
-        )
 
 
 def test_the_thread_that_reads_is_the_one_that_pins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from dlrm_autoshard.distributed.tables.storage import Storage
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 from tests.ranks import run_ranks
-from tests.test_embeddings import TABLES, global_batch
+from tests.small_embeddings import TABLES, global_batch
 
 CPU = torch.device("cpu")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,24 +12,9 @@ from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 from tests.ranks import run_ranks
+from tests.small_embeddings import TABLES, global_batch
 
-TABLES = [TableConfig("a", 50, 8), TableConfig("b", 1000, 4), TableConfig("c", 7, 16), TableConfig("d", 300, 8)]
-BATCH, STEPS = 6, 4
-
-
-def global_batch(step: int, world_size: int, tables: Sequence[TableConfig] = TABLES) -> list[Batch]:
-    """Every rank's slice, with empty bags, duplicates, and a padded tail on the last rank."""
-    generator = torch.Generator().manual_seed(step)
-    batches = []
-    for _ in range(world_size):
-        lengths = torch.randint(0, 4, (len(tables), BATCH), generator=generator, dtype=torch.int32)
-        values = [
-            torch.randint(0, t.num_embeddings, (int(n),), generator=generator, dtype=torch.int32)
-            for t, n in zip(tables, lengths.sum(1), strict=True)
-        ]
-        labels = torch.zeros(BATCH)
-        batches.append(Batch(torch.zeros(BATCH, 0), lengths, torch.cat(values), labels, BATCH, BATCH * world_size))
-    return batches
+STEPS = 4
 
 
 def train(rank: int, world_size: int, plan: ShardingPlan, optimizer: str, dtype: str) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Imports run one way, through LAYERS in their order; MAY_USE says who may use torch.distributed and fbgemm.
 
-Read from the source, so that an import inside a function counts."""
+Read from the source, so that an import inside a function counts. Of the tests, none imports another."""
 
 import ast
 import functools
@@ -11,18 +11,10 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "dlrm_autoshard"
-LAYERS = (
-    # plain data
-    *("errors", "formats", "tables", "plan", "costs", "plug_in", "config_errors", "config_data", "config", "records"),
-    # what is trained, and where
-    *("data", "model", "distributed"),
-    # what is decided, and shown
-    *("planner", "report", "probe", "autoshard"),
-    # what people use
-    *("torchrec", "train", "benchmarks", "commands", "__main__"),
-)
-"""A module at the package's root, or a folder. Each may import those before it."""
+from tests.layers import LAYERS
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "dlrm_autoshard"
 INSIDE = {
     "planner": ("costs", "corrections", "search", "dreamshard", "baselines"),
     "distributed": ("tables", "lookup", "ranks", "moves"),
@@ -175,6 +167,15 @@ def test_every_layer_says_what_it_is() -> None:
     for path in PACKAGE.rglob("__init__.py"):
         said = ast.get_docstring(ast.parse(path.read_text()))
         assert said and len(said.splitlines()) <= 6, path
+
+
+def test_no_file_imports_from_a_file_of_tests() -> None:
+    """What several files of tests need lies in a module whose name does not begin with `test_`."""
+    files = {path.stem for path in TESTS.rglob("test_*.py")}
+    assert Path(__file__).stem in files
+    for path in (*TESTS.rglob("*.py"), *PACKAGE.rglob("*.py")):
+        wrong = {name for name in imports(path) if files.intersection(name.split(".")[:2])}
+        assert not wrong, f"{path}: {sorted(wrong)}"
 
 
 def test_the_command_line_starts_without_torch() -> None:

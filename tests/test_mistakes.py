@@ -11,20 +11,10 @@ from pathlib import Path
 
 import pytest
 
-CONFIG = """
-run: {name: job, device: cpu, pin_cores: false, dir: runs}
-data:
-  source: synthetic
-  train_samples: 300
-  test_samples: 0
-  tables:
-    - {name: user, num_embeddings: 500}
-    - {name: item, num_embeddings: 50, mean_pooling: 3.0}
-train: {batch_size: 64}
-profile: {enabled: false}
-"""
+from tests.jobs import TINY_CONFIG
+
 FILES = {
-    "config.yaml": CONFIG,
+    "config.yaml": TINY_CONFIG,
     "empty.yaml": "",
     "list.yaml": "- 1\n",
     "tab.yaml": "train:\n\tepochs: 3\ndata: {source: movielens}\n",

@@ -13,7 +13,7 @@ import yaml
 
 from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
 from dlrm_autoshard.config import parse_config
-from tests.test_imports import LAYERS
+from tests.layers import LAYERS
 from tests.wheels import bare, build_wheel, install_beside_our_packages
 
 REPOSITORY = Path(__file__).parents[1]

@@ -5,21 +5,18 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
-from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.moves.reshard import ReshardError, ReshardRefused, reshard
 from dlrm_autoshard.distributed.moves.transfer import in_common_order
 from dlrm_autoshard.plan import Move, PlanError, ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 from tests.ranks import RankError, run_ranks
-from tests.test_embeddings import TABLES, global_batch
+from tests.small_embeddings import TABLES, global_batch, make, resident, world
 
 STEPS = 8
 Schedule = dict[int, str]  # step -> owners, one digit a table; the step before which to move
@@ -27,18 +24,6 @@ Schedule = dict[int, str]  # step -> owners, one digit a table; the step before 
 
 def plan_of(owners: str, world_size: int) -> ShardingPlan:
     return ShardingPlan({t.name: int(r) for t, r in zip(TABLES, owners, strict=True)}, world_size)
-
-
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
-def make(rank: int, plan: ShardingPlan, optimizer: str, dtype: str, tables: list[TableConfig]) -> ShardedEmbeddings:
-    typed = [TableConfig(t.name, t.num_embeddings, t.embedding_dim, dtype=dtype) for t in tables]  # type: ignore[arg-type]
-    config = TablesConfig(optimizer=TableOptimizerConfig(name=optimizer, lr=0.1))  # type: ignore[arg-type]
-    ids = dist.new_group()
-    return ShardedEmbeddings(typed, plan, config, rank=rank, group=world(), id_group=ids, device=torch.device("cpu"))
 
 
 def train(rank: int, world_size: int, optimizer: str, dtype: str, first: str, schedule: Schedule) -> dict[str, Any]:
@@ -170,10 +155,6 @@ def swap_with_memory_for_nothing(rank: int, world_size: int) -> bool:
 
 def test_a_swap_needs_no_room_for_both_layouts() -> None:
     assert run_ranks(swap_with_memory_for_nothing, 2) == [True, True]
-
-
-def resident() -> int:
-    return int(psutil.Process().memory_info().rss)
 
 
 def memory_of_a_swap(rank: int, world_size: int) -> tuple[int, int, int, int]:

@@ -15,7 +15,7 @@ from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.tables import TableConfig
 from dlrm_autoshard.train.checkpoints.saved_model import saved_model
 from tests.ranks import run_ranks
-from tests.test_split_training import whole
+from tests.split_plans import whole
 from tests.trainers import TABLES, config, losses, make_runtime, tensors, trainer
 
 WHOLE = {"user": 0, "item": 1, "tag": 0, "shop": 1}

@@ -17,11 +17,10 @@ from dlrm_autoshard.distributed.moves.reshard import ReshardRefused, reshard
 from dlrm_autoshard.distributed.tables.optimizers import RowwiseAdagrad
 from dlrm_autoshard.distributed.tables.storage import Storage
 from dlrm_autoshard.plan import PlanError, ShardingPlan
-from dlrm_autoshard.tables import Shard, TableConfig
+from dlrm_autoshard.tables import TableConfig
 from tests.ranks import run_ranks
-from tests.split_plans import plans_of
-from tests.test_embeddings import global_batch
-from tests.test_reshard import make, resident, world
+from tests.small_embeddings import global_batch, make, resident, world
+from tests.split_plans import plans_of, whole
 
 TABLES = [TableConfig("a", 50, 8), TableConfig("b", 1000, 4), TableConfig("c", 7, 64), TableConfig("d", 300, 28)]
 STEPS = 6
@@ -46,19 +45,6 @@ def train(rank: int, world_size: int, runs: list[Run]) -> list[dict[str, Tensor]
             result |= {f"{name}.{key}": value.clone() for key, value in embeddings.storage.tensors(name).items()}
         results.append(result)
     return results
-
-
-def whole(by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """With the columns of each table side by side."""
-    found: dict[str, list[tuple[tuple[int, int], Tensor]]] = {}
-    for key, value in (item for rank in by_rank for item in rank.items()):
-        name, _, tensor = key.rpartition(".")
-        shard = Shard.parse(name)
-        found.setdefault(f"{shard.table}.{tensor}", []).append((shard.columns or (0, 0), value))
-    return {
-        key: torch.cat([value for _, value in sorted(parts, key=lambda part: part[0])], -1)
-        for key, parts in found.items()
-    }
 
 
 def assert_no_bit_differs(world_size: int, runs: list[Run]) -> None:

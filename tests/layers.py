@@ -1,0 +1,16 @@
+"""The package's layers, in the order in which they may import each other.
+
+test_imports.py holds the code to it, and test_readme.py the README's map.
+"""
+
+LAYERS = (
+    # plain data
+    *("errors", "formats", "tables", "plan", "costs", "plug_in", "config_errors", "config_data", "config", "records"),
+    # what is trained, and where
+    *("data", "model", "distributed"),
+    # what is decided, and shown
+    *("planner", "report", "probe", "autoshard"),
+    # what people use
+    *("torchrec", "train", "benchmarks", "commands", "__main__"),
+)
+"""A module at the package's root, or a folder. Each may import those before it."""
