@@ -16,7 +16,7 @@ from tests.layers import LAYERS
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "dlrm_autoshard"
 INSIDE = {
-    "planner": ("costs", "corrections", "search", "dreamshard", "baselines"),
+    "planner": ("costs", "corrections", "search", "dreamshard", "baselines", "moves"),
     "distributed": ("tables", "lookup", "ranks", "moves"),
 }
 """Folders in a folder, in the order of imports."""
@@ -92,6 +92,7 @@ def test_a_folder_in_a_folder_imports_only_those_before_it(folder: str) -> None:
         parts = module.split(".")
         return INSIDE[folder].index(parts[2]) if parts[1] == folder and parts[2] in INSIDE[folder] else -1
 
+    assert set(INSIDE[folder]) == {path.parent.name for path in (PACKAGE / folder).glob("*/*.py")}
     wrong = [(one, other) for one, other in own_imports() if -1 < number(one) < number(other)]
     assert not wrong
 
