@@ -114,10 +114,11 @@ def our_loop(
 class KeyedIds:
     """What of torchrec's KeyedJaggedTensor is used, in another order of keys."""
 
-    def __init__(self, lengths_TB: Tensor, values_N: Tensor) -> None:
+    def __init__(self, lengths_TB: Tensor, values_N: Tensor, keys: list[str] | None = None) -> None:
+        """keys: if not those of the tables."""
         parts = values_N.split(lengths_TB.sum(1).tolist())
         order = [2, 0, 3, 1]
-        self._keys = [TABLES[i].name for i in order]
+        self._keys = keys or [TABLES[i].name for i in order]
         self._lengths, self._values = lengths_TB[order].reshape(-1), torch.cat([parts[i] for i in order])
 
     def keys(self) -> list[str]:
@@ -192,8 +193,7 @@ def evaluate_and_complain(rank: int, world_size: int) -> list[str]:
         with pytest.raises(ValueError) as caught:
             bags(*wrong)
         said.append(str(caught.value))
-    keyed = KeyedIds(lengths, values)
-    keyed._keys = ["item", "user", "day", "town"]
+    keyed = KeyedIds(lengths, values, ["item", "user", "day", "town"])
     with pytest.raises(BagsError) as unknown:
         bags(keyed)
     return [*said, str(unknown.value)]

@@ -135,7 +135,7 @@ def refused(rank: int, world_size: int) -> tuple[str, bool]:
         torch.equal(value, embeddings.storage.tensors(name)["weight"]) for name, value in digest.items()
     )
     pooled = embeddings.lookup(embeddings.distribute(global_batch(0, world_size)[rank]).finish())  # training goes on
-    return message, same and pooled.shape[1] == embeddings._exchange.local_dim
+    return message, same and pooled.shape[1] == embeddings.local_dim
 
 
 def test_a_rank_without_memory_is_named_and_nothing_moves() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dlrm_autoshard.config import Config
+from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.train.checkpoints.manifest import CheckpointError
 from tests.ranks import run_ranks
 from tests.trainers import config, losses, make_runtime, plan_file, records, tensors, trainer
@@ -52,16 +53,16 @@ def interrupt(rank: int, world_size: int, folder: Path, optimizer: str) -> None:
             made.run()
     with trainer(settings(optimizer), runtime, folder / "pieces") as made:
         assert made.position.step == 32
-        usual = made._train_step
+        usual = made.step.run
 
-        def killed(*, sampled: bool) -> None:
+        def killed(lr_scale: float, table_lr: float, *, sampled: bool = False) -> Batch:
             if made.position.step == 38:  # the last checkpoint is of step 35
                 if rank == 0:
                     made.embeddings.plan.save(folder / "pieces/plan/step_00000037.json")  # as if tables had moved
                 raise KeyboardInterrupt
-            usual(sampled=sampled)
+            return usual(lr_scale, table_lr, sampled=sampled)
 
-        made._train_step = killed  # type: ignore[method-assign]
+        made.step.run = killed  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             made.run()
         made.checkpoints.finish()
