@@ -158,7 +158,7 @@ def test_a_vocabulary_has_a_row_for_each_frequent_id(chunks: list[list[int]], mi
 def test_counting_in_many_merges_is_counting_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from dlrm_autoshard.data.sources.criteo import vocabulary
 
-    monkeypatch.setattr(vocabulary, "_PENDING_AT_LEAST", 100)
+    monkeypatch.setattr(vocabulary, "PENDING_AT_LEAST", 100)
     raw = np.random.default_rng(0).integers(0, 2**32, 500, dtype=np.uint32).repeat(20)
     np.random.default_rng(1).shuffle(raw)
     counter = FrequencyCounter()
@@ -239,8 +239,8 @@ def test_memory_does_not_grow_with_the_file(
     from dlrm_autoshard.data.sources.criteo import preprocess as preprocessing
     from dlrm_autoshard.data.sources.criteo import vocabulary
 
-    monkeypatch.setattr(vocabulary, "_PENDING_AT_LEAST", 1000)
-    monkeypatch.setattr(preprocessing, "_ROWS_AT_A_TIME", 1000)
+    monkeypatch.setattr(vocabulary, "PENDING_AT_LEAST", 1000)
+    monkeypatch.setattr(preprocessing, "ROWS_AT_A_TIME", 1000)
     write_sample_text(tmp_path / "small", 2_500)
     (tmp_path / "large").write_bytes((tmp_path / "small").read_bytes() * 8)
 

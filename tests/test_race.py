@@ -164,7 +164,7 @@ def test_a_jobs_steps_are_counted_by_phase_and_plan(tmp_path: Path) -> None:
     one, other = (ShardingPlan({t.name: i % n for i, t in enumerate(world.tables)}, 2) for n in (1, 2))
     for step, plan in ((0, one), (25, other)):
         plan.save(tmp_path / "loop" / "job" / "plan" / f"step_{step:08d}.json")
-    counted = race_turns._steps(world, race_turns._plans(world, tmp_path, "loop"))
+    counted = race_turns.steps_by_plan(world, race_turns.plans_by_step(world, tmp_path, "loop"))
     (change,) = world.changes
     expected = Counter((int(at >= 10 * change), (one if at < 25 else other).fingerprint) for at in range(40))
     assert {key: count for key, (_, count) in counted.items()} == expected

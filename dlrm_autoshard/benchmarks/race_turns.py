@@ -51,7 +51,7 @@ class Phase(Workload):
 def steps_in_turns(world: World, folder: Path, arms: Sequence[str]) -> dict[str, list[float]]:
     """Seconds that each arm's steps took under the plans it had, by round. Its job has ended, and `folder/data` is
     there."""
-    spent = {arm: _steps(world, _plans(world, folder, arm)) for arm in arms}
+    spent = {arm: steps_by_plan(world, plans_by_step(world, folder, arm)) for arm in arms}
     seconds = {arm: np.zeros(ROUNDS) for arm in arms}
     for phase in range(world.phases):
         turns = {name: turn for steps in spent.values() for (at, name), (turn, _) in steps.items() if at == phase}
@@ -63,7 +63,7 @@ def steps_in_turns(world: World, folder: Path, arms: Sequence[str]) -> dict[str,
     return {arm: values.tolist() for arm, values in seconds.items()}
 
 
-def _plans(world: World, folder: Path, arm: str) -> dict[int, ShardingPlan]:
+def plans_by_step(world: World, folder: Path, arm: str) -> dict[int, ShardingPlan]:
     """By the step from which the job was under it."""
     if arm == "clairvoyant":
         schedule = json.loads((folder / arm / "schedule.json").read_text())
@@ -72,7 +72,7 @@ def _plans(world: World, folder: Path, arm: str) -> dict[int, ShardingPlan]:
     return {int(path.stem.removeprefix("step_")): ShardingPlan.load(path) for path in kept}
 
 
-def _steps(world: World, plans: Mapping[int, ShardingPlan]) -> dict[tuple[int, str], tuple[Turn, int]]:
+def steps_by_plan(world: World, plans: Mapping[int, ShardingPlan]) -> dict[tuple[int, str], tuple[Turn, int]]:
     """Turns and numbers of steps, by the phase of the data and a name of the plan and of whether a core was shared."""
     bounds = sorted({*plans, *range(0, world.total_steps + 1, world.scale.steps)})
     found: dict[tuple[int, str], tuple[Turn, int]] = {}

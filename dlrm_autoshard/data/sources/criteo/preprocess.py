@@ -21,10 +21,10 @@ from dlrm_autoshard.data.sources.criteo.text import NUM_CATEGORIES, NUM_INTEGERS
 from dlrm_autoshard.data.sources.criteo.vocabulary import FrequencyCounter
 
 TABLES_FILE = "tables.json"
+ROWS_AT_A_TIME = 1 << 14
+"""Of the second pass, the one over the ids."""
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done and how much there is (in bytes or rows)."""
-
-_ROWS_AT_A_TIME = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _make_contiguous(
     for day in range(len(rows_per_day)):
         path = folder / f"day_{day}_sparse.npy"
         with NpyWriter(path.with_suffix(".new"), NUM_CATEGORIES, np.int32) as sparse:
-            for raw_BT in rows_of(path, NUM_CATEGORIES, np.uint32, _ROWS_AT_A_TIME):
+            for raw_BT in rows_of(path, NUM_CATEGORIES, np.uint32, ROWS_AT_A_TIME):
                 raw_TB = np.ascontiguousarray(raw_BT.T)
                 encoded = [vocabulary.encode(raw_B) for vocabulary, raw_B in zip(vocabularies, raw_TB, strict=True)]
                 sparse.append(np.stack(encoded, axis=1))

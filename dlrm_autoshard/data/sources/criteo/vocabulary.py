@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 MISSING, RARE, FIRST_KEPT = 0, 1, 2
+PENDING_AT_LEAST = 1 << 18
+"""Ids that a counter keeps as they came before it merges them into its counts."""
 
 _SPREAD = np.uint32(0x9E3779B1)  # 2^32 / golden ratio: spreads successive ids over the slots
-_PENDING_AT_LEAST = 1 << 18
 
 
 class Vocabulary:
@@ -72,7 +73,7 @@ class FrequencyCounter:
         self._pending.append(raw_N)
         self._num_pending += len(raw_N)
         # The larger the counts, the more ids are merged at a time, so that merging stays cheap per id.
-        if self._num_pending >= max(_PENDING_AT_LEAST, len(self.raw_ids) // 2):
+        if self._num_pending >= max(PENDING_AT_LEAST, len(self.raw_ids) // 2):
             self._merge()
 
     def vocabulary(self, min_frequency: int) -> Vocabulary:
