@@ -19,8 +19,9 @@ from dlrm_autoshard.benchmarks.measured_exchanges import exchange_ms
 from dlrm_autoshard.benchmarks.planner_quality_record import ADDED_UP, LEARNED, SPLIT, summarise
 from dlrm_autoshard.benchmarks.slices import in_slices, origins
 from dlrm_autoshard.benchmarks.workloads import warm_planner
-from dlrm_autoshard.costs import PLANNED_STAGES, step_cost_ms
+from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.costs.replay import CommsSample, comms_of
 from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.search.greedy import KEYS
@@ -39,6 +40,7 @@ CELLS = ((20, 2), (20, 4), (20, 8), (50, 2), (50, 4), (50, 8), (100, 2), (100, 4
 BATCH_SIZE = 2048
 ROUNDS = 4
 MOST_REAL_RANKS = 4
+DRAWN_PLANS, EXCHANGE_NOISE = 4, 0.1
 _CORES = sorted(os.sched_getaffinity(0))  # before this process keeps to one of them
 
 
@@ -75,7 +77,8 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
 
     Every shard is timed with fbgemm on one core. Exchanges are measured on real ranks where these are no more than
     MOST_REAL_RANKS; for more they follow the planner's own model, and the row says so. The cost model is the shipped
-    one (fitted to other tables). `auto` begins as a job does: it measures tables alone, then its finalists. Then every
+    one (fitted to other tables). `auto` begins as a job does: it measures tables alone, then its finalists; what real
+    ranks' exchanges take it learns of a few drawn plans, for its finalists are measured without ranks. Then every
     plan of the task, its finalists included, is measured anew, in turns and `ROUNDS` times, and only that counts: a
     plan that was lucky in the first measurement gains nothing by it.
     """
@@ -86,7 +89,10 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
     probe = ShardProbe(undisturbed=True, warmup=2, repeats=2, seconds_per_shard=0.0)
     predictor, started = warm_planner("auto"), warm_planner("auto")
     splitting = replace(problem, splits=Splits(max_parts=4, min_dim=16))
-    isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.costs.exchange)
+    real = cell.num_devices <= MOST_REAL_RANKS
+    if real:
+        started.costs.learn(_exchanges_of_drawn_plans(problem), updates=0)
+    isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, started.costs.exchange)
     start_costs(
         started,
         splitting,
@@ -101,7 +107,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
         planner = warm_planner("auto" if measures else algorithm)
         if measures:
             planner.load_state_dict(started.state_dict())
-        isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.costs.exchange, rounds=3)
+        isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, started.costs.exchange, rounds=3)
         begun = time.perf_counter()
         result = planner.plan(
             splitting if algorithm == SPLIT else problem, measure=isolated.measure if measures else None
@@ -113,7 +119,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
     isolated.measure([ShardingPlan({table.name: rank for rank, table in enumerate(task.tables)}, len(task.tables))])
     times = [median_time(isolated.shard_times[frozenset({table.name})]) for table in task.tables]
     alone_T2 = np.array([[one.fwd_compute_ms, one.bwd_compute_ms] for one in times])
-    plans[ADDED_UP] = problem.plan_from(search(problem, AddedUp(problem, predictor.costs, alone_T2)))
+    plans[ADDED_UP] = problem.plan_from(search(problem, AddedUp(problem, started.costs, alone_T2)))
     seconds[ADDED_UP] = time.perf_counter() - begun
     alone = predictor.costs.costs_of(problem).alone_ms()
     dearest = frozenset({task.tables[int(alone.argmax())].name})
@@ -132,7 +138,6 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
         for algorithm, plan in plans.items():
             ranks = judge.profile(plan).ranks
             stages[algorithm].append([[round(rank.stage(stage), 4) for stage in PLANNED_STAGES] for rank in ranks])
-    real = cell.num_devices <= MOST_REAL_RANKS
     if real:
         measured = exchange_ms(problem, list(plans.values()), ROUNDS, _CORES)
         for number, by_plan in enumerate(measured):
@@ -155,6 +160,18 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
         "plan_seconds": seconds,
         "seconds": time.perf_counter() - began,
     }
+
+
+def _exchanges_of_drawn_plans(task: PlacementTask) -> list[CommsSample]:
+    """Of plans that nobody made, so that none that is judged was measured."""
+    generator = np.random.default_rng(0)
+    plans = [task.plan_from(generator.integers(task.world_size, size=len(task.units))) for _ in range(DRAWN_PLANS)]
+    samples = []
+    for plan, (forward_ms, backward_ms) in zip(plans, exchange_ms(task, plans, 1, _CORES)[0], strict=True):
+        ranks = [RankCost(0.0, there, back, 0.0) for there, back in zip(forward_ms, backward_ms, strict=True)]
+        profile = StepProfile(plan, task.tables, task.stats, task.batch_size, tuple(ranks), "probe", EXCHANGE_NOISE)
+        samples.append(comms_of(profile))
+    return samples
 
 
 class AddedUp(TaskCosts):

@@ -215,7 +215,9 @@ WORLDS_HEAD = (
     "| what changes | static plan, s | with resharding, s | clairvoyant, s | TorchRec, s | with / static "
     "| in turns | TorchRec / with | recovered, of medians | in turns, of all seeds | moves, back | commit; CPU |"
 )
-SHORT_HEAD = "| what changes in a job | time with resharding / without | of a clairvoyant's gain | TorchRec's / ours | moves |"
+SHORT_HEAD = (
+    "| what changes in a job | time with / without resharding | of a clairvoyant's gain | TorchRec's / ours | moves |"
+)
 
 
 def objections(record: Record) -> list[str]:
