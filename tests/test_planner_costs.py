@@ -319,6 +319,12 @@ def test_the_replay_buffer_is_bounded_and_counts_recent_profiles_more(monkeypatc
     assert again.shards == buffer.shards and again.profiles == buffer.profiles
 
 
+def test_a_shard_of_an_older_version_which_names_its_rank_is_read() -> None:
+    tables, stats = some_tables(2)
+    sample = ShardSample(tuple(tables), tuple(stats), BATCH, 1.0, 2.0)
+    assert all(ShardSample.from_json(sample.to_json() | {"rank": rank}) == sample for rank in (None, 3))
+
+
 def test_a_prediction_is_refused_as_an_observation(fitted: Planner) -> None:
     tables, stats = some_tables(2)
     plan = ShardingPlan({t.name: 0 for t in tables}, 1)

@@ -64,7 +64,6 @@ def make_runtime(rank: int, world_size: int) -> Runtime:
     return Runtime(
         rank,
         world_size,
-        rank,
         world_size,
         torch.device("cpu"),
         dist.group.WORLD,

@@ -13,7 +13,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ REPEAT_EVERY = 10
 NOISY = 0.1  # spread above which a shard is measured once more
 UPDATES = 600
 """Held-out error of the 755 shipped shards, mean of three seeds: 9.5, 8.4, 8.6 and 9.7% at 300, 600, 1000 and 3000."""
+WORLD_SIZES, PLANS = (2, 3, 4), 6
+"""Numbers of ranks whose exchanges are measured, and under how many plans each."""
 DISTURBED = 0.15  # spread above which a shard tells more of the machine's other load than of itself: left out
 
 
@@ -119,19 +121,19 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def collect_exchanges(out: Path, world_sizes: Sequence[int] = (2, 3, 4), plans: int = 6) -> int:
+def collect_exchanges(out: Path) -> int:
     """Appends what exchanges of pooled vectors took, under uneven plans, on ranks of this machine."""
     count = 0
     with out.open("a") as file:
-        for world_size in world_sizes:
+        for world_size in WORLD_SIZES:
             cores = sorted(os.sched_getaffinity(0))
-            for sample in run_ranks(exchanges_on_ranks, world_size, plans, timeout=100, cores=cores)[0]:
+            for sample in run_ranks(exchanges_on_ranks, world_size, timeout=100, cores=cores)[0]:
                 file.write(json.dumps({"exchange": sample}) + "\n")
                 count += 1
     return count
 
 
-def exchanges_on_ranks(rank: int, world_size: int, plans: int) -> list[dict[str, Any]] | None:
+def exchanges_on_ranks(rank: int, world_size: int) -> list[dict[str, Any]] | None:
     """On each rank: exchanges under plans from even to all tables on one rank, at three batch sizes."""
     world = dist.group.WORLD
     assert world is not None
@@ -146,7 +148,7 @@ def exchanges_on_ranks(rank: int, world_size: int, plans: int) -> list[dict[str,
         generator = np.random.default_rng(batch_size)
         placements = [
             ShardingPlan({name: int(world_size * generator.random() ** (1 + i)) for name in names}, world_size)
-            for i in range(plans)
+            for i in range(PLANS)
         ]
         profiles = probe.on_rank_zero(functools.partial(probe.measure, placements))
         samples += [comms_of(profile).to_json() for profile in profiles or []]

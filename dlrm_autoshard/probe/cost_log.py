@@ -75,7 +75,7 @@ class CostLog:
                     self._written.add(name)
                 members.append(name)
             shard = sample.to_json() | {"tables": members, "kind": "shard"}
-            rows.append({key: value for key, value in shard.items() if key not in ("stats", "rank")})
+            rows.append({key: value for key, value in shard.items() if key != "stats"})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if not self.path.exists():

@@ -44,7 +44,6 @@ class Runtime:
 
     rank: int
     world_size: int
-    local_rank: int
     local_world_size: int
     device: torch.device
     group: dist.ProcessGroup
@@ -95,7 +94,7 @@ class Runtime:
                 id_group = dist.new_group(backend="cpu:gloo,cuda:nccl" if own else None, timeout=timeout)
                 world = dist.group.WORLD
                 assert world is not None
-                places = (rank, world_size, local_rank, local_world_size, device)
+                places = (rank, world_size, local_world_size, device)
                 yield Runtime(*places, world, id_group, control, heartbeats, loader_cores)
                 dist.barrier(group=control)
         finally:
@@ -166,7 +165,6 @@ def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
     return Runtime(
         rank=rank,
         world_size=len(ranks),
-        local_rank=hosts[:rank].count(hosts[rank]),
         local_world_size=hosts.count(hosts[rank]),
         device=device,
         group=group,

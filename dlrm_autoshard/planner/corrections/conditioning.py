@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.planner.corrections.gaussian import Cause, Disturbed, Posterior, condition
+from dlrm_autoshard.planner.corrections.gaussian import Cause, Posterior, condition
 from dlrm_autoshard.planner.corrections.terms import Rows, Spreads
 
 SLOW = 0.1
@@ -50,7 +50,7 @@ def posterior_of(rows: Rows, values: np.ndarray, noise: np.ndarray, spreads: Spr
         members = np.flatnonzero(rows.profile_N == profile)
         causes[-2 - int(profile)] = Cause(members, MOMENT**2, -float(np.log(SLOW_MOMENT)))
     # A probe measures for a moment, in which something else may run; an interval's figures are of many.
-    return condition(covariance, values, causes, Disturbed(rows.source_N == 0))
+    return condition(covariance, values, causes, rows.source_N == 0)
 
 
 class LikeliestSpreads:

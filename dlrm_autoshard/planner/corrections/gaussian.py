@@ -1,6 +1,6 @@
 """Gaussian conditioning on correlated observations, with a few of their causes perhaps far larger than the others.
 
-posterior = condition(covariance_NN, values_N, {7: Cause(members, 0.5, 3.0)}, Disturbed(may_be_N))
+posterior = condition(covariance_NN, values_N, {7: Cause(members, 0.5, 3.0)}, may_be_disturbed_N)
 posterior.mean(cross_MN), posterior.covariance(own_MM, cross_MN), posterior.log_evidence
 """
 
@@ -15,6 +15,9 @@ import torch
 
 LEAST = 1e-9
 """Variance, of logarithms, that does not matter: 0.003%."""
+DISTURBED, DISTURBED_PRICE = 0.3**2, 3.9
+"""What an observation that something else disturbed has for variance beside its own, where that makes all observations
+likelier by more than e^3.9: one in fifty."""
 MOST_LARGE = 8
 """Causes that may be large at a time: after so many it is no longer they that are unusual."""
 
@@ -28,16 +31,6 @@ class Cause:
     variance: float
     price: float
     price_below: float | None = None
-
-
-@dataclass(frozen=True)
-class Disturbed:
-    """Observations that something else may have disturbed: `may_be_N`. Such a one has `variance` beside its own, where
-    that makes all observations likelier by more than e^price."""
-
-    may_be_N: np.ndarray
-    variance: float = 0.3**2
-    price: float = 3.9  # one in fifty
 
 
 @dataclass(frozen=True)
@@ -60,9 +53,10 @@ def condition(
     covariance_NN: np.ndarray,
     values_N: np.ndarray,
     causes: Mapping[int, Cause] | None = None,
-    disturbed: Disturbed | None = None,
+    may_be_disturbed_N: np.ndarray | None = None,
 ) -> Posterior:
-    """Zero-mean normal values with that covariance. causes: by key; the posterior says which are `large`."""
+    """Zero-mean normal values with that covariance. causes: by key; the posterior says which are `large`.
+    may_be_disturbed_N: whether something else may have disturbed an observation."""
     lower_NN = np.linalg.cholesky(covariance_NN)
     # Half the time that numpy takes to invert a matrix of which it does not know that it is symmetric.
     inverse = torch.cholesky_inverse(torch.from_numpy(lower_NN)).numpy()
@@ -77,16 +71,16 @@ def condition(
         log_determinant += float(np.log1p(variance * own))
         prices += price
 
-    if disturbed is not None:
-        may_be_N = disturbed.may_be_N.copy()
+    if may_be_disturbed_N is not None:
+        may_be_N = may_be_disturbed_N.copy()
         for _ in range(MOST_LARGE):
             own_N = inverse.diagonal()
-            gain_N = _gain(inverse @ values_N, own_N, disturbed.variance) - disturbed.price
+            gain_N = _gain(inverse @ values_N, own_N, DISTURBED) - DISTURBED_PRICE
             worst = int(np.where(may_be_N, gain_N, -np.inf).argmax())
             if not may_be_N[worst] or gain_N[worst] <= 0:
                 break
             may_be_N[worst] = False
-            widen(np.array([worst]), float(own_N[worst]), disturbed.variance, disturbed.price)
+            widen(np.array([worst]), float(own_N[worst]), DISTURBED, DISTURBED_PRICE)
     left = dict(causes or {})
     large: set[int] = set()
     while left and len(large) < MOST_LARGE:

@@ -30,7 +30,7 @@ class ShardRecord(TypedDict):
     fwd_compute_ms: Amount
     bwd_compute_ms: Amount
     noise: NotRequired[Amount]
-    rank: NotRequired[Count | None]
+    rank: NotRequired[Count | None]  # of older versions; nobody reads it
 
 
 class CommsRecord(TypedDict):
@@ -48,7 +48,7 @@ class CommsRecord(TypedDict):
 class ShardSample:
     """What one fused shard's computation took. batch_size: samples looked up per table (the global batch).
 
-    noise: relative spread of the repeated measurement. rank: whose it was, where that matters.
+    noise: relative spread of the repeated measurement.
     """
 
     tables: tuple[TableConfig, ...]
@@ -57,7 +57,6 @@ class ShardSample:
     fwd_compute_ms: float
     bwd_compute_ms: float
     noise: float = 0.0
-    rank: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         tables = [table.to_json() for table in self.tables]
@@ -66,6 +65,7 @@ class ShardSample:
     @staticmethod
     def from_json(record: Any) -> ShardSample:
         sample: dict[str, Any] = {**checked(ShardRecord, record)}
+        sample.pop("rank", None)
         tables = tuple(TableConfig.from_json(table) for table in sample["tables"])
         stats = tuple(TableStats.from_json(stat) for stat in sample["stats"])
         if len(tables) != len(stats):
@@ -111,9 +111,7 @@ def shards_of(profile: StepProfile) -> list[ShardSample]:
             tables, stats = zip(*own, strict=True)
             cost = profile.ranks[rank]
             samples.append(
-                ShardSample(
-                    tables, stats, profile.batch_size, cost.fwd_compute_ms, cost.bwd_compute_ms, profile.noise, rank
-                )
+                ShardSample(tables, stats, profile.batch_size, cost.fwd_compute_ms, cost.bwd_compute_ms, profile.noise)
             )
     return samples
 
