@@ -14,16 +14,17 @@ import torch
 from torch import Tensor, nn
 
 
-def with_dense(bottom_BD: Tensor, room_BX: Tensor, padding: int) -> Tensor:
-    """x_BX, in room_BX's memory: the dense vector goes first, zeros into the last `padding` vectors of its size."""
-    result: Tensor = _WithDense.apply(bottom_BD, room_BX.to(bottom_BD.dtype), padding)
+def with_dense(bottom_BD: Tensor, pooled_BX: Tensor, padding: int) -> Tensor:
+    """x_BX, in the memory of pooled_BX and its margin: the dense vector goes first, zeros into the last `padding`
+    vectors of its size."""
+    result: Tensor = _WithDense.apply(bottom_BD, pooled_BX.to(bottom_BD.dtype), padding)
     return result
 
 
 class _WithDense(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bottom_BD: Tensor, room_BX: Tensor, padding: int) -> Tensor:
-        x_BX = room_BX.detach()  # the same memory, which nobody else has read yet
+    def forward(ctx: Any, bottom_BD: Tensor, pooled_BX: Tensor, padding: int) -> Tensor:
+        x_BX = pooled_BX.detach()  # the same memory, which nobody else has read yet
         ctx.dim = bottom_BD.shape[1]
         x_BX[:, : ctx.dim] = bottom_BD
         x_BX[:, x_BX.shape[1] - padding * ctx.dim :] = 0
