@@ -1,4 +1,5 @@
 """The initial plan, and after each interval of training the decision whether tables move.
 
-In: a planner and what was measured. Out: a `Decision`. Only `initial_plan` and `resharding` talk to the ranks.
+In: a planner and what was measured. Out: a `Decision`. Only `initial_plan`, `intervals`, `resharding` and
+`autoshard` talk to the ranks.
 """

@@ -1,6 +1,6 @@
 """The plan a job starts with: round-robin, a file's, or the planner's; decided on rank 0, the same on every rank.
 
-placement = place(settings, runtime, tables, find_stats, batch_size=4096, optimizer="sgd", exchange_dtype="fp32")
+placement = place(settings, runtime, tables, find_stats, batch_size=4096, optimizer=optimizer, exchange_dtype="fp32")
 placement.plan, placement.task, placement.result            # result: the planner's evidence, on rank 0
 """
 

@@ -1,6 +1,7 @@
-"""Every number by which resharding decides that is neither measured nor set in the YAML: this is the whole list.
+"""Numbers that decide on changes, searches and moves, and on memory at the start; neither measured nor in the YAML.
 
-Used as `thresholds.SURE`. Each line below a number: its unit, what it means, what it was derived from.
+Used as `thresholds.SURE`. Each line below a number: its unit, what it means, what it was derived from. Other numbers
+(of sampling, of what is measured at the start and in mid-run) stand where they are used.
 """
 
 LEAST_SAMPLES = 3
