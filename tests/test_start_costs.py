@@ -206,7 +206,7 @@ def test_calibration_looks_at_heavy_tables_alone_and_at_sets_like_a_ranks_share(
 
 def test_parts_are_measured_down_to_the_width_at_which_they_are_no_dearer_than_an_even_share() -> None:
     """MLPerf's DLRM-DCNv2: of 214 lookups one table has 100, another 27; a rank's even share of eight is 26.75. What
-    is not measured is not believed to pay: with halves alone measured, the first stayed in two parts."""
+    is not measured is not predicted to pay: with halves alone measured, the first stayed in two parts."""
     tables = [TableConfig(f"cat_{i}", 1000, 128) for i in range(len(MULTI_HOT_SIZES))]
     stats = [TableStats(float(pooling), batch_size=1024) for pooling in MULTI_HOT_SIZES]
     task = PlacementTask.build(tables, stats, Topology(8), batch_size=1024, splits=Splits(max_parts=4, min_dim=16))

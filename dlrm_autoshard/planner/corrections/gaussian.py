@@ -16,8 +16,8 @@ import torch
 LEAST = 1e-9
 """Variance, of logarithms, that does not matter: 0.003%."""
 DISTURBED, DISTURBED_PRICE = 0.3**2, 3.9
-"""What an observation that something else disturbed has for variance beside its own, where that makes all observations
-likelier by more than e^3.9: one in fifty."""
+"""Variance of an observation that something else disturbed, beside its own; one is taken for such where that makes all
+observations likelier by more than e^3.9 (one in fifty)."""
 MOST_LARGE = 8
 """Causes that may be large at a time: after so many it is no longer they that are unusual."""
 

@@ -1,1 +1,1 @@
-"""The published algorithm: the estimated MDP, its policy, and their training."""
+"""Our DreamShard: the estimated MDP, its policy, and their training. The reference algorithm is in `baselines`."""
