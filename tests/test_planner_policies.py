@@ -221,6 +221,22 @@ def test_sequence_policies_learn_to_place_better(enriched: bool) -> None:
         problem.task.check(problem.task.plan_from(rank_U))
 
 
+def test_autoshard_sees_how_full_a_device_is_where_memory_has_no_limit() -> None:
+    """As a part of all tables; where there is a limit, of that."""
+
+    def sizes_seen(memory: list[int] | None) -> np.ndarray:
+        task = some_task(4, 2, memory=memory, table_bytes={f"t_{i}": 10 for i in range(4)})
+        trainer, seen = SequenceTrainer(SequencePolicy(0, enriched=True), seed=0), list[np.ndarray]()
+        trainer.policy.device_net.register_forward_pre_hook(
+            lambda net, inputs: seen.append(inputs[0][..., -1].detach().numpy())
+        )
+        trainer.episodes(mdp(task), 0)
+        return np.array(seen).sum(axis=-1).ravel()
+
+    assert sizes_seen(None) == pytest.approx([0.0, 0.25, 0.5, 0.75])
+    assert sizes_seen([80, 80]) == pytest.approx([0.0, 0.125, 0.25, 0.375])
+
+
 def test_autoshards_reward_is_the_balance_that_was_measured() -> None:
     """As the micro-benchmark says, on legal placements only; an episode that overflows is punished unmeasured."""
     task, cluster = some_task(8, 2, 4), SimulatedCluster(seed=0)

@@ -47,8 +47,8 @@ class SequenceSettings:
 class SequencePolicy(nn.Module):
     """An LSTM reads the units in the order of placing; a step's output is matched with a representation of each device.
     In AutoShard that representation is the sum of the device's table vectors, what the cost head makes of it (its
-    computation: AutoShard knows no communication) and its size, and the match is a network on [state, device, state x
-    device]. The RNN baseline sees of a device only how many tables it has.
+    computation: AutoShard knows no communication) and how full it is, and the match is a network on [state, device,
+    state x device]. The RNN baseline sees of a device only how many units it has, and how full it is.
     """
 
     def __init__(self, seed: int = 0, enriched: bool = True) -> None:
@@ -162,12 +162,16 @@ class SequenceTrainer:
         sums = np.zeros((width, devices, mdp.summary.shape[1]), dtype=np.float32)
         counts = np.zeros((width, devices), dtype=np.float32)
         free = np.tile(units.capacity_W, (width, 1))
+        unlimited = mdp.task.topology.memory_bytes is None  # then a device is full that has all tables
+        size_W = np.full(devices, units.bytes_U.sum()) if unlimited else units.capacity_W
+        beyond_W = units.capacity_W - size_W
         overflow = np.zeros(width, dtype=bool)
         ranks = np.empty((width, len(mdp.order)), dtype=np.int64)
         log_probs, entropies = [], []
         for step, unit in enumerate(mdp.order):
             seen = policy.compute(held).detach() if policy.enriched else torch.from_numpy(counts / len(mdp.order))
-            known = torch.stack([seen, torch.from_numpy((1 - free / mdp.capacity).astype(np.float32))], dim=-1)
+            full = 1 - (free - beyond_W) / np.maximum(size_W, 1)
+            known = torch.stack([seen, torch.from_numpy(full.astype(np.float32))], dim=-1)
             legal, stuck = mdp.legal(step, free, ranks)
             overflow |= stuck
             state = states_UH[step].expand(width, -1)
