@@ -14,7 +14,7 @@ import numpy as np
 from dlrm_autoshard.costs import COMPUTE, EXCHANGE
 from dlrm_autoshard.planner.corrections.corrections import Corrections
 from dlrm_autoshard.planner.costs.cost_model import COST, DIM, NUM_SUMMARY, CostModel
-from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
+from dlrm_autoshard.planner.costs.exchange_model import TRAFFIC, ExchangeModel
 from dlrm_autoshard.planner.task import PlacementTask
 
 # Axes: U units, W ranks, N candidates, K summary columns, 4 stages in the order of PLANNED_STAGES.
@@ -61,7 +61,7 @@ class TaskCosts:
         # A table's ids go to the owner of each of its parts: they cost what as many bytes of vectors would.
         mb_T = np.array([stat.mean_pooling for stat in task.stats]) * task.batch_size / world_size * BYTES_PER_ID * 1e-6
         again_T = np.array([table.columns[0] > 0 for table in task.tables])
-        price = exchange.prices_SP[0, 2:5].sum() * (1 - 1 / world_size)
+        price = exchange.prices_SP[0, TRAFFIC].sum() * (1 - 1 / world_size)
         self.ids_ms_U = task.units.sum_over_tables(mb_T * again_T * price)
 
     def where_tables_take(self, factor_T2: np.ndarray) -> TaskCosts:

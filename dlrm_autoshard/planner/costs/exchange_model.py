@@ -20,6 +20,8 @@ PRIOR = np.array([0.15, 0.05, 0.30, 0.05, 0.10])
 """ms, ms a peer, ms per MB that the rank with most dims sends, that ranks receive on average, and that the rank with
 fewest dims receives. gloo on loopback, or a 10 to 25 Gbit/s network. Only their proportions count once anything was
 measured."""
+TRAFFIC, MOST_RECEIVED = slice(2, 5), 4
+"""Columns of prices, and of what they are for: MB that a rank sends or receives, all three, and the last of them."""
 PRIOR_HOST = 0.60
 """ms per MB that leaves a host for another."""
 PULL, PULL_BETWEEN_HOSTS, PULL_HOST = 0.002, 2.0, 0.05
@@ -70,9 +72,10 @@ class ExchangeModel:
             for dims in (0.0, 1.0):
                 left = (total_dims - dims * mates_W.sum()) / max(1, world_size - mates_W.sum())
                 work_P = exchange_work(np.where(mates_W, dims, left), batch_size, hosts)
-                work_P[2:5] = dims * (world_size - 1) * mb_per_dim, total_dims * (1 - 1 / world_size) * mb_per_dim, 0.0
+                sent, mean = dims * (world_size - 1), total_dims * (1 - 1 / world_size)
+                work_P[TRAFFIC] = sent * mb_per_dim, mean * mb_per_dim, 0.0
                 at.append(self._prices_for(hosts, len(work_P)) @ work_P)
-            receiving_2 = self._prices_for(hosts, len(work_P))[:, 4] * mb_per_dim
+            receiving_2 = self._prices_for(hosts, len(work_P))[:, MOST_RECEIVED] * mb_per_dim
             base_2W2[0, mates_W], base_2W2[1, mates_W] = at[0], receiving_2 * total_dims
             per_dim_2W2[0, mates_W], per_dim_2W2[1, mates_W] = at[1] - at[0], -receiving_2
         return base_2W2, per_dim_2W2

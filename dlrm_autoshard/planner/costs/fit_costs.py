@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlrm_autoshard.planner.costs.cost_model import CostModel
+from dlrm_autoshard.planner.costs.cost_model import COST, CostModel
 from dlrm_autoshard.planner.costs.least_squares import fit_nonnegative
 from dlrm_autoshard.planner.costs.mlp import Adam
 from dlrm_autoshard.planner.costs.replay import ShardSample
@@ -77,7 +77,7 @@ def _solve_prices(model: CostModel, shards: ShardSet) -> None:
     """The best prices with the networks as they are."""
     factor_RS = model.table_factors(shards.features_RF)
     summary_NK = shards.sum_over_tables(model.summarise(shards.features_RF, shards.work_RP)[0])
-    raw_NS = summary_NK[:, 2:4] + model.launch_S
+    raw_NS = summary_NK[:, COST] + model.launch_S
     fusion_NS = model.device_ms(summary_NK) / raw_NS
     for stage in range(2):
         work_NP = shards.sum_over_tables(shards.work_RP * factor_RS[:, stage : stage + 1])
