@@ -40,9 +40,9 @@ class _Trace:
     num_samples: int
     tables: NDArray[np.int64]
 
-    def edges(self, first: int, last: int) -> NDArray[np.int64]:
-        """Where the bags of samples [first, last) of each chosen table start, and where the last one ends."""
-        places = self.tables[:, None] * self.num_samples + np.arange(first, last + 1)
+    def edges(self, first: int, last: int, tables: slice) -> NDArray[np.int64]:
+        """Where the bags of samples [first, last) of these chosen tables start, and where the last one ends."""
+        places = self.tables[tables, None] * self.num_samples + np.arange(first, last + 1)
         return self.offsets[places].astype(np.int64)
 
     def ids_of(self, table: int) -> NDArray[np.integer]:
@@ -60,7 +60,7 @@ class DlrmDatasetsSource:
     """The traces have neither rows nor labels nor dense features. Rows are `num_embeddings`, or the largest id of each
     table plus one, rounded up to the next multiple of 64; labels come from the hidden model of synthetic data, dense
     features are uniform. The last tenth of the samples, in the order of the files, is "test", the rest "train", "val"
-    is empty.
+    is empty. batch_sizes: samples of each file.
     """
 
     reuse_batches: int | None = None
@@ -80,14 +80,15 @@ class DlrmDatasetsSource:
         self.tables = resolve_tables(names, tables)
         self.num_dense = data.num_dense
         self._seed = data.seed
-        total = sum(trace.num_samples for trace in self._traces)
+        self.batch_sizes = tuple(trace.num_samples for trace in self._traces)
+        total = sum(self.batch_sizes)
         num_test = total // 10
         self._firsts: dict[Split, int] = {"train": 0, "val": total - num_test, "test": total - num_test}
         self._counts: dict[Split, int] = {"train": total - num_test, "val": 0, "test": num_test}
         self._pooling_T = np.sum([trace.num_ids_T for trace in self._traces], axis=0) / max(1, total)
         hidden = HiddenModel.draw(key_of(data.seed, "hidden"), [table.name for table in self.tables], data.num_dense)
         self._hidden = hidden
-        lengths_TB, values_N = self._bags(0, min(total, _CALIBRATION_SAMPLES))
+        lengths_TB, values_N = self.bags(0, min(total, _CALIBRATION_SAMPLES))
         self._hidden = hidden.calibrated(self._effects(lengths_TB, values_N))
 
     def num_samples(self, split: Split) -> int:
@@ -95,7 +96,7 @@ class DlrmDatasetsSource:
 
     def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
         first, last = first + self._firsts[split], last + self._firsts[split]
-        lengths_TB, values_N = self._bags(first, last)
+        lengths_TB, values_N = self.bags(first, last)
         sample_keys_B = stream(key_of(self._seed, "samples"), first, last)
         steps_F = np.arange(1, self.num_dense + 1, dtype=np.uint64) * GOLDEN
         dense_BF = uniform(mix64(sample_keys_B[:, None] + steps_F)).astype(np.float32)
@@ -109,16 +110,17 @@ class DlrmDatasetsSource:
             global_size=last - first,
         )
 
-    def _bags(self, first: int, last: int) -> tuple[NDArray[np.int64], NDArray[np.integer]]:
-        """lengths_TB and values_N of samples [first, last) of all files in a row."""
+    def bags(self, first: int, last: int, tables: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.integer]]:
+        """lengths_TB and values_N of samples [first, last) of all files in a row, whatever split they are in."""
         pieces = list(self._pieces(first, last))
-        edges = [trace.edges(start, stop) for trace, start, stop in pieces]
+        edges = [trace.edges(start, stop, tables) for trace, start, stop in pieces]
         spans = [
             (trace.indices_N, ends[:, [0, -1]].tolist()) for (trace, _, _), ends in zip(pieces, edges, strict=True)
         ]
-        values = [ids[span[table][0] : span[table][1]] for table in range(len(self.tables)) for ids, span in spans]
+        count = len(self.tables[tables])
+        values = [ids[span[table][0] : span[table][1]] for table in range(count) for ids, span in spans]
         return (
-            np.concatenate([np.empty((len(self.tables), 0), np.int64), *(np.diff(ends) for ends in edges)], axis=1),
+            np.concatenate([np.empty((count, 0), np.int64), *(np.diff(ends) for ends in edges)], axis=1),
             np.concatenate([np.empty(0, self._traces[0].indices_N.dtype), *values]),
         )
 
