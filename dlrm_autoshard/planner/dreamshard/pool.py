@@ -17,21 +17,16 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from pydantic import Field
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import read_json
 from dlrm_autoshard.plan import Constraints, Topology
+from dlrm_autoshard.planner.dreamshard.published import PUBLISHED, Published
 from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.tables import NUM_REUSE_BINS, StatsRecord, TableConfig, TableRecord, TableStats
 
 POOL_SCHEMA = 1
-
-PUBLISHED_REUSE_SHARES = (
-    0.069, 0.044, 0.068, 0.101, 0.121, 0.104, 0.073, 0.058, 0.052,
-    0.050, 0.049, 0.048, 0.048, 0.043, 0.031, 0.023, 0.019,
-)  # fmt: skip
-"""Share of the look-ups of `fbgemm_t856_bs65536` that go to ids in each reuse bin; its mean reuse is 6.9."""
 
 
 class PoolTable(TableRecord):
@@ -44,22 +39,24 @@ class PoolRecord(TypedDict):
     """tables.json."""
 
     schema: Literal[1]
+    made_up: NotRequired[str]
     tables: Annotated[list[PoolTable], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
 class TablePool:
-    """Tables and their statistics, parallel."""
+    """Tables and their statistics, parallel. made_up: where nobody measured them, what they are made to be like."""
 
     tables: tuple[TableConfig, ...]
     stats: tuple[TableStats, ...]
+    made_up: str = ""
 
     def __len__(self) -> int:
         return len(self.tables)
 
     def chosen(self, indices: Iterable[int]) -> TablePool:
         picked = list(indices)
-        return TablePool(tuple(self.tables[i] for i in picked), tuple(self.stats[i] for i in picked))
+        return TablePool(tuple(self.tables[i] for i in picked), tuple(self.stats[i] for i in picked), self.made_up)
 
     def task(
         self,
@@ -81,6 +78,7 @@ class TablePool:
     def to_json(self) -> dict[str, Any]:
         return {
             "schema": POOL_SCHEMA,
+            **({"made_up": self.made_up} if self.made_up else {}),
             "tables": [
                 {**table.to_json(), "stats": stat.to_json()}
                 for table, stat in zip(self.tables, self.stats, strict=True)
@@ -96,7 +94,7 @@ class TablePool:
             raise UserError(f"there are two tables named '{twice}'; a plan needs to tell them apart.")
         rows = [dict(row) for row in record["tables"]]
         stats = tuple(TableStats.from_json(row.pop("stats")) for row in rows)
-        return TablePool(tuple(TableConfig.from_json(row) for row in rows), stats)
+        return TablePool(tuple(TableConfig.from_json(row) for row in rows), stats, record.get("made_up", ""))
 
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,25 +117,29 @@ def synthetic_pool(
     rows: tuple[float, float] = (1e3, 1e7),
     dims: tuple[int, int] = (16, 128),
     pooling: tuple[float, float] = (1.0, 60.0),
+    like: Published = PUBLISHED[2021],
 ) -> TablePool:
-    """Tables with log-spaced rows, dims in multiples of 4, skewed pooling and Zipf reuse of mixed skew.
+    """Tables with log-spaced rows, dims in multiples of 4, skewed pooling (log-spaced; from 0 on, 1 + pooling is) and
+    Zipf reuse of mixed skew.
 
     Statistics are the expected ones at `batch_size`; the same seed gives the same tables at every batch size.
 
-    Follows `dlrm_datasets` (856 tables): the same spread of rows and pooling and, over the whole pool, about the same
-    mean reuse and share of look-ups per reuse bin (`dlrm-autoshard tables --synthetic 856` prints both).
+    Follows `dlrm_datasets`: with the default rows and pooling, over the whole pool, about the published mean pooling,
+    mean reuse and share of look-ups per reuse bin (`dlrm-autoshard tables --synthetic 856` prints them).
     """
     generator = np.random.default_rng(seed)
     tables, stats = [], []
     for index in range(num_tables):
-        num_rows = int(10 ** generator.uniform(*np.log10(rows)))
+        num_rows = max(int(rows[0]), int(10 ** generator.uniform(*np.log10(rows))))  # 10 ** log10(1000) is below 1000
         dim = 4 * int(generator.integers(dims[0] // 4, dims[1] // 4 + 1))
-        mean_pooling = float(np.exp(generator.uniform(*np.log(pooling))))
-        # Chosen so that the whole pool's reuse comes near the data set's.
-        skew, head = float(generator.uniform(0.7, 1.2)), float(10 ** generator.uniform(0, 4))
+        if pooling[0] > 0:
+            mean_pooling = float(np.clip(np.exp(generator.uniform(*np.log(pooling))), *pooling))
+        else:
+            mean_pooling = float(np.clip(np.expm1(generator.uniform(*np.log1p(pooling))), *pooling))
+        skew, head = float(generator.uniform(*like.skew)), float(10 ** generator.uniform(*like.log_head))
         tables.append(TableConfig(f"t_{index}", num_rows, dim))
         stats.append(zipf_stats(num_rows, mean_pooling, skew, head, batch_size))
-    return TablePool(tuple(tables), tuple(stats))
+    return TablePool(tuple(tables), tuple(stats), f"ids skewed like those of dlrm_datasets {like.year}")
 
 
 def zipf_stats(num_rows: int, mean_pooling: float, skew: float, head: float, batch_size: int) -> TableStats:
