@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, checked, read_json
 from dlrm_autoshard.formats.numbers import Count, Name, Ranks
-from dlrm_autoshard.tables import Shard, TableConfig
+from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer
 
 
 class PlanRecord(TypedDict):
@@ -261,6 +261,34 @@ class Constraints:
     pinned: Mapping[str, int] = field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
     apart: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Which tables may be split by columns. max_parts: of one table; 1: none are. min_dim: columns of a part.
+
+    allowed: False where parts would train another model (each with its own row-wise Adagrad): results say what splits
+    would bring then. optimizer: whose state parts carry.
+    """
+
+    max_parts: int = 1
+    min_dim: int = 16
+    allowed: bool = True
+    optimizer: TableOptimizer = "rowwise_adagrad"
+
+    def settings_for(self, shards: Iterable[TableConfig]) -> str:
+        """What to set, other than it is here, for tables to be split so."""
+        dims: dict[str, list[int]] = {}
+        for shard in shards:
+            dims.setdefault(Shard.parse(shard.name).table, []).append(shard.embedding_dim)
+        split = [of_table for of_table in dims.values() if len(of_table) > 1]
+        parts, narrowest = max(map(len, split)), min(map(min, split))
+        other = {
+            "tables.optimizer.per_part: true (or use sgd)": not self.allowed,
+            f"autoshard.splits.max_parts: {parts}": parts > self.max_parts,
+            f"autoshard.splits.min_dim: {narrowest}": narrowest < self.min_dim,
+        }
+        return " and ".join(setting for setting, differs in other.items() if differs)
 
 
 def round_robin(names: Sequence[str], topology: Topology) -> ShardingPlan:

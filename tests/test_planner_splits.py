@@ -113,6 +113,55 @@ def test_a_table_that_fits_no_rank_whole_is_split_and_without_splits_it_is_named
             Planner().plan(task_of(tables, stats, 2, splits, memory=memory))
 
 
+@pytest.mark.parametrize("algorithm", ["auto", "lookup_greedy"])
+@pytest.mark.parametrize(
+    ("splits", "settings"),
+    [
+        (Splits(4, 16, allowed=False), "tables.optimizer.per_part: true (or use sgd)"),
+        (Splits(1, 16), "autoshard.splits.max_parts: 8"),
+        (Splits(2, 16), "autoshard.splits.max_parts: 8"),
+        (Splits(8, 32), "autoshard.splits.min_dim: 16"),
+        (Splits(2, 32), "autoshard.splits.max_parts: 8 and autoshard.splits.min_dim: 16"),
+        (Splits(2, 64, allowed=False), "tables.optimizer.per_part: true (or use sgd) and autoshard.splits.max_parts: 8 "
+         "and autoshard.splits.min_dim: 16"),
+    ],
+)  # fmt: skip
+def test_where_only_splits_would_fit_the_refusal_says_what_to_set(
+    splits: Splits, settings: str, algorithm: str
+) -> None:
+    tables, stats = [TableConfig("huge", 100_000, 128), TableConfig("small", 1000, 32)], [TableStats(2.0)] * 2
+    parts = 4 if settings == "tables.optimizer.per_part: true (or use sgd)" else 8
+    need = task_of(tables, stats, 2).table_bytes["huge"]
+    task = task_of(tables, stats, parts + 1, splits, memory=(int(1.1 * need / parts),) * (parts + 1))
+    with pytest.raises(PlanError) as refused:
+        Planner(algorithm).plan(task)
+    assert "'huge' needs" in str(refused.value)
+    assert str(refused.value).endswith(f" Split by columns, the tables would fit: set {settings}.")
+
+
+def test_where_no_split_would_fit_either_the_refusal_says_that_it_was_tried() -> None:
+    tables, stats = [TableConfig(name, 10_000, 4) for name in "abc"], [TableStats(2.0)] * 3
+    need = task_of(tables, stats, 2).table_bytes["a"]
+    for splits in (Splits(), FOUR, Splits(4, 16, allowed=False)):
+        with pytest.raises(PlanError, match=r"No placement fits: .*Splitting tables by columns was tried, too\.$"):
+            Planner().plan(task_of(tables, stats, 2, splits, memory=(int(1.6 * need),) * 2))
+
+
+@pytest.mark.parametrize("splits", [FOUR, Splits(4, 16, allowed=False)])
+def test_where_all_ranks_together_have_too_little_no_split_is_tried(
+    splits: Splits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unasked(task: PlacementTask, name: str) -> None:
+        raise AssertionError("halves take no less")
+
+    monkeypatch.setattr(PlacementTask, "split", unasked)
+    tables, stats = with_a_dominant_table()
+    memory = int(0.99 * sum(task_of(tables, stats, 2).table_bytes.values()) / 2)
+    for constraints, words in ((Constraints(), "ranks have"), (Constraints(pinned={"t_0": 5}), "there are 2 ranks")):
+        with pytest.raises(PlanError, match=words):
+            Planner().plan(task_of(tables, stats, 2, splits, memory=(memory,) * 2, constraints=constraints))
+
+
 def test_auto_never_returns_a_split_plan_that_its_evidence_calls_slower_than_an_unsplit_one() -> None:
     for seed in range(3):
         tables, stats = with_a_dominant_table(10, seed)

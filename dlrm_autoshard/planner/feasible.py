@@ -109,19 +109,20 @@ def _check_each_fits(task: PlacementTask) -> None:
                 f"{gib(int(units.capacity_W[roomiest]))}, on rank {roomiest} ({gib(short)} short). "
                 "Raise autoshard.memory_gib, shrink the table, or use fp16 weights."
             )
-    usable = list(task.topology.usable_ranks)
-    if task.topology.memory_bytes is None:
-        return
-    need, have = int(units.bytes_U.sum()), int(units.capacity_W[usable].sum())
-    if need > have:
-        largest = task.tables[int(np.argmax([task.table_bytes[name] for name in task.names]))]
-        roomiest = int(max(usable, key=lambda rank: int(units.capacity_W[rank])))
+    if (short := short_in_all(task)) > 0:
+        need, largest = int(units.bytes_U.sum()), max(task.names, key=lambda name: task.table_bytes[name])
         raise PlanError(
-            f"{len(task.tables)} tables need {gib(need)} but {len(usable)} ranks have {gib(have)} in all "
-            f"({gib(need - have)} short; the largest table is '{largest.name}' with "
-            f"{gib(task.table_bytes[largest.name])}, the rank with most room is {roomiest} with "
-            f"{gib(int(units.capacity_W[roomiest]))}). Add ranks, raise autoshard.memory_gib, or shrink tables."
+            f"{len(task.tables)} tables need {gib(need)} but {len(task.topology.usable_ranks)} ranks have "
+            f"{gib(need - short)} in all ({gib(short)} short; the largest table is '{largest}' with "
+            f"{gib(task.table_bytes[largest])}). Add ranks, raise autoshard.memory_gib, or shrink tables."
         )
+
+
+def short_in_all(task: PlacementTask) -> int:
+    """Bytes that all usable ranks together have too few; at most 0 where they have enough."""
+    if task.topology.memory_bytes is None:
+        return 0
+    return int(task.units.bytes_U.sum() - task.units.capacity_W[list(task.topology.usable_ranks)].sum())
 
 
 def _nothing_fits(task: PlacementTask, room: Room, unit: int, exhausted: bool) -> PlanError:

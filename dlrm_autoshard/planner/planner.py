@@ -23,7 +23,6 @@ from dlrm_autoshard.planner.costs.cost_model import CostModel
 from dlrm_autoshard.planner.costs.fit_costs import FitReport
 from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.dreamshard.fit_planner import fit_planner
-from dlrm_autoshard.planner.estimates import Estimates
 from dlrm_autoshard.planner.finalists import Measure, best, measure_finalists, order
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.moves.proposals import proposals
@@ -161,7 +160,8 @@ class Planner:
 
     def gains(self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan]) -> list[Gain]:
         """What each candidate saves over `current`, as a part of its predicted step."""
-        return _gains(self.costs.estimates(task, [current, *candidates]))
+        estimated = self.costs.estimates(task, [current, *candidates])
+        return [estimated.gain(0, number) for number in range(1, 1 + len(candidates))]
 
     def gains_once_measured(
         self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan], measuring: Sequence[str]
@@ -195,8 +195,3 @@ class Planner:
 
 def _deadline(budget_seconds: float | None) -> float | None:
     return None if budget_seconds is None else time.perf_counter() + budget_seconds
-
-
-def _gains(found: Estimates) -> list[Gain]:
-    """Over the first plan, of each of the others."""
-    return [found.gain(0, number) for number in range(1, found.step_ms_DP.shape[1])]

@@ -14,25 +14,13 @@ from functools import cached_property
 import numpy as np
 
 from dlrm_autoshard.costs import StepProfile
-from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, check_plan, shard_tables
+from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Splits, Topology, check_plan, shard_tables
 from dlrm_autoshard.planner.units import Units, units_of
-from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats, memory_bytes
+from dlrm_autoshard.tables import Shard, TableConfig, TableStats, memory_bytes
+
+__all__ = ["MeasureTask", "PlacementTask", "Splits"]
 
 # Axes: T tables, U units, W ranks.
-
-
-@dataclass(frozen=True)
-class Splits:
-    """Which tables may be split by columns. max_parts: of one table; 1: none are. min_dim: columns of a part.
-
-    allowed: False where parts would train another model (each with its own row-wise Adagrad): results say what splits
-    would bring then. optimizer: whose state parts carry.
-    """
-
-    max_parts: int = 1
-    min_dim: int = 16
-    allowed: bool = True
-    optimizer: TableOptimizer = "rowwise_adagrad"
 
 
 @dataclass(frozen=True)
@@ -51,7 +39,7 @@ class PlacementTask:
     batch_size: int
     table_bytes: Mapping[str, int]
     constraints: Constraints = field(default_factory=Constraints)
-    splits: Splits = Splits()
+    splits: Splits = field(default_factory=Splits)
 
     @staticmethod
     def build(

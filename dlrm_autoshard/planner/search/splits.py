@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dlrm_autoshard.plan import PlanError
-from dlrm_autoshard.planner.feasible import feasible
+from dlrm_autoshard.planner.feasible import feasible, short_in_all
 from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.search.local_search import improve, late
 from dlrm_autoshard.planner.task import PlacementTask
@@ -46,25 +46,41 @@ class Splitted:
 
 
 def fitting(task: PlacementTask) -> PlacementTask:
-    """The task itself where a legal plan exists, or tables may not be split; else with its largest tables split until
-    one does. PlanError, of the task as it was asked, where splitting brings none."""
-    if task.topology.memory_bytes is None or task.splits.max_parts <= 1 or not task.splits.allowed:
+    """The task itself where a legal plan exists, else with its largest tables split until one does. PlanError, of the
+    task as it was asked, where splits as allowed bring none: with what to set for some that would."""
+    asked = task.splits
+    if task.topology.memory_bytes is None:
         return task
-    refusal: PlanError | None = None
-    split = task
-    for _ in range(MOST_HALVINGS * task.world_size):
-        try:
-            feasible(split)
+    try:
+        feasible(task)
+        return task
+    except PlanError as error:
+        refusal = error
+    if short_in_all(task) > 0:
+        raise refusal
+    for splits in (replace(asked, allowed=True), replace(asked, allowed=True, max_parts=2**16, min_dim=4)):
+        split = _halved_to_fit(replace(task, splits=splits))
+        if split is not None and splits == asked:
             return split
-        except PlanError as error:
-            refusal = refusal or error
-        by_bytes = sorted(split.names, key=lambda name: -split.table_bytes[name])
-        halved = next((half for name in by_bytes if (half := split.split(name)) is not None), None)
-        if halved is None:
-            break
-        split = halved
-    assert refusal is not None
-    raise refusal
+        if split is not None:
+            set_so = asked.settings_for(split.tables)
+            raise PlanError(f"{refusal} Split by columns, the tables would fit: set {set_so}.")
+    raise PlanError(f"{refusal} Splitting tables by columns was tried, too.")
+
+
+def _halved_to_fit(task: PlacementTask) -> PlacementTask | None:
+    """With its largest shards halved until a legal plan exists; None where none is found. Halves take no less."""
+    for _ in range(MOST_HALVINGS * task.world_size):
+        by_bytes = sorted(task.names, key=lambda name: -task.table_bytes[name])
+        halved = next((half for name in by_bytes if (half := task.split(name)) is not None), None)
+        if halved is None or short_in_all(halved) > 0:
+            return None
+        try:
+            feasible(halved)
+            return halved
+        except PlanError:
+            task = halved
+    return None
 
 
 def split_search(
