@@ -237,6 +237,49 @@ def test_explain_and_plan_say_what_splits_bring_and_why_a_table_is_split(
     assert "'big' is split into" in said["split"] and "it would make the step cost" in said["split"]
 
 
+def test_a_split_plan_is_explained_by_memory_by_parts_and_with_the_option_that_plans_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = TableConfig("big", 4000, 128), TableConfig("small", 1000, 32)
+    TablePool(tables, (TableStats(300.0, batch_size=512), TableStats(1.0, batch_size=512))).save(tmp_path / "t.json")
+    ShardingPlan({f"big[{i}:{i + 32}]": 0 for i in range(0, 128, 32)} | {"small": 1}, 2).save(tmp_path / "one.json")
+
+    def said(*asked: object, plan: str = "one.json") -> str:
+        return " ".join(run(capsys, "explain", tmp_path / plan, "--tables", tmp_path / "t.json", *asked)["explanation"])
+
+    free = said("--pin", "small=1")
+    assert "`dlrm-autoshard plan --per-part` would move 1 table for" in free, free
+    assert "`dlrm-autoshard plan` would move 1 table for" in said("--pin", "small=1", "--optimizer", "adagrad")
+    assert "on one of their ranks, it would make the step cost" in free and "room" not in free
+    needed = PlacementTask.build(tables, (TableStats(300.0), TableStats(1.0)), Topology(2), batch_size=512).table_bytes
+    tight = said("--memory-gib", 0.9 * needed["big"] / 2**30)
+    assert "(32 + 32 + 32 + 32 columns): whole, it would need" in tight and "no rank has more than" in tight
+    ShardingPlan({"big[0:96]": 0, "big[96:128]": 1, "small": 1}, 2).save(tmp_path / "two.json")
+    uneven = said(plan="two.json")
+    assert "'big[0:96]'" in uneven and "this part alone limits the plan" in uneven and "whole tables" not in uneven
+    ShardingPlan({"big": 0, "small": 1}, 2).save(tmp_path / "whole.json")
+    assert "whole tables cannot be spread further" in said(plan="whole.json")
+
+
+@pytest.mark.parametrize("command", ["plan --tables T --devices 2", "explain P"])
+def test_columns_of_a_part_are_a_multiple_of_4(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--min-dim", "6"])
+    assert "argument --min-dim: it is 6; fbgemm needs a multiple of 4 (try 8)" in capsys.readouterr().err
+
+
+def test_where_no_whole_table_fits_plan_and_explain_say_that_parts_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, stats = TableConfig("big", 40_000, 128), TableStats(3.0, batch_size=512)
+    TablePool((table,), (stats,)).save(tmp_path / "t.json")
+    ShardingPlan({"big": 0}, 2).save(tmp_path / "plan.json")
+    asked = ["--tables", str(tmp_path / "t.json"), "--memory-gib", str(0.7 * table.weight_bytes / 2**30)]
+    hint = "Split by columns, the tables would fit: set tables.optimizer.per_part: true (or use sgd)."
+    assert main(["plan", "--devices", "2", *asked]) == 2 and hint in " ".join(capsys.readouterr().err.split())
+    assert run(capsys, "explain", tmp_path / "plan.json", *asked)["explanation"][-1].endswith(hint)
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [

@@ -64,7 +64,7 @@ def add_asked(parser: argparse.ArgumentParser) -> None:
         help="of a table that is split by columns; 1: none is (default: the run's; without a run 4)",
     )
     parser.add_argument(
-        "--min-dim", type=positive, metavar="N", help="columns of a part at least (default: the run's; or 16)"
+        "--min-dim", type=_columns, metavar="N", help="columns of a part at least (default: the run's; or 16)"
     )
 
 
@@ -73,6 +73,14 @@ def positive(text: str) -> int:
     number = int(text)
     if not 1 <= number < 2**31:
         raise argparse.ArgumentTypeError(f"{text} is not between 1 and {2**31 - 1:,}")
+    return number
+
+
+def _columns(text: str) -> int:
+    """An argument's type: columns of a table, as fbgemm takes them."""
+    number = positive(text)
+    if number % 4:
+        raise argparse.ArgumentTypeError(f"it is {number}; fbgemm needs a multiple of 4 (try {-(-number // 4) * 4})")
     return number
 
 

@@ -67,7 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
     if isinstance(better, PlanError):
         sentences.append(f"The planner finds no plan: {better}")
     else:
-        sentences.append(compare(plan, costs, better.plan, better.predicted_ms))
+        own = of_run is not None and of_run.config.tables.optimizer.per_part
+        per_part = bool(plan.split_tables) and task.splits.optimizer == "rowwise_adagrad" and not own
+        sentences.append(compare(plan, costs, better.plan, better.predicted_ms, per_part))
         if better.would_split is not None:
             sentences.append(split_would_bring(better.would_split, better.predicted_ms))
     if arguments.json:
@@ -129,11 +131,7 @@ def explain(
                 f"Its heaviest table is '{heaviest}' (dim {table.embedding_dim}, {stat.mean_pooling:.1f} ids a "
                 f"sample), "
                 f"{100 * share:.0f}% of the rank's values looked up"
-                + (
-                    ": whole tables cannot be spread further, so this table alone limits the plan."
-                    if share > 0.8
-                    else "."
-                )
+                f"{_alone_limits(heaviest) if share > 0.8 else '.'}"
             )
     else:
         sentences.append("No stage is out of balance by more than 1% of the step.")
@@ -156,22 +154,37 @@ def explain(
     return sentences
 
 
-def why_split(task: PlacementTask, plan: ShardingPlan, step_ms: Callable[[ShardingPlan], float]) -> list[str]:
-    """For each split table, what the step would cost with the table whole, on the best of the ranks that have a part.
-    task: of the plan's shards."""
-    from dlrm_autoshard.plan import ShardingPlan
+def _alone_limits(name: str) -> str:
+    """Of a table, or a part of one, that is nearly all of the slowest rank's work."""
+    from dlrm_autoshard.tables import Shard
 
-    sentences, now = [], step_ms(plan)
+    if Shard.parse(name).columns is None:
+        return ": whole tables cannot be spread further, so this table alone limits the plan."
+    return ": this part alone limits the plan, and only narrower parts would spread it further."
+
+
+def why_split(task: PlacementTask, plan: ShardingPlan, step_ms: Callable[[ShardingPlan], float]) -> list[str]:
+    """For each split table, that it fits no rank whole, or else what the step would cost with the table whole, on the
+    best of the ranks that have a part. task: of the plan's shards."""
+    from dlrm_autoshard.plan import ShardingPlan, bytes_per_rank, gib
+
+    sentences, now, memory = [], step_ms(plan), task.topology.memory_bytes
+    most = None if memory is None else max(memory[rank] for rank in task.topology.usable_ranks)
     for table in plan.split_tables:
         parts = [str(part) for part in plan.parts_of(table)]
+        widths = " + ".join(str(shard.embedding_dim) for shard in task.tables if shard.name in parts)
+        said = f"'{table}' is split into {len(parts)} parts ({widths} columns): whole,"
+        need = task.with_shards([task.shard(table)[0]]).table_bytes[table]
+        if most is not None and need > most:
+            sentences.append(f"{said} it would need {gib(need)}, and no rank has more than {gib(most)}.")
+            continue
         others = {name: rank for name, rank in plan.rank_of.items() if name not in parts}
         wholes = [ShardingPlan({**others, table: rank}, plan.world_size) for rank in plan.ranks_of(table)]
         whole = min(map(step_ms, wholes))
-        widths = " + ".join(str(shard.embedding_dim) for shard in task.tables if shard.name in parts)
-        sentences.append(
-            f"'{table}' is split into {len(parts)} parts ({widths} columns): whole, on one of their ranks, it would "
-            f"make the step cost {whole:.2f} ms instead of {now:.2f}."
-        )
+        said += f" on one of their ranks, it would make the step cost {whole:.2f} ms instead of {now:.2f}"
+        used = bytes_per_rank(ShardingPlan(others, plan.world_size), task.table_bytes)
+        full = memory is not None and all(used[rank] + need > memory[rank] for rank in plan.ranks_of(table))
+        sentences.append(f"{said}, and none of these has room for it." if full else f"{said}.")
     return sentences
 
 
@@ -184,14 +197,19 @@ def split_would_bring(split: Candidate, whole_ms: float) -> str:
     )
 
 
-def compare(plan: ShardingPlan, costs: Sequence[RankCost], better: ShardingPlan, better_ms: float) -> str:
+def compare(
+    plan: ShardingPlan, costs: Sequence[RankCost], better: ShardingPlan, better_ms: float, per_part: bool = False
+) -> str:
+    """per_part: tables may be split only because `plan` is told so."""
     from dlrm_autoshard.costs import step_cost_ms
     from dlrm_autoshard.report.verdict import count
+    from dlrm_autoshard.tables import Shard
 
     gain = 1 - better_ms / step_cost_ms(costs)
     if gain < 0.005:
         return "The planner finds nothing that is predicted to be more than 0.5% better."
+    tables = {Shard.parse(move.table).table for move in plan.moves_to(better)}
     return (
-        f"`dlrm-autoshard plan` would move {count(len(plan.moves_to(better)), 'table')} for a predicted "
-        f"{better_ms:.2f} ms ({100 * gain:.1f}% less)."
+        f"`dlrm-autoshard plan{' --per-part' if per_part else ''}` would move {count(len(tables), 'table')} for a "
+        f"predicted {better_ms:.2f} ms ({100 * gain:.1f}% less)."
     )
