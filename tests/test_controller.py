@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from dlrm_autoshard.autoshard import thresholds
-from dlrm_autoshard.autoshard.controller import Controller
+from dlrm_autoshard.autoshard.controller import Controller, _taken_back
 from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.autoshard.payoff import MoveCost
 from dlrm_autoshard.config import AutoshardConfig, ReshardConfig
@@ -382,6 +382,17 @@ def test_a_move_that_made_it_worse_is_taken_back_once_and_not_tried_again() -> N
     assert moved["paid_back_after_steps"] is None
     assert back["action"] == "rolled_back" and back["text"].startswith("moved back ")
     assert ", measured -" in back["text"]
+
+
+def test_a_table_whose_parts_are_taken_back_counts_once() -> None:
+    whole, split = (
+        ShardingPlan({"a": 0, "b": 1}, 4),
+        ShardingPlan({f"a[{4 * i}:{4 * i + 4}]": i for i in range(4)} | {"b": 1}, 4),
+    )
+    move = Decision(
+        0, 0, "moved", predicted_gain=0.1, measured_gain=-0.1, tables_moved=1, new_plan=split, old_plan=whole
+    )
+    assert _taken_back(Decision(1, 1, "kept"), move).text.startswith("moved back 1 table, ")
 
 
 def test_nothing_moves_to_a_plan_that_is_forbidden_by_now() -> None:

@@ -181,7 +181,7 @@ def _taken_back(base: Decision, move: Decision) -> Decision:
         base,
         action="rolled_back",
         why=f"it was {gains(move.predicted_gain, move.measured_gain)}",
-        tables_moved=len(move.new_plan.moves_to(move.old_plan)),
+        tables_moved=move.tables_moved,
         new_plan=move.old_plan,
         old_plan=move.new_plan,
     )
