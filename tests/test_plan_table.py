@@ -11,7 +11,13 @@ from rich.table import Table
 from dlrm_autoshard.costs import RankCost
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.result import Candidate, PlanResult
-from dlrm_autoshard.report.plan_table import candidate_table, rank_table, tables_by_rank, why_not_the_fastest
+from dlrm_autoshard.report.plan_table import (
+    candidate_table,
+    rank_table,
+    tables_by_rank,
+    what_splits_would_save,
+    why_not_the_fastest,
+)
 from dlrm_autoshard.tables import TableConfig, TableStats
 
 TABLES = tuple(TableConfig(f"t{number}", 1000, 16) for number in range(9))
@@ -45,6 +51,16 @@ def test_a_plan_that_was_measured_faster_and_not_chosen_is_explained() -> None:
     said = why_not_the_fastest(result(chosen_ms=5.5, other_ms=5.0))
     assert said is not None and said.startswith("'dim_greedy' was measured faster (5.00 ms, the chosen 5.50)")
     assert why_not_the_fastest(result(chosen_ms=5.0, other_ms=5.5)) is None
+
+
+def test_what_splits_would_save_is_said_where_it_is_worth_asking_for() -> None:
+    whole = result(5.0, 5.5)
+    parts = {"t0[0:8]": 0, "t0[8:16]": 1} | {name: rank for name, rank in PLAN.rank_of.items() if name != "t0"}
+    for part, said in ((0.88, "splitting t0 by columns would save a predicted 12% of the step"), (0.995, None)):
+        split = Candidate("split+search", ShardingPlan(parts, 2), part * whole.predicted_ms)
+        sentence = what_splits_would_save(replace(whole, would_split=split))
+        assert (sentence or "").startswith(said or "") and (sentence is None) == (said is None)
+    assert what_splits_would_save(whole) is None
 
 
 def test_the_columns_of_the_candidates_are_defined_below_them() -> None:

@@ -76,7 +76,9 @@ def test_where_splits_change_what_is_trained_the_result_says_what_one_would_brin
     assert not result.plan.split_tables
     assert result.would_split is not None and "big" in result.would_split.plan.split_tables
     assert result.would_split.predicted_ms < 0.85 * result.predicted_ms
-    assert result.to_json()["would_split"]["predicted_ms"] == result.would_split.predicted_ms
+    record = result.to_json()["would_split"]
+    assert record["predicted_ms"] == result.would_split.predicted_ms
+    assert record["tables"] == list(result.would_split.plan.split_tables)
 
 
 @settings(max_examples=12, deadline=None)

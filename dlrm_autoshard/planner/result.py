@@ -76,6 +76,7 @@ class PlanResult:
         return min(named, key=lambda candidate: candidate.predicted_ms)
 
     def to_json(self) -> dict[str, Any]:
+        split = self.would_split
         return {
             "schema": 1,
             "plan": self.plan.to_json(),
@@ -87,5 +88,5 @@ class PlanResult:
             "costs_from": self.costs_from,
             "seconds": self.seconds,
             "seed": self.seed,
-            **({} if self.would_split is None else {"would_split": self.would_split.to_json()}),
+            **({} if split is None else {"would_split": {**split.to_json(), "tables": [*split.plan.split_tables]}}),
         }

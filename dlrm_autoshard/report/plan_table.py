@@ -17,6 +17,7 @@ from dlrm_autoshard.planner.result import Candidate, PlanResult
 from dlrm_autoshard.tables import TableConfig, TableStats, lookup_work
 
 _MOST_RANKS = 16  # rows shown before the middle is left out
+_WORTH_SAYING = 0.01  # of a step
 
 
 def rank_table(
@@ -88,6 +89,19 @@ def why_not_the_fastest(result: PlanResult) -> str | None:
         f"'{fastest.name}' was measured faster ({fastest.measured_ms:.2f} ms, the chosen {chosen.measured_ms:.2f}),"
         f" but single measurements scatter: with its prediction ({fastest.predicted_ms:.2f} ms) it is expected to take "
         f"{fastest.estimate_ms:.2f} ms, the chosen plan {chosen.estimate_ms:.2f}"
+    )
+
+
+def what_splits_would_save(result: PlanResult, most: int = 6) -> str | None:
+    """A sentence where tables may not be split, and splitting some would save a part of the step worth asking for."""
+    saved = 0.0 if result.would_split is None else 1 - result.would_split.predicted_ms / result.predicted_ms
+    if result.would_split is None or saved < _WORTH_SAYING:
+        return None
+    tables = result.would_split.plan.split_tables
+    more = f" and {len(tables) - most} more" if len(tables) > most else ""
+    return (
+        f"splitting {', '.join(tables[:most])}{more} by columns would save a predicted {saved:.0%} of the step "
+        "(tables.optimizer.per_part, or sgd, adagrad or adam)"
     )
 
 

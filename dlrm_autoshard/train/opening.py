@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dlrm_autoshard.report.plan_table import candidate_table, rank_table, tables_by_rank, why_not_the_fastest
+from dlrm_autoshard.report.plan_table import (
+    candidate_table,
+    rank_table,
+    tables_by_rank,
+    what_splits_would_save,
+    why_not_the_fastest,
+)
 from dlrm_autoshard.train.display import Display
 from dlrm_autoshard.train.job import Job
 from dlrm_autoshard.train.start_record import changes_since_last_start
@@ -35,3 +41,6 @@ def open_run(display: Display, job: Job, *, finished: bool) -> None:
         if reason is not None:
             display.line(reason)
         display.line(f"planned in {result.seconds:.1f} s by '{result.algorithm}'")
+        splits = what_splits_would_save(result)
+        if splits is not None:
+            display.line(splits)
