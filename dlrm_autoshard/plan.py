@@ -90,6 +90,11 @@ class ShardingPlan:
             return ()
         return tuple(table for table, parts in self._parts.items() if parts != (Shard(table),))
 
+    @property
+    def most_parts(self) -> int:
+        """Of any table; 1: none is split."""
+        return max(map(len, self._parts.values()), default=1)
+
     def shards_on(self, rank: int) -> tuple[Shard, ...]:
         return tuple(Shard.parse(name) for name in self.tables_on(rank))
 

@@ -92,3 +92,33 @@ def test_a_split_plan_is_refused_for_rowwise_adagrad_unless_parts_may_have_their
         run_ranks(train, 2, [(job(tmp_path, "split", SPLIT, 2, **by_name), tmp_path / "run")])
     by_name["tables"]["optimizer"]["per_part"] = True
     run_ranks(train, 2, [(job(tmp_path, "split", SPLIT, 2, **by_name), tmp_path / "run")])
+
+
+def resumed(rank: int, world_size: int, jobs: list[tuple[Config, Path]]) -> list[tuple[ShardingPlan, list[str]]]:
+    """Plan and notes of jobs that go on where each run's checkpoint is."""
+    runtime, found = make_runtime(rank, world_size), []
+    for settings, run_dir in jobs:
+        with trainer(settings, runtime, run_dir) as made:
+            found.append((made.placement.plan, list(made.notes)))
+            made.run()
+    return found
+
+
+def test_a_checkpoints_plan_that_splits_more_than_is_allowed_by_now_is_not_taken(tmp_path: Path) -> None:
+    once, twice = {"epochs": 1}, {"epochs": 2}
+    rowwise = {"name": "rowwise_adagrad", "lr": 0.1}
+    saved = {"checkpoint": {"enabled": True}}
+    own = {"optimizer": {**rowwise, "per_part": True}}
+    first = job(tmp_path, "split", SPLIT, 2, tables=own, train=once, **saved)
+    run_ranks(train, 2, [(first, tmp_path / name) for name in ("sums", "parts", "most")], timeout=120)
+    again = [
+        (job(tmp_path, "sums", None, 2, tables={"optimizer": rowwise}, train=twice, **saved), tmp_path / "sums"),
+        (job(tmp_path, "parts", None, 2, tables=own, train=twice, autoshard={"splits": {"max_parts": 2}}, **saved),
+         tmp_path / "parts"),
+        (job(tmp_path, "most", None, 2, tables=own, train=twice, autoshard={"splits": {"max_parts": 3}}, **saved),
+         tmp_path / "most"),
+    ]  # fmt: skip
+    for sums, parts, most in run_ranks(resumed, 2, again, timeout=120):
+        for plan, notes in (sums, parts):
+            assert not plan.split_tables and any("tables were placed anew" in note for note in notes)
+        assert most[0].rank_of == SPLIT and not most[1]
