@@ -260,12 +260,89 @@ class Constraints:
     """What the user asks of a plan beside memory, by names of tables (all of their parts) or of parts.
 
     pinned: table -> the rank that must own it. together: groups that share a rank. apart: groups in which no
-    two tables share one.
+    two tables share one. Tables are cut where the parts that are named begin and end.
     """
 
     pinned: Mapping[str, int] = field(default_factory=dict)
     together: tuple[tuple[str, ...], ...] = ()
     apart: tuple[tuple[str, ...], ...] = ()
+
+    @cached_property
+    def named(self) -> Mapping[str, Shard]:
+        """All that any of them names, by name."""
+        names = itertools.chain(self.pinned, *self.together, *self.apart)
+        return {name: Shard.parse(name) for name in names}
+
+    def holders(self, shards: Sequence[Shard]) -> dict[str, list[int]]:
+        """Of all that is named, the numbers of the shards that hold some of it: a constraint on a table is one on its
+        parts, and the other way round. PlanError where there are none."""
+        numbers = {name: [i for i, s in enumerate(shards) if s & part] for name, part in self.named.items()}
+        for name, own in numbers.items():
+            if not own:
+                raise PlanError(f"a constraint names table '{name}', which the model does not have.")
+        return numbers
+
+    def have_cut(self, shards: Sequence[Shard]) -> bool:
+        """Whether none of the shards holds more than a part that is named, beside it."""
+        return all(s & part in (None, s) for part in self.named.values() if part.columns for s in shards)
+
+    def bind(self, shard: Shard) -> bool:
+        """Whether something asks that the shard, or a part of it, be on one rank."""
+        return any(shard & self.named[name] for name in itertools.chain(self.pinned, *self.together))
+
+    @cached_property
+    def cuts(self) -> Mapping[str, frozenset[int]]:
+        """Of each table some parts of which are named: the columns at which they begin and end."""
+        cuts: dict[str, set[int]] = {}
+        for shard in self.named.values():
+            if shard.columns is not None:
+                cuts.setdefault(shard.table, set()).update(shard.columns)
+        return {table: frozenset(columns) for table, columns in cuts.items()}
+
+    def pieces(self, table: TableConfig) -> tuple[TableConfig, ...]:
+        """What the table, or part of one, is cut into; itself where no cut is within it."""
+        start, stop = table.columns
+        within = sorted(cut for cut in self.cuts.get(Shard.parse(table.name).table, ()) if start < cut < stop)
+        return tuple(table.part(*columns) for columns in itertools.pairwise([start, *within, stop]))
+
+    def check(self, tables: Sequence[TableConfig], max_parts: int, splits_allowed: bool) -> None:
+        """PlanError where they name parts that these tables don't have or may not be cut into, or contradict
+        themselves. splits_allowed: False under row-wise Adagrad with one sum a row."""
+        of = {table.name: table for table in tables}
+        groups = {"pinned": [tuple(self.pinned)], "together": self.together, "apart": self.apart}
+        for key, names in groups.items():
+            for name in itertools.chain(*names):
+                try:
+                    if (table := of.get(Shard.parse(name).table)) is not None:
+                        table.shard(name)
+                except UserError as error:
+                    raise PlanError(f"{key} names '{name}', but {error}") from error
+        for one, other in itertools.combinations(self.pinned, 2):
+            if self.pinned[one] != self.pinned[other] and self.named[one] & self.named[other]:
+                raise PlanError(
+                    f"pinned puts '{one}' on rank {self.pinned[one]} and '{other}' on rank {self.pinned[other]}, which "
+                    "have columns in common. Leave one of them out."
+                )
+        for one, other in itertools.chain(*(itertools.combinations(group, 2) for group in self.apart)):
+            if self.named[one] & self.named[other]:
+                raise PlanError(
+                    f"apart names '{one}' and '{other}' in one group, which have columns in common: they cannot be on "
+                    "different ranks. Leave one of them out."
+                )
+        for table in tables:
+            parts = [piece.name for piece in self.pieces(table)]
+            if len(parts) > 1 and not splits_allowed:
+                name = next(name for name, part in self.named.items() if part.table == table.name and part.columns)
+                raise PlanError(
+                    f"a constraint names '{name}', a part of a table, and no table is split here: row-wise Adagrad "
+                    "keeps one sum of squares a row over all columns. Set tables.optimizer.per_part: true for a sum a "
+                    f"row and part, which is another optimizer; or use adagrad, or name '{table.name}', all of it."
+                )
+            if len(parts) > max(1, max_parts):
+                raise PlanError(
+                    f"constraints cut table '{table.name}' into {len(parts)} parts ({', '.join(parts)}), and "
+                    f"autoshard.splits.max_parts is {max_parts}. Raise that, or name fewer of its parts."
+                )
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,14 @@ class TableConfig:
             return self
         return replace(self, name=str(Shard(Shard.parse(self.name).table, (start, stop))), embedding_dim=stop - start)
 
+    def halves(self, min_dim: int) -> tuple[TableConfig, TableConfig] | None:
+        """By columns, the first the wider one where they differ; None where one would have less than `min_dim`."""
+        start, stop = self.columns
+        middle = start + 4 * -(-self.embedding_dim // 8)
+        if min(middle - start, stop - middle) < max(4, min_dim):
+            return None
+        return self.part(start, middle), self.part(middle, stop)
+
     def shard(self, name: str) -> TableConfig:
         """The part that `name` says, or this table whole, where it says no columns."""
         columns = Shard.parse(name).columns

@@ -122,3 +122,13 @@ def test_a_checkpoints_plan_that_splits_more_than_is_allowed_by_now_is_not_taken
         for plan, notes in (sums, parts):
             assert not plan.split_tables and any("tables were placed anew" in note for note in notes)
         assert most[0].rank_of == SPLIT and not most[1]
+
+
+def test_a_job_whose_pins_name_parts_is_planned_so_trains_and_decides(tmp_path: Path) -> None:
+    pinned = {"tag[0:8]": 1, "tag[8:16]": 0, "user[0:4]": 0}
+    asked = {"enabled": True, "pinned": pinned, "measure_plans": 2, "budget_seconds": 2, "reshard": {"min_gain": 0.0}}
+    run_ranks(train, 2, [(job(tmp_path, "pinned", None, 2, autoshard=asked), tmp_path / "run")], timeout=120)
+    last = RunRecord.load(tmp_path / "run").last
+    assert {name: last.plan.rank_of[name] for name in pinned} == pinned
+    decisions = [json.loads(line) for line in (tmp_path / "run" / "decisions.jsonl").read_text().splitlines()]
+    assert decisions and not any("pinned" in json.dumps(decision) for decision in decisions)

@@ -80,7 +80,8 @@ def _groups(tables: Sequence[str], constraints: Constraints) -> list[Group]:
     """Tables that move, those that must stay together in one tuple."""
     group_of: dict[str, set[str]] = {table: {table} for table in tables}
     for together in constraints.together:
-        merged = set().union(*(group_of[table] for table in together if table in group_of))
+        names = [Shard.parse(name).table for name in together]  # of a table, all parts move at once
+        merged = set().union(*(group_of[table] for table in names if table in group_of))
         for table in merged:
             group_of[table] = merged
     return list(dict.fromkeys(tuple(t for t in tables if t in group_of[table]) for table in tables))

@@ -95,8 +95,8 @@ def measure_finalists(
 
 def _rivals(costs: LearnedCosts, task: PlacementTask, leading: ShardingPlan, deadline: float | None) -> list[Candidate]:
     """Where searches end that start from the leading plan, and anew; and what splitting tables makes of the best."""
-    kicks = KICKS if len(task.units) * task.world_size <= MEDIUM else 0
     now, base = task.split_as(leading), fitting(task)
+    kicks = KICKS if len(base.units) * task.world_size <= MEDIUM else 0
     now_costs, base_costs = costs.costs_of(now), costs.costs_of(base)
     starts = (
         (now, now_costs, now.ranks_from(leading)),

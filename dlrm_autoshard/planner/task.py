@@ -59,6 +59,7 @@ class PlacementTask:
             raise PlanError(f"{len(tables)} tables come with {len(stats)} statistics; each table needs its own.")
         if len({table.name for table in tables}) < len(tables):
             raise PlanError("two tables have the same name; a plan needs distinct names.")
+        constraints.check(tables, splits.max_parts, splits.allowed)
         if table_bytes is None:
             table_bytes = memory_bytes(tables, stats, splits.optimizer, batch_size)
         return PlacementTask(tuple(tables), tuple(stats), topology, batch_size, table_bytes, constraints, splits)
@@ -77,11 +78,12 @@ class PlacementTask:
         return units_of(self.names, bytes_T, self.topology, self.constraints)
 
     def plan_from(self, rank_U: np.ndarray) -> ShardingPlan:
-        """Parts that lie side by side on one rank are one."""
+        """Parts that lie side by side on one rank are one, but where a constraint cuts their table."""
         placed: list[tuple[str, int, int, int]] = []  # table, columns, rank
         for shard, rank in zip(self.tables, map(int, rank_U[self.units.unit_of_T]), strict=True):
             name, (start, stop) = Shard.parse(shard.name).table, shard.columns
-            if placed and placed[-1][0] == name and placed[-1][2:] == (start, rank):
+            cut = start in self.constraints.cuts.get(name, ())
+            if placed and placed[-1][0] == name and placed[-1][2:] == (start, rank) and not cut:
                 start = placed.pop()[1]
             placed.append((name, start, stop, rank))
         whole = {table.name: table for table in self.wholes}
@@ -155,6 +157,12 @@ class PlacementTask:
             return self
         return self.with_shards(shard_tables(self.wholes, plan))
 
+    @property
+    def cut(self) -> PlacementTask:
+        """The same task, with each part that a constraint names a shard of its own."""
+        pieces = [piece for table in self.tables for piece in self.constraints.pieces(table)]
+        return self if len(pieces) == len(self.tables) else self.with_shards(pieces)
+
     def covering(self, plans: Sequence[ShardingPlan]) -> PlacementTask:
         """The same tables and ranks with all shards that occur in these plans, and any placement legal: to compare what
         the plans cost, whatever each splits."""
@@ -171,16 +179,10 @@ class PlacementTask:
     def halves(self, name: str) -> tuple[TableConfig, TableConfig] | None:
         """Of the shard `name`, where it may be split once more: its table's parts are not too many, halves not too
         narrow, and nothing asks that they share a rank."""
-        table, _ = self.shard(name)
-        shard = Shard.parse(name)
-        bound = [*self.constraints.pinned, *(other for group in self.constraints.together for other in group)]
-        parts = len(self.shards_of[shard.table])
-        start, stop = table.columns
-        middle = start + 4 * -(-table.embedding_dim // 8)
-        narrow = min(middle - start, stop - middle) < max(4, self.splits.min_dim)
-        if narrow or parts >= self.splits.max_parts or any(Shard.parse(other) & shard for other in bound):
+        table, shard = self.shard(name)[0], Shard.parse(name)
+        if len(self.shards_of[shard.table]) >= self.splits.max_parts or self.constraints.bind(shard):
             return None
-        return table.part(start, middle), table.part(middle, stop)
+        return table.halves(self.splits.min_dim)
 
     def split(self, name: str) -> PlacementTask | None:
         halves = self.halves(name)

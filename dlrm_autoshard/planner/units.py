@@ -73,11 +73,8 @@ class Room:
 def units_of(names: Sequence[str], bytes_T: np.ndarray, topology: Topology, constraints: Constraints) -> Units:
     """Of tables, or parts of them, by name and bytes. PlanError names the constraint that nothing can meet."""
     shards = [Shard.parse(name) for name in names]
-    numbers: dict[str, list[int]] = {}  # a constraint on a table is one on its parts, and the other way round
-    for name in [*constraints.pinned, *(n for group in (*constraints.together, *constraints.apart) for n in group)]:
-        numbers[name] = [i for i, shard in enumerate(shards) if shard & Shard.parse(name)]
-        if not numbers[name]:
-            raise PlanError(f"a constraint names table '{name}', which the model does not have.")
+    numbers = constraints.holders(shards)
+    cut = constraints.have_cut(shards)  # else what differs is asked of a shard's parts: it is one that no rank may take
 
     first_T = np.arange(len(names))  # of the tables that each must stay together with
     for group in constraints.together:
@@ -98,7 +95,7 @@ def units_of(names: Sequence[str], bytes_T: np.ndarray, topology: Topology, cons
         for number in numbers[name]:
             row = allowed_UW[unit_of_T[number]]
             row[np.arange(topology.world_size) != rank] = False
-            if not row.any():
+            if cut and not row.any():
                 raise PlanError(
                     f"table '{name}' is pinned to rank {rank}, but must stay together with one pinned elsewhere."
                 )
@@ -106,7 +103,9 @@ def units_of(names: Sequence[str], bytes_T: np.ndarray, topology: Topology, cons
     rivals: list[set[int]] = [set() for _ in members]
     for group in constraints.apart:
         of_tables = [{int(unit_of_T[number]) for number in numbers[name]} for name in group]
-        if sum(map(len, of_tables)) > len(set().union(*of_tables)):
+        twice = [unit for unit in set().union(*of_tables) if sum(unit in own for own in of_tables) > 1]
+        allowed_UW[twice] = False
+        if cut and twice:
             raise PlanError(f"tables {', '.join(group)} must stay apart, but two of them must also stay together.")
         if len(group) > len(topology.usable_ranks):
             raise PlanError(

@@ -130,7 +130,9 @@ def calibration_shards(task: PlacementTask, seed: int) -> tuple[list[list[str]],
         return sorted(shards, key=work, reverse=True)
 
     even_share = sum(map(work, task.tables)) / task.world_size
-    parts = [part for table in heaviest(task.tables) for part in _parts_of_use(task, table, work, even_share)]
+    cut = task.cut
+    parts = [piece for piece in heaviest(cut.tables) if piece.name not in task.table_bytes]
+    parts += [part for table in heaviest(cut.tables) for part in _parts_of_use(cut, table, work, even_share)]
     parts = parts[: min(2 * task.world_size, MOST_PARTS)]
     sets: dict[tuple[int, ...], None] = {}
     for _ in range(MOST_SETS):

@@ -41,7 +41,8 @@ def proposals(
     moved ten times the bytes. Where moving costs nothing they take 0.3% less.
     """
     if task.allows(current):
-        now = task.split_as(current)
+        as_it_is = task.split_as(current)
+        now = as_it_is.cut
         near = _near(costs, now, current, ms_per_byte, deadline)
         if task.splits.allowed:
             start_U = near[0].rank_U
@@ -51,7 +52,8 @@ def proposals(
             ):
                 near += _near(costs, way.task, current, ms_per_byte, deadline)[:1]
         found = [Candidate("current+search", one.task.plan_from(one.rank_U), one.step_ms) for one in near]
-        found.append(Candidate("current", current, near[0].costs.step_ms(now.ranks_from(current))))
+        costs_now = near[0].costs if now is as_it_is else costs.costs_of(as_it_is)
+        found.append(Candidate("current", current, costs_now.step_ms(as_it_is.ranks_from(current))))
     else:
         found = [
             _least_moved(costs, task, c, current) for c in makers.candidates("auto", task, costs.costs_of, deadline)

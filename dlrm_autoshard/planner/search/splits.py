@@ -46,9 +46,9 @@ class Splitted:
 
 
 def fitting(task: PlacementTask) -> PlacementTask:
-    """The task itself where a legal plan exists, else with its largest tables split until one does. PlanError, of the
-    task as it was asked, where splits as allowed bring none: with what to set for some that would."""
-    asked = task.splits
+    """The task, cut as it asks, where a legal plan exists, else with its largest tables split until one does. PlanError,
+    of the task as it was asked, where splits as allowed bring none: with what to set for some that would."""
+    asked, task = task.splits, task.cut
     if task.topology.memory_bytes is None:
         return task
     try:
@@ -195,14 +195,15 @@ def _searched_anew(child: Splitted, deadline: float | None) -> Splitted:
 
 
 def merged(task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline: float | None = None) -> list[Splitted]:
-    """For each split table, a placement in which it is whole again, and all else begins where it is."""
+    """For each split table, a placement in which it is whole again, but for cuts that constraints ask for, and all else
+    begins where it is."""
     start = Splitted(task, costs_of(task), rank_U, float("inf"))
     found = []
     for table in task.wholes:
-        parts = task.shards_of[table.name]
-        if len(parts) > 1 and not late(deadline):
+        parts, pieces = task.shards_of[table.name], task.constraints.pieces(table)
+        if len(parts) > len(pieces) and not late(deadline):
             at = task.names.index(parts[0][0].name)
-            whole = task.with_shards([*task.tables[:at], table, *task.tables[at + len(parts) :]])
+            whole = task.with_shards([*task.tables[:at], *pieces, *task.tables[at + len(parts) :]])
             child = _placed(start, whole, costs_of(whole), deadline)
             found += [] if child is None else [_searched(child, deadline)]
     return found
