@@ -6,8 +6,9 @@ placement.plan, placement.task, placement.result            # result: the planne
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dlrm_autoshard.autoshard import thresholds
@@ -95,6 +96,7 @@ def place(
         probe = RankProbe.at_start(runtime, task, optimizer.name, exchange_dtype, shared_memory)
 
     def decide() -> tuple[ShardingPlan, PlanResult | None]:
+        started = time.perf_counter()
         if planning and planner is not None:
             seconds_left = start_costs(
                 planner,
@@ -114,7 +116,7 @@ def place(
                     budget_seconds=seconds_left,
                     steps=steps,
                 )
-                return result.plan.ordered(task.names), result
+                return result.plan.ordered(task.names), replace(result, seconds=time.perf_counter() - started)
         elif planner is not None:  # resharding decides by its costs all the same
             start_warm(planner, hardware_fingerprint(runtime.device), optimizer.name)
         return (settled or given_plan(settings.placement, task)).ordered(task.names), None

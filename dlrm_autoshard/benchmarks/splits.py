@@ -8,12 +8,16 @@ Then plans alone: MLPerf's DLRM-DCNv2 on simulated devices, and what splits take
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from dlrm_autoshard.benchmarks.harness import Findings, median_with_interval, on_pinned_ranks, paired_ratio
+from dlrm_autoshard.benchmarks.harness import BenchError, Findings, median_with_interval, on_pinned_ranks, paired_ratio
 from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, Turn, best_of, plans_in_turns
+from dlrm_autoshard.benchmarks.splits_auc import auc_of
 from dlrm_autoshard.benchmarks.splits_planned import dcn_balance, planning_seconds, planning_time
 from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob, Workload, warm_planner
+from dlrm_autoshard.data.sources.movielens_fetch import fetch_movielens
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.task import PlacementTask, Splits
 
@@ -36,6 +40,7 @@ def run(quick: bool) -> dict[str, Any]:
     found = Findings()
     _trained(found, quick)
     _planned(found, quick)
+    _by_parts(found, quick)
     return vars(found)
 
 
@@ -81,6 +86,23 @@ def _planned(found: Findings, quick: bool) -> None:
         "They read 32 columns at a time: an eighth of 128 takes as long as a quarter: on 16 devices no part "
         "of the dearest table is cheaper than 25 of 214 lookups, 1.87 even shares.",
     ]
+
+
+def _by_parts(found: Findings, quick: bool) -> None:
+    """Row-wise Adagrad's tables in halves, each with sums of squares of its own."""
+    folder = Path("runs/splits")
+    for config, where in (("movielens", "MovieLens"), ("synthetic_skewed", "the synthetic set")):
+        name = f"row-wise Adagrad by parts, AUC on {where} beside whole tables"
+        try:
+            if config == "movielens":
+                fetch_movielens(Path("data/movielens-100k"))
+            whole, halved = (auc_of(config, halved, folder, quick) for halved in (False, True))
+        except (BenchError, UserError) as error:
+            found.put(f"{name}, apart by", None, "<= 0.001")
+            found.notes.append(f"{where}: {error}")
+            continue
+        found.put(f"{name}, apart by", round(abs(halved - whole), 5), "<= 0.001")
+        found.notes.append(f"{where}: AUC {halved:.5f} where all tables are halved, {whole:.5f} where they are whole.")
 
 
 def dominated() -> Workload:

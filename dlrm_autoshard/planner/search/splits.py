@@ -46,8 +46,8 @@ class Splitted:
 
 
 def fitting(task: PlacementTask) -> PlacementTask:
-    """The task, cut as it asks, where a legal plan exists, else with its largest tables split until one does. PlanError,
-    of the task as it was asked, where splits as allowed bring none: with what to set for some that would."""
+    """The task, cut as it asks, where a legal plan exists, else with its largest tables split until one does.
+    PlanError, of the task as it was asked, where splits as allowed bring none: with what to set for some that would."""
     asked, task = task.splits, task.cut
     if task.topology.memory_bytes is None:
         return task
