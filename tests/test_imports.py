@@ -28,9 +28,8 @@ MAY_USE = {
         "torchrec/",
         "benchmarks/",
         "train/checkpoints/checkpoint.py",
-        "train/stop_signals.py",
     ),
-    "fbgemm_gpu": ("distributed/", "torchrec/", "benchmarks/", "probe/shard_probe.py"),
+    "fbgemm_gpu": ("distributed/", "torchrec/", "benchmarks/"),
 }
 
 

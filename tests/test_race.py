@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Sequence
@@ -120,6 +121,14 @@ def test_an_interrupted_race_says_what_is_missing_and_has_the_figures_of_what_is
     assert outcome["figures"]["calm: loop on / loop off"] == 1
     assert "tight: loop seconds" not in outcome["figures"]
     assert "tight, seed 0, planned: missing: not run yet" in outcome["notes"]
+    assert outcome["figures"]["seeds"] == 0 and outcome["targets"]["seeds"] == ">= 1"
+    monkeypatch.setattr(race, "run_arm", lambda arm, world, folder: finished(20.0, steps_seconds=5.0))
+    there = tmp_path / "elsewhere"
+    there.mkdir()
+    shutil.copy(tmp_path / "rows.jsonl", there)  # of what was done, the rows are enough to go on
+    outcome = race.outcome_of(there, arms, 1, TINY)
+    assert outcome["figures"]["calm: loop seconds"] == 10 and outcome["figures"]["tight: loop seconds"] == 20
+    assert outcome["figures"]["seeds"] == 1
 
 
 def test_shares_are_of_the_clairvoyants_gain_and_missing_arms_are_missed_targets() -> None:

@@ -2,7 +2,7 @@
 
 A job of 60 tables, 8 epochs of 400 steps on two ranks, in six worlds (race_worlds.py), by seven arms (race_arms.py),
 the arms of a world and seed one after another in random order. Every run that ended is in the record, none is chosen.
-What is done lies in runs/race: the benchmark goes on where it was stopped.
+What is done lies in runs/race, each run a line of rows.jsonl: the benchmark goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from dlrm_autoshard.benchmarks.race_picture import Runs, page, panels
 from dlrm_autoshard.benchmarks.race_turns import steps_in_turns
 from dlrm_autoshard.benchmarks.race_worlds import QUICK, WORLDS, Scale, World, WorldName
 from dlrm_autoshard.benchmarks.slices import commits, machine, origins
+from dlrm_autoshard.records.jsonl import append_jsonl, read_jsonl
 
 TITLE = "whole jobs, with resharding and without, clairvoyant, and TorchRec's, in six worlds: seconds, start to end"
 ROUGH_TIME = "a day; goes on where it was stopped (quick: 1 min)"
@@ -39,7 +40,7 @@ SEEDS, LEAST_GAIN = 5, 0.05
 REPLAYED = ("round_robin", "heuristic", "planned", "loop", "clairvoyant")
 CLOCKS = {"seconds": "", "steps_seconds": ", steps alone", "net_seconds": ", steps and what resharding took"}
 WORST = "worst run: loop on / loop off"
-NOT_RUN = "not run yet"
+NOT_RUN, ROWS = "not run yet", "rows.jsonl"
 MISJUDGED = "gain predicted - measured of moves, points"
 RATIOS = (
     ("loop on / loop off", "loop", "planned"),
@@ -59,7 +60,11 @@ def run(quick: bool) -> dict[str, Any]:
 
 def outcome_of(folder: Path, arms: Arms, seeds: int, scale: Scale) -> dict[str, Any]:
     """Runs what is not saved in `folder` yet; figures of all of it, and the picture."""
+    _saved_before(folder)
     done = race(folder, arms, seeds, scale)
+    (folder / ROWS).unlink(missing_ok=True)
+    for name, seed, arm, run in _every(done):
+        append_jsonl(folder / ROWS, {"of": [name, seed, arm], **run})
     ran = sum(all(r.get("missing") != NOT_RUN for by in done.values() for r in by[s].values()) for s in range(seeds))
     outcome = summarise(done, arms, max(1, ran))
     outcome["figures"]["seeds"], outcome["targets"]["seeds"] = ran, f">= {seeds}"
@@ -67,6 +72,16 @@ def outcome_of(folder: Path, arms: Arms, seeds: int, scale: Scale) -> dict[str, 
     (folder / "race.svg").write_text(panels(done))
     outcome["notes"].append(f"the pictures: {folder}/race.html, of all jobs, and race.svg, of a job a world")
     return outcome
+
+
+def _saved_before(folder: Path) -> None:
+    """Runs that are in the rows alone, as where a clone goes on with those of the repository (results/rows)."""
+    for row in read_jsonl(folder / ROWS) if (folder / ROWS).exists() else []:
+        name, seed, arm = row["of"]
+        saved = folder / f"{name}-{seed}" / f"{arm}.json"
+        if "state" in row and not saved.exists():
+            saved.parent.mkdir(parents=True, exist_ok=True)
+            saved.write_text(json.dumps({key: value for key, value in row.items() if key not in ("of", "schema")}))
 
 
 def race(folder: Path, arms: Arms, seeds: int, scale: Scale) -> Runs:
@@ -179,8 +194,12 @@ def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
         "profiling: by how much sampled steps, which have barriers, took longer than the mean; steps alone have none",
         f"loop on decides every {DECIDES_EVERY} steps (reshard.every_steps); all else is by default",
     ]
-    runs = [run for by_seed in done.values() for by_arm in by_seed.values() for run in by_arm.values()]
-    return vars(found) | origins(runs)
+    return vars(found) | origins([run for *_, run in _every(done)])
+
+
+def _every(done: Runs) -> list[tuple[str, int, str, Mapping[str, Any]]]:
+    """World, seed, arm and run."""
+    return [(n, s, arm, run) for n, by in done.items() for s, by_arm in by.items() for arm, run in by_arm.items()]
 
 
 def _compare(world: str, seconds: Mapping[str, Sequence[float]], suffix: str, found: Findings) -> None:
