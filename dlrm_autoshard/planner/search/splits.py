@@ -31,7 +31,7 @@ FEW_MOVES = 10
 """Of a child's local search: there are dozens, and only the likeliest are searched thoroughly."""
 RECEIVING = 2
 """Among the stages that searches see."""
-THOROUGH_KICKS = 5
+THOROUGH_KICKS, HINT_HALVINGS = 5, 40
 CostsOf = Callable[[PlacementTask], TaskCosts]
 
 
@@ -59,7 +59,7 @@ def fitting(task: PlacementTask) -> PlacementTask:
     if short_in_all(task) > 0:
         raise refusal
     for splits in (replace(asked, allowed=True), replace(asked, allowed=True, max_parts=2**16, min_dim=4)):
-        split = _halved_to_fit(replace(task, splits=splits))
+        split = _halved_to_fit(replace(task, splits=splits), hint=splits != asked)
         if split is not None and splits == asked:
             return split
         if split is not None:
@@ -68,9 +68,9 @@ def fitting(task: PlacementTask) -> PlacementTask:
     raise PlanError(f"{refusal} Splitting tables by columns was tried, too.")
 
 
-def _halved_to_fit(task: PlacementTask) -> PlacementTask | None:
+def _halved_to_fit(task: PlacementTask, *, hint: bool) -> PlacementTask | None:
     """With its largest shards halved until a legal plan exists; None where none is found. Halves take no less."""
-    for _ in range(MOST_HALVINGS * task.world_size):
+    for _ in range(HINT_HALVINGS if hint else MOST_HALVINGS * task.world_size):
         by_bytes = sorted(task.names, key=lambda name: -task.table_bytes[name])
         halved = next((half for name in by_bytes if (half := task.split(name)) is not None), None)
         if halved is None or short_in_all(halved) > 0:
