@@ -79,9 +79,7 @@ class MoveChooser:
                 continue
             at_once = self.proposals(task, interval, plan, [halved.plan])
             saved = saved_on_average(at_once, interval, self.move_cost, self.config.min_gain)
-            gains_D = self.planner.gains_once_measured(task, plan, [halved.plan], [halved.half])[:, 0]
-            drawn = [(halved.plan, gains_D)]
-            if self._saved_once_known(task, interval, plan, drawn, [halved.half]) > saved + halved.seconds:
+            if self._saved_once_known(task, interval, plan, [halved.plan], [halved.half]) > saved + halved.seconds:
                 if learn_half(self.planner, task, plan, measure_shards, halved):
                     self.trigger.search_anew()
                 else:
@@ -159,8 +157,8 @@ class MoveChooser:
         started = time.perf_counter()
         deadline = started + self.trigger.search_seconds / 4
         found = once_measured(self.planner.costs, task, plan, unknown.names, self._ms_per_byte(interval), deadline)
-        drawn = [(better, np.array([gain])) for better, gain in found]
-        saved = self._saved_once_known(task, interval, plan, drawn, unknown.names)
+        plans, gains_C = zip(*found, strict=True)
+        saved = self._saved_once_known(task, interval, plan, plans, unknown.names, gains_C)
         self.trigger.searched(time.perf_counter() - started)
         return saved > unknown.seconds
 
@@ -169,21 +167,21 @@ class MoveChooser:
         task: PlacementTask,
         interval: Interval,
         plan: ShardingPlan,
-        drawn: Sequence[tuple[ShardingPlan, np.ndarray]],
+        moves: Sequence[ShardingPlan],
         measuring: Sequence[str],
+        gains_C: Sequence[float] | None = None,
     ) -> float:
-        """Seconds, on average over draws of what measuring these tables may show: moves, and what each will be known to
-        gain of the planned stages. What it leaves open, moves must gain all the same; caution after moves does not
-        count: it will be over, and the tables still be known."""
-        plans = [better for better, _ in drawn]
-        told_DC = self.planner.gains_once_measured(task, plan, plans, measuring)
+        """Seconds, on average over these moves, that each saves where it pays once these tables have been measured.
+        gains_C: of the planned stages, that each will be known to gain then; default: in draws of that. What measuring
+        leaves open, moves must gain all the same; caution after moves does not count: it will be over, and the tables
+        still be known."""
+        told_DC = self.planner.gains_once_measured(task, plan, moves, measuring)
+        known_DC = told_DC if gains_C is None else np.array([gains_C])
         saved = []
-        for (better, gains_D), now, told in zip(
-            drawn, self.planner.gains(task, plan, plans), told_DC.std(axis=0), strict=True
-        ):
-            left_open = Gain(0.0, math.sqrt(max(0.0, now.std**2 - told**2)))
-            known = self._proposal(task, interval, plan, better, left_open)
-            outcomes = [replace(known, gain=self._of_step(interval, gain)) for gain in gains_D.tolist()]
+        for number, (move, now) in enumerate(zip(moves, self.planner.gains(task, plan, moves), strict=True)):
+            left_open = Gain(0.0, math.sqrt(max(0.0, now.std**2 - told_DC[:, number].var())))
+            known = self._proposal(task, interval, plan, move, left_open)
+            outcomes = [replace(known, gain=self._of_step(interval, gain)) for gain in known_DC[:, number].tolist()]
             saved.append(saved_on_average(outcomes, interval, self.move_cost, self.config.min_gain))
         return fmean(saved)
 
