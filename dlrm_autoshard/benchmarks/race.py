@@ -76,7 +76,7 @@ def outcome_of(folder: Path, arms: Arms, seeds: int, scale: Scale) -> dict[str, 
 
 def _saved_before(folder: Path) -> None:
     """Runs that are in the rows alone, as where a clone goes on with those of the repository (results/rows)."""
-    for row in read_jsonl(folder / ROWS) if (folder / ROWS).exists() else []:
+    for row in read_jsonl(folder / ROWS):
         name, seed, arm = row["of"]
         saved = folder / f"{name}-{seed}" / f"{arm}.json"
         if "state" in row and not saved.exists():

@@ -138,15 +138,14 @@ def last_step(metrics: Path) -> int:
 
 def read_records(job: Path) -> dict[str, Any]:
     """Moves, and what resharding cost by item. free_seconds: of moves that are not to be charged."""
-    decisions = read_jsonl(job / "decisions.jsonl") if (job / "decisions.jsonl").exists() else []
+    decisions = read_jsonl(job / "decisions.jsonl")
     result = json.loads((job / "result.json").read_text()) if (job / "result.json").exists() else {}
     free = job / "free_seconds.json"
     kept = ("step", "action", "predicted_gain", "measured_gain", "text")
-    profiles = read_jsonl(epochs_file(job)) if epochs_file(job).exists() else []
     return {
         "moves": [{key: d.get(key) for key in kept} for d in decisions if d["action"] in ("moved", "rolled_back")],
         "phases_seconds": result.get("seconds", {}),
-        "profiling_seconds": profiling_seconds(map(EpochProfile.from_json, profiles)),
+        "profiling_seconds": profiling_seconds(map(EpochProfile.from_json, read_jsonl(epochs_file(job)))),
         "deciding_seconds": sum(d["decide_seconds"] for d in decisions),
         "moving_seconds": sum(d["move_seconds"] for d in decisions),
         "free_seconds": json.loads(free.read_text()) if free.exists() else [],
