@@ -39,6 +39,7 @@ QUIET_LOAD = 0.5
 NAMES = (
     "planner-time",
     "planner-quality",
+    "start-plan",
     "planner-scale",
     "planner-oracle",
     "planner-generalization",
