@@ -8,6 +8,7 @@ stages of the slowest rank*, not the slowest rank's sum.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -245,6 +246,15 @@ class StageTime:
     iqr_ms: float
     samples: int
     mean_ms: float | None = None
+
+    @staticmethod
+    def of(seconds: Sequence[float], typical: Sequence[float] = ()) -> StageTime:
+        """Of repeated measurements; typical: those of the typical steps."""
+        ordered = sorted(1e3 * value for value in seconds)
+        quartiles = statistics.quantiles(ordered, n=4) if len(ordered) > 1 else [ordered[0]] * 3
+        p95 = ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))]
+        mean = 1e3 * statistics.fmean(typical) if typical else None
+        return StageTime(statistics.median(ordered), p95, quartiles[2] - quartiles[0], len(ordered), mean)
 
     @property
     def typical_ms(self) -> float:

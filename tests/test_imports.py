@@ -155,6 +155,15 @@ def test_a_decision_is_read_in_one_folder_and_one_sitting() -> None:
     assert len(files) <= 9 and lines <= 1500, (files, lines)
 
 
+def test_a_step_is_read_in_two_folders_and_one_sitting() -> None:
+    """From a batch to updated weights; behind it are how ranks of one host exchange (`shared_memory`) and where tables
+    lie (`distributed.tables`)."""
+    files, lines = read_from("dlrm_autoshard.distributed.step", "distributed", "distributed.lookup")
+    transport = "dlrm_autoshard.distributed.lookup.shared_memory"
+    lines -= len(modules()[transport].read_text().splitlines())
+    assert len({*files} - {transport}) <= 8 and lines <= 1200, (files, lines)
+
+
 def test_a_start_plan_is_read_in_two_folders_and_one_sitting() -> None:
     """From a task to a plan, with `initial_plan`, which asks for it; behind it are how costs are learned (`costs`,
     `corrections`, `probe`) and the policies that are there by name."""

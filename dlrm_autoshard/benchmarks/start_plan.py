@@ -34,7 +34,7 @@ JOBS = {"resharding on": True, "resharding off": False}
 def run(quick: bool) -> dict[str, Any]:
     found = Findings()
     for words, reshards in JOBS.items():
-        cold, warm, alone = [], [], []
+        cold, warm, alone = list[float](), list[float](), list[int]()
         for _ in range(1 if quick else 6):
             with tempfile.TemporaryDirectory() as cache:
                 for seconds in (cold, warm):

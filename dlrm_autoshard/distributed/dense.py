@@ -162,10 +162,3 @@ def make_optimizer(flat: nn.Parameter, config: DenseOptimizerConfig) -> torch.op
         optimizer.state[flat] = {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
     optimizer.param_groups[0]["initial_lr"] = config.lr
     return optimizer
-
-
-def finite_on_all_ranks(loss: Tensor, group: dist.ProcessGroup) -> bool:
-    """Of every rank's loss; a collective."""
-    bad = (~torch.isfinite(loss.detach())).float().view(1)
-    dist.all_reduce(bad, group=group)
-    return float(bad) == 0.0

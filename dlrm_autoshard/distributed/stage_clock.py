@@ -150,7 +150,7 @@ class StageClock:
         """Of each stage that occurred; a step without it counts as one that spent no time there."""
         stages = {stage: None for step in self._steps for stage in step}
         return {
-            stage: stage_time(
+            stage: StageTime.of(
                 [step.get(stage, 0.0) for step in self._steps], [step.get(stage, 0.0) for step in self._typical]
             )
             for stage in stages
@@ -197,17 +197,3 @@ class StageClock:
 
 def _ms(step: Mapping[str, float], names: Sequence[str]) -> list[float]:
     return [1e3 * step.get(name, 0.0) for name in names]
-
-
-def stage_time(seconds: Sequence[float], typical: Sequence[float] = ()) -> StageTime:
-    """Median, p95 and interquartile range of repeated measurements, and the mean of the typical ones, in ms."""
-    ordered = sorted(1e3 * value for value in seconds)
-    quartiles = statistics.quantiles(ordered, n=4) if len(ordered) > 1 else [ordered[0]] * 3
-    p95 = ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))]
-    return StageTime(
-        statistics.median(ordered),
-        p95,
-        quartiles[2] - quartiles[0],
-        len(ordered),
-        1e3 * statistics.fmean(typical) if typical else None,
-    )

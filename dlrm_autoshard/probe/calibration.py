@@ -55,7 +55,9 @@ class Start:
 
     def keep(self, profiles: Iterable[StepProfile]) -> None:
         """Of plans that were measured on these ranks, for later jobs: what sets of tables took, and exchanges."""
-        samples = [sample for profile in profiles for sample in (*shards_of(profile), comms_of(profile))]
+        samples: list[ShardSample | CommsSample] = []
+        for profile in profiles:
+            samples += [*shards_of(profile), comms_of(profile)]
         if self.log is not None and samples:
             self.log.append(samples)
 

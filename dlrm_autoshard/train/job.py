@@ -19,7 +19,7 @@ from dlrm_autoshard.data.batch import Split, label_names_of
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.data.statistics import measure_stats
-from dlrm_autoshard.distributed.dense import DataParallelDense, finite_on_all_ranks
+from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.moves.reshard import reshard
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
@@ -112,7 +112,7 @@ class Job:
             self.clock,
             overlap=config.train.overlap,
             autocast=self.autocast,
-            all_finite=partial(finite_on_all_ranks, group=runtime.group) if config.train.on_nan == "skip" else None,
+            all_finite=runtime.all_finite if config.train.on_nan == "skip" else None,
         )
         self.intervals = Intervals(
             config.autoshard,

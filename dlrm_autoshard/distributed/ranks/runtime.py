@@ -127,6 +127,12 @@ class Runtime:
         dist.all_gather(gathered, own, group=self.control)
         return torch.stack(gathered).numpy()
 
+    def all_finite(self, value: torch.Tensor) -> bool:
+        """Whether every rank's is."""
+        bad = (~torch.isfinite(value.detach())).float().view(1)
+        dist.all_reduce(bad, group=self.group)
+        return float(bad) == 0.0
+
     def from_rank_0(self, decide: Callable[[], T], attempt: Callable[[Callable[[], Outcome]], Any] | None = None) -> T:
         """What `decide` returns on rank 0, on every rank; an error for people that it raises there, everywhere.
 
