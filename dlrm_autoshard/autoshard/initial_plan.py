@@ -83,7 +83,9 @@ def place(
         constraints=constraints_of(settings),
         splits=splits_of(settings, optimizer),
     )
-    planner = Planner(settings.algorithm, seed=seed) if settings.enabled and runtime.rank == 0 else None
+    planner = None
+    if settings.enabled and runtime.rank == 0:
+        planner = Planner(settings.algorithm, seed=seed)
     settled = current if current is not None and current.world_size == runtime.world_size else None
     most_parts = task.splits.max_parts if task.splits.allowed else 1
     if settled is not None and (settled.most_parts > most_parts or not task.allows(settled)):
@@ -96,12 +98,11 @@ def place(
     def decide() -> tuple[ShardingPlan, PlanResult | None]:
         started = time.perf_counter()
         if planning and planner is not None:
-            start = start_costs(
+            seconds_left = start_costs(
                 planner,
                 task,
                 fingerprint=hardware_fingerprint(runtime.device),
                 measure_shards=None if probe is None else probe.measure_shards,
-                exchanged_as=None if probe is None else probe.exchanged_as,
                 cache_dir=None if settings.cache_dir is None else Path(settings.cache_dir),
                 budget_seconds=settings.budget_seconds,
                 steps=steps,
@@ -112,10 +113,9 @@ def place(
                     task,
                     measure=None if probe is None else probe.measure,
                     measure_plans=settings.measure_plans,
-                    budget_seconds=start.seconds_left,
+                    budget_seconds=seconds_left,
                     steps=steps,
                 )
-                start.keep(planner.costs.replay.profiles)
                 return result.plan.ordered(task.names), replace(result, seconds=time.perf_counter() - started)
         elif planner is not None:  # resharding decides by its costs all the same
             start_warm(planner, hardware_fingerprint(runtime.device), optimizer.name)

@@ -1,7 +1,6 @@
 """What a planner knows when a job starts: shipped costs, what earlier jobs measured here, and a short probe of its own.
 
-start = start_costs(planner, task, fingerprint=hardware_fingerprint(), measure_shards=probe.measure_shards)
-start.seconds_left; start.keep(profiles)         # of plans that were measured since, for the next job's start
+seconds_left = start_costs(planner, task, fingerprint=hardware_fingerprint(), measure_shards=probe.measure_shards)
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.costs import StepProfile, step_cost_ms
+from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import round_robin
-from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample, comms_of, shards_of
+from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.search.local_search import late
 from dlrm_autoshard.planner.task import PlacementTask
@@ -46,37 +45,20 @@ ShardTimer = Callable[[Sequence[Sequence[str]]], Sequence[ShardTime]]
 """What `RankProbe.measure_shards` is: times of sets of tables, or parts of tables, by name."""
 
 
-@dataclass(frozen=True)
-class Start:
-    """seconds_left: of the budget, to plan with. log: of costs, where one is kept."""
-
-    seconds_left: float
-    log: CostLog | None
-
-    def keep(self, profiles: Iterable[StepProfile]) -> None:
-        """Of plans that were measured on these ranks, for later jobs: what sets of tables took, and exchanges."""
-        samples: list[ShardSample | CommsSample] = []
-        for profile in profiles:
-            samples += [*shards_of(profile), comms_of(profile)]
-        if self.log is not None and samples:
-            self.log.append(samples)
-
-
 def start_costs(
     planner: Planner,
     task: PlacementTask,
     *,
     fingerprint: Mapping[str, Any],
     measure_shards: ShardTimer | None = None,
-    exchanged_as: str | None = None,
     cache_dir: Path | None = None,
     budget_seconds: float = 20.0,
     steps: int | None = None,
     seed: int = 0,
-) -> Start:
-    """Readies the planner's costs within about 30% of the budget. steps: for which the first plan is to serve, where
-    that is known: with few the budget is smaller, and nothing is measured that would not pay in them. exchanged_as: how
-    vectors travel between ranks.
+) -> float:
+    """Readies the planner's costs within about 30% of the budget; the seconds that are left of it to plan with. steps:
+    for which the first plan is to serve, where that is known: with few the budget is smaller, and nothing is measured
+    that would not pay in them.
 
     A job whose tables were measured on this hardware before, with its optimizer, starts from the log, in well under a
     second. Otherwise a few dozen shards of its own tables are measured on the running ranks: tables alone, parts of
@@ -88,18 +70,16 @@ def start_costs(
     if steps is not None:
         budget_seconds = min(budget_seconds, max(LEAST_SECONDS, JOB_SHARE * expected_seconds(planner, task, steps)))
     measured_as = {**fingerprint, "world_size": task.world_size, "optimizer": task.splits.optimizer}
-    if exchanged_as is not None:
-        measured_as["exchange"] = exchanged_as
     log = None if cache_dir is None else CostLog(cache_dir, measured_as)
     logged = [] if log is None else log.read()
-    known = [sample for sample in logged if is_about(sample, task)]
+    known = [sample for sample in logged if isinstance(sample, ShardSample) and is_about(sample, task)]
     measured: list[ShardSample] = []
     wanted = calibration_shards(task, seed)
     unknown = len(known) < sum(map(len, wanted)) // 2
     if measure_shards is not None and unknown and measuring_pays(planner, task, budget_seconds, steps):
         deadline = time.perf_counter() + MEASURING_SHARE * budget_seconds
         # An earlier start's time may have ended before it had measured all.
-        have = {frozenset(t.name for t in sample.tables) for sample in known if isinstance(sample, ShardSample)}
+        have = {frozenset(table.name for table in sample.tables) for sample in known}
         alone, sets = ([s for s in kind if frozenset(s) not in have] for kind in wanted)
         passes = _measured_in_passes(alone, sets, measure_shards, task.world_size, deadline)
         moments = _noise_of_moments(passes.values())
@@ -109,7 +89,7 @@ def start_costs(
         if log is not None:
             log.append(measured)
     taken = set(map(id, known))
-    others = [s for s in logged if isinstance(s, ShardSample) and id(s) not in taken] if measured else []
+    others = [sample for sample in logged if id(sample) not in taken] if measured else []
     learned: list[ShardSample | CommsSample] = [*others[-MOST_FITTED:], *known[-(MOST_SETS + MOST_ALONE) :], *measured]
     if learned:
         # Known tables need only be recalled: fewer updates, so that a second start takes less than a second.
@@ -117,7 +97,7 @@ def start_costs(
     if log is not None and log.left_out:
         more = f" (and {len(log.left_out) - 1} more)" if len(log.left_out) > 1 else ""
         LOG.warning("cost log: %s%s", log.left_out[0], more)
-    return Start(max(0.0, budget_seconds - (time.perf_counter() - begun)), log)
+    return max(0.0, budget_seconds - (time.perf_counter() - begun))
 
 
 def measuring_pays(planner: Planner, task: PlacementTask, budget_seconds: float, steps: int | None) -> bool:
@@ -215,13 +195,10 @@ def sample_of(task: PlacementTask, shard: Sequence[str], time: ShardTime) -> Sha
     return ShardSample(tables, stats, task.batch_size, time.fwd_compute_ms, time.bwd_compute_ms, time.noise)
 
 
-def is_about(sample: ShardSample | CommsSample, task: PlacementTask) -> bool:
-    """Whether the sample is of the task's tables, or parts of them, with about the same statistics; or of an exchange
-    between its hosts."""
+def is_about(sample: ShardSample, task: PlacementTask) -> bool:
+    """Whether the sample is of the task's tables, or parts of them, with about the same statistics."""
     if sample.batch_size != task.batch_size:
         return False
-    if isinstance(sample, CommsSample):
-        return sample.hosts == task.topology.hosts
     for table, seen in zip(sample.tables, sample.stats, strict=True):
         if not task.has(table):
             return False

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from dlrm_autoshard.costs import RankCost, StepProfile, rank_costs, stages_W4, step_cost_ms
 from dlrm_autoshard.distributed.lookup.embeddings import DTYPES
@@ -105,12 +104,6 @@ class RankProbe:
         )
         dtype = DTYPES[exchange_dtype]
         return RankProbe(runtime, task.tables, task.stats, task.batch_size, shards, dtype, shared_memory=shared_memory)
-
-    @property
-    def exchanged_as(self) -> str:
-        """How vectors travel between the ranks, in words: what an exchange takes is of no other way."""
-        way = "shared memory" if self._link is not None else dist.get_backend(self._runtime.group)
-        return f"{self._dtype}, {way}"
 
     def on_rank_zero(self, function: Callable[[], T]) -> T | None:
         """Runs `function` on rank 0, which may call `measure` and `measure_shards`; returns None elsewhere.
