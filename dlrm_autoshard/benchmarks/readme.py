@@ -135,6 +135,14 @@ ROWS = (
         readme="fitting DreamShard, 50 tables x 4 devices: times quicker than the published code",
     ),
     Row("planner-time", "dreamshard_times_quicker_100_tables", "the same, 100 tables x 4 devices"),
+    Row(
+        "start-plan",
+        "resharding off: cold, s",
+        "seconds to plan a job's start on 2 ranks, 50 tables, each measured alone",
+        readme="seconds to plan a job's start on 2 ranks: 50 tables, each measured alone, finalists measured",
+    ),
+    Row("start-plan", "resharding off: warm, s", "the same from an earlier job's costs: finalists measured"),
+    Row("start-plan", "resharding on: cold, s", "where a first decision comes after 400 steps: nothing measured"),
     Row("planner-quality", "all cells: auto / best heuristic", "plans' cost over the best heuristic's, unseen tables"),
     Row("planner-quality", "all cells: auto: excess removed", "of the best heuristic's excess over perfect balance"),
     Row(
