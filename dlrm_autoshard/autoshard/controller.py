@@ -88,7 +88,7 @@ class Controller:
             decision = self.chooser.choose(base, task, interval, plan, measure_shards)
         if decision.new_plan is not None:  # its last chance
             self._judge_last_move(task, interval)
-        decision = replace(decision, decide_seconds=time.perf_counter() - started)
+        decision = replace(decision, decide_seconds=interval.gather_seconds + time.perf_counter() - started)
         self.chooser.history.intervals += 1
         if decision.new_plan is None:
             return self._written(decision)

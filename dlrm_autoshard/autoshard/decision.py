@@ -27,7 +27,7 @@ class Interval:
     steps whose stages were timed, timed_SW4: each of them, in ms. remaining_steps: that are to come. changed_steps:
     since the ranks' times changed, where they did so in mid-interval; moves_since: that were made since then;
     before_change: throughput of the interval that ended by it, up to there, where this is the next one. early: it ended
-    before its time, to be decided on soon."""
+    before its time, to be decided on soon. gather_seconds: for which training stood still until all this was known."""
 
     epoch: int
     step: int
@@ -40,6 +40,7 @@ class Interval:
     moves_since: int = 0
     before_change: float | None = None
     early: bool = False
+    gather_seconds: float = 0.0
 
     @property
     def step_ms(self) -> float:

@@ -139,7 +139,7 @@ class Intervals:
         number: of the epoch, or of the interval. early: because it `is_due`. None where nothing was measured, or no
         decision is due. Where decision.new_plan is set, tables have moved, and ids on their way have other owners now.
         """
-        samples, seconds = self._suspected
+        started, (samples, seconds) = time.perf_counter(), self._suspected
         since = self._samples - samples, self._seconds - seconds
         record, profile, timed_SW4 = self._recorded(number, step)
         if early and (timed := self._sampling.cut()) is not None:
@@ -153,7 +153,7 @@ class Intervals:
                 changed_steps, moves_since = self._sampling.since_change(step)
                 interval = Interval(
                     number, step, profile, record.throughput, remaining_steps, record.samples, timed_SW4,
-                    changed_steps, moves_since, self._before_change, early,
+                    changed_steps, moves_since, self._before_change, early, time.perf_counter() - started,
                 )  # fmt: skip
         if self.resharding is None or not (early or self.resharding.is_due(number)):
             return record, None

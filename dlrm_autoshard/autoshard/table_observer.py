@@ -1,5 +1,6 @@
-"""Statistics of the tables this rank owns, from the ids that arrive here: pooling in every sampled step, reuse (which
-costs a sort) in the first of an interval."""
+"""Statistics of the tables this rank owns, from the ids that arrive here: pooling in every sampled step, reuse in the
+first of an interval. What reuse costs, a sort of that step's ids, is paid when they are asked for, between steps: a
+short interval's throughput would tell of little else."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ class TableObserver:
         self._embeddings = embeddings
         self._samples = 0
         self._ids: np.ndarray | None = None
-        self._reuse: list[TableStats] = []
+        self._first: tuple[np.ndarray, np.ndarray] | None = None  # lengths [T, W * B] and ids
 
     def observe(self, ids: ArrivedIds, real_samples: int) -> None:
         """real_samples: over all ranks."""
@@ -23,20 +24,20 @@ class TableObserver:
         counts = np.diff(offsets[::num_bags])
         self._ids = counts if self._ids is None else self._ids + counts
         self._samples += real_samples
-        if not self._reuse:
-            lengths_TB = np.diff(offsets).reshape(-1, num_bags)
-            self._reuse = measure_table_stats(lengths_TB, ids.values_N.cpu().numpy())
+        if self._first is None:
+            values_N = ids.values_N.to("cpu", copy=True).numpy()  # who gave them may fill their memory anew
+            self._first = np.diff(offsets).reshape(-1, num_bags), values_N
 
     def summary(self) -> dict[str, TableStats]:
         """name -> statistics, for the tables of which this rank owns something; {} where nothing was observed. Starts
         afresh."""
-        if self._ids is None:
+        if self._ids is None or self._first is None:
             return {}
         names = [Shard.parse(shard.name).table for shard in self._embeddings.local_shards]
-        pooling = self._ids / self._samples
+        pooling, reuse = self._ids / self._samples, measure_table_stats(*self._first)
         result = {
             name: TableStats(float(mean), seen.reuse_histogram, seen.mean_reuse, seen.batch_size)
-            for name, mean, seen in zip(names, pooling, self._reuse, strict=True)
+            for name, mean, seen in zip(names, pooling, reuse, strict=True)
         }
-        self._samples, self._ids, self._reuse = 0, None, []
+        self._samples, self._ids, self._first = 0, None, None
         return result
