@@ -123,12 +123,14 @@ class Intervals:
         else:
             self._samples += samples
         if sampled and self._sampling.watches:
+            started = time.perf_counter()
             by_rank = self._runtime.all_gather_numbers([*self._clock.last_ms(PLANNED_STAGES), self._clock.last_step_ms])
+            self.exclude(time.perf_counter() - started)
             if self._sampling.see(step, by_rank[:, :-1], float(by_rank[:, -1].max())):
                 self._suspected = self._samples, self._seconds
 
     def exclude(self, seconds: float) -> None:
-        """Time that is not training (a checkpoint, an evaluation) inside the interval."""
+        """Time that is not training (a checkpoint, an evaluation, what is told of a step) inside the interval."""
         self._paused += seconds
 
     def close(
