@@ -158,7 +158,7 @@ class ReshardConfig(Section):
     enabled: bool = True
     every_epochs: PositiveInt = 1  # 1: within an epoch of more than 1,000 steps, too
     every_steps: PositiveInt | None = None  # instead of epochs
-    on_change: bool = True  # and as soon as sampled steps show that ranks wait for one another otherwise than before
+    on_change: bool = True  # and as soon as sampled steps show that ranks wait for one another by more than before
     min_gain: NonNegativeFloat = 0.02  # of the step time; smaller gains are left alone
     rollback: bool = True
     max_move_gib_per_step: PositiveFloat | None = None
