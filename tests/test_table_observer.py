@@ -18,7 +18,7 @@ from dlrm_autoshard.tables import TableConfig, measure_table_stats
 def test_reuse_is_of_the_first_steps_ids_as_they_were_and_is_not_reckoned_within_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A step's ids lie in memory that may be used anew; what reuse costs, a sort, would be a short interval's most."""
+    """A step's ids lie in memory that may be used anew; reuse costs a sort, by which a short interval looks slower."""
     tables = [TableConfig("a", 100, 8), TableConfig("b[0:8]", 100, 8)]
     owner: Any = SimpleNamespace(local_shards=tables, plan=ShardingPlan({"a": 0, "b[0:8]": 0, "b[8:16]": 1}, 2))
     reckoned = []
