@@ -1,6 +1,6 @@
 """Statistics of the tables this rank owns, from the ids that arrive here: pooling in every sampled step, reuse in the
-first of an interval. What reuse costs, a sort of that step's ids, is paid when it is asked for, between steps: these few
-ms would make a short interval look slower than it is."""
+first of an interval. What reuse costs, a sort of that step's ids, is paid when it is asked for, between steps: these
+few ms would make a short interval look slower than it is."""
 
 from __future__ import annotations
 
