@@ -297,75 +297,6 @@ def liar(job: Training) -> Liar:
     return planner
 
 
-class Doubtful(Planner):
-    """Is sure of no gain before it has been told what tables take alone."""
-
-    def gains(self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan]) -> list[Gain]:
-        std = 0.0 if self.costs.replay.shards else 0.5
-        return [replace(gain, std=std) for gain in super().gains(task, current, candidates)]
-
-    def gains_once_measured(
-        self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan], measuring: Sequence[str]
-    ) -> np.ndarray:
-        return np.array([[-0.5], [0.5]]).repeat(len(candidates), axis=1)
-
-
-class Hopeless(Doubtful):
-    """Is not surer by what tables take alone."""
-
-    def gains_once_measured(self, *args: Any) -> np.ndarray:
-        told_DC: np.ndarray = 0.0 * super().gains_once_measured(*args)
-        return told_DC
-
-
-def test_where_too_little_is_known_of_what_would_move_that_is_measured_first() -> None:
-    moves, asked = [], list[list[str]]()
-
-    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
-        asked.extend(map(list, shards))
-        pairs = [job.task.shard(name) for [name] in shards]
-        alone = [job.exact.profile([t], [s], ShardingPlan({t.name: 0}, 1), BATCH).ranks[0] for t, s in pairs]
-        return [ShardTime(cost.fwd_compute_ms, cost.bwd_compute_ms, 0.01, 3) for cost in alone]
-
-    for measure_shards in (None, measure):
-        job = Training(1)
-        job.plan = job.worst_heuristic()
-        doubtful = Doubtful(seed=0)
-        doubtful.load_state_dict(job.planner.state_dict())
-        job.controller, job.measure_shards = job.make_controller(doubtful), measure_shards
-        moves.append(job.run(3).count("moved"))
-    assert moves[0] == 0 and 1 <= moves[1] <= 2
-    assert sorted(name for [name] in asked) == sorted(job.task.names)  # each once
-
-
-def test_where_a_rank_has_no_memory_to_measure_that_is_tried_once() -> None:
-    asked = list[Sequence[Sequence[str]]]()
-
-    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
-        asked.append(shards)
-        raise UserError("rank 1 could not measure its shard: no memory")
-
-    job = Training(1)
-    job.plan = job.worst_heuristic()
-    doubtful = Doubtful(seed=0)
-    doubtful.load_state_dict(job.planner.state_dict())
-    job.controller, job.measure_shards = job.make_controller(doubtful), measure
-    assert job.run(3) == ["kept"] * 3 and len(asked) == 1
-
-
-def test_nothing_is_measured_where_that_takes_longer_than_it_would_save_or_leaves_open_what_it_saves() -> None:
-    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
-        raise AssertionError("nothing was to be measured")
-
-    for planner, steps_left in ((Doubtful(seed=0), 5), (Planner("auto", seed=0), 10_000), (Hopeless(seed=0), 10_000)):
-        job = Training(1)
-        job.plan = job.worst_heuristic()
-        planner.load_state_dict(job.planner.state_dict())
-        job.controller, job.measure_shards = job.make_controller(planner), measure
-        job.total = STEPS + steps_left
-        job.run(1)
-
-
 def test_a_move_that_made_it_worse_is_taken_back_once_and_not_tried_again() -> None:
     job = Training(1)
     job.run(2)
@@ -626,6 +557,37 @@ def test_half_of_a_table_that_becomes_dominant_is_measured_where_that_is_worth_i
     decision = job.interval()
     assert asked == ([] if steps_left == 3 else [["t0"]] * 4 + [["t0[0:64]"]] * 4)
     assert (decision.action == "moved" and "t0" in job.plan.split_tables) == (steps_left > 3)
+
+
+def test_where_a_rank_has_no_memory_to_measure_that_is_tried_once_and_predictions_have_to_do() -> None:
+    asked = list[Sequence[Sequence[str]]]()
+
+    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        asked.append(shards)
+        raise UserError("rank 1 could not measure its shard: no memory")
+
+    job = _with_a_table_that_becomes_dominant()
+    job.measure_shards = measure
+    job.run(3)
+    assert len(asked) == 1 and "t0" in job.plan.split_tables
+
+
+class Hopeless(Planner):
+    """Is not surer by what shards take."""
+
+    def gains_once_measured(self, *args: Any) -> np.ndarray:
+        told_DC: np.ndarray = 0.0 * super().gains_once_measured(*args)
+        return told_DC
+
+
+def test_nothing_is_measured_where_that_leaves_open_what_it_would_save() -> None:
+    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        raise AssertionError("nothing was to be measured")
+
+    job, planner = _with_a_table_that_becomes_dominant(), Hopeless(seed=0)
+    planner.load_state_dict(job.planner.state_dict())
+    job.controller, job.measure_shards = job.make_controller(planner), measure
+    job.interval()
 
 
 def test_where_no_part_of_a_move_is_small_enough_it_says_so() -> None:

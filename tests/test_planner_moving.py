@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dlrm_autoshard.plan import Constraints, ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.search.greedy import heuristic
-from dlrm_autoshard.planner.search.local_search import improve
+from dlrm_autoshard.planner.search.local_search import optima
 from dlrm_autoshard.planner.search.moving import Moving, held_bytes
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableConfig, TableStats
@@ -30,7 +30,7 @@ def test_what_moves_is_worth_what_it_costs(seed: int, price: float, kicks: int) 
     costs = PLANNER.costs.costs_of(task)
     live_U = heuristic(task, "random", np.random.default_rng(seed))
     moving = Moving.of(task, task.plan_from(live_U), price)
-    found_U = improve(task, costs, live_U, kicks=kicks, moving=moving)
+    found_U, *_ = optima(task, costs, live_U, kicks=kicks, moving=moving)
 
     def total(rank_U: np.ndarray) -> float:
         return costs.step_ms(rank_U) + moving.total_ms(rank_U)
@@ -47,8 +47,8 @@ def test_nothing_moves_where_that_costs_more_than_perfect_balance_saves() -> Non
     costs = PLANNER.costs.costs_of(task)
     live_U = heuristic(task, "random", np.random.default_rng(0))
     dear = Moving.of(task, task.plan_from(live_U), costs.step_ms(live_U) / min(task.table_bytes.values()))
-    assert (improve(task, costs, live_U, kicks=5, moving=dear) == live_U).all()
-    free = improve(task, costs, live_U, kicks=5, moving=Moving.of(task, task.plan_from(live_U), 0.0))
+    assert (optima(task, costs, live_U, kicks=5, moving=dear)[0] == live_U).all()
+    free, *_ = optima(task, costs, live_U, kicks=5, moving=Moving.of(task, task.plan_from(live_U), 0.0))
     assert costs.step_ms(free) < 0.9 * costs.step_ms(live_U)
 
 

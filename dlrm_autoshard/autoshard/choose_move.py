@@ -13,10 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from statistics import fmean
 from typing import Any
-
-import numpy as np
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, gains, moving
@@ -26,12 +23,11 @@ from dlrm_autoshard.autoshard.payoff import MoveCost, reason_to_stay, saved_on_a
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import ReshardConfig
 from dlrm_autoshard.plan import PlanError, ShardingPlan, gib
-from dlrm_autoshard.planner.moves.proposals import once_measured
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import Gain
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import ShardTimer
-from dlrm_autoshard.probe.mid_run import Unmeasured, learn_changed, learn_half, unmeasured, unmeasured_halves
+from dlrm_autoshard.probe.mid_run import learn_half, unmeasured_halves
 from dlrm_autoshard.tables import Shard
 
 LASTING = 1 << 40
@@ -79,31 +75,16 @@ class MoveChooser:
                 continue
             at_once = self.proposals(task, interval, plan, [halved.plan])
             saved = saved_on_average(at_once, interval, self.move_cost, self.config.min_gain)
-            if self._saved_once_known(task, interval, plan, [halved.plan], [halved.half]) > saved + halved.seconds:
+            if self._saved_once_known(task, interval, plan, halved.plan, halved.half) > saved + halved.seconds:
                 if learn_half(self.planner, task, plan, measure_shards, halved):
                     self.trigger.search_anew()
                 else:
                     self._unmeasurable.add(halved.shard)
 
-    def choose(
-        self,
-        base: Decision,
-        task: PlacementTask,
-        interval: Interval,
-        plan: ShardingPlan,
-        measure_shards: ShardTimer | None = None,
-    ) -> Decision:
-        """`plan` is the live one. measure_shards: these ranks' micro-benchmark, where it may be asked: for tables whose
-        data have changed, where no move is sure enough and knowing them is worth more than measuring takes."""
+    def choose(self, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> Decision:
+        """`plan` is the live one."""
         try:
-            proposals = self._proposed(task, interval, plan)
-            best, why = self._best(proposals, interval)
-            if why is not None and measure_shards is not None:
-                unknown = unmeasured(self.planner, task, plan)
-                if self._pays_to_measure(unknown, task, interval, plan):
-                    if not learn_changed(self.planner, task, plan, measure_shards, unknown):
-                        self._unmeasurable.update(unknown.names)
-                    best, why = self._best(self._proposed(task, interval, plan), interval)
+            best, why = self._best(self._proposed(task, interval, plan), interval)
         except PlanError as error:  # no reason to stop training under a plan that works
             return replace(base, why=str(error))
         base = replace(base, predicted_gain=best.gain, uncertainty=best.uncertainty)
@@ -122,9 +103,9 @@ class MoveChooser:
 
     def _proposed(self, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> list[Proposal]:
         started = time.perf_counter()
-        found = self.planner.propose(
-            task, plan, ms_per_byte=self._ms_per_byte(interval), budget_seconds=self.trigger.search_seconds / 4
-        )
+        # Of each step that a plan will serve for, what moving a byte takes.
+        ms_per_byte = 1000 / self.move_cost.bytes_per_second / max(1, interval.lasting_steps)
+        found = self.planner.propose(task, plan, ms_per_byte, budget_seconds=self.trigger.search_seconds / 4)
         candidates = [candidate.ordered(task.names) for candidate, _ in found]
         if self.target is not None and self.target != plan:
             candidates.append(self.target)
@@ -135,10 +116,6 @@ class MoveChooser:
         self.trigger.searched(time.perf_counter() - started)
         return proposals
 
-    def _ms_per_byte(self, interval: Interval) -> float:
-        """Of each step that a plan will serve for, what moving a byte takes."""
-        return 1000 / self.move_cost.bytes_per_second / max(1, interval.lasting_steps)
-
     def _best(self, proposals: Sequence[Proposal], interval: Interval) -> tuple[Proposal, str | None]:
         """The proposal that saves most, of those that pay if any does; and why it does not pay."""
         reasons = [self._reason_to_stay(proposal, interval) for proposal in proposals]
@@ -147,43 +124,18 @@ class MoveChooser:
             key=lambda pair: (pair[1] is None, seconds_saved(pair[0], interval, self.move_cost)),
         )
 
-    def _pays_to_measure(
-        self, unknown: Unmeasured, task: PlacementTask, interval: Interval, plan: ShardingPlan
-    ) -> bool:
-        """Whether moves that would be found, and be sure enough, once these tables are known save more than measuring
-        them takes."""
-        if self._unmeasurable.issuperset(unknown.names) or unknown.seconds >= self.trigger.seconds_to_gain:
-            return False
-        started = time.perf_counter()
-        deadline = started + self.trigger.search_seconds / 4
-        found = once_measured(self.planner.costs, task, plan, unknown.names, self._ms_per_byte(interval), deadline)
-        plans, gains_C = zip(*found, strict=True)
-        saved = self._saved_once_known(task, interval, plan, plans, unknown.names, gains_C)
-        self.trigger.searched(time.perf_counter() - started)
-        return saved > unknown.seconds
-
     def _saved_once_known(
-        self,
-        task: PlacementTask,
-        interval: Interval,
-        plan: ShardingPlan,
-        moves: Sequence[ShardingPlan],
-        measuring: Sequence[str],
-        gains_C: Sequence[float] | None = None,
+        self, task: PlacementTask, interval: Interval, plan: ShardingPlan, move: ShardingPlan, measuring: str
     ) -> float:
-        """Seconds, on average over these moves, that each saves where it pays once these tables have been measured.
-        gains_C: of the planned stages, that each will be known to gain then; default: in draws of that. What measuring
-        leaves open, moves must gain all the same; caution after moves does not count: it will be over, and the tables
-        still be known."""
-        told_DC = self.planner.gains_once_measured(task, plan, moves, measuring)
-        known_DC = told_DC if gains_C is None else np.array([gains_C])
-        saved = []
-        for number, (move, now) in enumerate(zip(moves, self.planner.gains(task, plan, moves), strict=True)):
-            left_open = Gain(0.0, math.sqrt(max(0.0, now.std**2 - told_DC[:, number].var())))
-            known = self._proposal(task, interval, plan, move, left_open)
-            outcomes = [replace(known, gain=self._of_step(interval, gain)) for gain in known_DC[:, number].tolist()]
-            saved.append(saved_on_average(outcomes, interval, self.move_cost, self.config.min_gain))
-        return fmean(saved)
+        """Seconds, on average over draws of what measuring this shard may tell, that the move saves where it pays then.
+        What measuring leaves open, it must gain all the same; caution after moves does not count: it will be over, and
+        the shard still be known."""
+        known_D = self.planner.gains_once_measured(task, plan, [move], [measuring])[:, 0]
+        [now] = self.planner.gains(task, plan, [move])
+        left_open = Gain(0.0, math.sqrt(max(0.0, now.std**2 - known_D.var())))
+        known = self._proposal(task, interval, plan, move, left_open)
+        outcomes = [replace(known, gain=self._of_step(interval, gain)) for gain in known_D.tolist()]
+        return saved_on_average(outcomes, interval, self.move_cost, self.config.min_gain)
 
     def proposals(
         self, task: PlacementTask, interval: Interval, plan: ShardingPlan, candidates: list[ShardingPlan]

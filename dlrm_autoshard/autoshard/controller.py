@@ -85,7 +85,7 @@ class Controller:
         elif no_search is not None:
             decision = replace(base, why=no_search)
         else:
-            decision = self.chooser.choose(base, task, interval, plan, measure_shards)
+            decision = self.chooser.choose(base, task, interval, plan)
         if decision.new_plan is not None:  # its last chance
             self._judge_last_move(task, interval)
         decision = replace(decision, decide_seconds=interval.gather_seconds + time.perf_counter() - started)

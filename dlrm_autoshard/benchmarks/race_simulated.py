@@ -2,7 +2,7 @@
 
 Shard costs are measured fbgemm costs, interpolated; recorded_cluster.py says how. The worlds are `bench race`'s. The
 clairvoyant has a planner of its own, starts anew at each change and moves for nothing. Seconds are simulated, planning
-and deciding take none, measuring in mid-run what it would; how far a search gets depends on this machine.
+and deciding take none; how far a search gets depends on this machine.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import start_costs
-from dlrm_autoshard.probe.mid_run import FIRST_SECONDS
-from dlrm_autoshard.probe.rank_probe import SECONDS_PER_SHARD
-from dlrm_autoshard.probe.shard_probe import ShardTime
 from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.tables import TableStats
 
@@ -42,7 +39,6 @@ ROUGH_TIME = "1.5 h on two cores; goes on where it was stopped (quick: 1 min)"
 EPOCHS, STEPS, INTERVALS, BATCH, DENSE_MS = 12, 400, 4, 8192, 2.0
 LEAST_GAIN, RECOVERED_WITHIN = 0.05, 0.02
 MOVE_SECONDS, MOVE_BYTES_PER_SECOND = 0.1, 1e9
-SHARD_STEPS = 7  # of a shard, until it is measured
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -92,8 +88,6 @@ def summarise(
             if values:
                 found.put(f"{cell}: {name}", median_with_interval(values))
         found.put(f"{cell}: moves, false ones, a job", [fmean(job[k] for job in jobs) for k in ("moves", "false")])
-        measuring = fmean(job["measuring"] / job["loop"] for job in jobs)
-        found.put(f"{cell}: measured in mid-run, part of a job", measuring)
         found.put(f"{cell}: worst job, loop on / static", max(ratios))
     found.put("seeds", seeds_done, f">= {seeds}")
     return vars(found)
@@ -184,12 +178,10 @@ def simulate(name: WorldName, seed: int, world_size: int, num_tables: int) -> di
         clairvoyant.append(step_ms(epoch, best))
     clairvoyant = [ms for ms in clairvoyant for _ in range(INTERVALS)]
     static = [step_ms(epoch, start) for epoch in range(EPOCHS) for _ in range(INTERVALS)]
-    looped, moves, false, moving, measuring = _loop(
-        world, planner, start, task(0), bytes_of, cluster, by_epoch, step_ms
-    )
+    looped, moves, false, moving = _loop(world, planner, start, task(0), bytes_of, cluster, by_epoch, step_ms)
     steps = STEPS / INTERVALS / 1000
     totals = {n: steps * sum(ms) for n, ms in {"static": static, "best": clairvoyant, "loop": looped}.items()}
-    totals["loop"] += moving + measuring
+    totals["loop"] += moving
     gap = totals["static"] - totals["best"]
     slower = [ours > (1 + RECOVERED_WITHIN) * theirs for ours, theirs in zip(looped, clairvoyant, strict=True)]
     late = [number for number in range(world.change * INTERVALS, len(looped)) if slower[number]]
@@ -200,7 +192,6 @@ def simulate(name: WorldName, seed: int, world_size: int, num_tables: int) -> di
         "epochs_to_recover": (late[-1] + 1) / INTERVALS - world.change if late else 0.0,
         "moves": float(moves),
         "false": float(false),
-        "measuring": measuring,
     }
 
 
@@ -213,10 +204,10 @@ def _loop(
     cluster: RecordedCluster,
     by_epoch: list[list[TableStats]],
     step_ms: Any,
-) -> tuple[list[float], int, int, float, float]:
-    """Step by interval in ms, moves, false moves, and the seconds that moves and measuring took."""
+) -> tuple[list[float], int, int, float]:
+    """Step by interval in ms, moves, false moves, and the seconds that moves took."""
     noise = np.random.default_rng([world.seed, 9])
-    looped, moves, false, moving, measuring = [], 0, 0, 0.0, 0.0
+    looped, moves, false, moving = [], 0, 0, 0.0
     with tempfile.TemporaryDirectory() as folder:
         log = DecisionLog(Path(folder) / "decisions.jsonl")
         controller = Controller(AutoshardConfig(enabled=True), planner, task, bytes_of, log)
@@ -226,22 +217,8 @@ def _loop(
             throughput = 1000 * BATCH / (looped[-1] * float(np.exp(0.5 * cluster.noise * noise.standard_normal())))
             profile = cluster.profile(by_epoch[epoch], plan, BATCH)
             done = (interval + 1) * STEPS // INTERVALS
-            asked: list[float] = []  # seconds of each round of shards
-
-            def measure_shards(
-                shards: Sequence[Sequence[str]],
-                stats: Sequence[TableStats] = by_epoch[epoch],
-                asked: list[float] = asked,
-            ) -> list[ShardTime]:
-                times = cluster.measure_shards(stats, BATCH, shards)
-                for first in range(0, len(times), world.world_size):
-                    dearest = max(t.fwd_compute_ms + t.bwd_compute_ms for t in times[first : first + world.world_size])
-                    asked.append(SECONDS_PER_SHARD + SHARD_STEPS * dearest / 1000)
-                return times
-
             now = Interval(epoch, done, profile, throughput, EPOCHS * STEPS - done)
-            decision = controller.decide(now, plan, measure_shards)
-            measuring += FIRST_SECONDS * bool(asked) + sum(asked)
+            decision = controller.decide(now, plan)
             if decision.new_plan is None:
                 continue
             moved = sum(bytes_of[move.table] for move in plan.moves_to(decision.new_plan))
@@ -250,4 +227,4 @@ def _loop(
             moves, moving = moves + 1, moving + seconds
             false += step_ms(epoch, decision.new_plan) > step_ms(epoch, plan)
             plan = decision.new_plan
-    return looped, moves, false, moving, measuring
+    return looped, moves, false, moving

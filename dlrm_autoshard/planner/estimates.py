@@ -95,22 +95,6 @@ def _alone(task: PlacementTask, costs: TaskCosts, tables: Sequence[int]) -> Stag
     return _stages(costs, np.eye(len(task.tables))[list(tables)], costs.device_ms(own), np.full(len(own), -1))
 
 
-def drawn_costs(
-    task: PlacementTask, costs: TaskCosts, corrections: Corrections, measuring: Sequence[int], draws: int
-) -> list[TaskCosts]:
-    """What may be expected once these tables have been measured alone, in an even number of draws: of what tables take
-    on ranks, so without what light stages take more, and of how they compare, for what they take in all is no matter of
-    placement."""
-    alone = _alone(task, costs, measuring)
-    covariance = corrections.told(replace(alone, ms_M=np.full(len(alone.ms_M), np.inf)), alone, task.tables)
-    factor_D2K = np.exp(_drawn(covariance, draws)).reshape(draws, 2, -1)
-    ms_2K = alone.ms_M.reshape(2, -1)
-    factor_D2K *= ms_2K.sum(axis=1)[:, None] / (ms_2K * factor_D2K).sum(axis=2, keepdims=True)
-    factor_DT2 = np.ones((draws, len(task.tables), 2), dtype=np.float32)
-    factor_DT2[:, list(measuring)] = factor_D2K.transpose(0, 2, 1)
-    return [costs.where_tables_take(factor_T2) for factor_T2 in factor_DT2]
-
-
 def _drawn(covariance: np.ndarray, draws: int) -> np.ndarray:
     """[D, M] logarithms of factors that are 1 on average; in pairs, so that few draws' means are those of many."""
     half_DM = np.random.default_rng(0).standard_normal((draws // 2, len(covariance)))

@@ -20,7 +20,7 @@ from dlrm_autoshard.planner.costs.cost_model import CostModel
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.costs.fit_costs import FitReport, fit_cost_model
 from dlrm_autoshard.planner.costs.replay import CommsSample, ReplayBuffer, ShardSample, comms_of
-from dlrm_autoshard.planner.estimates import Estimates, drawn_costs, estimates, expected_ms
+from dlrm_autoshard.planner.estimates import Estimates, estimates, expected_ms
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
@@ -99,11 +99,6 @@ class LearnedCosts:
         placements = [free.placed(plan) for plan in plans]
         tables = None if measuring is None else [free.names.index(name) for name in measuring if name in free.names]
         return estimates(free, self.costs_of(free), self.corrections, placements, tables)
-
-    def drawn(self, task: PlacementTask, measuring: Sequence[str], draws: int) -> list[TaskCosts]:
-        """What costs may be expected to be once these tables have been measured alone, in so many draws (even)."""
-        tables = [task.names.index(name) for name in measuring]
-        return drawn_costs(task, self.costs_of(task), self.corrections, tables, draws)
 
     def fit_costs(self, updates: int, budget_seconds: float | None = None, *, correct: bool = True) -> FitReport:
         """To start-up samples. correct: condition the corrections on them too; a training that fits many times needs

@@ -7,8 +7,6 @@ costs.stage_ms(sums_NK, ranks_N)             # the same for any device summaries
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 
 from dlrm_autoshard.costs import COMPUTE, EXCHANGE
@@ -63,15 +61,6 @@ class TaskCosts:
         again_T = np.array([table.columns[0] > 0 for table in task.tables])
         price = exchange.prices_SP[0, TRAFFIC].sum() * (1 - 1 / world_size)
         self.ids_ms_U = task.units.sum_over_tables(mb_T * again_T * price)
-
-    def where_tables_take(self, factor_T2: np.ndarray) -> TaskCosts:
-        """What costs would be if each table's forward and backward took so many times what they are expected to."""
-        other = copy.copy(self)
-        other.summary_TK = self.summary_TK.copy()
-        for columns in (COST, FUSED):
-            other.summary_TK[:, columns] *= factor_T2
-        other.summary_UK = self._task.units.sum_over_tables(other.summary_TK)
-        return other
 
     def device_ms(self, summaries: np.ndarray) -> np.ndarray:
         """[..., 2] forward and backward computation of devices by their summaries [..., K], on any rank."""

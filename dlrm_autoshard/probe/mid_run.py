@@ -1,14 +1,13 @@
-"""What a running job measures before it decides: half of a dominant table, and tables whose data have changed.
-Only how shards compare is taken from it: what they take in all, training steps tell better than a moment may.
+"""What a running job measures before it decides: half of a dominant table. Only how the two compare is taken from it:
+what they take in all, training steps tell better than a moment may.
 
-halved, changed = next(unmeasured_halves(planner, task, plan)), unmeasured(planner, task, plan)    # and their seconds
+halved = next(unmeasured_halves(planner, task, plan))            # and the seconds that measuring it takes
 learn_half(planner, task, plan, probe.measure_shards, halved)
-learn_changed(planner, task, plan, probe.measure_shards, changed)"""
+"""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,6 @@ from dlrm_autoshard.costs import COMPUTE
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
-from dlrm_autoshard.planner.search.local_search import late
 from dlrm_autoshard.planner.search.splits import Splitted, dear_shards, with_halves
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
@@ -58,7 +56,7 @@ def unmeasured_halves(planner: Planner, task: PlacementTask, plan: ShardingPlan)
             continue
         child = with_halves(live, shard, planner.costs.costs_of)
         if child is not None:
-            seconds = _slowest(costs) * (_first_seconds(now, [shard]) + 2 * _seconds(ms))
+            seconds = _slowest(costs) * (_first_seconds(now.table_bytes[shard]) + 2 * _seconds(ms))
             yield Halved(shard, halves[0].name, child.task.plan_from(child.rank_U), seconds)
 
 
@@ -101,58 +99,6 @@ def _noise(times: Sequence[ShardTime]) -> float:
     return float(np.mean([took.noise**2 for took in times]) ** 0.5)
 
 
-@dataclass(frozen=True)
-class Unmeasured:
-    """Shards, the dearest first, and what measuring them takes."""
-
-    names: Sequence[str]
-    seconds: float
-
-
-def unmeasured(planner: Planner, task: PlacementTask, plan: ShardingPlan) -> Unmeasured:
-    """The plan's shards that were not measured with the data that they have now. Of one alone nothing would be learned:
-    there is nothing to compare it with."""
-    now = task.split_as(plan)
-    costs = planner.costs.costs_of(now)
-    told_T2, known = _told_T2(costs), _measured(planner, now)
-    unknown = [t for t in np.argsort(-told_T2.sum(axis=1)).tolist() if (now.tables[t],) not in known]
-    if len(unknown) < 2:
-        return Unmeasured([], 0.0)
-    rounds = [_seconds(float(told_T2[t].sum())) for t in unknown[:: now.world_size]]  # of each, the dearest
-    names = [now.names[t] for t in unknown]
-    return Unmeasured(names, _slowest(costs) * (_first_seconds(now, names) + sum(rounds)))
-
-
-def learn_changed(
-    planner: Planner, task: PlacementTask, plan: ShardingPlan, measure_shards: ShardTimer, unknown: Unmeasured
-) -> list[str]:
-    """Measures each of them alone, as many as there are within twice the time; predictions are conditioned on how they
-    compare. Returns which."""
-    now = task.split_as(plan)
-    deadline = time.perf_counter() + 2 * unknown.seconds
-    times: list[ShardTime] = []
-    while len(times) < len(unknown.names) and not late(deadline):
-        seen_now = _times(measure_shards, [[name] for name in unknown.names[len(times) :][: now.world_size]])
-        if not seen_now:
-            return []
-        times += seen_now
-    if len(times) < 2:
-        return []
-    names = list(unknown.names[: len(times)])
-    costs = planner.costs.costs_of(now)
-    told_T2 = _told_T2(costs)
-    took_N2 = np.array([(took.fwd_compute_ms, took.bwd_compute_ms) for took in times])
-    slower_W2 = costs.factor_W2 / costs.factor_W2.min(axis=0)  # each round's i-th shard was measured by rank i
-    took_N2 /= slower_W2[np.arange(len(times)) % now.world_size]
-    told_N2 = told_T2[[now.names.index(name) for name in names]].sum(axis=0) / took_N2.sum(axis=0) * took_N2
-    seen = []
-    for name, (forward, backward), took in zip(names, told_N2.tolist(), times, strict=True):
-        told = ShardTime(forward, backward, max(took.noise, UNSEEN_MOMENTS), took.repeats)
-        seen.append(sample_of(now, [name], told))
-    planner.costs.observe_shards(seen)
-    return names
-
-
 def _measured(planner: Planner, task: PlacementTask) -> set[tuple[TableConfig, ...]]:
     """Sets of tables that were measured with about the task's statistics."""
     return {sample.tables for sample in planner.costs.replay.shards if is_about(sample, task)}
@@ -169,9 +115,9 @@ def _slowest(costs: TaskCosts) -> float:
     return float((costs.factor_W2 / costs.factor_W2.min(axis=0)).max())
 
 
-def _first_seconds(task: PlacementTask, names: Sequence[str]) -> float:
-    """For memory that holds any of these shards."""
-    return min(FIRST_SECONDS, max((task.table_bytes[name] for name in names), default=0) / NEW_BYTES_PER_SECOND)
+def _first_seconds(num_bytes: int) -> float:
+    """For memory that holds so large a shard."""
+    return min(FIRST_SECONDS, num_bytes / NEW_BYTES_PER_SECOND)
 
 
 def _seconds(ms: float) -> float:
@@ -180,8 +126,8 @@ def _seconds(ms: float) -> float:
 
 
 def _times(measure_shards: ShardTimer, wanted: Sequence[Sequence[str]]) -> Sequence[ShardTime]:
-    """None of them where nothing is wanted, or a rank has no memory for it: what is predicted has to do."""
+    """None of them where a rank has no memory for it: what is predicted has to do."""
     try:
-        return measure_shards(wanted) if wanted else []
+        return measure_shards(wanted)
     except UserError:
         return []

@@ -1,12 +1,10 @@
 """Plans for a job that runs under another one: better ones, whose moves are worth what they cost.
 
 proposals(costs, makers, task, current, ms_per_byte=1e-9, deadline=None)      # [(plan, ms of a step)], best first
-once_measured(costs, task, current, ["t7", "t9"], ms_per_byte=1e-9, deadline=None)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from dlrm_autoshard.plan import PlanError, ShardingPlan
@@ -14,15 +12,13 @@ from dlrm_autoshard.planner.candidates import KICKS, MEDIUM, CandidateMakers
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.moves.relabel import relabelled
 from dlrm_autoshard.planner.result import Candidate
-from dlrm_autoshard.planner.search.local_search import improve, late, optima, search
+from dlrm_autoshard.planner.search.local_search import optima, search
 from dlrm_autoshard.planner.search.moving import Moving
 from dlrm_autoshard.planner.search.splits import Splitted, fitting, merged, split_search
 from dlrm_autoshard.planner.task import PlacementTask
 
 PROPOSALS = 5
 """Plans that are proposed at most."""
-DRAWS = 4
-"""Of what measuring may show: in each a search is made."""
 
 
 def proposals(
@@ -67,27 +63,6 @@ def proposals(
 
     different = {candidate.plan.fingerprint: candidate for candidate in reversed(found)}
     return [(one.plan, one.predicted_ms) for one in sorted(different.values(), key=total_ms)[:PROPOSALS]]
-
-
-def once_measured(
-    costs: LearnedCosts,
-    task: PlacementTask,
-    current: ShardingPlan,
-    measuring: Sequence[str],
-    ms_per_byte: float,
-    deadline: float | None,
-) -> list[tuple[ShardingPlan, float]]:
-    """What a search from `current` may find once these tables have been measured alone, in a few draws of what that may
-    show: the plan, and the part of the step that it would then be expected to save."""
-    now = task.split_as(current)
-    current_U, found = now.ranks_from(current), list[tuple[ShardingPlan, float]]()
-    moving = Moving.of(now, current, ms_per_byte)
-    for drawn in costs.drawn(now, measuring, DRAWS):
-        if found and late(deadline):
-            break
-        rank_U = improve(now, drawn, current_U, kicks=KICKS // DRAWS, deadline=deadline, moving=moving)
-        found.append((now.plan_from(rank_U), 1 - drawn.step_ms(rank_U) / drawn.step_ms(current_U)))
-    return found
 
 
 def _near(

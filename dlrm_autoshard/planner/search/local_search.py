@@ -36,12 +36,9 @@ def improve(
     seed: int = 0,
     deadline: float | None = None,
     most_moves: int | None = None,
-    moving: Moving | None = None,
 ) -> np.ndarray:
     """The best of `optima`."""
-    best_U, *_ = optima(
-        task, costs, rank_U, kicks=kicks, seed=seed, deadline=deadline, most_moves=most_moves, moving=moving
-    )
+    best_U, *_ = optima(task, costs, rank_U, kicks=kicks, seed=seed, deadline=deadline, most_moves=most_moves)
     return best_U
 
 
