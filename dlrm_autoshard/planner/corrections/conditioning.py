@@ -36,8 +36,7 @@ measurements say little of `together`, either way: 0.12, taken as easily, hid ha
 
 
 def posterior_of(rows: Rows, values: np.ndarray, noise: np.ndarray, spreads: Spreads) -> Posterior:
-    covariance = rows.own.covariance(spreads, frozenset()) + noise
-    covariance[np.diag_indices(len(values))] += spreads.noise**2
+    noise = noise + spreads.noise**2 * np.eye(len(values))
     keys = rows.rank_keys
     ranks = max(2, len(np.unique(rows.rank_N[rows.rank_N >= 0])))
     price = -float(np.log(SLOW / ranks))
@@ -50,7 +49,17 @@ def posterior_of(rows: Rows, values: np.ndarray, noise: np.ndarray, spreads: Spr
         members = np.flatnonzero(rows.profile_N == profile)
         causes[-2 - int(profile)] = Cause(members, MOMENT**2, -float(np.log(SLOW_MOMENT)))
     # A probe measures for a moment, in which something else may run; an interval's figures are of many.
-    return condition(covariance, values, causes, rows.source_N == 0)
+    probed_N = rows.source_N == 0
+    found = condition(rows.own.covariance(spreads, frozenset()) + noise, values, causes, probed_N)
+    slow = frozenset(key for key in found.large if key >= 0)
+    if not slow:
+        return found
+    # How slow those ranks are depends on what they have to do: once more, with that.
+    rest = {key: cause for key, cause in causes.items() if key not in slow}
+    posterior = condition(rows.own.covariance(spreads, slow) + noise, values, rest, probed_N)
+    below = [key for key in slow if found.weights_N[causes[key].members].sum() < 0]
+    prices = price * len(slow) + (price_below - price) * len(below)
+    return replace(posterior, log_evidence=posterior.log_evidence - prices, large=posterior.large | slow)
 
 
 class LikeliestSpreads:

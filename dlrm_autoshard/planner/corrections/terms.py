@@ -31,6 +31,9 @@ class Spreads:
     light: float = 0.7  # of what any stage takes (`lightness`): a light rank's took 1.4 to 1.6 of its probe's
     rank: float = 0.02  # ranks of one machine
     slow_rank: float = 0.7  # a rank whose core is shared by one or two other processes
+    slow_set: float = (
+        0.2  # of such a rank, one set of tables beside another: with less to do it has its core more often
+    )
     exchange: float = 0.1  # one rank's exchanges, beside the others'
     exchanged: float = 0.1  # of one interval: where ranks wait longer for each other, exchanges took 10% longer
 
@@ -39,7 +42,7 @@ class Spreads:
 class Common:
     """What two lists of observations have in common, term by term, each [N, M]: what is off about a stage's source, its
     lightness, tables, their widths, their data's change, tables among many others, loads like these, sets like these;
-    and whether the rank is the same. key_N: `rank_keys`."""
+    whether the rank is the same, and sets like these on it. key_N: `rank_keys`."""
 
     source: np.ndarray
     light: np.ndarray
@@ -50,6 +53,7 @@ class Common:
     load: np.ndarray
     together: np.ndarray
     rank: np.ndarray
+    rank_set: np.ndarray
     key_N: np.ndarray
 
     def covariance(self, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
@@ -60,6 +64,8 @@ class Common:
         if self.change.any():
             found += spreads.change**2 * self.change
         found += self.rank * rank_variances(self.key_N, spreads, slow)[:, None]
+        if slow:
+            found += spreads.slow_set**2 * self.rank_set * np.isin(self.key_N, list(slow))[:, None]
         return found
 
 
@@ -113,6 +119,8 @@ class Rows:
         both_many = np.outer(self.many_N, other.many_N) * same_stage
         same_source = self.source_N[:, None] == other.source_N
         key_N, key_M = self.rank_keys, other.rank_keys
+        same_rank = (key_N[:, None] == key_M) & (key_M >= 0)
+        alike = self._alike(other, tables_NM) * same_stage
         return Common(
             source=sources_alike(same_source) * same_stage,
             light=np.outer(self.light_N, other.light_N) * same_source * same_stage,
@@ -121,25 +129,30 @@ class Rows:
             change=(self.change_NF[:, : 2 * both] @ other.change_NF[:, : 2 * both].T) * same_stage,
             fused=tables_NM * both_many,
             load=(self.load_NF @ other.load_NF.T) * both_many,
-            together=self._together(other, tables_NM, same_stage),
-            rank=(key_N[:, None] == key_M) & (key_M >= 0),
+            together=alike * np.sqrt(np.outer(self.many_N, other.many_N)),
+            rank=same_rank,
+            rank_set=alike * same_rank,
             key_N=key_N,
         )
 
-    def together(self, other: Rows) -> np.ndarray:
-        """[N, M]: `Common.together`, and nothing else."""
+    def sets_alike(self, other: Rows, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
+        """[N, M] prior covariance of what is off about sets like these, everywhere and on slow ranks."""
         wholes = slice(0, self.num_wholes)
-        tables_NM = self.share_NB[:, wholes] @ other.share_NB[:, wholes].T
-        return self._together(other, tables_NM, self.stage_N[:, None] == other.stage_N)
+        alike = self._alike(other, self.share_NB[:, wholes] @ other.share_NB[:, wholes].T)
+        alike *= self.stage_N[:, None] == other.stage_N
+        found: np.ndarray = spreads.together**2 * alike * np.sqrt(np.outer(self.many_N, other.many_N))
+        if slow:
+            key_N, key_M = self.rank_keys, other.rank_keys
+            on_slow = (key_N[:, None] == key_M) & np.isin(key_M, list(slow))
+            found += spreads.slow_set**2 * alike * on_slow
+        return found
 
-    def _together(self, other: Rows, tables_NM: np.ndarray, same_stage: np.ndarray) -> np.ndarray:
+    def _alike(self, other: Rows, tables_NM: np.ndarray) -> np.ndarray:
         """Sets of tables that have most in common are fused alike: by the eighth power of their shares' cosine."""
         length_N, length_M = (np.sqrt((r.share_NB[:, : self.num_wholes] ** 2).sum(axis=1)) for r in (self, other))
         alike = tables_NM / np.maximum(np.outer(length_N, length_M), 1e-12)
         for _ in range(3):
             alike *= alike
-        alike *= np.outer(np.sqrt(self.many_N), np.sqrt(other.many_N))
-        alike *= same_stage
         return alike
 
     @property
