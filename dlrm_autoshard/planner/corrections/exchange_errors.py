@@ -71,7 +71,7 @@ class ExchangeErrors:
             "interval": spreads.exchanged,
         }
         spread_K = np.array([own[str(term[0])] for term in columns])
-        scatter_N = np.sqrt(np.array(noise) ** 2 + spreads.noise**2)
+        scatter_N = np.sqrt(np.array(noise) ** 2 + spreads.exchange_noise**2)
         design_NK = np.zeros((len(values), len(columns)))
         np.put_along_axis(design_NK, np.array(rows), 1.0, axis=1)
         design_NK *= spread_K / scatter_N[:, None]  # of terms and noise with a spread of 1

@@ -34,7 +34,8 @@ class Spreads:
     slow_set: float = (
         0.2  # of such a rank, one set of tables beside another: with less to do it has its core more often
     )
-    exchange: float = 0.1  # one rank's exchanges, beside the others'
+    exchange: float = 0.3  # one rank's exchanges, beside the others': its link may be slow
+    exchange_noise: float = 0.1  # of one rank's in one interval: of 1 to 2 ms, where nothing changed
     exchanged: float = 0.1  # of one interval: where ranks wait longer for each other, exchanges took 10% longer
 
 
