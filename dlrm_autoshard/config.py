@@ -159,7 +159,7 @@ class ReshardConfig(Section):
     every_epochs: PositiveInt = 1  # 1: within an epoch of more than 1,000 steps, too
     every_steps: PositiveInt | None = None  # instead of epochs
     on_change: bool = True  # and as soon as sampled steps show that ranks wait for one another by more than before
-    min_gain: NonNegativeFloat = 0.02  # of the step time; smaller gains are left alone
+    min_gain: NonNegativeFloat = 0.01  # of the step time; smaller gains are left alone
     rollback: bool = True
     max_move_gib_per_step: PositiveFloat | None = None
     checksums: bool = False  # of every tensor that moves, compared where it left and where it arrived
