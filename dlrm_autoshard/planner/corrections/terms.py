@@ -31,9 +31,7 @@ class Spreads:
     light: float = 0.7  # of what any stage takes (`lightness`): a light rank's took 1.4 to 1.6 of its probe's
     rank: float = 0.02  # ranks of one machine
     slow_rank: float = 0.7  # a rank whose core is shared by one or two other processes
-    slow_set: float = (
-        0.2  # of such a rank, one set of tables beside another: with less to do it has its core more often
-    )
+    slow_set: float = 0.2  # of such a rank, one set beside another: with less to do it has its core more often
     exchange: float = 0.3  # one rank's exchanges, beside the others': its link may be slow
     exchange_noise: float = 0.1  # of one rank's in one interval: of 1 to 2 ms, where nothing changed
     exchanged: float = 0.1  # of one interval: where ranks wait longer for each other, exchanges took 10% longer
