@@ -103,6 +103,29 @@ def test_it_stops_searching_where_nothing_is_found_and_searches_again_when_somet
     assert trigger.reason_not_to_search() is None
 
 
+def test_a_change_that_was_noticed_is_searched_for_once_though_its_few_noisy_steps_are_sure_of_nothing() -> None:
+    def noisy(second: float, since: int | None) -> Interval:
+        one = interval(20, second)
+        return replace(one, profile=replace(one.profile, noise=0.5), changed_steps=since, early=since is not None)
+
+    trigger = SearchTrigger(0.02)
+    trigger.see(noisy(24, None), [1.0, 1.0])
+    trigger.searched(3600.0)
+    trigger.found_nothing("nothing")
+    trigger.see(noisy(24, None), [1.0, 1.0])
+    scatter = trigger.gain_scatter
+    assert trigger.reason_not_to_search() == "nothing has changed (nothing)"
+    trigger.see(noisy(26, since=20), [1.0, 1.0])
+    assert trigger.reason_not_to_search() is None
+    assert trigger.gain_scatter <= scatter * 2**0.5  # that they differ is no scatter
+    trigger.searched(3600.0)
+    trigger.found_nothing("nothing")
+    trigger.see(noisy(26, since=40), [1.0, 1.0])
+    assert trigger.reason_not_to_search() == "nothing has changed (nothing)"
+    trigger.see(noisy(26, since=10), [1.0, 1.0])  # another one
+    assert trigger.reason_not_to_search() is None
+
+
 def test_it_does_not_search_where_balance_would_save_little_or_no_steps_are_left() -> None:
     trigger = SearchTrigger(0.02)
     trigger.see(interval(20, 20.2), [1.0, 1.0])

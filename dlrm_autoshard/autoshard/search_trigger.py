@@ -40,14 +40,17 @@ class SearchTrigger:
         last, last_gain, self._seen = self._seen, self.balance_gain, interval
         self._took = 0.0
         self.balance_gain, self._error = interval.balance_gain(slowness, exchange=one_host)
-        # What ended an interval before its time is a change, however little its few steps are sure of.
-        if last is not None and not interval.early and not differ(last.profile, interval.profile):
+        # A change that was noticed is one, however little the few steps since then are sure of.
+        changed = interval.changed_steps is not None and (
+            last is None or last.changed_steps is None or interval.changed_steps < last.changed_steps
+        )
+        if last is not None and not changed and not differ(last.profile, interval.profile):
             self._alike = min(self._alike + 1, thresholds.MEMORY)
             _keep(self.differences, abs(interval.throughput / last.throughput - 1))
             _keep(self.gain_differences, abs(self.balance_gain - last_gain))
         else:
             self._alike = 1
-        if self._settled is not None and (interval.early or differ(self._settled, interval.profile)):
+        if self._settled is not None and (changed or differ(self._settled, interval.profile)):
             self._settled, self._spent = None, 0.0
 
     @property
