@@ -129,7 +129,7 @@ def test_exchanges_factors_and_evidence_are_those_of_conditioning_on_all_figures
     draw, spreads, eras = np.random.default_rng(0), Spreads(), [0, 0, 1, 1, 1]
     off = [draw.normal(0, 0.1, (4, 2)) for _ in eras]
     off[2][0, 1] = np.nan  # nothing was exchanged there
-    errors = ExchangeErrors(off, [0.02] * len(eras))
+    errors = ExchangeErrors(off, [np.full((4, 2), 0.02)] * len(eras))
     evidence, factors = 0.0, []
     for stage in (0, 1):
         measured = np.argwhere(np.isfinite([off_W2[:, stage] for off_W2 in off]))

@@ -34,7 +34,7 @@ from dlrm_autoshard.planner.costs.loads import NUM_FEATURES, log_loads, many
 from dlrm_autoshard.planner.costs.replay import ShardSample
 from dlrm_autoshard.tables import TableConfig
 
-CHANGE = 0.02
+CHANGE = 0.01
 """Chance that ranks are no longer as they were an interval ago."""
 MEASURED_NOISE = 0.04
 """Standard deviation of what a moment's measurement of a table alone is off by: `UNSEEN_MOMENTS` of the probe."""

@@ -22,8 +22,9 @@ Term = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class ExchangeErrors:
-    """off: of each profile [W, 2] log measured / predicted, not finite where nothing was exchanged; noise: of its
-    figures, relative.
+    """off: of each profile [W, 2] log measured / predicted, not finite where nothing was exchanged; noise: [W, 2] of
+    these. A profile's noise is that of all four stages; each is taken for as noisy in ms, so that a short exchange of a
+    rank whose core is shared tells nothing.
 
     A stage's logarithm is a sum of four terms: what it is always off by, a scale of each era and a factor of each rank
     in it, what the interval took longer. There are far fewer of these than there are figures on many ranks, so they,
@@ -31,13 +32,11 @@ class ExchangeErrors:
     """
 
     off: Sequence[np.ndarray]
-    noise: Sequence[float]
+    noise: Sequence[np.ndarray]
 
     @staticmethod
     def of(profiles: Sequence[StepProfile], model: ExchangeModel) -> ExchangeErrors:
-        return ExchangeErrors(
-            [_off_W2(profile, model) for profile in profiles], [profile.noise / IQR_OF_NORMAL for profile in profiles]
-        )
+        return ExchangeErrors([_off_W2(profile, model) for profile in profiles], [_noise_W2(p) for p in profiles])
 
     def log_evidence(self, eras: Sequence[int], spreads: Spreads) -> float:
         """Of the eras, one a profile."""
@@ -61,7 +60,7 @@ class ExchangeErrors:
                 terms: list[Term] = [("always",), ("era", era), ("rank", era, rank), ("interval", number)]
                 rows.append([columns.setdefault(term, len(columns)) for term in terms])
                 values.append(off_W2[rank, stage])
-                noise.append(self.noise[number])
+                noise.append(self.noise[number][rank, stage])
         if not values:
             return {}, 0.0
         own = {
@@ -81,6 +80,13 @@ class ExchangeErrors:
         left = float(value_N @ (value_N - design_NK @ mean_K))
         log_determinant = float(np.linalg.slogdet(precision_KK)[1]) + 2 * float(np.log(scatter_N).sum())
         return dict(zip(columns, (spread_K * mean_K).tolist(), strict=True)), -0.5 * (left + log_determinant)
+
+
+def _noise_W2(profile: StepProfile) -> np.ndarray:
+    ms_W4 = stages_W4(profile.ranks)
+    noise_ms_W1 = profile.noise / IQR_OF_NORMAL * ms_W4.sum(axis=1, keepdims=True) / ms_W4.shape[1] ** 0.5
+    noise: np.ndarray = noise_ms_W1 / np.maximum(ms_W4[:, EXCHANGE], 1e-9)
+    return noise
 
 
 def _off_W2(profile: StepProfile, model: ExchangeModel) -> np.ndarray:

@@ -33,7 +33,7 @@ class Spreads:
     slow_rank: float = 0.7  # a rank whose core is shared by one or two other processes
     slow_set: float = 0.2  # of such a rank, one set beside another: with less to do it has its core more often
     exchange: float = 0.3  # one rank's exchanges, beside the others': its link may be slow
-    exchange_noise: float = 0.1  # of one rank's in one interval: of 1 to 2 ms, where nothing changed
+    exchange_noise: float = 0.05  # of one rank's in one interval, beside what the profile reports
     exchanged: float = 0.1  # of one interval: where ranks wait longer for each other, exchanges took 10% longer
 
 
