@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from dlrm_autoshard.benchmarks import slices
 from dlrm_autoshard.benchmarks.harness import STATE, finish
 from dlrm_autoshard.benchmarks.readme import maker_of_cpu
 from dlrm_autoshard.benchmarks.slices import Key, in_slices, origins
+from dlrm_autoshard.records.jsonl import read_jsonl
 
 
 def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
@@ -36,18 +41,39 @@ def ten_times(number: int) -> dict[str, int]:
     return {"ms": 10 * number}
 
 
-def interrupted_at_two(number: int) -> dict[str, int]:
-    if number == 2:
-        raise KeyboardInterrupt
-    time.sleep(0.2)
+A_LONG_RUN = """
+import time
+from pathlib import Path
+
+from dlrm_autoshard.benchmarks.slices import in_slices
+
+
+def measure(number):
+    time.sleep(600 if number >= 2 else 0.1)
     return {"ms": number}
 
 
-def test_several_processes_are_interrupted_as_one_is(tmp_path: Path) -> None:
-    started = time.monotonic()
-    rows = in_slices(tmp_path / "rows.jsonl", [(number,) for number in range(200)], interrupted_at_two, workers=2)
-    assert [row["of"] for row in rows] == [[0], [1]]
-    assert time.monotonic() - started < 20, "what was not begun is left"
+if __name__ == "__main__":
+    print(len(in_slices(Path("rows.jsonl"), [(number,) for number in range(200)], measure, workers=2)), "rows")
+"""
+
+
+def test_several_processes_end_at_ctrl_c_and_what_was_measured_is_kept(tmp_path: Path) -> None:
+    """Which a terminal sends to all of them."""
+    (tmp_path / "run.py").write_text(A_LONG_RUN)
+    command, pipe = [sys.executable, "run.py"], subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, text=True, start_new_session=True) as process:
+        deadline = time.monotonic() + 60
+        while len(read_jsonl(tmp_path / "rows.jsonl")) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            said, _ = process.communicate(timeout=30)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert "Stopped" in said and said.endswith("2 rows\n") and process.returncode == 0
+    assert [row["of"] for row in read_jsonl(tmp_path / "rows.jsonl")] == [[0], [1]]
 
 
 def never(number: int) -> dict[str, int]:

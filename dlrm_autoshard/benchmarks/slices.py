@@ -7,9 +7,11 @@ rows[0]["of"], rows[0]["commit"]           # ["20x2", 0], at which that was meas
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,9 @@ def in_slices(
     rows = [row for row in known if row["state"] == STATE and tuple(row["of"]) in wanted]
     done, on = {tuple(row["of"]) for row in rows}, machine()
     left = [key for key in wanted if key not in done]
-    pool = ProcessPoolExecutor(workers) if workers else None
+    # Ctrl-C reaches a terminal's whole group: workers leave it to this process, which ends them.
+    ignores = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
+    pool = ProcessPoolExecutor(workers, **ignores) if workers else None
     each = map if pool is None else pool.map
     try:
         for key, found in zip(left, each(partial(_called, measure), left), strict=True):
@@ -37,6 +41,8 @@ def in_slices(
                 append_jsonl(kept, rows[-1])
             print(f"{', '.join(map(str, key))}: {len(rows)} of {len(wanted)}", flush=True)
     except KeyboardInterrupt:
+        for worker in active_children() if pool is not None else ():
+            worker.terminate()
         print(f"Stopped. What was measured lies in {kept or 'no file'}.", flush=True)
     finally:
         if pool is not None:
