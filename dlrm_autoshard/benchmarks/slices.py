@@ -31,8 +31,7 @@ def in_slices(
     done, on = {tuple(row["of"]) for row in rows}, machine()
     left = [key for key in wanted if key not in done]
     # Ctrl-C reaches a terminal's whole group: workers leave it to this process, which ends them.
-    ignores = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
-    pool = ProcessPoolExecutor(workers, **ignores) if workers else None
+    pool = ProcessPoolExecutor(workers, initializer=_ignore_ctrl_c) if workers else None
     each = map if pool is None else pool.map
     try:
         for key, found in zip(left, each(partial(_called, measure), left), strict=True):
@@ -48,6 +47,10 @@ def in_slices(
         if pool is not None:
             pool.shutdown(cancel_futures=True)
     return rows
+
+
+def _ignore_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _called(measure: Callable[..., Mapping[str, Any]], key: Key) -> Mapping[str, Any]:
