@@ -87,7 +87,8 @@ class ChangeWatch:
         if self._sums_2[0] >= thresholds.CHANGED:
             return f"perfect balance would now save {now[0]:.0%} of the step, where it was {max(then[0], 0.0):.0%}"
         moved_W = (now - then)[1:]
-        rank = int(np.abs(moved_W).argmax())
+        more, less = int(moved_W.argmax()), int(moved_W.argmin())  # of two ranks, by as much: then who is waited for
+        rank = more if moved_W[more] > -0.99 * moved_W[less] else less
         less_or_more = "less" if moved_W[rank] < 0 else "more"
         return f"beside the others rank {rank} now computes for {abs(moved_W[rank]):.0%} of the step {less_or_more}"
 
