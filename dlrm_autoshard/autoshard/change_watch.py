@@ -101,7 +101,7 @@ def _seen(stages_W4: np.ndarray, step_ms: float) -> np.ndarray:
     return np.concatenate([[balance_gains(stages_W4, step_ms)], away_W])
 
 
-def _parts(seen: Sequence[np.ndarray] | deque[np.ndarray], middle: np.ndarray) -> np.ndarray:
+def _parts(seen: Sequence[np.ndarray], middle: np.ndarray) -> np.ndarray:
     """[N, 2] what is summed up, of N steps. middle: of the usual ones."""
     seen_NK = np.stack(seen)
     return np.stack([seen_NK[:, 0], np.abs(seen_NK - middle)[:, 1:].sum(axis=1) / 2], axis=1)

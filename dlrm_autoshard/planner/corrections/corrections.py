@@ -115,8 +115,9 @@ class Corrections:
         """[W, 2] that just these sets of tables take beside all that. stages: of all ranks, forward, then backward."""
         if self._posterior is None:
             return np.ones((len(stages.ms_M) // 2, 2))
-        sets = self._rows_now(stages, tables).sets_alike(self._rows, self.spreads, self._posterior.large)
-        return np.exp(self._posterior.mean(sets)).reshape(2, -1).T
+        sets = self._rows_now(stages, tables).sets_alike(self._rows)
+        cross = sets.covariance(self.spreads, self._posterior.large)
+        return np.exp(self._posterior.mean(cross)).reshape(2, -1).T
 
     def covariance(self, stages: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
         """[M, M] of the logarithms of what they take."""

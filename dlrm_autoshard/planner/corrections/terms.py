@@ -38,10 +38,27 @@ class Spreads:
 
 
 @dataclass(frozen=True)
+class SetsAlike:
+    """What two lists of observations have in common of being sets like one another, [N, M] each: anywhere, and on the
+    same rank. key_N: `rank_keys`."""
+
+    together: np.ndarray
+    on_rank: np.ndarray
+    key_N: np.ndarray
+
+    def covariance(self, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
+        """slow: keys of ranks far from the others."""
+        found: np.ndarray = spreads.together**2 * self.together
+        if slow:
+            found += spreads.slow_set**2 * self.on_rank * np.isin(self.key_N, list(slow))[:, None]
+        return found
+
+
+@dataclass(frozen=True)
 class Common:
     """What two lists of observations have in common, term by term, each [N, M]: what is off about a stage's source, its
     lightness, tables, their widths, their data's change, tables among many others, loads like these, sets like these;
-    whether the rank is the same, and sets like these on it. key_N: `rank_keys`."""
+    and whether the rank is the same. key_N: `rank_keys`."""
 
     source: np.ndarray
     light: np.ndarray
@@ -50,21 +67,19 @@ class Common:
     change: np.ndarray
     fused: np.ndarray
     load: np.ndarray
-    together: np.ndarray
+    sets: SetsAlike
     rank: np.ndarray
-    rank_set: np.ndarray
     key_N: np.ndarray
 
     def covariance(self, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
         found = spreads.scale**2 * self.source + spreads.light**2 * self.light + spreads.table**2 * self.table
-        found += spreads.fused**2 * self.fused + spreads.load**2 * self.load + spreads.together**2 * self.together
+        found += spreads.fused**2 * self.fused + spreads.load**2 * self.load
         if self.width.any():
             found += spreads.width**2 * self.width
         if self.change.any():
             found += spreads.change**2 * self.change
         found += self.rank * rank_variances(self.key_N, spreads, slow)[:, None]
-        if slow:
-            found += spreads.slow_set**2 * self.rank_set * np.isin(self.key_N, list(slow))[:, None]
+        found += self.sets.covariance(spreads, slow)
         return found
 
 
@@ -117,9 +132,6 @@ class Rows:
         tables_NM = self.share_NB[:, wholes] @ other.share_NB[:, wholes].T
         both_many = np.outer(self.many_N, other.many_N) * same_stage
         same_source = self.source_N[:, None] == other.source_N
-        key_N, key_M = self.rank_keys, other.rank_keys
-        same_rank = (key_N[:, None] == key_M) & (key_M >= 0)
-        alike = self._alike(other, tables_NM) * same_stage
         return Common(
             source=sources_alike(same_source) * same_stage,
             light=np.outer(self.light_N, other.light_N) * same_source * same_stage,
@@ -128,31 +140,31 @@ class Rows:
             change=(self.change_NF[:, : 2 * both] @ other.change_NF[:, : 2 * both].T) * same_stage,
             fused=tables_NM * both_many,
             load=(self.load_NF @ other.load_NF.T) * both_many,
-            together=alike * np.sqrt(np.outer(self.many_N, other.many_N)),
-            rank=same_rank,
-            rank_set=alike * same_rank,
-            key_N=key_N,
+            sets=self._sets_alike(other, tables_NM, same_stage),
+            rank=self._same_rank(other),
+            key_N=self.rank_keys,
         )
 
-    def sets_alike(self, other: Rows, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
-        """[N, M] prior covariance of what is off about sets like these, everywhere and on slow ranks."""
+    def sets_alike(self, other: Rows) -> SetsAlike:
+        """`Common.sets`, and nothing else."""
         wholes = slice(0, self.num_wholes)
-        alike = self._alike(other, self.share_NB[:, wholes] @ other.share_NB[:, wholes].T)
-        alike *= self.stage_N[:, None] == other.stage_N
-        found: np.ndarray = spreads.together**2 * alike * np.sqrt(np.outer(self.many_N, other.many_N))
-        if slow:
-            key_N, key_M = self.rank_keys, other.rank_keys
-            on_slow = (key_N[:, None] == key_M) & np.isin(key_M, list(slow))
-            found += spreads.slow_set**2 * alike * on_slow
-        return found
+        tables_NM = self.share_NB[:, wholes] @ other.share_NB[:, wholes].T
+        return self._sets_alike(other, tables_NM, self.stage_N[:, None] == other.stage_N)
 
-    def _alike(self, other: Rows, tables_NM: np.ndarray) -> np.ndarray:
+    def _sets_alike(self, other: Rows, tables_NM: np.ndarray, same_stage: np.ndarray) -> SetsAlike:
         """Sets of tables that have most in common are fused alike: by the eighth power of their shares' cosine."""
         length_N, length_M = (np.sqrt((r.share_NB[:, : self.num_wholes] ** 2).sum(axis=1)) for r in (self, other))
         alike = tables_NM / np.maximum(np.outer(length_N, length_M), 1e-12)
         for _ in range(3):
             alike *= alike
-        return alike
+        alike *= same_stage
+        both_many = np.sqrt(np.outer(self.many_N, other.many_N))
+        return SetsAlike(alike * both_many, alike * self._same_rank(other), self.rank_keys)
+
+    def _same_rank(self, other: Rows) -> np.ndarray:
+        key_M = other.rank_keys
+        same: np.ndarray = (self.rank_keys[:, None] == key_M) & (key_M >= 0)
+        return same
 
     @property
     def rank_keys(self) -> np.ndarray:
