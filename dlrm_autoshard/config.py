@@ -149,7 +149,7 @@ class CheckpointConfig(Section):
 
 class ProfileConfig(Section):
     enabled: bool = True
-    every_steps: PositiveInt = 20  # a sampled step has barriers; the others have none
+    every_steps: PositiveInt | None = None  # of sampled steps, which have barriers; default: 20, more in calm times
     warmup_steps: NonNegativeInt = 5  # of each epoch, never sampled
     trace_steps: list[NonNegativeInt] = []  # steps of which to write a torch.profiler trace
 

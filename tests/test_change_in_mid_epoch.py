@@ -86,6 +86,7 @@ def due_steps(slow: Callable[[int], float], moves_at: int | None = None) -> list
     sampling.begin(0)
     for step in range(900):
         if sampling.is_sampled(step):
+            sampling.timed(step + 1)
             stages_W4 = 5 * draw.lognormal(0, 0.03, (2, 4))
             stages_W4[1] *= slow(step)
             sampling.see(step + 1, stages_W4, float(stages_W4.max(axis=0).sum()))
@@ -106,6 +107,7 @@ def test_after_a_change_is_seen_a_step_is_looked_at_before_it_is_decided_on() ->
     step, looked, cut_at, carried = 0, False, None, 0
     while cut_at is None or not sampling.is_due(step, carried):
         if sampling.is_sampled(step):
+            sampling.timed(step + 1)
             stages_W4 = np.full((2, 4), 5.0)
             stages_W4[1] *= 1.09 if step > 100 else 1  # small, so that it takes many samples to be sure
             sampling.see(step + 1, stages_W4, float(stages_W4.max(axis=0).sum()))
@@ -149,8 +151,47 @@ def test_after_a_move_at_an_intervals_end_it_soon_is_known_how_ranks_wait() -> N
             sampling.decided(step, early=False, moved=True)
         if sampling.is_sampled(step):
             sampled.append(step)
+            sampling.timed(step + 1)
             sampling.see(step + 1, np.full((2, 4), 5.0), 20.0)
     assert [step for step in sampled if step > 90] == [104, 105, 110, 125, 145, 165, 185]
+
+
+def steps_sampled(every: int | None, steps: int, interval: int, slow: Callable[[int], float]) -> list[int]:
+    """Of a job in whose intervals of so many steps no table moves. slow: as in `due_steps`."""
+    sampling = Sampling(ProfileConfig(every_steps=every, warmup_steps=5), ChangeWatch(min_gain=0.02))
+    draw, sampled, samples = np.random.default_rng(0), [], 0
+    sampling.begin(0)
+    for step in range(steps):
+        if sampling.is_sampled(step):
+            sampled.append(step)
+            samples += 1
+            sampling.timed(step + 1)
+            stages_W4 = 5 * draw.lognormal(0, 0.01, (2, 4))
+            stages_W4[1] *= slow(step)
+            sampling.see(step + 1, stages_W4, float(stages_W4.max(axis=0).sum()))
+        if sampling.is_due(step + 1, samples):
+            carried = sampling.cut()
+            samples = carried or 0
+            if carried is None:
+                sampling.decided(step + 1, early=True, moved=False)
+        if (step + 1) % interval == 0:
+            sampling.ended(interval)
+            sampling.decided(step + 1, early=False, moved=False)
+            samples = 0
+    return sampled
+
+
+def test_the_longer_nothing_changes_the_fewer_steps_are_sampled_and_after_a_change_many_again() -> None:
+    """Of an interval five in any case. Where `profile.every_steps` is given it is kept to."""
+    change = 8000
+    sampled = np.array(steps_sampled(None, 10_000, 1000, lambda step: 2 if step >= change else 1))
+    assert np.diff(sampled[sampled < 105]).max() == 20
+    assert len(sampled[sampled < change]) < 0.55 * change / 20
+    assert all(((sampled >= at) & (sampled < at + 1000)).sum() >= 5 for at in range(0, 10_000, 1000))
+    seen = sampled[sampled >= change][0]
+    assert seen < change + 200  # a fifth of an interval
+    assert np.diff(sampled[(sampled >= seen) & (sampled < seen + 100)]).max() <= 20
+    assert len(steps_sampled(20, 8000, 1000, lambda step: 1)) == pytest.approx(8000 / 20, rel=0.03)
 
 
 def test_what_changes_right_after_a_decision_is_noticed_too() -> None:

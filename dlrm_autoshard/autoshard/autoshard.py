@@ -42,13 +42,14 @@ class Autoshard:
         *,
         run_dir: str | Path,
         every_steps: int = 500,
-        sample_every: int = 20,
+        sample_every: int | None = None,
         total_steps: int | None = None,
         state: Mapping[str, Any] | None = None,
         placement: Placement | None = None,
         **settings: Any,
     ) -> None:
-        """every_steps: between decisions. sample_every: steps between those whose stages are timed, with barriers.
+        """every_steps: between decisions. sample_every: steps between those whose stages are timed, with barriers;
+        None: 20, and the more the longer nothing changes.
 
         total_steps: of the whole training, which the first plan and each move must pay for themselves in; where it is
         not said, as many steps are expected to come as have been done. state: what `state_dict()` gave, to go on from

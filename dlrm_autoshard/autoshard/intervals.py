@@ -118,7 +118,7 @@ class Intervals:
     def count(self, step: int, samples: int) -> None:
         """After so many steps in all; samples: this rank's real ones of the last. Collective where that was sampled."""
         sampled, self._timed = self._clock.samples > self._timed, self._clock.samples
-        if sampled and not self._sampling.in_rhythm(step - 1):
+        if sampled and not self._sampling.timed(step):
             self._paused += self._clock.last_step_ms / 1000  # longer than others, and more of them than usual
         else:
             self._samples += samples
@@ -148,6 +148,8 @@ class Intervals:
             before = self._runtime.gather(samples / seconds if seconds > 0 else 0.0)
             self._carried = Carried(timed, *since, sum(before or ()) or None)
             return record, None
+        if not early:
+            self._sampling.ended(step - self.first_step)
         interval = None
         if record is not None and profile is not None:
             self.stats = profile.stats

@@ -1,7 +1,7 @@
 """Which steps are timed, and when what they show ends an interval before its time.
 
-sampling.is_sampled(step)              # every so many; more often while a change is suspected or measured
-sampling.see(step, stages_W4, ms)      # of each sampled step, the same on every rank
+sampling.is_sampled(step)              # the fewer the longer nothing changes; more while a change is suspected
+sampling.timed(step), sampling.see(step, stages_W4, ms)    # of each sampled step, the same on every rank
 sampling.is_due(step, samples)         # a change is seen: `cut`; or enough was measured since: decide, then `decided`
 """
 
@@ -15,6 +15,9 @@ import numpy as np
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.change_watch import ChangeWatch
 from dlrm_autoshard.config import ProfileConfig
+
+_CLOSEST_USUAL = 20
+"""Steps from one sampled step to the next, at least, while nothing suggests a change."""
 
 
 def steps_of_part(epoch: int, total: int) -> int:
@@ -39,6 +42,8 @@ class Sampling:
         """watch: None where intervals have their whole time."""
         self._profile, self._watch = profile, watch
         self._begun = self._seen_at = self._timed_at = 0
+        self._due_at = self._alike_since = 0  # the next step to sample in any case; the first after the last change
+        self._interval = math.inf  # steps of the last whole one
         self._cut_at = -1
         self._change: Change | None = None  # in this interval
         self._moved = False  # since the job began
@@ -47,19 +52,25 @@ class Sampling:
     def begin(self, step: int) -> None:
         """Training starts, or starts again, with this step; the first are to warm up."""
         self._begun = step
+        if self._timed_at == 0:
+            self._alike_since = step
 
     def is_sampled(self, step: int) -> bool:
         hurried = self._hurried(step)
-        return self.in_rhythm(step) or (hurried is not None and step + 1 >= self._timed_at + hurried)
+        return self._warm(step) and (
+            step >= self._due_at or (hurried is not None and step + 1 >= self._timed_at + hurried)
+        )
 
-    def in_rhythm(self, step: int) -> bool:
-        """Whether it is sampled in any case."""
-        return self._warm(step) and (step - self._begun - self._profile.warmup_steps) % self._profile.every_steps == 0
+    def timed(self, step: int) -> bool:
+        """Of a sampled step, after so many in all. Returned: whether it would have been sampled in any case."""
+        self._timed_at, regular = step, step > self._due_at
+        if regular:
+            self._due_at = step - 1 + self._usual(step)
+        return regular
 
     def see(self, step: int, stages_W4: np.ndarray, step_ms: float) -> bool:
-        """Of a sampled step, after so many in all: as `ChangeWatch.see` takes it. Needed where it `watches`. Returned:
-        whether it is the first that suggests a change."""
-        self._timed_at = step
+        """Of a sampled step, as `ChangeWatch.see` takes it. Needed where it `watches`. Returned: whether it is the
+        first that suggests a change."""
         if self._watch is None:
             return False
         self._watch.see(stages_W4, step_ms)
@@ -85,6 +96,7 @@ class Sampling:
         if self._watch is None or not self._sees_another:
             return None
         self._change, self.noticed, self._cut_at = Change(self._seen_at), self._watch.text, self._timed_at
+        self._changed(self._seen_at)
         return self._watch.since
 
     def since_change(self, step: int) -> tuple[int | None, int]:
@@ -94,6 +106,8 @@ class Sampling:
     def decided(self, step: int, *, early: bool, moved: bool) -> None:
         """early: the interval ended before its time."""
         self._moved |= moved
+        if moved:
+            self._changed(step)
         self._timed_at = step  # the next is some steps away: the first after a move are slow
         if self._watch is not None and moved:
             self._watch.restart()
@@ -104,6 +118,10 @@ class Sampling:
         elif self._change is not None:
             self._change.decide_at = step + (step - self._change.at)
             self._change.moves += moved
+
+    def ended(self, steps: int) -> None:
+        """A whole interval, of so many steps."""
+        self._interval = steps
 
     @property
     def _sees_another(self) -> bool:
@@ -121,9 +139,22 @@ class Sampling:
             return max(self._closest, (step - self._change.at) // (2 * thresholds.SAMPLES_OF_CHANGE))
         return self._closest if self._watch.suspects or (self._moved and self._watch.learns) else None
 
+    def _usual(self, step: int) -> int:
+        """Steps from one sampled step to the next. Of what has lasted for t steps the next change is as far off as not;
+        where samples are k steps apart it is seen k / 2 steps late. That and what samples cost are least together
+        with k ~ sqrt(t)."""
+        if self._profile.every_steps is not None:
+            return self._profile.every_steps
+        apart = thresholds.STEPS_APART * math.sqrt(max(0, step - self._alike_since))
+        return max(_CLOSEST_USUAL, int(min(apart, self._interval / thresholds.SAMPLES_OF_INTERVAL)))
+
+    def _changed(self, step: int) -> None:
+        self._alike_since = step
+        self._due_at = min(self._due_at, self._timed_at + self._usual(step))
+
     @property
     def _closest(self) -> int:
-        return max(2, self._profile.every_steps // 4)
+        return max(2, (self._profile.every_steps or _CLOSEST_USUAL) // 4)
 
     def _warm(self, step: int) -> bool:
         return self._profile.enabled and step >= self._begun + self._profile.warmup_steps
