@@ -84,7 +84,7 @@ class ShardingPlan:
         """The table's shards by columns: one where it is whole, none where the plan doesn't place it."""
         return self._parts.get(table, ())
 
-    @property
+    @cached_property
     def split_tables(self) -> tuple[str, ...]:
         if not any(name.endswith("]") for name in self.rank_of):
             return ()

@@ -163,11 +163,12 @@ class Planner:
         estimated = self.costs.estimates(task, [current, *candidates])
         return [estimated.gain(0, number) for number in range(1, 1 + len(candidates))]
 
-    def gains_once_measured(
-        self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan], measuring: Sequence[str]
+    def gain_once_measured(
+        self, task: PlacementTask, current: ShardingPlan, candidate: ShardingPlan, measuring: str
     ) -> np.ndarray:
-        """[D, C] the same, as it may be expected once these tables have been measured alone, in draws of that."""
-        return self.costs.estimates(task, [current, *candidates], measuring).saved_DP(0)[:, 1:]
+        """[D] the same, as it may be expected once this table has been measured alone, in draws of that."""
+        saved_D: np.ndarray = self.costs.estimates(task, [current, candidate], [measuring]).saved_DP(0)[:, 1]
+        return saved_D
 
     def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:
         """[W] times longer that each rank takes to compute the same work. expected_speed: of ranks never observed."""

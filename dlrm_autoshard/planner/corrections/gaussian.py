@@ -81,29 +81,31 @@ def condition(
                 break
             may_be_N[worst] = False
             widen(np.array([worst]), float(own_N[worst]), DISTURBED, DISTURBED_PRICE)
-    left = dict(causes or {})
-    large: set[int] = set()
-    while left and len(large) < MOST_LARGE:
-        weights = inverse @ values_N
-        gains = {}
-        for key, cause in left.items():
-            own = float(inverse[np.ix_(cause.members, cause.members)].sum())
-            pull = float(weights[cause.members].sum())
-            price = cause.price if pull > 0 or cause.price_below is None else cause.price_below
-            gains[key] = (float(_gain(pull, own, cause.variance)) - price, own, price)
-        key = max(gains, key=lambda k: gains[k][0])
-        gain, own, price = gains[key]
-        if gain <= 0:
+    keys, large = list(causes or {}), set[int]()
+    every = list((causes or {}).values())
+    inside_KN = np.zeros((len(every), len(values_N)))
+    for inside_N, cause in zip(inside_KN, every, strict=True):
+        inside_N[cause.members] = 1.0
+    variance_K = np.array([cause.variance for cause in every])
+    price_K = np.array([cause.price for cause in every])
+    below_K = np.array([cause.price if cause.price_below is None else cause.price_below for cause in every])
+    while len(large) < min(MOST_LARGE, len(keys)):
+        pull_K = inside_KN @ (inverse @ values_N)
+        own_K = ((inside_KN @ inverse) * inside_KN).sum(axis=1)
+        asked_K = np.where(pull_K > 0, price_K, below_K)
+        gain_K = _gain(pull_K, own_K, variance_K) - asked_K
+        gain_K[[key in large for key in keys]] = -np.inf
+        most = int(gain_K.argmax())
+        if gain_K[most] <= 0:
             break
-        cause = left.pop(key)
-        widen(cause.members, own, cause.variance, price)
-        large.add(key)
+        widen(every[most].members, float(own_K[most]), every[most].variance, float(asked_K[most]))
+        large.add(keys[most])
     weights = inverse @ values_N
     evidence = -0.5 * (float(values_N @ weights) + log_determinant) - prices
     return Posterior(inverse, weights, evidence, frozenset(large))
 
 
-def _gain(pull: Any, own: Any, variance: float) -> Any:
+def _gain(pull: Any, own: Any, variance: float | np.ndarray) -> Any:
     """Of the log evidence, where observations have `variance` more in common. pull: their sum of weights. Of numbers,
     or of arrays."""
     return 0.5 * variance * pull**2 / (1 + variance * own) - 0.5 * np.log1p(variance * own)

@@ -218,14 +218,18 @@ def _of_kinds(
     every = model.summaries(
         [table for own, _ in kinds for table in own], [stat for _, stats in kinds for stat in stats], batch_size
     )
+    every_data = [(s.mean_pooling, s.mean_reuse) for _, stats in kinds for s in stats]
+    log_data_every = np.log(np.maximum(np.array(every_data).reshape(-1, 2), LEAST))
+    places: dict[int, tuple[list[int], np.ndarray]] = {}  # of a list's tables, by its identity: most kinds have one
     summaries, log_data, start = [], [], 0
-    for own, stats in kinds:
+    for own, _ in kinds:
+        if id(own) not in places:
+            places[id(own)] = [column[table] for table in own], wholes.wholes(own).argmax(axis=1)
+        columns, numbers = places[id(own)]
         summary = np.zeros((len(column), every.shape[1]))
-        summary[[column[table] for table in own]] = every[start : start + len(own)]
+        summary[columns] = every[start : start + len(own)]
         data = np.full((wholes.num_wholes, 2), np.nan)
-        data[wholes.wholes(own).argmax(axis=1)] = [
-            (np.log(max(s.mean_pooling, LEAST)), np.log(max(s.mean_reuse, LEAST))) for s in stats
-        ]
+        data[numbers] = log_data_every[start : start + len(own)]
         summaries.append(summary)
         log_data.append(data)
         start += len(own)

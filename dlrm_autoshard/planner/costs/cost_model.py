@@ -156,8 +156,9 @@ class CostModel:
         return ms_NS.reshape(*summaries.shape[:-1], 2)
 
     def summaries(self, tables: Sequence[TableConfig], stats: Sequence[TableStats], batch_size: int) -> np.ndarray:
-        features = network_features(tables, stats, batch_size).astype(np.float32)
-        return self.summarise(features, work(tables, stats, batch_size).astype(np.float32))[0]
+        work_TP = work(tables, stats, batch_size)
+        features = network_features(tables, stats, batch_size, work_TP)
+        return self.summarise(features.astype(np.float32), work_TP.astype(np.float32))[0]
 
     def shard_ms(self, samples: Sequence[ShardSample]) -> np.ndarray:
         """[N, 2] predicted forward and backward computation."""

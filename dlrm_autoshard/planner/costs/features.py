@@ -89,11 +89,14 @@ def work(tables: Sequence[TableConfig], stats: Sequence[TableStats], batch_size:
     return np.stack(columns, axis=1) * 1e-6
 
 
-def network_features(tables: Sequence[TableConfig], stats: Sequence[TableStats], batch_size: BatchSize) -> np.ndarray:
-    """[T, 29]: the 21 on log scales, and the derived ones that cost depends on; all about -1 to 1."""
+def network_features(
+    tables: Sequence[TableConfig], stats: Sequence[TableStats], batch_size: BatchSize, work_TP: np.ndarray | None = None
+) -> np.ndarray:
+    """[T, 29]: the 21 on log scales, and the derived ones that cost depends on; all about -1 to 1. work_TP: their
+    `work`, where it is known."""
     raw = raw_features(tables, stats)
     dim, rows, pooling, size = raw[:, :4].T
-    done = work(tables, stats, batch_size) * 1e6
+    done = 1e6 * (work(tables, stats, batch_size) if work_TP is None else work_TP)
     ids, distinct, working_set = done[:, 3], done[:, 5], done[:, 6]
 
     def log(values: np.ndarray, middle: float, spread: float) -> np.ndarray:

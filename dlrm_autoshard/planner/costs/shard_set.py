@@ -39,8 +39,9 @@ class ShardSet:
         ]
         tables, stats, batch_sizes = zip(*number, strict=True)
         batch_R = np.array(batch_sizes, dtype=np.float64)
-        self.features_RF = network_features(tables, stats, batch_R).astype(np.float32)
-        self.work_RP = work(tables, stats, batch_R).astype(np.float32)
+        work_RP = work(tables, stats, batch_R)
+        self.features_RF = network_features(tables, stats, batch_R, work_RP).astype(np.float32)
+        self.work_RP = work_RP.astype(np.float32)
         target_NS = np.array([(s.fwd_compute_ms, s.bwd_compute_ms) for s in samples], dtype=np.float32)
         self.target_NS = np.maximum(target_NS, 1e-6)
         self.log_target_NS = np.log(self.target_NS)
