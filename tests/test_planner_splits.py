@@ -219,7 +219,7 @@ def test_in_mid_run_half_of_what_no_whole_plan_balances_is_measured_once_by_all_
     [halved] = unmeasured_halves(planner, task, plan)
     assert (halved.shard, halved.half) == ("big", "big[0:64]") and halved.plan.split_tables == ("big",)
     unknown = planner.gains(task, plan, [halved.plan])[0].std
-    told = planner.gains_once_measured(task, plan, [halved.plan], [halved.half]).std()
+    told = planner.gain_once_measured(task, plan, halved.plan, halved.half).std()
     assert 1.01 * unknown > told > 0.5 * unknown > 0.02  # what a width takes that nobody measured is a guess
     [before] = planner.costs.costs_of(task).alone_ms()[:1]
     learn_half(planner, task, plan, measure, halved)

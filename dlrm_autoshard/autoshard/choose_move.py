@@ -130,7 +130,7 @@ class MoveChooser:
         """Seconds, on average over draws of what measuring this shard may tell, that the move saves where it pays then.
         What measuring leaves open, it must gain all the same; caution after moves does not count: it will be over, and
         the shard still be known."""
-        known_D = self.planner.gains_once_measured(task, plan, [move], [measuring])[:, 0]
+        known_D = self.planner.gain_once_measured(task, plan, move, measuring)
         [now] = self.planner.gains(task, plan, [move])
         left_open = Gain(0.0, math.sqrt(max(0.0, now.std**2 - known_D.var())))
         known = self._proposal(task, interval, plan, move, left_open)

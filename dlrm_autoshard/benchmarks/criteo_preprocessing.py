@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.benchmarks.criteo_text import write_sample_text
-from dlrm_autoshard.benchmarks.harness import Findings, alternate, median_with_interval, paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings
+from dlrm_autoshard.benchmarks.paired import alternate, median_with_interval, paired_ratio
 from dlrm_autoshard.data.sources.criteo.preprocess import Contiguous, Modulo, preprocess
 from dlrm_autoshard.data.sources.criteo.text import NUM_CATEGORIES, NUM_INTEGERS
 

@@ -1,6 +1,4 @@
-"""What every benchmark shares: the registry, paired timing, pinned ranks, and the record that is printed.
-
-    ratio = paired_ratio(*alternate(ours, theirs, rounds=9))           # A B A B on the same machine
+"""What every benchmark shares: the registry, pinned ranks, targets and verdicts, and the record that is printed.
 
 A benchmark is a module `dlrm_autoshard.benchmarks.<name with underscores>` that NAMES lists, with TITLE, ROUGH_TIME
 ("2 min") and `run(quick)`, which returns its `Findings` as a dictionary.
@@ -24,8 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeGuard
 
-import numpy as np
-
+from dlrm_autoshard.benchmarks.paired import Ratio
 from dlrm_autoshard.errors import UserError
 
 SCHEMA = 2
@@ -72,19 +69,6 @@ Verdict: TypeAlias = Literal["met", "inconclusive", "missed"]
 
 class BenchError(UserError):
     """A benchmark that cannot be run as asked: the message says why."""
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A median of ratios, say, with its 95% bootstrap interval."""
-
-    median: float
-    low: float
-    high: float
-
-    def map(self, function: Callable[[float], float]) -> Ratio:
-        """function: one that rises."""
-        return Ratio(function(self.median), function(self.low), function(self.high))
 
 
 @dataclass
@@ -213,56 +197,6 @@ def passes(figure: float, target: str) -> bool:
 
 
 _RELATIONS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
-
-
-# Paired timing ------------------------------------------------------------------------------------------------------
-
-
-def alternate(*contenders: Callable[[], float | None], rounds: int, warmup: int = 1) -> tuple[list[float], ...]:
-    """Runs the contenders in turn, A B A B ..., so that a slow stretch of the machine falls on all of them alike.
-
-    Returns each contender's seconds by round. A contender that returns a float has timed itself; None is timed here.
-    """
-    seconds: tuple[list[float], ...] = tuple([] for _ in contenders)
-    for number in range(warmup + rounds):
-        for contender, row in zip(contenders, seconds, strict=True):
-            started = time.perf_counter()
-            own = contender()
-            elapsed = time.perf_counter() - started if own is None else own
-            if number >= warmup:
-                row.append(elapsed)
-    return seconds
-
-
-def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
-    """Median over rounds of numerator / denominator: at 1.3 the denominator takes 1/1.3 of the numerator's time."""
-    if len(numerator) != len(denominator) or not len(numerator):
-        raise BenchError(f"paired timing needs as many rounds of each; got {len(numerator)} and {len(denominator)}.")
-    return median_with_interval([a / b for a, b in zip(numerator, denominator, strict=True)])
-
-
-def median_with_interval(values: Sequence[float]) -> Ratio:
-    return with_interval(lambda rows: np.median(rows, axis=-1), values)
-
-
-Samples: TypeAlias = Sequence[float] | np.ndarray
-
-
-def ratio_of_means(numerator: Samples, denominator: Samples) -> Ratio:
-    return with_interval(lambda a, b: a.mean(axis=-1) / b.mean(axis=-1), numerator, denominator)
-
-
-def with_interval(statistic: Callable[..., Any], *samples: Samples) -> Ratio:
-    """A statistic of samples, with 95% of what it is of other draws: the same rounds of each sample, so that what was
-    measured side by side stays so. One sample alone tells nothing of others: its interval has no ends. statistic: of
-    arrays, along their last axis."""
-    rows = np.asarray(samples, dtype=np.float64)
-    found = float(statistic(*rows))
-    if rows.shape[1] == 1:
-        return Ratio(found, -np.inf, np.inf)
-    draws = np.random.default_rng(0).integers(0, rows.shape[1], size=(2000, rows.shape[1]))
-    low, high = np.quantile(statistic(*rows[:, draws]), [0.025, 0.975], method="closest_observation")
-    return Ratio(found, float(low), float(high))
 
 
 # Ranks --------------------------------------------------------------------------------------------------------------

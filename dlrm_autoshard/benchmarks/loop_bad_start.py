@@ -7,8 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dlrm_autoshard.benchmarks.harness import Findings, paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings
 from dlrm_autoshard.benchmarks.loop_job import JOB, Job, run_jobs, settings
+from dlrm_autoshard.benchmarks.paired import paired_ratio
 from dlrm_autoshard.benchmarks.plans_in_turns import Turn, best_of, plans_in_turns
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import Config

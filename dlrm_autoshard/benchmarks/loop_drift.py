@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dlrm_autoshard.benchmarks.harness import Findings, paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings
 from dlrm_autoshard.benchmarks.loop_job import JOB, Job, fixed_plan, pooling_at, run_jobs, settings
+from dlrm_autoshard.benchmarks.paired import paired_ratio
 from dlrm_autoshard.benchmarks.plans_in_turns import Turn, plans_in_turns, recovered
 from dlrm_autoshard.benchmarks.workloads import warm_planner
 from dlrm_autoshard.config import Config

@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dlrm_autoshard.benchmarks.harness import Findings, paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings
 from dlrm_autoshard.benchmarks.loop_job import MANY_SAMPLES, Job, run_jobs
+from dlrm_autoshard.benchmarks.paired import paired_ratio
 from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, Turn, plans_in_turns, recovered
 from dlrm_autoshard.benchmarks.splits import DOMINANT, dominated
 from dlrm_autoshard.benchmarks.workloads import Workload, drawn

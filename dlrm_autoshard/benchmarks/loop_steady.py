@@ -8,8 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dlrm_autoshard.benchmarks.harness import Findings, median_with_interval
+from dlrm_autoshard.benchmarks.harness import Findings
 from dlrm_autoshard.benchmarks.loop_job import Job, fixed_plan, profiling_seconds, run_jobs, settings, start_seconds
+from dlrm_autoshard.benchmarks.paired import median_with_interval
 from dlrm_autoshard.costs import PLANNED_STAGES as STAGES
 from dlrm_autoshard.records.epoch import EpochProfile
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.benchmarks.harness import Findings, paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings
 from dlrm_autoshard.benchmarks.loop_job import JOB, Job, run_jobs, settings
+from dlrm_autoshard.benchmarks.paired import paired_ratio
 from dlrm_autoshard.benchmarks.plans_in_turns import Turn, best_of, plans_in_turns, recovered
 from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.costs import StepProfile

@@ -18,7 +18,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 
 from dlrm_autoshard import Autoshard, RowwiseAdagrad, ShardedEmbeddingBags
-from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks, paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
+from dlrm_autoshard.benchmarks.paired import paired_ratio
 from dlrm_autoshard.benchmarks.train_speed import slowest_rank
 from dlrm_autoshard.benchmarks.workloads import DENSE_LR, TABLE_LR, W_EMB, W_SMALL, OurJob, Workload
 from dlrm_autoshard.distributed.lookup.exchange import with_margin

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrm_autoshard.benchmarks.harness import Findings, ratio_of_means
+from dlrm_autoshard.benchmarks.harness import Findings
+from dlrm_autoshard.benchmarks.paired import ratio_of_means
 from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel

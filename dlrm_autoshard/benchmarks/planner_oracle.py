@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from dlrm_autoshard.benchmarks.cost_oracle import CostOracle
-from dlrm_autoshard.benchmarks.harness import Findings, with_interval
+from dlrm_autoshard.benchmarks.harness import Findings
+from dlrm_autoshard.benchmarks.paired import with_interval
 from dlrm_autoshard.plan import Topology
 from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.planner import Planner

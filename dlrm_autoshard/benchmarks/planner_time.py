@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrm_autoshard.benchmarks.harness import Findings, median_with_interval, paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings
+from dlrm_autoshard.benchmarks.paired import median_with_interval, paired_ratio
 from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool

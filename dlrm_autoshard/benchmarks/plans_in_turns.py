@@ -17,7 +17,8 @@ from statistics import median
 import numpy as np
 import torch.distributed as dist
 
-from dlrm_autoshard.benchmarks.harness import Ratio, on_pinned_ranks, with_interval
+from dlrm_autoshard.benchmarks.harness import on_pinned_ranks
+from dlrm_autoshard.benchmarks.paired import Ratio, with_interval
 from dlrm_autoshard.benchmarks.workloads import OurJob, Workload
 from dlrm_autoshard.distributed.moves.reshard import reshard
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory

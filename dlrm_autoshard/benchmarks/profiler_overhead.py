@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks, paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
+from dlrm_autoshard.benchmarks.paired import paired_ratio
 from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob, Workload
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
 from dlrm_autoshard.plan import ShardingPlan

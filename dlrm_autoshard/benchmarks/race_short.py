@@ -30,4 +30,9 @@ WORLDS: Arms = {
 def run(quick: bool) -> dict[str, Any]:
     if quick:
         return outcome_of(Path("runs/race-short-quick"), {"abrupt": WORLDS["abrupt"]}, 1, QUICK)
-    return outcome_of(Path("runs/race-short"), WORLDS, SEEDS, SHORT)
+    outcome = outcome_of(Path("runs/race-short"), WORLDS, SEEDS, SHORT)
+    outcome["notes"].append(
+        "deciding: since 112c5d9 with the sort of ids that tells their reuse, which had been a part of the steps; "
+        "recovered with what resharding took, before: 0.84 where pooling is permuted, 0.57 of the straggler"
+    )
+    return outcome

@@ -20,7 +20,8 @@ import numpy as np
 
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Interval
-from dlrm_autoshard.benchmarks.harness import Findings, median_with_interval
+from dlrm_autoshard.benchmarks.harness import Findings
+from dlrm_autoshard.benchmarks.paired import median_with_interval
 from dlrm_autoshard.benchmarks.race_worlds import WORLDS, WorldName
 from dlrm_autoshard.benchmarks.recorded_cluster import RecordedCluster
 from dlrm_autoshard.benchmarks.slices import in_slices, origins

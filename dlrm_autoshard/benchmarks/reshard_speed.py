@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.benchmarks.harness import Findings, median_with_interval, on_pinned_ranks, paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
+from dlrm_autoshard.benchmarks.paired import median_with_interval, paired_ratio
 from dlrm_autoshard.benchmarks.peer_torchrec import embedding_bags, find_torchrec, sharded
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings

@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
 
-from dlrm_autoshard.benchmarks.harness import BenchError, Findings, median_with_interval, on_pinned_ranks, paired_ratio
+from dlrm_autoshard.benchmarks.harness import BenchError, Findings, on_pinned_ranks
+from dlrm_autoshard.benchmarks.paired import median_with_interval, paired_ratio
 from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, Turn, best_of, plans_in_turns
 from dlrm_autoshard.benchmarks.splits_auc import Adagrad, auc_of
 from dlrm_autoshard.benchmarks.splits_planned import dcn_balance, planning_seconds, planning_time

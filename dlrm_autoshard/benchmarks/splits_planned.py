@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from dlrm_autoshard.benchmarks.cost_oracle import CostOracle
-from dlrm_autoshard.benchmarks.harness import Ratio, alternate, paired_ratio
+from dlrm_autoshard.benchmarks.paired import Ratio, alternate, paired_ratio
 from dlrm_autoshard.benchmarks.planner_oracle import started
 from dlrm_autoshard.benchmarks.workloads import warm_planner
 from dlrm_autoshard.config import SHIPPED, load_config

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.autoshard.initial_plan import place
-from dlrm_autoshard.benchmarks.harness import Findings, median_with_interval, on_pinned_ranks
+from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
+from dlrm_autoshard.benchmarks.paired import median_with_interval
 from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE
 from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory, runtime_of

@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from dlrm_autoshard.benchmarks.harness import Findings, median_with_interval, on_pinned_ranks
+from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
+from dlrm_autoshard.benchmarks.paired import median_with_interval
 from dlrm_autoshard.benchmarks.train_speed import idle_step
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.benchmarks.harness import Findings, Ratio, median_with_interval, on_pinned_ranks, paired_ratio
+from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
+from dlrm_autoshard.benchmarks.paired import Ratio, median_with_interval, paired_ratio
 from dlrm_autoshard.benchmarks.peer_torchrec import TorchrecJob, find_torchrec
 from dlrm_autoshard.benchmarks.plans_in_turns import best_of
 from dlrm_autoshard.benchmarks.workloads import OurJob, Workload, make_groups

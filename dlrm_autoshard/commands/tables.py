@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="samples measured: reuse grows with it (default: the first file; 65536 without one, 131072 for 788)",
     )
-    parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument("--seed", type=seed, default=0, help="of what is drawn: made-up tables, a CSV's ids")
     add_output(parser, "tables.json, for `tasks`, `plan` and `explain`")
     parser.set_defaults(run=run)
 

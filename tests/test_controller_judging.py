@@ -1,0 +1,178 @@
+"""A move is judged by what came of it, on a simulated cluster: and taken back where that is its fault."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dlrm_autoshard.autoshard.controller import _taken_back
+from dlrm_autoshard.autoshard.decision import Decision
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.result import Gain
+from dlrm_autoshard.planner.task import PlacementTask
+from tests.simulated_training import BATCH, STEPS, Training
+from tests.simulated_training import unhurried_searches as unhurried_searches  # in every test here
+
+
+class Liar(Planner):
+    """Predicts that one plan, which puts everything on rank 0, costs next to nothing; until it has seen it."""
+
+    lie: ShardingPlan
+
+    def propose(self, *args: Any, **options: Any) -> list[tuple[ShardingPlan, float]]:
+        return [(self.lie, 0.0)]
+
+    def gains(self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan]) -> list[Gain]:
+        seen = any(profile.plan == self.lie for profile in self.costs.replay.profiles)
+        honest = super().gains(task, current, candidates)
+        return [
+            Gain(1.0, 0.0) if plan == self.lie and not seen else gain
+            for plan, gain in zip(candidates, honest, strict=True)
+        ]
+
+
+def liar(job: Training) -> Liar:
+    planner = Liar(seed=0)
+    planner.load_state_dict(job.planner.state_dict())
+    planner.lie = ShardingPlan({table.name: 0 for table in job.tables}, 2)
+    return planner
+
+
+def test_a_move_that_made_it_worse_is_taken_back_once_and_not_tried_again() -> None:
+    job = Training(1)
+    job.run(2)
+    good = job.plan
+    job.plan = ShardingPlan({t.name: int(i % 5 == 0) for i, t in enumerate(job.tables)}, 2)  # a bad one
+    start = job.plan
+    job.controller = job.make_controller(liar(job))
+    job.log.forget_after(-1)
+    actions = job.run(6)
+    assert actions[:2] == ["moved", "rolled_back"]
+    assert set(actions[2:]) == {"kept"} and job.plan == start != good
+    moved, back = job.records[:2]
+    assert moved["action"] == "moved" and moved["measured_gain"] < 0 < moved["predicted_gain"]
+    assert moved["paid_back_after_steps"] is None
+    assert back["action"] == "rolled_back" and back["text"].startswith("moved back ")
+    assert ", measured -" in back["text"]
+
+
+def test_a_table_whose_parts_are_taken_back_counts_once() -> None:
+    whole, split = (
+        ShardingPlan({"a": 0, "b": 1}, 4),
+        ShardingPlan({f"a[{4 * i}:{4 * i + 4}]": i for i in range(4)} | {"b": 1}, 4),
+    )
+    move = Decision(
+        0, 0, "moved", predicted_gain=0.1, measured_gain=-0.1, tables_moved=1, new_plan=split, old_plan=whole
+    )
+    assert _taken_back(Decision(1, 1, "kept"), move).text.startswith("moved back 1 table, ")
+
+
+def test_nothing_moves_to_a_plan_that_is_forbidden_by_now() -> None:
+    """A job that is resumed may ask for other pins or ranks than the one that planned the move."""
+    job = Training(1)
+    good = job.plan
+    job.plan = ShardingPlan({t.name: int(i % 5 == 0) for i, t in enumerate(job.tables)}, 2)
+    job.controller = job.make_controller(liar(job))
+    assert job.interval().action == "moved"
+    job.topology = replace(job.topology, excluded=frozenset({1}))
+    state = job.controller.state_dict()
+    job.controller = job.make_controller(liar(job))
+    job.controller.load_state_dict(state)
+    job.controller.chooser.target = good
+    assert "rolled_back" not in job.run(3) and not job.plan.tables_on(1)
+
+
+def test_rollback_can_be_switched_off() -> None:
+    job = Training(1)
+    job.plan = ShardingPlan({t.name: int(i % 5 == 0) for i, t in enumerate(job.tables)}, 2)
+    job.controller = job.make_controller(liar(job), rollback=False)
+    assert "rolled_back" not in job.run(3)
+
+
+def test_a_move_just_before_all_ranks_became_slow_is_not_blamed_for_it() -> None:
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    assert job.interval().action == "moved"
+    job.cluster.slowdown = {0: 3.0, 1: 3.0}
+    assert job.interval().action != "rolled_back"
+    moved = next(record for record in job.records if record["action"] == "moved")
+    assert "so would the old plan" in moved["text"]
+
+
+def test_a_move_just_before_a_rank_became_slow_is_not_blamed_for_it() -> None:
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    assert job.interval().action == "moved"
+    job.cluster.slowdown = {1: 2.0}
+    assert job.interval().action == "moved"  # on, to relieve that rank
+    assert "so would the old plan" in job.records[0]["text"] and job.records[0]["measured_gain"] < 0
+
+
+def test_a_move_is_judged_by_the_steps_before_the_next_change() -> None:
+    """Also where that was noticed so soon that no whole interval lies between, and another move comes of it."""
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    assert job.interval(changed_steps=50, early=True).action == "moved"
+    assert job.interval(changed_steps=70, moves_since=1, early=True).action == "kept"
+    alike = job.records[-1]["throughput_before"]
+    job.cluster.slowdown = {1: 2.0}
+    assert job.interval(changed_steps=50, early=True).action == "moved"
+    assert job.records[0]["throughput_after"] == alike and job.records[0]["measured_gain"] > 0
+    state = json.loads(json.dumps(job.controller.state_dict()))
+    assert state["since_move"] is None, "the next move has no steps yet"
+
+
+def test_a_move_is_judged_by_the_steps_before_a_change_that_ends_its_first_interval() -> None:
+    """Which is not decided on: the next one begins with the change, and says what came before it."""
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    assert job.interval().action == "moved"
+    alike = 1000 * BATCH / job.true_ms(job.plan)
+    job.cluster.slowdown = {1: 2.0}
+    assert job.interval(changed_steps=50, before_change=alike, early=True).action == "moved"
+    assert job.records[0]["throughput_after"] == alike and job.records[0]["measured_gain"] > 0
+
+
+def test_that_ranks_changed_since_a_move_is_known_after_a_restart_too() -> None:
+    """A move that is judged two intervals later is not blamed for it either way."""
+    one, other = Training(0), Training(0)
+    one.plan = one.worst_heuristic()
+    assert one.interval().action == "moved"
+    one.cluster.slowdown, one.total = {1: 2.0}, one.step + STEPS  # none are left for another move
+    assert one.interval(changed_steps=50, moves_since=1, early=True).action == "kept"
+    state = json.loads(json.dumps(one.controller.state_dict()))
+    other.controller.load_state_dict(state)
+    assert state["ranks_changed"] and other.controller.state_dict()["ranks_changed"]
+
+
+def test_records_tell_the_whole_story_in_order() -> None:
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    job.run(4)
+    assert [record["epoch"] for record in job.records] == [1, 2, 3, 4]
+    moved = next(record for record in job.records if record["action"] == "moved")
+    assert moved["text"].startswith("moved ") and "predicted gain " in moved["text"] and ", measured " in moved["text"]
+    assert moved["measured_gain"] == pytest.approx(moved["predicted_gain"], abs=0.1)
+    assert moved["bytes_moved"] > 0 and moved["paid_back_after_steps"] > 0
+    assert moved["throughput_after"] > moved["throughput_before"]
+    for record in job.records:
+        assert record["error_after"] <= max(record["error_before"], 0.03) + 0.02
+        json.dumps(record)
+
+
+def test_a_move_is_not_judged_by_a_plan_that_came_after_it() -> None:
+    """A job that is resumed with other pins may place its tables anew."""
+    job = Training(1)
+    job.plan = ShardingPlan({t.name: int(i % 5 == 0) for i, t in enumerate(job.tables)}, 2)
+    assert job.interval().action == "moved"
+    state = json.loads(json.dumps(job.controller.state_dict()))
+    job.controller = job.make_controller()
+    job.controller.load_state_dict(state)
+    job.plan = ShardingPlan({table.name: 0 for table in job.tables}, 2)
+    assert job.interval().action != "rolled_back"
+    assert job.records[0]["action"] == "moved" and job.records[0]["measured_gain"] is None
