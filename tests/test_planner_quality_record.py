@@ -89,13 +89,9 @@ def test_it_names_the_cells_in_which_nothing_can_be_told_and_how_exchanges_were_
     ]
     clear = [row("20x8", task, {"lookup_greedy": 2.0, "auto": 0.5, "dreamshard": 1.0}) for task in range(8)]
     for measured in even:
-        measured |= {"exchange": "measured", "exchange_passes": 2, "commit": "abc1234"}
+        measured |= {"exchange": "measured", "commit": "abc1234"}
     notes = summarise(even + clear, ["20x2", "20x8"], tasks=8)["notes"]
     told = [note for note in notes if "cannot be told" in note or "plain dreamshard" in note]
     assert len(told) == 2 and all(note.startswith("20x2: ") for note in told)
     assert "20x2: compute measured, exchange measured on real ranks; of commits abc1234" in notes
-    for measured in even[:2]:
-        del measured["exchange_passes"]  # of before there were two
-    notes = summarise(even + clear, ["20x2", "20x8"], tasks=8)["notes"]
-    assert any("(in 2 of one pass a round, in the others the quicker of two)" in note for note in notes)
     assert "20x8: compute measured, exchange modelled in 8 of 8 tasks; of commits None" in notes

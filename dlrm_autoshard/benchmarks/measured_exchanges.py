@@ -20,22 +20,15 @@ from dlrm_autoshard.probe.rank_probe import RankProbe
 from dlrm_autoshard.probe.shard_probe import ShardProbe
 
 Times = tuple[list[float], list[float]]
-PASSES = 2
-"""Of a round. What disturbs ranks makes exchanges longer, for some tenths of a second: one in fifteen medians, where
-four ranks share two cores."""
 
 
 def exchange_ms(task: PlacementTask, plans: Sequence[ShardingPlan], rounds: int, cores: list[int]) -> list[list[Times]]:
-    """By round and plan: each rank's median of some exchanges, each behind a barrier. Plans take turns; of the passes
-    of a round the one that ended sooner counts, there and back."""
-    passes = PASSES * rounds
-    by_rank = run_ranks(_rank, task.world_size, task, list(plans), passes, timeout=600, cores=cores)
-
-    def quickest(number: int, plan: int, direction: int) -> list[float]:
-        of_passes = [[ranks[n][plan][direction] for ranks in by_rank] for n in range(number, passes, rounds)]
-        return min(of_passes, key=max)
-
-    return [[(quickest(n, p, 0), quickest(n, p, 1)) for p in range(len(plans))] for n in range(rounds)]
+    """By round and plan: each rank's median of some exchanges, each behind a barrier. Plans take turns."""
+    by_rank = run_ranks(_rank, task.world_size, task, list(plans), rounds, timeout=600, cores=cores)
+    return [
+        [tuple([ranks[n][p][i] for ranks in by_rank] for i in (0, 1)) for p in range(len(plans))]  # type: ignore[misc]
+        for n in range(rounds)
+    ]
 
 
 def _rank(

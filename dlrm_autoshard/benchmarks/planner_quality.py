@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrm_autoshard.benchmarks.measured_exchanges import PASSES, exchange_ms
+from dlrm_autoshard.benchmarks.measured_exchanges import exchange_ms
 from dlrm_autoshard.benchmarks.planner_quality_record import ADDED_UP, LEARNED, SPLIT, summarise
 from dlrm_autoshard.benchmarks.slices import in_slices, origins
 from dlrm_autoshard.benchmarks.workloads import warm_planner
@@ -147,7 +147,6 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
     return {
         "cell": str(cell),
         "exchange": "measured" if real else "modelled",
-        "exchange_passes": PASSES if real else None,  # of a round; the quickest counts
         "task": index,
         "stages_ms": stages,  # algorithm: rounds x ranks x PLANNED_STAGES
         "dearest_table_ms": dearest_ms,  # rounds x (forward, backward)

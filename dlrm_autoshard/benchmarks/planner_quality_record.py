@@ -80,8 +80,6 @@ def _put_cell(found: Findings, name: str, cell: _Cell) -> None:
     modelled = sum(row.get("exchange") != "measured" for row in cell.rows)
     how = "measured on real ranks" if not modelled else f"modelled in {modelled} of {len(cell.rows)} tasks"
     commits = ", ".join(sorted({str(row.get("commit")) for row in cell.rows}))
-    if single := sum(row.get("exchange") == "measured" and "exchange_passes" not in row for row in cell.rows):
-        how += f" (in {single} of one pass a round, in the others the quicker of two)"
     found.notes.append(f"{name}: compute measured, exchange {how}; of commits {commits}")
     found.put(f"{name} auto: excess removed, of what whole tables allow", cell.removed("auto", cell.reachable))
     won = float((cell.cost["auto"] <= 1.01 * cell.cost[cell.best]).mean())

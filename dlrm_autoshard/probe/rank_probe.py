@@ -9,6 +9,7 @@ Every stage is timed on its own, none is a difference of two timings: nothing ca
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,10 +23,11 @@ from dlrm_autoshard.distributed.lookup.embeddings import DTYPES
 from dlrm_autoshard.distributed.lookup.exchange import Exchange
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
 from dlrm_autoshard.distributed.ranks.host_memory import free_host_memory
-from dlrm_autoshard.distributed.ranks.runtime import Runtime, page_in
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.probe.kept_memory import KeptMemory
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, now, relative_spread
 from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats
 
@@ -45,8 +47,8 @@ START_BUFFER_GIB, MID_RUN_BUFFER_GIB = 0.25, 0.125
 """For throwaway weights, on CPU. Of a table of 1e6 rows of 128 columns half took 0.605 of the whole in 1 GiB, 0.62 and
 0.59 in these; memory that is new comes slowly, and in mid-run training waits for it."""
 
-_BUFFERS = 4
-"""Times what an exchange sends and receives that is paged in before it is timed: the heap may come to hold so much."""
+_TENSORS = 5
+"""As large as what is sent or received, at most: both, what arrives, and in order what comes of it or is sent."""
 
 
 class ProbeError(UserError):
@@ -80,6 +82,7 @@ class RankProbe:
         self._runtime, self._dtype = runtime, exchange_dtype
         self._exchange_repeats = exchange_repeats
         self._probe = probe
+        self._memory = KeptMemory(0)
         self._link = connect(runtime.group) if shared_memory and runtime.device.type == "cpu" else None
 
     @staticmethod
@@ -207,19 +210,28 @@ class RankProbe:
             self.tables, plan, runtime.rank, runtime.group, runtime.id_group, runtime.device, self._dtype,
             self._link,
         )  # fmt: skip
-        local = torch.zeros(self.batch_size, exchange.local_dim, device=runtime.device)
-        gradient = torch.zeros(self.batch_size // runtime.world_size, exchange.total_dim, device=runtime.device)
+        like = torch.empty(0, device=runtime.device)
+        shapes = (self.batch_size, exchange.local_dim), (self.batch_size // runtime.world_size, exchange.total_dim)
         if runtime.device.type == "cpu":
-            most = free_host_memory() // (4 * runtime.world_size)
-            page_in(min(most, _BUFFERS * (local.nbytes + gradient.nbytes)))
+            self._keep(_TENSORS * like.element_size() * max(map(math.prod, shapes)))
+            exchange.empty = self._memory.empty
+        local, gradient = (exchange.empty(like, math.prod(shape)).zero_().view(shape) for shape in shapes)
         forward = self._time_collective(lambda: exchange.in_output_order(exchange.send_pooled(local).wait()))
         backward = self._time_collective(lambda: exchange.send_gradients(gradient).wait())
         return forward, backward
 
+    def _keep(self, num_bytes: int) -> None:
+        """As far as there is room: a rank's share of a quarter of what is free."""
+        self._memory.take_back()
+        if num_bytes > len(self._memory):
+            self._memory = KeptMemory(0)  # the old one goes first
+            self._memory = KeptMemory(min(num_bytes, free_host_memory() // (4 * self._runtime.world_size)))
+
     def _time_collective(self, collective: Callable[[], object]) -> list[float]:
         """The first two are to warm up."""
-        times = []
+        times, used = [], self._memory.used
         for _ in range(2 + self._exchange_repeats):
+            self._memory.take_back(used)
             self._runtime.barrier()
             start = now(self._runtime.device)
             collective()

@@ -56,7 +56,8 @@ class Pending:
 class Exchange:
     """Who sends what to whom under one plan. Made anew when the plan changes; holds no rows.
 
-    batch_tables: tables in the batch's order; `output_order` of them is that of the pooled output.
+    batch_tables: tables in the batch's order; `output_order` of them is that of the pooled output. empty: memory for
+    what arrives, of a tensor's type and so many elements.
     """
 
     batch_tables: Sequence[TableConfig]
@@ -67,6 +68,7 @@ class Exchange:
     device: torch.device
     dtype: torch.dtype = torch.float32
     link: SharedMemory | None = None
+    empty: Callable[[Tensor, int], Tensor] = Tensor.new_empty
     _layouts: dict[tuple[int, Margin], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -122,7 +124,7 @@ class Exchange:
         sent = local.to(self.dtype).view(-1)
         return self.all_to_all(
             "vectors",
-            sent.new_empty(batch_size * self.total_dim),
+            self.empty(sent, batch_size * self.total_dim),
             sent,
             [batch_size * dim for dim in self.dims],
             [batch_size * self.local_dim] * self.world_size,
@@ -136,7 +138,8 @@ class Exchange:
             return with_margin(self.in_output_order(arrived), margin)
         batch_size = arrived.numel() // self.total_dim
         index, _ = self._layout(batch_size, margin)
-        return arrived.view(-1, self._chunk).index_select(0, index).view(batch_size, -1).float()
+        ordered = self.empty(arrived, len(index) * self._chunk).view(-1, self._chunk)
+        return torch.index_select(arrived.view(-1, self._chunk), 0, index, out=ordered).view(batch_size, -1).float()
 
     def send_gradients(self, gradient_BD: Tensor, margin: Margin = (0, 0)) -> Pending:
         """Gradients of the pooled output, as `in_output_order` gave it, to the owners; arrives as [W * B, D_local],
@@ -153,7 +156,7 @@ class Exchange:
         _, rows = self._layout(batch_size, margin)
         return self.all_to_all(
             "vectors",
-            chunks.new_empty(self.world_size * batch_size * self.local_dim),
+            self.empty(chunks, self.world_size * batch_size * self.local_dim),
             lambda rank, into: torch.index_select(chunks, 0, rows[rank], out=into.view(-1, self._chunk)),
             [batch_size * self.local_dim] * self.world_size,
             [batch_size * dim for dim in self.dims],
@@ -189,7 +192,7 @@ class Exchange:
         if self.link is not None:
             return Pending(self.link.all_to_all(channel, received, sent, receive_splits, send_splits), received)
         if not isinstance(sent, Tensor):
-            put, sent = sent, received.new_empty(sum(send_splits))
+            put, sent = sent, self.empty(received, sum(send_splits))
             for rank, part in enumerate(sent.split(send_splits)):
                 if len(part):
                     put(rank, part)

@@ -233,11 +233,3 @@ def keep_freed_memory() -> None:
         # Before glibc 2.35 32 MiB were the most; and once either is set, the other no longer grows by itself.
         if libc.mallopt(mmap_threshold, 1 << 30) or libc.mallopt(mmap_threshold, 1 << 25):
             libc.mallopt(trim_threshold, 1 << 30)
-
-
-def page_in(num_bytes: int) -> None:
-    """Where freed memory is kept (`keep_freed_memory`), the next tensors of so many bytes in all fault no page in. In
-    training the heap has settled after some steps; while one plan after another is measured it still grows, and to
-    fault 14 MiB in takes three times as long as to exchange them."""
-    page = 4096
-    torch.empty(num_bytes, dtype=torch.uint8)[::page].fill_(0)
