@@ -106,9 +106,9 @@ class Sampling:
     def decided(self, step: int, *, early: bool, moved: bool) -> None:
         """early: the interval ended before its time."""
         self._moved |= moved
+        self._timed_at = step  # the next is some steps away: the first after a move are slow
         if moved:
             self._changed(step)
-        self._timed_at = step  # the next is some steps away: the first after a move are slow
         if self._watch is not None and moved:
             self._watch.restart()
         elif self._watch is not None and self._change is not None:
