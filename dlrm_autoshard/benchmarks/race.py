@@ -179,7 +179,8 @@ def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
     if any({"planned", "round_robin"} <= set(names) for names in arms.values()):
         _starts(done, found)
     for clock, suffix in CLOCKS.items():
-        found.put(WORST + suffix, _worst(done, arms, seeds, clock))
+        if not suffix or any(clock in run for *_, run in _every(done)):
+            found.put(WORST + suffix, _worst(done, arms, seeds, clock))
     found.targets[WORST] = "<= 1.02"
     if misjudged:
         found.put(MISJUDGED, ratio_of_means(*zip(*misjudged, strict=True)), "<= 3")  # of all moves; drawn by job
