@@ -85,7 +85,11 @@ def race(folder: Path, arms: Arms, seeds: int, scale: Scale) -> Runs:
     """All runs that are not saved yet, all worlds of one seed after the other, and then all of them. A run that fails
     is saved with its reason, and tried again the next time; where it is interrupted, the rest is missing."""
     done: dict[str, dict[int, dict[str, dict[str, Any]]]] = {
-        name: {seed: {arm: {"missing": NOT_RUN} for arm in arms[name]} for seed in range(seeds)} for name in arms
+        name: {
+            seed: {arm: _saved(folder / f"{name}-{seed}" / f"{arm}.json") for arm in arms[name]}
+            for seed in range(seeds)
+        }
+        for name in arms
     }
     on = machine()
     try:
@@ -94,7 +98,23 @@ def race(folder: Path, arms: Arms, seeds: int, scale: Scale) -> Runs:
                 _run_missing(World(name, seed, scale), arms[name], folder / f"{name}-{seed}", done[name][seed], on)
     except KeyboardInterrupt:
         print(f"Stopped. What was done lies in {folder}; the same command goes on there.", flush=True)
+    for _, _, arm, run in _every(done):
+        _add_clocks(arm, run, scale)
     return done
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    """A run that ended, in this state of the code; one that failed is tried again."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    return known if known.get("state") == STATE and "seconds" in known else {"missing": NOT_RUN}
+
+
+def _add_clocks(arm: str, run: dict[str, Any], scale: Scale) -> None:
+    if scale.checkpoints and "seconds" in run and (arm.startswith("torchrec") or run["phases_seconds"]):
+        run["unsaved_seconds"] = run["seconds"] - run["phases_seconds"].get("checkpoints", 0.0)
+    if "steps_seconds" in run:
+        resharding = run["deciding_seconds"] + run["moving_seconds"]
+        run["net_seconds"] = run["steps_seconds"] + run["phases_seconds"].get("planning", 0.0) + resharding
 
 
 def _run_missing(
@@ -102,10 +122,7 @@ def _run_missing(
 ) -> None:
     """Of one world and seed, into `runs`. on: the machine, as `slices.machine` says it."""
     for arm in np.random.default_rng([world.seed, WORLDS.index(world.name)]).permutation(list(arms)).tolist():
-        saved = place / f"{arm}.json"
-        known = json.loads(saved.read_text()) if saved.exists() else {}
-        if known.get("state") == STATE and "seconds" in known:  # one that failed is tried again
-            runs[arm] = known
+        if "seconds" in runs[arm]:
             continue
         reason = missing_peer(arm)
         if reason is not None:  # not saved: it may be there next time
@@ -117,7 +134,7 @@ def _run_missing(
         except BenchError as error:
             found = {"missing": str(error)}
         runs[arm] = {**found, "state": STATE, "commit": commit(), **on}
-        saved.write_text(json.dumps(runs[arm]))
+        (place / f"{arm}.json").write_text(json.dumps(runs[arm]))
         print(f"{world.name}, seed {world.seed}, {arm}: {found.get('missing') or found['seconds']}", flush=True)
     again = [arm for arm in REPLAYED if "seconds" in runs.get(arm, {})]
     if any("steps_seconds" not in runs[arm] for arm in again):
@@ -125,12 +142,6 @@ def _run_missing(
         for arm, seconds in steps_in_turns(world, place, again).items():
             runs[arm]["steps_seconds"] = median(seconds)
             (place / f"{arm}.json").write_text(json.dumps(runs[arm]))
-    for arm, run in runs.items():
-        if world.scale.checkpoints and "seconds" in run and (arm.startswith("torchrec") or run["phases_seconds"]):
-            run["unsaved_seconds"] = run["seconds"] - run["phases_seconds"].get("checkpoints", 0.0)
-        if "steps_seconds" in run:
-            resharding = run["deciding_seconds"] + run["moving_seconds"]
-            run["net_seconds"] = run["steps_seconds"] + run["phases_seconds"].get("planning", 0.0) + resharding
     shutil.rmtree(place / "data", ignore_errors=True)  # gibibytes, and drawn again in a minute
 
 
@@ -197,7 +208,7 @@ def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
     return vars(found) | origins([run for *_, run in _every(done)])
 
 
-def _every(done: Runs) -> list[tuple[str, int, str, Mapping[str, Any]]]:
+def _every(done: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[tuple[str, int, str, dict[str, Any]]]:
     """World, seed, arm and run."""
     return [(n, s, arm, run) for n, by in done.items() for s, by_arm in by.items() for arm, run in by_arm.items()]
 
