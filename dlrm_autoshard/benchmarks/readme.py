@@ -123,9 +123,10 @@ def _section(benchmark: Listing, record: Record) -> list[str]:
     else:  # what is asked for and no row is of, is told all the same
         words = {figure: figure.replace("_", " ") for figure in record["verdicts"]}
         rows |= {name: Row(benchmark.name, name, what) for name, what in words.items() if name not in rows}
-    measured = [row for row in rows.values() if isinstance(record["figures"].get(row.figure), (int, float))]
+    figures = record["figures"]
+    measured = [row for row in rows.values() if isinstance(figures.get(row.figure), (int, float))]
     text += [*_HEAD, *(_line(row, row.what, record) for row in measured)]
-    if without := len(record["verdicts"].keys() & rows.keys() - {row.figure for row in measured}):
+    if without := sum(not isinstance(figures.get(figure), (int, float)) for figure in record["verdicts"]):
         text += ["", f"Targets without a figure, which counts as missed: {without}."]
     return text
 

@@ -18,6 +18,14 @@ class Row:
 
 
 ROWS = (
+    Row("race", "seeds", "seeds of which all six worlds have run"),
+    Row("race", "start: planned, s", "seconds from the process's start to the first step, planned"),
+    Row("race", "start: planned more than round robin, s", "the same, more than of a job by round robin"),
+    Row(
+        "race",
+        "abrupt: torchrec / loop on, our checkpoints left out",
+        "pooling permuted: TorchRec's seconds, which writes no checkpoints, over ours without the time of nine",
+    ),
     Row(
         "race-short",
         "worst run: loop on / loop off",
