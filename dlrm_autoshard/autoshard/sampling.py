@@ -16,8 +16,10 @@ from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.change_watch import ChangeWatch
 from dlrm_autoshard.config import ProfileConfig
 
-_CLOSEST_USUAL = 20
-"""Steps from one sampled step to the next, at least, while nothing suggests a change."""
+_STEPS_APART, _LEAST_APART, _SAMPLES_OF_INTERVAL = 2.0, 20, 5
+"""While nothing suggests a change sampled steps are so many times the root of the steps since the last one apart
+(sqrt(2 c / g), where a sampled step is longer by c = 0.2 of a step and a change makes g = 0.1 of each to gain), and so
+many steps at least; an interval has so many: of fewer the quartiles say little."""
 
 
 def steps_of_part(epoch: int, total: int) -> int:
@@ -145,8 +147,8 @@ class Sampling:
         with k ~ sqrt(t)."""
         if self._profile.every_steps is not None:
             return self._profile.every_steps
-        apart = thresholds.STEPS_APART * math.sqrt(max(0, step - self._alike_since))
-        return max(_CLOSEST_USUAL, int(min(apart, self._interval / thresholds.SAMPLES_OF_INTERVAL)))
+        apart = _STEPS_APART * math.sqrt(max(0, step - self._alike_since))
+        return max(_LEAST_APART, int(min(apart, self._interval / _SAMPLES_OF_INTERVAL)))
 
     def _changed(self, step: int) -> None:
         self._alike_since = step
@@ -154,7 +156,7 @@ class Sampling:
 
     @property
     def _closest(self) -> int:
-        return max(2, (self._profile.every_steps or _CLOSEST_USUAL) // 4)
+        return max(2, (self._profile.every_steps or _LEAST_APART) // 4)
 
     def _warm(self, step: int) -> bool:
         return self._profile.enabled and step >= self._begun + self._profile.warmup_steps

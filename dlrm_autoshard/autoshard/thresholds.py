@@ -18,11 +18,6 @@ SAMPLES_OF_CHANGE = 4
 as many tell what is usual. Chosen by hand: of fewer the quartiles say little; with eight, decided on once, half a core
 taken for 200 steps was gone for 41 before tables moved."""
 
-STEPS_APART, SAMPLES_OF_INTERVAL = 2.0, 5
-"""Times the root of the steps since the last change: how far sampled steps are apart. sqrt(2 c / g), where a sampled
-step is longer by c = 0.2 of a step, and a change makes g = 0.1 of each to gain. Timed steps of an interval, at least:
-of fewer the quartiles say little."""
-
 LONG_INTERVAL, MANY_INTERVALS = 1000, 20
 """Steps, and intervals of a job. An epoch that is longer than so many steps, and than such a part of a job, is decided
 on in parts: a job of one epoch would else be decided on when it is over. Chosen by hand."""
