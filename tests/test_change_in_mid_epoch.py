@@ -194,6 +194,13 @@ def test_the_longer_nothing_changes_the_fewer_steps_are_sampled_and_after_a_chan
     assert len(steps_sampled(20, 8000, 1000, lambda step: 1)) == pytest.approx(8000 / 20, rel=0.03)
 
 
+@pytest.mark.parametrize("interval", [50, 88, 240])
+def test_short_intervals_have_enough_steps_sampled_to_decide_on(interval: int) -> None:
+    sampled = np.array(steps_sampled(None, 10 * interval, interval, lambda step: 1))
+    counts = np.bincount(sampled // interval)
+    assert counts[0] >= thresholds.LEAST_SAMPLES and counts[1:].min() >= 4
+
+
 def test_what_changes_right_after_a_decision_is_noticed_too() -> None:
     decided = due_steps(lambda step: 1.5 if step >= CHANGE else 1)
     late = decided[3]

@@ -19,7 +19,7 @@ from dlrm_autoshard.config import ProfileConfig
 _STEPS_APART, _LEAST_APART, _SAMPLES_OF_INTERVAL = 2.0, 20, 5
 """While nothing suggests a change sampled steps are so many times the root of the steps since the last one apart
 (sqrt(2 c / g), where a sampled step is longer by c = 0.2 of a step and a change makes g = 0.1 of each to gain), and so
-many steps at least; an interval has so many: of fewer the quartiles say little."""
+many steps at least, but so many in an interval: of fewer the quartiles say little."""
 
 
 def steps_of_part(epoch: int, total: int) -> int:
@@ -147,8 +147,8 @@ class Sampling:
         with k ~ sqrt(t)."""
         if self._profile.every_steps is not None:
             return self._profile.every_steps
-        apart = _STEPS_APART * math.sqrt(max(0, step - self._alike_since))
-        return max(_LEAST_APART, int(min(apart, self._interval / _SAMPLES_OF_INTERVAL)))
+        apart = max(_LEAST_APART, _STEPS_APART * math.sqrt(max(0, step - self._alike_since)))
+        return max(self._closest, int(min(apart, self._interval / _SAMPLES_OF_INTERVAL)))
 
     def _changed(self, step: int) -> None:
         self._alike_since = step
