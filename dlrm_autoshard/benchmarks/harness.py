@@ -48,6 +48,7 @@ NAMES = (
     "loop-split",
     "torchrec-loop",
     "reshard-speed",
+    "checkpoint-speed",
     "train-wsmall",
     "train-wemb",
     "train-scale",

@@ -32,7 +32,7 @@ SEEDS, LEAST_GAIN = 5, 0.05
 REPLAYED = ("round_robin", "heuristic", "planned", "loop", "clairvoyant")
 CLOCKS = {
     "seconds": "",
-    "unsaved_seconds": ", our checkpoints left out",  # TorchRec's jobs write none
+    "unsaved_seconds": ", checkpoints left out",
     "steps_seconds": ", steps alone",
     "net_seconds": ", steps and what resharding took",
 }
@@ -98,8 +98,8 @@ def race(folder: Path, arms: Arms, seeds: int, scale: Scale) -> Runs:
                 _run_missing(World(name, seed, scale), arms[name], folder / f"{name}-{seed}", done[name][seed], on)
     except KeyboardInterrupt:
         print(f"Stopped. What was done lies in {folder}; the same command goes on there.", flush=True)
-    for _, _, arm, run in _every(done):
-        _add_clocks(arm, run, scale)
+    for *_, run in _every(done):
+        _add_clocks(run, scale)
     return done
 
 
@@ -109,9 +109,10 @@ def _saved(path: Path) -> dict[str, Any]:
     return known if known.get("state") == STATE and "seconds" in known else {"missing": NOT_RUN}
 
 
-def _add_clocks(arm: str, run: dict[str, Any], scale: Scale) -> None:
-    if scale.checkpoints and "seconds" in run and (arm.startswith("torchrec") or run["phases_seconds"]):
-        run["unsaved_seconds"] = run["seconds"] - run["phases_seconds"].get("checkpoints", 0.0)
+def _add_clocks(run: dict[str, Any], scale: Scale) -> None:
+    if scale.checkpoints and "checkpoints" in run.get("phases_seconds", {}):
+        before = scale.epochs / (scale.epochs + 1)  # one is written after the last step, which ends the clock
+        run["unsaved_seconds"] = run["seconds"] - before * run["phases_seconds"]["checkpoints"]
     if "steps_seconds" in run:
         resharding = run["deciding_seconds"] + run["moving_seconds"]
         run["net_seconds"] = run["steps_seconds"] + run["phases_seconds"].get("planning", 0.0) + resharding

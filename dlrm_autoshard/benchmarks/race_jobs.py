@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -51,7 +53,8 @@ def _clairvoyant(config_file: Path, run: Path, plans: Mapping[int, ShardingPlan]
 
 
 def _torchrec(config_file: Path, run: Path, plan: ShardingPlan | None) -> None:
-    """TorchRec's job on the same loader: a bottom MLP, pooled vectors beside it, a top MLP. plan: None for its own."""
+    """TorchRec's job on the same loader: a bottom MLP, pooled vectors beside it, a top MLP. plan: None for its own.
+    It writes checkpoints where ours do by default, and keeps as many."""
     import torch
 
     from dlrm_autoshard.benchmarks.race_torchrec import Job
@@ -69,7 +72,20 @@ def _torchrec(config_file: Path, run: Path, plan: ShardingPlan | None) -> None:
         trainer = Job(source.tables, poolings, NUM_DENSE, size, plan, dense=adagrad)
         job, number = run / "job", 0
         job.mkdir(parents=True, exist_ok=True)
+        seconds = 0.0
+
+        def save(epoch: int) -> None:
+            nonlocal seconds
+            if config.checkpoint.enabled:
+                started = time.perf_counter()
+                trainer.save(job / "checkpoints" / str(epoch))
+                if runtime.rank == 0:
+                    shutil.rmtree(job / "checkpoints" / str(epoch - config.checkpoint.keep), ignore_errors=True)
+                runtime.barrier()
+                seconds += time.perf_counter() - started
+
         (job / "environment.json").touch()
+        save(0)
         with open(job / f"metrics{'' if runtime.rank == 0 else runtime.rank}.jsonl", "w") as metrics:
             for epoch in range(config.train.epochs):
                 ranks = (size, runtime.rank, runtime.world_size)
@@ -79,6 +95,9 @@ def _torchrec(config_file: Path, run: Path, plan: ShardingPlan | None) -> None:
                         number += 1
                         if number % config.train.log_every_steps == 0:
                             print(json.dumps({"step": number}), file=metrics, flush=True)
+                save(epoch + 1)
+        if runtime.rank == 0:
+            (job / "result.json").write_text(json.dumps({"seconds": {"checkpoints": seconds}}))
 
 
 STARTS: dict[str, Callable[[Path, Path, Mapping[int, ShardingPlan]], None]] = {

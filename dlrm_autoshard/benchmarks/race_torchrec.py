@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +62,14 @@ class Job:
         loss.backward()
         self.optimizer.step()
         return loss.detach()
+
+    def save(self, folder: Path) -> None:
+        """All that goes on from it needs, in torch's own format, as TorchRec's users save theirs. Collective."""
+        import torch.distributed.checkpoint as dcp
+
+        tables = self.model.fused_optimizer.state_dict()
+        dense = {"dense_optimizer": self.optimizer.state_dict()}
+        dcp.save({"model": self.model.state_dict(), "tables_optimizer": tables, **dense}, checkpoint_id=folder)
 
 
 def features_of(batch: Batch, keys: Sequence[str]) -> Any:

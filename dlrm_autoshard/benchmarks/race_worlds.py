@@ -39,7 +39,7 @@ RANKS, ALPHA, NUM_DENSE = 2, 1.05, 13
 @dataclass(frozen=True)
 class Scale:
     """gib: of all tables with their optimizer's state. distinct: batches drawn of each phase, then gone over again.
-    checkpoints: of our jobs, at their default; TorchRec's write none in any case."""
+    checkpoints: at our default, of all jobs; TorchRec's in torch's format."""
 
     tables: int = 60
     gib: float = 4.0

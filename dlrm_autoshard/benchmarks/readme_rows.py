@@ -23,8 +23,13 @@ ROWS = (
     Row("race", "start: planned more than round robin, s", "the same, more than of a job by round robin"),
     Row(
         "race",
-        "abrupt: torchrec / loop on, our checkpoints left out",
-        "pooling permuted: TorchRec's seconds, which writes no checkpoints, over ours without the time of nine",
+        "abrupt: torchrec / loop on",
+        "pooling permuted: TorchRec's seconds with its own planner over ours, nine checkpoints of both included",
+    ),
+    Row(
+        "race",
+        "abrupt: torchrec / loop on, checkpoints left out",
+        "the same without the time of checkpoints",
     ),
     Row(
         "race-short",

@@ -37,7 +37,7 @@ ALGORITHM = list(ALGORITHMS)[-1]
 
 
 def digest_of(data: memoryview, each: Callable[[int, memoryview], None] | None = None, algorithm: str = "") -> str:
-    """each: called with every block's start and the block before that is digested: to read it."""
+    """each: called with every block's start and the block before that is digested: to read it, or to write it."""
     digest = ALGORITHMS[algorithm or ALGORITHM]()
     for start in range(0, len(data), _BLOCK):
         block = data[start : start + _BLOCK]

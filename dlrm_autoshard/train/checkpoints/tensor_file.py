@@ -1,4 +1,4 @@
-"""One rank's tensors in one file, chunk by chunk, straight from and into the tensors' own memory.
+"""One rank's tensors in one file, chunk by chunk, without a copy of all of them.
 
 saved = write_tensors(draft / "rank_00000.bin", tensors)        # {"dense.w": SavedTensor(...)}, the file on disk
 read_tensors(checkpoint, manifest, tensors)                     # in place, each chunk checked as it arrives
@@ -17,31 +17,28 @@ import torch
 from torch import Tensor
 
 from dlrm_autoshard.train.checkpoints.digest import digest_of
+from dlrm_autoshard.train.checkpoints.direct_file import DirectFile
 from dlrm_autoshard.train.checkpoints.manifest import Chunk, DamagedCheckpoint, Manifest, SavedTensor, name_and_columns
 
 CHUNK = 16 << 20
-"""Bytes at most: of a GPU's tensor so much is on its way through the host; of the host's own tensors nothing."""
+"""Bytes at most: of a GPU's tensor so much is on its way through the host."""
 _READERS = 4
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, SavedTensor]:
     """Writes and waits until it is on disk. OSError where it cannot be written."""
     saved, offset = {}, 0
-    with open(file, "wb", buffering=0) as out:
+    with DirectFile(file) as out:
         for name, tensor in tensors.items():
             chunks = []
             for part in _bytes_of(tensor).split(CHUNK):
                 data = memoryview(part.cpu().numpy().data)
-                written = 0
-                digest = digest_of(data)
-                while written < len(data):
-                    written += out.write(data[written:])
+                digest = digest_of(data, lambda _start, block: out.write(block))
                 chunks.append(Chunk(file=file.name, offset=offset, bytes=len(data), digest=digest))
                 offset += len(data)
             saved[name] = SavedTensor(
                 dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape), chunks=chunks
             )
-        os.fsync(out.fileno())
     return saved
 
 
