@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dlrm_autoshard.autoshard.change_watch import ChangeWatch
+from dlrm_autoshard.autoshard.decision import Shift, seen_of
 from dlrm_autoshard.costs import balance_gains
 
 RANKS = 4
@@ -109,3 +110,36 @@ def test_after_a_move_nothing_is_known_of_what_is_usual() -> None:
     noticed_after(watch, steps(20))
     watch.restart()
     assert noticed_after(watch, steps(20, slow=2.0, seed=1)) is None
+
+
+def moved(watch: ChangeWatch, before: list[tuple[np.ndarray, float]], after: list[tuple[np.ndarray, float]]) -> None:
+    """Tables have moved, and the planner expects what `after` has in the mean."""
+    then_K, now_K = (np.mean([seen_of(*step) for step in seen], axis=0) for seen in (after, before))
+    noticed_after(watch, before)
+    watch.restart(Shift(tuple((then_K - now_K).tolist()), uncertainty=0.02))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_core_that_is_taken_as_tables_move_is_noticed_as_soon(seed: int) -> None:
+    watch = ChangeWatch(0.02)
+    moved(watch, steps(20, slow=1.3, seed=seed), steps(50, seed=seed + 50))
+    assert noticed_after(watch, steps(10, slow=2.0, seed=seed + 100)) in (3, 4)
+    assert "where it was to be" in watch.text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_that_is_taken_right_after_is_noticed_as_soon(seed: int) -> None:
+    watch = ChangeWatch(0.02)
+    moved(watch, steps(20, slow=1.3, seed=seed), steps(50, seed=seed + 50))
+    assert noticed_after(watch, steps(2, seed=seed + 200)) is None
+    assert noticed_after(watch, steps(10, slow=2.0, seed=seed + 100)) in (3, 4)
+
+
+def test_a_move_that_brings_nearly_what_was_expected_is_no_change() -> None:
+    """Nor is one whose expectation is off by as much as the planner says that it may be; that is the usual then."""
+    false = 0
+    for seed in range(100):
+        watch, off = ChangeWatch(0.02), np.random.default_rng(seed).normal(1.0, 0.05)
+        moved(watch, steps(20, slow=1.3, seed=seed), steps(50, seed=seed + 50))
+        false += noticed_after(watch, steps(30, slow=off, seed=seed + 100)) is not None
+    assert false <= 2

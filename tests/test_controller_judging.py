@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from dlrm_autoshard.autoshard.controller import _taken_back
-from dlrm_autoshard.autoshard.decision import Decision
+from dlrm_autoshard.autoshard.decision import Decision, seen_of
+from dlrm_autoshard.costs import stages_W4
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import Gain
@@ -136,6 +137,41 @@ def test_a_move_is_judged_by_the_steps_before_a_change_that_ends_its_first_inter
     job.cluster.slowdown = {1: 2.0}
     assert job.interval(changed_steps=50, before_change=alike, early=True).action == "moved"
     assert job.records[0]["throughput_after"] == alike and job.records[0]["measured_gain"] > 0
+
+
+def test_a_move_with_which_a_rank_became_slow_is_not_judged_by_that() -> None:
+    """Not one usual step was seen after it, so that nothing is said of what it gained."""
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    assert job.interval().action == "moved"
+    job.cluster.slowdown = {1: 2.0}
+    assert job.interval(changed_steps=40, early=True).action == "moved"
+    assert job.records[0]["measured_gain"] is None and "measured" not in job.records[0]["text"]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_comes_with_a_move_where_ranks_are_as_they_were_is_its_own_doing(early: bool) -> None:
+    """Also where it was so far from what was expected that the interval ended before its time."""
+    job = Training(1)
+    start = job.plan = ShardingPlan({t.name: int(i % 5 == 0) for i, t in enumerate(job.tables)}, 2)
+    job.controller = job.make_controller(liar(job))
+    assert job.interval().action == "moved"
+    if early:
+        job.interval(changed_steps=40, early=True)
+    job.interval()
+    assert job.plan == start
+    assert job.records[0]["measured_gain"] < 0 < job.records[0]["predicted_gain"]
+
+
+def test_what_is_expected_of_a_move_is_what_is_seen_then() -> None:
+    job = Training(0)
+    job.plan = job.worst_heuristic()
+    before, before_ms = stages_W4(job.measure(job.plan).ranks), job.true_ms(job.plan)
+    move = job.interval()
+    after, after_ms = stages_W4(job.measure(job.plan).ranks), job.true_ms(job.plan)
+    assert move.action == "moved" and move.shift is not None
+    seen = seen_of(after, after_ms) - seen_of(before, before_ms)
+    assert move.shift.by_K == pytest.approx(seen.tolist(), abs=0.05) and abs(seen).max() > 0.1
 
 
 def test_that_ranks_changed_since_a_move_is_known_after_a_restart_too() -> None:

@@ -3,17 +3,28 @@
 watch.see(stages_W4, step_ms)       # of each sampled step, the same on every rank
 watch.suspects                      # the last ones say so: steps should be sampled more often
 watch.changed, watch.since          # they surely say so; how many they are
+watch.restart(shift)                # tables have moved; what that was expected to change
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from dlrm_autoshard.autoshard import thresholds
-from dlrm_autoshard.costs import COMPUTE, IQR_OF_NORMAL, balance_gains
+from dlrm_autoshard.autoshard.decision import Shift, seen_of
+from dlrm_autoshard.costs import IQR_OF_NORMAL
+
+
+class _Usual(NamedTuple):
+    """What is `seen_of` a step, and middle and standard deviation of its `_parts`."""
+
+    seen_K: np.ndarray
+    parts_2: np.ndarray
+    scatter_2: np.ndarray
 
 
 class ChangeWatch:
@@ -31,36 +42,46 @@ class ChangeWatch:
         self._least = max(min_gain, thresholds.USUAL_SCATTER)
         self.restart()
 
-    def restart(self) -> None:
-        """What comes now is the usual, whatever was before: tables have moved."""
-        self._usual: deque[np.ndarray] = deque(maxlen=4 * thresholds.SAMPLES_OF_CHANGE)  # as `_seen` makes them
+    def restart(self, shift: Shift | None = None) -> None:
+        """What comes now is the usual, whatever was before: tables have moved. shift: what that was expected to change.
+        The first steps are far from usual where they are far from that: something changed as the tables moved."""
+        known = [] if shift is None else self._now
+        self._expected: _Usual | None = None
+        if shift is not None and len(known) >= thresholds.LEAST_SAMPLES:
+            before, by_K = self._usual_of(known), np.array(shift.by_K)
+            parts_2 = before.parts_2 + np.array([by_K[0], 0.0])
+            self._expected = _Usual(before.seen_K + by_K, parts_2, np.hypot(before.scatter_2, shift.uncertainty))
+        self._usual: deque[np.ndarray] = deque(maxlen=4 * thresholds.SAMPLES_OF_CHANGE)  # as `seen_of` makes them
         self._unusual: list[np.ndarray] = []
         self._sums_2 = np.zeros(2)
 
     def settle(self) -> None:
         """What has been seen since the change, if it lasts, is the usual from now on: tables have stayed."""
-        known = self._unusual or list(self._usual)
+        known = self._now
         self.restart()
         self._usual.extend(known)
 
     def see(self, stages_W4: np.ndarray, step_ms: float) -> None:
         """A sampled step: ms of PLANNED_STAGES on each rank, and of the whole step."""
-        seen = _seen(stages_W4, step_ms)
-        if self.learns:
+        seen = seen_of(stages_W4, step_ms)
+        usual = self._expected if self.learns else self._usual_of(self._usual)
+        if usual is None:
             self._usual.append(seen)
             return
-        middle = np.median(self._usual, axis=0)
-        usual_N2, now_2 = _parts(self._usual, middle), _parts([seen], middle)[0]
-        low_2, middle_2, high_2 = np.quantile(usual_N2, [0.25, 0.5, 0.75], axis=0)
-        scatter_2 = np.maximum((high_2 - low_2) / IQR_OF_NORMAL, self._least) * _of_few(len(self._usual))
+        away_2 = (_parts([seen], usual.seen_K)[0] - usual.parts_2) / usual.scatter_2
         # A step counts for what it lies above one standard deviation, and never for more than two more: one that
         # something else disturbed is not enough.
-        self._sums_2 = np.maximum(0.0, self._sums_2 + np.minimum((now_2 - middle_2) / scatter_2 - 1.0, 2.0))
+        self._sums_2 = np.maximum(0.0, self._sums_2 + np.minimum(away_2 - 1.0, 2.0))
         if self.suspects:
             self._unusual.append(seen)
         else:
             self._usual.extend([*self._unusual, seen])
             self._unusual.clear()
+        if self._expected is not None and not self.changed:
+            known = [*self._usual, *self._unusual]
+            if not self.learns or len(known) >= 2 * thresholds.LEAST_SAMPLES:  # not as expected, but nearly
+                self.restart()
+                self._usual.extend(known)
 
     @property
     def learns(self) -> bool:
@@ -83,22 +104,27 @@ class ChangeWatch:
     @property
     def text(self) -> str:
         """'perfect balance would now save 31% of the step, where it was 4%'"""
-        then, now = (np.median(seen, axis=0) for seen in (self._usual, self._unusual))
+        now = np.median(self._unusual, axis=0)
+        then = np.median(self._usual, axis=0) if self._expected is None else self._expected.seen_K
+        was, than_expected = ("was", "") if self._expected is None else ("was to be", " than expected")
         if self._sums_2[0] >= thresholds.CHANGED:
-            return f"perfect balance would now save {now[0]:.0%} of the step, where it was {max(then[0], 0.0):.0%}"
+            return f"perfect balance would now save {now[0]:.0%} of the step, where it {was} {max(then[0], 0.0):.0%}"
         moved_W = (now - then)[1:]
         more, less = int(moved_W.argmax()), int(moved_W.argmin())  # of two ranks, by as much: then who is waited for
         rank = more if moved_W[more] > -0.99 * moved_W[less] else less
-        less_or_more = "less" if moved_W[rank] < 0 else "more"
+        less_or_more = ("less" if moved_W[rank] < 0 else "more") + than_expected
         return f"beside the others rank {rank} now computes for {abs(moved_W[rank]):.0%} of the step {less_or_more}"
 
+    @property
+    def _now(self) -> list[np.ndarray]:
+        """Steps as they have been since the change, if there is one, else since the move."""
+        return self._unusual or list(self._usual)
 
-def _seen(stages_W4: np.ndarray, step_ms: float) -> np.ndarray:
-    """[1 + W], parts of the step: what perfect balance would save, and how much longer each rank computes than they do
-    in the mean."""
-    compute_W = stages_W4[:, COMPUTE].sum(axis=1)
-    away_W = (compute_W - compute_W.mean()) / max(step_ms, 1e-9)
-    return np.concatenate([[balance_gains(stages_W4, step_ms)], away_W])
+    def _usual_of(self, known: Sequence[np.ndarray]) -> _Usual:
+        middle_K = np.median(known, axis=0)
+        low_2, middle_2, high_2 = np.quantile(_parts(known, middle_K), [0.25, 0.5, 0.75], axis=0)
+        scatter_2 = np.maximum((high_2 - low_2) / IQR_OF_NORMAL, self._least) * _of_few(len(known))
+        return _Usual(middle_K, middle_2, scatter_2)
 
 
 def _parts(seen: Sequence[np.ndarray], middle: np.ndarray) -> np.ndarray:

@@ -16,11 +16,11 @@ from typing import Any
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.choose_move import MoveChooser
-from dlrm_autoshard.autoshard.decision import Decision, Interval, gains
+from dlrm_autoshard.autoshard.decision import Decision, Interval, Shift, gains, seen_of
 from dlrm_autoshard.autoshard.payoff import measured_gain
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import AutoshardConfig
-from dlrm_autoshard.costs import prediction_error
+from dlrm_autoshard.costs import prediction_error, stages_W4, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
@@ -78,6 +78,8 @@ class Controller:
             self.chooser.learn_halves(task, interval, plan, measure_shards)
         no_search = self.trigger.reason_not_to_search()
         self._ranks_changed |= self.planner.costs.ranks_changed
+        if self._since_move is None and not self._ranks_changed:  # what came with a move is its own doing
+            self._since_move = interval.throughput
         mistake = None if interval.early else self._judge_last_move(task, interval)  # few steps tell little of it
         if mistake is not None:
             self.chooser.give_up()
@@ -86,14 +88,23 @@ class Controller:
             decision = replace(base, why=no_search)
         else:
             decision = self.chooser.choose(base, task, interval, plan)
-        if decision.new_plan is not None:  # its last chance
-            self._judge_last_move(task, interval)
+        if decision.new_plan is not None:
+            self._judge_last_move(task, interval)  # its last chance
+            decision = replace(decision, shift=self._shift(decision, task, interval, plan))
         decision = replace(decision, decide_seconds=interval.gather_seconds + time.perf_counter() - started)
         self.chooser.history.intervals += 1
         if decision.new_plan is None:
             return self._written(decision)
         self._pending = decision
         return decision
+
+    def _shift(self, move: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> Shift:
+        """What the move from `plan` is expected to change of what is seen of a step."""
+        assert move.new_plan is not None
+        now, then = (self.planner.predict(task, one) for one in (plan, move.new_plan))
+        then_ms = interval.step_ms + step_cost_ms(then) - step_cost_ms(now)
+        by_K = seen_of(stages_W4(then), then_ms) - seen_of(stages_W4(now), interval.step_ms)
+        return Shift(tuple(by_K.tolist()), self.trigger.gain_scatter if move.uncertainty is None else move.uncertainty)
 
     def moved(self, num_bytes: int, seconds: float) -> Decision:
         """The last decision has been carried out on all ranks."""

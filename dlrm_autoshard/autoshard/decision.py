@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dlrm_autoshard.autoshard import thresholds
-from dlrm_autoshard.costs import IQR_OF_NORMAL, StepProfile, balance_gain, balance_gains, step_cost_ms
+from dlrm_autoshard.costs import COMPUTE, IQR_OF_NORMAL, StepProfile, balance_gain, balance_gains, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, gib
 
 Action = Literal["kept", "moved", "rolled_back", "refused"]
@@ -88,6 +88,22 @@ class Proposal:
     parts: int = 1
 
 
+def seen_of(stages_W4: np.ndarray, step_ms: float) -> np.ndarray:
+    """[1 + W], parts of the step: what perfect balance would save, and how much longer each rank computes than they do
+    in the mean."""
+    compute_W = stages_W4[:, COMPUTE].sum(axis=1)
+    away_W = (compute_W - compute_W.mean()) / max(step_ms, 1e-9)
+    return np.concatenate([[balance_gains(stages_W4, step_ms)], away_W])
+
+
+@dataclass(frozen=True)
+class Shift:
+    """By how much a move is expected to change what is `seen_of` a step; uncertainty: of that, a part of a step."""
+
+    by_K: tuple[float, ...]
+    uncertainty: float
+
+
 @dataclass(frozen=True)
 class Decision:
     """One line of decisions.jsonl. Gains are parts of the step time saved: positive is faster.
@@ -96,7 +112,8 @@ class Decision:
     adopt and to leave; None where they keep theirs. balance_gain: what perfect balance would save, given the ranks'
     speeds (`costs.balance_gain`). error_before, error_after: of the cost model on the interval's
     stages, before it had seen them and after. part_of: the larger move that this one is a part of, in words.
-    decide_seconds: for which training stood still to learn and decide, the move itself apart.
+    decide_seconds: for which training stood still to learn and decide, the move itself apart. shift: what is expected
+    to be seen of the next steps; it is in no record.
     """
 
     epoch: int
@@ -119,6 +136,7 @@ class Decision:
     decide_seconds: float = 0.0
     new_plan: ShardingPlan | None = None
     old_plan: ShardingPlan | None = None
+    shift: Shift | None = None
 
     @property
     def text(self) -> str:
@@ -131,13 +149,14 @@ class Decision:
         return "; ".join([done + gain, *(said for said in (self.why, self.part_of) if said)])
 
     def to_json(self) -> dict[str, Any]:
-        plans, said = ("new_plan", "old_plan"), ("why", "tables_moved")
+        plans, said = ("new_plan", "old_plan", "shift"), ("why", "tables_moved")
         record = {name: value for name, value in vars(self).items() if name not in plans + said}
         return {**record, "text": self.text, "plan": None if self.new_plan is None else self.new_plan.fingerprint}
 
     def state_dict(self) -> dict[str, Any]:
-        """All fields, as JSON."""
-        return {name: v.to_json() if isinstance(v, ShardingPlan) else v for name, v in vars(self).items()}
+        """All fields, as JSON, but for what is only of the next steps."""
+        fields = {name: v.to_json() if isinstance(v, ShardingPlan) else v for name, v in vars(self).items()}
+        return fields | {"shift": None}
 
     @staticmethod
     def from_state_dict(state: Mapping[str, Any]) -> Decision:

@@ -73,7 +73,7 @@ class Intervals:
         self._observer = TableObserver(embeddings)
         self._carried = Carried()
         self._rest = False  # whether this interval began with a decision before its time
-        self._suspected = 0, 0.0  # samples and seconds up to the first step that suggested a change
+        self._suspected = 0, 0.0  # samples and seconds up to the first step that suggested a change, if any were usual
         self.stats = placement.task.stats
         self.resharding: Resharding | None = None
         if reshards(settings, runtime.world_size):
@@ -126,7 +126,8 @@ class Intervals:
             started = time.perf_counter()
             by_rank = self._runtime.all_gather_numbers([*self._clock.last_ms(PLANNED_STAGES), self._clock.last_step_ms])
             self.exclude(time.perf_counter() - started)
-            if self._sampling.see(step, by_rank[:, :-1], float(by_rank[:, -1].max())):
+            first = self._sampling.see(step, by_rank[:, :-1], float(by_rank[:, -1].max()))
+            if first and not self._sampling.learns:
                 self._suspected = self._samples, self._seconds
 
     def exclude(self, seconds: float) -> None:
@@ -165,7 +166,8 @@ class Intervals:
         if rest and not early and self._clock.samples < thresholds.LEAST_SAMPLES:
             return record, None  # it was decided a few steps ago
         decision = self.resharding.after_interval(interval)
-        self._sampling.decided(step, early=early, moved=decision is not None and decision.new_plan is not None)
+        moved, shift = (False, None) if decision is None else (decision.new_plan is not None, decision.shift)
+        self._sampling.decided(step, early=early, moved=moved, shift=shift)
         return record, decision
 
     @property

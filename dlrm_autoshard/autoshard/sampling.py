@@ -14,6 +14,7 @@ import numpy as np
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.change_watch import ChangeWatch
+from dlrm_autoshard.autoshard.decision import Shift
 from dlrm_autoshard.config import ProfileConfig
 
 _STEPS_APART, _LEAST_APART, _SAMPLES_OF_INTERVAL = 2.0, 20, 5
@@ -85,6 +86,11 @@ class Sampling:
     def watches(self) -> bool:
         return self._watch is not None
 
+    @property
+    def learns(self) -> bool:
+        """Whether so little was seen since a move that nothing is known of how it was before a change."""
+        return self._watch is not None and self._watch.learns
+
     def is_due(self, step: int, samples: int) -> bool:
         """After so many steps in all, of which this interval has timed `samples`."""
         if self._change is None or self._sees_another:
@@ -105,14 +111,14 @@ class Sampling:
         """Steps for which a change in this interval has lasted, and moves that were made since."""
         return (None, 0) if self._change is None else (step - self._change.at, self._change.moves)
 
-    def decided(self, step: int, *, early: bool, moved: bool) -> None:
-        """early: the interval ended before its time."""
+    def decided(self, step: int, *, early: bool, moved: bool, shift: Shift | None = None) -> None:
+        """early: the interval ended before its time. shift: what the move is expected to change."""
         self._moved |= moved
         self._timed_at = step  # the next is some steps away: the first after a move are slow
         if moved:
             self._changed(step)
         if self._watch is not None and moved:
-            self._watch.restart()
+            self._watch.restart(shift)
         elif self._watch is not None and self._change is not None:
             self._watch.settle()
         if not early:
