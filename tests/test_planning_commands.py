@@ -233,7 +233,7 @@ def test_explain_and_plan_say_what_splits_bring_and_why_a_table_is_split(
         )
         for name in ("whole", "split")
     }
-    assert "With 'big' in" in said["whole"] and "tables.optimizer.per_part" in said["whole"]
+    assert "by columns, 'big' in" in said["whole"] and "tables.optimizer.per_part" in said["whole"]
     assert "'big' is split into" in said["split"] and "it would make the step cost" in said["split"]
 
 

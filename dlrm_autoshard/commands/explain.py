@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dlrm_autoshard.costs import RankCost
     from dlrm_autoshard.plan import PlanError, ShardingPlan
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
-    from dlrm_autoshard.planner.result import Candidate, PlanResult
+    from dlrm_autoshard.planner.result import PlanResult
     from dlrm_autoshard.planner.task import PlacementTask
 
 
@@ -36,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.plan import PlanError, ShardingPlan
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.records.plans import last_plan
+    from dlrm_autoshard.report.plan_table import what_splits_would_save
 
     of_run, plan_file = None, arguments.plan
     if arguments.plan.is_dir():
@@ -70,8 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
         own = of_run is not None and of_run.config.tables.optimizer.per_part
         per_part = bool(plan.split_tables) and task.splits.optimizer == "rowwise_adagrad" and not own
         sentences.append(compare(plan, costs, better.plan, better.predicted_ms, per_part))
-        if better.would_split is not None:
-            sentences.append(split_would_bring(better.would_split, better.predicted_ms))
+        splits = what_splits_would_save(better)
+        if splits is not None:
+            sentences.append(f"{splits[0].upper()}{splits[1:]}.")
     if arguments.json:
         record = {
             "plan": plan.to_json(),
@@ -186,15 +188,6 @@ def why_split(task: PlacementTask, plan: ShardingPlan, step_ms: Callable[[Shardi
         full = memory is not None and all(used[rank] + need > memory[rank] for rank in plan.ranks_of(table))
         sentences.append(f"{said}, and none of these has room for it." if full else f"{said}.")
     return sentences
-
-
-def split_would_bring(split: Candidate, whole_ms: float) -> str:
-    parts = ", ".join(f"'{table}' in {len(split.plan.parts_of(table))} parts" for table in split.plan.split_tables)
-    return (
-        f"With {parts} the step would cost a predicted {split.predicted_ms:.2f} ms instead of {whole_ms:.2f} "
-        f"({100 * (1 - split.predicted_ms / whole_ms):.1f}% less): exact with SGD, Adagrad and Adam, where "
-        "autoshard.splits does it; for row-wise Adagrad set tables.optimizer.per_part, which is another optimizer."
-    )
 
 
 def compare(

@@ -17,7 +17,6 @@ from dlrm_autoshard.commands.arguments import (
     task_of,
     write_json,
 )
-from dlrm_autoshard.commands.explain import split_would_bring
 from dlrm_autoshard.commands.tables import pool_of_modules, tables_of_run
 from dlrm_autoshard.errors import UserError
 
@@ -128,7 +127,7 @@ def _print(result: PlanResult, task: PlacementTask) -> None:
     from rich.console import Console
 
     from dlrm_autoshard.costs import balanced_cost_ms
-    from dlrm_autoshard.report.plan_table import candidate_table, rank_table
+    from dlrm_autoshard.report.plan_table import candidate_table, rank_table, what_splits_would_save
 
     console = Console()
     console.print(rank_table(result.plan, task.tables, task.stats, task.table_bytes, result.predicted))
@@ -139,6 +138,7 @@ def _print(result: PlanResult, task: PlacementTask) -> None:
         f"{100 * (result.predicted_ms / bound - 1):.1f}% above perfect balance, batch {task.batch_size:,}, "
         f"{result.seconds:.2f} s of planning"
     )
-    if result.would_split is not None:
-        console.print(split_would_bring(result.would_split, result.predicted_ms), highlight=False, markup=False)
+    splits = what_splits_would_save(result)
+    if splits is not None:
+        console.print(splits, highlight=False, markup=False)
     console.print(f"costs from {result.costs_from}", highlight=False)

@@ -1,0 +1,29 @@
+"""Plans as plain data: which rank owns what, and what is asked of that."""
+
+from dlrm_autoshard.plan.constraints import Constraints, Splits, Topology, check_plan, round_robin
+from dlrm_autoshard.plan.sharding_plan import (
+    Move,
+    PlanError,
+    PlanRecord,
+    ShardingPlan,
+    bytes_per_rank,
+    gib,
+    shard_tables,
+    shards_by_table,
+)
+
+__all__ = [
+    "Constraints",
+    "Move",
+    "PlanError",
+    "PlanRecord",
+    "ShardingPlan",
+    "Splits",
+    "Topology",
+    "bytes_per_rank",
+    "check_plan",
+    "gib",
+    "round_robin",
+    "shard_tables",
+    "shards_by_table",
+]

@@ -1,0 +1,239 @@
+"""Which rank owns which shard: a table, or some of its columns.
+
+plan = ShardingPlan({"user": 0, "item[0:64]": 0, "item[64:128]": 1}, world_size=2)
+plan.tables_on(1)                        # ("item[64:128]",)
+plan.moves_to(other)                     # (Move("user", source=0, destination=1),)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
+
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.json_file import FormatError, checked, read_json
+from dlrm_autoshard.formats.numbers import Count, Name, Ranks
+from dlrm_autoshard.tables import Shard, TableConfig
+
+
+class PlanRecord(TypedDict):
+    """A plan as JSON. rank_of: each shard's owner, tables in canonical order. schema: 2 where a table is split."""
+
+    schema: Literal[1, 2]
+    world_size: Ranks
+    rank_of: dict[Name, Count]
+
+
+class PlanError(UserError):
+    """A plan that cannot be: its message says what, how much, and what to try."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A shard on the way from one rank to another; where a table is split anew, columns that one shard gives another.
+
+    table: name of what travels. leaves, arrives: the shards that it is of, before and after, if not one of its own.
+    """
+
+    table: str
+    source: int
+    destination: int
+    leaves: str | None = None
+    arrives: str | None = None
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Owner rank of every shard. Immutable; the order of `rank_of` is the tables' canonical order, parts by columns.
+
+    rank_of: by the shards' names; a table that is not split goes by its own.
+    """
+
+    rank_of: Mapping[str, int]
+    world_size: int
+
+    def __post_init__(self) -> None:
+        for name, rank in self.rank_of.items():
+            if not 0 <= rank < self.world_size:
+                raise PlanError(
+                    f"table '{name}' is placed on rank {rank}, but there are {self.world_size} ranks "
+                    f"(0 to {self.world_size - 1}). Make the plan for this number of ranks."
+                )
+        for table in self.split_tables:
+            _check_parts(table, self.parts_of(table))
+
+    @cached_property
+    def _parts(self) -> Mapping[str, tuple[Shard, ...]]:
+        """Of each table, by columns; tables in canonical order."""
+        parts: dict[str, list[Shard]] = {}
+        for name in self.rank_of:
+            shard = Shard.parse(name)
+            parts.setdefault(shard.table, []).append(shard)
+        return {table: tuple(sorted(of, key=lambda shard: shard.columns or (0, 0))) for table, of in parts.items()}
+
+    def parts_of(self, table: str) -> tuple[Shard, ...]:
+        """The table's shards by columns: one where it is whole, none where the plan doesn't place it."""
+        return self._parts.get(table, ())
+
+    @cached_property
+    def split_tables(self) -> tuple[str, ...]:
+        if not any(name.endswith("]") for name in self.rank_of):
+            return ()
+        return tuple(table for table, parts in self._parts.items() if parts != (Shard(table),))
+
+    @property
+    def most_parts(self) -> int:
+        """Of any table; 1: none is split."""
+        return max(map(len, self._parts.values()), default=1)
+
+    def shards_on(self, rank: int) -> tuple[Shard, ...]:
+        return tuple(Shard.parse(name) for name in self.tables_on(rank))
+
+    def tables_on(self, rank: int) -> tuple[str, ...]:
+        """Names of the shards that `rank` owns, in canonical order."""
+        return tuple(name for name, owner in self.rank_of.items() if owner == rank)
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """Ranks that own something of this table, or of this part of one."""
+        wanted = Shard.parse(name)
+        return tuple(sorted({self.rank_of[str(s)] for s in self.parts_of(wanted.table) if s & wanted is not None}))
+
+    def moves_to(self, new_plan: ShardingPlan) -> tuple[Move, ...]:
+        """Moves that turn this plan into `new_plan`, in canonical table order: the same on every rank."""
+        return tuple(move for move in self.changes_to(new_plan) if move.source != move.destination)
+
+    def changes_to(self, new_plan: ShardingPlan) -> tuple[Move, ...]:
+        """`moves_to`, and what stays on its rank as another shard."""
+        new_plan.check_tables(self._parts)
+        changes = []
+        for table, parts in self._parts.items():
+            for old, new in itertools.product(parts, new_plan.parts_of(table)):
+                source, destination, common = self.rank_of[str(old)], new_plan.rank_of[str(new)], old & new
+                if common is not None and (old != new or source != destination):
+                    leaves, arrives = (None if shard == common else str(shard) for shard in (old, new))
+                    changes.append(Move(str(common), source, destination, leaves, arrives))
+        return tuple(changes)
+
+    def check_tables(self, names: Iterable[str]) -> None:
+        """PlanError unless this plan places exactly the tables (or shards) `names`, whole or in parts."""
+        wanted = set(names)
+        placed = {name if name in wanted else Shard.parse(name).table for name in self.rank_of}
+        if wanted != placed:
+            parts = []
+            if wanted - placed:
+                parts.append(f"it does not place {some_of(wanted - placed)}")
+            if placed - wanted:
+                parts.append(f"it places {some_of(placed - wanted)}, which the model does not have")
+            raise PlanError(f"the plan is for other tables: {'; '.join(parts)}. Make a new plan for this model.")
+
+    def ordered(self, names: Sequence[str]) -> ShardingPlan:
+        """The same placement with tables in the order of `names`."""
+        self.check_tables(names)
+        shards = [str(shard) for name in names for shard in (self.parts_of(name) or (Shard.parse(name),))]
+        return ShardingPlan({shard: self.rank_of[shard] for shard in shards}, self.world_size)
+
+    @property
+    def fingerprint(self) -> str:
+        """Short stable name of this placement."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": 2 if self.split_tables else 1, "world_size": self.world_size, "rank_of": dict(self.rank_of)}
+
+    @staticmethod
+    def from_json(record: Any) -> ShardingPlan:
+        try:
+            plan = checked(PlanRecord, record)
+        except FormatError as error:
+            raise PlanError(f"this is no sharding plan: {error}") from error
+        return ShardingPlan(plan["rank_of"], plan["world_size"])
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.as_text())
+
+    def as_text(self) -> str:
+        """A plan file's."""
+        return json.dumps(self.to_json(), indent=1) + "\n"
+
+    @staticmethod
+    def load(path: Path) -> ShardingPlan:
+        try:
+            plan = read_json(path, PlanRecord, "plan file")
+            return ShardingPlan(plan["rank_of"], plan["world_size"])
+        except FormatError as error:
+            raise PlanError(str(error)) from error
+        except PlanError as error:
+            raise PlanError(f"plan file '{path}': {error}") from error
+
+
+def _check_parts(table: str, parts: Sequence[Shard]) -> None:
+    """PlanError unless they are columns from 0 on, each exactly once, as fbgemm can hold them. Where they end, the
+    plan doesn't know: see `shard_tables`."""
+    if len(parts) == 1:
+        raise PlanError(f"'{parts[0]}' is the only part of its table: one that is whole goes by its name, '{table}'.")
+    end = 0
+    for shard in parts:
+        start, stop = shard.columns or (-1, -1)
+        if shard.columns is None or start != end:
+            raise PlanError(
+                f"the parts of table '{table}' must hold its columns once each, from 0 on; "
+                f"they are {', '.join(str(part) for part in parts)}."
+            )
+        if start % 4 or stop % 4 or start >= stop:
+            raise PlanError(f"'{shard}' is no part that can be held: parts start and stop at multiples of 4.")
+        end = stop
+
+
+def shard_tables(tables: Sequence[TableConfig], plan: ShardingPlan) -> tuple[TableConfig, ...]:
+    """All shards of the plan, in canonical order, each as a table of its own. PlanError where the plan's parts are
+    not of these tables."""
+    return tuple(itertools.chain(*shards_by_table(tables, plan)))
+
+
+def shards_by_table(tables: Sequence[TableConfig], plan: ShardingPlan) -> list[tuple[TableConfig, ...]]:
+    """`shard_tables`, of each table by columns."""
+    plan.check_tables(table.name for table in tables)
+    shards: list[tuple[TableConfig, ...]] = []
+    for table in tables:
+        if table.name in plan.rank_of:
+            shards.append((table,))
+            continue
+        parts = [shard.columns for shard in plan.parts_of(table.name) if shard.columns is not None]
+        if parts[-1][1] != table.embedding_dim:
+            raise PlanError(
+                f"the plan is for other tables: table '{table.name}' has {table.embedding_dim} columns, and its parts "
+                f"hold {parts[-1][1]}. Make a new plan for this model."
+            )
+        shards.append(tuple(table.part(*columns) for columns in parts))
+    return shards
+
+
+def bytes_per_rank(plan: ShardingPlan, table_bytes: Mapping[str, int]) -> list[int]:
+    used = [0] * plan.world_size
+    for table, rank in plan.rank_of.items():
+        used[rank] += table_bytes[table]
+    return used
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes for people: '6.2 GiB', '12 MiB', '340 KiB'."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:{'.3g' if abs(num_bytes) < 999.5 * size else ',.0f'}} {unit}"
+    return f"{int(num_bytes)} bytes"
+
+
+def some_of(names: Iterable[str], most: int = 5) -> str:
+    """For people: 'a', 'b' and 12 more"""
+    ordered = sorted(names)
+    shown = ", ".join(f"'{name}'" for name in ordered[:most])
+    return shown if len(ordered) <= most else f"{shown} and {len(ordered) - most} more"
