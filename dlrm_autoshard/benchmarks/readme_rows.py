@@ -107,6 +107,19 @@ ROWS = (
         "moving 1 GiB between 2 ranks, of gloo's raw bandwidth",
         readme=True,
     ),
+    Row(
+        "checkpoint-speed",
+        "write: dcp / ours",
+        "writing a checkpoint of 2 GiB on 2 ranks: torch.distributed.checkpoint's seconds over ours",
+        readme=True,
+    ),
+    Row("checkpoint-speed", "write: through_page_cache / ours", "the same, ours through the page cache, over ours"),
+    Row(
+        "checkpoint-speed",
+        "read: dcp / ours",
+        "reading it again at once, from the page cache, over ours, from the disk",
+        readme=True,
+    ),
     Row("profiler-overhead", "overhead at 2 ranks, percent", "profiling at its defaults on 2 ranks, % of throughput"),
     Row("train-wemb", "1 rank: over torchrec", "lookup-heavy training over torchrec, 1 rank"),
     Row(
