@@ -9,7 +9,7 @@ from typing import Any
 
 from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.paired import median_with_interval
-from dlrm_autoshard.benchmarks.train_speed import idle_step
+from dlrm_autoshard.benchmarks.train_limits import idle_step
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
 
 TITLE = "growth with tables (26 to 1,000) and ranks (1 to 8) where tables are tiny: ms a step"

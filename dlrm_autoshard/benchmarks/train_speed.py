@@ -2,37 +2,30 @@
 
 Each arm is a job in processes of its own, so that one's memory layout does not burden another; they take turns of a few
 steps each over the same batches in memory, pinned to a core, one thread, while the others wait. The limit of a step is
-what no trainer with these kernels can go below: on the slowest rank, the fused lookup forward and backward of its shard
-for the global batch plus the dense part on its slice of it, each timed alone, in the same rounds.
+what no trainer with these kernels can go below (train_limits.py), measured in the same rounds.
 """
 
 from __future__ import annotations
 
-import itertools
-import resource
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.paired import Ratio, median_with_interval, paired_ratio
 from dlrm_autoshard.benchmarks.peer_torchrec import TorchrecJob, find_torchrec
 from dlrm_autoshard.benchmarks.plans_in_turns import best_of
-from dlrm_autoshard.benchmarks.workloads import OurJob, Workload, make_groups
+from dlrm_autoshard.benchmarks.train_limits import STEPS, batch_bytes, idle_step, limits_of, peak_memory, rank_0_alone
+from dlrm_autoshard.benchmarks.workloads import OurJob, Workload
 from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.distributed.lookup.exchange import with_margin
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
-from dlrm_autoshard.distributed.step import share_of_loss
-from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
+from dlrm_autoshard.plan import ShardingPlan
 
-STEPS = 5  # of one trainer, before it is the other's turn
 TARGETS = {
     "1 rank: over torchrec": ">= 1.05",
     "2 ranks: over 1": ">= 1.8",
@@ -174,7 +167,7 @@ def _measure(
         found: dict[str, Any] = {"seconds": job.run(STEPS) / STEPS}
         if arm.limits:
             assert isinstance(job, OurJob)
-            found |= _limits(job, alone, rank, world_size)
+            found |= limits_of(job, alone, rank, world_size)
         for name, value in found.items():
             if turn != turns[0]:
                 result[name].append(value)
@@ -212,104 +205,4 @@ def _start(
     result["soak"] = 0 if world_size == 1 else 50 if quick else 1000
     ours.run(result["soak"])
     result["growth"] = peak_memory() - warm
-    return ours, _rank_0_alone(workload, rank) if world_size > 1 else None
-
-
-def _limits(job: OurJob, alone: Callable[[], float] | None, rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    dist.barrier()
-    if alone is not None:
-        found["alone"] = alone()
-    # The limit: one rank after the other, so that each has the machine to itself.
-    for turn in range(world_size):
-        dist.barrier()
-        if turn == rank:
-            found["parts"] = limit_parts(job, STEPS)
-            found["limit"] = sum(found["parts"])
-    # And all ranks at once: what sharing caches and memory costs the kernels, whoever calls them.
-    dist.barrier()
-    found["together"] = sum(limit_parts(job, STEPS))
-    return found
-
-
-def _rank_0_alone(workload: Workload, rank: int) -> Callable[[], float]:
-    """Seconds a step of a job that rank 0 has to itself; the others wait."""
-    if rank != 0:
-        make_groups([0])
-        return lambda: 0.0
-    job = OurJob(workload, workload.plan(1), 0, workload.batches(), ranks=[0])
-    job.run(3)
-    return lambda: job.run(STEPS) / STEPS
-
-
-def limit_parts(job: OurJob, rounds: int) -> tuple[float, float, float]:
-    """Median seconds of the fused lookup, of its backward with update, and of the dense part forward and backward,
-    on the batch that waits. No collective; the tables and MLPs are trained by it, which changes no speed."""
-    batch, ids = job.batches[0], job.step.ids
-    assert ids is not None
-    times: tuple[list[float], ...] = ([], [], [])
-    gradient = None
-    # The dense part finds the vectors where it needs them and leaves their gradients where they are: a step could do
-    # without any copy of them between the lookup, the exchange and the interaction, so its limit has none.
-    pooled = torch.randn(batch.padded_size, sum(t.embedding_dim for t in job.embeddings.tables)) * 0.01
-    leaf = with_margin(pooled, job.model.margin).requires_grad_()
-    for _ in range(rounds):
-        marks = [time.perf_counter()]
-        local = job.embeddings.lookup(ids)
-        marks.append(time.perf_counter())
-        gradient = torch.full_like(local, 1e-6) if gradient is None else gradient
-        started = time.perf_counter()
-        job.embeddings.update(local, gradient)
-        marks.append(marks[-1] + time.perf_counter() - started)
-        started = time.perf_counter()
-        job.dense.zero_gradient()
-        leaf.grad = None
-        loss = share_of_loss(job.model.top(job.model.bottom(batch.dense_BF), leaf), batch)
-        loss.backward()
-        job.dense.step(0.0)
-        marks.append(marks[-1] + time.perf_counter() - started)
-        for column, (a, b) in zip(times, itertools.pairwise(marks), strict=True):
-            column.append(b - a)
-    return statistics.median(times[0]), statistics.median(times[1]), statistics.median(times[2])
-
-
-def idle_step(tables: int, steps: int = 200) -> tuple[float, list[float]]:
-    """Seconds of a whole step in which no kernel has anything to do (two samples, tables of dim 4, one id each), and
-    of that the bookkeeping: what is left after calling the same kernels alone, by round of ten steps, in turns with the
-    kernels; less than nothing where the two differ by less than the noise. Collective over all ranks."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    workload = idle_workload(tables, world_size)
-    plan = round_robin([table.name for table in workload.tables], Topology(world_size))
-    job = OurJob(workload, plan, rank, workload.batches(rank, world_size))
-    job.run(20)
-    whole, left = [], []
-    for _ in range(max(2, steps // 10)):
-        whole.append(statistics.median(job.run(1) for _ in range(10)))
-        left.append(whole[-1] - sum(limit_parts(job, 10)))
-    return statistics.median(whole), left
-
-
-def idle_workload(tables: int, world_size: int) -> Workload:
-    return Workload(
-        "idle",
-        rows=(8,) * tables,
-        pooling=(1,) * tables,
-        bottom=(4,),
-        top=(1,),
-        num_batches=2,
-        dim=4,
-        batch_size=2 * world_size,
-        interaction="cat",
-    )
-
-
-def batch_bytes(job: OurJob) -> int:
-    """What one batch takes on this rank: its tables' ids, and their pooled vectors, for the global batch."""
-    ids = job.step.ids
-    assert ids is not None
-    bags = ids.batch_size * job.embeddings.world_size
-    return ids.values_N.nbytes + 4 * bags * job.embeddings.local_dim
-
-
-def peak_memory() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return ours, rank_0_alone(workload, rank) if world_size > 1 else None

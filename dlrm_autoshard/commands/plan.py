@@ -17,7 +17,7 @@ from dlrm_autoshard.commands.arguments import (
     task_of,
     write_json,
 )
-from dlrm_autoshard.commands.tables import pool_of_modules, tables_of_run
+from dlrm_autoshard.commands.table_pools import pool_of_modules, tables_of_run
 from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,0 +1,143 @@
+"""Tables and their statistics, for the planning commands: of a run, a CSV file, TorchRec modules, files of ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dlrm_autoshard.commands.arguments import OfRun, with_progress
+from dlrm_autoshard.errors import UserError
+
+if TYPE_CHECKING:
+    from dlrm_autoshard.config import TablesConfig
+    from dlrm_autoshard.config_data import SyntheticTable
+    from dlrm_autoshard.data.batch import DataSource
+    from dlrm_autoshard.planner.dreamshard.pool import TablePool
+    from dlrm_autoshard.torchrec.module_file import Modules
+
+_MOST_BYTES = 1 << 24
+
+
+def tables_of_run(run: Path, quiet: bool) -> OfRun:
+    """With reuse as in its first global batch and pooling as last measured."""
+    from dataclasses import replace
+
+    from dlrm_autoshard.config import load_config
+    from dlrm_autoshard.data.open import open_source
+    from dlrm_autoshard.records.run import RunRecord
+    from dlrm_autoshard.tables import Shard
+    from dlrm_autoshard.train.start_record import CONFIG
+
+    record = RunRecord.load(run)
+    if not record.epochs:
+        raise UserError(f"'{run}' has no profiled epoch (profile.enabled: false), so nothing is known of its tables.")
+    if not (run / CONFIG).exists():
+        raise UserError(
+            f"'{run}' has no {CONFIG}: it is of a training loop of its own, whose data cannot be read again. List its "
+            "tables in a file (`tables --from-csv FILE`)."
+        )
+    config = load_config(run / CONFIG)
+    pool = _measured(open_source(config.data, config.tables), record.last.batch_size, quiet)
+    pooling = {Shard.parse(use.name).table: use.mean_pooling for use in record.last.tables}  # parts have their table's
+    stats = [
+        replace(s, mean_pooling=pooling.get(t.name, s.mean_pooling))
+        for t, s in zip(pool.tables, pool.stats, strict=True)
+    ]
+    return OfRun(replace(pool, stats=tuple(stats)), config, record.last.hosts)
+
+
+def pool_of_csv(path: Path, shape: TablesConfig, batch_size: int, seed: int, quiet: bool) -> TablePool:
+    """Tables as a CSV file lists them, one a line, with ids drawn by their pooling and skew. UserError: the line."""
+    import csv
+
+    import pydantic
+
+    from dlrm_autoshard.config_data import SyntheticTable
+    from dlrm_autoshard.formats.json_file import NotReadable, read_bytes, text_of
+    from dlrm_autoshard.formats.sentences import dotted, sentence
+    from dlrm_autoshard.formats.yaml_file import parse_yaml
+
+    try:
+        lines = text_of(read_bytes(path, "CSV file", _MOST_BYTES)).splitlines()
+        reader = csv.DictReader(lines, restkey="a cell without a column", strict=True)
+        tables = []
+        for row in reader:
+            cells = {key: text for key, text in row.items() if text}
+            values = {key: text if key == "name" else parse_yaml(str(text)) for key, text in cells.items()}
+            tables.append(SyntheticTable.model_validate(values))
+    except (NotReadable, csv.Error) as error:
+        raise UserError(f"CSV file '{path}' {error}.") from error
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = f"CSV file '{path}', line {reader.line_num}"
+        raise UserError(f"{where}: {sentence(dotted(first['loc']), first)}") from error
+    if not tables:
+        raise UserError(f"CSV file '{path}' lists no table; it needs the columns name and num_embeddings.")
+    return _drawn(tables, shape, batch_size, seed, quiet)
+
+
+def pool_of_modules(modules: Modules, batch_size: int, seed: int, quiet: bool) -> TablePool:
+    """Tables of TorchRec modules, named as `table_key` says; ids are drawn for those without statistics."""
+    from dlrm_autoshard.config import TablesConfig
+    from dlrm_autoshard.config_data import SyntheticTable
+    from dlrm_autoshard.planner.dreamshard.pool import TablePool
+    from dlrm_autoshard.tables import TableConfig, TableStats
+    from dlrm_autoshard.torchrec.tables import table_key
+
+    tables, known, guessed = [], {}, []
+    for path, rows in modules.items():
+        for row in rows:
+            key, dim = table_key(path, row["name"], modules), row["embedding_dim"]
+            shape = (key, row["num_embeddings"], dim)
+            tables.append(TableConfig(*shape, row.get("pooling", "sum"), row.get("dtype", "fp32")))
+            if "stats" in row:
+                known[key] = TableStats.from_json(row["stats"])
+            else:
+                drawn = dict(zip(("name", "num_embeddings", "embedding_dim"), shape, strict=True))
+                guessed.append(SyntheticTable.model_validate({**drawn, "mean_pooling": row.get("mean_pooling", 1.0)}))
+    if guessed:
+        pool = _drawn(guessed, TablesConfig(), batch_size, seed, quiet)
+        known |= {table.name: stats for table, stats in zip(pool.tables, pool.stats, strict=True)}
+    return TablePool(tuple(tables), tuple(known[table.name] for table in tables))
+
+
+def _drawn(tables: list[SyntheticTable], shape: TablesConfig, batch_size: int, seed: int, quiet: bool) -> TablePool:
+    from dlrm_autoshard.config_data import SyntheticData
+    from dlrm_autoshard.data.open import open_source
+
+    data = SyntheticData(source="synthetic", tables=tables, train_samples=batch_size, seed=seed)
+    return _measured(open_source(data, shape), batch_size, quiet)
+
+
+def pool_of_files(files: list[str], shape: TablesConfig, batch_size: int | None, quiet: bool) -> TablePool:
+    """Statistics over a whole batch, test samples too: a file is one batch of its job. One table's ids at a time."""
+    from dlrm_autoshard.config_data import DlrmDatasetsData
+    from dlrm_autoshard.data.sources.dlrm_datasets import DlrmDatasetsSource
+    from dlrm_autoshard.planner.dreamshard.pool import TablePool
+    from dlrm_autoshard.tables import measure_table_stats
+
+    source = DlrmDatasetsSource(DlrmDatasetsData(source="dlrm_datasets", files=files), shape)
+    size, total = batch_size or source.batch_sizes[0], sum(source.batch_sizes)
+    if size > total:
+        raise UserError(
+            f"the files hold {total:,} samples; --batch-size is {size:,}. Ask for less, or give more files."
+        )
+    stats = []
+    for table in with_progress(range(len(source.tables)), len(source.tables), "measuring tables", quiet):
+        stats += measure_table_stats(*source.bags(0, size, slice(table, table + 1)))
+    return TablePool(source.tables, tuple(stats))
+
+
+def _measured(source: DataSource, batch_size: int, quiet: bool) -> TablePool:
+    """Statistics of each table over the first batch of the training samples."""
+    from dlrm_autoshard.planner.dreamshard.pool import TablePool
+    from dlrm_autoshard.tables import measure_table_stats
+
+    batch = source.read("train", 0, 0, min(batch_size, source.num_samples("train")))
+    ends = batch.lengths_TB.sum(1).cumsum(0).tolist()
+    stats = []
+    for table in with_progress(range(len(source.tables)), len(source.tables), "measuring tables", quiet):
+        first = ends[table - 1] if table else 0
+        ids = batch.values_N[first : ends[table]].numpy()
+        stats += measure_table_stats(batch.lengths_TB[table : table + 1].numpy(), ids)
+    return TablePool(source.tables, tuple(stats))
