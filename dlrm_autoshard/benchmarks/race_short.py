@@ -1,7 +1,7 @@
 """The race's worlds in jobs of half a minute, so that five seeds of all six take two hours.
 
-The same arms, clocks and figures as `race`, without checkpoints, which TorchRec's job has not, and with 16 tables: on
-two ranks plans of few tables differ by more. What is done lies in runs/race-short.
+The same arms, clocks and figures as `race`, without checkpoints and with 16 tables: on two ranks plans of few tables
+differ by more. What is done lies in runs/race-short.
 """
 
 from __future__ import annotations

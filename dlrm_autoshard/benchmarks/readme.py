@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,12 @@ WORLDS_HEAD = (
 SHORT_HEAD = (
     "| what changes in a job | time with / without resharding | of a clairvoyant's gain | TorchRec's / ours | moves |"
 )
+
+LONG_HEAD = (
+    "| what changes in a job | time with / without resharding | the same in turns | of a clairvoyant's gain, in turns "
+    "| TorchRec's / ours | moves |"
+)
+LONG = "Jobs of four to five minutes, 60 tables, 4 GiB and nine checkpoints, start to end; the kinds that ran so far:"
 
 
 def objections(record: Record) -> list[str]:
@@ -83,6 +89,7 @@ def records(results: Path = RESULTS) -> tuple[dict[str, Record], dict[str, list[
 def summary(counted: Mapping[str, Record]) -> str:
     """The README's: whole jobs by what changes in them, the figures that matter most, how many targets are met."""
     text = short_worlds(counted["race-short"]) if "race-short" in counted else []
+    text += ["", LONG, "", *long_worlds(counted["race"])] if "race" in counted else []
     shown = [row for row in ROWS if row.readme and row.benchmark in counted]
     words = [row.what if row.readme is True else str(row.readme) for row in shown]
     lines = [_line(row, what, counted[row.benchmark]) for row, what in zip(shown, words, strict=True)]
@@ -92,14 +99,22 @@ def summary(counted: Mapping[str, Record]) -> str:
 
 
 def short_worlds(record: Record) -> list[str]:
-    figures = record["figures"]
-    lines = []
+    return _worlds(record, SHORT_HEAD, RATIOS[1:2])
+
+
+def long_worlds(record: Record) -> list[str]:
+    return _worlds(record, LONG_HEAD, RATIOS[:2])
+
+
+def _worlds(record: Record, head: str, ratios: Sequence[str]) -> list[str]:
+    """A line of each kind of job that ran. ratios: of the time with resharding over that without, by these clocks."""
+    figures, lines = record["figures"], []
     for world, what in IN_WORDS.items():
         if f"{world}: moves, roll-backs" in figures:
-            _, ratio, torchrec = (cell(record, f"{world}: {key}", digits="#.3g") for key in RATIOS)
-            texts = [ratio, _share(record, world, f"recovered of all seeds' seconds{NET}", NET), torchrec]
+            *times, torchrec = (cell(record, f"{world}: {key}", digits="#.3g") for key in (*ratios, RATIOS[-1]))
+            texts = [*times, _share(record, world, f"recovered of all seeds' seconds{NET}", NET), torchrec]
             lines.append(f"| {what} | {' | '.join(texts)} | {figures[f'{world}: moves, roll-backs'][0]} |")
-    return [SHORT_HEAD, "| --- " * (SHORT_HEAD.count("|") - 1) + "|", *lines]
+    return [head, "| --- " * (head.count("|") - 1) + "|", *lines]
 
 
 def table(counted: Mapping[str, Record]) -> str:
