@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from dlrm_autoshard.benchmarks import slices
 from dlrm_autoshard.benchmarks.harness import STATE, finish
 from dlrm_autoshard.benchmarks.readme import maker_of_cpu
-from dlrm_autoshard.benchmarks.slices import Key, in_slices, origins
+from dlrm_autoshard.benchmarks.slices import Key, in_slices, origins, other_work
 from dlrm_autoshard.records.jsonl import read_jsonl
 
 
@@ -43,6 +44,7 @@ def ten_times(number: int) -> dict[str, int]:
 
 A_LONG_RUN = """
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 from dlrm_autoshard.benchmarks.slices import in_slices
@@ -99,12 +101,27 @@ def test_the_record_has_the_load_and_cpus_of_all_starts(tmp_path: Path, monkeypa
     for number, (cpu, load) in enumerate([("AMD EPYC", 9.0), ("Intel Xeon", 0.1), ("none", 99.0)]):
         monkeypatch.setattr(slices, "cpu_model", lambda cpu=cpu: cpu)
         monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        monkeypatch.setattr(slices, "other_work", lambda: nullcontext({}))  # as in rows of before it was measured
         rows = in_slices(tmp_path / "rows.jsonl", wanted[: number + 1], lambda _: {"ms": 8})
     record = finish("soak", False, {"figures": {}, **origins(rows)}, 1.0, load_before=0.0, cores=2)
     assert record["environment"]["cpu"] == "AMD EPYC, Intel Xeon", "not of the last start, which measured nothing"
     assert record["environment"]["load_before"] == 9.0
-    assert record["reservations"] == ["other work ran beside it: a load of 9.0 on 2 cores when it began"]
+    assert record["reservations"] == ["other work ran beside it: a load of 9.0 on 2 cores"]
     assert maker_of_cpu(record) == "AMD, Intel"
+
+
+def test_work_of_others_beside_a_row_is_measured_and_ones_own_is_not_taken_for_it() -> None:
+    """Work of a child counts as one's own once it has ended, as that of a benchmark's jobs."""
+    for_a_second = [sys.executable, "-c", "import time; end = time.time() + 1.5\nwhile time.time() < end: pass"]
+    with other_work() as beside_own:
+        subprocess.run(for_a_second, check=True)
+    with subprocess.Popen(for_a_second) as others:
+        with other_work() as beside_others:
+            time.sleep(1.5)
+        others.wait()
+    assert beside_others["load_beside"] > beside_own["load_beside"] + 0.3
+    rows = [{"load_before": 9.0, **beside_own}, {"load_before": 0.0, **beside_others}]
+    assert origins(rows)["load_before"] == max(beside_own["load_beside"], beside_others["load_beside"])
 
 
 def test_nothing_is_kept_where_nobody_says_where() -> None:

@@ -32,7 +32,7 @@ before there were states have none."""
 UNKNOWN = "+"
 """Of a commit: what was measured is of none that is known, or not of it alone."""
 QUIET_LOAD = 0.5
-"""Of the cores, by other work, at a benchmark's start: under more of it no figure counts."""
+"""Of the cores, by other work, at a benchmark's start or beside it: under more of it no figure counts."""
 NAMES = (
     "planner-time",
     "planner-quality",
@@ -137,14 +137,14 @@ def finish(
     began: some keep to one of them from then on.
 
     outcome: a dictionary of Findings, with, of all starts in which some of it was measured, "measured_at" (commits),
-    "cpus" and "load_before" (the highest).
+    "cpus" and "load_before" (the highest, or what was measured of it meanwhile).
     """
     figures, targets, spread = outcome["figures"], outcome.get("targets", {}), outcome.get("spread", {})
     cores, load_before = cores or len(os.sched_getaffinity(0)), outcome.get("load_before", load_before)
     here = environment() | {"cores": cores, "load_before": round(load_before, 2)}
     reservations = ["a quick run: fewer rounds, smaller sizes"] if quick else []
     if load_before > QUIET_LOAD * cores:
-        reservations.append(f"other work ran beside it: a load of {load_before:.1f} on {cores} cores when it began")
+        reservations.append(f"other work ran beside it: a load of {load_before:.1f} on {cores} cores")
     verdicts = {figure: verdict(figures.get(figure), target, spread.get(figure)) for figure, target in targets.items()}
     if reservations:
         verdicts = {figure: "inconclusive" if given == "met" else given for figure, given in verdicts.items()}

@@ -23,7 +23,7 @@ from dlrm_autoshard.benchmarks.race_arms import ARMS, DECIDES_EVERY, missing_pee
 from dlrm_autoshard.benchmarks.race_picture import Runs, page, panels
 from dlrm_autoshard.benchmarks.race_turns import steps_in_turns
 from dlrm_autoshard.benchmarks.race_worlds import QUICK, WORLDS, Scale, World, WorldName
-from dlrm_autoshard.benchmarks.slices import commits, machine, origins
+from dlrm_autoshard.benchmarks.slices import commits, machine, origins, other_work
 from dlrm_autoshard.records.jsonl import append_jsonl, read_jsonl
 
 TITLE = "whole jobs, with resharding and without, clairvoyant, and TorchRec's, in six worlds: seconds, start to end"
@@ -130,11 +130,12 @@ def _run_missing(
             runs[arm] = {"missing": reason}
             continue
         world.draw_data(place / "data")
-        try:
-            found = run_arm(arm, world, place)
-        except BenchError as error:
-            found = {"missing": str(error)}
-        runs[arm] = {**found, "state": STATE, "commit": commit(), **on}
+        with other_work() as beside:
+            try:
+                found = run_arm(arm, world, place)
+            except BenchError as error:
+                found = {"missing": str(error)}
+        runs[arm] = {**found, "state": STATE, "commit": commit(), **on, **beside}
         (place / f"{arm}.json").write_text(json.dumps(runs[arm]))
         print(f"{world.name}, seed {world.seed}, {arm}: {found.get('missing') or found['seconds']}", flush=True)
     again = [arm for arm in REPLAYED if "seconds" in runs.get(arm, {})]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
@@ -32,9 +34,9 @@ def in_slices(
     left = [key for key in wanted if key not in done]
     # Ctrl-C reaches a terminal's whole group: workers leave it to this process, which ends them.
     pool = ProcessPoolExecutor(workers, initializer=_ignore_ctrl_c) if workers else None
-    each = map if pool is None else pool.map
+    each, called = (map, _called_alone) if pool is None else (pool.map, _called)
     try:
-        for key, found in zip(left, each(partial(_called, measure), left), strict=True):
+        for key, found in zip(left, each(partial(called, measure), left), strict=True):
             rows.append({"state": STATE, "of": list(key), "commit": commit(), **on, **found})
             if kept is not None:
                 append_jsonl(kept, rows[-1])
@@ -57,14 +59,43 @@ def _called(measure: Callable[..., Mapping[str, Any]], key: Key) -> Mapping[str,
     return measure(*key)
 
 
+def _called_alone(measure: Callable[..., Mapping[str, Any]], key: Key) -> Mapping[str, Any]:
+    with other_work() as beside:
+        found = measure(*key)
+    return {**found, **beside}
+
+
 def machine() -> dict[str, Any]:
     """On which a start of a benchmark measures. Asked before it does: the load is other work's then."""
     return {"cpu": cpu_model(), "load_before": round(os.getloadavg()[0], 2)}
 
 
+@contextmanager
+def other_work() -> Iterator[dict[str, float]]:
+    """Afterwards "load_beside": cores that were busy meanwhile with what neither this process nor its children did, be
+    it on this machine or on others of its host ("steal"). It tells more of a row than the load before the first one."""
+    found: dict[str, float] = {}
+    busy, own, started = _busy_seconds(), _own_seconds(), time.perf_counter()
+    yield found
+    others = (_busy_seconds() - busy) - (_own_seconds() - own)
+    found["load_beside"] = round(max(0.0, others) / max(1.0, time.perf_counter() - started), 2)
+
+
+def _busy_seconds() -> float:
+    import psutil
+
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)  # guests are users', too
+
+
+def _own_seconds() -> float:
+    """Of children that have ended, and of theirs."""
+    return sum(os.times()[:4])
+
+
 def origins(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What `harness.finish` takes of all starts in which rows were measured."""
-    loads = [row["load_before"] for row in rows if "load_before" in row]
+    loads = [row.get("load_beside", row.get("load_before", 0.0)) for row in rows if "load_before" in row]
     highest = {"load_before": max(loads)} if loads else {}
     return {"measured_at": commits(rows), "cpus": sorted({row["cpu"] for row in rows if "cpu" in row}), **highest}
 
