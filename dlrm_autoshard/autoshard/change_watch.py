@@ -40,26 +40,28 @@ class ChangeWatch:
     def __init__(self, min_gain: float) -> None:
         """min_gain: part of a step; smaller changes are none."""
         self._least = max(min_gain, thresholds.USUAL_SCATTER)
-        self.restart()
+        self._begin([])
 
     def restart(self, shift: Shift | None = None) -> None:
         """What comes now is the usual, whatever was before: tables have moved. shift: what that was expected to change.
         The first steps are far from usual where they are far from that: something changed as the tables moved."""
-        known = [] if shift is None else self._now
-        self._expected: _Usual | None = None
+        known, expected = self._now, None
         if shift is not None and len(known) >= thresholds.LEAST_SAMPLES:
             before, by_K = self._usual_of(known), np.array(shift.by_K)
             parts_2 = before.parts_2 + np.array([by_K[0], 0.0])
-            self._expected = _Usual(before.seen_K + by_K, parts_2, np.hypot(before.scatter_2, shift.uncertainty))
-        self._usual: deque[np.ndarray] = deque(maxlen=4 * thresholds.SAMPLES_OF_CHANGE)  # as `seen_of` makes them
-        self._unusual: list[np.ndarray] = []
-        self._sums_2 = np.zeros(2)
+            expected = _Usual(before.seen_K + by_K, parts_2, np.hypot(before.scatter_2, shift.uncertainty))
+        self._begin([], expected)
 
     def settle(self) -> None:
         """What has been seen since the change, if it lasts, is the usual from now on: tables have stayed."""
-        known = self._now
-        self.restart()
-        self._usual.extend(known)
+        self._begin(self._now)
+
+    def _begin(self, usual: Sequence[np.ndarray], expected: _Usual | None = None) -> None:
+        """usual: steps as `seen_of` makes them."""
+        self._usual = deque(usual, maxlen=4 * thresholds.SAMPLES_OF_CHANGE)
+        self._unusual: list[np.ndarray] = []
+        self._sums_2 = np.zeros(2)
+        self._expected = expected
 
     def see(self, stages_W4: np.ndarray, step_ms: float) -> None:
         """A sampled step: ms of PLANNED_STAGES on each rank, and of the whole step."""
@@ -80,8 +82,7 @@ class ChangeWatch:
         if self._expected is not None and not self.changed:
             known = [*self._usual, *self._unusual]
             if not self.learns or len(known) >= 2 * thresholds.LEAST_SAMPLES:  # not as expected, but nearly
-                self.restart()
-                self._usual.extend(known)
+                self._begin(known)
 
     @property
     def learns(self) -> bool:

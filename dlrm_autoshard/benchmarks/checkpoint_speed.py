@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.paired import median_with_interval, paired_ratio
-from dlrm_autoshard.distributed.ranks.runtime import Runtime
+from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
 from dlrm_autoshard.train.checkpoints.manifest import SavedState, folder_name
 
@@ -57,8 +57,7 @@ def measure(rank: int, world_size: int, folder: Path, rounds: int, tables: int) 
     took: dict[str, dict[str, list[float]]] = {what: {arm: [] for arm in ARMS} for what in ("write", "read")}
     world = dist.group.WORLD
     assert world is not None
-    runtime = Runtime(rank, world_size, world_size, torch.device("cpu"), world, world, world)
-    checkpoints = Checkpoints(folder / "ours", runtime)
+    checkpoints = Checkpoints(folder / "ours", runtime_of(world, torch.device("cpu")))
     path, theirs = checkpoints.folder / folder_name(0), folder / "dcp"
 
     def write_and_read(arm: str) -> dict[str, float]:

@@ -36,7 +36,6 @@ WORLDS_HEAD = (
 SHORT_HEAD = (
     "| what changes in a job | time with / without resharding | of a clairvoyant's gain | TorchRec's / ours | moves |"
 )
-
 LONG_HEAD = (
     "| what changes in a job | time with / without resharding | the same in turns | of a clairvoyant's gain, in turns "
     "| TorchRec's / ours | moves |"

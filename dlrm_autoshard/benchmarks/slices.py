@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
@@ -34,9 +34,9 @@ def in_slices(
     left = [key for key in wanted if key not in done]
     # Ctrl-C reaches a terminal's whole group: workers leave it to this process, which ends them.
     pool = ProcessPoolExecutor(workers, initializer=_ignore_ctrl_c) if workers else None
-    each, called = (map, _called_alone) if pool is None else (pool.map, _called)
+    each = map if pool is None else pool.map
     try:
-        for key, found in zip(left, each(partial(called, measure), left), strict=True):
+        for key, found in zip(left, each(partial(_called, measure, pool is None), left), strict=True):
             rows.append({"state": STATE, "of": list(key), "commit": commit(), **on, **found})
             if kept is not None:
                 append_jsonl(kept, rows[-1])
@@ -55,12 +55,10 @@ def _ignore_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _called(measure: Callable[..., Mapping[str, Any]], key: Key) -> Mapping[str, Any]:
-    return measure(*key)
-
-
-def _called_alone(measure: Callable[..., Mapping[str, Any]], key: Key) -> Mapping[str, Any]:
-    with other_work() as beside:
+def _called(measure: Callable[..., Mapping[str, Any]], alone: bool, key: Key) -> Mapping[str, Any]:
+    """alone: no other process of this benchmark works beside it, which would count as other work."""
+    watched: AbstractContextManager[dict[str, float]] = other_work() if alone else nullcontext({})
+    with watched as beside:
         found = measure(*key)
     return {**found, **beside}
 

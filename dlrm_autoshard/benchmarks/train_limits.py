@@ -7,7 +7,6 @@ slice of it, each timed alone: `limits_of(job, None, rank, world_size)["limit"]`
 from __future__ import annotations
 
 import itertools
-import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -120,7 +119,3 @@ def batch_bytes(job: OurJob) -> int:
     assert ids is not None
     bags = ids.batch_size * job.embeddings.world_size
     return ids.values_N.nbytes + 4 * bags * job.embeddings.local_dim
-
-
-def peak_memory() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from dlrm_autoshard.autoshard.intervals import peak_memory
 from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.paired import Ratio, median_with_interval, paired_ratio
 from dlrm_autoshard.benchmarks.peer_torchrec import TorchrecJob, find_torchrec
 from dlrm_autoshard.benchmarks.plans_in_turns import best_of
-from dlrm_autoshard.benchmarks.train_limits import STEPS, batch_bytes, idle_step, limits_of, peak_memory, rank_0_alone
+from dlrm_autoshard.benchmarks.train_limits import STEPS, batch_bytes, idle_step, limits_of, rank_0_alone
 from dlrm_autoshard.benchmarks.workloads import OurJob, Workload
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
@@ -193,16 +195,17 @@ def _start(
         return theirs, None
     if arm.limits:
         result["bookkeeping"] = median_with_interval([1e3 * ms for ms in idle_step(len(workload.tables))[1]])
-    before = peak_memory()
+    cpu = torch.device("cpu")
+    before = peak_memory(cpu)
     ours = OurJob(workload, plan, rank, batches, **arm.options)
     ours.run(len(batches))
     if not arm.limits:
         return ours, None
     own = [t for t in workload.tables if plan.rank_of[t.name] == rank]
     state = sum(t.weight_bytes + t.optimizer_bytes("rowwise_adagrad") for t in own)
-    result["buffers"] = (peak_memory() - before - state) / batch_bytes(ours)
-    warm = peak_memory()
+    result["buffers"] = (peak_memory(cpu) - before - state) / batch_bytes(ours)
+    warm = peak_memory(cpu)
     result["soak"] = 0 if world_size == 1 else 50 if quick else 1000
     ours.run(result["soak"])
-    result["growth"] = peak_memory() - warm
+    result["growth"] = peak_memory(cpu) - warm
     return ours, rank_0_alone(workload, rank) if world_size > 1 else None
