@@ -101,6 +101,16 @@ def test_an_id_out_of_range_stops_all_ranks_with_one_sentence(criteo: Path) -> N
     assert "exitcode  : 2" in ended.stderr and "dlrm_autoshard/" not in ended.stderr.replace(said[0], "")
 
 
+def test_a_dense_feature_that_is_no_number_names_sample_feature_and_files(criteo: Path) -> None:
+    damage(criteo.parent, "dense", 5 * 64 + 32 + 7, 3, float("nan"))
+    ended = torchrun("--config", str(criteo))
+    said = [line for line in ended.stderr.splitlines() if line.startswith("[rank")]
+    assert said == [
+        "[rank 1] sample 359 (from 0) of split 'train' in epoch 0 has dense feature 3 (from 0) that is nan: row 359 "
+        f"(from 0) of '{criteo.parent}/day_0_*'. Fill in a number, or leave such samples out."
+    ]
+
+
 NORMED = """
 import torch
 from dlrm_autoshard.model.dlrm import DenseArch
@@ -129,7 +139,8 @@ def test_a_batch_that_is_left_out_leaves_no_trace_in_batchnorm(criteo: Path) -> 
 
 
 def test_a_loss_that_is_nan_names_step_rank_and_the_last_good_checkpoint(criteo: Path) -> None:
-    damage(criteo.parent, "dense", 5 * 64 + 32 + 7, 0, float("nan"))
+    for column in range(13):
+        damage(criteo.parent, "dense", 5 * 64 + 32 + 7, column, 3e38)  # more than sums of them can hold
     # A checkpoint of step 5 would be of the weights that gave NaN, as far as anyone knows.
     ended = torchrun("--config", str(criteo), "checkpoint.every_steps=1", "checkpoint.keep=3")
     said = [line for line in ended.stderr.splitlines() if line.startswith("[rank")]

@@ -170,6 +170,35 @@ def test_rows_without_a_label_or_a_weight_are_refused(tmp_path: Path) -> None:
         read(0, 3, sample_weight="weight")
 
 
+@pytest.mark.parametrize("column", ["dense", "weight"])
+def test_numbers_that_are_none_are_found_wherever_shuffling_put_them(tmp_path: Path, column: str) -> None:
+    columns = {
+        "click": pa.array([0] * 60), "age": pa.array(np.zeros(60), pa.float64()),
+        "items": pa.array([[1, 2]] * 60), "by": pa.array([[1.0, 2.0]] * 60),
+    }  # fmt: skip
+    if column == "dense":
+        columns["age"] = pa.array([0.0] * 47 + [float("inf")] + [0.0] * 12, from_pandas=False)
+    else:
+        columns["by"] = pa.array([[1.0, 2.0]] * 47 + [[1.0, float("inf")]] + [[1.0, 2.0]] * 12)
+    pq.write_table(pa.table(columns), tmp_path / "day.parquet", row_group_size=20)
+    data = ParquetData.model_validate(
+        {
+            "source": "parquet", "train": [f"{tmp_path}/day.parquet"], "labels": {"click": 1}, "dense": ["age"],
+            "tables": [{"column": "items", "num_embeddings": 9, "weights": "by"}],
+        }
+    )  # fmt: skip
+    source = ParquetSource(data, TablesConfig())
+    what = r"dense feature 0 \(from 0\)" if column == "dense" else r"a weight of table 0's ids \(from 0\)"
+    for epoch in range(3):
+        with (
+            pytest.raises(DataError, match=rf"{what} that is inf: row 7 \(from 0\) of '.*day\.parquet', row group 2\."),
+            Loader(source, "train", epoch, 16, 0, 1) as loader,
+        ):
+            list(loader)
+        with Loader(source, "train", epoch, 16, 0, 1, finite=False) as loader:
+            assert len(list(loader)) == 4
+
+
 def test_files_without_a_row_are_nothing_to_train_on(tmp_path: Path) -> None:
     pq.write_table(pa.table(rows(5)).slice(0, 0), tmp_path / "day_0.parquet")
     for split in ("val", "test"):
@@ -179,7 +208,25 @@ def test_files_without_a_row_are_nothing_to_train_on(tmp_path: Path) -> None:
         open_source(config.data, config.tables)
 
 
-def test_predictions_need_no_labels(tmp_path: Path) -> None:
+def test_what_is_trained_on_is_not_tested_on(tmp_path: Path) -> None:
+    for name in ("day_0", "day_1"):
+        write(tmp_path / f"{name}.parquet", 5)
+    (tmp_path / "day_2.parquet").symlink_to(tmp_path / "day_0.parquet")
+    every, first, link = (f"{tmp_path}/day_{day}.parquet" for day in ("*", "0", "2"))
+    data = shipped(tmp_path).data
+    for split, files, said in (
+        ("test", [link], rf"data\.train and data\.test both name '{link}': metrics would be of samples that were"),
+        ("val", [first], rf"data\.train and data\.val both name '{first}'"),
+    ):
+        asked = data.model_copy(update={"train": [first], "val": [], "test": [], split: files})
+        with pytest.raises(DataError, match=said):
+            open_source(asked, TablesConfig())
+    twice = data.model_copy(update={"train": [every], "val": [], "test": []})
+    with pytest.raises(DataError, match=rf"data\.train names '{link}' twice"):
+        open_source(twice, TablesConfig())
+
+
+def test_predictions_need_no_labels_and_other_files_need_no_training_data(tmp_path: Path) -> None:
     for name, seed in (("day_0", 0), ("test", 1)):
         write(tmp_path / f"data/{name}.parquet", 400, seed, group=100)
     files = [
@@ -208,6 +255,16 @@ def test_predictions_need_no_labels(tmp_path: Path) -> None:
         assert predicted.shape == (400, 2) and np.array_equal(predicted, np.load(tmp_path / "labelled.npy"))
         said = dlrm("evaluate", "runs/parquet")
         assert said.startswith("2 ") and says in said
+    (tmp_path / "data/test.parquet").rename(tmp_path / "new.parquet")
+    (tmp_path / "data/day_0.parquet").unlink()
+    assert "there is no file" in dlrm("predict", "runs/parquet", "--out", "new.npy")
+    other = ("--out", "new.npy", "data.test=[new.parquet]")
+    assert dlrm("predict", "runs/parquet", *other).startswith("0 400 predictions")
+    assert np.array_equal(np.load(tmp_path / "new.npy"), np.load(tmp_path / "labelled.npy"))
+    assert dlrm("export", "runs/parquet", "--out", "model.npz", "--to", "numpy").startswith("0 ")
+    described = json.loads((tmp_path / "model.json").read_text())
+    assert described["probabilities_of"] == ["click", "buy"] and described["id_weights"]
+    assert [table["name"] for table in described["tables"]] == ["user", "country", "hour", "history"]
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

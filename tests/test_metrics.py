@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dlrm_autoshard.config import load_config
 from dlrm_autoshard.data.open import open_source
-from dlrm_autoshard.distributed.step import predict
+from dlrm_autoshard.distributed.predict import predict
 from dlrm_autoshard.train.display import describe
 from dlrm_autoshard.train.metrics import binary_metrics, metrics_of
 from dlrm_autoshard.train.selection import Selection

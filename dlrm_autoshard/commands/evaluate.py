@@ -2,6 +2,7 @@
 
 dlrm-autoshard evaluate runs/mine                                  # metrics on the test split
 dlrm-autoshard predict runs/mine --split val --out val.npy         # a probability a sample, in the data's order
+dlrm-autoshard predict runs/mine 'data.test=[new.parquet]' --out new.npy       # of other data
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_split(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", choices=["test", "val", "train"], default="test", help="default: test")
+    parser.add_argument("overrides", nargs="*", metavar="data.key=value", help="other data than the run's")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.train.display import describe
     from dlrm_autoshard.train.metrics import metrics_of
 
-    with saved_model(arguments.model, arguments.checkpoint) as saved:
+    with saved_model(arguments.model, arguments.checkpoint, arguments.overrides, splits=[arguments.split]) as saved:
         metrics = metrics_of(*saved.logits(arguments.split), label_names_of(saved.source))
         step = saved.position.step
     if arguments.json:
@@ -58,7 +60,9 @@ def run_predict(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.train.checkpoints.saved_model import saved_model
 
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with saved_model(arguments.model, arguments.checkpoint, labelled=False) as saved:
+    with saved_model(
+        arguments.model, arguments.checkpoint, arguments.overrides, labelled=False, splits=[arguments.split]
+    ) as saved:
         logits, _ = saved.logits(arguments.split)
     with arguments.out.open("wb") as file:
         np.save(file, logits.sigmoid().numpy())

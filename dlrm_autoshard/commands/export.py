@@ -3,15 +3,19 @@
 pt        a program: torch.export.load(FILE).module()(dense_BF, values, offsets) gives probabilities
 numpy     an .npz with every weight under its name
 torchrec  a state dict whose tables have the names of TorchRec's EmbeddingBagCollection
+Beside each a .json file says what goes in, and in which order (records/SCHEMA.md, model.json).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlrm_autoshard.commands.evaluate import add_model
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.records.jsonl import SCHEMA
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.train.checkpoints.saved_model import export_plain, saved_model
 
     out = arguments.out or (arguments.model / "model").with_suffix(_ENDINGS[arguments.to])
+    if out.suffix == ".json":
+        raise UserError(f"--out is '{out}'; the .json file beside the model has that name. Name another.")
     out.parent.mkdir(parents=True, exist_ok=True)
     with saved_model(arguments.model, arguments.checkpoint, labelled=False) as saved:
         if arguments.to == "pt":
@@ -46,9 +52,28 @@ def run(arguments: argparse.Namespace) -> int:
                 np.savez(file, **arrays)
         else:
             torch.save(weights(saved, "embedding_bags."), out)
-        step = saved.position.step
-    print(f"the model of step {step}: {out}")
+        inputs, step = inputs_of(saved), saved.position.step
+    described = out.with_suffix(".json")
+    described.write_text(json.dumps({"schema": SCHEMA, "model": out.name, "step": step, **inputs}, indent=1) + "\n")
+    print(f"the model of step {step}: {out}; what goes in: {described}")
     return 0
+
+
+def inputs_of(saved: SavedModel) -> dict[str, Any]:
+    """What the model takes and gives, in order, and the settings of the data that it learned from."""
+    from dlrm_autoshard.data.batch import has_id_weights, label_names_of
+
+    tables = [
+        {"name": t.name, "num_embeddings": t.num_embeddings, "embedding_dim": t.embedding_dim, "pooling": t.pooling}
+        for t in saved.source.tables
+    ]
+    return {
+        "num_dense": saved.source.num_dense,
+        "tables": tables,
+        "id_weights": has_id_weights(saved.source),
+        "probabilities_of": list(label_names_of(saved.source)),
+        "data": saved.config.data.model_dump(mode="json"),
+    }
 
 
 def weights(saved: SavedModel, tables: str) -> dict[str, Tensor]:

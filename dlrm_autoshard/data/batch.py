@@ -17,6 +17,7 @@ from dlrm_autoshard.data.errors import DataError as DataError  # for those who i
 from dlrm_autoshard.tables import TableConfig
 
 Split = Literal["train", "val", "test"]
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,9 @@ class Batch:
 
 
 def ids_dtype(tables: Sequence[TableConfig]) -> np.dtype[np.signedinteger]:
-    """int32 where every row number fits: half the bytes to send and to look up."""
-    return np.dtype(np.int32 if all(table.num_embeddings < 2**31 for table in tables) else np.int64)
+    """int32, half the bytes to send and to look up, where row numbers fit: counted through all tables, as fbgemm's
+    backward on GPUs does."""
+    return np.dtype(np.int32 if sum(table.num_embeddings for table in tables) < 2**31 else np.int64)
 
 
 class DataSource(Protocol):
@@ -94,6 +96,12 @@ class DataSource(Protocol):
         """Samples [first, last) of the epoch's order; size = global_size = last - first. DataError on bad data.
         A job calls it from several threads, one at a time."""
         ...
+
+
+def has_id_weights(source: DataSource) -> bool:
+    """Whether its batches come with `weights_N`: one with files, which may be gone, says so as `id_weights`."""
+    said = getattr(source, "id_weights", None)
+    return source.read("train", 0, 0, 1).weights_N is not None if said is None else bool(said)
 
 
 def label_names_of(source: DataSource) -> tuple[str, ...]:

@@ -19,22 +19,33 @@ from dlrm_autoshard.tables import TableConfig
 OnBadId = Literal["error", "clip", "hash"]
 
 
+_CURE = "Fix the data or the table's rows, or set data.on_bad_id to 'clip' or 'hash'."
+
+
 class IdCheck:
     """Ids outside [0, rows) are an error, or are repaired: `clip` to the nearest row, `hash` to id mod rows.
 
     Repaired or not, ids come back as int32 where every table's row numbers fit.
     """
 
-    def __init__(self, tables: Sequence[TableConfig], on_bad_id: OnBadId) -> None:
+    def __init__(self, tables: Sequence[TableConfig], on_bad_id: OnBadId, cure: str = _CURE) -> None:
+        """cure: what to try where an id is an error."""
         self._tables = tables
         self._rows_T = np.array([table.num_embeddings for table in tables], np.int64)
         self._dtype = ids_dtype(tables)
-        self._on_bad_id = on_bad_id
+        self._on_bad_id, self._cure = on_bad_id, cure
 
     def __call__(self, batch: Batch, describe_sample: Callable[[int], str]) -> Batch:
         """`describe_sample` says where the batch's b-th sample is, for the error."""
         values_N = batch.values_N.numpy()
-        counts_T = batch.lengths_TB.numpy().sum(axis=1, dtype=np.int64)
+        lengths_TB = batch.lengths_TB.numpy()
+        counts_T = lengths_TB.sum(axis=1, dtype=np.int64)
+        if lengths_TB.size and lengths_TB.min() < 0:
+            table, sample = map(int, np.argwhere(lengths_TB < 0)[0])
+            raise DataError(
+                f"{describe_sample(sample)} has a bag of length {lengths_TB[table, sample]} of table "
+                f"'{self._tables[table].name}'; lengths are 0 or more."
+            )
         if counts_T.sum() != len(values_N):
             raise DataError(
                 f"the lengths of the bags add up to {counts_T.sum()}, but there are {len(values_N)} ids, in the batch "
@@ -78,5 +89,5 @@ class IdCheck:
             f"table '{table.name}' has {table.num_embeddings} rows (ids 0 to {table.num_embeddings - 1}), but "
             f"{describe_sample(sample)} has id {values_N[place]}"
             + (f", and {others} more ids of this batch are out of range" if others else "")
-            + ". Fix the data or the table's rows, or set data.on_bad_id to 'clip' or 'hash'."
+            + f". {self._cure}"
         )

@@ -18,7 +18,7 @@ from typing import Any
 from dlrm_autoshard.data.batch import Batch, DataSource, Split
 from dlrm_autoshard.data.form_check import check_form
 from dlrm_autoshard.data.id_check import IdCheck, OnBadId
-from dlrm_autoshard.data.label_check import check_labels
+from dlrm_autoshard.data.value_check import check_finite, check_labels
 
 
 class Loader:
@@ -27,7 +27,8 @@ class Loader:
     batch_size: samples a rank. first_sample: position in the epoch to start from (to resume). prefetch_batches: how
     many to read ahead in a thread, on `cores` where they are given; 0 reads in the caller's. global_samples: the
     epoch's length, if not the source's. pin: batches come in pinned memory, for a GPU; the thread that reads pins them.
-    labelled: False where nobody reads the labels, which then may be anything.
+    labelled: False where nobody reads the labels, which then may be anything. finite: False where dense features and id
+    weights may be infinite or NaN, for whoever leaves such batches out.
 
     Global batch i is the samples [i * W * B, (i + 1) * W * B) of the epoch and rank r takes the r-th slice of it. Of an
     uneven last one with n samples each rank takes ceil(n / W), padded where there are fewer left. Example, n = 5, W =
@@ -49,6 +50,7 @@ class Loader:
         cores: Set[int] | None = None,
         pin: bool = False,
         labelled: bool = True,
+        finite: bool = True,
         reading: AbstractContextManager[Any] | None = None,
     ) -> None:
         """reading: a lock that whoever reads from the source holds, where others do, too: few sources bear two."""
@@ -58,7 +60,8 @@ class Loader:
         self._last_sample = source.num_samples(split) if global_samples is None else global_samples
         self._starts = range(first_sample, self._last_sample, self._global_batch)
         self._prefetch_batches = prefetch_batches
-        self._cores, self._pin, self._labelled, self._reading = cores, pin, labelled, reading or nullcontext()
+        self._cores, self._pin, self._reading = cores, pin, reading or nullcontext()
+        self._labelled, self._finite = labelled, finite
         self._check = IdCheck(source.tables, on_bad_id)
         # Weak, so that an iterator that its user drops half-way ends at once.
         self._running: weakref.WeakSet[Generator[Batch, None, None]] = weakref.WeakSet()
@@ -98,9 +101,9 @@ class Loader:
             reader.shutdown(wait=True, cancel_futures=True)
 
     def _place(self, sample: int) -> str:
-        """A source that has files says which: by a method `place(split, sample)`."""
+        """A source that has files says which: by a method `place(split, epoch, sample)`."""
         if hasattr(self._source, "place"):
-            return str(self._source.place(self._split, sample))
+            return str(self._source.place(self._split, self._epoch, sample))
         return f"data source '{type(self._source).__name__}'"
 
     def _read(self, start: int) -> Batch:
@@ -117,9 +120,15 @@ class Loader:
             return f"sample {first + sample} (from 0) of split '{self._split}' in epoch {self._epoch}"
 
         named = f"data source '{type(self._source).__name__}', from {describe(0)},"
+
+        def place(sample: int) -> str:
+            return self._place(first + sample)
+
         check_form(batch, self._source, last - first, named)
         batch = self._check(batch, describe)
+        if self._finite:
+            check_finite(batch, describe, place)
         if self._labelled:
-            check_labels(batch, describe, lambda sample: self._place(first + sample))
+            check_labels(batch, describe, place)
         batch = batch.padded_to(share, num_samples)
         return batch.pinned() if self._pin else batch

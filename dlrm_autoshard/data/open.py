@@ -8,9 +8,11 @@ Each source says which tables it has and how many rows; `tables:` gives dims, po
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import CriteoData, CustomData, DataConfig, MovielensData, ParquetData, SyntheticData
-from dlrm_autoshard.data.batch import DataSource
+from dlrm_autoshard.data.batch import SPLITS, DataSource, Split
 from dlrm_autoshard.data.errors import DataError
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
 from dlrm_autoshard.data.sources.criteo.source import CriteoSource
@@ -21,16 +23,21 @@ from dlrm_autoshard.data.sources.parquet import ParquetSource
 from dlrm_autoshard.data.sources.synthetic import SyntheticSource
 
 
-def open_source(data: DataConfig, tables: TablesConfig, *, labelled: bool = True) -> DataSource:
-    """The source that `data.source` names. DataError says which file, table or key is wrong. labelled: False where one
-    asks for predictions alone: parquet files may come without labels then, and are not shuffled."""
-    source = _opened(data, tables, labelled)
-    if labelled and source.num_samples("train") == 0:
+def open_source(
+    data: DataConfig, tables: TablesConfig, *, labelled: bool = True, splits: Sequence[Split] = SPLITS
+) -> DataSource:
+    """The source that `data.source` names. DataError says which file, table or key is wrong.
+
+    labelled: False where one asks for predictions alone: parquet files may come without labels then, and are not
+    shuffled. splits: what will be read; parquet files of others need not be there.
+    """
+    source = _opened(data, tables, labelled, splits)
+    if "train" in splits and labelled and source.num_samples("train") == 0:
         raise DataError(f"data.source '{data.source}' has no samples in split 'train': there is nothing to train on.")
     return source
 
 
-def _opened(data: DataConfig, tables: TablesConfig, labelled: bool) -> DataSource:
+def _opened(data: DataConfig, tables: TablesConfig, labelled: bool, splits: Sequence[Split]) -> DataSource:
     if isinstance(data, SyntheticData):
         rows = [TableRows(table.name, table.num_embeddings, table.embedding_dim) for table in data.tables]
         return SyntheticSource(data, resolve_tables(rows, tables))
@@ -39,7 +46,7 @@ def _opened(data: DataConfig, tables: TablesConfig, labelled: bool) -> DataSourc
     if isinstance(data, CriteoData):
         return CriteoSource(data, tables)
     if isinstance(data, ParquetData):
-        return ParquetSource(data, tables, labelled=labelled)
+        return ParquetSource(data, tables, labelled=labelled, splits=splits)
     if isinstance(data, CustomData):
         return open_custom(data, tables)
     return DlrmDatasetsSource(data, tables)

@@ -198,14 +198,3 @@ def share_of_loss(logits_B: Tensor, batch: Batch) -> Tensor:
         logits_B[real].float(), batch.labels_B[real], weights, reduction="sum"
     )
     return loss / batch.global_size
-
-
-@torch.no_grad()
-def predict(model: DenseArch, embeddings: ShardedEmbeddings, batch: Batch, *, autocast: bool) -> Tensor:
-    """Logits of the batch's real samples: [size], or [size, L]. A collective: every rank calls it for every batch."""
-    batch = embeddings.dense_on_device(batch)
-    local = embeddings.lookup(embeddings.distribute(batch).finish(), training=False)
-    pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait(), model.margin)
-    with torch.autocast(embeddings.device.type, torch.bfloat16, enabled=autocast):
-        logits = model.top(model.bottom(batch.dense_BF), pooled)
-    return logits[: batch.size].float()

@@ -13,8 +13,8 @@ from torch import nn
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.predict import predict
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
-from dlrm_autoshard.distributed.step import predict
 from dlrm_autoshard.model.dlrm import DenseArch
 from dlrm_autoshard.train.metrics import metrics_of
 

@@ -9,7 +9,8 @@ ranks, with no state saved. Each rank decodes all row groups, for its samples ma
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import ParquetData
-from dlrm_autoshard.data.batch import Batch, DataError, Split
+from dlrm_autoshard.data.batch import SPLITS, Batch, DataError, Split
 from dlrm_autoshard.data.hashing import key_of, permutation
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
 from dlrm_autoshard.data.sources.parquet_columns import RowGroup, Rows, check_columns, naming, read_row_group
@@ -28,11 +29,14 @@ class ParquetSource:
     """A table for each column of `tables`: whole numbers or text, or lists of them. Text is hashed; a null is an empty
     bag, among the dense features 0, and refused among labels and sample weights. `label_names` has a task each; one
     label is [B], several are [B, L]. labelled: False reads neither labels nor sample weights, which the files need not
-    have then; labels come as NaN, and train's rows, too, in the order of the files."""
+    have then; labels come as NaN, and train's rows, too, in the order of the files. splits: whose files are opened; the
+    others have no samples."""
 
     reuse_batches: int | None = None
 
-    def __init__(self, data: ParquetData, tables: TablesConfig, *, labelled: bool = True) -> None:
+    def __init__(
+        self, data: ParquetData, tables: TablesConfig, *, labelled: bool = True, splits: Sequence[Split] = SPLITS
+    ) -> None:
         try:
             import pyarrow  # noqa: F401
         except ImportError as error:
@@ -40,16 +44,18 @@ class ParquetSource:
         if tables.pooling == "mean" and any(table.weights for table in data.tables):
             raise DataError("data.tables: ids with weights are summed; tables.pooling is mean.")
         self.num_dense = len(data.dense)
-        self.label_names = tuple(data.labels)
+        self.label_names, self.id_weights = tuple(data.labels), any(table.weights for table in data.tables)
         self.tables = resolve_tables([TableRows(table.column, table.num_embeddings) for table in data.tables], tables)
         self._labelled = labelled
         if not labelled:
             data = data.model_copy(update={"labels": {}, "sample_weight": None, "shuffle": False})
         self._data = data
+        patterns: dict[Split, list[str]] = {"train": data.train, "val": data.val, "test": data.test}
+        paths = {split: _files(patterns[split]) if split in splits else [] for split in SPLITS}
+        _trained_on_once(paths)
         self._groups = {
-            "train": _row_groups(data.train, data),
-            "val": _row_groups(data.val, data),
-            "test": _row_groups(data.test, data),
+            split: tuple(group for path in of_split for group in _row_groups(path, data))
+            for split, of_split in paths.items()
         }
         self._decoded = lru_cache(maxsize=2)(self._decode)  # a batch may lie in two windows
         self._order = lru_cache(maxsize=2)(permutation)
@@ -69,7 +75,7 @@ class ParquetSource:
         labels = rows.labels
         if not self._labelled:
             labels = np.full((last - first, len(self.label_names)), np.nan, np.float32)
-        one_label, weighted = len(self.label_names) == 1, any(table.weights for table in self._data.tables)
+        one_label = len(self.label_names) == 1
         plain = self._data.sample_weight is None and set(self._data.labels.values()) <= {1}
         return Batch(
             dense_BF=torch.from_numpy(rows.dense),
@@ -78,11 +84,21 @@ class ParquetSource:
             labels_B=torch.from_numpy(labels[:, 0] if one_label else labels),
             size=last - first,
             global_size=last - first,
-            weights_N=torch.from_numpy(np.concatenate(weights_T)) if weighted else None,
+            weights_N=torch.from_numpy(np.concatenate(weights_T)) if self.id_weights else None,
             loss_weights_B=(
                 None if plain else torch.from_numpy(rows.loss_weights[:, 0] if one_label else rows.loss_weights)
             ),
         )
+
+    def place(self, split: Split, epoch: int, sample: int) -> str:
+        """Where it is, for messages."""
+        for start, groups, order_R in self._windows(split, epoch, sample, sample + 1):
+            row = int(order_R[sample - start])
+            for group in groups:
+                if row < group.rows:
+                    return f"row {row} (from 0) of '{group.path}', row group {group.number}"
+                row -= group.rows
+        raise IndexError(f"split '{split}' has no sample {sample}")
 
     def _windows(
         self, split: Split, epoch: int, first: int, last: int
@@ -105,19 +121,36 @@ class ParquetSource:
         return Rows.joined([read_row_group(group, self._data) for group in groups])
 
 
-def _row_groups(patterns: Sequence[str], data: ParquetData) -> tuple[RowGroup, ...]:
-    """Of all files, in the order of the patterns, and by name where one stands for several."""
-    import pyarrow.parquet as pq
-
+def _files(patterns: Sequence[str]) -> list[str]:
+    """In the order of the patterns, and by name where one stands for several."""
     found = []
     for pattern in patterns:
         paths = sorted(glob.glob(pattern))
         if not paths:
             raise DataError(f"data: there is no file '{pattern}'.")
-        for path in paths:
-            with naming(path):
-                file = pq.ParquetFile(path)
-                check_columns(path, file.schema_arrow, data)
-                counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-            found += [RowGroup(path, number, rows) for number, rows in enumerate(counts) if rows]
-    return tuple(found)
+        found += paths
+    return found
+
+
+def _trained_on_once(paths: Mapping[Split, Sequence[str]]) -> None:
+    """DataError where a file is among those to train on twice, or among others, too."""
+    real = {split: [os.path.realpath(path) for path in paths[split]] for split in paths}
+    for split in paths:
+        for number, path in enumerate(real[split]):
+            if split != "train" and path in real["train"]:
+                raise DataError(
+                    f"data.train and data.{split} both name '{paths[split][number]}': metrics would be of samples that "
+                    "were trained on. Take it out of one."
+                )
+            if path in real[split][:number]:
+                raise DataError(f"data.{split} names '{paths[split][number]}' twice. Take it out of one pattern.")
+
+
+def _row_groups(path: str, data: ParquetData) -> tuple[RowGroup, ...]:
+    import pyarrow.parquet as pq
+
+    with naming(path):
+        file = pq.ParquetFile(path)
+        check_columns(path, file.schema_arrow, data)
+        counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+    return tuple(RowGroup(path, number, rows) for number, rows in enumerate(counts) if rows)

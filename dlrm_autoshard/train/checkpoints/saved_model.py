@@ -1,13 +1,13 @@
 """A trained model, read from a run in one process: to evaluate, to predict with, to take elsewhere.
 
-with saved_model(Path("runs/mine")) as model:
+with saved_model(Path("runs/mine"), splits=["test"]) as model:
     model.logits("test")                         # [S] logits and [S] labels
 export = PlainModel(model)                       # an nn.Module of nn.EmbeddingBags and the dense part
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from dlrm_autoshard.config import Config, load_config
-from dlrm_autoshard.data.batch import DataSource, Split, label_names_of
+from dlrm_autoshard.data.batch import DataSource, Split, has_id_weights, label_names_of
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.predict import predict
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
-from dlrm_autoshard.distributed.step import predict
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.model.dlrm import DenseArch, make_model
 from dlrm_autoshard.plan import ShardingPlan
@@ -62,13 +62,24 @@ class SavedModel:
 
 
 @contextmanager
-def saved_model(run: Path, checkpoint: Path | None = None, *, labelled: bool = True) -> Iterator[SavedModel]:
-    """checkpoint: the run's newest where none is named. labelled: False where the data may come without labels. All
-    tables come into this process's memory."""
+def saved_model(
+    run: Path,
+    checkpoint: Path | None = None,
+    data: Sequence[str] = (),
+    *,
+    labelled: bool = True,
+    splits: Sequence[Split] = (),
+) -> Iterator[SavedModel]:
+    """checkpoint: the run's newest where none is named. data: `data.key=value`, of data other than the run's. labelled:
+    False where they may come without labels. splits: what is read of them. All tables come into this process's
+    memory."""
+    for override in data:
+        if not override.startswith("data."):
+            raise UserError(f"'{override}': the model is as it was trained; only data.key=value can be given.")
     if not (run / CONFIG).exists():
         raise UserError(f"'{run}' is no run directory: it has no {CONFIG}.")
-    config = load_config(run / CONFIG)
-    source = open_source(config.data, config.tables, labelled=labelled)
+    config = load_config(run / CONFIG, data)
+    source = open_source(config.data, config.tables, labelled=labelled, splits=splits)
     with Runtime.start(config.run) as runtime:
         checkpoints = Checkpoints(run / "checkpoints", runtime)
         if checkpoint == Path(BEST):
@@ -133,7 +144,7 @@ def export_plain(saved: SavedModel, out: Path) -> None:
     ids = [{0: torch.export.Dim(f"ids_{number}", min=2)} for number in range(len(tables))]
     inputs: list[Any] = [dense, values, offsets]
     shapes: list[Any] = [{0: batch}, ids, [{0: batch} for _ in tables]]
-    if saved.source.read("train", 0, 0, 1).weights_N is not None:
+    if has_id_weights(saved.source):
         inputs.append([torch.ones(len(of_table)) for of_table in values])
         shapes.append(ids)
     with torch.no_grad():

@@ -34,12 +34,12 @@ _ROWS_AT_A_TIME = 1 << 18
 
 @dataclass(frozen=True)
 class _Day:
-    """ids_T: for each table [n, ids a sample]."""
+    """ids_T: for each table [n, ids a sample]. files: all of them, as a pattern."""
 
     dense: NDArray[np.floating]
     ids_T: Sequence[NDArray[np.integer]]
     labels: NDArray[np.integer]
-    labels_path: Path
+    files: str
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -109,10 +109,10 @@ class CriteoSource:
             global_size=size,
         )
 
-    def place(self, split: Split, sample: int) -> str:
-        """Where its label is, for messages."""
+    def place(self, split: Split, epoch: int, sample: int) -> str:
+        """Where it is, for messages."""
         day, row, _ = next(_between(self._pieces[split], sample, sample + 1))
-        return f"row {row} (from 0) of '{day.labels_path}'"
+        return f"row {row} (from 0) of '{day.files}'"
 
 
 def _between(pieces: Sequence[_Piece], first: int, last: int) -> Iterator[_Piece]:
@@ -187,7 +187,7 @@ def _open_day(directory: Path, day: int, multi_hot: bool) -> _Day:
     _expect_shape(dense_path, dense, len(labels), NUM_INTEGERS, "number")
     for ids in ids_T:
         _expect_shape(ids_path, ids, len(labels), None, "integer")
-    return _Day(dense, ids_T, labels, labels_path)
+    return _Day(dense, ids_T, labels, str(directory / f"day_{day}_*"))
 
 
 def _expect_shape(path: Path, array: NDArray[Any], rows: int, columns: int | None, kind: str) -> None:

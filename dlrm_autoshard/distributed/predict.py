@@ -1,0 +1,21 @@
+"""The forward half of a step, for evaluations and predictions: no gradients, no clock, nothing in flight."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.model.dlrm import DenseArch
+
+
+@torch.no_grad()
+def predict(model: DenseArch, embeddings: ShardedEmbeddings, batch: Batch, *, autocast: bool) -> Tensor:
+    """Logits of the batch's real samples: [size], or [size, L]. A collective: every rank calls it for every batch."""
+    batch = embeddings.dense_on_device(batch)
+    local = embeddings.lookup(embeddings.distribute(batch).finish(), training=False)
+    pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait(), model.margin)
+    with torch.autocast(embeddings.device.type, torch.bfloat16, enabled=autocast):
+        logits = model.top(model.bottom(batch.dense_BF), pooled)
+    return logits[: batch.size].float()
