@@ -82,7 +82,8 @@ def evaluate_now_and_then(rank: int, world_size: int, run_dir: Path) -> None:
         if step in (44, 45):
             with autoshard.pause(), torch.no_grad():
                 bags(*ids_of(rank, step))
-                time.sleep(0.5)
+                with autoshard.pause():
+                    time.sleep(0.5)
     autoshard.finish()
 
 

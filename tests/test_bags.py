@@ -199,6 +199,23 @@ def evaluate_and_complain(rank: int, world_size: int) -> list[str]:
     return [*said, str(unknown.value)]
 
 
+def look_up_apart(rank: int, world_size: int) -> str:
+    """Ranks with other numbers of samples."""
+    bags = ShardedEmbeddingBags(TABLES, optimizer=RowwiseAdagrad(lr=0.5))
+    lengths, values = ids_of(rank, 0)
+    samples = lengths.shape[1] - rank
+    counts = lengths.sum(1).tolist()
+    kept = torch.cat([v[: int(n[:samples].sum())] for v, n in zip(values.split(counts), lengths, strict=True)])
+    with pytest.raises((UserError, RuntimeError)) as caught:
+        bags(lengths[:, :samples], kept)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_ranks_that_look_up_other_numbers_of_samples_are_told() -> None:
+    said = run_ranks(look_up_apart, 2)
+    assert any("all ranks look up as many samples in a step" in one for one in said), said
+
+
 def train_in_groups(rank: int, world_size: int) -> list[Tensor]:
     """Two groups of two ranks, each with bags of its own, and their group's autoshard beside them."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -335,6 +352,8 @@ def test_ranks_without_a_process_group_do_not_train_apart(monkeypatch: pytest.Mo
         (lambda: ShardedEmbeddingBags([A, B])(LENGTHS, VALUES.float()), "values are torch.float32"),
         (lambda: ShardedEmbeddingBags([A, B])(LENGTHS.float(), VALUES), "lengths are torch.float32"),
         (lambda: ShardedEmbeddingBags([A, B])([1, 2], VALUES), "lengths are list"),
+        (lambda: ShardedEmbeddingBags([A, B])(LENGTHS[:, :0], VALUES[:0]), "the batch has no samples"),
+        (lambda: ShardedEmbeddingBags([A, B])(LENGTHS * 2 - 3, VALUES[:0]), "has a bag of length -1 of table 'a'"),
         (lambda: ShardedEmbeddingBags([A, B])(LENGTHS), "or one KeyedJaggedTensor"),
         (lambda: ShardedEmbeddingBags(TABLES)(KeyedIds(*ids_of(0, 0)), None, VALUES.float()), "which brings its own"),
         (lambda: ShardedEmbeddingBags([A, B])(LENGTHS, VALUES, torch.ones(8).requires_grad_()), "a gradient"),

@@ -104,8 +104,8 @@ def test_placement_changes_no_bit(optimizer: str, dtype: str) -> None:
             assert torch.equal(value, seen[0][key]), key
 
 
-def tiny_gradient(rank: int, world_size: int, exchange_dtype: str) -> torch.Tensor:
-    """What one SGD step with gradients of 1e-7 moves this rank's table by; fp16's steps there are 6e-8."""
+def gradient_of(rank: int, world_size: int, exchange_dtype: str, value: float) -> torch.Tensor:
+    """What one SGD step with such gradients moves this rank's table by."""
     plan = ShardingPlan({"a": 0, "b": 1}, world_size)
     config = TablesConfig(optimizer=TableOptimizerConfig(name="sgd", lr=1.0))
     group = dist.group.WORLD
@@ -119,11 +119,17 @@ def tiny_gradient(rank: int, world_size: int, exchange_dtype: str) -> torch.Tens
     ids = torch.arange(32, dtype=torch.int32) + 32 * rank
     batch = Batch(torch.zeros(32, 0), torch.ones(2, 32, dtype=torch.int32), ids.repeat(2), torch.zeros(32), 32, 64)
     local = embeddings.lookup(embeddings.distribute(batch).finish())
-    embeddings.update(local, embeddings.send_gradients(torch.full((32, 8), 1e-7)).wait())
+    embeddings.update(local, embeddings.send_gradients(torch.full((32, 8), value)).wait())
     return weight.clone()
+
+
+def test_a_gradient_beyond_fp16s_largest_ruins_no_row() -> None:
+    """Of a loss that is a sum, or of a sample that weighs much."""
+    for weight in run_ranks(gradient_of, 2, "fp16", 1e5):
+        assert torch.isfinite(weight).all() and (weight < -1000).all()
 
 
 def test_a_gradient_near_fp16s_smallest_step_survives_an_fp16_exchange() -> None:
     for exchange_dtype in ("fp32", "bf16", "fp16"):
-        for weight in run_ranks(tiny_gradient, 2, exchange_dtype):
+        for weight in run_ranks(gradient_of, 2, exchange_dtype, 1e-7):  # fp16's steps there are 6e-8
             torch.testing.assert_close(weight, torch.full((64, 4), -1e-7), rtol=1e-2, atol=0)

@@ -77,6 +77,25 @@ def test_random_moves_change_no_bit(world_size: int, steps: int, fused: str, pla
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def states_after_moves(rank: int, world_size: int) -> tuple[int, int]:
+    """Of Adagrad over all of the model's parameters, of which it makes a state each at once."""
+    from dlrm_autoshard.torchrec.bags import TorchrecBags
+
+    model, _ = sharded(START)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    bags = TorchrecBags(model, optimizer)
+    for step in range(3):
+        train_step(model, optimizer, features_of(rank, step))
+        bags.move_to(plan_of(*((i + step + 1) % 2 for i in range(6))))
+        held = optimizer.state_dict()["state"]
+    return len(held), sum(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_an_optimizer_of_all_parameters_lets_go_of_tables_that_have_moved() -> None:
+    for held, trained in run_ranks(states_after_moves, 2, timeout=100):
+        assert held == trained > 0
+
+
 def memory_after_moves(rank: int, world_size: int) -> list[bool]:
     """Of each move: whether the lookups that it replaced are still held. Python's collector does not come by itself."""
     from dlrm_autoshard.torchrec.bags import TorchrecBags

@@ -68,6 +68,7 @@ class Autoshard:
         self._intervals: Intervals | None = None
         self._state, self._planned = state, placement
         self._samples = 0  # of one rank's batch
+        self._paused = False
         self._step = ExitStack()  # the step that is being timed
         bags.on_lookup(self._hear)
         self._runtime.from_rank_0(lambda: self._claim(state))
@@ -98,12 +99,17 @@ class Autoshard:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Between two steps, for what is not training (an evaluation, a checkpoint): its time is not counted."""
+        """Between two steps, for what is not training (an evaluation, a checkpoint): its time is not counted. One pause
+        may lie within another."""
+        outer, self._paused = self._paused, True
         started = time.perf_counter()
-        with self._bags.clock.paused():
-            yield
-        if self._intervals is not None:
-            self._intervals.exclude(time.perf_counter() - started)
+        try:
+            with self._bags.clock.paused():
+                yield
+        finally:
+            self._paused = outer
+            if self._intervals is not None and not outer:
+                self._intervals.exclude(time.perf_counter() - started)
 
     def finish(self) -> Path | None:
         """Writes the report of the intervals so far; its path, on rank 0."""

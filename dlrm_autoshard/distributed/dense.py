@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,15 +33,13 @@ class DataParallelDense:
         shared_memory: bool = True,
     ) -> None:
         """shared_memory: reduce through it where the ranks are all on one host."""
-        self.module = module.to(device)
-        self._group = group
+        self.module, self._group = module.to(device), group
         self._link = connect(group) if shared_memory and device.type == "cpu" else None
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        parameters = list(trained.values())
-        size = sum(parameter.numel() for parameter in parameters)
         empty = torch.zeros(0, device=device)  # for a module without parameters
-        self.flat = nn.Parameter(torch.cat([empty, *(parameter.detach().reshape(-1) for parameter in parameters)]))
-        self.gradient = torch.zeros(size + 2, device=device)
+        weights = [parameter.detach().reshape(-1) for parameter in trained.values()]
+        self.flat = nn.Parameter(torch.cat([empty, *weights]))
+        self.gradient = torch.zeros(len(self.flat) + 2, device=device)
         self.stop_asked = False  # set it where this rank wants the job to end
         self.stop_agreed = False  # after a step: whether any rank wanted it; on all ranks alike
         self._stops: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # on their way from the GPU
@@ -55,21 +54,23 @@ class DataParallelDense:
         self.flat.grad = self.gradient[:-2]
         self.optimizer = make_optimizer(self.flat, config)
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
-        kept = module.state_dict().keys() - self._views.keys() - self._frozen.keys()
-        self._buffers = {name: buffer for name, buffer in module.named_buffers() if name in kept}
-        for tensor in (*self._frozen.values(), *self._buffers.values()):
-            tensor.data = tensor.data.contiguous()  # checkpoints are read straight into a tensor's memory
+        self._kept = module.state_dict().keys() - self._views.keys() - self._frozen.keys()
+        _row_by_row(self._frozen)
+
+    @property
+    def _buffers(self) -> dict[str, Tensor]:
+        """As they are now: a module may put another in a buffer's place."""
+        return _row_by_row({name: buffer for name, buffer in self.module.named_buffers() if name in self._kept})
 
     def broadcast(self) -> None:
         """Rank 0's weights and buffers, on every rank."""
-        for tensor in (self.flat, *self._frozen.values()):
-            dist.broadcast(tensor.data, src=0, group=self._group)
-        self.broadcast_buffers()
+        for tensor in (self.flat.data, *(tensor for _, tensor in self.untrained())):
+            dist.broadcast(tensor, src=0, group=self._group)
 
     def broadcast_buffers(self) -> None:
         """Rank 0's: BatchNorm's statistics, say, which each rank gathers from its own samples."""
         for buffer in self._buffers.values():
-            dist.broadcast(buffer, src=0, group=self._group)
+            dist.broadcast(buffer.data, src=0, group=self._group)
 
     def kept_buffers(self) -> dict[str, Tensor]:
         """As they are now."""
@@ -77,7 +78,7 @@ class DataParallelDense:
 
     def restore_buffers(self, kept: dict[str, Tensor]) -> None:
         for name, buffer in self._buffers.items():
-            buffer.copy_(kept[name])
+            buffer.data.copy_(kept[name])
 
     def fingerprint(self) -> int:
         """The same for the same weights, bit by bit; any single change changes it."""
@@ -124,14 +125,16 @@ class DataParallelDense:
         """Live views of everything a checkpoint needs, by names that depend on the model alone."""
         for name in self._views:
             yield f"dense.{name}", self._view(self.flat.data, name)
-        for name, parameter in self._frozen.items():
-            yield f"dense.{name}", parameter.data
-        for name, buffer in self._buffers.items():
-            yield f"dense_buffers.{name}", buffer
+        yield from self.untrained()
         for state, value in self.optimizer.state[self.flat].items():
             if isinstance(value, Tensor) and value.dim() > 0:
                 for name in self._views:
                     yield f"dense_optimizer.{name}.{state}", self._view(value, name)
+
+    def untrained(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of them that no optimizer updates: the model's own business."""
+        yield from ((f"dense.{name}", parameter.data) for name, parameter in self._frozen.items())
+        yield from ((f"dense_buffers.{name}", buffer.data) for name, buffer in self._buffers.items())
 
     @property
     def optimizer_steps(self) -> int:
@@ -146,18 +149,21 @@ class DataParallelDense:
         return flat[start : start + shape.numel()].view(shape)
 
 
+def _row_by_row(tensors: dict[str, Any]) -> dict[str, Any]:
+    """As they lie in memory: checkpoints are read straight into them."""
+    for tensor in tensors.values():
+        tensor.data = tensor.data.contiguous()
+    return tensors
+
+
 def make_optimizer(flat: nn.Parameter, config: DenseOptimizerConfig) -> torch.optim.Optimizer:
     """SGD, Adagrad or Adam over the flat vector, with its state allocated at once, so that a checkpoint of step 0 and
     one of step 1000 have the same keys. On CPU torch's fused ones, which pass over memory once."""
-    optimizer: torch.optim.Optimizer
     fused = True if flat.device.type == "cpu" else None  # None: as torch chooses; it has no fused Adagrad on GPUs
-    decay = config.weight_decay
-    if config.name == "sgd":
-        optimizer = torch.optim.SGD([flat], lr=config.lr, weight_decay=decay, fused=fused)
-    elif config.name == "adagrad":
-        optimizer = torch.optim.Adagrad([flat], lr=config.lr, eps=config.eps, weight_decay=decay, fused=fused)
-    else:
-        optimizer = torch.optim.Adam([flat], lr=config.lr, eps=config.eps, weight_decay=decay, fused=fused)
+    make: Any = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[config.name]
+    eps = {} if config.name == "sgd" else {"eps": config.eps}
+    optimizer: torch.optim.Optimizer = make([flat], lr=config.lr, weight_decay=config.weight_decay, fused=fused, **eps)
+    if config.name == "adam":
         zeros = torch.zeros_like(flat.data)
         optimizer.state[flat] = {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
     optimizer.param_groups[0]["initial_lr"] = config.lr

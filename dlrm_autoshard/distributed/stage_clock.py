@@ -41,9 +41,12 @@ class Timer:
 class DeviceTimer(Timer):
     """CUDA events on the stream that computes: the device notes the time when it gets there; the host goes on."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # whatever device is the thread's current one
         return event
 
     def finish(self, mark: torch.cuda.Event) -> None:
@@ -67,7 +70,7 @@ class StageClock:
         """group: of all ranks, for the barriers; it carries tensors of `device`. timer: default: of the device."""
         self.sampled = False
         self._device, self._group = device, group
-        self._timer = timer or (DeviceTimer() if device.type == "cuda" else Timer())
+        self._timer = timer or (DeviceTimer(device) if device.type == "cuda" else Timer())
         self._alone = dist.get_world_size(group) == 1
         self._token = torch.zeros(1, device=device)
         self._steps: list[dict[str, float]] = []
@@ -93,14 +96,15 @@ class StageClock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is not the step's, though it lies within: an evaluation, say. Its stages are not marked."""
+        """What is not the step's, though within it: an evaluation, or a pause in one. Its stages are not marked."""
         sampled, self.sampled = self.sampled, False
         start = self._timer.mark()
         try:
             yield
         finally:
             self.sampled = sampled
-            self._pauses.append((start, self._timer.mark()))
+            if sampled:
+                self._pauses.append((start, self._timer.mark()))
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         return self._timed(name) if self.sampled else _UNTIMED

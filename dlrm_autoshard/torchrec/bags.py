@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dlrm_autoshard.distributed.moves.movable import ArrivedIds
-from dlrm_autoshard.distributed.moves.reshard import ReshardStats
+from dlrm_autoshard.distributed.moves.reshard import ReshardRefused, ReshardStats
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.torchrec.column_order import ColumnOrder
@@ -59,9 +59,13 @@ class TorchrecBags:
     def move_to(self, plan: ShardingPlan, *, checksums: bool = False) -> ReshardStats:
         """Makes `plan` the live one, between steps, on every rank; no bit of the model changes. Digests
         are compared whether `checksums` asks for it or not. ReshardRefused: see `move`."""
-        stats = move(self.sharded, plan)
-        self.hook_in()
-        gc.collect()  # TorchRec's modules refer to each other: the old ones, tables and all, would stay until it comes
+        try:
+            stats = move(self.sharded, plan)
+            self.hook_in()
+        except ReshardRefused as refused:
+            raise ReshardRefused(*refused.args) from None  # without the frames that hold what was rebuilt
+        finally:
+            gc.collect()  # TorchRec's modules refer to each other: old or new, tables and all, they would stay
         return stats
 
     def hook_in(self) -> None:

@@ -14,8 +14,12 @@ from torch import nn
 def follow(optimizer: Any, old: Mapping[str, nn.Parameter], new: Mapping[str, nn.Parameter]) -> None:
     """A plain optimizer made of all `model.parameters()` holds tables' too, though it never updates them."""
     becomes = {id(old[name]): new[name] for name in old}
-    for group in [] if optimizer is None or _is_keyed(optimizer) else optimizer.param_groups:
+    if optimizer is None or _is_keyed(optimizer):
+        return
+    for group in optimizer.param_groups:
         group["params"] = [becomes.get(id(parameter), parameter) for parameter in group["params"]]
+    for parameter in old.values():
+        optimizer.state.pop(parameter, None)  # Adagrad makes some at once, which no step uses: it would hold the table
 
 
 def why_not_to_follow(optimizer: Any, tables: Sequence[Mapping[str, nn.Parameter]]) -> str | None:

@@ -57,7 +57,8 @@ class BagInputs:
     def __init__(self, tables: Sequence[TableConfig], rank: int, *, check_ids: bool) -> None:
         self._tables, self._rank = tables, rank
         self._names = [table.name for table in tables]
-        self._check = IdCheck(tables, "error") if check_ids else None
+        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}  # of `means`
+        self._check = IdCheck(tables, "error", "Fix the ids, or the table's rows.") if check_ids else None
 
     def batch(self, ids: Any, values_N: Tensor | None, weights_N: Tensor | None) -> Batch:
         """As `ShardedEmbeddingBags.forward` is given them; BagsError, or what the IdCheck says."""
@@ -84,6 +85,8 @@ class BagInputs:
                 "weights require a gradient, which no rank would bring them back: give weights_N.detach(), or "
                 "multiply the pooled vectors by what is learned."
             )
+        if not lengths_TB.numel():
+            raise BagsError("the batch has no samples: every rank looks up at least one, and as many as the others.")
         lengths_TB = lengths_TB.reshape(len(self._tables), -1)
         samples = lengths_TB.shape[1]
         nothing, no_labels = torch.zeros(samples, 0), torch.zeros(samples)
@@ -97,10 +100,14 @@ class BagInputs:
     def means(self, pooled_BD: Tensor, lengths_TB: Tensor) -> Tensor:
         """Of sums: tables that take the mean are divided by their bags' lengths."""
         device = pooled_BD.device
-        dims = torch.tensor([table.embedding_dim for table in self._tables], device=device)
-        mean = torch.tensor([table.pooling == "mean" for table in self._tables], device=device)
-        divisor_TB = torch.where(mean[:, None], lengths_TB.to(device).clamp(min=1), 1)
-        return pooled_BD / divisor_TB.T.repeat_interleave(dims, dim=1)
+        if device not in self._on_device:
+            dims = torch.tensor([table.embedding_dim for table in self._tables])
+            mean = torch.tensor([table.pooling == "mean" for table in self._tables])
+            table_of_D = torch.arange(len(dims)).repeat_interleave(dims)
+            self._on_device[device] = mean[:, None].to(device), table_of_D.to(device)
+        mean_T1, table_of_D = self._on_device[device]
+        divisor_TB = torch.where(mean_T1, lengths_TB.to(device).clamp(min=1), 1)
+        return pooled_BD / divisor_TB.T.index_select(1, table_of_D)
 
     def _of_keys(self, ids: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """(lengths [T, B], values, weights) of a KeyedJaggedTensor, in the tables' order."""

@@ -151,7 +151,7 @@ class Exchange:
         batch_size = gradient_BD.shape[0]
         scale = self.gradient_scale(batch_size * self.world_size)
         if scale != 1.0:
-            gradient_BD = gradient_BD * scale
+            gradient_BD = (gradient_BD * scale).clamp_(-65504, 65504)  # fp16's largest: infinity would ruin the row
         chunks = gradient_BD.to(self.dtype).view(-1, self._chunk)
         _, rows = self._layout(batch_size, margin)
         return self.all_to_all(

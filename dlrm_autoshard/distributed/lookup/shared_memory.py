@@ -73,7 +73,13 @@ class SharedMemory:
         def finish() -> Tensor:
             for rank in self._others:
                 if receive_splits[rank]:
-                    received[arrivals[rank] : arrivals[rank + 1]].copy_(self.read(channel, rank, received.dtype))
+                    arrived = self.read(channel, rank, received.dtype)
+                    if len(arrived) != receive_splits[rank]:
+                        raise UserError(
+                            f"rank {rank} sent {len(arrived):,} {channel} where rank {self.rank} expected "
+                            f"{receive_splits[rank]:,}: all ranks look up as many samples in a step."
+                        )
+                    received[arrivals[rank] : arrivals[rank + 1]].copy_(arrived)
                     self.done(channel, rank)
             return received
 

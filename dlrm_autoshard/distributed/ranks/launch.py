@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
+from dlrm_autoshard.errors import UserError
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -38,6 +40,7 @@ def launch(
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if nodes > 1:  # else torch 2.13 sends a machine that joins later to a store that is gone
@@ -59,6 +62,12 @@ def launch(
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return _told(rank, failure)
+    except RendezvousError as error:
+        what = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(
+            f"the machines did not find each other ({what}): this one waited for {nodes}, at --head {head}. Start the "
+            "same line, with the same --nodes, --head and --job, on each, and name a host and port that all can reach."
+        ) from error
     except SignalException as stopped:
         return 128 + int(stopped.sigval)  # the ranks have said after which step they stopped
     finally:

@@ -57,10 +57,12 @@ class Cause:
 
 def is_exchange_failure(error: BaseException | None) -> bool:
     """Whether this, or what it was raised from, is an exchange with other ranks that did not come about."""
-    while error is not None:
-        if isinstance(error, dist.DistError | RankGone | ConnectionError):
+    while error is not None and not isinstance(error, UserError):  # whose sentence says more than what it came from
+        if isinstance(error, dist.DistError | RankGone):
             return True
-        words = ("gloo", "connection closed by peer", "connection reset by peer", "socket")
+        if isinstance(error, ConnectionError) and _raised_by_exchange(error):  # and not by a user's own service
+            return True
+        words = ("gloo", "connection closed by peer", "connection reset by peer")
         if isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words):
             return True
         if type(error) is RuntimeError:  # gloo's and NCCL's own words are many, and not all of them name themselves
@@ -69,6 +71,13 @@ def is_exchange_failure(error: BaseException | None) -> bool:
                 return True
         error = error.__cause__
     return False
+
+
+def _raised_by_exchange(error: BaseException) -> bool:
+    """By distributed/, or by a library that it called."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    callers = [file for file in files if "dlrm_autoshard/" in file or "lib/python" not in file]
+    return bool(callers) and "dlrm_autoshard/distributed" in callers[-1]
 
 
 def busy_at(frame: FrameType | None) -> str | None:

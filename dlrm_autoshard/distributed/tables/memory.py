@@ -96,6 +96,7 @@ class Reserved:
                 f"the system refuses to reserve {size / 2**30:.1f} GiB of address space for the tables "
                 f"({error.strerror}). Lift `ulimit -v`, or set vm.overcommit_memory to 0 or 1."
             ) from error
+        self._memory.madvise(mmap.MADV_DONTFORK)  # a forked data loader would keep each page that training then writes
         self.flat = torch.frombuffer(self._memory, dtype=dtype)
         self._huge: set[str] = set()
 

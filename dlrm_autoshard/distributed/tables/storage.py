@@ -43,6 +43,11 @@ def state_shapes(table: TableConfig, optimizer: TableOptimizer) -> dict[str, tup
     return shapes[optimizer]
 
 
+def check_optimizer(optimizer: TableOptimizer, device: torch.device) -> None:
+    if optimizer == "adam" and device.type == "cpu":
+        raise StorageError("tables.optimizer.name 'adam' is for CUDA only; on CPU use rowwise_adagrad, adagrad or sgd.")
+
+
 class Storage:
     """One dtype and pooling for all tables, as one fused lookup has one. Names are those of shards.
 
@@ -58,10 +63,7 @@ class Storage:
         allocate: Allocate | None = None,
     ) -> None:
         """allocate: gives each table's tensors. None: the device's memory on a GPU, reserved memory on CPU."""
-        if config.optimizer.name == "adam" and device.type == "cpu":
-            raise StorageError(
-                "tables.optimizer.name 'adam' is for CUDA only; on CPU use rowwise_adagrad, adagrad or sgd."
-            )
+        check_optimizer(config.optimizer.name, device)
         self._tables, self._config, self._device = {table.name: table for table in tables}, config, device
         self._dtype, self._pooling = shared_format(tables)
         self._allocate, self.in_pieces = allocate, allocate is None and device.type == "cpu"
