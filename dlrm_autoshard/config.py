@@ -111,7 +111,7 @@ class ScheduleConfig(Section):
     decay_start_step: NonNegativeInt = 0
     decay_steps: NonNegativeInt = 0  # 0: no decay
     decay_power: PositiveFloat = 2.0
-    end_lr_ratio: NonNegativeFloat = 0.0
+    end_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class EarlyStopping(Section):
@@ -159,7 +159,7 @@ class ReshardConfig(Section):
     every_epochs: PositiveInt = 1  # 1: within an epoch of more than 1,000 steps, too
     every_steps: PositiveInt | None = None  # instead of epochs
     on_change: bool = True  # and as soon as sampled steps show that ranks wait for one another by more than before
-    min_gain: NonNegativeFloat = 0.01  # of the step time; smaller gains are left alone
+    min_gain: Annotated[float, Field(ge=0, lt=1)] = 0.01  # of the step time: 0.01 is 1%; smaller gains are left alone
     rollback: bool = True
     max_move_gib_per_step: PositiveFloat | None = None
     checksums: bool = False  # of every tensor that moves, compared where it left and where it arrived
@@ -216,6 +216,16 @@ class Config(Section):
             raise ValueError("model.over_arch_layer_sizes must end in 1: the last layer is the logit")
         if self.checkpoint.keep_best and not self.checkpoint.enabled:
             raise ValueError("checkpoint.keep_best needs checkpoint.enabled: true")
+        schedule = self.schedule
+        if schedule.decay_steps and schedule.decay_start_step < schedule.warmup_steps:
+            raise ValueError(
+                f"schedule.decay_start_step is {schedule.decay_start_step}, before the warm-up ends (warmup_steps: "
+                f"{schedule.warmup_steps}); the rate would jump"
+            )
+        if schedule.decay_start_step and not schedule.decay_steps:
+            raise ValueError("schedule.decay_start_step needs schedule.decay_steps: with 0 the rate never decays")
+        if self.model.options and self.model.factory is None:
+            raise ValueError("model.options are for model.factory, and there is none")
         for name, dim in [
             ("autoshard.splits.min_dim", self.autoshard.splits.min_dim),
             ("tables.embedding_dim", self.tables.embedding_dim),

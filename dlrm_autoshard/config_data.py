@@ -74,7 +74,7 @@ class CriteoData(DataSection):
     test_days: list[NonNegativeInt] | None = None  # half val, half test; default: all but train_days, or the last day
     multi_hot: bool = False  # read day_*_sparse_multi_hot.npz
     num_embeddings: list[PositiveInt] | None = None  # rows of the 26 tables, ids modulo them; default: as in the data
-    row_scale: PositiveFloat = 1.0  # shrink tables of over 1,000 rows; ids are taken modulo the smaller size
+    row_scale: Annotated[float, Field(gt=0, le=1)] = 1.0  # shrinks tables of over 1,000 rows; ids modulo the fewer rows
 
 
 class DlrmDatasetsData(DataSection):

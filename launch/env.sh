@@ -1,4 +1,4 @@
-# Sourced by quickstart.sh, test.sh and the starters, from the repository's root: finds Python, makes .venv, installs once.
+# Sourced by quickstart.sh and test.sh, from the repository's root: finds Python, makes .venv, installs once.
 #
 #   DLRM_PYTHON       the Python to use (3.10 to 3.12); otherwise the first that works
 #   DLRM_VENV         where the environment lives (.venv)

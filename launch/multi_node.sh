@@ -6,16 +6,17 @@
 #   JOB_ID   the job's name, the same on all machines: with it the job also goes on where all of them were lost. Without,
 #            a job is known by its torchrun processes while one of them lives, and what is started afresh is a new one.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 usage="usage: NNODES=n RANKS_PER_NODE=n HEAD=host:port multi_node.sh CONFIG [section.key=value ...]"
 config=${1:?$usage}
 shift
 
+# In an environment that is active, or else the quickstart's.
+torchrun=$(command -v torchrun || echo "${DLRM_VENV:-$(dirname "$0")/../.venv}/bin/torchrun")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # else torch 2.13 sends a machine that joins later to a store that is gone
 # With several networks, name the one that the machines share: export GLOO_SOCKET_IFNAME=eth0 (NCCL_SOCKET_IFNAME too).
-exec torchrun \
+exec "$torchrun" \
     --nnodes="${NNODES:?$usage}" --nproc_per_node="${RANKS_PER_NODE:?$usage}" \
     --rdzv_backend=c10d --rdzv_endpoint="${HEAD:?$usage}" --rdzv_id="${JOB_ID:-none}" \
     --max_restarts="${MAX_RESTARTS:-3}" \
-    launch/train.py --config "$config" "$@"
+    -m dlrm_autoshard.commands.rank --config "$config" "$@"

@@ -3,12 +3,13 @@
 # A rank that dies ends the job; torchrun starts it again from the last checkpoint, up to MAX_RESTARTS times.
 # JOB_ID names the job: what is started again under the same name continues its run. Without, each start is a new job.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 ranks=${1:?how many ranks? usage: single_node.sh RANKS CONFIG [section.key=value ...]}
 config=${2:?which config? usage: single_node.sh RANKS CONFIG [section.key=value ...]}
 shift 2
 
+# In an environment that is active, or else the quickstart's.
+torchrun=$(command -v torchrun || echo "${DLRM_VENV:-$(dirname "$0")/../.venv}/bin/torchrun")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # one thread a rank: with more, fbgemm's CPU backward becomes erratic
-exec torchrun --rdzv_backend=c10d --rdzv_endpoint=localhost:0 --rdzv_id="${JOB_ID:-$(cat /proc/sys/kernel/random/uuid)}" \
+exec "$torchrun" --rdzv_backend=c10d --rdzv_endpoint=localhost:0 --rdzv_id="${JOB_ID:-$(cat /proc/sys/kernel/random/uuid)}" \
     --nnodes=1 --nproc_per_node="$ranks" --max_restarts="${MAX_RESTARTS:-3}" \
-    launch/train.py --config "$config" "$@"
+    -m dlrm_autoshard.commands.rank --config "$config" "$@"

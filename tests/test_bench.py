@@ -259,8 +259,8 @@ def test_a_race_is_a_table_of_worlds() -> None:
     assert line.startswith("| pooling permuted once | 30.0 | 31.0 |  | 32.0 |  |  | not measured, missed |")
     assert line.endswith("| 0.500 (0.400 to 0.600), missed | of 2.0%: too little | 3, 1 | abc1234, def5678; Intel |")
     assert head.count("|") == rule.count("|") == line.count("|")
-    for lines in (readme.short_worlds(record), readme.long_worlds(record)):
-        assert len({line.count("|") for line in lines}) == 1 and lines[-1].endswith("| not measured | 3 |")
+    lines = readme.kinds_of_job(record)
+    assert len({line.count("|") for line in lines}) == 1 and lines[-1].endswith("| not measured | 3 |")
 
 
 def test_a_readme_without_the_marks_is_left_alone(tmp_path: Path) -> None:

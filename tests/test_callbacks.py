@@ -12,7 +12,7 @@ import pytest
 
 from dlrm_autoshard.config import parse_config
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.train.callbacks import make_callbacks, metric_scalars, profile_scalars
+from dlrm_autoshard.train.callbacks import find_callbacks, metric_scalars, profile_scalars
 from dlrm_autoshard.train.display import duration
 from dlrm_autoshard.train.stop_signals import StopSignals
 from tests.ranks import run_ranks
@@ -73,7 +73,7 @@ def test_a_job_leaves_lines_a_result_and_what_its_callback_was_told(tmp_path: Pa
 )
 def test_a_callback_that_is_not_there_is_a_sentence(name: str, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=sentence.replace(".", r"\.")):
-        make_callbacks([name], tmp_path, CONFIG)
+        [make(tmp_path, CONFIG) for make in find_callbacks([name])]
 
 
 def test_scalars_are_named_after_split_and_stage() -> None:
@@ -89,7 +89,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    [writer] = make_callbacks(["tensorboard"], tmp_path, CONFIG)
+    [writer] = [make(tmp_path, CONFIG) for make in find_callbacks(["tensorboard"])]
     writer.scalars(50, {"val/auc": 0.75})
     writer.finish({})
     read = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("val/auc")[0]
@@ -100,11 +100,11 @@ def test_tensorboard_has_a_step_that_was_done_again_once(tmp_path: Path) -> None
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    [killed] = make_callbacks(["tensorboard"], tmp_path, CONFIG)
+    [killed] = [make(tmp_path, CONFIG) for make in find_callbacks(["tensorboard"])]
     for step in (50, 100, 150):
         killed.scalars(step, {"train/step_ms": 1.0})
         killed.scalars(step, {"val/auc": 0.75})
-    [resumed] = make_callbacks(["tensorboard"], tmp_path, CONFIG)
+    [resumed] = [make(tmp_path, CONFIG) for make in find_callbacks(["tensorboard"])]
     resumed.scalars(100, {"val/auc": 0.75})  # after the checkpoint of step 100, so once more
     resumed.scalars(150, {"train/step_ms": 2.0})
     resumed.finish({})
@@ -141,8 +141,9 @@ WANDB = """
 import sys
 from pathlib import Path
 from dlrm_autoshard.config import parse_config
-from dlrm_autoshard.train.callbacks import make_callbacks
-[writer] = make_callbacks(["wandb"], Path(sys.argv[1]), parse_config({"data": {"source": "movielens"}}))
+from dlrm_autoshard.train.callbacks import find_callbacks
+[make] = find_callbacks(["wandb"])
+writer = make(Path(sys.argv[1]), parse_config({"data": {"source": "movielens"}}))
 writer.scalars(50, {"val/auc": 0.75})
 writer.finish({"metrics": {"auc": 0.75}})
 """
@@ -161,7 +162,7 @@ def test_mlflow_keeps_what_was_written_in_a_folder(tmp_path: Path, monkeypatch: 
     pytest.importorskip("mlflow", reason="MLflow is not installed")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    [writer] = make_callbacks(["mlflow"], tmp_path, CONFIG)
+    [writer] = [make(tmp_path, CONFIG) for make in find_callbacks(["mlflow"])]
     writer.scalars(50, {"val/auc": 0.75})
     writer.finish({"metrics": {"auc": 0.75}})
     [kept] = tmp_path.glob("mlruns/*/*/metrics/val/auc")

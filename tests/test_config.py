@@ -35,6 +35,12 @@ def test_every_config_that_people_were_promised_is_there() -> None:
     assert promised <= {path.stem for path in CONFIGS}
 
 
+def test_a_mapping_may_be_merged_into_another(tmp_path: Path) -> None:
+    text = "data: {source: movielens}\ncallbacks: []\ntrain: {<<: &few {epochs: 2, batch_size: 8}, epochs: 3}\n"
+    config = load(tmp_path, text)
+    assert (config.train.epochs, config.train.batch_size) == (3, 8)
+
+
 @pytest.mark.parametrize("text", ["1e-3", "1E-3", "1.0e-3", "0.001", "+1e-3", ".1e-2"])
 def test_every_way_to_write_a_thousandth_is_that_number(text: str, tmp_path: Path) -> None:
     file = f"data: {{source: movielens}}\ntables:\n  optimizer:\n    lr: {text}\n"

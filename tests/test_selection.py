@@ -133,6 +133,29 @@ def test_early_stopping_ends_at_the_same_step_however_often_it_was_interrupted(
     assert again[0].steps == whole[0].steps, "a job that has ended early goes on no further"
 
 
+def best_after_a_stop(rank: int, world_size: int, folder: Path) -> tuple[int | None, bool, bool]:
+    """The step that is best after a stop in mid-epoch; and whether it is known when a resumed job has begun."""
+    runtime, best_at = make_runtime(rank, world_size), 7
+    stopped = settings(train={"max_steps": best_at})
+    with trainer(stopped, runtime, folder) as made:
+        made.run()
+        if rank == 0:
+            made.checkpoints.point_best_at(best_at)  # whatever was measured: as if it had been the best
+        runtime.barrier()
+    with trainer(settings(train={"max_steps": 8}), runtime, folder) as made:
+        kept = made.selection.kept
+        assert kept is not None
+        before = kept.value is not None
+        made._begin()
+        return kept.step, before, kept.value is not None
+
+
+def test_the_best_checkpoint_is_known_again_after_a_stop_in_mid_epoch(tmp_path: Path) -> None:
+    """Its evaluation came after it, so no checkpoint knows of that."""
+    for step, before, after in run_ranks(best_after_a_stop, 2, tmp_path, timeout=90):
+        assert (step, before, after) == (7, False, True)
+
+
 def weights_of(rank: int, world_size: int, checkpoint: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in checkpoint.glob("rank_*.bin")}
 

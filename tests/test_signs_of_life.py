@@ -10,6 +10,7 @@ import torch
 
 from dlrm_autoshard.distributed.lookup.exchange import Pending
 from dlrm_autoshard.distributed.ranks.signs_of_life import busy_at, is_exchange_failure
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.train.journal import Journal
 from tests.report_records import write_run
@@ -31,6 +32,19 @@ def test_the_same_words_from_a_ranks_own_code_are_not() -> None:
     with pytest.raises(RuntimeError) as failed:
         fail()
     assert not is_exchange_failure(failed.value)
+
+
+def test_an_error_of_a_users_own_service_is_told_as_it_is() -> None:
+    for raised in (ConnectionRefusedError("no answer"), RuntimeError("the socket of the feature store is closed")):
+        with pytest.raises(type(raised)) as failed:
+            raise raised
+        assert not is_exchange_failure(failed.value)
+    with pytest.raises(UserError) as told:
+        try:
+            Pending(fail, torch.empty(0)).wait()
+        except RuntimeError as error:
+            raise UserError("the feature store does not answer") from error
+    assert not is_exchange_failure(told.value)
 
 
 class Looking:

@@ -10,7 +10,7 @@ import torch
 from dlrm_autoshard.config import parse_config
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.train.sizes import check_sizes, shared_memory_of
+from dlrm_autoshard.train.start_checks import check_sizes, shared_memory_of
 
 LONG_BAGS = """
 import torch

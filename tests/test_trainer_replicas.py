@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.errors import DataError
-from dlrm_autoshard.data.label_check import check_labels
+from dlrm_autoshard.data.value_check import check_labels
+from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.model.dlrm import DenseArch
 from dlrm_autoshard.tables import TableConfig
-from dlrm_autoshard.train.agreement import DisagreementError, agree, check_shared
+from dlrm_autoshard.train.agreement import DisagreementError, agree, agree_on_dense, check_shared
 from dlrm_autoshard.train.state import TrainError
 from tests.ranks import run_ranks
 from tests.trainers import config, losses, make_runtime, records, tensors, trainer
@@ -33,6 +34,9 @@ class Normed(DenseArch):
         self.dropout = nn.Dropout(dropout)
         self.register_buffer("mask", torch.arange(6.0).view(2, 3).T > 2)  # neither numbers nor row by row
         self.register_buffer("nothing", torch.zeros(0))
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(2, 3))
+        self.register_buffer("minus_infinity", torch.full((2, 2), -torch.inf).triu(1))
         self.last = nn.Linear(self.norm.num_features, 1)
         with torch.no_grad():
             self.last.bias.add_(random.random())  # not from torch's generator: another on every rank
@@ -41,18 +45,34 @@ class Normed(DenseArch):
         return dense_BF
 
     def top(self, bottom_BD: Tensor, pooled_BD: Tensor) -> Tensor:
+        if self.training:
+            self.seen = 0.9 * self.seen + bottom_BD.detach().mean()  # another tensor in its place, unlike BatchNorm
         logits: Tensor = self.last(self.dropout(self.norm(torch.cat([bottom_BD, pooled_BD], 1)))).squeeze(1)
+        if not self.training:
+            logits = logits + self.seen[0, 0]
         return logits
 
 
+class Drawing:
+    """A callback that draws: at every start anew."""
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        random.random(), np.random.random(), torch.rand(1)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def finish(self, result: Mapping[str, Any]) -> None: ...
+
+
 def job(steps: int | None = None, **sections: Any) -> Config:
-    return config(
+    made = config(
         data={"test_samples": 60},
         model={"factory": f"{Path(__file__)}:Normed"},
         train={"epochs": 2, "max_steps": steps},
         checkpoint={"enabled": True, "every_steps": 5},
         **sections,
     )
+    return made.model_copy(update={"callbacks": [f"{Path(__file__)}:Drawing"]})
 
 
 def interrupt(rank: int, world_size: int, folder: Path) -> list[list[str]]:
@@ -116,6 +136,49 @@ def drift(rank: int, world_size: int, folder: Path) -> str:
 def test_replicas_that_drift_end_the_job_with_the_step(tmp_path: Path) -> None:
     for message in run_ranks(drift, 2, tmp_path):
         assert "dense weights of rank(s) 1 are not those of rank 0 after step 16" in message
+
+
+def drift_unseen(rank: int, world_size: int, folder: Path) -> tuple[str, list[str]]:
+    """As above, in a job that logs less often than it writes checkpoints."""
+    settings = config(train={"log_every_steps": 50}, checkpoint={"enabled": True, "every_steps": 4})
+    with trainer(settings, make_runtime(rank, world_size), folder) as made:
+        run = made.step.run
+
+        def run_apart(*given: Any, **options: Any) -> Batch:
+            if rank == 1 and made.position.step == 6:
+                made.dense.flat.data[3] *= 1 + 2**-23
+            return run(*given, **options)
+
+        made.step.run = run_apart  # type: ignore[method-assign]
+        with pytest.raises(TrainError) as caught:
+            made.run()
+        return str(caught.value), sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_that_a_drift_is_named_beside_is_of_before_it(tmp_path: Path) -> None:
+    for message, checkpoints in run_ranks(drift_unseen, 2, tmp_path):
+        assert "are not those of rank 0 after step 7" in message and "step_00000004" in message
+        assert checkpoints == ["step_00000000", "step_00000004"]
+
+
+def make_apart(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Models of other layers, of none at all, and of the same ones in another order."""
+    runtime, messages = make_runtime(rank, world_size), []
+    orders: list[list[list[str]]] = [[["a", "b"], ["a"]], [["a"], ["a", "b"]], [["a", "b"], ["b", "a"]]]
+    for order in orders:
+        module = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in order[rank]})
+        dense = DataParallelDense(module, config().dense_optimizer, runtime.group, runtime.device)
+        with pytest.raises(DisagreementError) as caught:
+            agree_on_dense(dense, runtime)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_models_that_differ_in_layers_or_in_their_order_do_not_start(tmp_path: Path) -> None:
+    for lacks, has_more, other_order in run_ranks(make_apart, 2, tmp_path):
+        assert "the model of rank 1 has dense.b.weight as None" in lacks
+        assert "the model of rank 1 has dense.b.weight as torch.float32 [3, 3], rank 0's as None" in has_more
+        assert "the model of rank 1 has dense.b.weight where rank 0's has dense.a.weight" in other_order
 
 
 def start_apart(rank: int, world_size: int, folder: Path) -> list[str]:

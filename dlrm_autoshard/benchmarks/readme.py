@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,8 @@ WORLDS_HEAD = (
     "| what changes | static plan, s | with resharding, s | clairvoyant, s | TorchRec, s | with / static "
     "| in turns | TorchRec / with | recovered, of medians | in turns, of all seeds | moves, back | commit; CPU |"
 )
-SHORT_HEAD = (
-    "| what changes in a job | time with / without resharding | of a clairvoyant's gain | TorchRec's / ours | moves |"
-)
-LONG_HEAD = (
-    "| what changes in a job | time with / without resharding | the same in turns | of a clairvoyant's gain, in turns "
+HEAD = (
+    "| what changes in a job | with / without resharding, by wall clock | in turns | of a clairvoyant's gain, in turns "
     "| TorchRec's / ours | moves |"
 )
 LONG = "Jobs of four to five minutes, 60 tables, 4 GiB and nine checkpoints, start to end; the kinds that ran so far:"
@@ -87,8 +84,8 @@ def records(results: Path = RESULTS) -> tuple[dict[str, Record], dict[str, list[
 
 def summary(counted: Mapping[str, Record]) -> str:
     """The README's: whole jobs by what changes in them, the figures that matter most, how many targets are met."""
-    text = short_worlds(counted["race-short"]) if "race-short" in counted else []
-    text += ["", LONG, "", *long_worlds(counted["race"])] if "race" in counted else []
+    text = kinds_of_job(counted["race-short"]) if "race-short" in counted else []
+    text += ["", LONG, "", *kinds_of_job(counted["race"])] if "race" in counted else []
     shown = [row for row in ROWS if row.readme and row.benchmark in counted]
     words = [row.what if row.readme is True else str(row.readme) for row in shown]
     lines = [_line(row, what, counted[row.benchmark]) for row, what in zip(shown, words, strict=True)]
@@ -97,23 +94,15 @@ def summary(counted: Mapping[str, Record]) -> str:
     return "\n".join([*text, "", *_HEAD, *lines, "", f"Of {verdicts.total()} targets {told}."])
 
 
-def short_worlds(record: Record) -> list[str]:
-    return _worlds(record, SHORT_HEAD, RATIOS[1:2])
-
-
-def long_worlds(record: Record) -> list[str]:
-    return _worlds(record, LONG_HEAD, RATIOS[:2])
-
-
-def _worlds(record: Record, head: str, ratios: Sequence[str]) -> list[str]:
-    """A line of each kind of job that ran. ratios: of the time with resharding over that without, by these clocks."""
+def kinds_of_job(record: Record) -> list[str]:
+    """A line of each that ran: a race's worlds, in short."""
     figures, lines = record["figures"], []
     for world, what in IN_WORDS.items():
         if f"{world}: moves, roll-backs" in figures:
-            *times, torchrec = (cell(record, f"{world}: {key}", digits="#.3g") for key in (*ratios, RATIOS[-1]))
+            *times, torchrec = (cell(record, f"{world}: {key}", digits="#.3g") for key in RATIOS)
             texts = [*times, _share(record, world, f"recovered of all seeds' seconds{NET}", NET), torchrec]
             lines.append(f"| {what} | {' | '.join(texts)} | {figures[f'{world}: moves, roll-backs'][0]} |")
-    return [head, "| --- " * (head.count("|") - 1) + "|", *lines]
+    return [HEAD, "| --- " * (HEAD.count("|") - 1) + "|", *lines]
 
 
 def table(counted: Mapping[str, Record]) -> str:

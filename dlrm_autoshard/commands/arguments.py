@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,6 +75,14 @@ def positive(text: str) -> int:
     number = int(text)
     if not 1 <= number < 2**31:
         raise argparse.ArgumentTypeError(f"{text} is not between 1 and {2**31 - 1:,}")
+    return number
+
+
+def seconds(text: str) -> float:
+    """An argument's type: a time."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
     return number
 
 
@@ -217,6 +227,18 @@ def with_progress(items: Iterable[T], total: int, description: str, quiet: bool)
     console = Console(stderr=True)
     hidden = quiet or not console.is_terminal  # elsewhere even a bar that goes away leaves an empty line
     return iter(track(items, description, total, console=console, transient=True, disable=hidden))
+
+
+def check_out(path: Path | None, *, folder: bool = False) -> None:
+    """Makes what is missing above --out. UserError where nothing can be written there: before the work, not after."""
+    if path is None:
+        return
+    (path if folder else path.parent).mkdir(parents=True, exist_ok=True)
+    if not folder and path.is_dir():
+        raise UserError(f"--out '{path}' is a folder. Name a file in it.")
+    where = path if path.exists() else path.parent
+    if not os.access(where, os.W_OK):
+        raise UserError(f"--out '{path}' cannot be written to: no permission. Name another place.")
 
 
 def write_json(path: Path | None, record: Any) -> None:

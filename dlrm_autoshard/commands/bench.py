@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dlrm_autoshard.commands.arguments import check_out
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="list the benchmarks, or run one and compare it with its targets")
@@ -31,10 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(rewrite(Path("README.md")))
         return 0
+    check_out(arguments.out)
     record = run_benchmark(arguments.name, arguments.quick)
     text = json.dumps(record, indent=2)
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(text + "\n")
     if arguments.json:
         print(text)

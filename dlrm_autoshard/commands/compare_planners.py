@@ -21,6 +21,7 @@ import numpy as np
 from dlrm_autoshard.commands.arguments import (
     add_devices,
     add_output,
+    check_out,
     planner_of,
     positive,
     seed,
@@ -76,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(
                 f"'{name}' is neither an algorithm ({', '.join(ALGORITHMS)}) nor a directory that `fit` made."
             )
+    check_out(arguments.out)
     tasks = TaskSet.load(arguments.tasks)
     record = evaluate(names, tasks, arguments)
     write_json(arguments.out, record)

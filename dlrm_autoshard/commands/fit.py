@@ -9,7 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlrm_autoshard.commands.arguments import STATE_FILE, add_devices, positive, seed, topology_of, write_json
+from dlrm_autoshard.commands.arguments import (
+    STATE_FILE,
+    add_devices,
+    check_out,
+    positive,
+    seed,
+    topology_of,
+    write_json,
+)
 from dlrm_autoshard.errors import UserError
 
 
@@ -54,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.reference and arguments.algorithm != "dreamshard":
         raise UserError(f"--reference is DreamShard to the letter; there is none of '{arguments.algorithm}'.")
+    check_out(arguments.out, folder=True)
     started = time.perf_counter()
     tasks = TaskSet.load(arguments.tasks)
     topology = topology_of(arguments.devices, arguments.memory_gib)

@@ -11,8 +11,10 @@ from dlrm_autoshard.commands.arguments import (
     add_asked,
     add_devices,
     add_output,
+    check_out,
     planner_of,
     positive,
+    seconds,
     seed,
     task_of,
     write_json,
@@ -51,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
     add_asked(parser)
     parser.add_argument("--per-part", action="store_true", help="rowwise_adagrad: split tables, a sum a row and part")
     parser.add_argument("--measure", action="store_true", help="measure auto's finalists with fbgemm here")
-    parser.add_argument("--budget-seconds", type=float, help="stop searching after so long")
+    parser.add_argument("--budget-seconds", type=seconds, metavar="S", help="stop searching after so long")
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--format", choices=["autoshard", "torchrec"], default="autoshard", help="of --out and --json")
     parser.add_argument(
@@ -72,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.torchrec.module_file import Modules, load_modules, shapes_in
     from dlrm_autoshard.torchrec.sharding import plan_record
 
+    check_out(arguments.out)
     modules: Modules | None = None
     of_run = None
     if sum(given is not None for given in (arguments.of_run, arguments.tables, arguments.from_torchrec)) != 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 from typing import Any
@@ -45,14 +46,18 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--{name} is {value}; it must be {least} or more.")
     if arguments.nodes > 1 and not (arguments.head and arguments.job):
         raise UserError("--nodes needs --head HOST:PORT and --job ID, the same on each machine.")
+    if arguments.head and arguments.nodes == 1:
+        raise UserError("--head is for several machines: say how many with --nodes, and name the --job.")
+    if arguments.head and not re.fullmatch(r"\S+:\d{1,5}", arguments.head):
+        raise UserError(f"--head is '{arguments.head}'; it has the form HOST:PORT, such as node0:29400.")
     signal.signal(signal.SIGINT, leave)  # until the ranks run
     require_pair()
     path = find_config(arguments.config)
-    load_config(path, arguments.overrides)
+    config = load_config(path, arguments.overrides)
     own = ["--config", str(path), *arguments.overrides]
     if arguments.resume is not None:
         own.append(f"--resume={arguments.resume}")
-    ranks = arguments.ranks or default_ranks()
+    ranks = arguments.ranks or default_ranks(config.run.device)
     if ranks == arguments.nodes == 1 and not arguments.restarts and not arguments.job:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         return rank.main(own)
@@ -66,10 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
 
-def default_ranks() -> int:
+def default_ranks(device: str = "auto") -> int:
     """One a GPU. Without GPUs two where there are two cores: one rank has nothing to place."""
     import torch
 
-    if shutil.which("nvidia-smi") and torch.cuda.is_available():
+    if device != "cpu" and shutil.which("nvidia-smi") and torch.cuda.is_available():
         return torch.cuda.device_count()
     return min(2, len(os.sched_getaffinity(0)))

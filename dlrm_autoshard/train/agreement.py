@@ -48,11 +48,18 @@ def agree_on_dense(dense: DataParallelDense, runtime: Runtime) -> None:
     """Gives all ranks rank 0's dense weights; DisagreementError where they are of other names or shapes."""
     mine = {name: f"{value.dtype} {list(value.shape)}" for name, value in dense.named_tensors()}
     for rank, other in enumerate(everybody := runtime.all_gather(mine)):
-        for name in {**mine, **other}:
-            if everybody[0].get(name) != other.get(name):
+        first = everybody[0]
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
                 raise DisagreementError(
-                    f"the model of rank {rank} has {name} as {other.get(name)}, rank 0's as {everybody[0].get(name)}. "
+                    f"the model of rank {rank} has {name} as {other.get(name)}, rank 0's as {first.get(name)}. "
                     "model.factory must build the same model on every rank."
+                )
+        for name, instead in zip(first, other, strict=True):
+            if name != instead:  # gradients are summed by place
+                raise DisagreementError(
+                    f"the model of rank {rank} has {instead} where rank 0's has {name}. model.factory must add its "
+                    "layers in the same order on every rank: not by going over a set."
                 )
     dense.broadcast()
 

@@ -88,25 +88,31 @@ class MLflow:
         self._mlflow.end_run()
 
 
-READY: dict[str, Callable[[Path, Config], Callback]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+Factory = Callable[[Path, Config], Callback]
+READY: dict[str, Factory] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
 
 
-def make_callbacks(names: Sequence[str], run_dir: Path, config: Config) -> list[Callback]:
-    """UserError where one is not installed or not there."""
-    made: list[Callback] = []
+def find_callbacks(names: Sequence[str]) -> list[Factory]:
+    """What makes each of them, in time for a mistake to cost nothing. UserError where one is not installed or not
+    there."""
+    found: list[Factory] = []
     for name in names:
         if name in READY:
             if importlib.util.find_spec(name) is None:
                 raise UserError(f"callbacks: '{name}' is not installed. Install it with: pip install {name}")
-            try:
-                made.append(READY[name](run_dir, config))
-            except Exception as error:  # of a service that does not answer, or is not set up
-                raise UserError(f"callbacks: '{name}' cannot start: {error}") from error
+            found.append(partial(_start, name))
         elif ":" in name:
-            made.append(call(load(name, "callbacks"), "callbacks", run_dir, config))
+            found.append(partial(call, load(name, "callbacks"), "callbacks"))
         else:
             raise UserError(f"callbacks: '{name}' is none of {', '.join(READY)}, nor of the form package:factory.")
-    return made
+    return found
+
+
+def _start(name: str, run_dir: Path, config: Config) -> Callback:
+    try:
+        return READY[name](run_dir, config)
+    except Exception as error:  # of a service that does not answer, or is not set up
+        raise UserError(f"callbacks: '{name}' cannot start: {error}") from error
 
 
 def metric_scalars(line: Mapping[str, Any]) -> dict[str, float]:

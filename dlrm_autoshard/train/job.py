@@ -31,7 +31,7 @@ from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
 from dlrm_autoshard.train.checkpoints.manifest import DamagedCheckpoint
 from dlrm_autoshard.train.random_state import seed_all
 from dlrm_autoshard.train.selection import Selection
-from dlrm_autoshard.train.sizes import check_sizes, shared_memory_of
+from dlrm_autoshard.train.start_checks import check_settings, check_sizes, shared_memory_of
 from dlrm_autoshard.train.state import Position, TrainingState, plan_of
 
 
@@ -55,6 +55,7 @@ class Job:
         seed_all(config.run.seed, runtime.rank)
         self.config, self.runtime, self.run_dir = config, runtime, run_dir
         self.source, self._reading = open_source(config.data, config.tables), Lock()
+        check_settings(config, self.source, runtime.device)
         check_sizes(
             config, self.source, runtime.world_size, *shared_memory_of(runtime.device, runtime.local_world_size)
         )
@@ -175,5 +176,6 @@ class Job:
             on_bad_id=self.config.data.on_bad_id,
             cores=self.runtime.loader_cores,
             pin=self.runtime.device.type == "cuda",
+            finite=split != "train" or train.on_nan == "stop",
             reading=self._reading,
         )

@@ -21,7 +21,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError
 from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.formats.yaml_file import flat, read_yaml
-from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder
+from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder, behind_latest
 
 # In a run directory: config.yaml  environment.json  job.json  plan/  metrics.jsonl  costs/  decisions.jsonl
 # checkpoints/  report.html. `job.json` names the job whose run it is, and the --resume that it has obeyed: a start of
@@ -75,7 +75,7 @@ def run_to_continue(config: Config, resume: str | None, job: Set[str]) -> Path |
             raise RunDirectoryError(f"'{resume}' is no run directory: it has no checkpoints. Leave --resume out.")
         if CheckpointFolder(Path(resume) / "checkpoints").newest() is None:
             raise RunDirectoryError(f"'{resume}' has no checkpoint to resume from. Leave --resume out.")
-        return Path(resume)
+        return behind_latest(Path(resume))
     earlier = earlier_runs(config)
     if resume == "":
         for path in reversed(earlier):

@@ -1,4 +1,4 @@
-"""What a job's batch and dense part will take, before anything of that size is asked for."""
+"""What a job's settings ask of its data and its machine: refused before anything is planned, measured or allocated."""
 
 from __future__ import annotations
 
@@ -10,12 +10,24 @@ from dlrm_autoshard.config import Config
 from dlrm_autoshard.config_data import SyntheticData
 from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.distributed.moves.agree import free_memory
+from dlrm_autoshard.distributed.tables.storage import check_optimizer
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import gib
 
 _COPIES = 4
 """Of the dense weights: themselves, gradients and at most two of optimizer state."""
 _MEASURED = 64  # samples
+
+
+def check_settings(config: Config, source: DataSource, device: torch.device) -> None:
+    """UserError where something is chosen by data, or computed on a device, that has no such thing."""
+    chosen = config.checkpoint.keep_best is not None or config.train.early_stopping is not None
+    if chosen and source.num_samples("val") == 0:
+        raise UserError(
+            "checkpoint.keep_best and train.early_stopping choose by evaluations on the val split, and this data "
+            "has no val samples (choosing by the test split would make its metrics too good)."
+        )
+    check_optimizer(config.tables.optimizer.name, device)
 
 
 def shared_memory_of(device: torch.device, host_ranks: int) -> tuple[int, int]:

@@ -54,6 +54,10 @@ class TrainingState:
     intervals: Intervals | None
     selection: Selection = field(default_factory=Selection)
 
+    def __post_init__(self) -> None:
+        """_masks: buffers and frozen weights that hold infinities as the model makes them, as attention masks do."""
+        self._masks = {name for name, value in self.dense.untrained() if not all_finite(value)}
+
     def save(self, position: Position) -> None:
         self.dense.broadcast_buffers()  # all go on with what is saved
         self._check_weights(position)
@@ -118,12 +122,13 @@ class TrainingState:
 
     def _check_weights(self, position: Position) -> None:
         """A checkpoint that is not finite would be worth nothing, and push out one that is."""
-        bad = next((name for name, value in self.tensors().items() if not all_finite(value)), None)
+        tensors = self.tensors().items()
+        bad = next((name for name, value in tensors if not (name in self._masks or all_finite(value))), None)
         for rank, name in enumerate(self.runtime.all_gather(bad)):
             if name is not None:
+                when = f"after step {position.step - 1}" if position.step else "before the first step"
                 raise TrainError(
-                    f"'{name}' holds NaN or infinity after step {position.step - 1}, on rank {rank}. "
-                    f"{self.last_good(position.step)}"
+                    f"'{name}' holds NaN or infinity {when}, on rank {rank}. {self.last_good(position.step)}"
                 )
 
 

@@ -18,10 +18,9 @@ from dlrm_autoshard.data.batch import Batch, Split, label_names_of
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
-from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.records.jsonl import forget_after
 from dlrm_autoshard.records.run import RESULT
-from dlrm_autoshard.train.callbacks import Callback, make_callbacks
+from dlrm_autoshard.train.callbacks import Callback, Factory, find_callbacks
 from dlrm_autoshard.train.checkpoints.folder import step_of
 from dlrm_autoshard.train.checkpoints.manifest import CheckpointError
 from dlrm_autoshard.train.display import Display, describe
@@ -31,6 +30,7 @@ from dlrm_autoshard.train.journal import Journal
 from dlrm_autoshard.train.loss_watch import LossWatch
 from dlrm_autoshard.train.lr_schedule import lr_scale
 from dlrm_autoshard.train.opening import open_run
+from dlrm_autoshard.train.random_state import random_state, restore_random_state
 from dlrm_autoshard.train.stop_signals import Stopped, StopSignals
 from dlrm_autoshard.train.timetable import Timetable
 
@@ -57,10 +57,14 @@ class Trainer(Job):
         fall_back: bool = True,
     ) -> None:
         """signals: those that end the job between two steps. checkpoint, fall_back: as a `Job` takes them."""
+        factories: list[Factory] = []
+        runtime.from_rank_0(lambda: factories.extend(find_callbacks(config.callbacks)))
         super().__init__(config, runtime, run_dir, checkpoint, fall_back=fall_back)
         self.signals = signals or StopSignals()
         callbacks: list[Callback] = []
-        runtime.from_rank_0(lambda: callbacks.extend(make_callbacks(config.callbacks, run_dir, config)))
+        random = random_state(runtime.device)
+        runtime.from_rank_0(lambda: callbacks.extend(make(run_dir, config) for make in factories))
+        restore_random_state(random, runtime.device)  # whatever they drew: they are made anew at each start
         self.journal = Journal(run_dir, callbacks, active=runtime.rank == 0)
         self.seconds = dict.fromkeys(("total", "evaluation", "checkpoints", "resharding"), 0.0)  # of this start
         self.watch = LossWatch(runtime, self.step, self.state)
@@ -68,11 +72,6 @@ class Trainer(Job):
         self.metrics: Mapping[str, float] = {}
         self.selection = self.state.selection
         self.timetable = Timetable(self)
-        if self.selection.wanted and self.source.num_samples("val") == 0:
-            raise UserError(
-                "checkpoint.keep_best and train.early_stopping choose by evaluations on the val split, and this data "
-                "has no val samples (choosing by the test split would make its metrics too good)."
-            )
 
     # -- the rhythm --------------------------------------------------------------------------------------------------
 
@@ -85,8 +84,8 @@ class Trainer(Job):
                     with self.signals.postponed():
                         self._train_epoch()
                         self._end_if_asked()
-                    if self.timetable.evaluation_due:
-                        self._evaluate(self.timetable.split_between_epochs)
+                        if self.timetable.evaluation_due:
+                            self._evaluate(self.timetable.split_between_epochs)
                 self._evaluate("test")
                 self._written(self.checkpoints.finish)
         except Stopped as stopped:
@@ -134,11 +133,21 @@ class Trainer(Job):
             self._save()  # so that there is always a good one to name and to go back to
         if position.step and self.timetable.evaluation_due:
             self._evaluate(self.timetable.split_between_epochs)  # after its checkpoint: a kill may have come between
+        elif self.selection.kept is not None and self._is_best(self.resumed_from):
+            self.selection.kept.add(position.step, self._measured("val"))  # how good it is, later checkpoints know
+
+    def _is_best(self, checkpoint: Path | None) -> bool:
+        best: Path | None = self.runtime.broadcast(self.checkpoints.best())
+        return checkpoint is not None and best is not None and best.name == checkpoint.name
 
     def _forget_what_comes_again(self) -> list[str]:
         """On rank 0, for all ranks: there may be fewer now. Started again without a checkpoint, all comes again."""
         forget_after(self.run_dir, -1 if self.resumed_from is None else self.position.step)
         (self.run_dir / RESULT).unlink(missing_ok=True)  # of an earlier start: this one has not finished
+        return self.set_later_aside()
+
+    def set_later_aside(self) -> list[str]:
+        """Checkpoints of steps that are to come. On rank 0; sentences to say of them."""
         return self.checkpoints.set_aside_after(self.position.step)
 
     def _train_step(self, *, sampled: bool) -> None:
@@ -185,12 +194,14 @@ class Trainer(Job):
                 self._written(self.checkpoints.finish)
                 newest = self.checkpoints.latest()
                 if newest is None or step_of(newest) != self.position.step:
+                    self.watch.compare_replicas(self.position.step)  # what is saved as good is good
                     self._written(lambda: self.state.save(self.position))
 
     def _save_this_step(self) -> None:
         """Returns when it is on disk."""
         self._save()
-        self._written(self.checkpoints.finish)
+        with self._timed("checkpoints"):
+            self._written(self.checkpoints.finish)
 
     def _written(self, write: Callable[[], None]) -> None:
         try:
@@ -224,21 +235,28 @@ class Trainer(Job):
         """Metrics over all ranks' samples, and what follows from those of the val split."""
         if self.source.num_samples(split) == 0:
             return
-        done = self.position.epoch - (self.position.sample == 0 and self.position.epoch > 0)
+        self.metrics = self._measured(split)
+        self.timetable.evaluated()
+        self._log_metrics(split, self.metrics, epoch=self._epochs_done)
+        where = f"step {self.position.step}" if self.position.sample else f"epoch {self._epochs_done}"
+        self.display.line(f"{where}  {split}  {describe(self.metrics)}")
+        if split == "val":
+            self._select()
+
+    def _measured(self, split: Split) -> Mapping[str, float]:
         self.dense.broadcast_buffers()
-        with self._timed("evaluation"), self.signals.postponed(), self.batches(split, done) as loader:
+        with self._timed("evaluation"), self.signals.postponed(), self.batches(split, self._epochs_done) as loader:
             batches = self._until_asked(loader)
             metrics = evaluate(
                 self.step.model, self.embeddings, batches, self.runtime,
                 autocast=self.autocast, label_names=label_names_of(self.source),
             )  # fmt: skip
-        self.metrics = self.runtime.broadcast(metrics)
-        self.timetable.evaluated()
-        self._log_metrics(split, self.metrics, epoch=done)
-        where = f"step {self.position.step}" if self.position.sample else f"epoch {done}"
-        self.display.line(f"{where}  {split}  {describe(self.metrics)}")
-        if split == "val":
-            self._select()
+        return self.runtime.broadcast(metrics)
+
+    @property
+    def _epochs_done(self) -> int:
+        """The number of the epoch that training is in, or that has just ended."""
+        return self.position.epoch - (self.position.sample == 0 and self.position.epoch > 0)
 
     def _select(self) -> None:
         """Keeps the checkpoint of the best evaluation, and says so where training ends early. A collective."""
@@ -247,8 +265,9 @@ class Trainer(Job):
         if best:
             self._save_this_step()  # as before this evaluation: what goes on from here makes it again
         self.selection.add(step, self.metrics)
-        if best and self.runtime.rank == 0:
-            self.checkpoints.point_best_at(step)
+        if best:
+            with self._timed("checkpoints"):
+                self.runtime.from_rank_0(lambda: self.checkpoints.point_best_at(step))
         if watched is not None and self.selection.stop:
             self.display.line(
                 f"step {step}  training ends early: {watched.worse} evaluations in a row were no better than "

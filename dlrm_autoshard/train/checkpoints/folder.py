@@ -105,8 +105,14 @@ def run_and_checkpoint(resume: str | None) -> tuple[str | None, Path | None]:
     """What --resume asks for: RUN/checkpoints/step_00000400 (or best) is that checkpoint of RUN; else the newest."""
     path = behind_best(Path(resume or "").absolute())
     if resume and path.name.startswith("step_") and path.parent.name == "checkpoints":
-        return str(path.parents[1]), path
+        run = behind_latest(path.parents[1])
+        return str(run), run / "checkpoints" / path.name
     return resume, None
+
+
+def behind_latest(run: Path) -> Path:
+    """The run itself, where `run` is a link to it, which the next job's start will bend."""
+    return run.resolve() if run.is_symlink() else run
 
 
 def behind_best(path: Path) -> Path:
