@@ -149,7 +149,7 @@ class CheckpointConfig(Section):
 
 class ProfileConfig(Section):
     enabled: bool = True
-    every_steps: PositiveInt | None = None  # sampled steps have barriers; default: each 20th, fewer in calm times
+    every_steps: PositiveInt | None = None  # sampled steps have barriers; default: each 20th; fewer where calm
     warmup_steps: NonNegativeInt = 5  # of each epoch, never sampled
     trace_steps: list[NonNegativeInt] = []  # steps of which to write a torch.profiler trace
 

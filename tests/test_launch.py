@@ -12,8 +12,11 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from dlrm_autoshard.config import parse_config
+from dlrm_autoshard.distributed.ranks.launch import launch
+from dlrm_autoshard.errors import UserError
 from tests.jobs import CONFIG, REPOSITORY, TRAIN, free_port, started, steps_saved, torchrun, until
 from tests.ranks import run_ranks
 from tests.trainers import make_runtime, trainer
@@ -217,6 +220,26 @@ def test_a_job_that_is_named_goes_on_under_its_name_and_one_that_is_not_is_new(c
     assert "resumed at step 5" in starter(1, 8, JOB_ID="mine")
     assert "resumed" not in starter(1, 5)
     assert (tmp_path / "runs" / "job-2").exists() and not (tmp_path / "runs" / "job-3").exists()
+
+
+def test_the_starter_runs_from_any_folder_in_the_quickstarts_environment(config: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "DLRM_VENV": sys.prefix}
+    command = ["bash", str(REPOSITORY / "launch/single_node.sh"), "1", config.name, "train.max_steps=3", "run.dir=own"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "own" / "job", "test")[-1]["step"] == 3
+
+
+@pytest.mark.parametrize("error", [RendezvousConnectionError, RendezvousTimeoutError])
+def test_machines_that_do_not_find_each_other_are_a_sentence(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody_there(*_: object) -> None:
+        raise error("The connection to the C10d store has failed. See inner exception for details.")
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", lambda *_: nobody_there)
+    with pytest.raises(UserError, match=r"the machines did not find each other .* waited for 2, at --head node0:29400"):
+        launch(["-c", ""], 1, nodes=2, head="node0:29400", job="ads")
 
 
 def test_two_machines_find_each_other(config: Path, tmp_path: Path) -> None:

@@ -12,12 +12,22 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from dlrm_autoshard import Constraints, PlanError, Planner, ShardingPlan, SimulatedCluster, TableConfig, Topology
+from dlrm_autoshard import (
+    Constraints,
+    PlanError,
+    Planner,
+    ShardingPlan,
+    SimulatedCluster,
+    TableConfig,
+    TableStats,
+    Topology,
+)
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import bytes_per_rank
 from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.feasible import feasible
 from dlrm_autoshard.planner.planner import ALGORITHMS, LEARNED
+from dlrm_autoshard.planner.search import local_search
 from dlrm_autoshard.planner.search.greedy import HEURISTICS, KEYS, balance, heuristic
 from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.search.local_search import improve, search
@@ -86,6 +96,21 @@ def test_no_algorithm_overflows_under_random_memory_pressure(data: st.DataObject
         planner = Planner(algorithm, settings=QUICK)
         for candidate in planner.plan(task).candidates:
             task.check(candidate.plan)
+
+
+def test_a_swap_is_found_among_many_that_are_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than are tried; and those that promise most are of a pinned table."""
+    monkeypatch.setattr(local_search, "MOST_SWAPS", 1)
+    tables = [TableConfig(name, 100_000, 32) for name in ("pinned", "free", "other")]
+    stats = [TableStats(pooling, batch_size=BATCH) for pooling in (100.0, 70.0, 40.0)]
+    sizes = dict.fromkeys(("pinned", "free", "other"), 1)
+    task = PlacementTask.build(
+        tables, stats, Topology(2, (2, 1)), batch_size=BATCH, constraints=Constraints(pinned={"pinned": 0}),
+        table_bytes=sizes,
+    )  # fmt: skip
+    start = task.ranks_from(ShardingPlan({"pinned": 0, "free": 0, "other": 1}, 2))
+    found = task.plan_from(improve(task, costs_of(Planner(), task), start))
+    assert found.rank_of == {"pinned": 0, "free": 1, "other": 0}
 
 
 @settings(max_examples=150, deadline=None)

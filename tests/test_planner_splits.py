@@ -16,6 +16,7 @@ from dlrm_autoshard.plan import shard_tables
 from dlrm_autoshard.planner.moves.relabel import relabelled
 from dlrm_autoshard.planner.search.splits import split_search
 from dlrm_autoshard.planner.task import PlacementTask, Splits
+from dlrm_autoshard.probe.calibration import sample_of
 from dlrm_autoshard.probe.mid_run import learn_half, unmeasured_halves
 from dlrm_autoshard.probe.shard_probe import ShardTime
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
@@ -204,7 +205,11 @@ def test_a_table_whose_name_ends_in_brackets_is_no_part_of_another() -> None:
         task.check(plan)
 
 
-def test_in_mid_run_half_of_what_no_whole_plan_balances_is_measured_once_by_all_ranks_at_a_time() -> None:
+@pytest.mark.parametrize("probed", [None, 0.7, 1.4])
+def test_in_mid_run_half_of_what_no_whole_plan_balances_is_measured_once_by_all_ranks_at_a_time(
+    probed: float | None,
+) -> None:
+    """probed: what each table takes alone, at a start, of what it takes in training."""
     tables, stats = with_a_dominant_table()
     task, planner, asked = task_of(tables, stats, 4), learned(), list[list[str]]()
     plan = ShardingPlan({name: 0 if name == "big" else 1 + i % 3 for i, name in enumerate(task.names)}, 4)
@@ -215,6 +220,14 @@ def test_in_mid_run_half_of_what_no_whole_plan_balances_is_measured_once_by_all_
         ms = [{"big": 60.0, "big[0:64]": 24.0}[name] * (3 if i % 4 == 3 else 1) for i, [name] in enumerate(shards)]
         return [ShardTime(took, 2 * took, 0.01, 3) for took in ms]
 
+    if probed is not None:
+        alone_T2 = planner.costs.costs_of(task).device_ms(planner.costs.costs_of(task).summary_TK) * probed
+        planner.costs.observe_shards(
+            [
+                sample_of(task, [name], ShardTime(float(ms_2[0]), float(ms_2[1]), 0.02, 3))
+                for name, ms_2 in zip(task.names, alone_T2, strict=True)
+            ]
+        )
     planner.costs.observe(SimulatedCluster(seed=0).profile(task.wholes, stats_of(task), plan, BATCH))
     [halved] = unmeasured_halves(planner, task, plan)
     assert (halved.shard, halved.half) == ("big", "big[0:64]") and halved.plan.split_tables == ("big",)

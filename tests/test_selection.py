@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.train.checkpoints.folder import run_and_checkpoint
 from dlrm_autoshard.train.checkpoints.saved_model import saved_model
 from dlrm_autoshard.train.metrics import binary_metrics
+from dlrm_autoshard.train.stop_signals import Stopped, StopSignals
 from dlrm_autoshard.train.trainer import TrainResult
 from tests.ranks import run_ranks
 from tests.trainers import config, losses, make_runtime, records, trainer
@@ -154,6 +156,33 @@ def test_the_best_checkpoint_is_known_again_after_a_stop_in_mid_epoch(tmp_path: 
     """Its evaluation came after it, so no checkpoint knows of that."""
     for step, before, after in run_ranks(best_after_a_stop, 2, tmp_path, timeout=90):
         assert (step, before, after) == (7, False, True)
+
+
+def stopped_in_an_evaluation(rank: int, world_size: int, folder: Path) -> str:
+    """Between epochs, while the best checkpoint is written."""
+    seldom = settings(
+        train={"epochs": 4, "eval_every_steps": None}, checkpoint={"every_steps": None, "every_epochs": 4}
+    )
+    with (
+        StopSignals() as signals,
+        trainer(seldom, make_runtime(rank, world_size), folder, signals=signals) as made,
+    ):
+        select = made._select
+
+        def asked_to_stop() -> None:
+            if made.position.epoch == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            select()
+
+        made._select = asked_to_stop  # type: ignore[method-assign]
+        with pytest.raises(Stopped) as caught:
+            made.run()
+        return str(caught.value)
+
+
+def test_a_signal_in_an_evaluation_between_epochs_loses_no_step(tmp_path: Path) -> None:
+    for said in run_ranks(stopped_in_an_evaluation, 2, tmp_path, timeout=90):
+        assert said.startswith("stopped by SIGTERM after step 33. --resume continues from") and "step_00000033" in said
 
 
 def weights_of(rank: int, world_size: int, checkpoint: Path) -> dict[str, bytes]:

@@ -295,6 +295,11 @@ class Trainer(Job):
         with self.display, self.signals.postponed():
             for line in self.journal.finish(self.embeddings.plan, seconds, self.selection.best):
                 self.display.line(line)
+            if (kept := self.selection.kept) is not None and kept.step not in (-1, self.position.step):
+                self.display.line(
+                    f"best on val: step {kept.step}, {kept.metric} {kept.value:.4f}; `dlrm-autoshard evaluate "
+                    f"{self.run_dir} --checkpoint best`, likewise predict and export"
+                )
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

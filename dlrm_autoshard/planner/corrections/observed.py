@@ -33,6 +33,7 @@ FAR = 2.0
 """Of logarithms, beyond which it hardly matters how much further data change: what 64 tables alone, at 1 to 100 lookups
 a sample, were off by differed by 0.15, 0.22, 0.22, 0.28 (backward) where their logarithms differed by 1.2, 2, 3, 4."""
 _SOURCES = ("probe", "measured", "simulated")
+PROBE = _SOURCES.index("probe")
 
 
 @dataclass(frozen=True)

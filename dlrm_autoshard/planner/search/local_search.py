@@ -143,6 +143,8 @@ class _Search:
                 totals = self.ms_W4.sum(axis=1)
                 half_gap = (totals[source] - totals[self.room.rank_U[there]]) / 2
                 off = np.abs(self.alone_U[here][:, None] - self.alone_U[there] - half_gap)
+                fit = self._fits(source, here[:, None], self.room.rank_U[there], there)
+                off[~fit] = np.inf  # else the most promising may all be illegal
                 pairs = np.argpartition(off, MOST_SWAPS, axis=None)[:MOST_SWAPS]
             out, back = here[pairs // len(there)], there[pairs % len(there)]
             outs, tos, backs = [*outs, out], [*tos, self.room.rank_U[back]], [*backs, back]
