@@ -259,6 +259,24 @@ def test_a_slow_moment_is_noise_and_no_table_of_its_own() -> None:
     assert min(noise.values()) > 0.3  # of each set, one
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_slow_rank_makes_no_table_dear_and_none_unsure(world_size: int) -> None:
+    """A neighbour has half of the last one's core: which tables were dealt to it says nothing of them."""
+    pool, draws = synthetic_pool(8, seed=1, batch_size=256), np.random.default_rng(0)
+
+    def measure(shards: Any) -> list[ShardTime]:
+        slow_W = [1.0] * (world_size - 1) + [2.0]
+        ms = [slow * len(shard) * draws.normal(1, 0.01) for slow, shard in zip(slow_W, shards, strict=False)]
+        return [ShardTime(one, one, 0.01, 3) for one in ms]
+
+    planner = Planner("auto")
+    task = PlacementTask.build(pool.tables, pool.stats, Topology(world_size), batch_size=256)
+    start_costs(planner, task, fingerprint=MACHINE, measure_shards=measure)
+    for sample in planner.costs.replay.shards:
+        assert sample.fwd_compute_ms == pytest.approx(len(sample.tables), rel=0.05)
+        assert sample.noise < 0.05
+
+
 def test_a_start_spends_half_of_its_time_on_tables_alone_and_the_next_goes_on_where_it_ended(tmp_path: Path) -> None:
     """Sets take ten times as long as a table: a start that dealt them in turns would know next to no table."""
     pool, rounds = synthetic_pool(30, seed=1, batch_size=256), []

@@ -35,6 +35,8 @@ JOB_SHARE, LEAST_SECONDS = 0.03, 4.0
 seconds that it may take in any case. About a third of a budget is used, if anything is measured."""
 UNSEEN_MOMENTS = 0.05
 """Noise of moments where no shard was measured at two of them: twice what it was, 0.005 to 0.03, on two quiet cores."""
+RANKS_ALIKE = 0.01
+"""In shards that two ranks measured, what is known beforehand: that ranks are alike. Hardly more than nothing."""
 MOST_FITTED = 400  # samples of other tables in the log that are learned from
 STATS_DIFFER = 0.1  # tables whose pooling and reuse are this close to the log's are the same tables
 
@@ -81,7 +83,7 @@ def start_costs(
         # An earlier start's time may have ended before it had measured all.
         have = {frozenset(table.name for table in sample.tables) for sample in known}
         alone, sets = ([s for s in kind if frozenset(s) not in have] for kind in wanted)
-        passes = _measured_in_passes(alone, sets, measure_shards, task.world_size, deadline)
+        passes = _as_if_on_one_rank(_measured_in_passes(alone, sets, measure_shards, task.world_size, deadline))
         moments = _noise_of_moments(passes.values())
         for shard, seen in passes.items():
             one = median_time(seen)
@@ -161,25 +163,54 @@ def _measured_in_passes(
     measure_shards: ShardTimer,
     world_size: int,
     deadline: float,
-) -> dict[tuple[str, ...], list[ShardTime]]:
-    """Tables alone in several passes, each by another rank than before, and sets of them in one. A shard a rank at a
-    time, all of one kind, for ranks that measure at once wait for the slowest; half of the time goes to each kind: a
-    set takes as long as all its tables, and tells less of each, so each table has its first turn before."""
+) -> dict[tuple[str, ...], list[tuple[int, ShardTime]]]:
+    """Of each shard ranks and what they took. Tables alone in several passes, each by another rank than before, sets of
+    them in one. A shard a rank at a time, all of one kind, for ranks that measure at once wait for the slowest; half of
+    the time goes to each kind: a set takes as long as all its tables, and tells less of each, so each table has its
+    first turn before."""
     step = (len(alone) - 1) % world_size  # by so many tables each pass begins later: then each has the next rank
     begins = [number * step % max(1, len(alone)) for number in range(PASSES)]
     passes = [table for begin in begins for table in (*alone[begin:], *alone[:begin])]
     queues, spent = (deque(passes), deque(sets)), [0.0, 0.0]
-    found: dict[tuple[str, ...], list[ShardTime]] = {}
+    found: dict[tuple[str, ...], list[tuple[int, ShardTime]]] = {}
     while any(queues) and not late(deadline):
         first_turns = len(queues[0]) > len(passes) - len(alone)
         kinds = [0] if first_turns else [number for number, queue in enumerate(queues) if queue]
         kind = min(kinds, key=spent.__getitem__)
         dealt = [queues[kind].popleft() for _ in range(min(world_size, len(queues[kind])))]
         begun = time.perf_counter()
-        for shard, seen in zip(dealt, measure_shards(dealt), strict=True):
-            found.setdefault(tuple(shard), []).append(seen)
+        for rank, (shard, seen) in enumerate(zip(dealt, measure_shards(dealt), strict=True)):
+            found.setdefault(tuple(shard), []).append((rank, seen))
         spent[kind] += time.perf_counter() - begun
     return found
+
+
+def _as_if_on_one_rank(
+    passes: Mapping[tuple[str, ...], Sequence[tuple[int, ShardTime]]],
+) -> dict[tuple[str, ...], list[ShardTime]]:
+    """What the fastest rank would have taken. A slow rank's tables would look dear, and those that it shared with
+    others unsure; shards that several have measured tell how much longer each takes."""
+    ranks = 1 + max((rank for seen in passes.values() for rank, _ in seen), default=0)
+    information_WW, told_W = RANKS_ALIKE * np.eye(ranks), np.zeros(ranks)
+    for seen in passes.values():
+        by_N = np.array([rank for rank, _ in seen])
+        own_NW = np.eye(ranks)[by_N]
+        log_N = np.log([max(time.fwd_compute_ms + time.bwd_compute_ms, 1e-9) for _, time in seen])
+        information_WW += own_NW.T @ (own_NW - own_NW.mean(axis=0))
+        told_W += own_NW.T @ (log_N - log_N.mean())
+    slower_W = np.linalg.solve(information_WW, told_W)
+    times_W = np.exp(slower_W - slower_W.min())
+    return {
+        shard: [
+            replace(
+                time,
+                fwd_compute_ms=float(time.fwd_compute_ms / times_W[rank]),
+                bwd_compute_ms=float(time.bwd_compute_ms / times_W[rank]),
+            )
+            for rank, time in seen
+        ]
+        for shard, seen in passes.items()
+    }
 
 
 def _noise_of_moments(passes: Iterable[Sequence[ShardTime]]) -> float:
