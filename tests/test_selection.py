@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -79,6 +80,20 @@ def test_evaluations_within_an_epoch_change_no_bit_and_the_best_checkpoint_outli
         again = binary_metrics(*saved.logits("val"))
     assert saved.position.step == best["step"] and again["auc"] == pytest.approx(best["auc"], abs=1e-6)
     assert run_and_checkpoint(str(checkpoints / "best")) == (str(tmp_path / "often"), checkpoints / name)
+
+
+def test_a_job_whose_best_checkpoint_is_not_its_last_tells_what_that_is_worth(tmp_path: Path) -> None:
+    stopping = {"early_stopping": {"metric": "logloss", "patience": PATIENCE}}
+    ends_early = settings(tmp_path, train=stopping, checkpoint={"keep_best": "logloss"})
+    [trained, _] = run_ranks(run_once, 2, tmp_path, ends_early, timeout=90)
+    result = json.loads((tmp_path / "result.json").read_text())
+    best = result["best"]["step"]
+    assert os.readlink(tmp_path / "checkpoints" / "best") == f"step_{best:08d}" and best < trained.steps
+    (tmp_path / "config.yaml").write_text(ends_early.to_yaml())
+    with saved_model(tmp_path, Path("best"), splits=["test"]) as saved:
+        again = binary_metrics(*saved.logits("test"))
+    assert result["best"]["test"]["auc"] == pytest.approx(again["auc"], abs=1e-6) != result["metrics"]["auc"]
+    assert records(tmp_path)[-1]["step"] == trained.steps, "of metrics.jsonl the last lines are the last step's"
 
 
 def read_slowly(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
@@ -167,14 +182,14 @@ def stopped_in_an_evaluation(rank: int, world_size: int, folder: Path) -> str:
         StopSignals() as signals,
         trainer(seldom, make_runtime(rank, world_size), folder, signals=signals) as made,
     ):
-        select = made._select
+        select = made.select
 
         def asked_to_stop() -> None:
             if made.position.epoch == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
             select()
 
-        made._select = asked_to_stop  # type: ignore[method-assign]
+        made.select = asked_to_stop  # type: ignore[method-assign]
         with pytest.raises(Stopped) as caught:
             made.run()
         return str(caught.value)

@@ -188,10 +188,10 @@ class MovingTrainer(Trainer):
         if self.runtime.rank == 0:  # where the last start finds all steps done, it has no loss of its own
             (self._folder / "loss").write_text(repr(float(self.dense.global_loss)))
 
-    def _save(self) -> None:
+    def save(self) -> None:
         if self._killer is not None:
             self._killer.at("saving", self.position.step)
-        super()._save()
+        super().save()
 
     def digests(self) -> dict[str, str]:
         """Of everything this rank holds."""

@@ -39,11 +39,17 @@ class Journal:
         """An interval's stages (the recorder has written its line already)."""
         self._tell(record.end_step, profile_scalars(record))
 
-    def finish(self, plan: ShardingPlan, seconds: Mapping[str, float], best: BestSoFar | None = None) -> list[str]:
+    def finish(
+        self,
+        plan: ShardingPlan,
+        seconds: Mapping[str, float],
+        best: BestSoFar | None = None,
+        best_on_test: Mapping[str, float] | None = None,
+    ) -> list[str]:
         """Writes the result and the report. Returns last words: what moves gained, and where the report is.
 
         seconds: by phase (training, evaluation, checkpoints, planning, resharding). best: evaluation on val, where
-        something is chosen by it.
+        something is chosen by it. best_on_test: that checkpoint's metrics there, where it is not the last.
         """
         if not self._active:
             return []
@@ -51,7 +57,7 @@ class Journal:
 
         try:
             record = RunRecord.load(self._run_dir)
-            result = result_of(record, plan, seconds, best)
+            result = result_of(record, plan, seconds, best, best_on_test)
             write_whole(self._run_dir / RESULT, json.dumps(result, indent=1) + "\n")
             for callback in self._callbacks:
                 callback.finish(result)
@@ -67,7 +73,11 @@ class Journal:
 
 
 def result_of(
-    record: RunRecord, plan: ShardingPlan, seconds: Mapping[str, float], best: BestSoFar | None = None
+    record: RunRecord,
+    plan: ShardingPlan,
+    seconds: Mapping[str, float],
+    best: BestSoFar | None = None,
+    best_on_test: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """A finished run in one small object: what scripts and sweeps read."""
     split, metrics = record.final_metrics() or (None, {})
@@ -80,7 +90,7 @@ def result_of(
         "steps": max((int(line["step"]) for line in record.metrics), default=0),
         "split": split,
         "metrics": {name: value for name, value in metrics.items() if name not in known},
-        "best": best and {"metric": best.metric, "value": best.value, "step": best.step},
+        "best": best and {"metric": best.metric, "value": best.value, "step": best.step, "test": best_on_test},
         "throughput": speeds[-1] if speeds else None,
         "plan": plan.to_json(),
         "moves": [

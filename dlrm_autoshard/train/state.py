@@ -78,10 +78,15 @@ class TrainingState:
         own = {name: value for name, value in self.tensors().items() if name not in replicated}
         self.checkpoints.save(own, state, extra)
 
-    def resume(self, checkpoint: Path) -> Position:
+    def load_weights(self, checkpoint: Path) -> tuple[SavedState, Any]:
+        """The model's and its optimizers', and nothing else; what else is in the checkpoint is returned."""
         state, extra = self.checkpoints.load(checkpoint, self.tensors(), self._shapes())
         self.embeddings.set_updates(state.table_updates)
         self.dense.set_optimizer_steps(state.optimizer_steps)
+        return state, extra
+
+    def resume(self, checkpoint: Path) -> Position:
+        state, extra = self.load_weights(checkpoint)
         if self.runtime.rank < len(extra["random"]):
             restore_random_state(extra["random"][self.runtime.rank], self.runtime.device)
         if self.intervals is not None:
