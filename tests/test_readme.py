@@ -36,6 +36,12 @@ def test_its_yaml_is_valid(block: str) -> None:
     assert parse_config(record).to_yaml()
 
 
+def test_its_yaml_names_tables_that_the_data_have() -> None:
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)]
+    named = {(b["data"]["source"], name) for b in blocks for name in b.get("tables", {}).get("embedding_dims", {})}
+    assert named and named <= {("criteo", f"t_cat_{number}") for number in range(26)}
+
+
 # Its map of the code -----------------------------------------------------------------------------------------------
 
 PACKAGE = REPOSITORY / "dlrm_autoshard"
