@@ -74,9 +74,9 @@ class Controller:
         slowness = [math.inf if w in task.topology.excluded else float(slow) for w, slow in enumerate(slow_W)]
         self.trigger.see(interval, slowness, one_host=len(task.topology.ranks_by_host) == 1)
         base = replace(base, balance_gain=self.trigger.balance_gain, error_before=error_before, error_after=error_after)
-        no_search = self.trigger.reason_not_to_search()
-        if measure_shards is not None and no_search is None:
+        if measure_shards is not None:  # also where a search has settled: it is worth more the longer a change lasts
             self.chooser.learn_halves(task, interval, plan, measure_shards)
+        no_search = self.trigger.reason_not_to_search()
         self._ranks_changed |= self.planner.costs.ranks_changed
         if self._since_move is None and not self._ranks_changed:  # what came with a move is its own doing
             self._since_move = interval.throughput
