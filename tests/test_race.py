@@ -147,6 +147,16 @@ def test_shares_are_of_the_clairvoyants_gain_and_missing_arms_are_missed_targets
     assert race.summarise(done, {"abrupt": tuple(seconds)}, 3)["figures"]["worst run: loop on / loop off"] is None
 
 
+def test_a_world_is_told_by_all_seeds_that_ran_as_far_as_the_first() -> None:
+    """Not only by those of which all worlds have run: every run is told of."""
+    some = {s: {"planned": finished(10.0 + s), "loop": finished(9.0 + s)} for s in range(3)}
+    some[2]["loop"] = {"missing": race.NOT_RUN}
+    one = {s: {arm: finished(8.0) if s == 0 else {"missing": race.NOT_RUN} for arm in some[0]} for s in range(3)}
+    outcome = race.summarise({"abrupt": some, "calm": one}, {"abrupt": tuple(some[0]), "calm": tuple(one[0])}, 1)
+    assert outcome["figures"]["abrupt: planned seconds"] == 10.5 and outcome["figures"]["calm: planned seconds"] == 8.0
+    assert not any("missing" in note for note in outcome["notes"])
+
+
 def test_how_far_gains_were_misjudged_is_a_mean_over_moves_with_an_interval_over_jobs() -> None:
     def job(*points: float) -> dict[str, Any]:
         known = [{"action": "moved", "predicted_gain": 0.1 + p / 100, "measured_gain": 0.1} for p in points]

@@ -151,19 +151,20 @@ def _run_missing(
 
 
 def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
-    """Figures, targets, spread, notes. A world's target that has no figure, since arms are missing, is missed; that of
-    a share where there is nothing to recover is not set.
+    """Figures, targets, spread, notes. seeds: those that have to have run; of a world more count where all arms have
+    run that the first seed has. A world's target that has no figure, since arms are missing, is missed; that of a share
+    where there is nothing to recover is not set.
 
     A share is recovered of what a clairvoyant gains over the plan of the start; how much that is stands beside it.
     """
     found = Findings()
     misjudged = []
     for name in arms:
-        by_arm = {arm: [done[name][s][arm] for s in range(seeds)] for arm in arms[name]}
+        of = _seeds_that_ran(done[name], seeds)
+        by_arm = {arm: [done[name][s][arm] for s in of] for arm in arms[name]}
         for arm, runs in by_arm.items():
-            found.notes += [
-                f"{name}, seed {s}, {arm}: missing: {r['missing']}" for s, r in enumerate(runs) if "missing" in r
-            ]
+            missing = [(s, r["missing"]) for s, r in zip(of, runs, strict=True) if "missing" in r]
+            found.notes += [f"{name}, seed {s}, {arm}: missing: {why}" for s, why in missing]
             ended = [r["seconds"] for r in runs if "seconds" in r]
             if ended:
                 found.put(f"{name}: {arm} seconds", median_with_interval(ended), digits=1)
@@ -208,6 +209,13 @@ def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
         f"loop on decides every {DECIDES_EVERY} steps (reshard.every_steps); all else is by default",
     ]
     return vars(found) | origins([run for *_, run in _every(done)])
+
+
+def _seeds_that_ran(of_world: Mapping[int, Mapping[str, Any]], seeds: int) -> list[int]:
+    """Those below `seeds`, and others with all arms that the first one has."""
+    first = [arm for arm, run in of_world.get(0, {}).items() if "seconds" in run]
+    more = [s for s, runs in of_world.items() if first and all("seconds" in runs[arm] for arm in first)]
+    return sorted({*range(seeds), *more})
 
 
 def _every(done: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[tuple[str, int, str, dict[str, Any]]]:
