@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,10 @@ def test_several_processes_end_at_ctrl_c_and_what_was_measured_is_kept(tmp_path:
     """Which a terminal sends to all of them."""
     (tmp_path / "run.py").write_text(A_LONG_RUN)
     command, pipe = [sys.executable, "run.py"], subprocess.PIPE
-    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, text=True, start_new_session=True) as process:
+    hear = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where these tests run in the background
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=pipe, text=True, start_new_session=True, preexec_fn=hear
+    ) as process:
         deadline = time.monotonic() + 60
         while len(read_jsonl(tmp_path / "rows.jsonl")) < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
