@@ -76,7 +76,7 @@ def learn_half(
         return False
     wholes, halves = times[:ranks], times[ranks:]
     told_2 = _told_T2(planner.costs.costs_of(now))[now.names.index(halved.shard)]
-    told_2 = told_2 * planner.costs.corrections.probe_factors_2  # to be told apart from what training takes
+    told_2 = told_2 * planner.costs.corrections.probe_factors_2  # samples are a probe's, whose scale is its own
     noise = max(UNSEEN_MOMENTS, math.hypot(_noise(wholes), _noise(halves)) / ranks**0.5) / 2**0.5
     half_2 = told_2 * _part_taken(wholes, halves)
     planner.costs.observe_shards(
