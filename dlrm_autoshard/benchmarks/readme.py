@@ -37,9 +37,7 @@ HEAD = (
     "| what changes in a job | with / without resharding, by wall clock | in turns | of a clairvoyant's gain, in turns "
     "| TorchRec's / ours | moves |"
 )
-LONG = (
-    "Jobs of four to five minutes, 60 tables, 4 GiB and nine checkpoints, start to end; as many of a kind as ran so far:"
-)
+LONG = "Jobs of four to five minutes, 60 tables, 4 GiB and nine checkpoints, start to end; as many of a kind as ran:"
 
 
 def objections(record: Record) -> list[str]:
