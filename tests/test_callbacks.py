@@ -12,7 +12,7 @@ import pytest
 
 from dlrm_autoshard.config import parse_config
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.train.callbacks import find_callbacks, metric_scalars, profile_scalars
+from dlrm_autoshard.train.callbacks import Callback, find_callbacks, metric_scalars, profile_scalars
 from dlrm_autoshard.train.display import duration
 from dlrm_autoshard.train.stop_signals import StopSignals
 from tests.ranks import run_ranks
@@ -64,6 +64,11 @@ def test_a_job_leaves_lines_a_result_and_what_its_callback_was_told(tmp_path: Pa
     assert any("stage/fwd_compute/slowest" in values for _, values in tracked[:-1])
 
 
+def started(name: str, run_dir: Path) -> Callback:
+    [make] = find_callbacks([name])
+    return make(run_dir, CONFIG)
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
@@ -73,7 +78,7 @@ def test_a_job_leaves_lines_a_result_and_what_its_callback_was_told(tmp_path: Pa
 )
 def test_a_callback_that_is_not_there_is_a_sentence(name: str, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=sentence.replace(".", r"\.")):
-        [make(tmp_path, CONFIG) for make in find_callbacks([name])]
+        find_callbacks([name])
 
 
 def test_scalars_are_named_after_split_and_stage() -> None:
@@ -89,7 +94,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    [writer] = [make(tmp_path, CONFIG) for make in find_callbacks(["tensorboard"])]
+    writer = started("tensorboard", tmp_path)
     writer.scalars(50, {"val/auc": 0.75})
     writer.finish({})
     read = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("val/auc")[0]
@@ -100,11 +105,11 @@ def test_tensorboard_has_a_step_that_was_done_again_once(tmp_path: Path) -> None
     pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    [killed] = [make(tmp_path, CONFIG) for make in find_callbacks(["tensorboard"])]
+    killed = started("tensorboard", tmp_path)
     for step in (50, 100, 150):
         killed.scalars(step, {"train/step_ms": 1.0})
         killed.scalars(step, {"val/auc": 0.75})
-    [resumed] = [make(tmp_path, CONFIG) for make in find_callbacks(["tensorboard"])]
+    resumed = started("tensorboard", tmp_path)
     resumed.scalars(100, {"val/auc": 0.75})  # after the checkpoint of step 100, so once more
     resumed.scalars(150, {"train/step_ms": 2.0})
     resumed.finish({})
@@ -162,7 +167,7 @@ def test_mlflow_keeps_what_was_written_in_a_folder(tmp_path: Path, monkeypatch: 
     pytest.importorskip("mlflow", reason="MLflow is not installed")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    [writer] = [make(tmp_path, CONFIG) for make in find_callbacks(["mlflow"])]
+    writer = started("mlflow", tmp_path)
     writer.scalars(50, {"val/auc": 0.75})
     writer.finish({"metrics": {"auc": 0.75}})
     [kept] = tmp_path.glob("mlruns/*/*/metrics/val/auc")

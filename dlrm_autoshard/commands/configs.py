@@ -43,7 +43,7 @@ def shipped_configs() -> dict[str, Path]:
 def find_config(given: str) -> Path:
     """The file that was named; else the shipped config of that name, in any spelling (demo, configs/demo.yaml)."""
     path = Path(given)
-    if path.is_file() or (path.exists() and path.suffix):
+    if path.exists() and not path.is_dir():
         return path
     shipped = shipped_configs().get(path.stem)
     if shipped is None or path.suffix not in ("", ".yaml"):

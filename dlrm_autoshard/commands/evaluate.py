@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dlrm_autoshard.commands.arguments import check_out
+
 
 def add_parser(subparsers: Any) -> None:
     evaluate = subparsers.add_parser("evaluate", help="metrics of a trained model on a split of its data")
@@ -59,7 +61,7 @@ def run_predict(arguments: argparse.Namespace) -> int:
 
     from dlrm_autoshard.train.checkpoints.saved_model import saved_model
 
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    check_out(arguments.out)
     with saved_model(
         arguments.model, arguments.checkpoint, arguments.overrides, labelled=False, splits=[arguments.split]
     ) as saved:

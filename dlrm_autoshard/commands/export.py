@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dlrm_autoshard.commands.arguments import check_out
 from dlrm_autoshard.commands.evaluate import add_model
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.records.jsonl import SCHEMA
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out or (arguments.model / "model").with_suffix(_ENDINGS[arguments.to])
     if out.suffix == ".json":
         raise UserError(f"--out is '{out}'; the .json file beside the model has that name. Name another.")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    check_out(out)
     with saved_model(arguments.model, arguments.checkpoint, labelled=False) as saved:
         if arguments.to == "pt":
             export_plain(saved, out)

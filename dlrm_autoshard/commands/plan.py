@@ -108,7 +108,6 @@ def run(arguments: argparse.Namespace) -> int:
         shapes = {arguments.module: pool.tables} if modules is None else shapes_in(modules)
         record: dict[str, Any] = plan_record(result.plan, shapes, arguments.device, arguments.ranks_per_host)
         if arguments.out is not None and arguments.out.suffix == ".py":
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(python_source(record))
         else:
             write_json(arguments.out, record)

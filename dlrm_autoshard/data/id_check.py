@@ -25,7 +25,7 @@ _CURE = "Fix the data or the table's rows, or set data.on_bad_id to 'clip' or 'h
 class IdCheck:
     """Ids outside [0, rows) are an error, or are repaired: `clip` to the nearest row, `hash` to id mod rows.
 
-    Repaired or not, ids come back as int32 where every table's row numbers fit.
+    Repaired or not, ids come back in `ids_dtype`.
     """
 
     def __init__(self, tables: Sequence[TableConfig], on_bad_id: OnBadId, cure: str = _CURE) -> None:

@@ -45,7 +45,7 @@ def agree(config: Config, runtime: Runtime) -> None:
 
 
 def agree_on_dense(dense: DataParallelDense, runtime: Runtime) -> None:
-    """Gives all ranks rank 0's dense weights; DisagreementError where they are of other names or shapes."""
+    """Gives all ranks rank 0's dense weights; DisagreementError where they are of other names, shapes or order."""
     mine = {name: f"{value.dtype} {list(value.shape)}" for name, value in dense.named_tensors()}
     for rank, other in enumerate(everybody := runtime.all_gather(mine)):
         first = everybody[0]

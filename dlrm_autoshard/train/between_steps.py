@@ -101,8 +101,10 @@ class BetweenSteps(Job):
         """The best checkpoint's metrics, where that is not the last one; its weights are the model's from here on. None
         where there is no such, no test split, or one that cannot be read."""
         kept = self.selection.kept
-        best = None if kept is None or kept.value is None else self._best()
-        if kept is None or best is None or step_of(best) != kept.step or kept.step == self.position.step:
+        if kept is None or kept.step == self.position.step:
+            return None
+        best = self._best()
+        if best is None or step_of(best) != kept.step:
             return None
         said = f"best on val: step {kept.step}, {kept.metric} {kept.value:.4f}"
         metrics: Mapping[str, float] | None = None

@@ -13,6 +13,7 @@ from dlrm_autoshard.distributed.moves.agree import free_memory
 from dlrm_autoshard.distributed.tables.storage import check_optimizer
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import gib
+from dlrm_autoshard.train.selection import Selection
 
 _COPIES = 4
 """Of the dense weights: themselves, gradients and at most two of optimizer state."""
@@ -21,8 +22,8 @@ _MEASURED = 64  # samples
 
 def check_settings(config: Config, source: DataSource, device: torch.device) -> None:
     """UserError where something is chosen by data, or computed on a device, that has no such thing."""
-    chosen = config.checkpoint.keep_best is not None or config.train.early_stopping is not None
-    if chosen and source.num_samples("val") == 0:
+    selection = Selection(config.checkpoint.keep_best, config.train.early_stopping)
+    if selection.wanted and source.num_samples("val") == 0:
         raise UserError(
             "checkpoint.keep_best and train.early_stopping choose by evaluations on the val split, and this data "
             "has no val samples (choosing by the test split would make its metrics too good)."

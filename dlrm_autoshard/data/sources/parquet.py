@@ -41,10 +41,11 @@ class ParquetSource:
             import pyarrow  # noqa: F401
         except ImportError as error:
             raise DataError("data.source 'parquet' needs pyarrow. Install it with: pip install pyarrow") from error
-        if tables.pooling == "mean" and any(table.weights for table in data.tables):
+        self.id_weights = any(table.weights for table in data.tables)
+        if tables.pooling == "mean" and self.id_weights:
             raise DataError("data.tables: ids with weights are summed; tables.pooling is mean.")
         self.num_dense = len(data.dense)
-        self.label_names, self.id_weights = tuple(data.labels), any(table.weights for table in data.tables)
+        self.label_names = tuple(data.labels)
         self.tables = resolve_tables([TableRows(table.column, table.num_embeddings) for table in data.tables], tables)
         self._labelled = labelled
         if not labelled:

@@ -65,19 +65,22 @@ def is_exchange_failure(error: BaseException | None) -> bool:
         words = ("gloo", "connection closed by peer", "connection reset by peer")
         if isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words):
             return True
-        if type(error) is RuntimeError:  # gloo's and NCCL's own words are many, and not all of them name themselves
-            frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
-            if any(_waits_for_others(code) for code in frames):
-                return True
+        # Gloo's and NCCL's own words are many, and not all of them name themselves.
+        if type(error) is RuntimeError and any(map(_waits_for_others, _codes(error))):
+            return True
         error = error.__cause__
     return False
 
 
 def _raised_by_exchange(error: BaseException) -> bool:
     """By distributed/, or by a library that it called."""
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    callers = [file for file in files if "dlrm_autoshard/" in file or "lib/python" not in file]
-    return bool(callers) and "dlrm_autoshard/distributed" in callers[-1]
+    callers = [code for code in _codes(error) if not _of_a_library(code)]
+    return bool(callers) and "dlrm_autoshard/distributed" in callers[-1].co_filename
+
+
+def _codes(error: BaseException) -> list[CodeType]:
+    """That it came through, the one that raised it last."""
+    return [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def busy_at(frame: FrameType | None) -> str | None:
@@ -87,7 +90,7 @@ def busy_at(frame: FrameType | None) -> str | None:
         code = frame.f_code
         if _waits_for_others(code):
             return None
-        if named is None and (_is_ours(code) or "lib/python" not in code.co_filename):
+        if named is None and not _of_a_library(code):
             named = frame
         frame = frame.f_back
     if named is None:
@@ -101,8 +104,9 @@ def _waits_for_others(code: CodeType) -> bool:
     return "dlrm_autoshard/distributed" in code.co_filename and code.co_name in _WAITS
 
 
-def _is_ours(code: CodeType) -> bool:
-    return "dlrm_autoshard" in code.co_filename
+def _of_a_library(code: CodeType) -> bool:
+    """And not ours, which may be installed among them."""
+    return "lib/python" in code.co_filename and "dlrm_autoshard" not in code.co_filename
 
 
 def start_time(process: int) -> str:
