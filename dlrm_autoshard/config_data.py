@@ -70,7 +70,7 @@ class MovielensData(DataSection):
 class CriteoData(DataSection):
     source: Literal["criteo"]
     dir: str
-    train_days: list[NonNegativeInt] | None = None  # default: all days but test_days
+    train_days: list[NonNegativeInt] | None = None  # default: all days but test_days; []: all of test_days is test
     test_days: list[NonNegativeInt] | None = None  # half val, half test; default: all but train_days, or the last day
     multi_hot: bool = False  # read day_*_sparse_multi_hot.npz
     num_embeddings: list[PositiveInt] | None = None  # rows of the 26 tables, ids modulo them; default: as in the data

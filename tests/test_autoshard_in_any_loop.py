@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,11 +95,39 @@ def test_what_is_paused_for_is_not_counted_as_training(tmp_path: Path) -> None:
     assert max(paused.mean_step_ms, *paused.step_ms_by_rank) < 100
 
 
+def plans_after_a_step(rank: int, world_size: int, run_dir: Path, settings: dict[str, Any]) -> dict[str, int]:
+    bags = ShardedEmbeddingBags(TABLES, optimizer=SGD(lr=0.1), plan=WORST)
+    autoshard = Autoshard(bags, every_steps=4, sample_every=2, run_dir=run_dir, **settings)
+    for step in range(9):
+        bags(*ids_of(rank, step)).square().mean().backward()
+        autoshard.step()
+    autoshard.finish()
+    return dict(bags.plan.rank_of)
+
+
+def test_tables_stay_where_they_are_where_it_only_profiles(tmp_path: Path) -> None:
+    for rank_of in run_ranks(plans_after_a_step, 2, tmp_path, {"enabled": False}, timeout=120):
+        assert rank_of == dict(WORST.rank_of)
+    assert len(RunRecord.load(tmp_path).epochs) == 2 and (tmp_path / "report.html").exists()
+
+
+def test_a_plan_can_be_given_as_in_the_yaml(tmp_path: Path) -> None:
+    other = ShardingPlan({name: 1 - rank for name, rank in WORST.rank_of.items()}, 2)
+    other.save(tmp_path / "plan.json")
+    settings = {"placement": str(tmp_path / "plan.json"), "reshard": {"enabled": False}}
+    for rank_of in run_ranks(plans_after_a_step, 2, tmp_path / "run", settings, timeout=120):
+        assert rank_of == dict(other.rank_of)
+
+
 def step_too_early(rank: int, world_size: int, run_dir: Path) -> list[str]:
     bags = ShardedEmbeddingBags(TABLES)
     said = []
     autoshard = Autoshard(bags, run_dir=run_dir)
-    for wrong in (autoshard.step, lambda: Autoshard(bags, run_dir=run_dir.parent / "taken")):
+    for wrong in (
+        autoshard.step,
+        lambda: Autoshard(bags, run_dir=run_dir.parent / "taken"),
+        lambda: Autoshard(bags, run_dir=run_dir.parent / "other", reshard={"every_steps": 5}),
+    ):
         with pytest.raises(UserError) as caught:
             wrong()
         said.append(str(caught.value))
@@ -108,5 +137,6 @@ def step_too_early(rank: int, world_size: int, run_dir: Path) -> list[str]:
 def test_mistakes_are_said_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "taken" / "costs").mkdir(parents=True)
     (tmp_path / "taken" / "costs" / "epochs.jsonl").write_text("")
-    for early, taken in run_ranks(step_too_early, 2, tmp_path / "mine"):
+    for early, taken, twice in run_ranks(step_too_early, 2, tmp_path / "mine"):
+        assert "reshard.every_steps" in twice
         assert "before the embeddings were looked up" in early and "records of another run" in taken

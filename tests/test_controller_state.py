@@ -6,9 +6,13 @@ import copy
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from dlrm_autoshard.autoshard.decision import Interval, Proposal
+from dlrm_autoshard.plan import ShardingPlan, Splits
 from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.task import PlacementTask
 from tests.simulated_training import Training
 from tests.simulated_training import unhurried_searches as unhurried_searches  # in every test here
 
@@ -52,6 +56,30 @@ def test_a_restart_leaves_one_line_a_decision_and_judges_each_move_once(checkpoi
     assert [r["action"] for r in killed.records] == [r["action"] for r in whole.records]
     for one in killed.records[:-1]:
         assert (one["measured_gain"] is not None) == (one["action"] == "moved")
+
+
+def test_a_plan_of_before_is_not_gone_back_to_where_it_may_not_be_split_so_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Resumed with `splits.max_parts: 1`, or without `per_part`, under which ranks would refuse it."""
+    job = Training(0)
+    whole = job.worst_heuristic()
+    halved = job.task.with_shards([*job.tables[0].halves(4), *job.tables[1:]])  # type: ignore[misc]
+    split = halved.plan_from(np.array([i % 2 for i in range(len(halved.units))]))
+    chooser, asked = job.controller.chooser, list[ShardingPlan]()
+    proposals = chooser.proposals
+
+    def heard(task: PlacementTask, interval: Interval, plan: ShardingPlan, plans: list[ShardingPlan]) -> list[Proposal]:
+        asked.extend(plans)
+        return proposals(task, interval, plan, plans)
+
+    monkeypatch.setattr(chooser, "proposals", heard)
+    for splits in (Splits(), Splits(max_parts=4, min_dim=4)):
+        job.splits, job.plan, chooser.left = splits, whole, [split]
+        job.controller.task = job.task
+        asked.clear()
+        job.interval()
+        assert (split in asked) == (splits.max_parts > 1)
 
 
 def test_a_checkpoint_of_other_ranks_keeps_what_was_written_and_nothing_that_was_learned() -> None:

@@ -262,6 +262,18 @@ def test_a_probe_that_something_disturbed_makes_nothing_unsure() -> None:
     assert gains[1].std < 1.3 * gains[0].std
 
 
+@pytest.mark.parametrize("factor", [1.3, 1.5])
+def test_a_rank_that_is_steadily_slower_at_the_start_is_found_and_not_taken_for_disturbed(factor: float) -> None:
+    """Asked one by one, each of its figures was likelier disturbed than the rank slow, up to 1.6 times."""
+    plans = (EVEN, ShardingPlan({name: i // 6 for i, name in enumerate(EVEN.rank_of)}, 2))
+    planner = Planner(seed=0)
+    for plan in plans:
+        probed = replace(measured(Planner(seed=0), TASK, plan, 0.0, 1.0), source="probe", noise=0.03)
+        follow(planner, slower(probed, 1, factor))
+    slowness = planner.rank_slowness(2)
+    assert slowness[1] / slowness[0] == pytest.approx(factor, rel=0.1)
+
+
 def test_tables_of_which_nothing_was_measured_are_as_uncertain_as_ever() -> None:
     """A start's time may end before all have had a turn."""
     cluster, stds = SimulatedCluster(0), []

@@ -70,13 +70,22 @@ def test_days_can_be_chosen(folder: Path) -> None:
         ({"train_days": [1]}, [50, 51, 50]),
         ({"test_days": []}, [151, 0, 0]),
         ({"train_days": [0, 1, 2]}, [151, 0, 0]),
-        ({"train_days": [], "test_days": [0]}, [60, 5, 5]),
     ],
 )
 def test_no_day_is_both_trained_and_tested_on(folder: Path, keys: dict[str, list[int]], samples: list[int]) -> None:
     source = source_in(folder, **keys)
     assert [source.num_samples(split) for split in ("train", "val", "test")] == samples
     assert source.read("test", 0, 0, samples[2]).size == samples[2]
+
+
+@pytest.mark.parametrize(("test_days", "samples"), [([0, 1, 2], 151), ([0], 70), (None, 151)])
+def test_days_that_nothing_is_trained_on_are_all_for_testing(
+    folder: Path, test_days: list[int] | None, samples: int
+) -> None:
+    keys = {"source": "criteo", "dir": str(folder), "train_days": [], "test_days": test_days}
+    source = open_source(CriteoData.model_validate(keys), TablesConfig(embedding_dim=8), splits=["test"])
+    assert [source.num_samples(split) for split in ("train", "val", "test")] == [0, 0, samples]
+    assert by_table(source.read("test", 0, 0, 70)) == column(folder, "sparse", [0]).T.tolist()
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from dlrm_autoshard.benchmarks.criteo_text import write_sample_text
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.data.batch import DataError
 from dlrm_autoshard.data.sources.criteo.preprocess import Contiguous, Modulo, preprocess
+from dlrm_autoshard.data.sources.criteo.sample import write_sample_layout
 from dlrm_autoshard.data.sources.criteo.text import read_blocks
 from dlrm_autoshard.data.sources.criteo.vocabulary import FrequencyCounter
 
@@ -265,3 +266,39 @@ def test_the_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFix
     assert len(np.load(tmp_path / "out" / "day_0_labels.npy")) == 9, "day_9 comes before day_10"
     assert main(["data", "criteo", str(tmp_path / "day_9"), "--out", str(tmp_path / "out")]) == 2
     assert "not empty" in capsys.readouterr().err
+
+
+def test_later_days_take_the_rows_that_a_model_was_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, later = "68fd1e64", "0badcafe"
+    (tmp_path / "first").write_text(good_line(1, known) * 3 + good_line(0, "0000000b") * 4)
+    (tmp_path / "later").write_text("".join(good_line(0, raw) for raw in ("0000000b", later, known, "")) * 5)
+    data = ["data", "criteo"]
+    assert main([*data, str(tmp_path / "first"), "--out", str(tmp_path / "a"), "--min-frequency", "2"]) == 0
+    assert main([*data, str(tmp_path / "later"), "--out", str(tmp_path / "b"), "--like", str(tmp_path / "a")]) == 0
+    assert "20 samples in 1 day" in capsys.readouterr().out
+    first, ids = (np.load(tmp_path / out / "day_0_sparse.npy")[:4, 0].tolist() for out in ("a", "b"))
+    assert (first, ids) == ([3, 3, 3, 2], [2, 1, 3, 0]), "often as it comes there, the later category is a rare one"
+    records = [json.loads((tmp_path / out / "tables.json").read_text()) for out in ("a", "b")]
+    assert [record["num_embeddings"][:2] for record in records] == [[4, 3], [4, 3]]
+    assert main([*data, str(tmp_path / "first"), "--out", str(tmp_path / "c"), "--like", str(tmp_path / "b")]) == 0
+    assert np.array_equal(np.load(tmp_path / "c" / "day_0_sparse.npy"), np.load(tmp_path / "a" / "day_0_sparse.npy"))
+
+
+def test_later_days_by_modulo_and_folders_that_tell_of_no_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_sample_text(tmp_path / "log", 50)
+    preprocess([tmp_path / "log"], tmp_path / "modulo", Modulo(10))
+    again = ["data", "criteo", str(tmp_path / "log"), "--out", str(tmp_path / "out"), "--like"]
+    assert main([*again, str(tmp_path / "modulo")]) == 0
+    assert np.load(tmp_path / "out" / "day_0_sparse.npy").max() == 9
+    capsys.readouterr()
+    preprocess([tmp_path / "log"], tmp_path / "counted", Contiguous(2))
+    with np.load(tmp_path / "counted" / "categories.npz") as arrays:
+        np.savez(tmp_path / "counted" / "categories.npz", allow_pickle=False, **{**arrays, "3": arrays["3"][1:]})
+    write_sample_layout(tmp_path / "made-up", [10])
+    for folder, said in (("counted", "table 3's"), ("made-up", "tells of no encoding"), ("none", "none/tables.json")):
+        assert main([*again, str(tmp_path / folder)]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())

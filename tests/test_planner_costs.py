@@ -22,7 +22,7 @@ from dlrm_autoshard.planner.costs.shard_set import ShardSet
 from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.saved_state import PlannerRecord
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.probe.shipped_costs import SHIPPED, start_warm
+from dlrm_autoshard.probe.shipped_costs import SHIPPED, most_alike, start_warm
 from dlrm_autoshard.tables import TableConfig, TableStats
 from tests.gradients import assert_gradients_of, in_double_precision
 from tests.planning_problems import BATCH, random_samples, some_tables, some_task
@@ -202,6 +202,17 @@ def test_after_one_plan_alone_a_slow_exchange_between_hosts_is_put_down_to_the_l
     even, away = (model.ms(np.array(dims), 1024, hosts).max() for dims in ([300.0] * 4, [400.0] * 3 + [0.0]))
     assert even == pytest.approx(60, rel=0.1)
     assert away < 0.8 * even
+
+
+def test_a_network_between_hosts_that_is_faster_than_the_prior_still_has_prices_of_dims() -> None:
+    """Pulled to shipped prices of a loopback, dims and the link became free: any exchange looked as long."""
+    model, hosts = Planner().costs.exchange, (0, 0, 1, 1)
+    model.load_prices(most_alike({})["comms"])
+    measured = CommsSample((300,) * 4, 8192, (0.15,) * 4, (0.15,) * 4, hosts=hosts)
+    model.fit([measured] * 5, [1.0] * 5)
+    even, piled = (model.ms(np.array(dims), 8192, hosts) for dims in ([300.0] * 4, [900.0, 100.0, 100.0, 100.0]))
+    assert even == pytest.approx(0.15, rel=0.2)
+    assert (piled > 1.2 * even).all()
 
 
 def test_least_squares_without_samples_keeps_the_prior_and_never_goes_negative() -> None:

@@ -68,13 +68,30 @@ def test_a_half_is_at_home_where_its_table_is_and_a_whole_where_most_of_it_is() 
     task = PlacementTask.build([table], [TableStats(1.0, batch_size=64)], Topology(3), batch_size=64)
     split = task.split_as(ShardingPlan({"a[0:16]": 0, "a[16:64]": 2}, 3))
     whole, parts = ShardingPlan({"a": 1}, 3), ShardingPlan({"a[0:16]": 0, "a[16:64]": 2}, 3)
-    assert Moving.of(split, whole, 1.0).home_U.tolist() == [1, 1]
+    for price in (1.0, 0.0):
+        assert Moving.of(split, whole, price).home_U.tolist() == [1, 1]
     assert held_bytes(split, whole).sum(axis=0) == pytest.approx(
         [0.0, table.weight_bytes, 0.0], rel=0.05
     )  # and its state
     merged = Moving.of(task, parts, 1.0)
     assert merged.home_U.tolist() == [2]
     assert merged.ms(np.array([0]), 2) == pytest.approx([0.25 * table.weight_bytes], rel=0.1)  # a quarter comes
+
+
+def test_hosts_are_not_left_in_turn_once_the_time_is_over() -> None:
+    """Each takes a placement of all tables anew, while training stands still."""
+    configs, stats = some_tables(12, seed=1)
+    topology = Topology(4, hosts=(0, 0, 1, 1))
+    task = PlacementTask.build(configs, stats, topology, batch_size=BATCH)
+    live = ShardingPlan({table.name: i % 4 for i, table in enumerate(configs)}, 4)
+    proposed = {
+        budget: [plan for plan, _ in PLANNER.propose(task, live, budget_seconds=budget)] for budget in (None, 0.0)
+    }
+
+    def leave_a_host(plans: list[ShardingPlan]) -> int:
+        return sum(len({rank // 2 for rank in plan.rank_of.values()}) == 1 for plan in plans)
+
+    assert leave_a_host(proposed[None]) > 0 == leave_a_host(proposed[0.0])
 
 
 def test_a_plan_that_is_no_longer_allowed_is_left() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_autoshard.benchmarks import race, race_arms, race_picture, race_simulated, race_turns
+from dlrm_autoshard.benchmarks import harness, race, race_arms, race_picture, race_simulated, race_turns
 from dlrm_autoshard.benchmarks.race_short import SHORT
 from dlrm_autoshard.benchmarks.race_simulated import EPOCHS, SimulatedWorld
 from dlrm_autoshard.benchmarks.race_worlds import WORLDS, Replayed, Scale, World, WorldName
@@ -146,7 +146,29 @@ def test_shares_are_of_the_clairvoyants_gain_and_missing_arms_are_missed_targets
     assert "abrupt: torchrec / loop on" not in outcome["figures"]
     assert outcome["figures"]["worst run: loop on / loop off"] < 1
     done["abrupt"][1]["loop"] = {"missing": "it was killed"}
-    assert race.summarise(done, {"abrupt": tuple(seconds)}, 3)["figures"]["worst run: loop on / loop off"] is None
+    outcome = race.summarise(done, {"abrupt": tuple(seconds)}, 3)
+    assert outcome["figures"]["worst run: loop on / loop off"] == pytest.approx(84 / 92)
+    assert outcome["spread"]["worst run: loop on / loop off"][1] == np.inf, "the one that is missing may be any worse"
+
+
+def test_the_worst_run_is_of_all_that_ran_also_where_a_seed_is_not_complete() -> None:
+    """Of seeds of which not all worlds and arms had run, the slowest was left out."""
+    seconds = {0: (10.0, 10.1), 1: (10.0, 10.5)}
+    runs = {s: {"planned": finished(one), "loop": finished(other)} for s, (one, other) in seconds.items()}
+    calm = {0: {arm: finished(8.0) for arm in runs[0]}, 1: {arm: {"missing": race.NOT_RUN} for arm in runs[0]}}
+    outcome = race.summarise({"abrupt": runs, "calm": calm}, {"abrupt": tuple(runs[0]), "calm": tuple(runs[0])}, 1)
+    assert outcome["figures"][race.WORST] == pytest.approx(1.05)
+    assert harness.finish("race", False, outcome, 1.0)["verdicts"][race.WORST] == "missed"
+
+
+def test_a_start_ends_with_the_first_step() -> None:
+    """Not when the model is there: the first checkpoint comes between."""
+    points = [[11.0, 10], [13.0, 20], [15.0, 30]]
+    jobs = {"planned": finished(40.0, points=points), "round_robin": finished(40.0, points=[[8.0, 10], [10.0, 20]])}
+    figures = race.summarise({"calm": {0: jobs}}, {"calm": tuple(jobs)}, 1)["figures"]
+    assert figures["start: planned, s"] == pytest.approx(11.0 - 9 * 0.2)
+    assert figures["start: planned more than round robin, s"] == pytest.approx(3.0)
+    assert figures["start: planned, s, till the model is built"] == 3.0
 
 
 def test_a_world_is_told_by_all_seeds_that_ran_as_far_as_the_first() -> None:
@@ -164,10 +186,12 @@ def test_how_far_gains_were_misjudged_is_a_mean_over_moves_with_an_interval_over
         known = [{"action": "moved", "predicted_gain": 0.1 + p / 100, "measured_gain": 0.1} for p in points]
         return finished(9.0, moves=[*known, {"action": "moved", "predicted_gain": 0.5, "measured_gain": None}])
 
-    done = {"abrupt": {0: {"loop": job(1.0, 3.0)}, 1: {"loop": job(8.0)}, 2: {"loop": job()}}}
-    outcome = race.summarise(done, {"abrupt": ("loop",)}, 3)
-    assert outcome["figures"][race.MISJUDGED] == pytest.approx(4.0)
-    assert outcome["spread"][race.MISJUDGED] == pytest.approx([2.0, 8.0])
+    jobs = [job(1.0, 3.0), job(8.0), job(), *[job(2.0, 2.0)] * 3]
+    done = {"abrupt": {seed: {"loop": one} for seed, one in enumerate(jobs)}}
+    outcome = race.summarise(done, {"abrupt": ("loop",)}, len(jobs))
+    assert outcome["figures"][race.MISJUDGED] == pytest.approx(24 / 9)
+    low, high = outcome["spread"][race.MISJUDGED]
+    assert 1.9 < low < 24 / 9 < high < 8.1
 
 
 def test_the_same_is_said_of_the_steps_alone_where_they_ran_again() -> None:

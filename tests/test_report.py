@@ -19,8 +19,8 @@ from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, forg
 from dlrm_autoshard.records.run import RESULT, RunRecord
 from dlrm_autoshard.report.comparison import side_by_side
 from dlrm_autoshard.report.page_data import page_data
-from dlrm_autoshard.report.summary import summary, who_was_slow
-from dlrm_autoshard.report.verdict import autoshard_in_one_line, left_to_save
+from dlrm_autoshard.report.summary import summary, what_it_cost, who_was_slow
+from dlrm_autoshard.report.verdict import autoshard_in_one_line, left_to_save, verdict
 from dlrm_autoshard.tables import TableConfig, TableStats
 from tests.report_records import make_profile, make_ranks, make_tables, write_run
 
@@ -365,7 +365,30 @@ def test_stragglers_of_earlier_epochs_and_what_autoshard_did_are_told(tmp_path: 
     assert who_was_slow(record) == [
         "Earlier the others were held up by rank 3 (load) in epochs 0 to 1 and rank 0 (starved of CPU) in epoch 2."
     ]
-    assert autoshard_in_one_line(record) == "2 moves, 30.0k -> 34.0k examples/s (+13%), paid back after 80 and 80 steps"
+    first, *_ = moves = [decision for decision in record.decisions if decision["action"] == "moved"]
+    one = replace(record, decisions=(first,))
+    assert autoshard_in_one_line(one) == "1 move, 30.0k -> 34.0k examples/s (+13%), paid back after 80 steps"
+    two = tuple({**move, "measured_gain": gain} for move, gain in zip(moves, (0.121, 0.078), strict=True))
+    assert autoshard_in_one_line(replace(record, decisions=two)) == (
+        "2 moves, 12% and 8% of a step saved, each against the interval before it, paid back after 80 and 80 steps"
+    )
+
+
+def test_what_it_cost_is_told_beside_what_the_whole_took(tmp_path: Path) -> None:
+    record = replace(RunRecord.load(write_run(tmp_path / "run")), seconds={"planning": 1.26, "total": 83.4})
+    decisions = tuple({**d, "decide_seconds": 0.25, "move_seconds": 0.5} for d in record.decisions)
+    assert len(decisions) == 3
+    assert what_it_cost(replace(record, decisions=decisions)) == [
+        "Deciding took 0.8 s and moving tables 1.5 s, planning the start 1.3 s; steps, evaluations and all took 83 s."
+    ]
+    assert what_it_cost(replace(record, decisions=())) == []
+
+
+def test_a_run_that_cannot_move_tables_says_how_to_let_them_where_it_matters(tmp_path: Path) -> None:
+    record = replace(RunRecord.load(write_run(tmp_path / "run", ranks=4)), decisions=())
+    assert record.last.balance_gain > 0.01 and "dlrm-autoshard explain RUN" in verdict(record)[-1]
+    even = replace(record, epochs=(make_profile([1.0, 1.0]),))
+    assert not any("explain" in sentence for sentence in verdict(even))
 
 
 def test_the_verdict_does_not_praise_or_blame_a_speed_that_was_left(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class Autoshard:
         sample_every: int | None = None,
         total_steps: int | None = None,
         state: Mapping[str, Any] | None = None,
-        placement: Placement | None = None,
+        planned: Placement | None = None,
         **settings: Any,
     ) -> None:
         """every_steps: between decisions. sample_every: steps between those whose stages are timed, with barriers;
@@ -53,12 +53,16 @@ class Autoshard:
 
         total_steps: of the whole training, which the first plan and each move must pay for themselves in; where it is
         not said, as many steps are expected to come as have been done. state: what `state_dict()` gave, to go on from
-        there after the next step, in the same run_dir, with the bags' own state loaded. placement: what the live plan
+        there after the next step, in the same run_dir, with the bags' own state loaded. planned: what the live plan
         rests on, where it was planned by measurements before; else a plan is made after the first step. settings: the
-        other keys of the YAML's `autoshard:` section.
+        other keys of the YAML's `autoshard:` section; with enabled=False tables stay where they are, unless a
+        `placement` is named, and are profiled alone.
         """
         section = {"enabled": True, **settings}
         if isinstance(given := section.get("reshard", {}), dict):
+            for key in ("every_steps", "every_epochs"):
+                if key in given:
+                    raise UserError(f"reshard.{key} was given: here Autoshard's own `every_steps` says when to decide.")
             section["reshard"] = {**given, "every_steps": every_steps}
         config = parse_sections(profile={"every_steps": sample_every}, autoshard=section)
         self.settings, self._profile = config.autoshard, config.profile
@@ -66,7 +70,7 @@ class Autoshard:
         self._bags, self._runtime, self._total = bags, bags.runtime, total_steps
         self._observer = TableObserver(bags.sharded)
         self._intervals: Intervals | None = None
-        self._state, self._planned = state, placement
+        self._state, self._planned = state, planned
         self._samples = 0  # of one rank's batch
         self._paused = False
         self._step = ExitStack()  # the step that is being timed
@@ -162,6 +166,8 @@ class Autoshard:
         if resumed is not None:
             stats = tuple(TableStats.from_json(record) for record in resumed["stats"])
             current, placement = ShardingPlan.from_json(resumed["plan"]), None
+        elif not self.settings.enabled and self.settings.placement is None:
+            current = bags.plan
         placement = placement or place(
             self.settings,
             runtime,

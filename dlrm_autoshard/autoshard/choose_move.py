@@ -70,7 +70,8 @@ class MoveChooser:
         """Measures half of a shard that no plan balances whole, where knowing it is worth more than that takes."""
         if not task.splits.allowed or self.trigger.balance_gain < self.config.min_gain or interval.remaining_steps <= 0:
             return
-        for halved in unmeasured_halves(self.planner, task, plan):
+        deadline = time.perf_counter() + self.trigger.halves_seconds
+        for halved in unmeasured_halves(self.planner, task, plan, deadline):
             if halved.shard in self._unmeasurable:
                 continue
             at_once = self.proposals(task, interval, plan, [halved.plan])
@@ -107,9 +108,9 @@ class MoveChooser:
         ms_per_byte = 1000 / self.move_cost.bytes_per_second / max(1, interval.lasting_steps)
         found = self.planner.propose(task, plan, ms_per_byte, budget_seconds=self.trigger.search_seconds / 4)
         candidates = [candidate.ordered(task.names) for candidate, _ in found]
-        if self.target is not None and self.target != plan:
-            candidates.append(self.target)
-        candidates += [left for left in self.left if left not in [plan, *candidates]]
+        for before in filter(None, (self.target, *self.left)):
+            if before not in [plan, *candidates] and task.splits_enough(before):
+                candidates.append(before)
         proposals = self.proposals(task, interval, plan, [one for one in candidates if self._may_be(task, one)])
         if not proposals:
             raise PlanError("there is no other plan that is legal and was not refused lately")

@@ -87,8 +87,7 @@ def place(
     if settings.enabled and runtime.rank == 0:
         planner = Planner(settings.algorithm, seed=seed)
     settled = current if current is not None and current.world_size == runtime.world_size else None
-    most_parts = task.splits.max_parts if task.splits.allowed else 1
-    if settled is not None and (settled.most_parts > most_parts or not task.allows(settled)):
+    if settled is not None and not (task.splits_enough(settled) and task.allows(settled)):
         settled = None  # other memory, constraints, splits or optimizer than when it was made
     planning = settings.enabled and settled is None
     probe = None

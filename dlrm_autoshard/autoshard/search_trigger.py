@@ -74,6 +74,12 @@ class SearchTrigger:
         """What a search may take, those before it that found nothing here counted."""
         return min(thresholds.SEARCH_SHARE * self.seconds_to_gain - self._spent, self.budget_seconds)
 
+    @property
+    def halves_seconds(self) -> float:
+        """What it may take to tell whether a half is worth measuring. Searches that found nothing do not count: that
+        is worth more the longer a change lasts."""
+        return min(thresholds.SEARCH_SHARE * self.seconds_to_gain, self.budget_seconds) / 4
+
     def reason_not_to_search(self) -> str | None:
         """None: there may be something to find."""
         steps = self._now.remaining_steps

@@ -25,7 +25,7 @@ Record = Mapping[str, Any]
 
 RACES = ("race", "race-short")
 ARMS = ("planned", "loop", "clairvoyant", "torchrec")
-NET = ", steps and what resharding took"
+NET = ", steps, deciding and moving"
 RATIOS = ("loop on / loop off", f"loop on / loop off{NET}", "torchrec / loop on")
 SHARES = {"recovered": "", f"recovered of all seeds' seconds{NET}": NET}
 LITTLE, NOTHING = "of {:.1%}: too little", "within the noise"
@@ -123,15 +123,21 @@ def _section(benchmark: Listing, record: Record) -> list[str]:
     rows = {row.figure: row for row in ROWS if row.benchmark == benchmark.name}
     if benchmark.name in RACES:
         text += [*worlds(record), ""]
-    else:  # what is asked for and no row is of, is told all the same
-        words = {figure: figure.replace("_", " ") for figure in record["verdicts"]}
-        rows |= {name: Row(benchmark.name, name, what) for name, what in words.items() if name not in rows}
+    # What is asked for and no row is of, is told all the same.
+    words = {figure: figure.replace("_", " ") for figure in record["verdicts"] if not _in_worlds(benchmark, figure)}
+    rows |= {name: Row(benchmark.name, name, what) for name, what in words.items() if name not in rows}
     figures = record["figures"]
     measured = [row for row in rows.values() if isinstance(figures.get(row.figure), (int, float))]
     text += [*_HEAD, *(_line(row, row.what, record) for row in measured)]
     if without := sum(not isinstance(figures.get(figure), (int, float)) for figure in record["verdicts"]):
         text += ["", f"Targets without a figure, which counts as missed: {without}."]
     return text
+
+
+def _in_worlds(benchmark: Listing, figure: str) -> bool:
+    """Whether a race's table of worlds has it."""
+    world, _, key = figure.partition(": ")
+    return benchmark.name in RACES and world in IN_WORDS and key in (*RATIOS, *SHARES)
 
 
 _HEAD = ("| what | measured (95%) | target | |", "| --- | --- | --- | --- |")
@@ -172,11 +178,15 @@ def worlds(record: Record) -> list[str]:
 
 
 def cell(record: Record, figure: str, *, spread: bool = True, digits: str = ".3g") -> str:
-    """'1.30 (1.22 to 1.34)'; '1.30 (of one)', which has no interval."""
+    """'1.30 (1.22 to 1.34)'; '1.30 (of few)', which has no interval; '1.09 (so far)', that may come to more."""
     value, interval = record["figures"].get(figure), record["spread"].get(figure)
     if not isinstance(value, (int, float)):
         return "not measured"
     if not interval or not spread:
         return f"{value:{digits}}"
-    told = f"{interval[0]:{digits}} to {interval[-1]:{digits}}" if all(map(math.isfinite, interval)) else "of one"
+    low, high = interval[0], interval[-1]
+    told = f"{low:{digits}} to {high:{digits}}" if all(map(math.isfinite, interval)) else "of few"
+    told = "so far" if math.isfinite(low) and not math.isfinite(high) else told
+    if low == high:
+        return f"{value:{digits}}"
     return f"{value:{digits}} ({told})"

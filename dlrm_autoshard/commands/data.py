@@ -44,6 +44,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     encoding.add_argument(
         "--modulo", type=positive, metavar="ROWS", help="row = category modulo ROWS instead, in every table"
     )
+    encoding.add_argument(
+        "--like",
+        type=Path,
+        metavar="FOLDER",
+        help="rows as in this folder of an earlier run of this command: days to evaluate or predict, of a model "
+        "trained on that",
+    )
     criteo.set_defaults(run=_preprocess_criteo)
 
     sample = kinds.add_parser("criteo-sample", help="a small made-up log in Criteo's npy layout, to try out a config")
@@ -61,16 +68,22 @@ def _fetch_movielens(arguments: argparse.Namespace) -> None:
 
 
 def _preprocess_criteo(arguments: argparse.Namespace) -> None:
-    from dlrm_autoshard.data.sources.criteo.preprocess import Contiguous, Modulo, preprocess
+    from dlrm_autoshard.data.sources.criteo.preprocess import Contiguous, Encoding, Modulo, encoding_of, preprocess
     from dlrm_autoshard.report.verdict import count
 
-    encoding = Modulo(arguments.modulo) if arguments.modulo else Contiguous(arguments.min_frequency)
+    encoding: Encoding = Contiguous(arguments.min_frequency)
+    if arguments.like or arguments.modulo:
+        encoding = encoding_of(arguments.like) if arguments.like else Modulo(arguments.modulo)
     with _progress_bar() as progress:
         result = preprocess(sorted(arguments.inputs, key=_day_number), arguments.out, encoding, progress)
     print(
         f"{sum(result.rows_per_day):,} samples in {count(len(result.rows_per_day), 'day')}, "
         f"{sum(result.table_rows):,} rows in 26 tables (largest {max(result.table_rows):,}): {arguments.out}\n"
-        f"Train with: dlrm-autoshard train criteo_kaggle data.dir={arguments.out}"
+        + (
+            f"Predict with: dlrm-autoshard predict RUN data.dir={arguments.out} 'data.train_days=[]' --out FILE.npy"
+            if arguments.like
+            else f"Train with: dlrm-autoshard train criteo_kaggle data.dir={arguments.out}"
+        )
     )
 
 

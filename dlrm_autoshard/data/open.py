@@ -29,7 +29,7 @@ def open_source(
     """The source that `data.source` names. DataError says which file, table or key is wrong.
 
     labelled: False where one asks for predictions alone: parquet files may come without labels then, and are not
-    shuffled. splits: what will be read; parquet files of others need not be there.
+    shuffled. splits: what will be read: no parquet files of others need be there, no days to train on.
     """
     source = _opened(data, tables, labelled, splits)
     if "train" in splits and labelled and source.num_samples("train") == 0:
@@ -44,7 +44,7 @@ def _opened(data: DataConfig, tables: TablesConfig, labelled: bool, splits: Sequ
     if isinstance(data, MovielensData):
         return MovielensSource(data, tables)
     if isinstance(data, CriteoData):
-        return CriteoSource(data, tables)
+        return CriteoSource(data, tables, splits)
     if isinstance(data, ParquetData):
         return ParquetSource(data, tables, labelled=labelled, splits=splits)
     if isinstance(data, CustomData):

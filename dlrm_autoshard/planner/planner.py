@@ -117,7 +117,7 @@ class Planner:
             now = task.split_as(best_plan)
             start = Splitted(now, self.costs.costs_of(now), now.ranks_from(best_plan), 0.0)
             for name in dear_shards(start):
-                child = with_halves(start, name, self.costs.costs_of)
+                child = with_halves(start, name, self.costs.costs_of, deadline)
                 if child is not None:
                     plans.append(child.task.plan_from(child.rank_U))
                     names += [half for half in child.task.names if half not in now.names][:1]

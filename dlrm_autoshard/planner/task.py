@@ -104,6 +104,10 @@ class PlacementTask:
             return False
         return True
 
+    def splits_enough(self, plan: ShardingPlan) -> bool:
+        """False where a table of the plan is in more parts than may be: one made under other settings."""
+        return plan.most_parts <= (self.splits.max_parts if self.splits.allowed else 1)
+
     @cached_property
     def unconstrained(self) -> PlacementTask:
         """The same tables on the same ranks, with any placement legal: what costs are predicted for."""

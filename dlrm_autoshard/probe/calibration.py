@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import round_robin
-from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample
+from dlrm_autoshard.planner.costs.replay import ShardSample
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.search.local_search import late
 from dlrm_autoshard.planner.task import PlacementTask
@@ -74,7 +75,7 @@ def start_costs(
     measured_as = {**fingerprint, "world_size": task.world_size, "optimizer": task.splits.optimizer}
     log = None if cache_dir is None else CostLog(cache_dir, measured_as)
     logged = [] if log is None else log.read()
-    known = [sample for sample in logged if isinstance(sample, ShardSample) and is_about(sample, task)]
+    known = [sample for sample in logged if is_about(sample, task)]
     measured: list[ShardSample] = []
     wanted = calibration_shards(task, seed)
     unknown = len(known) < sum(map(len, wanted)) // 2
@@ -92,7 +93,7 @@ def start_costs(
             log.append(measured)
     taken = set(map(id, known))
     others = [sample for sample in logged if id(sample) not in taken] if measured else []
-    learned: list[ShardSample | CommsSample] = [*others[-MOST_FITTED:], *known[-(MOST_SETS + MOST_ALONE) :], *measured]
+    learned = [*others[-MOST_FITTED:], *known[-(MOST_SETS + MOST_ALONE) :], *measured]
     if learned:
         # Known tables need only be recalled: fewer updates, so that a second start takes less than a second.
         planner.costs.learn(learned, updates=150 if measured else 60, budget_seconds=MEASURING_SHARE * budget_seconds)
@@ -133,9 +134,9 @@ def calibration_shards(task: PlacementTask, seed: int) -> tuple[list[list[str]],
 
     even_share = sum(map(work, task.tables)) / task.world_size
     cut = task.cut
-    parts = [piece for piece in heaviest(cut.tables) if piece.name not in task.table_bytes]
-    parts += [part for table in heaviest(cut.tables) for part in _parts_of_use(cut, table, work, even_share)]
-    parts = parts[: min(2 * task.world_size, MOST_PARTS)]
+    pieces = (piece for piece in heaviest(cut.tables) if piece.name not in task.table_bytes)
+    of_use = (part for table in heaviest(cut.tables) for part in _parts_of_use(cut, table, work, even_share))
+    parts = list(islice(chain(pieces, of_use), min(2 * task.world_size, MOST_PARTS)))  # to split takes its time
     sets: dict[tuple[int, ...], None] = {}
     for _ in range(MOST_SETS):
         size = int(np.clip(round(share * generator.uniform(0.5, 1.5)), 1, len(task.tables)))

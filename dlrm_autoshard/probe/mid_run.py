@@ -41,9 +41,12 @@ class Halved:
     seconds: float
 
 
-def unmeasured_halves(planner: Planner, task: PlacementTask, plan: ShardingPlan) -> Iterator[Halved]:
+def unmeasured_halves(
+    planner: Planner, task: PlacementTask, plan: ShardingPlan, deadline: float | None = None
+) -> Iterator[Halved]:
     """Of each stage's slowest rank, the shard that by itself computes for longer than ranks do in the mean, so that no
-    plan balances it whole: where it may be halved, and no half of it was measured with the data that it has now."""
+    plan balances it whole: where it may be halved, and no half of it was measured with the data that it has now.
+    deadline: of the searches for where halves would go."""
     now = task.split_as(plan)
     costs, rank_U = planner.costs.costs_of(now), now.placed(plan)
     live = Splitted(now, costs, rank_U, costs.step_ms(rank_U))
@@ -54,7 +57,7 @@ def unmeasured_halves(planner: Planner, task: PlacementTask, plan: ShardingPlan)
         ms, halves = float(told_T[now.names.index(shard)]), now.halves(shard)
         if ms <= even_ms or halves is None or (halves[0],) in known:
             continue
-        child = with_halves(live, shard, planner.costs.costs_of)
+        child = with_halves(live, shard, planner.costs.costs_of, deadline)
         if child is not None:
             seconds = _slowest(costs) * (_first_seconds(now.table_bytes[shard]) + 2 * _seconds(ms))
             yield Halved(shard, halves[0].name, child.task.plan_from(child.rank_U), seconds)
@@ -101,8 +104,8 @@ def _noise(times: Sequence[ShardTime]) -> float:
 
 
 def _measured(planner: Planner, task: PlacementTask) -> set[tuple[TableConfig, ...]]:
-    """Sets of tables that were measured with about the task's statistics."""
-    return {sample.tables for sample in planner.costs.replay.shards if is_about(sample, task)}
+    """Tables and parts that were measured alone, with about the task's statistics."""
+    return {s.tables for s in planner.costs.replay.shards if len(s.tables) == 1 and is_about(s, task)}
 
 
 def _told_T2(costs: TaskCosts) -> np.ndarray:

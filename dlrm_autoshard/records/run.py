@@ -43,6 +43,8 @@ class RunRecord:
     """How often the run was started: continued ones more than once."""
     finished: bool = False
     """Whether the trainer said so at the end of the latest start."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Of the latest start, by phase, where it is finished."""
 
     @staticmethod
     def load(run_dir: Path) -> RunRecord:
@@ -53,24 +55,30 @@ class RunRecord:
         epochs = _lines(epochs_file(run_dir), EpochProfile.from_json, "an epoch's profile")
         if not epochs and not (metrics and config.get("profile", {}).get("enabled") is False):
             raise ReportError(_why_nothing(run_dir, config, metrics))
-        complete = {epoch.epoch for epoch in epochs}
+        complete = {(epoch.epoch, epoch.end_step) for epoch in epochs}
         files = sorted((run_dir / "costs").glob("rank_*.jsonl"))
         ranks = [rank for path in files for rank in _lines(path, RankEpoch.from_json, "a rank's epoch")]
         return RunRecord(
             name=run_dir.resolve().name,
             config=config,
             epochs=epochs,
-            ranks=tuple(rank for rank in ranks if rank.epoch in complete),
+            ranks=tuple(rank for rank in ranks if (rank.epoch, rank.end_step) in complete),
             metrics=metrics,
             decisions=_lines(run_dir / "decisions.jsonl", _of_kind(DecisionRecord), "a decision"),
-            environment=_environment(run_dir / "environment.json"),
+            environment=_object(run_dir / "environment.json", "environment"),
             starts=1 + sum(1 for _ in run_dir.glob("starts/*")),
             finished=(run_dir / RESULT).exists(),
+            seconds=_seconds(run_dir / RESULT),
         )
 
     @property
     def last(self) -> EpochProfile:
         return self.epochs[-1]
+
+    @property
+    def unit(self) -> str:
+        """What profiles are of: a loop of one's own knows no epochs, and has no config."""
+        return "epoch" if self.config else "interval"
 
     def label(self, profile: EpochProfile) -> str:
         """The epoch's number; with its steps where an epoch was profiled in several parts."""
@@ -85,7 +93,7 @@ class RunRecord:
         last = last or first
         if any(self._is_part(profile) for profile in (first, last)):
             return f"steps {first.first_step:,} to {last.end_step - 1:,}"
-        return f"epoch {first.epoch}" if first is last else f"epochs {first.epoch} to {last.epoch}"
+        return f"{self.unit} {first.epoch}" if first is last else f"{self.unit}s {first.epoch} to {last.epoch}"
 
     def _is_part(self, profile: EpochProfile) -> bool:
         return sum(other.epoch == profile.epoch for other in self.epochs) > 1
@@ -152,6 +160,7 @@ class DecisionRecord(TypedDict, total=False):
     balance_gain: Number | None
     measured_gain: Number | None
     bytes_moved: Count | None
+    decide_seconds: Number | None
     move_seconds: Number | None
     paid_back_after_steps: Number | None
     error_before: Number | None
@@ -186,13 +195,18 @@ def _config(path: Path) -> dict[str, Any]:
         raise ReportError(f"config file '{path}': {error}") from error
 
 
-def _environment(path: Path) -> dict[str, Any]:
+def _object(path: Path, what: str) -> dict[str, Any]:
     """What helps to understand a run, but nothing that a report needs."""
     try:
-        environment = shown(parse_json(read_bytes(path, "environment")))
+        found = shown(parse_json(read_bytes(path, what)))
     except NotReadable:
         return {}
-    return environment if isinstance(environment, dict) else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _seconds(path: Path) -> dict[str, float]:
+    found = _object(path, "result").get("seconds")
+    return {k: v for k, v in found.items() if isinstance(v, (int, float))} if isinstance(found, dict) else {}
 
 
 def _lines(path: Path, kind: Callable[[Any], T], what: str) -> tuple[T, ...]:

@@ -1,4 +1,4 @@
-"""Two runs side by side: the figures of their last intervals, as the terminal and the page show them.
+"""Two runs side by side: figures of their last intervals and of the whole, as the terminal and the page show them.
 
 for name, of_one, of_other, change in side_by_side(one, other): ...
 """
@@ -41,6 +41,11 @@ def _slowest(stage: str) -> Callable[[RunRecord], float | None]:
     return _of_samples(lambda profile: max(profile.stage_ms[stage]))
 
 
+def _phases(phase: str) -> Callable[[RunRecord], float | None]:
+    """None of a run that was started more than once: only its last start is known."""
+    return lambda record: record.seconds.get(phase) if record.starts == 1 else None
+
+
 FIGURES: dict[str, Callable[[RunRecord], float | None]] = {
     "ranks": _of_last(lambda profile: profile.world_size),
     "epochs": lambda record: len({profile.epoch for profile in record.epochs}),
@@ -52,6 +57,9 @@ FIGURES: dict[str, Callable[[RunRecord], float | None]] = {
     **{f"{stage}, slowest rank, ms": _slowest(stage) for stage in STAGES},
     "waits, mean over ranks, ms": _of_samples(lambda profile: sum(total_wait_ms(profile)) / profile.world_size),
     "largest rank's tables, MiB": _of_last(lambda profile: max(profile.table_bytes) / 2**20),
+    "whole run, s": _phases("total"),
+    "planning its start, s": _phases("planning"),
+    "resharding, s": _phases("resharding"),
     "moves": lambda record: sum(decision.get("action") == "moved" for decision in record.decisions),
     "auc": _metric("auc"),
     "logloss": _metric("logloss"),

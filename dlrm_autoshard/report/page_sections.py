@@ -33,8 +33,8 @@ def page_sections(record: RunRecord, drawn: set[str]) -> Iterable[tuple[str, str
     """(id, heading, body) in the order of the page: aggregates first, detail after."""
     yield "summary", "Verdict", _verdict(record, drawn)
     if "stages" in drawn:
-        yield "over-time", "Over the run", _over_time()
-        yield "one-epoch", "One epoch, rank by rank", _one_epoch(record)
+        yield "over-time", "Over the run", _over_time(record.unit)
+        yield "one-epoch", f"One {record.unit}, rank by rank", _one_epoch(record)
         if "predictions" in drawn:
             yield "prediction", "Predicted and measured", _prediction(record)
     if record.decisions:
@@ -97,19 +97,20 @@ def _key_figures(record: RunRecord) -> str:
     return f'<dl class="figures">{cells}</dl>' if cells else ""
 
 
-def _over_time() -> str:
+def _over_time(unit: str) -> str:
     columns = ["label", "step", "mean_step_ms", "step_ms", "balanced_ms", "embedding compute", "communication",
                "memory", "error"]  # fmt: skip
     return _figure(
         "step-time", "Sampled step",
         "Solid: a sampled step, in which ranks wait before each exchange and nothing overlaps: slower than the steps "
         "above. Dashed: the same step at perfect balance of what placement decides. The band between them is what "
-        "placement could still save. The ring is the epoch chosen below.",
+        f"placement could still save. The ring is the {unit} chosen below.",
     ) + _figure(
         "imbalance", "Imbalance",
         "Slowest rank over the mean (memory: largest over the mean); 1.0 is perfect balance.",
-    ) + _details("All epochs", "Every epoch: step and balanced step in ms, imbalance, prediction error in %", columns,
-                 ["epoch", "end step", "mean step", "sampled", "balanced", "compute", "communication", "memory",
+    ) + _details(f"All {unit}s", f"Every {unit}: step and balanced step in ms, imbalance, prediction error in %",
+                 columns,
+                 [unit, "end step", "mean step", "sampled", "balanced", "compute", "communication", "memory",
                   "error, %"], "epochs-all")  # fmt: skip
 
 
@@ -129,7 +130,8 @@ def _one_epoch(record: RunRecord) -> str:
     ranks = ["rank", *STAGES, "wait", "step_ms", "cpu"]
     tables = ["name", "rank", "cost", "rows", "dim", "mib", "pooling", "reuse"]
     return (
-        f'<div class="control"><label for="epoch">Epoch</label><select id="epoch">{options}</select>'
+        f'<div class="control"><label for="epoch">{record.unit.capitalize()}</label>'
+        f'<select id="epoch">{options}</select>'
         f'<label for="rank">Rank</label><select id="rank"><option value="">all</option>{_rank_options(record)}</select>'
         "</div>"
         '<p id="epoch-text" aria-live="polite"></p>'
@@ -163,10 +165,10 @@ def _prediction(record: RunRecord) -> str:
     return (
         f"<p>For {record.span(last)} the cost model expected the four stages that placement decides to "
         f"take {abs(error):.1%} {'more' if error > 0 else 'less'} than they did.</p><div class=\"pair\">"
-        + _figure("predictions", 'Epoch <span class="epoch-name"></span>',
-                  "Each mark is one stage on one rank, in the epoch chosen above. On the dashed line prediction and "
-                  "measurement agree; above it the stage was faster than expected.",
-                  '<p id="no-prediction" hidden>For this epoch there was no prediction.</p>')
+        + _figure("predictions", f'{record.unit.capitalize()} <span class="epoch-name"></span>',
+                  f"Each mark is one stage on one rank, in the {record.unit} chosen above. On the dashed line "
+                  "prediction and measurement agree; above it the stage was faster than expected.",
+                  f'<p id="no-prediction" hidden>For this {record.unit} there was no prediction.</p>')
         + _figure("errors", "Over the run",
                   "Error of the predicted step cost; below zero the plan cost more than expected.")
         + "</div>"

@@ -24,6 +24,7 @@ def details(record: RunRecord) -> list[str]:
             where_it_ran(record),
             step_time(record, record.last),
             *who_was_slow(record),
+            *what_it_cost(record),
             *all_starved(record.last),
         ]
         if record.last.prediction_bias is not None:
@@ -47,7 +48,7 @@ def details(record: RunRecord) -> list[str]:
 def where_it_ran(record: RunRecord) -> str:
     last = record.last
     hosts, devices = len(set(last.hosts)), " and ".join(sorted(set(last.devices)))
-    epochs = count(len({interval.epoch for interval in record.epochs}), "epoch")
+    epochs = count(len({interval.epoch for interval in record.epochs}), record.unit)
     return (
         f"{count(last.world_size, 'rank')} ({devices}) on {count(hosts, 'host')}, "
         f"{count(len(last.tables), 'table')}, {epochs} profiled, {last.end_step:,} steps."
@@ -87,6 +88,19 @@ def who_was_slow(record: RunRecord) -> list[str]:
     said = [f"{who} in {record.span(profiles[0], profiles[-1])}" for who, profiles in runs if who]
     shown = said if len(said) <= 5 else [*said[:4], f"{len(said) - 4} more times"]
     return [f"Earlier the others were held up by {_listed(shown)}."] if said else []
+
+
+def what_it_cost(record: RunRecord) -> list[str]:
+    """Resharding, and the plan of the latest start; sampled steps, which are longer by their barriers, left out."""
+    if not record.decisions:
+        return []
+    deciding, moving = (sum(d.get(key) or 0.0 for d in record.decisions) for key in ("decide_seconds", "move_seconds"))
+    said = f"Deciding took {deciding:.1f} s and moving tables {moving:.1f} s"
+    if {"planning", "total"} <= record.seconds.keys():
+        said += f", planning the start {record.seconds['planning']:.1f} s; "
+        said += f"steps, evaluations and all took {record.seconds['total']:,.0f} s"
+        said += " since then" if record.starts > 1 else ""
+    return [f"{said}."]
 
 
 def all_starved(profile: EpochProfile) -> list[str]:

@@ -132,8 +132,8 @@ def _predictions(profile: EpochProfile, when: str) -> Table:
 
 def _epochs(record: RunRecord) -> Table:
     table = _table(
-        "Epochs",
-        "epoch", "step", "sampled", "even", "uneven", "slowest", "pred.", "auc", "loss", left=["slowest"],
+        f"{record.unit.capitalize()}s",
+        record.unit, "step", "sampled", "even", "uneven", "slowest", "pred.", "auc", "loss", left=["slowest"],
     )  # fmt: skip
     found = record.final_metrics()
     evaluated = [] if found is None else record.metrics_of(found[0])

@@ -13,19 +13,29 @@ from typing import Any
 from dlrm_autoshard.records.epoch import EpochProfile
 from dlrm_autoshard.records.run import RunRecord
 
+_WORTH_SAYING = 0.01
+"""Of a step: less is no reason to change a config."""
+
 
 def verdict(record: RunRecord) -> list[str]:
-    """At most three sentences."""
+    """At most four sentences."""
     said = [f"Autoshard: {autoshard_in_one_line(record)}."] if record.decisions else []
     if record.epochs and record.last.world_size == 1:
         said.append("One rank has all tables: there is nothing to place.")
     elif record.epochs:
-        said += [*who_is_slow(record.last), *what_is_left(record.last, left_to_save(record))]
+        left = left_to_save(record)
+        said += [*who_is_slow(record.last), *what_is_left(record.last, left)]
+        if not record.decisions and left >= _WORTH_SAYING:
+            said.append(
+                "Tables stayed where they were put at the start; autoshard.enabled and autoshard.reshard.enabled move "
+                "them. What another plan would gain: dlrm-autoshard explain RUN."
+            )
     return said
 
 
 def autoshard_in_one_line(record: RunRecord) -> str:
-    """What resharding did, with the speed before its first move and after its last one."""
+    """What resharding did: the speed before and after a move, or of several what each saved. Between the first of
+    several and the last one anything may have become slower or faster by itself."""
     done = Counter(str(decision.get("action")) for decision in record.decisions)
     moves = [decision for decision in record.decisions if decision.get("action") == "moved"]
     others = [
@@ -40,10 +50,16 @@ def autoshard_in_one_line(record: RunRecord) -> str:
     actions = [decision.get("action") for decision in record.decisions]
     if "rolled_back" in actions and actions[::-1].index("rolled_back") < actions[::-1].index("moved"):
         return ", ".join([*parts, "the last move among them"])  # whose speed was left
-    before, after = (_first(ds, key) for ds, key in ((moves, "throughput_before"), (moves[::-1], "throughput_after")))
-    if before is None or after is None:
+    if len(moves) == 1:
+        before, after = (moves[0].get(f"throughput_{when}") for when in ("before", "after"))
+        told = (
+            before and after and f"{_thousands(before)} -> {_thousands(after)} examples/s ({after / before - 1:+.0%})"
+        )
+    else:
+        told = _gains_told([move.get("measured_gain") for move in moves])
+    if not told:
         return ", ".join([*parts, "what that gained was not measured: no interval followed"])
-    parts.append(f"{_thousands(before)} -> {_thousands(after)} examples/s ({after / before - 1:+.0%})")
+    parts.append(told)
     paid = [steps for decision in moves if (steps := decision.get("paid_back_after_steps")) is not None]
     if paid:
         parts.append(f"paid back after {' and '.join(f'{steps:,}' for steps in paid[:4])} steps")
@@ -83,8 +99,13 @@ def count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
-def _first(decisions: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    return next((float(decision[key]) for decision in decisions if decision.get(key)), None)
+def _gains_told(gains: Sequence[float | None]) -> str | None:
+    known = [gain for gain in gains if gain is not None]
+    if not known:
+        return None
+    each = " and ".join(f"{gain:.0%}" for gain in known)
+    told = each if len(known) <= 3 else f"{min(known):.0%} to {max(known):.0%}"
+    return f"{told} of a step saved, each against the interval before it"
 
 
 def _thousands(rate: float) -> str:

@@ -37,7 +37,7 @@ class Autoshard(OfBags):
         """
         self.bags = bags = TorchrecBags(model, optimizer, same_columns=same_columns)
         known = getattr(model.plan, PLACEMENT, None)
-        super().__init__(bags, run_dir=run_dir, every_steps=every_steps, placement=known, **settings)
+        super().__init__(bags, run_dir=run_dir, every_steps=every_steps, planned=known, **settings)
 
     @property
     def plan(self) -> ShardingPlan:

@@ -19,7 +19,8 @@ DISTURBED, DISTURBED_PRICE = 0.3**2, 3.9
 """Variance of an observation that something else disturbed, beside its own; one is taken for such where that makes all
 observations likelier by more than e^3.9 (one in fifty)."""
 MOST_LARGE = 8
-"""Causes that may be large at a time: after so many it is no longer they that are unusual."""
+"""Causes that may be large at a time, and observations disturbed: after so many it is no longer they that are
+unusual."""
 
 
 @dataclass(frozen=True)
@@ -71,35 +72,34 @@ def condition(
         log_determinant += float(np.log1p(variance * own))
         prices += price
 
-    if may_be_disturbed_N is not None:
-        may_be_N = may_be_disturbed_N.copy()
-        for _ in range(MOST_LARGE):
-            own_N = inverse.diagonal()
-            gain_N = _gain(inverse @ values_N, own_N, DISTURBED) - DISTURBED_PRICE
-            worst = int(np.where(may_be_N, gain_N, -np.inf).argmax())
-            if not may_be_N[worst] or gain_N[worst] <= 0:
-                break
-            may_be_N[worst] = False
-            widen(np.array([worst]), float(own_N[worst]), DISTURBED, DISTURBED_PRICE)
-    keys, large = list(causes or {}), set[int]()
-    every = list((causes or {}).values())
+    keys, every = list(causes or {}), list((causes or {}).values())
     inside_KN = np.zeros((len(every), len(values_N)))
     for inside_N, cause in zip(inside_KN, every, strict=True):
         inside_N[cause.members] = 1.0
     variance_K = np.array([cause.variance for cause in every])
     price_K = np.array([cause.price for cause in every])
     below_K = np.array([cause.price if cause.price_below is None else cause.price_below for cause in every])
-    while len(large) < min(MOST_LARGE, len(keys)):
-        pull_K = inside_KN @ (inverse @ values_N)
-        own_K = ((inside_KN @ inverse) * inside_KN).sum(axis=1)
+    may_be_N = np.zeros(len(values_N), dtype=bool) if may_be_disturbed_N is None else may_be_disturbed_N.copy()
+    large, disturbed = set[int](), 0
+    while True:  # each time what makes the observations likelier by most: one that was disturbed, or a cause of several
+        pull_N, own_N = inverse @ values_N, inverse.diagonal()
+        gain_N = np.where(may_be_N, _gain(pull_N, own_N, DISTURBED) - DISTURBED_PRICE, -np.inf)
+        pull_K, own_K = inside_KN @ pull_N, ((inside_KN @ inverse) * inside_KN).sum(axis=1)
         asked_K = np.where(pull_K > 0, price_K, below_K)
         gain_K = _gain(pull_K, own_K, variance_K) - asked_K
         gain_K[[key in large for key in keys]] = -np.inf
-        most = int(gain_K.argmax())
-        if gain_K[most] <= 0:
+        one = float(gain_N.max(initial=-np.inf)) if disturbed < MOST_LARGE else -np.inf
+        several = float(gain_K.max(initial=-np.inf)) if len(large) < MOST_LARGE else -np.inf
+        if max(one, several) <= 0:
             break
-        widen(every[most].members, float(own_K[most]), every[most].variance, float(asked_K[most]))
-        large.add(keys[most])
+        if several >= one:
+            most = int(gain_K.argmax())
+            widen(every[most].members, float(own_K[most]), every[most].variance, float(asked_K[most]))
+            large.add(keys[most])
+        else:
+            worst = int(gain_N.argmax())
+            widen(np.array([worst]), float(own_N[worst]), DISTURBED, DISTURBED_PRICE)
+            may_be_N[worst], disturbed = False, disturbed + 1
     weights = inverse @ values_N
     evidence = -0.5 * (float(values_N @ weights) + log_determinant) - prices
     return Posterior(inverse, weights, evidence, frozenset(large))

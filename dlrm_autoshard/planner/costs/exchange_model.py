@@ -101,8 +101,9 @@ class ExchangeModel:
         pull_P[len(PRIOR) :] = PULL_HOST
         fitted = []
         for stage, prior_P in enumerate(prior_SP):
-            if hosts is None:
-                prior_P = prior_P * _weighted_median(ms_NS[:, stage] / (work_NP @ prior_P), weight_N)
+            faster = _weighted_median(ms_NS[:, stage] / (work_NP @ prior_P), weight_N)
+            # Between hosts only downwards: what takes longer is put down to the link, what takes less to all of it.
+            prior_P = prior_P * (faster if hosts is None else min(1.0, faster))
             fitted.append(fit_nonnegative(work_NP, ms_NS[:, stage], weight_N, prior_P, pull_P))
         self.prices_SP = np.stack(fitted)
 

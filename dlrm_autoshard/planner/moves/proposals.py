@@ -12,7 +12,7 @@ from dlrm_autoshard.planner.candidates import KICKS, MEDIUM, CandidateMakers
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.moves.relabel import relabelled
 from dlrm_autoshard.planner.result import Candidate
-from dlrm_autoshard.planner.search.local_search import optima, search
+from dlrm_autoshard.planner.search.local_search import late, optima, search
 from dlrm_autoshard.planner.search.moving import Moving
 from dlrm_autoshard.planner.search.splits import Splitted, fitting, merged, split_search
 from dlrm_autoshard.planner.task import PlacementTask
@@ -88,6 +88,8 @@ def _away_from_hosts(costs: LearnedCosts, task: PlacementTask, deadline: float |
     hosts = task.topology.ranks_by_host
     found = []
     for number, ranks in enumerate(hosts if len(hosts) > 1 else ()):
+        if late(deadline):
+            break
         excluded = task.topology.excluded | ranks
         try:
             rest = fitting(replace(task, topology=replace(task.topology, excluded=excluded)))

@@ -17,20 +17,17 @@ from dlrm_autoshard.tables import Shard
 
 @dataclass(frozen=True)
 class Moving:
-    """ms_UW: of each step, for what of a unit is not on a rank yet."""
+    """ms_UW: of each step, for what of a unit is not on a rank yet. home_U: the rank that has most of each, also where
+    moving costs nothing."""
 
     ms_UW: np.ndarray
+    home_U: np.ndarray
 
     @staticmethod
     def of(task: PlacementTask, current: ShardingPlan, ms_per_byte: float) -> Moving:
         held_UW = np.zeros((len(task.units), task.world_size))
         np.add.at(held_UW, task.units.unit_of_T, held_bytes(task, current))
-        return Moving(ms_per_byte * (held_UW.sum(axis=1, keepdims=True) - held_UW))
-
-    @property
-    def home_U(self) -> np.ndarray:
-        home_U: np.ndarray = self.ms_UW.argmin(axis=1)
-        return home_U
+        return Moving(ms_per_byte * (held_UW.sum(axis=1, keepdims=True) - held_UW), held_UW.argmax(axis=1))
 
     def ms(self, units: np.ndarray, ranks: np.ndarray | int) -> np.ndarray:
         away_ms: np.ndarray = self.ms_UW[units, ranks]

@@ -154,11 +154,11 @@ def dear_shards(node: Splitted) -> Iterator[str]:
     yield from sorted(named)
 
 
-def with_halves(node: Splitted, name: str, costs_of: CostsOf) -> Splitted | None:
+def with_halves(node: Splitted, name: str, costs_of: CostsOf, deadline: float | None) -> Splitted | None:
     """The node with this shard halved, whatever that is predicted to cost; None where that may not be."""
-    halved = node.task.split(name)
-    child = None if halved is None else _placed(node, halved, costs_of(halved), None)
-    return None if child is None else _searched(child, None)
+    halved = None if late(deadline) else node.task.split(name)
+    child = None if halved is None else _placed(node, halved, costs_of(halved), deadline)
+    return None if child is None else _searched(child, deadline)
 
 
 def _placed(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: float | None) -> Splitted | None:

@@ -13,18 +13,35 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.data.errors import DataError
 from dlrm_autoshard.data.new_folder import new_folder
-from dlrm_autoshard.data.sources.criteo.npy_files import NpyWriter, rows_of
+from dlrm_autoshard.data.sources.criteo.npy_files import NpyWriter, map_npz, rows_of
 from dlrm_autoshard.data.sources.criteo.text import NUM_CATEGORIES, NUM_INTEGERS, TextBlock, read_blocks
-from dlrm_autoshard.data.sources.criteo.vocabulary import FrequencyCounter
+from dlrm_autoshard.data.sources.criteo.vocabulary import FIRST_KEPT, FrequencyCounter, Vocabulary
+from dlrm_autoshard.formats.json_file import read_json
+from dlrm_autoshard.formats.numbers import Positive
 
 TABLES_FILE = "tables.json"
+CATEGORIES_FILE = "categories.npz"
 ROWS_AT_A_TIME = 1 << 14
 """Of the second pass, the one over the ids."""
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done and how much there is (in bytes or rows)."""
+
+
+class _Encoding(TypedDict):
+    name: str
+    min_frequency: NotRequired[Positive]
+    rows: NotRequired[Positive]
+
+
+class _Recorded(TypedDict):
+    """Of tables.json."""
+
+    num_embeddings: list[Positive]
+    encoding: _Encoding
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,18 @@ class Modulo:
 
 
 @dataclass(frozen=True)
+class Known:
+    """The rows of an earlier folder's vocabularies, for the days that came after: a model that was trained on that
+    folder knows them. Categories that it did not have are rare ones."""
+
+    vocabularies: Sequence[Vocabulary]
+    min_frequency: int
+
+
+Encoding = Contiguous | Modulo | Known
+
+
+@dataclass(frozen=True)
 class Preprocessed:
     rows_per_day: list[int]
     table_rows: list[int]
@@ -51,9 +80,7 @@ def no_progress(doing: str, done: int, total: int) -> None:
     """Shows nothing."""
 
 
-def preprocess(
-    inputs: Sequence[Path], out: Path, encoding: Contiguous | Modulo, progress: Progress = no_progress
-) -> Preprocessed:
+def preprocess(inputs: Sequence[Path], out: Path, encoding: Encoding, progress: Progress = no_progress) -> Preprocessed:
     """The i-th input becomes day i of the new folder `out`. DataError names the file and line that cannot be used.
 
     Writes, as a folder that appears complete or not at all (see `new_folder`):
@@ -62,6 +89,7 @@ def preprocess(
         day_0_sparse.npy    int32   [n, 26]   rows of the tables
         day_0_labels.npy    int32   [n, 1]
         tables.json         rows of each table, and how the ids were made
+        categories.npz      where categories were counted: arrays "0" to "25", the category of each row from 2 on
     """
     for path in inputs:
         if not path.is_file():
@@ -71,10 +99,37 @@ def preprocess(
         write_tables_file(
             partial,
             result.table_rows,
-            encoding={"name": type(encoding).__name__.lower(), **vars(encoding)},
+            encoding=_recorded(encoding),
             days=[{"source": path.name, "rows": rows} for path, rows in zip(inputs, result.rows_per_day, strict=True)],
         )
     return result
+
+
+def encoding_of(folder: Path) -> Encoding:
+    """That of a folder that `preprocess` made, for days to come."""
+    record = read_json(folder / TABLES_FILE, _Recorded, "tables of the data", extra="ignore")
+    encoding = record["encoding"]
+    if encoding["name"] == "modulo" and "rows" in encoding:
+        return Modulo(encoding["rows"])
+    counted = encoding["name"] == "contiguous" and "min_frequency" in encoding
+    if not counted or len(record["num_embeddings"]) != NUM_CATEGORIES:
+        raise DataError(f"'{folder / TABLES_FILE}' tells of no encoding that other days can have.")
+    arrays = map_npz(folder / CATEGORIES_FILE)
+    by_table = [arrays.get(str(table)) for table in range(NUM_CATEGORIES)]
+    for table, (by_row, rows) in enumerate(zip(by_table, record["num_embeddings"], strict=True)):
+        if by_row is None or by_row.dtype != np.uint32 or by_row.shape != (rows - FIRST_KEPT,) or not by_row.all():
+            raise DataError(
+                f"'{folder / CATEGORIES_FILE}' has no category for each of table {table}'s {rows} rows: the two files "
+                "are not of one preprocessing. Make the folder again."
+            )
+    vocabularies = [Vocabulary.of_rows(np.array(by_row)) for by_row in by_table if by_row is not None]
+    return Known(vocabularies, encoding["min_frequency"])
+
+
+def _recorded(encoding: Encoding) -> _Encoding:
+    if isinstance(encoding, Modulo):
+        return {"name": "modulo", "rows": encoding.rows}
+    return {"name": "contiguous", "min_frequency": encoding.min_frequency}
 
 
 def write_tables_file(folder: Path, table_rows: Sequence[int], **about: Any) -> None:
@@ -82,9 +137,7 @@ def write_tables_file(folder: Path, table_rows: Sequence[int], **about: Any) -> 
     (folder / TABLES_FILE).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _write_days(
-    inputs: Sequence[Path], folder: Path, encoding: Contiguous | Modulo, progress: Progress
-) -> Preprocessed:
+def _write_days(inputs: Sequence[Path], folder: Path, encoding: Encoding, progress: Progress) -> Preprocessed:
     total_bytes, bytes_before = sum(path.stat().st_size for path in inputs), 0
     counters = [FrequencyCounter() for _ in range(NUM_CATEGORIES)]
     rows_per_day = []
@@ -107,36 +160,39 @@ def _write_days(
         rows_per_day.append(num_rows)
     if isinstance(encoding, Modulo):
         return Preprocessed(rows_per_day, [encoding.rows] * NUM_CATEGORIES)
-    return Preprocessed(rows_per_day, _make_contiguous(folder, rows_per_day, counters, encoding, progress))
+    vocabularies = encoding.vocabularies if isinstance(encoding, Known) else None
+    if vocabularies is None:
+        vocabularies = [counter.vocabulary(encoding.min_frequency) for counter in counters]
+        _number_categories(folder, rows_per_day, vocabularies, progress)
+    np.savez(folder / CATEGORIES_FILE, **{str(t): vocabulary.by_row for t, vocabulary in enumerate(vocabularies)})
+    return Preprocessed(rows_per_day, [vocabulary.num_rows for vocabulary in vocabularies])
 
 
-def _first_encoding(
-    block: TextBlock, encoding: Contiguous | Modulo, counters: Sequence[FrequencyCounter]
-) -> NDArray[Any]:
+def _first_encoding(block: TextBlock, encoding: Encoding, counters: Sequence[FrequencyCounter]) -> NDArray[Any]:
     if isinstance(encoding, Modulo):
         return (block.categories_BT % np.uint32(encoding.rows)).view(np.int32)
-    for counter, raw_B in zip(counters, np.ascontiguousarray(block.categories_BT.T), strict=True):
+    raw_TB = np.ascontiguousarray(block.categories_BT.T)
+    if isinstance(encoding, Known):
+        return _encoded(encoding.vocabularies, raw_TB)
+    for counter, raw_B in zip(counters, raw_TB, strict=True):
         counter.add(raw_B)
     return block.categories_BT.view(np.int32)  # raw for now; replaced when all counts are known
 
 
-def _make_contiguous(
-    folder: Path,
-    rows_per_day: Sequence[int],
-    counters: Sequence[FrequencyCounter],
-    encoding: Contiguous,
-    progress: Progress,
-) -> list[int]:
-    vocabularies = [counter.vocabulary(encoding.min_frequency) for counter in counters]
+def _number_categories(
+    folder: Path, rows_per_day: Sequence[int], vocabularies: Sequence[Vocabulary], progress: Progress
+) -> None:
     done = 0
     for day in range(len(rows_per_day)):
         path = folder / f"day_{day}_sparse.npy"
         with NpyWriter(path.with_suffix(".new"), NUM_CATEGORIES, np.int32) as sparse:
             for raw_BT in rows_of(path, NUM_CATEGORIES, np.uint32, ROWS_AT_A_TIME):
-                raw_TB = np.ascontiguousarray(raw_BT.T)
-                encoded = [vocabulary.encode(raw_B) for vocabulary, raw_B in zip(vocabularies, raw_TB, strict=True)]
-                sparse.append(np.stack(encoded, axis=1))
-                done += len(encoded[0])
+                sparse.append(_encoded(vocabularies, np.ascontiguousarray(raw_BT.T)))
+                done += len(raw_BT)
                 progress("numbering categories", done, sum(rows_per_day))
         path.with_suffix(".new").replace(path)
-    return [vocabulary.num_rows for vocabulary in vocabularies]
+
+
+def _encoded(vocabularies: Sequence[Vocabulary], raw_TB: NDArray[np.uint32]) -> NDArray[np.int32]:
+    """[B, T]"""
+    return np.stack([own.encode(raw_B) for own, raw_B in zip(vocabularies, raw_TB, strict=True)], axis=1)

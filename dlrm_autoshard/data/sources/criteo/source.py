@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import CriteoData
-from dlrm_autoshard.data.batch import Batch, DataError, Split
+from dlrm_autoshard.data.batch import SPLITS, Batch, DataError, Split
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
 from dlrm_autoshard.data.sources.criteo.npy_files import map_npy, map_npz
 from dlrm_autoshard.data.sources.criteo.preprocess import TABLES_FILE
@@ -58,18 +58,22 @@ class CriteoSource:
     writes; the largest id of each column, found by one pass over all days. Days are read in the order of the log, as
     its users do: "train" is all days but those held out (the last, unless the config names others), of which the first
     half is "val" and the second "test". A single day counts as seven (Kaggle's train.txt is a week): six sevenths to
-    train on, the rest halved.
+    train on, the rest halved. With `train_days: []` all that is held out is "test": days that came after a training.
     """
 
     num_dense = NUM_INTEGERS
     reuse_batches: int | None = None
 
-    def __init__(self, data: CriteoData, tables: TablesConfig) -> None:
+    def __init__(self, data: CriteoData, tables: TablesConfig, splits: Sequence[Split] = SPLITS) -> None:
+        """splits: what will be read."""
         directory = Path(data.dir)
         train_days, test_days = _choose_days(directory, data)
         days = {day: _open_day(directory, day, data.multi_hot) for day in sorted({*train_days, *test_days})}
-        self._pieces = _splits([days[day] for day in train_days], [days[day] for day in test_days])
-        if self.num_samples("train") == 0:
+        held_out = [(days[day], 0, len(days[day])) for day in test_days]
+        self._pieces: dict[Split, list[_Piece]] = {"train": [], "val": [], "test": held_out}
+        if data.train_days != []:
+            self._pieces = _splits([days[day] for day in train_days], held_out)
+        if "train" in splits and self.num_samples("train") == 0:
             rows = {day: len(opened) for day, opened in days.items()}
             raise DataError(
                 f"data.train_days: there is nothing to train on. Days {train_days} of '{directory}' are to train on, "
@@ -151,12 +155,11 @@ def _choose_days(directory: Path, data: CriteoData) -> tuple[list[int], list[int
     return train_days, test_days
 
 
-def _splits(train: Sequence[_Day], test: Sequence[_Day]) -> dict[Split, list[_Piece]]:
-    held_out = [(day, 0, len(day)) for day in test]
-    if train or len(test) != 1:
+def _splits(train: Sequence[_Day], held_out: list[_Piece]) -> dict[Split, list[_Piece]]:
+    if train or len(held_out) != 1:
         train_pieces = [(day, 0, len(day)) for day in train]
     else:
-        total = sum(len(day) for day in test)
+        total = len(held_out[0][0])
         cut = total - total // _DAYS_OF_A_SINGLE_FILE
         train_pieces, held_out = list(_between(held_out, 0, cut)), list(_between(held_out, cut, total))
     num_held_out = sum(stop - start for _, start, stop in held_out)

@@ -29,6 +29,7 @@ class Vocabulary:
     def __init__(self, raw_ids: NDArray[np.uint32], rows: NDArray[np.int32]) -> None:
         """`raw_ids` are distinct and not 0, which marks a free slot."""
         self.num_rows = FIRST_KEPT + len(raw_ids)
+        self.by_row = raw_ids[np.argsort(rows)]
         bits = max(1, 2 * len(raw_ids) - 1).bit_length()  # at most half of the slots are taken
         self._shift, self._last_slot = np.uint32(32 - bits), np.uint32(2**bits - 1)
         self._raw_ids, self._rows = np.zeros(2**bits, np.uint32), np.full(2**bits, RARE, np.int32)
@@ -39,6 +40,11 @@ class Vocabulary:
             placed = self._raw_ids[slots] == raw_ids
             self._rows[slots[placed]] = rows[placed]
             raw_ids, rows, slots = raw_ids[~placed], rows[~placed], self._next(slots[~placed])
+
+    @classmethod
+    def of_rows(cls, by_row: NDArray[np.uint32]) -> Vocabulary:
+        """The one that `by_row` was of: the raw ids of rows FIRST_KEPT and on."""
+        return cls(by_row, np.arange(FIRST_KEPT, FIRST_KEPT + len(by_row), dtype=np.int32))
 
     def encode(self, raw_N: NDArray[np.uint32]) -> NDArray[np.int32]:
         slots_N = self._first_slots(raw_N)
