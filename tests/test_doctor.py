@@ -20,7 +20,7 @@ from dlrm_autoshard.commands.environment_checks import (
     check_python,
     require_pair,
 )
-from dlrm_autoshard.distributed.ranks.host_memory import free_host_memory
+from dlrm_autoshard.distributed.ranks.free_memory import free_host_memory
 
 REPOSITORY = Path(__file__).parents[1]
 PIP = f"{sys.executable} -m pip"

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,9 +17,12 @@ import torch.distributed as dist
 from dlrm_autoshard.benchmarks.gpu_all import LIMITS, TARGETS, judged, run_section
 from dlrm_autoshard.benchmarks.gpu_sections import SECTIONS
 from dlrm_autoshard.benchmarks.harness import finish
+from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
 from dlrm_autoshard.distributed.ranks.runtime import RuntimeFailure, choose_backend
+from dlrm_autoshard.distributed.tables.storage import Storage
 from dlrm_autoshard.distributed.tables.tbe import RowCache
+from dlrm_autoshard.tables import TableConfig
 
 
 @pytest.mark.parametrize(
@@ -162,6 +167,46 @@ def test_rows_that_were_prefetched_are_those_of_the_ids_looked_up(
     assert set(computes.waited_for) == {beside}
 
 
+def test_rows_that_were_loaded_over_are_not_taken_from_the_cache(streams: list[_Stream]) -> None:
+    """A checkpoint is read into host memory: an evaluation of it would have had the last step's hot rows."""
+    tbe, forgotten = _CachingTbe(), list[bool]()
+    tbe.reset_cache_states = lambda: forgotten.append(True)  # type: ignore[attr-defined]
+    tables = [TableConfig("a", 100, 8), TableConfig("b", 50, 8)]
+    storage = Storage(tables, TablesConfig(), torch.device("cpu"))
+    storage.hold(["a", "b"])
+    storage._row_cache = RowCache(tbe, torch.device("cuda"))
+    tbe.prefetch(torch.arange(3), torch.zeros(1))
+    storage.overwritten()
+    assert forgotten and not tbe.timesteps_prefetched and not tbe.lxu_cache_locking_counter.any()
+
+
+def test_weighted_ids_ask_a_gpu_for_no_gradients_of_their_weights() -> None:
+    """Its kernel checks bounds of the first table's allocation, of which the others' rows are outside."""
+    asked: list[dict[str, torch.Tensor]] = []
+
+    def lookup(*ids: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        asked.append(more)
+        return torch.zeros(1)
+
+    storage = Storage([TableConfig("a", 100, 8)], TablesConfig(), torch.device("cpu"))
+    storage.lookup = lookup
+    storage._no_weight_gradients = torch.zeros(1, dtype=torch.int32)
+    ids = torch.arange(2), torch.tensor([0, 2])
+    storage.look_up(*ids)
+    storage.look_up(*ids, torch.ones(2))
+    assert asked == [{}, {"feature_requires_grad": storage._no_weight_gradients}]
+
+
+def test_a_move_of_others_leaves_a_ranks_lookup_as_it_is() -> None:
+    storage = Storage([TableConfig(name, 100, 8) for name in "abc"], TablesConfig(), torch.device("cpu"))
+    storage.hold(["a", "b"])
+    lookup = storage.lookup
+    storage.hold(["a", "b"])
+    assert storage.lookup is lookup
+    storage.hold(["a", "c"])
+    assert storage.lookup is not lookup
+
+
 def test_gpu_all_is_not_met_where_a_section_failed_or_found_nothing() -> None:
     found = {name: 5000.0 if target.startswith(">") else 0.0 for name, target in TARGETS.items()}
 
@@ -181,7 +226,28 @@ def test_every_section_of_gpu_all_exists() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_section_that_fails_says_why(tmp_path: Path) -> None:
     _, failure = run_section("roofline", tmp_path, 30)
-    assert failure
+    assert failure and "Traceback" in (tmp_path / "roofline.log").read_text()
+
+
+def test_a_section_that_takes_too_long_ends_with_what_it_started_and_what_it_found_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = "from dlrm_autoshard.benchmarks import gpu_sections as s; import subprocess, sys, time\n"
+    section += "def slow(folder, seconds, found):\n"
+    section += "    found['loss'] = 0.5\n"
+    section += "    found['child'] = subprocess.Popen(['sleep', '600']).pid\n"
+    section += "    time.sleep(600)\n"
+    section += "s.SECTIONS['slow'] = slow\ns.main()\n"
+    (tmp_path / "sections.py").write_text(section)
+    popen = subprocess.Popen
+
+    def started(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return popen([sys.executable, str(tmp_path / "sections.py"), *command[3:]], **options)
+
+    monkeypatch.setattr("dlrm_autoshard.benchmarks.gpu_all.subprocess.Popen", started)
+    found, failure = run_section("slow", tmp_path, 5)
+    assert failure == "took more than 20 s" and found["loss"] == 0.5
+    assert not psutil.pid_exists(found["child"]) or psutil.Process(found["child"]).status() == psutil.STATUS_ZOMBIE
 
 
 def test_runs_without_a_gpu_say_so() -> None:

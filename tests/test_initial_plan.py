@@ -9,7 +9,7 @@ import pytest
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.initial_plan import check_settings, find_topology
 from dlrm_autoshard.config import AutoshardConfig
-from dlrm_autoshard.distributed.moves.agree import free_memory
+from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.plan import PlanError
 from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, trainer

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -282,3 +283,20 @@ def test_autoshards_episodes_are_measured() -> None:
     )
     planner.fit([task], counted)
     assert asked == [1, 1, 4, 4, 4]  # two placements for the cost model, then each update's episodes
+    again = Planner("autoshard")
+    again.load_state_dict(planner.state_dict())
+    for made in (planner, again):  # what learned from measurements is not trained once more on predictions
+        before = made.makers.sequences["autoshard"].to_json()
+        trained: list[bool] = []
+        made.makers.sequence_trainer = _watched(made.makers.sequence_trainer, trained)  # type: ignore[method-assign]
+        made.plan(task)
+        assert not trained and made.makers.sequences["autoshard"].to_json() == before and before["fitted"] == [1.0]
+
+
+def _watched(make: Callable[[SequencePolicy], SequenceTrainer], trained: list[bool]) -> Any:
+    def made(policy: SequencePolicy) -> SequenceTrainer:
+        trainer = make(policy)
+        trainer.train = lambda *_: trained.append(True)  # type: ignore[method-assign]
+        return trainer
+
+    return made

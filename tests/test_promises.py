@@ -24,8 +24,16 @@ def test_every_line_names_tests_that_exist(page: str) -> None:
             tree = ast.parse((REPOSITORY / file).read_text())
             found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == test]
             assert found, f"{file} has no {test}"
-            slow = any("mark.slow" in ast.unparse(mark) for mark in found[0].decorator_list)
-            assert not slow, f"{test} holds a promise, so it may not be left out"
+            marks = [ast.unparse(mark) for mark in found[0].decorator_list]
+            marks += [ast.unparse(node.value) for node in tree.body if _sets_marks(node)]  # type: ignore[attr-defined]
+            assert not any("mark.slow" in mark for mark in marks), f"{test} holds a promise, so it may not be left out"
+            # Where a machine has not what it takes: said on the page, beside the promise.
+            skips = any("skipif" in mark for mark in marks) or "pytest.skip(" in ast.unparse(found[0])
+            assert not skips or "where" in promise.lower(), f"{test} is skipped on some machines: say where it is not"
+
+
+def _sets_marks(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -276,3 +276,13 @@ def test_a_simulated_world_changes_what_its_name_says(name: WorldName) -> None:
     assert (not np.allclose(pooling, pooling[0])) == (name in ("abrupt", "gradual"))
     assert (not np.allclose(reuse, reuse[0])) == (name == "hot-ids")
     assert any(world.slowdown(epoch) for epoch in range(EPOCHS)) == (name == "straggler")
+
+
+def test_a_simulated_tight_world_has_a_plan_and_not_every_one_fits() -> None:
+    pool = synthetic_pool(200, seed=1000, batch_size=2048)
+    (limit, *_) = SimulatedWorld("tight", 0, 8, 200).memory_bytes(pool.tables) or (0,)
+    topology = Topology(8, memory_bytes=(limit,) * 8)
+    sizes = {table.name: table.weight_bytes for table in pool.tables}
+    task = PlacementTask.build(pool.tables, pool.stats, topology, batch_size=2048, table_bytes=sizes)
+    assert task.allows(Planner("size_greedy").plan(task).plan)
+    assert not task.allows(ShardingPlan({table.name: i % 8 for i, table in enumerate(pool.tables)}, 8))

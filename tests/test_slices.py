@@ -114,6 +114,7 @@ def test_the_record_has_the_load_and_cpus_of_all_starts(tmp_path: Path, monkeypa
     assert maker_of_cpu(record) == "AMD, Intel"
 
 
+@pytest.mark.alone
 def test_work_of_others_beside_a_row_is_measured_and_ones_own_is_not_taken_for_it() -> None:
     """Work of a child counts as one's own once it has ended, as that of a benchmark's jobs."""
     for_a_second = [sys.executable, "-c", "import time; end = time.time() + 1.5\nwhile time.time() < end: pass"]

@@ -10,7 +10,7 @@ import torch
 from dlrm_autoshard.config import parse_config
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.train.start_checks import check_sizes, shared_memory_of
+from dlrm_autoshard.train.start_checks import check_sizes, free_and_sharers
 
 LONG_BAGS = """
 import torch
@@ -50,7 +50,7 @@ def test_on_a_gpu_it_is_the_gpus_memory_that_counts(monkeypatch: pytest.MonkeyPa
     """A stand-in for the driver: two GPUs with 3 GiB free each, four ranks."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert shared_memory_of(torch.device("cuda", 1), 4) == (3 << 30, 2)
+    assert free_and_sharers(torch.device("cuda", 1), 4) == (3 << 30, 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as each rank sees it under --gpus-per-task=1
-    assert shared_memory_of(torch.device("cuda", 0), 1) == (3 << 30, 1)
-    assert shared_memory_of(torch.device("cpu"), 4)[1] == 4
+    assert free_and_sharers(torch.device("cuda", 0), 1) == (3 << 30, 1)
+    assert free_and_sharers(torch.device("cpu"), 4)[1] == 4

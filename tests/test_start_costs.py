@@ -78,7 +78,12 @@ def test_only_those_parts_are_made_that_are_measured(monkeypatch: pytest.MonkeyP
         pool.tables, pool.stats, Topology(4), batch_size=256, splits=Splits(max_parts=4, min_dim=4)
     )
     split = PlacementTask.split
-    monkeypatch.setattr(PlacementTask, "split", lambda self, name: (made.append(name), split(self, name))[1])
+
+    def heard(self: PlacementTask, name: str) -> PlacementTask | None:
+        made.append(name)
+        return split(self, name)
+
+    monkeypatch.setattr(PlacementTask, "split", heard)
     alone, _ = calibration_shards(task, seed=0)
     assert sum(1 for [name] in alone if "[" in name) == 8 and len(made) <= 9
 
@@ -288,6 +293,7 @@ def test_a_slow_rank_makes_no_table_dear_and_none_unsure(world_size: int) -> Non
         assert sample.noise < 0.05
 
 
+@pytest.mark.alone
 def test_a_start_spends_half_of_its_time_on_tables_alone_and_the_next_goes_on_where_it_ended(tmp_path: Path) -> None:
     """Sets take ten times as long as a table: a start that dealt them in turns would know next to no table."""
     pool, rounds = synthetic_pool(30, seed=1, batch_size=256), []

@@ -150,9 +150,8 @@ class Controller:
         )
         self._written(move)
         pays = -saved_seconds * interval.remaining_steps > self.chooser.move_cost.seconds(move.bytes_moved)
-        if not (
-            blamed and pays and self.config.reshard.rollback and task.splits_enough(old_plan) and task.allows(old_plan)
-        ):
+        may_be = task.splits_enough(old_plan) and task.allows(old_plan)
+        if not (blamed and pays and self.config.reshard.rollback and may_be):
             return None
         self.chooser.history.rolled_back.append(new_plan.fingerprint)
         return move

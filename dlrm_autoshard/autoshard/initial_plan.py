@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
-from dlrm_autoshard.distributed.lookup.shared_memory import place as place_of_process
-from dlrm_autoshard.distributed.moves.agree import free_memory
-from dlrm_autoshard.distributed.ranks.runtime import Runtime
+from dlrm_autoshard.distributed.lookup.shared_memory import host_id
+from dlrm_autoshard.distributed.ranks.free_memory import free_memory
+from dlrm_autoshard.distributed.ranks.runtime import Runtime, name_of
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, round_robin
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import PlanResult
@@ -60,6 +62,7 @@ def place(
     seed: int = 0,
     current: ShardingPlan | None = None,
     held_bytes: int = 0,
+    on_host: bool = False,
 ) -> Placement:
     """Decides on rank 0, by measurements on these ranks, and tells the others. PlanError, on every rank, before
     anything is allocated, where tables do not fit.
@@ -68,7 +71,7 @@ def place(
     shared_memory: whether ranks of a host exchange through it. steps: of the job, where that is known;
     interval_steps: until resharding, which learns from steps for nothing, first decides. current: a plan that is taken
     as it is, where it is for these ranks and legal. held_bytes: that tables take on this rank already, and may take
-    again.
+    again. on_host: tables will lie in host memory, beside a GPU too.
     """
     if interval_steps is not None and reshards(settings, runtime.world_size):
         steps = interval_steps if steps is None else min(steps, interval_steps)
@@ -77,7 +80,7 @@ def place(
     task = PlacementTask.build(
         tables,
         stats,
-        find_topology(settings, runtime, held_bytes),
+        find_topology(settings, runtime, held_bytes, on_host=on_host),
         batch_size=batch_size,
         table_bytes=memory_bytes(tables, stats, optimizer.name, batch_size),
         constraints=constraints_of(settings),
@@ -158,14 +161,19 @@ def check_settings(settings: AutoshardConfig, tables: list[str], world_size: int
         )
 
 
-def find_topology(settings: AutoshardConfig, runtime: Runtime, held_bytes: int = 0) -> Topology:
-    """Memory as configured, else what is free on each rank's device now, or held by its tables; which ranks share a
-    host. Collective."""
+def find_topology(
+    settings: AutoshardConfig, runtime: Runtime, held_bytes: int = 0, *, on_host: bool = False
+) -> Topology:
+    """Memory as configured, else each rank's share of what is free where its tables will be, and what they hold there;
+    which ranks share a host. Collective."""
+    device = torch.device("cpu") if on_host else runtime.device
+    places = runtime.all_gather((host_id(), name_of(device)))
     memory = memory_asked(settings, runtime.world_size)
     if memory is None:
-        memory = tuple(runtime.all_gather(int(thresholds.MEMORY_SHARE * (free_bytes(runtime) + held_bytes))))
-    places = runtime.all_gather(place_of_process())
-    hosts = tuple(list(dict.fromkeys(places)).index(place) for place in places)
+        own_share = free_memory(device) // places.count(places[runtime.rank])
+        memory = tuple(runtime.all_gather(int(thresholds.MEMORY_SHARE * (own_share + held_bytes))))
+    ids = [host for host, _ in places]
+    hosts = tuple(list(dict.fromkeys(ids)).index(one) for one in ids)
     return Topology(runtime.world_size, memory, excluded=frozenset(settings.exclude_ranks), hosts=hosts)
 
 
@@ -183,12 +191,6 @@ def constraints_of(settings: AutoshardConfig) -> Constraints:
 
 def splits_of(settings: AutoshardConfig, optimizer: TableOptimizerConfig) -> Splits:
     return Splits(settings.splits.max_parts, settings.splits.min_dim, optimizer.splits_tables, optimizer.name)
-
-
-def free_bytes(runtime: Runtime) -> int:
-    """That this rank may use: of its GPU, or its share of what its host or control group has free."""
-    free = free_memory(runtime.device)
-    return free if runtime.device.type == "cuda" else free // runtime.local_world_size
 
 
 def given_plan(placement: str | None, task: PlacementTask) -> ShardingPlan:

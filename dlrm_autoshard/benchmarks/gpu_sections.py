@@ -1,13 +1,15 @@
-"""The sections of `bench gpu-all`: each takes a folder to work in and its seconds, and returns what it found.
+"""The sections of `bench gpu-all`: each takes a folder to work in and its seconds, and puts into `found` what it finds.
 
     python -m dlrm_autoshard.benchmarks.gpu_sections roofline result.json 45
 
-Figures are numbers, explanations strings; anything else (curves, tables) stays in the section's file.
+Figures are numbers, explanations strings; anything else (curves, tables) stays in the section's file. What was found
+before a section failed, or was told to end, is written all the same.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 from dlrm_autoshard.benchmarks.gpu_kernels import planning, roofline, shards
 from dlrm_autoshard.benchmarks.gpu_training import doctor, shared_gpu, synchronisation, training, uvm
 
-SECTIONS: dict[str, Callable[[Path, float], dict[str, Any]]] = {
+SECTIONS: dict[str, Callable[[Path, float, dict[str, Any]], None]] = {
     function.__name__: function
     for function in (doctor, training, shared_gpu, uvm, shards, planning, roofline, synchronisation)
 }
@@ -24,8 +26,12 @@ SECTIONS: dict[str, Callable[[Path, float], dict[str, Any]]] = {
 
 def main() -> None:
     name, target, seconds = sys.argv[1:4]
-    folder = Path(target).parent.resolve()
-    Path(target).write_text(json.dumps(SECTIONS[name](folder, float(seconds))))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    found: dict[str, Any] = {}
+    try:
+        SECTIONS[name](Path(target).parent.resolve(), float(seconds), found)
+    finally:
+        Path(target).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

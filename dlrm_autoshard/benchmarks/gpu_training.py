@@ -11,26 +11,26 @@ from typing import Any
 
 import torch
 
+from dlrm_autoshard.benchmarks.harness import BenchError
 from dlrm_autoshard.records.jsonl import read_jsonl
 
 TRAIN = Path("launch/train.py")
 STEPS = 50
 
 
-def doctor(folder: Path, seconds: float) -> dict[str, Any]:
+def doctor(folder: Path, seconds: float, found: dict[str, Any]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "dlrm_autoshard.commands.main", "doctor", "--json"], capture_output=True, text=True
     )
-    return {"exit_status": done.returncode, "report": json.loads(done.stdout)}
+    found |= {"exit_status": done.returncode, "report": json.loads(done.stdout)}
 
 
-def training(folder: Path, seconds: float) -> dict[str, Any]:
+def training(folder: Path, seconds: float, found: dict[str, Any]) -> None:
     """`debug_cpu` and a scaled `mlperf_dcnv2` on CPU and on the GPU (nccl): losses side by side; then a resumed run."""
     sample = folder / "criteo_sample"
     if not sample.exists():
         command = [sys.executable, "-m", "dlrm_autoshard.commands.main", "data", "criteo-sample", "--out", str(sample)]
         subprocess.run(command, check=True, capture_output=True)
-    found: dict[str, Any] = {}
     worst = 0.0
     small = [f"data.dir={sample}", "data.row_scale=0.001", "train.batch_size=256", "model.dcn_low_rank_dim=64"]
     for config, extra in (("debug_cpu", []), ("mlperf_dcnv2", small)):
@@ -44,10 +44,9 @@ def training(folder: Path, seconds: float) -> dict[str, Any]:
     train(folder, "debug_cpu", "cuda", ["train.max_steps=20"], name="halves")
     second = losses(train(folder, "debug_cpu", "cuda", ["train.max_steps=40"], name="halves", resume=True))
     found["resumed_loss_difference"] = abs(whole[-1] - second[-1])
-    return found
 
 
-def shared_gpu(folder: Path, seconds: float) -> dict[str, Any]:
+def shared_gpu(folder: Path, seconds: float, found: dict[str, Any]) -> None:
     """Two ranks on this one GPU over gloo: placements and moves change nothing, also with Adam on the tables."""
     from dlrm_autoshard.config import load_config
     from dlrm_autoshard.data.open import open_source
@@ -61,20 +60,18 @@ def shared_gpu(folder: Path, seconds: float) -> dict[str, Any]:
         plan.save(folder / f"plan_{number}.json")
         placement = [f"autoshard.placement={folder / f'plan_{number}.json'}", "autoshard.enabled=false"]
         seen.append(losses(train(folder, "debug_cpu", "cuda", placement, name=f"shared_{number}", ranks=2)))
-    return {
-        "placement_loss_difference": largest_difference(*seen),
-        "moved_tensors_differing": spawn_moves("adam") + spawn_moves("rowwise_adagrad"),
-    }
+    found["placement_loss_difference"] = largest_difference(*seen)
+    found["moved_tensors_differing"] = spawn_moves("adam") + spawn_moves("rowwise_adagrad")
 
 
-def uvm(folder: Path, seconds: float) -> dict[str, Any]:
+def uvm(folder: Path, seconds: float, found: dict[str, Any]) -> None:
     """Tables in host memory behind a device cache give the losses that tables on the device give."""
     device = losses(train(folder, "debug_cpu", "cuda", [], name="device"))
     cached = losses(train(folder, "debug_cpu", "cuda", ["tables.location=managed_caching"], name="cached"))
-    return {"largest_loss_difference": largest_difference(device, cached)}
+    found["largest_loss_difference"] = largest_difference(device, cached)
 
 
-def synchronisation(folder: Path, seconds: float) -> dict[str, Any]:
+def synchronisation(folder: Path, seconds: float, found: dict[str, Any]) -> None:
     """A trace of plain (not sampled) steps holds no call that waits for the GPU."""
     from dlrm_autoshard.config import load_config
     from dlrm_autoshard.distributed.ranks.runtime import Runtime
@@ -94,8 +91,9 @@ def synchronisation(folder: Path, seconds: float) -> dict[str, Any]:
                 for _ in range(5):
                     trainer.step.run(1.0, config.tables.optimizer.lr)
             names = [event.key for event in profiler.key_averages() if "Synchronize" in event.key]
-    waiting = [name for name in names if "Device" not in name]  # the profiler's own, when it stops
-    return {"calls_in_plain_steps": len(waiting), "which": ", ".join(waiting) or "none"}
+    # The profiler's own, when it stops; and of an event two steps old, which has passed.
+    waiting = [name for name in names if "Device" not in name and "Event" not in name]
+    found |= {"calls_in_plain_steps": len(waiting), "which": ", ".join(waiting) or "none"}
 
 
 def train(
@@ -124,7 +122,9 @@ def train(
     if not resume:  # an earlier bench's run of that name would make this one's "name-2"
         shutil.rmtree(folder / name, ignore_errors=True)
     command = [*start, str(TRAIN), "--config", f"configs/{config}.yaml", *(["--resume"] if resume else []), *settings]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise BenchError(f"'{name}' ended with status {done.returncode}: {done.stdout.strip()[-4000:]}")
     return folder / name
 
 
@@ -146,7 +146,8 @@ def spawn_moves(optimizer: str) -> int:
 
 
 def moved_and_unmoved(rank: int, world_size: int, optimizer: str) -> int:
-    """Six updates twice, once with a move after the third: how many of this rank's tensors differ in any bit."""
+    """Six updates twice, once with a move after the third, of ids with weights: how many of this rank's tensors differ
+    in any bit."""
     import torch.distributed as dist
 
     from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
@@ -178,7 +179,9 @@ def moved_and_unmoved(rank: int, world_size: int, optimizer: str) -> int:
             offsets = torch.arange(0, 64 * len(owned) + 1, 2)
             if not owned:
                 continue
-            local = embeddings.lookup(LocalIds(torch.cat(ids).to(device), offsets.to(device), 32 // world_size))
+            weights_N = torch.linspace(0.5, 2.0, 64 * len(owned), device=device)
+            bags = torch.cat(ids).to(device), offsets.to(device), 32 // world_size, weights_N
+            local = embeddings.lookup(LocalIds(*bags))
             embeddings.update(local, torch.sin(local.detach()))
         results.append(
             {(t, k): v.cpu() for t in second.tables_on(rank) for k, v in embeddings.storage.tensors(t).items()}

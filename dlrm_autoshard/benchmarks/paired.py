@@ -79,6 +79,14 @@ def with_interval(statistic: Callable[..., Any], *samples: Samples) -> Ratio:
     return Ratio(found, float(low), float(high))
 
 
+def proportion(count: int, of: int) -> Ratio:
+    """With 95% of what it may be of all (Wilson 1927): none of 12 does not say that there is none in 50."""
+    z = NormalDist().inv_cdf(0.975)
+    middle = (count + z * z / 2) / (of + z * z)
+    reach = z / (of + z * z) * (count * (of - count) / of + z * z / 4) ** 0.5
+    return Ratio(count / of, max(0.0, middle - reach), min(1.0, middle + reach))
+
+
 def _outside(count: int) -> float:
     """Part of the draws of so many samples on either side of a 95% interval: less than 2.5%, for draws of a few differ
     by less than these do from others (Hesterberg 2015, The American Statistician 69, "expanded percentile")."""

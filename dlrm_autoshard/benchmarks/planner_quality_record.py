@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.benchmarks.harness import Findings
-from dlrm_autoshard.benchmarks.paired import Ratio, ratio_of_means, with_interval
+from dlrm_autoshard.benchmarks.paired import Ratio, proportion, ratio_of_means, with_interval
 from dlrm_autoshard.planner.search.greedy import KEYS
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.shipped_costs import most_alike
@@ -114,7 +114,7 @@ class _Cell:
         left = ratio_of_means(self.cost[name] - bound, self.cost[self.best] - bound)
         return Ratio(1 - left.median, 1 - left.high, 1 - left.low)
 
-    def behind(self) -> tuple[float, float]:
+    def behind(self) -> tuple[Ratio, Ratio]:
         """The part of the tasks in which `auto` costs over 1% more than the best heuristic or than tables measured
         alone and added up; and that in which it does so by the even rounds and by the odd ones."""
         others = [name for name in (self.best, ADDED_UP) if name in self.cost]
@@ -124,7 +124,7 @@ class _Cell:
         ours = [np.array([_step(_rounds(row, "auto")[half::2]) for row in self.rows]) for half in (0, 1)]
         in_each = np.all([one > 1.01 * other for one, other in zip(ours, halves, strict=True)], axis=0).any(axis=0)
         over_all = np.array([self.cost["auto"] > 1.01 * self.cost[name] for name in others]).any(axis=0)
-        return float(over_all.mean()), float(in_each.mean())
+        return proportion(int(over_all.sum()), len(self.rows)), proportion(int(in_each.sum()), len(self.rows))
 
     def halves_differ(self) -> float:
         """How well the rounds repeat: a plan's step by the even ones against that by the odd ones, in the mean."""

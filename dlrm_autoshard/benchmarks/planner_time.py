@@ -24,7 +24,9 @@ from dlrm_autoshard.planner.search.greedy import KEYS
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 
-TITLE = "planning time with the reference DreamShard's budget, simulated costs, one thread"
+TITLE = (
+    "planning time with the reference DreamShard's budget, of ours with a sixth of its cost updates; simulated costs"
+)
 ROUGH_TIME = "1 min"
 BATCH, DEVICES = 4096, 4
 REFERENCE_LOOPS = {50: 110.0, 100: 222.0}

@@ -8,6 +8,7 @@ race_jobs.py: the clairvoyant's, whose moves are free of charge, and TorchRec's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -34,7 +35,6 @@ from dlrm_autoshard.records.jsonl import read_jsonl
 from dlrm_autoshard.tables import TableStats
 
 ARMS = ("round_robin", "heuristic", "planned", "loop", "clairvoyant", "torchrec", "torchrec_our_plan")
-BUSY_SPEED = 0.5
 DECIDES_EVERY = 100
 """Steps, a quarter of an epoch: what changes is seen an interval late, and a whole one costs a fifth of the gain."""
 POLL_SECONDS, LIMIT_SECONDS = 0.1, 3600
@@ -152,15 +152,18 @@ def read_records(job: Path) -> dict[str, Any]:
     }
 
 
-def busy_beside(pid: int, rank: int) -> subprocess.Popen[bytes]:
-    """A process that never rests, where that rank may run."""
+def busy_beside(pid: int, rank: int, *, elsewhere: bool = True) -> subprocess.Popen[bytes] | None:
+    """A process that never rests, where that rank may run. elsewhere: also where there is no such rank yet."""
     import psutil
 
     cores = None
     for child in psutil.Process(pid).children(recursive=True):
-        if child.environ().get("LOCAL_RANK") == str(rank):
-            cores = child.cpu_affinity()
-            break
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            if child.environ().get("LOCAL_RANK") == str(rank):
+                cores = child.cpu_affinity()
+                break
+    if cores is None and not elsewhere:
+        return None
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     if cores:
         psutil.Process(busy.pid).cpu_affinity(cores)
@@ -176,46 +179,49 @@ def _ended(busy: subprocess.Popen[bytes] | None) -> None:
 # Plans ----------------------------------------------------------------------------------------------------------------
 
 
-def task_of(world: World, data: Path, phase: int = 0, speed: tuple[float, ...] | None = None) -> PlacementTask:
-    stats = [TableStats.from_json(row) for row in json.loads((data / f"phase_{phase}" / "stats.json").read_text())]
-    topology = Topology(RANKS) if speed is None else Topology(RANKS, speed=speed)
-    return PlacementTask.build(world.tables, stats, topology, batch_size=world.scale.batch * RANKS)
-
-
 def best_heuristic(world: World, data: Path) -> ShardingPlan:
     """By predicted cost, as someone would choose it who measures nothing."""
-    task = task_of(world, data)
+    stats = [TableStats.from_json(row) for row in json.loads((data / "phase_0" / "stats.json").read_text())]
+    task = PlacementTask.build(world.tables, stats, Topology(RANKS), batch_size=world.scale.batch * RANKS)
     return min((Planner(name).plan(task) for name in HEURISTICS), key=lambda result: result.predicted_ms).plan
 
 
 def clairvoyant_plans(world: World, folder: Path) -> dict[int, Path]:
-    """Epoch -> plan file: of a job that starts on the data from then on, planned and probed for it; where one rank is
-    busy, searched for a rank of that speed. Made once for a world and seed."""
-    epochs = [0, *world.changes]
-    plans = {epoch: folder / "plans" / f"epoch_{epoch}.json" for epoch in epochs}
+    """Epoch -> plan file: what a long job that starts then plans and measures for its data, and for the core that is
+    shared. Made once for a world and seed."""
+    plans = {epoch: folder / "plans" / f"epoch_{epoch}.json" for epoch in [0, *world.changes]}
     (folder / "plans").mkdir(exist_ok=True)
     for epoch, path in plans.items():
         if path.exists():
             continue
-        if world.name == "straggler" and epoch:
-            if epoch in world.busy_epochs:
-                task = task_of(world, folder / "data", speed=(1.0,) * (RANKS - 1) + (BUSY_SPEED,))
-                Planner("search").plan(task).plan.save(path)
-            else:
-                ShardingPlan.load(plans[0]).save(path)
-            continue
-        run = folder / "planning"
-        shutil.rmtree(run, ignore_errors=True)
-        run.mkdir(parents=True)
-        settings = {"enabled": True, "reshard": {"enabled": False}}
-        config = world.config(folder / "data", settings, first_phase=world.phase_of(epoch), steps=10)
-        config["checkpoint"] = {"enabled": False}
-        config["profile"] = {"every_steps": 2, "warmup_steps": 1}
-        with open(run / "said.txt", "w") as said:
-            done = subprocess.run(start_of(config, run), stdout=said, stderr=subprocess.STDOUT, timeout=LIMIT_SECONDS)
-        if done.returncode:
-            raise BenchError(f"the clairvoyant's planning for epoch {epoch} failed; see {run / 'said.txt'}.")
-        last = read_jsonl(run / "job" / "costs" / "epochs.jsonl")[-1]["tables"]
-        ShardingPlan(dict(zip(last["name"], last["rank"], strict=True)), RANKS).save(path)
-        shutil.rmtree(run)
+        as_at_first = world.name == "straggler" and epoch and epoch not in world.busy_epochs
+        (ShardingPlan.load(plans[0]) if as_at_first else _plan_of_a_start(world, folder, epoch)).save(path)
     return plans
+
+
+def _plan_of_a_start(world: World, folder: Path, epoch: int) -> ShardingPlan:
+    """As `planned` starts, on the data from that epoch on; a job so long that measuring all that helps pays."""
+    run = folder / "planning"
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True)
+    settings = {"enabled": True, "reshard": {"enabled": False}}
+    config = world.config(folder / "data", settings, first_phase=world.phase_of(epoch))
+    config["checkpoint"] = {"enabled": False}
+    config["train"] |= {"epochs": 1000 * world.scale.epochs, "max_steps": None}
+    planned, busy = run / "job" / "plan" / "step_00000000.json", None
+    with open(run / "said.txt", "w") as said:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(start_of(config, run), stdout=said, stderr=subprocess.STDOUT, env=environment)
+        try:
+            while not planned.exists():
+                time.sleep(POLL_SECONDS)
+                if process.poll() is not None:
+                    raise BenchError(f"the clairvoyant's planning for epoch {epoch} failed; see {run / 'said.txt'}.")
+                if busy is None and epoch in world.busy_epochs:
+                    busy = busy_beside(process.pid, RANKS - 1, elsewhere=False)
+            return ShardingPlan.load(planned)
+        finally:
+            _ended(busy)
+            process.send_signal(signal.SIGTERM)  # once for its last step and checkpoint, of which it has none
+            process.wait()
+            shutil.rmtree(run / "job", ignore_errors=True)

@@ -33,12 +33,12 @@ from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import start_costs
 from dlrm_autoshard.records.decisions import DecisionLog
-from dlrm_autoshard.tables import TableStats
+from dlrm_autoshard.tables import TableConfig, TableStats
 
 TITLE = "resharding on 8 and 64 simulated ranks, 200 tables, six worlds: share recovered, false moves, time to recover"
 ROUGH_TIME = "1.5 h on two cores; goes on where it was stopped (quick: 1 min)"
 EPOCHS, STEPS, INTERVALS, BATCH, DENSE_MS = 12, 400, 4, 8192, 2.0
-LEAST_GAIN, RECOVERED_WITHIN = 0.05, 0.02
+LEAST_GAIN, RECOVERED_WITHIN, MATTERS = 0.05, 0.02, 0.01
 MOVE_SECONDS, MOVE_BYTES_PER_SECOND = 0.1, 1e9
 
 
@@ -63,6 +63,7 @@ def summarise(
         f"resharding decides {INTERVALS} times an epoch.",
         "searches end when the job's time for them does, on the machine that simulates: two runs of one job (gradual, "
         "8 ranks, seed 0) recovered 0.39 and 0.52.",
+        f"Where nothing moved, and a clairvoyant gains less than {MATTERS:.0%} too, a worst job has no target.",
         f"recovered: over jobs in which the clairvoyant gains {LEAST_GAIN:.0%} or more over the plan of the start.",
         f"a false move: one after which a step takes longer, exactly; recovered within {RECOVERED_WITHIN:.0%} of the "
         "clairvoyant's step.",
@@ -71,7 +72,8 @@ def summarise(
     for size, world in itertools.product(sizes, worlds):
         cell, jobs = f"{size} ranks, {world}", [row for row in rows if row["of"][0] == world and row["of"][2] == size]
         gainful = [job for job in jobs if job["gain"] >= LEAST_GAIN]
-        found.targets[f"{cell}: worst job, loop on / static"] = "<= 1.02"
+        if any(job["moves"] or abs(job["gain"]) >= MATTERS for job in jobs) or not jobs:
+            found.targets[f"{cell}: worst job, loop on / static"] = "<= 1.02"
         if gainful or (not jobs and world not in ("calm", "tight")):
             found.targets[f"{cell}: recovered"] = ">= 0.6" if world == "straggler" else ">= 0.8"
         seeds_done = min(seeds_done, len(jobs))
@@ -128,8 +130,19 @@ class SimulatedWorld:
         return int(np.random.default_rng([self.seed, 7]).integers(EPOCHS // 4, EPOCHS // 2 + 1))
 
     def slowdown(self, epoch: int) -> dict[int, float]:
+        """Of one rank, whichever."""
         busy = self.name == "straggler" and self.change <= epoch < self.change + EPOCHS // 3
-        return {self.world_size - 1: 2.0} if busy else {}
+        rank = int(np.random.default_rng([self.seed, 8]).integers(self.world_size))
+        return {rank: 2.0} if busy else {}
+
+    def memory_bytes(self, tables: Sequence[TableConfig]) -> tuple[int, ...] | None:
+        """Of a tight world, a fiftieth more than the fullest rank needs where tables are placed largest first."""
+        if self.name != "tight":
+            return None
+        loads = [0] * self.world_size
+        for size in sorted((table.weight_bytes for table in tables), reverse=True):
+            loads[loads.index(min(loads))] += size
+        return (round(1.02 * max(loads)),) * self.world_size
 
 
 def simulate(name: WorldName, seed: int, world_size: int, num_tables: int) -> dict[str, float]:
@@ -139,12 +152,10 @@ def simulate(name: WorldName, seed: int, world_size: int, num_tables: int) -> di
     by_epoch = world.stats_by_epoch(pool.stats)
     cluster = RecordedCluster(pool.tables, world.seed)
     bytes_of = {table.name: table.weight_bytes for table in pool.tables}
-    limit = round(1.1 * sum(bytes_of.values()) / world.world_size) + 2 * max(bytes_of.values())
-    memory = (limit,) * world.world_size if world.name == "tight" else None
 
     def task(epoch: int, speed: tuple[float, ...] | None = None) -> PlacementTask:
-        topology = Topology(world.world_size, memory_bytes=memory, speed=speed)
-        return PlacementTask.build(pool.tables, by_epoch[epoch], topology, batch_size=BATCH)
+        topology = Topology(world.world_size, memory_bytes=world.memory_bytes(pool.tables), speed=speed)
+        return PlacementTask.build(pool.tables, by_epoch[epoch], topology, batch_size=BATCH, table_bytes=bytes_of)
 
     def planned(epoch: int, seed: int) -> tuple[Planner, ShardingPlan]:
         """As a job starts: calibrated, finalists measured on the ranks. A busy rank's speed is known."""

@@ -150,7 +150,7 @@ class World:
                 np.save(target / f"{name}.npy", getattr(batch, name).numpy())
             np.save(target / "labels.npy", batch.labels_B.numpy())
 
-    def config(self, data: Path, autoshard: dict[str, Any], first_phase: int = 0, steps: int | None = None) -> Any:
+    def config(self, data: Path, autoshard: dict[str, Any], first_phase: int = 0) -> Any:
         """As people would write it: profiling and checkpoints at their defaults. first_phase: of the data that the job
         begins with, to plan for later ones."""
         phases = [min(self.phases - 1, first_phase + self.phase_of(epoch)) for epoch in range(self.scale.epochs)]
@@ -174,7 +174,7 @@ class World:
                 "batch_size": self.scale.batch,
                 "epochs": self.scale.epochs,
                 "log_every_steps": 10,
-                "max_steps": steps or self.total_steps,
+                "max_steps": self.total_steps,
             },
             "checkpoint": {"enabled": self.scale.checkpoints},
             "autoshard": limits | autoshard,

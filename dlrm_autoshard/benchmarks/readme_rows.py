@@ -144,6 +144,8 @@ ROWS = (
         readme="fitting DreamShard, 50 tables x 4 devices: times quicker than the published code",
     ),
     Row("planner-time", "dreamshard_times_quicker_100_tables", "the same, 100 tables x 4 devices"),
+    Row("planner-time", "reference_times_quicker_50_tables", "50 x 4, with as many cost updates as the published code"),
+    Row("planner-time", "reference_times_quicker_100_tables", "the same, 100 tables x 4 devices"),
     Row(
         "start-plan",
         "resharding off: cold, s",

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dlrm_autoshard.distributed.ranks.host_memory import free_host_memory
+from dlrm_autoshard.distributed.ranks.free_memory import free_host_memory
 from dlrm_autoshard.errors import UserError
 
 TORCH, FBGEMM = "2.13.0", "1.8.0"  # the pair that this package is tested with

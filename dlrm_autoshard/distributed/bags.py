@@ -205,6 +205,7 @@ class ShardedEmbeddingBags(nn.Module):
                 errors.append(f"{prefix}{name} is {list(saved.shape)}, the model has {list(value.shape)}")
             else:
                 value.copy_(saved)
+        self.sharded.storage.overwritten()
 
 
 class _Lookup(torch.autograd.Function):

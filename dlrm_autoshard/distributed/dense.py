@@ -89,7 +89,7 @@ class DataParallelDense:
 
     def start_all_reduce(self, local_loss: Tensor) -> Pending:
         """Sums gradients and loss over ranks (each rank's loss is its share of the global mean)."""
-        self.gradient[-2] = float(self.stop_asked)
+        self.gradient[-2:-1] = float(self.stop_asked)  # a slice is filled; one element would be copied, which waits
         self.gradient[-1] = local_loss
         if dist.get_world_size(self._group) == 1:
             return Pending(None, self.gradient)

@@ -32,7 +32,8 @@ LEARNED = ("dreamshard", "autoshard", "rnn")
 ALGORITHMS = ("auto", *LEARNED, "search", *HEURISTICS)
 KICKS = 20
 SMALL, MEDIUM = 2_000, 30_000
-"""Units x ranks. Small: sequence policies are trained on the task itself. Larger than medium: search alone."""
+"""Units x ranks. Small: sequence policies that were not fitted are trained on the task itself, by predicted costs.
+Larger than medium: search alone."""
 
 
 class CandidateMakers:
@@ -89,7 +90,7 @@ class CandidateMakers:
             found = DreamShard(self.policy, self.settings, self.seed).place(mdp, min(self.settings.samples, most))
         else:
             sequence = self.sequence_trainer(copy.deepcopy(self.sequences[name]))
-            if size <= SMALL:
+            if size <= SMALL and not sequence.policy.fitted.item():
                 sequence.train([task], lambda _: mdp, deadline)
             found = sequence.place(mdp)
         if not found:  # every episode overflowed: the cost model's greedy knows how to make room

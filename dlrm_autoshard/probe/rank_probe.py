@@ -22,7 +22,7 @@ from dlrm_autoshard.costs import RankCost, StepProfile, rank_costs, stages_W4, s
 from dlrm_autoshard.distributed.lookup.embeddings import DTYPES
 from dlrm_autoshard.distributed.lookup.exchange import Exchange
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
-from dlrm_autoshard.distributed.ranks.host_memory import free_host_memory
+from dlrm_autoshard.distributed.ranks.free_memory import free_host_memory
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan

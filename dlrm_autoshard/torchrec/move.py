@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_autoshard.distributed.moves.agree import free_memory
 from dlrm_autoshard.distributed.moves.reshard import PAGE, ReshardRefused, ReshardStats
 from dlrm_autoshard.distributed.moves.transfer import checksums_of, in_common_order, row_sizes, transfer
+from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import Move, ShardingPlan, gib

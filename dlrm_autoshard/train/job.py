@@ -31,7 +31,7 @@ from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
 from dlrm_autoshard.train.checkpoints.manifest import DamagedCheckpoint
 from dlrm_autoshard.train.random_state import seed_all
 from dlrm_autoshard.train.selection import Selection
-from dlrm_autoshard.train.start_checks import check_settings, check_sizes, shared_memory_of
+from dlrm_autoshard.train.start_checks import check_settings, check_sizes, free_and_sharers
 from dlrm_autoshard.train.state import Position, TrainingState, plan_of
 
 
@@ -57,7 +57,7 @@ class Job:
         self.source, self._reading = open_source(config.data, config.tables), Lock()
         check_settings(config, self.source, runtime.device)
         check_sizes(
-            config, self.source, runtime.world_size, *shared_memory_of(runtime.device, runtime.local_world_size)
+            config, self.source, runtime.world_size, *free_and_sharers(runtime.device, runtime.local_world_size)
         )
         self.global_batch = config.train.batch_size * runtime.world_size
         self.checkpoints = Checkpoints(
@@ -84,6 +84,7 @@ class Job:
             interval_steps=decides.every_steps or decides.every_epochs * self.steps_of_interval(total),
             seed=config.run.seed,
             current=current,
+            on_host=config.tables.location == "managed_caching",
         )
         if current is not None and self.placement.plan != current and current.world_size == runtime.world_size:
             self.notes.append("The checkpoint's plan does not fit these settings any more: tables were placed anew.")

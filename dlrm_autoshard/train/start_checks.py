@@ -9,7 +9,7 @@ import torch
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.config_data import SyntheticData
 from dlrm_autoshard.data.batch import DataSource
-from dlrm_autoshard.distributed.moves.agree import free_memory
+from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.distributed.tables.storage import check_optimizer
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import gib
@@ -31,11 +31,11 @@ def check_settings(config: Config, source: DataSource, device: torch.device) -> 
     check_optimizer(config.tables.optimizer.name, device)
 
 
-def shared_memory_of(device: torch.device, host_ranks: int) -> tuple[int, int]:
+def free_and_sharers(device: torch.device, host_ranks: int) -> tuple[int, int]:
     """Bytes free where batches and dense weights will be, and how many ranks take from them."""
     if device.type != "cuda":
         return free_memory(), host_ranks
-    return torch.cuda.mem_get_info(device)[0], -(-host_ranks // torch.cuda.device_count())
+    return free_memory(device), -(-host_ranks // torch.cuda.device_count())
 
 
 def check_sizes(config: Config, source: DataSource, world_size: int, free_bytes: int, host_ranks: int = 1) -> None:

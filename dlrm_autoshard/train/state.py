@@ -81,6 +81,7 @@ class TrainingState:
     def load_weights(self, checkpoint: Path) -> tuple[SavedState, Any]:
         """The model's and its optimizers', and nothing else; what else is in the checkpoint is returned."""
         state, extra = self.checkpoints.load(checkpoint, self.tensors(), self._shapes())
+        self.embeddings.storage.overwritten()
         self.embeddings.set_updates(state.table_updates)
         self.dense.set_optimizer_steps(state.optimizer_steps)
         return state, extra

@@ -187,14 +187,14 @@ def connect(group: dist.ProcessGroup) -> SharedMemory | None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(name)
         listener.listen(world_size)
-    places: list[tuple[str, str] | None] = [None] * world_size
-    dist.all_gather_object(places, (place() if listener else f"none {rank}", name), group=group)
-    if listener is None or len({place for place, _ in filter(None, places)}) > 1:
+    known: list[tuple[str, str] | None] = [None] * world_size
+    dist.all_gather_object(known, (host_id() if listener else f"none {rank}", name), group=group)
+    if listener is None or len({host for host, _ in filter(None, known)}) > 1:
         return None
     link = None
     with listener, contextlib.suppress(OSError):
         _limit_waits(listener, timeout)
-        link = _join(rank, [name for _, name in filter(None, places)], listener, timeout)
+        link = _join(rank, [name for _, name in filter(None, known)], listener, timeout)
     made: list[bool] = [False] * world_size
     dist.all_gather_object(made, link is not None, group=group)
     return link if all(made) else None
@@ -238,7 +238,7 @@ def _mapped(descriptor: int) -> Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def place() -> str:
+def host_id() -> str:
     """Equal for processes that can reach each other's memory: one kernel, one network namespace."""
     if sys.platform != "linux":
         return f"{sys.platform} {os.getpid()}"

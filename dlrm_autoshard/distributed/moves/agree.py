@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.moves.transfer import IN_FLIGHT, ReshardError
-from dlrm_autoshard.distributed.ranks.host_memory import free_host_memory
+from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan, gib
 
@@ -134,12 +134,3 @@ def _demands(
         free = free_memory(embeddings.device)
         place = torch.cuda.get_device_properties(embeddings.device).uuid
         yield f"GPU {place} of {host}", need["device"], free if free_bytes is None else free_bytes
-
-
-def free_memory(device: torch.device | None = None) -> int:
-    """Bytes that this process could still take: of its GPU; else of the machine, or of its control group where that is
-    tighter."""
-    if device is not None and device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free_host_memory()

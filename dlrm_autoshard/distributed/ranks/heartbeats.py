@@ -22,7 +22,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from dlrm_autoshard.distributed.lookup.shared_memory import place
+from dlrm_autoshard.distributed.lookup.shared_memory import host_id
 from dlrm_autoshard.distributed.ranks.launch import complain
 from dlrm_autoshard.distributed.ranks.signs_of_life import (
     Beat,
@@ -47,7 +47,7 @@ class Heartbeats:
         self._interval = min(_INTERVAL, timeout_seconds / 10)
         self._number = 0
         self._main = threading.get_ident()
-        self._identity = (platform.node(), place(), os.getpid(), start_time(os.getpid()))
+        self._identity = (platform.node(), host_id(), os.getpid(), start_time(os.getpid()))
         self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._beats: dict[int, Beat] = {}
         self._changed: dict[int, float] = {}

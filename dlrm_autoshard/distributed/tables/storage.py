@@ -76,6 +76,7 @@ class Storage:
         self._cache_is_newer = False
         self.lookup: Tbe | None = None
         self._row_cache: RowCache | None = None
+        self._no_weight_gradients: Tensor | None = None
 
     @property
     def can_leave_device(self) -> bool:
@@ -89,8 +90,15 @@ class Storage:
         assert self.lookup is not None
         self._cache_is_newer = True
         cache = self._row_cache
+        # The kernel that takes the weights' own gradients, on GPUs whether they are wanted or not, checks bounds of one
+        # table's allocation; asked of no table, it ends before.
+        unwanted = self._no_weight_gradients if weights_N is not None else None
         with nullcontext() if cache is None else cache.lookup(values_N, training=training):
-            pooled: Tensor = self.lookup(values_N, offsets, weights_N)
+            pooled: Tensor = (
+                self.lookup(values_N, offsets, weights_N)
+                if unwanted is None
+                else self.lookup(values_N, offsets, weights_N, feature_requires_grad=unwanted)
+            )
         return pooled
 
     def prefetch(self, values_N: Tensor, offsets: Tensor) -> None:
@@ -148,6 +156,8 @@ class Storage:
     def hold(self, names: Sequence[str]) -> None:
         """All of `names` have been asked for by `tensors`, which is where their values were put."""
         self._flush()
+        if self.lookup is not None and self._held == tuple(names):
+            return  # a move of others: what the device caches stays
         self.lookup = self._row_cache = None  # with its rows, before there is another
         for name in set(self._held) - set(names):
             for memory in self._memory.values():
@@ -159,6 +169,14 @@ class Storage:
                 self.tensors(name)
             self.lookup = self._build()
             self._row_cache = RowCache(self.lookup, self._device) if self._caches_rows else None
+            if self._device.type != "cpu":
+                self._no_weight_gradients = torch.zeros(len(names), dtype=torch.int32, device=self._device)
+
+    def overwritten(self) -> None:
+        """Somebody has written into what `tensors` gave: rows that the device caches are older."""
+        self._cache_is_newer = False
+        if self._row_cache is not None:
+            self._row_cache.forget()
 
     def release_part(self, name: str, tensor: str, start: int, stop: int) -> None:
         """Bytes [start, stop) of a departing shard have been sent, as have those before them."""

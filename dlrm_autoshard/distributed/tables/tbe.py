@@ -129,6 +129,12 @@ class RowCache:
         """No backward pass will follow the last lookup: its rows are let go of before the next."""
         self._expected = None
 
+    def forget(self) -> None:
+        """All rows, which are newer in host memory."""
+        self._tbe.reset_cache_states()
+        self._expected = None
+        self._let_go()
+
     def _let_go(self) -> None:
         """Between steps no other batch needs its rows to stay."""
         self._tbe.lxu_cache_locations_list.clear()

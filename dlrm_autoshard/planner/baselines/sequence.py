@@ -62,6 +62,7 @@ class SequencePolicy(nn.Module):
         self.device_net = mlp([(EMBED if enriched else 0) + 2, HIDDEN], generator)
         self.match_net = mlp([3 * HIDDEN, HIDDEN, 1], generator)
         self.baseline = mlp([HIDDEN, 1], generator)
+        self.register_buffer("fitted", torch.zeros(1))  # 1 once it has learned from measured placements
         if enriched:
             self.cost_head = mlp([EMBED, 64, 1], generator)
 
@@ -92,7 +93,7 @@ class SequencePolicy(nn.Module):
         return {name: tensor.tolist() for name, tensor in self.state_dict().items()}
 
     def load_json(self, record: Mapping[str, Any]) -> None:
-        wanted = self.state_dict()
+        wanted, record = self.state_dict(), {"fitted": [0.0], **record}  # states of before it was kept have none
         self.load_state_dict({n: torch.from_numpy(array_like(record, n, wanted[n].numpy())) for n in wanted})
 
 

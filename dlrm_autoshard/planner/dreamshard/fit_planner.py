@@ -70,4 +70,5 @@ def fit_planner(
     if algorithm in makers.sequences:
         sequence = makers.sequence_trainer(makers.sequences[algorithm])
         sequence.train(tasks, lambda task: EstimatedMDP(task, costs.costs_of(task)), measure=counted)
+        makers.sequences[algorithm].fitted.fill_(1.0)
     return replace(reports[-1], error_before=reports[0].error_before, seconds=time.perf_counter() - started)

@@ -164,7 +164,8 @@ def _write_days(inputs: Sequence[Path], folder: Path, encoding: Encoding, progre
     if vocabularies is None:
         vocabularies = [counter.vocabulary(encoding.min_frequency) for counter in counters]
         _number_categories(folder, rows_per_day, vocabularies, progress)
-    np.savez(folder / CATEGORIES_FILE, **{str(t): vocabulary.by_row for t, vocabulary in enumerate(vocabularies)})
+    by_table: dict[str, Any] = {str(table): vocabulary.by_row for table, vocabulary in enumerate(vocabularies)}
+    np.savez(folder / CATEGORIES_FILE, **by_table)
     return Preprocessed(rows_per_day, [vocabulary.num_rows for vocabulary in vocabularies])
 
 

@@ -1,10 +1,24 @@
-"""Memory that this process could still take of its machine."""
+"""Memory that this process could still take: of its machine, or its GPU. Without torch until a GPU is asked for."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
+
+if TYPE_CHECKING:
+    import torch
+
+
+def free_memory(device: torch.device | None = None) -> int:
+    """Bytes: of its GPU; else of the machine, or of its control group where that is tighter."""
+    if device is None or device.type != "cuda":
+        return free_host_memory()
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def free_host_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
