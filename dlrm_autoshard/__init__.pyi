@@ -1,5 +1,6 @@
 from . import torchrec as torchrec
 from .autoshard.autoshard import Autoshard as Autoshard
+from .autoshard.decision import Decision as Decision
 from .costs import RankCost as RankCost
 from .costs import StepProfile as StepProfile
 from .data.batch import Batch as Batch
@@ -10,10 +11,12 @@ from .distributed.tables.optimizers import SGD as SGD
 from .distributed.tables.optimizers import Adagrad as Adagrad
 from .distributed.tables.optimizers import Adam as Adam
 from .distributed.tables.optimizers import RowwiseAdagrad as RowwiseAdagrad
+from .errors import UserError as UserError
 from .model.dlrm import DenseArch as DenseArch
 from .plan import Constraints as Constraints
 from .plan import PlanError as PlanError
 from .plan import ShardingPlan as ShardingPlan
+from .plan import Splits as Splits
 from .plan import Topology as Topology
 from .planner.costs.replay import CommsSample as CommsSample
 from .planner.costs.replay import ShardSample as ShardSample
@@ -23,5 +26,6 @@ from .planner.task import PlacementTask as PlacementTask
 from .probe.simulator import SimulatedCluster as SimulatedCluster
 from .tables import TableConfig as TableConfig
 from .tables import TableStats as TableStats
+from .tables import measure_table_stats as measure_table_stats
 
 __version__: str

@@ -65,8 +65,6 @@ class Shard:
 
     table: str
     columns: tuple[int, int] | None = None
-    rows: None = None
-    """All, always: a range once tables are split by rows too."""
 
     def __str__(self) -> str:
         return self.table if self.columns is None else f"{self.table}[{self.columns[0]}:{self.columns[1]}]"

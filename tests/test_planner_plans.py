@@ -24,9 +24,10 @@ from dlrm_autoshard import (
 )
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import bytes_per_rank
+from dlrm_autoshard.planner.candidates import LEARNED
 from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.feasible import feasible
-from dlrm_autoshard.planner.planner import ALGORITHMS, LEARNED
+from dlrm_autoshard.planner.planner import ALGORITHMS
 from dlrm_autoshard.planner.search import local_search
 from dlrm_autoshard.planner.search.greedy import HEURISTICS, KEYS, balance, heuristic
 from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost

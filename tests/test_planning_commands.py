@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
-from dlrm_autoshard.commands.arguments import planner_of
+from dlrm_autoshard.commands.arguments import ALGORITHM_NAMES, planner_of
 from dlrm_autoshard.commands.compare_planners import Outcome, summarise
 from dlrm_autoshard.commands.main import main
+from dlrm_autoshard.config import Algorithm
 from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan, torchrec_plan
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
@@ -536,3 +537,7 @@ def _torchrec_rank(rank: int, world_size: int) -> tuple[str, list[str]]:
 
 
 # Costs that outlive a job --------------------------------------------------------------------------------------------
+
+
+def test_help_names_all_algorithms() -> None:
+    assert set(ALGORITHM_NAMES.split(", ")) == set(get_args(Algorithm))

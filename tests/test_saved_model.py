@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dlrm_autoshard.commands.main import main
+from dlrm_autoshard.train.checkpoints.saved_model import saved_model
 from tests.jobs import REPOSITORY, said_by
 
 ALONE = """
@@ -45,6 +48,27 @@ def test_evaluate_gives_the_metrics_that_training_ended_with(run: Path) -> None:
     for name in ("auc", "logloss", "ne", "calibration", "accuracy"):
         assert again[name] == pytest.approx(lines[-1][name], abs=1e-6)
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}, "a reader writes nothing"
+
+
+def test_a_trained_model_takes_no_memory_for_its_optimizer(run: Path) -> None:
+    """And one whose optimizer is for GPUs alone can be looked at on a CPU."""
+    with saved_model(run, splits=["test"]) as saved:
+        tables = saved.embeddings.storage
+        assert {key for table in saved.source.tables for key in tables.tensors(table.name)} == {"weight"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_what_was_trained_on_a_gpu_is_evaluated_without_one_where_asked(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    config = copy / "config.yaml"
+    config.write_text(config.read_text().replace("device: cpu", "device: cuda").replace("device: auto", "device: cuda"))
+    assert main(["evaluate", str(copy)]) == 2
+    assert "--device cpu" in capsys.readouterr().err
+    assert main(["evaluate", str(copy), "--device", "cpu"]) == 0
+    assert "auc" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:No complete tensor found:UserWarning")  # of torch.export, of itself

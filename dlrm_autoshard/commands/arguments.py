@@ -34,6 +34,10 @@ class OfRun:
 
 
 STATE_FILE = "planner.json"
+ALGORITHM_NAMES = (
+    "auto, search, dreamshard, autoshard, rnn, size_greedy, dim_greedy, lookup_greedy, size_lookup_greedy, random"
+)
+"""As help names them: to list them, nothing that takes time need be imported."""
 
 
 def add_devices(parser: argparse.ArgumentParser, required: bool = True) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.commands.arguments import (
+    ALGORITHM_NAMES,
     add_devices,
     add_output,
     check_out,
@@ -47,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="NAME|DIR",
-        help="an algorithm, or a directory that `fit` made; give several (default: all algorithms)",
+        help=f"{ALGORITHM_NAMES}; or what `fit` made; give several (default: all algorithms)",
     )
     parser.add_argument(
         "--fitted", type=Path, metavar="DIR", help="costs that `fit` left, for all algorithms given by name"

@@ -3,7 +3,7 @@
     check_pair(version_of={"torch": "2.13.0", "fbgemm-gpu-cpu": "1.6.0"}.get).finding
 
 fbgemm 1.X is built against torch 2.(X+5) and crashes beside any other, so the pair is read from package metadata before
-either is imported. This module imports only the standard library: it has to work where nothing else does.
+either is imported. This module imports neither: it has to work where they do not.
 """
 
 from __future__ import annotations

@@ -28,10 +28,13 @@ def add_parser(subparsers: Any) -> None:
     predict.set_defaults(run=run_predict)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, device: str = "the run's") -> None:
     parser.add_argument("model", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="one of its checkpoints, or best (default: the newest)"
+    )
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], help=f"that all tables' weights fit on (default: {device})"
     )
 
 
@@ -46,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.train.display import describe
     from dlrm_autoshard.train.metrics import metrics_of
 
-    with saved_model(arguments.model, arguments.checkpoint, arguments.overrides, splits=[arguments.split]) as saved:
+    model, device = (arguments.model, arguments.checkpoint, arguments.overrides), arguments.device
+    with saved_model(*model, splits=[arguments.split], device=device) as saved:
         metrics = metrics_of(*saved.logits(arguments.split), label_names_of(saved.source))
         step = saved.position.step
     if arguments.json:
@@ -62,9 +66,8 @@ def run_predict(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.train.checkpoints.saved_model import saved_model
 
     check_out(arguments.out)
-    with saved_model(
-        arguments.model, arguments.checkpoint, arguments.overrides, labelled=False, splits=[arguments.split]
-    ) as saved:
+    model, device = (arguments.model, arguments.checkpoint, arguments.overrides), arguments.device
+    with saved_model(*model, labelled=False, splits=[arguments.split], device=device) as saved:
         logits, _ = saved.logits(arguments.split)
     with arguments.out.open("wb") as file:
         np.save(file, logits.sigmoid().numpy())

@@ -28,7 +28,7 @@ _ENDINGS = {"pt": ".pt2", "numpy": ".npz", "torchrec": ".pt"}
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("export", help="a trained model, for programs without this package")
-    add_model(parser)
+    add_model(parser, device="cpu")
     parser.add_argument("--to", choices=list(_ENDINGS), default="pt", help="form of the file (default: pt)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/model with the form's ending")
     parser.set_defaults(run=run)
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     if out.suffix == ".json":
         raise UserError(f"--out is '{out}'; the .json file beside the model has that name. Name another.")
     check_out(out)
-    with saved_model(arguments.model, arguments.checkpoint, labelled=False) as saved:
+    with saved_model(arguments.model, arguments.checkpoint, labelled=False, device=arguments.device or "cpu") as saved:
         if arguments.to == "pt":
             export_plain(saved, out)
         elif arguments.to == "numpy":

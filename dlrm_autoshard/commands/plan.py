@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlrm_autoshard.commands.arguments import (
+    ALGORITHM_NAMES,
     add_asked,
     add_devices,
     add_output,
@@ -48,7 +49,8 @@ def add_parser(subparsers: Any) -> None:
         help="module.json of dlrm_autoshard.torchrec.save_modules, instead",
     )
     add_devices(parser, required=False)
-    parser.add_argument("--algorithm", default="auto", metavar="NAME|DIR", help="an algorithm, or what `fit` made")
+    known = f"{ALGORITHM_NAMES}; or what `fit` made"
+    parser.add_argument("--algorithm", default="auto", metavar="NAME|DIR", help=known)
     parser.add_argument("--fitted", type=Path, metavar="DIR", help="costs that `fit` left (default: the shipped ones)")
     add_asked(parser)
     parser.add_argument("--per-part", action="store_true", help="rowwise_adagrad: split tables, a sum a row and part")

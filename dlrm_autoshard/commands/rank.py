@@ -32,7 +32,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """What a job is started with beside its YAML file, whoever starts it."""
     parser.add_argument(
-        "--resume", nargs="?", const="", metavar="RUN", help="from the last checkpoint of RUN, or of the newest run"
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN|CHECKPOINT",
+        help="from RUN's newest checkpoint, or from this one of a run; without a name, of the newest run",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
 

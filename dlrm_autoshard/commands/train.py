@@ -18,6 +18,8 @@ from dlrm_autoshard.commands import rank
 from dlrm_autoshard.commands.configs import find_config
 from dlrm_autoshard.errors import UserError
 
+_JOB = "a name that only this job has: a start under it goes on from its newest checkpoint (needed with --nodes)"
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("train", help="train as a YAML file says, on this machine or as one of several")
@@ -29,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--restarts", type=int, default=0, metavar="N", help="after a rank died (default: none)")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that run this same line")
     parser.add_argument("--head", metavar="HOST:PORT", help="a free port on one of the machines: with --nodes")
-    parser.add_argument("--job", default="", metavar="ID", help="a name that only this job has: with --nodes")
+    parser.add_argument("--job", default="", metavar="ID", help=_JOB)
     parser.set_defaults(run=run)
 
 

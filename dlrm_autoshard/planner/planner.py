@@ -18,7 +18,7 @@ from dlrm_autoshard.costs import RankCost
 from dlrm_autoshard.formats.json_file import checked
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.planner.baselines.reference import BUDGET
-from dlrm_autoshard.planner.candidates import ALGORITHMS, LEARNED, CandidateMakers
+from dlrm_autoshard.planner.candidates import ALGORITHMS, CandidateMakers
 from dlrm_autoshard.planner.costs.cost_model import CostModel
 from dlrm_autoshard.planner.costs.fit_costs import FitReport
 from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
@@ -32,7 +32,7 @@ from dlrm_autoshard.planner.search.splits import Splitted, dear_shards, split_se
 from dlrm_autoshard.planner.task import MeasureTask, PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
-__all__ = ["ALGORITHMS", "LEARNED", "Measure", "MeasureTask", "Planner"]
+__all__ = ["ALGORITHMS", "Measure", "MeasureTask", "Planner"]
 
 FINALISTS_SHARE = 0.15
 """Of the budget: what measuring finalists may take beside the first two."""

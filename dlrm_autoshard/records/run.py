@@ -171,7 +171,6 @@ class DecisionRecord(TypedDict, total=False):
 
 class TrainKeys(TypedDict, total=False):
     epochs: Count
-    max_steps: Count | None
 
 
 class ProfileKeys(TypedDict, total=False):

@@ -29,7 +29,7 @@ from dlrm_autoshard.train.timetable import Timetable
 
 
 class BetweenSteps(Job):
-    """Every method but those of the last section is a collective."""
+    """Public methods are collectives, but for `written` and those of the last section."""
 
     def __init__(
         self,

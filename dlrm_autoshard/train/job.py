@@ -88,6 +88,12 @@ class Job:
         )
         if current is not None and self.placement.plan != current and current.world_size == runtime.world_size:
             self.notes.append("The checkpoint's plan does not fit these settings any more: tables were placed anew.")
+        if current is not None and current.world_size != runtime.world_size:
+            self.notes.append(
+                f"The global batch is {self.global_batch:,} on {runtime.world_size} rank(s), it was "
+                f"{config.train.batch_size * current.world_size:,} on {current.world_size}: train.batch_size is of a "
+                "rank. Learning rates, and schedules by steps, are as they were."
+            )
         self.embeddings = ShardedEmbeddings(
             self.source.tables,
             self.placement.plan,

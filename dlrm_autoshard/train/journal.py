@@ -36,7 +36,7 @@ class Journal:
             self._tell(step, metric_scalars(line))
 
     def profile(self, record: EpochProfile) -> None:
-        """An interval's stages (the recorder has written its line already)."""
+        """An interval's stages (`Intervals` has written its line already)."""
         self._tell(record.end_step, profile_scalars(record))
 
     def finish(

@@ -22,7 +22,7 @@ from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.tables.storage import state_shapes
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.tables import Shard, TableConfig
+from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer
 from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
 from dlrm_autoshard.train.checkpoints.folder import step_of
 from dlrm_autoshard.train.checkpoints.manifest import CheckpointError, SavedState, check_same, read_manifest
@@ -45,7 +45,8 @@ class Position:
 
 @dataclass
 class TrainingState:
-    """Every method is a collective."""
+    """Every method is a collective. trained_by: the tables' optimizer, of which checkpoints hold the state, where only
+    weights are loaded."""
 
     runtime: Runtime
     checkpoints: Checkpoints
@@ -53,6 +54,7 @@ class TrainingState:
     dense: DataParallelDense
     intervals: Intervals | None
     selection: Selection = field(default_factory=Selection)
+    trained_by: TableOptimizer | None = None
 
     def __post_init__(self) -> None:
         """_masks: buffers and frozen weights that hold infinities as the model makes them, as attention masks do."""
@@ -122,7 +124,7 @@ class TrainingState:
         shapes = {name: tuple(value.shape) for name, value in self.dense.named_tensors()}
         for table in self.embeddings.tables:
             shapes[f"tables.{table.name}.weight"] = (table.num_embeddings, table.embedding_dim)
-            for state, shape in state_shapes(table, self.embeddings.config.optimizer.name).items():
+            for state, shape in state_shapes(table, self.trained_by or self.embeddings.config.optimizer.name).items():
                 shapes[f"tables.{table.name}.{state}"] = shape
         return shapes
 

@@ -60,7 +60,7 @@ class MovielensSource:
     """Nine tables, of which title (its words) and genres are multi-hot; five dense features, all from the time of
     rating. Split "random" tests on a fixed tenth of all ratings, drawn by seed; "time" on the newest tenth, which is
     harder, as many of its users and movies are new. The other nine tenths are "train", in a fresh order each epoch;
-    "val" is empty: hold out by the test split alone, or choose by the training loss.
+    "val" is empty, so that keep_best and early_stopping, which choose by it, are refused.
     """
 
     num_dense = 5

@@ -199,7 +199,10 @@ def _in_as_many_groups(group: dist.ProcessGroup, device: torch.device) -> None:
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise RuntimeFailure("run.device is 'cuda', but torch sees no GPU. Run `dlrm-autoshard doctor`, or use cpu.")
+        raise RuntimeFailure(
+            "run.device is 'cuda', but torch sees no GPU. Run `dlrm-autoshard doctor`, or use cpu (`evaluate` and "
+            "`predict` take --device cpu)."
+        )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())

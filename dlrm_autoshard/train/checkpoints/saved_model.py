@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from dlrm_autoshard.config import Config, load_config
+from dlrm_autoshard.config import Config, TableOptimizerConfig, load_config
 from dlrm_autoshard.data.batch import DataSource, Split, has_id_weights, label_names_of
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
@@ -69,10 +69,11 @@ def saved_model(
     *,
     labelled: bool = True,
     splits: Sequence[Split] = (),
+    device: Literal["auto", "cpu", "cuda"] | None = None,
 ) -> Iterator[SavedModel]:
     """checkpoint: the run's newest where none is named. data: `data.key=value`, of data other than the run's. labelled:
-    False where they may come without labels. splits: what is read of them. All tables come into this process's
-    memory."""
+    False where they may come without labels. splits: what is read of them. device: the run's where none is named. All
+    tables' weights come into this process's memory, without their optimizer's state."""
     for override in data:
         if not override.startswith("data."):
             raise UserError(f"'{override}': the model is as it was trained; only data.key=value can be given.")
@@ -80,7 +81,8 @@ def saved_model(
         raise UserError(f"'{run}' is no run directory: it has no {CONFIG}.")
     config = load_config(run / CONFIG, data)
     source = open_source(config.data, config.tables, labelled=labelled, splits=splits)
-    with Runtime.start(config.run) as runtime:
+    tables = config.tables.model_copy(update={"optimizer": TableOptimizerConfig(name="sgd")})  # which keeps none
+    with Runtime.start(config.run if device is None else config.run.model_copy(update={"device": device})) as runtime:
         checkpoints = Checkpoints(run / "checkpoints", runtime)
         if checkpoint == Path(BEST):
             checkpoint = checkpoints.folder / BEST
@@ -89,13 +91,14 @@ def saved_model(
             raise UserError(f"'{run}' has no checkpoint.")
         plan = ShardingPlan({table.name: 0 for table in source.tables}, 1)
         embeddings = ShardedEmbeddings(
-            source.tables, plan, config.tables, rank=0, group=runtime.group, id_group=runtime.id_group,
+            source.tables, plan, tables, rank=0, group=runtime.group, id_group=runtime.id_group,
             device=runtime.device,
         )  # fmt: skip
         labels = len(label_names_of(source))
         model = make_model(source.num_dense, embeddings.output_tables, config.model, num_labels=labels)
         dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
-        position = TrainingState(runtime, checkpoints, embeddings, dense, None).resume(checkpoint)
+        state = TrainingState(runtime, checkpoints, embeddings, dense, None, trained_by=config.tables.optimizer.name)
+        position = state.resume(checkpoint)
         yield SavedModel(config, source, embeddings, model.eval(), position, labelled)
 
 
