@@ -14,7 +14,6 @@ from dlrm_autoshard.commands.arguments import ALGORITHM_NAMES, planner_of
 from dlrm_autoshard.commands.compare_planners import Outcome, summarise
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.config import Algorithm
-from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan, torchrec_plan
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.dreamshard.drawn_tasks import TaskSet, draw_tasks
@@ -22,6 +21,7 @@ from dlrm_autoshard.planner.dreamshard.pool import TablePool, reuse_shares, synt
 from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.measured import Costs
 from dlrm_autoshard.tables import NUM_REUSE_BINS, TableConfig, TableStats
+from dlrm_autoshard.torchrec.plan_format import to_sharding_plan, torchrec_plan
 from tests.report_records import write_run
 
 MACHINE = {"device": "cpu", "processor": "a test", "fbgemm": "1.8.0"}

@@ -61,7 +61,7 @@ def test_a_module_file_that_is_wrong_is_named_by_its_key(tmp_path: Path, capsys:
 
 def train_under(rank: int, world_size: int, source: Path) -> tuple[list[float], dict[str, int]]:
     """source: plan.json or plan.py."""
-    from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan
+    from dlrm_autoshard.torchrec.plan_format import to_sharding_plan
 
     assert torchrec_jobs.find_torchrec() is None
     if source.suffix == ".py":

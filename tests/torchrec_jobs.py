@@ -74,7 +74,7 @@ def sharded(plan: Any, optimizer: str = "EXACT_SGD", module: nn.Module | None = 
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-    from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan
+    from dlrm_autoshard.torchrec.plan_format import to_sharding_plan
     from dlrm_autoshard.torchrec.sharding import plan_record, shapes_of
     from dlrm_autoshard.torchrec.tables import embedding_bags
 

@@ -22,9 +22,9 @@ from torch import nn
 
 from dlrm_autoshard.benchmarks.workloads import DENSE_LR, TABLE_LR, Workload
 from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan, torchrec_plan
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.torchrec.plan_format import to_sharding_plan, torchrec_plan
 
 DIRECTORY = "DLRM_AUTOSHARD_TORCHREC"
 

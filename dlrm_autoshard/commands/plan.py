@@ -68,12 +68,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from dlrm_autoshard.distributed.torchrec_plan import python_source
     from dlrm_autoshard.plan import ShardingPlan
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.probe.measured import Costs
     from dlrm_autoshard.records.plans import last_plan
     from dlrm_autoshard.torchrec.module_file import Modules, load_modules, shapes_in
+    from dlrm_autoshard.torchrec.plan_format import python_source
     from dlrm_autoshard.torchrec.sharding import plan_record
 
     check_out(arguments.out)

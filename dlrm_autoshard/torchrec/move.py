@@ -22,13 +22,13 @@ from torch import Tensor
 from dlrm_autoshard.distributed.moves.reshard import PAGE, ReshardRefused, ReshardStats
 from dlrm_autoshard.distributed.moves.transfer import checksums_of, in_common_order, row_sizes, transfer
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
-from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import Move, ShardingPlan, gib
 from dlrm_autoshard.tables import Shard as ShardName
 from dlrm_autoshard.tables import TableConfig
 from dlrm_autoshard.torchrec.model import ShardedModel
 from dlrm_autoshard.torchrec.optimizers import follow, why_not_to_follow
+from dlrm_autoshard.torchrec.plan_format import to_sharding_plan
 from dlrm_autoshard.torchrec.rebuild import put_in_place, rebuilt, table_parameters
 from dlrm_autoshard.torchrec.sharding import plan_record, shapes_of
 from dlrm_autoshard.torchrec.shards import Settings, Shard, digest, local_shards, restore_settings, why_not

@@ -14,8 +14,8 @@ from torch import nn
 from dlrm_autoshard.autoshard.initial_plan import place
 from dlrm_autoshard.config import parse_sections
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
-from dlrm_autoshard.distributed.torchrec_plan import to_sharding_plan
 from dlrm_autoshard.tables import TableOptimizer
+from dlrm_autoshard.torchrec.plan_format import to_sharding_plan
 from dlrm_autoshard.torchrec.sharding import plan_record, shapes_of
 from dlrm_autoshard.torchrec.statistics import ids_by_table, statistics
 from dlrm_autoshard.torchrec.tables import TorchrecError, alike, embedding_bags, table_configs

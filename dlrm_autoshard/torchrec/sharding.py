@@ -1,6 +1,6 @@
 """Our plans as TorchRec's of a model's modules, and back.
 
-record = plan_record(plan, shapes_of(collections), "cpu", ranks_per_host=8)      # JSON, as torchrec_plan.py has it
+record = plan_record(plan, shapes_of(collections), "cpu", ranks_per_host=8)      # JSON, as plan_format.py has it
 plan = plan_of(sharding_plan, collections, world_size)                   # refuses other ways to shard
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dlrm_autoshard.distributed.torchrec_plan import torchrec_plan
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import Shard, TableConfig
+from dlrm_autoshard.torchrec.plan_format import torchrec_plan
 from dlrm_autoshard.torchrec.tables import TorchrecError, configs_of, table_key
 
 _KERNEL, _SHARDINGS = "fused", ("table_wise", "column_wise")
