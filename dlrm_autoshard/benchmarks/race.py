@@ -29,6 +29,8 @@ from dlrm_autoshard.records.jsonl import append_jsonl, read_jsonl
 TITLE = "whole jobs, with resharding and without, clairvoyant, and TorchRec's, in six worlds: seconds, start to end"
 ROUGH_TIME = "a day; goes on where it was stopped (quick: 1 min)"
 SEEDS, LEAST_GAIN = 5, 0.05
+BESIDE = 0.3
+"""Cores that other work had beside a job, from which on that is said."""
 REPLAYED = ("round_robin", "heuristic", "planned", "loop", "clairvoyant")
 CLOCKS = {
     "seconds": "",
@@ -165,8 +167,13 @@ def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
         of = _seeds_that_ran(done[name], seeds)
         by_arm = {arm: [done[name][s][arm] for s in of] for arm in arms[name]}
         for arm, runs in by_arm.items():
-            missing = [(s, r["missing"]) for s, r in zip(of, runs, strict=True) if "missing" in r]
-            found.notes += [f"{name}, seed {s}, {arm}: missing: {why}" for s, why in missing]
+            for seed, run in zip(of, runs, strict=True):
+                if "missing" in run:
+                    found.notes.append(f"{name}, seed {seed}, {arm}: missing: {run['missing']}")
+                elif run.get("load_beside", 0.0) > BESIDE:
+                    found.notes.append(
+                        f"{name}, seed {seed}, {arm}: other work had {run['load_beside']} cores beside it"
+                    )
             ended = [r["seconds"] for r in runs if "seconds" in r]
             if ended:
                 found.put(f"{name}: {arm} seconds", median_with_interval(ended), digits=1)
