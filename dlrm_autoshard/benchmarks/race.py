@@ -172,7 +172,7 @@ def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
                     found.notes.append(f"{name}, seed {seed}, {arm}: missing: {run['missing']}")
                 elif run.get("load_beside", 0.0) > BESIDE:
                     found.notes.append(
-                        f"{name}, seed {seed}, {arm}: other work had {run['load_beside']} cores beside it"
+                        f"{name}, seed {seed}, {arm}: {run['load_beside']} cores were others' then"
                     )
             ended = [r["seconds"] for r in runs if "seconds" in r]
             if ended:
