@@ -15,8 +15,8 @@ from typing import Any
 
 from dlrm_autoshard.costs import STAGES, WAITS, RankCost, StageTime
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
-from dlrm_autoshard.records.facts import RankEpoch, rank_file
+from dlrm_autoshard.records.facts import RankInterval, rank_file
+from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import SCHEMA
 from dlrm_autoshard.records.run import RESULT
 from dlrm_autoshard.tables import TableConfig, TableStats
@@ -48,7 +48,7 @@ def make_ranks(
     epoch: int = 0,
     steps: int = 100,
     seed: int = 0,
-) -> list[RankEpoch]:
+) -> list[RankInterval]:
     """Embedding compute is stretched by `work`, all compute by 1 / cpu_share; faster ranks wait."""
     draw = random.Random(seed + 1000 * epoch)
     shares = list(cpu_share or [0.99] * plan.world_size)
@@ -70,7 +70,7 @@ def make_ranks(
         owned = plan.tables_on(rank)
         step = sum(times.values()) + sum(waits.values())
         ranks.append(
-            RankEpoch(
+            RankInterval(
                 epoch, epoch * steps, (epoch + 1) * steps, rank, f"host{rank // 8}", "cpu", owned,
                 sum(t.weight_bytes + t.optimizer_bytes("rowwise_adagrad") for t in tables if t.name in owned),
                 stages, step, 1024 / step * 1000, shares[rank],
@@ -88,12 +88,12 @@ def make_profile(
     epoch: int = 0,
     predicted: bool = True,
     seed: int = 0,
-) -> EpochProfile:
+) -> IntervalProfile:
     tables, stats = make_tables(num_tables, seed)
     plan = ShardingPlan({t.name: i % len(work) for i, t in enumerate(tables)}, len(work))
     ranks = make_ranks(plan, tables, work, cpu_share, epoch, seed=seed)
     guesses = [RankCost(4.6 * w, 1.2, 1.1, 7.3 * w) for w in work] if predicted else None
-    return EpochProfile.gather(ranks, plan, tables, stats, 1024 * len(work), guesses)
+    return IntervalProfile.gather(ranks, plan, tables, stats, 1024 * len(work), guesses)
 
 
 def write_run(
@@ -129,7 +129,7 @@ def write_run(
         for record in records:
             add(rank_file(run_dir, record.rank), record.to_json())
         predicted = [RankCost(5.2 * w, 1.2, 1.1, 6.6 * w) for w in work] if epoch else None
-        profile = EpochProfile.gather(records, plan, configs, stats, 1024 * ranks, predicted)
+        profile = IntervalProfile.gather(records, plan, configs, stats, 1024 * ranks, predicted)
         add(epochs_file(run_dir), profile.to_json())
         plan.save(run_dir / "plan" / f"epoch_{epoch:05d}.json")
         for step in range(epoch * 100 + 25, epoch * 100 + 101, 25):

@@ -10,7 +10,7 @@ from dlrm_autoshard.records.run import RunRecord
 def check_three_intervals(run_dir: Path) -> RunRecord:
     """Each with a decision, and measured in all of its stages; and a report."""
     record = RunRecord.load(run_dir)
-    assert len(record.epochs) == 3 and len(record.decisions) == 3
+    assert len(record.intervals) == 3 and len(record.decisions) == 3
     assert record.last.samples > 3 and record.last.throughput > 0
     stages = record.last.stage_ms
     assert all(min(stages[name]) > 0 for name in ("input_dist", "fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute"))

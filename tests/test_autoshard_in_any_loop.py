@@ -90,7 +90,7 @@ def evaluate_now_and_then(rank: int, world_size: int, run_dir: Path) -> None:
 
 def test_what_is_paused_for_is_not_counted_as_training(tmp_path: Path) -> None:
     run_ranks(evaluate_now_and_then, 2, tmp_path)
-    _, before, paused, after = RunRecord.load(tmp_path).epochs
+    _, before, paused, after = RunRecord.load(tmp_path).intervals
     assert paused.throughput > 0.5 * min(before.throughput, after.throughput)
     assert max(paused.mean_step_ms, *paused.step_ms_by_rank) < 100
 
@@ -108,7 +108,7 @@ def plans_after_a_step(rank: int, world_size: int, run_dir: Path, settings: dict
 def test_tables_stay_where_they_are_where_it_only_profiles(tmp_path: Path) -> None:
     for rank_of in run_ranks(plans_after_a_step, 2, tmp_path, {"enabled": False}, timeout=120):
         assert rank_of == dict(WORST.rank_of)
-    assert len(RunRecord.load(tmp_path).epochs) == 2 and (tmp_path / "report.html").exists()
+    assert len(RunRecord.load(tmp_path).intervals) == 2 and (tmp_path / "report.html").exists()
 
 
 def test_a_plan_can_be_given_as_in_the_yaml(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dlrm_autoshard.autoshard.change_watch import ChangeWatch
 from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.autoshard.sampling import Sampling, steps_of_part
 from dlrm_autoshard.config import Config, ProfileConfig
-from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
+from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import read_jsonl
 from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, records, trainer
@@ -54,8 +54,8 @@ def job(folder: Path, every_epochs: int) -> Config:
     return config(folder, data=data, profile={"every_steps": 8}, autoshard=settings)
 
 
-def epochs(run_dir: Path) -> list[EpochProfile]:
-    return [EpochProfile.from_json(line) for line in read_jsonl(epochs_file(run_dir))]
+def epochs(run_dir: Path) -> list[IntervalProfile]:
+    return [IntervalProfile.from_json(line) for line in read_jsonl(epochs_file(run_dir))]
 
 
 @pytest.mark.alone  # another change, of the machine's, may come first

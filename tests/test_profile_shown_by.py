@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from dlrm_autoshard.costs import STAGES, WAITS
-from dlrm_autoshard.records.epoch import EpochProfile
-from dlrm_autoshard.records.facts import RankEpoch
+from dlrm_autoshard.records.facts import RankInterval
+from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.jsonl import read_jsonl
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import summary
@@ -40,7 +40,7 @@ def profiled(rank: int, world_size: int, run_dir: Path, sections: dict[str, Any]
         made.run()
 
 
-def run(folder: Path, pooling: list[float], ranks: str, **sections: Any) -> list[EpochProfile]:
+def run(folder: Path, pooling: list[float], ranks: str, **sections: Any) -> list[IntervalProfile]:
     """A run on two ranks, each on a core of its own; the gathered profiles of its epochs."""
     tables = [
         {"name": f"t{i}", "num_embeddings": 20_000, "embedding_dim": 64, "mean_pooling": mean}
@@ -56,12 +56,12 @@ def run(folder: Path, pooling: list[float], ranks: str, **sections: Any) -> list
     } | sections
     run_ranks(profiled, 2, folder / "run", every, ranks, timeout=120, cores=[CORES[0], CORES[-1]])
     for rank in range(2):  # every rank's own file can be read, and says the same
-        lines = [RankEpoch.from_json(line) for line in read_jsonl(folder / f"run/costs/rank_{rank:05d}.jsonl")]
+        lines = [RankInterval.from_json(line) for line in read_jsonl(folder / f"run/costs/rank_{rank:05d}.jsonl")]
         assert all(time.median_ms >= 0 for line in lines for time in line.stages.values())
-    return [EpochProfile.from_json(line) for line in read_jsonl(folder / "run/costs/epochs.jsonl")]
+    return [IntervalProfile.from_json(line) for line in read_jsonl(folder / "run/costs/epochs.jsonl")]
 
 
-def check_account(profile: EpochProfile) -> None:
+def check_account(profile: IntervalProfile) -> None:
     """Stages and waits make up the step, and no time is negative."""
     assert profile.accounted == pytest.approx(1.0, abs=0.03)
     every = {**profile.stage_ms, **profile.wait_ms}

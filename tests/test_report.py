@@ -13,8 +13,8 @@ from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, WAITS, RankCost, StageTime
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.diagnosis import drift, table_costs_ms
-from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
-from dlrm_autoshard.records.facts import RankEpoch, rank_file
+from dlrm_autoshard.records.facts import RankInterval, rank_file
+from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, forget_after, read_jsonl
 from dlrm_autoshard.records.run import RESULT, RunRecord
 from dlrm_autoshard.report.comparison import side_by_side
@@ -76,7 +76,7 @@ def test_even_ranks_have_no_straggler_and_one_rank_has_none() -> None:
 def test_a_rank_that_waits_for_data_is_told_from_a_loaded_one() -> None:
     profile = make_profile(work=(1, 1))
     late = {**profile.stage_ms, "data_wait": (0.1, 9.0)}
-    straggler = EpochProfile(**{**vars(profile), "stage_ms": late}).straggler
+    straggler = IntervalProfile(**{**vars(profile), "stage_ms": late}).straggler
     assert straggler is not None and (straggler.rank, straggler.cause, straggler.stage) == (1, "slow data", "data_wait")
 
 
@@ -101,17 +101,17 @@ def test_prediction_error_is_of_the_step_and_of_each_stage() -> None:
     tables, stats = make_tables(4)
     plan = ShardingPlan({table.name: i % 2 for i, table in enumerate(tables)}, 2)
     ranks = make_ranks(plan, tables, (1.0, 2.0))
-    exact = EpochProfile.gather(ranks, plan, tables, stats, 2048, [rank.cost for rank in ranks])
+    exact = IntervalProfile.gather(ranks, plan, tables, stats, 2048, [rank.cost for rank in ranks])
     half = [RankCost(*(0.5 * rank.cost.stage(stage) for stage in PLANNED_STAGES)) for rank in ranks]
-    low = EpochProfile.gather(ranks, plan, tables, stats, 2048, half)
+    low = IntervalProfile.gather(ranks, plan, tables, stats, 2048, half)
     assert exact.prediction_error == pytest.approx(0.0)
     assert low.prediction_error == pytest.approx(0.5) and low.prediction_bias == pytest.approx(-0.5)
     assert low.to_json()["prediction_error_by_stage"]["bwd_compute"] == pytest.approx(0.5)
     # Ranks that were mistaken for each other: the step was foreseen, and no rank was.
-    swapped = EpochProfile.gather(ranks, plan, tables, stats, 2048, [rank.cost for rank in reversed(ranks)])
+    swapped = IntervalProfile.gather(ranks, plan, tables, stats, 2048, [rank.cost for rank in reversed(ranks)])
     assert swapped.prediction_bias == pytest.approx(0.0)
     assert swapped.prediction_error is not None and swapped.prediction_error > 0.3
-    nothing = EpochProfile.gather(ranks, plan, tables, stats, 2048)
+    nothing = IntervalProfile.gather(ranks, plan, tables, stats, 2048)
     assert nothing.prediction_error is nothing.prediction_bias is None
     assert nothing.to_json()["prediction_error_by_stage"] is None
 
@@ -122,7 +122,7 @@ times = st.just(0.0) | st.floats(1e-4, 1e4)  # a clock does not tell less apart
 
 
 @st.composite
-def profiles(draw: st.DrawFn) -> EpochProfile:
+def profiles(draw: st.DrawFn) -> IntervalProfile:
     world = draw(st.integers(1, 5))
     names = draw(st.lists(st.text(min_size=1, max_size=8).filter(str.isprintable), max_size=6, unique=True))
     tables = [TableConfig(name, draw(st.integers(1, 10**9)), 4 * draw(st.integers(1, 64))) for name in names]
@@ -130,7 +130,7 @@ def profiles(draw: st.DrawFn) -> EpochProfile:
     plan = ShardingPlan({name: draw(st.integers(0, world - 1)) for name in names}, world)
     some = st.lists(st.sampled_from((*STAGES, *WAITS)), unique=True)
     ranks = [
-        RankEpoch(
+        RankInterval(
             3, 10, 20, rank, draw(st.text(max_size=5)), "cpu", plan.tables_on(rank), draw(st.integers(0, 2**40)),
             {name: StageTime(draw(times), draw(times), draw(times), draw(st.integers(1, 99))) for name in draw(some)},
             draw(times), draw(times), draw(st.none() | st.floats(0, 1)), draw(st.integers(0, 2**40)),
@@ -138,25 +138,25 @@ def profiles(draw: st.DrawFn) -> EpochProfile:
         for rank in range(world)
     ]  # fmt: skip
     for rank in ranks:
-        assert RankEpoch.from_json(json.loads(json.dumps(rank.to_json()))) == rank
+        assert RankInterval.from_json(json.loads(json.dumps(rank.to_json()))) == rank
     predicted: Sequence[RankCost] | None = None
     if draw(st.booleans()):
         predicted = [RankCost(draw(times), draw(times), draw(times), draw(times)) for _ in range(world)]
-    return EpochProfile.gather(draw(st.permutations(ranks)), plan, tables, stats, 1024, predicted)
+    return IntervalProfile.gather(draw(st.permutations(ranks)), plan, tables, stats, 1024, predicted)
 
 
 @given(profiles())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_profile_comes_back_from_its_json_as_it_was(profile: EpochProfile) -> None:
+def test_any_profile_comes_back_from_its_json_as_it_was(profile: IntervalProfile) -> None:
     line = json.dumps(profile.to_json(), allow_nan=False)
-    assert EpochProfile.from_json(json.loads(line)) == profile
+    assert IntervalProfile.from_json(json.loads(line)) == profile
 
 
 def test_a_rank_missing_from_the_gathered_records_is_an_error() -> None:
     tables, stats = make_tables(3)
     plan = ShardingPlan({table.name: 0 for table in tables}, 2)
     with pytest.raises(ReportError, match=r"records of ranks \[0\] for a plan of 2 ranks"):
-        EpochProfile.gather(make_ranks(plan, tables, (1, 1))[:1], plan, tables, stats, 2048)
+        IntervalProfile.gather(make_ranks(plan, tables, (1, 1))[:1], plan, tables, stats, 2048)
 
 
 def test_a_torn_last_line_is_ignored_and_overwritten(tmp_path: Path) -> None:
@@ -208,9 +208,9 @@ def test_not_a_number_is_written_as_null(tmp_path: Path) -> None:
 
 def test_a_run_is_read_back_whole(tmp_path: Path) -> None:
     record = RunRecord.load(write_run(tmp_path / "run", ranks=4, epochs=3, tables=12))
-    assert [profile.epoch for profile in record.epochs] == [0, 1, 2]
+    assert [profile.epoch for profile in record.intervals] == [0, 1, 2]
     assert len(record.ranks) == 12 and len(record.decisions) == 3 and record.stopped_early is None
-    assert record.epochs[0].straggler is not None and record.epochs[0].straggler.rank == 3
+    assert record.intervals[0].straggler is not None and record.intervals[0].straggler.rank == 3
 
 
 def test_an_empty_directory_and_none_at_all_are_clear_errors(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_run_killed_in_a_later_epoch_is_reported_up_to_the_last_complete_one(t
     epochs_file(run).write_bytes(lines[0] + lines[1] + lines[2][:100])
     (run / RESULT).unlink()
     record = RunRecord.load(run)
-    assert len(record.epochs) == 2 and {rank.epoch for rank in record.ranks} == {0, 1}
+    assert len(record.intervals) == 2 and {rank.epoch for rank in record.ranks} == {0, 1}
     assert "to step 200, in epoch 1 (from 0) of 3; it was last seen at step 300" in (record.stopped_early or "")
 
 
@@ -270,7 +270,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"epochs\.jsonl', line 1 is damaged"):
         RunRecord.load(run)
     epochs_file(run).write_text('{"schema":1,"epoch":0}\n')
-    with pytest.raises(ReportError, match=r"epochs\.jsonl', epoch 0: this is not an epoch's profile: .* is missing"):
+    with pytest.raises(ReportError, match=r"epochs\.jsonl', epoch 0: this is not an interval's profile: .* is missing"):
         RunRecord.load(run)
 
 
@@ -317,11 +317,11 @@ def test_an_epoch_without_a_sampled_step_is_reported_as_such(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(tmp_path / "run", epochs=1, tables=3)
-    ranks = [RankEpoch.from_json(read_jsonl(rank_file(run, rank))[0]) for rank in (0, 1)]
+    ranks = [RankInterval.from_json(read_jsonl(rank_file(run, rank))[0]) for rank in (0, 1)]
     short = [replace(rank, epoch=1, stages={}, step_ms=0.0) for rank in ranks]
     tables, stats = make_tables(3)
     plan = RunRecord.load(run).last.plan
-    append_jsonl(epochs_file(run), EpochProfile.gather(short, plan, tables, stats, 2048).to_json())
+    append_jsonl(epochs_file(run), IntervalProfile.gather(short, plan, tables, stats, 2048).to_json())
     assert main(["report", str(run)]) == 0
     assert (
         "None of these 100 steps was sampled, so there are no stages to show: lower profile.warmup_steps"
@@ -356,7 +356,7 @@ def test_csv_has_a_row_for_every_epoch_rank_and_stage(tmp_path: Path, capsys: py
     assert len(rows) == 2 * 3 * (len(STAGES) + len(WAITS))
     assert len({row.rsplit(",", 5)[0] for row in rows}) == len(rows), "an epoch's intervals are told apart"
     first = dict(zip(head.split(","), rows[0].split(","), strict=True))
-    rank = RankEpoch.from_json(read_jsonl(rank_file(run, 0))[0])
+    rank = RankInterval.from_json(read_jsonl(rank_file(run, 0))[0])
     assert float(first["p95_ms"]) == rank.stages[first["stage"]].p95_ms
 
 
@@ -387,7 +387,7 @@ def test_what_it_cost_is_told_beside_what_the_whole_took(tmp_path: Path) -> None
 def test_a_run_that_cannot_move_tables_says_how_to_let_them_where_it_matters(tmp_path: Path) -> None:
     record = replace(RunRecord.load(write_run(tmp_path / "run", ranks=4)), decisions=())
     assert record.last.balance_gain > 0.01 and "dlrm-autoshard explain RUN" in verdict(record)[-1]
-    even = replace(record, epochs=(make_profile([1.0, 1.0]),))
+    even = replace(record, intervals=(make_profile([1.0, 1.0]),))
     assert not any("explain" in sentence for sentence in verdict(even))
 
 
@@ -404,7 +404,7 @@ def test_splitting_a_table_is_no_drift_of_the_data() -> None:
     profiles = []
     for shards, of in ((tables, stats), ([*parts, *tables[1:]], [stats[0], *stats])):
         plan = ShardingPlan({table.name: i % 2 for i, table in enumerate(shards)}, 2)
-        profiles.append(EpochProfile.gather(make_ranks(plan, shards, (1.0, 1.0)), plan, shards, of, 2048))
+        profiles.append(IntervalProfile.gather(make_ranks(plan, shards, (1.0, 1.0)), plan, shards, of, 2048))
     assert drift(*profiles) == pytest.approx(0.0, abs=1e-9)
     page = page_data(RunRecord("run", {}, tuple(profiles)))["tables"]
     assert {name.partition("[")[0] for name in page["name"]} == {table.name for table in tables}
@@ -429,7 +429,7 @@ def test_no_epoch_is_lost_when_intervals_are_shorter_than_epochs(tmp_path: Path)
     for line in lines:
         append_jsonl(epochs_file(run), {**line, "epoch": 0})
     record = RunRecord.load(run)
-    assert [record.label(profile) for profile in record.epochs] == ["0 (0-99)", "0 (100-199)"]
+    assert [record.label(profile) for profile in record.intervals] == ["0 (0-99)", "0 (100-199)"]
 
 
 def in_parts(run: Path) -> RunRecord:
@@ -466,7 +466,7 @@ def test_what_was_not_sampled_has_no_figures(tmp_path: Path) -> None:
     record = RunRecord.load(write_run(tmp_path / "run", epochs=1))
     nothing = {name: (0.0, 0.0) for name in STAGES}
     short = replace(record.last, samples=0, stage_ms=nothing, step_ms_by_rank=(0.0, 0.0))
-    rows = {name: cells for name, *cells in side_by_side(record, replace(record, epochs=(short,)))}
+    rows = {name: cells for name, *cells in side_by_side(record, replace(record, intervals=(short,)))}
     assert rows["fwd_compute, slowest rank, ms"][1:] == ["-", ""] and rows["sampled step ms"][1:] == ["-", ""]
     assert rows["examples/s"][0] == rows["examples/s"][1] != "-"
 

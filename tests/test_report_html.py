@@ -13,7 +13,7 @@ import pytest
 import vl_convert
 
 from dlrm_autoshard.commands.main import main
-from dlrm_autoshard.records.epoch import epochs_file
+from dlrm_autoshard.records.interval import epochs_file
 from dlrm_autoshard.records.jsonl import append_jsonl
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report import html

@@ -9,7 +9,7 @@ import pytest
 
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.records.diagnosis import waited_for
-from dlrm_autoshard.records.epoch import epochs_file
+from dlrm_autoshard.records.interval import epochs_file
 from dlrm_autoshard.records.run import RunRecord
 from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, trainer
@@ -59,17 +59,17 @@ def test_a_real_rank_with_more_lookups_is_the_one_that_others_wait_for(
     """Tables go round robin: rank 1 gets the odd ones, with six times the lookups."""
     run_ranks(train, 2, tmp_path / "run", [10, 60, 10, 60], timeout=120, cores=two_cores())
     record = RunRecord.load(tmp_path / "run")
-    assert len(record.epochs) == 4 and record.stopped_early is None
-    for profile in record.epochs:
+    assert len(record.intervals) == 4 and record.stopped_early is None
+    for profile in record.intervals:
         assert profile.samples >= 8
         assert profile.accounted == pytest.approx(1.0, abs=0.03)
-    compute = [sum(p.measured[rank].bwd_compute_ms + p.measured[rank].fwd_compute_ms for p in record.epochs)
+    compute = [sum(p.measured[rank].bwd_compute_ms + p.measured[rank].fwd_compute_ms for p in record.intervals)
                for rank in (0, 1)]  # fmt: skip
     assert compute[1] > 2 * compute[0]
     # Machines that tests run on are shared: an epoch may be disturbed, most are not.
-    waits = [waited_for(profile)["grad_allreduce_wait"]["rank"] for profile in record.epochs]
+    waits = [waited_for(profile)["grad_allreduce_wait"]["rank"] for profile in record.intervals]
     assert waits.count(1) >= 3
-    stragglers = [profile.straggler for profile in record.epochs]
+    stragglers = [profile.straggler for profile in record.intervals]
     assert sum(s is not None and s.rank == 1 and s.stage in ("fwd_compute", "bwd_compute") for s in stragglers) >= 3
     blamed = next(s for s in stragglers if s is not None and s.cause == "load")
     assert {name for name, _ in blamed.tables} == {"table_1", "table_3"}
@@ -88,7 +88,7 @@ def test_a_real_rank_whose_core_is_shared_from_epoch_2_on_is_starved(tmp_path: P
         finally:
             company.kill()
     record = RunRecord.load(tmp_path / "run")
-    alone, shared = record.epochs[1], record.epochs[3]
+    alone, shared = record.intervals[1], record.intervals[3]
     assert alone.cpu_share[1] is not None and shared.cpu_share[1] is not None
     assert shared.cpu_share[1] < 0.85 * alone.cpu_share[1]  # beside itself: nobody promises a whole core when alone
     assert shared.straggler is not None

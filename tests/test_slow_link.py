@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
+from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import read_jsonl
 from tests import slow_link as links
 from tests.slow_link import Link, LinkError, cannot_make_link, slow_link
@@ -54,7 +54,7 @@ def test_where_it_cannot_be_made_the_reason_is_a_sentence(monkeypatch: pytest.Mo
 HOSTS = (0, 0, 0, 1)
 
 
-def train(link: Link, folder: Path, epochs: int, autoshard: dict[str, Any]) -> list[EpochProfile]:
+def train(link: Link, folder: Path, epochs: int, autoshard: dict[str, Any]) -> list[IntervalProfile]:
     folder.mkdir()
     settings = {
         "run": {"dir": str(folder), "name": "run", "device": "cpu", "pin_cores": False},
@@ -76,7 +76,7 @@ def train(link: Link, folder: Path, epochs: int, autoshard: dict[str, Any]) -> l
     config.write_text(yaml.safe_dump(settings))
     launcher = Path(__file__).parents[1] / "launch" / "train.py"
     link.run([sys.executable, str(launcher), "--config", str(config)], HOSTS, timeout=240)
-    return [EpochProfile.from_json(line) for line in read_jsonl(epochs_file(folder / "run"))]
+    return [IntervalProfile.from_json(line) for line in read_jsonl(epochs_file(folder / "run"))]
 
 
 @pytest.mark.slow

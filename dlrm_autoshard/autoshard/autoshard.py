@@ -26,7 +26,7 @@ from dlrm_autoshard.distributed.moves.movable import ArrivedIds, MovableBags
 from dlrm_autoshard.distributed.moves.reshard import ReshardRefused
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.records.epoch import epochs_file
+from dlrm_autoshard.records.interval import epochs_file
 from dlrm_autoshard.records.jsonl import forget_after
 from dlrm_autoshard.tables import TableStats
 

@@ -35,8 +35,8 @@ from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.plan import shard_tables
 from dlrm_autoshard.probe.rank_probe import MID_RUN_BUFFER_GIB, RankProbe
 from dlrm_autoshard.records.decisions import DecisionLog
-from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
-from dlrm_autoshard.records.facts import RankEpoch, rank_file
+from dlrm_autoshard.records.facts import RankInterval, rank_file
+from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import append_jsonl
 from dlrm_autoshard.tables import TableStats
 
@@ -136,7 +136,7 @@ class Intervals:
 
     def close(
         self, number: int, step: int, remaining_steps: int, *, early: bool = False
-    ) -> tuple[EpochProfile | None, Decision | None]:
+    ) -> tuple[IntervalProfile | None, Decision | None]:
         """Writes what was measured, decides, moves tables. Collective; the record is rank 0's, the decision everyone's.
 
         number: of the epoch, or of the interval. early: because it `is_due`. None where nothing was measured, or no
@@ -180,13 +180,13 @@ class Intervals:
         """Of training in this interval, so far."""
         return time.perf_counter() - self._started - self._paused
 
-    def _recorded(self, number: int, step: int) -> tuple[EpochProfile | None, StepProfile | None, np.ndarray]:
+    def _recorded(self, number: int, step: int) -> tuple[IntervalProfile | None, StepProfile | None, np.ndarray]:
         """Each rank appends its own line; rank 0 the gathered one, and has a profile, and [S, W, 4] of each timed step,
         where steps were sampled."""
         runtime, embeddings, seconds = self._runtime, self._embeddings, self._seconds
         plan, tables, batch_size = embeddings.plan, embeddings.tables, self.batch_size
         own = [shard for shard in shard_tables(tables, plan) if plan.rank_of[shard.name] == runtime.rank]
-        mine = RankEpoch(
+        mine = RankInterval(
             epoch=number,
             first_step=self.first_step,
             end_step=step,
@@ -211,7 +211,7 @@ class Intervals:
         planner, predicted = self._placement.planner, None
         if planner is not None:
             predicted = planner.predict(replace(self._placement.task, stats=self.stats), plan)
-        record = EpochProfile.gather([rank for rank, *_ in gathered], plan, tables, stats, batch_size, predicted)
+        record = IntervalProfile.gather([rank for rank, *_ in gathered], plan, tables, stats, batch_size, predicted)
         append_jsonl(epochs_file(self._run_dir), record.to_json())
         if self._clock.samples == 0:
             return record, None, nothing

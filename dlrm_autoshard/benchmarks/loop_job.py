@@ -25,7 +25,7 @@ from dlrm_autoshard.config import Config, parse_config
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.ranks.runtime import Runtime, keep_freed_memory, runtime_of
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
+from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import read_jsonl
 from dlrm_autoshard.train.trainer import Trainer
 
@@ -46,7 +46,7 @@ class Job:
     trains: bool = True
 
 
-def profiling_seconds(epochs: Iterable[EpochProfile]) -> float:
+def profiling_seconds(epochs: Iterable[IntervalProfile]) -> float:
     """By which sampled steps, which have barriers and no overlap, were longer than the mean one; noise may make it less
     than nothing."""
     seconds = 0.0
@@ -62,7 +62,7 @@ def profiling_seconds(epochs: Iterable[EpochProfile]) -> float:
 class JobRun:
     """What a job wrote down."""
 
-    epochs: tuple[EpochProfile, ...]
+    epochs: tuple[IntervalProfile, ...]
     decisions: tuple[Mapping[str, Any], ...]
     start_seconds: float
 
@@ -161,7 +161,7 @@ def start_seconds(job: Job, folder: Path) -> float:
 
 
 def _written(run_dir: Path) -> JobRun:
-    epochs = tuple(EpochProfile.from_json(line) for line in read_jsonl(epochs_file(run_dir)))
+    epochs = tuple(IntervalProfile.from_json(line) for line in read_jsonl(epochs_file(run_dir)))
     decisions = tuple(read_jsonl(run_dir / "decisions.jsonl"))
     return JobRun(epochs, decisions, float((run_dir / "start_seconds.txt").read_text()))
 

@@ -12,7 +12,7 @@ from dlrm_autoshard.benchmarks.harness import Findings
 from dlrm_autoshard.benchmarks.loop_job import Job, fixed_plan, profiling_seconds, run_jobs, settings, start_seconds
 from dlrm_autoshard.benchmarks.paired import median_with_interval
 from dlrm_autoshard.costs import PLANNED_STAGES as STAGES
-from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.records.interval import IntervalProfile
 
 TITLE = "nothing changes: moves in 10 epochs (none wanted), and resharding's part of the whole job's time"
 ROUGH_TIME = "3 min"
@@ -70,6 +70,6 @@ def error_said(error: float | None) -> str:
     return "" if error is None else f" (error {error:.1%})"
 
 
-def difference(before: EpochProfile, after: EpochProfile) -> float:
+def difference(before: IntervalProfile, after: IntervalProfile) -> float:
     pairs = [(b.stage(s), a.stage(s)) for b, a in zip(before.measured, after.measured, strict=True) for s in STAGES]
     return sum(abs(b - a) for b, a in pairs) / sum(a for _, a in pairs)

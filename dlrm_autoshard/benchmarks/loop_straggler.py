@@ -24,7 +24,7 @@ from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.costs.replay import shards_of
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.records.interval import IntervalProfile
 
 TITLE = "half of one rank's core is taken in epochs 3 to 6 of 9: what is recovered, and the return afterwards"
 ROUGH_TIME = "6 min"
@@ -97,7 +97,7 @@ def run(quick: bool) -> dict[str, Any]:
     return vars(found)
 
 
-def plans_of(intervals: Sequence[EpochProfile], epochs: Sequence[int]) -> list[tuple[ShardingPlan, int]]:
+def plans_of(intervals: Sequence[IntervalProfile], epochs: Sequence[int]) -> list[tuple[ShardingPlan, int]]:
     """The plans of these epochs, each with the number of steps that ran under it."""
     found: dict[str, tuple[ShardingPlan, int]] = {}
     for interval in intervals:
@@ -107,7 +107,7 @@ def plans_of(intervals: Sequence[EpochProfile], epochs: Sequence[int]) -> list[t
     return list(found.values())
 
 
-def plan_for(speed: float, healthy: Sequence[EpochProfile]) -> ShardingPlan:
+def plan_for(speed: float, healthy: Sequence[IntervalProfile]) -> ShardingPlan:
     """Searched with costs learned from the healthy epochs, for a last rank of this speed."""
     planner, stats = Planner("search"), W_EMB.stats()
     profiles = [StepProfile(e.plan, W_EMB.tables, stats, e.batch_size, e.measured, "measured") for e in healthy]

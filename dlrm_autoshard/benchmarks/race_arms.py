@@ -30,7 +30,7 @@ from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.search.greedy import HEURISTICS
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
+from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import read_jsonl
 from dlrm_autoshard.tables import TableStats
 
@@ -145,7 +145,7 @@ def read_records(job: Path) -> dict[str, Any]:
     return {
         "moves": [{key: d.get(key) for key in kept} for d in decisions if d["action"] in ("moved", "rolled_back")],
         "phases_seconds": result.get("seconds", {}),
-        "profiling_seconds": profiling_seconds(map(EpochProfile.from_json, read_jsonl(epochs_file(job)))),
+        "profiling_seconds": profiling_seconds(map(IntervalProfile.from_json, read_jsonl(epochs_file(job)))),
         "deciding_seconds": sum(d["decide_seconds"] for d in decisions),
         "moving_seconds": sum(d["move_seconds"] for d in decisions),
         "free_seconds": json.loads(free.read_text()) if free.exists() else [],

@@ -29,7 +29,7 @@ def tables_of_run(run: Path, quiet: bool) -> OfRun:
     from dlrm_autoshard.train.start_record import CONFIG
 
     record = RunRecord.load(run)
-    if not record.epochs:
+    if not record.intervals:
         raise UserError(f"'{run}' has no profiled epoch (profile.enabled: false), so nothing is known of its tables.")
     if not (run / CONFIG).exists():
         raise UserError(

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dlrm_autoshard.costs import COMPUTE_STAGES, PLANNED_STAGES, STAGES, StageTime, imbalance
-from dlrm_autoshard.records.facts import EpochFacts, TableUse
+from dlrm_autoshard.records.facts import IntervalFacts, TableUse
 from dlrm_autoshard.tables import Shard, lookup_work
 
 # Pure arithmetic on a profile. A rank's *excess* in a stage is its time minus the ranks' mean: what it costs the
@@ -72,7 +72,7 @@ MOST_NAMED = 3
 """Tables of a rank that has too much work."""
 
 
-def find_straggler(profile: EpochFacts) -> Straggler | None:
+def find_straggler(profile: IntervalFacts) -> Straggler | None:
     """None where there is one rank, no step was sampled, or the ranks are as good as even."""
     excess = {stage: [t - sum(times) / len(times) for t in times] for stage, times in profile.stage_ms.items()}
     held_up = [0.0] * profile.world_size
@@ -94,7 +94,7 @@ def find_straggler(profile: EpochFacts) -> Straggler | None:
     return Straggler(rank, cause, stage, held_up[rank], times[rank], mean, profile.cpu_share[rank], tuple(tables))
 
 
-def _is_starved(profile: EpochFacts, rank: int) -> bool:
+def _is_starved(profile: IntervalFacts, rank: int) -> bool:
     """It did not have its core to itself, and by CPU time its work is not what sets it apart from the others.
 
     A rank can be both starved and overloaded: the larger of the two reasons is given. CPU times are compared at the
@@ -129,7 +129,7 @@ def shares_of_stage(tables: Sequence[TableUse], rank: int, stage: str) -> list[t
     return sorted(shares, key=lambda item: -item[1])
 
 
-def table_costs_ms(profile: EpochFacts) -> dict[str, float]:
+def table_costs_ms(profile: IntervalFacts) -> dict[str, float]:
     """Estimated ms per step of each table: its owner's measured planned stages, divided by lookups and dims."""
     costs = {table.name: 0.0 for table in profile.tables}
     for rank in range(profile.world_size):
@@ -139,7 +139,7 @@ def table_costs_ms(profile: EpochFacts) -> dict[str, float]:
     return costs
 
 
-def drift(earlier: EpochFacts, later: EpochFacts) -> float:
+def drift(earlier: IntervalFacts, later: IntervalFacts) -> float:
     """Part of the values looked up that went to other tables than before: half the sum of the shares' changes."""
     shares = []
     for profile in (earlier, later):
@@ -153,7 +153,7 @@ def drift(earlier: EpochFacts, later: EpochFacts) -> float:
     return sum(abs(before.get(name, 0.0) - after.get(name, 0.0)) for name in before | after) / 2
 
 
-def stage_summary(profile: EpochFacts) -> dict[str, dict[str, float]]:
+def stage_summary(profile: IntervalFacts) -> dict[str, dict[str, float]]:
     """Of every stage: slowest rank, its time, the mean, and imbalance (max / mean)."""
     return {
         stage: {
@@ -166,7 +166,7 @@ def stage_summary(profile: EpochFacts) -> dict[str, dict[str, float]]:
     }
 
 
-def waited_for(profile: EpochFacts) -> dict[str, dict[str, float]]:
+def waited_for(profile: IntervalFacts) -> dict[str, dict[str, float]]:
     """Of every collective: the rank that waited least, for which the others waited, and the longest and mean wait."""
     return {
         name: {"rank": waits.index(min(waits)), "max_ms": max(waits), "mean_ms": sum(waits) / len(waits)}

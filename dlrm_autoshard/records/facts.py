@@ -1,6 +1,6 @@
-"""What a run writes down about each epoch's steps, as it was measured: by every rank, and of them all.
+"""What a run writes down of an interval's steps (an epoch's, or a part's), as measured: by every rank, and of them all.
 
-mine = RankEpoch(epoch=0, first_step=0, end_step=64, rank=1, host="a", device="cpu", tables=("user",),
+mine = RankInterval(epoch=0, first_step=0, end_step=64, rank=1, host="a", device="cpu", tables=("user",),
                  table_bytes=60_352, stages={"fwd_compute": StageTime(12.4, 13.0, 0.3, 20), ...},
                  step_ms=31.0, throughput=33_000.0, cpu_share=0.99, peak_memory_bytes=2**29)
 """
@@ -45,7 +45,7 @@ class StageRecord(TypedDict):
 
 
 class RankRecord(TypedDict):
-    """`RankEpoch` as JSON, without what follows from `detail`."""
+    """`RankInterval` as JSON, without what follows from `detail`."""
 
     epoch: Count
     first_step: Count
@@ -63,7 +63,7 @@ class RankRecord(TypedDict):
 
 
 @dataclass(frozen=True)
-class RankEpoch:
+class RankInterval:
     """One rank's epoch: steps [first_step, end_step), timed on sampled steps.
 
     stages: time in each of costs.STAGES and costs.WAITS; one that is not there took no time.
@@ -118,11 +118,11 @@ class RankEpoch:
         }
 
     @staticmethod
-    def from_json(record: Any) -> RankEpoch:
+    def from_json(record: Any) -> RankInterval:
         """FormatError names the key. Keys that are not known are left out: other versions write more."""
         values: dict[str, Any] = {**checked(RankRecord, record, extra="ignore")}
         stages = {name: StageTime(**time) for name, time in values.pop("detail").items()}
-        return RankEpoch(**values | {"tables": tuple(values["tables"])}, stages=stages)
+        return RankInterval(**values | {"tables": tuple(values["tables"])}, stages=stages)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class TableUse:
 
 
 @dataclass(frozen=True)
-class EpochFacts:
+class IntervalFacts:
     """All ranks' epoch, column by column: `stage_ms["fwd_compute"][r]` is rank r's in a typical step.
 
     stage_ms has every one of costs.STAGES and wait_ms every one of costs.WAITS. noise: relative spread of the

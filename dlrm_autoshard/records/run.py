@@ -1,7 +1,7 @@
 """Everything that a run wrote down, read back from its directory: all that terminal, HTML, JSON and CSV reports read.
 
 record = RunRecord.load(Path("runs/movielens"))
-record.last.straggler                      # of the last complete epoch
+record.last.straggler                      # of the last complete interval
 record.metrics_of("val")                   # [{"step": ..., "auc": ...}, ...]
 """
 
@@ -18,8 +18,8 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, NotReadable, checked, parse_json, read_bytes
 from dlrm_autoshard.formats.numbers import Count, Number
 from dlrm_autoshard.formats.yaml_file import read_yaml
-from dlrm_autoshard.records.epoch import EpochProfile, epochs_file
-from dlrm_autoshard.records.facts import RankEpoch
+from dlrm_autoshard.records.facts import RankInterval
+from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, read_jsonl, shown
 
 T = TypeVar("T")
@@ -29,12 +29,12 @@ RESULT = "result.json"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """epochs: complete ones, in order; empty only where profiling was off. ranks: every rank's own records of them."""
+    """intervals: complete ones, in order; empty only where profiling was off. ranks: each rank's own records."""
 
     name: str
     config: Mapping[str, Any]
-    epochs: tuple[EpochProfile, ...]
-    ranks: tuple[RankEpoch, ...] = ()
+    intervals: tuple[IntervalProfile, ...]
+    ranks: tuple[RankInterval, ...] = ()
     metrics: tuple[Mapping[str, Any], ...] = ()
     decisions: tuple[Mapping[str, Any], ...] = field(default=())
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -52,16 +52,16 @@ class RunRecord:
             raise ReportError(f"'{run_dir}' is not a directory. Name a run's directory, such as runs/movielens.")
         config = _config(run_dir / "config.yaml")
         metrics = _lines(run_dir / "metrics.jsonl", _of_kind(MetricsRecord), "a line of metrics")
-        epochs = _lines(epochs_file(run_dir), EpochProfile.from_json, "an epoch's profile")
-        if not epochs and not (metrics and config.get("profile", {}).get("enabled") is False):
+        intervals = _lines(epochs_file(run_dir), IntervalProfile.from_json, "an interval's profile")
+        if not intervals and not (metrics and config.get("profile", {}).get("enabled") is False):
             raise ReportError(_why_nothing(run_dir, config, metrics))
-        complete = {(epoch.epoch, epoch.end_step) for epoch in epochs}
+        complete = {(interval.epoch, interval.end_step) for interval in intervals}
         files = sorted((run_dir / "costs").glob("rank_*.jsonl"))
-        ranks = [rank for path in files for rank in _lines(path, RankEpoch.from_json, "a rank's epoch")]
+        ranks = [rank for path in files for rank in _lines(path, RankInterval.from_json, "a rank's interval")]
         return RunRecord(
             name=run_dir.resolve().name,
             config=config,
-            epochs=epochs,
+            intervals=intervals,
             ranks=tuple(rank for rank in ranks if (rank.epoch, rank.end_step) in complete),
             metrics=metrics,
             decisions=_lines(run_dir / "decisions.jsonl", _of_kind(DecisionRecord), "a decision"),
@@ -72,15 +72,15 @@ class RunRecord:
         )
 
     @property
-    def last(self) -> EpochProfile:
-        return self.epochs[-1]
+    def last(self) -> IntervalProfile:
+        return self.intervals[-1]
 
     @property
     def unit(self) -> str:
         """What profiles are of: a loop of one's own knows no epochs, and has no config."""
         return "epoch" if self.config else "interval"
 
-    def label(self, profile: EpochProfile) -> str:
+    def label(self, profile: IntervalProfile) -> str:
         """The epoch's number; with its steps where an epoch was profiled in several parts."""
         return (
             f"{profile.epoch} ({profile.first_step}-{profile.end_step - 1})"
@@ -88,15 +88,15 @@ class RunRecord:
             else str(profile.epoch)
         )
 
-    def span(self, first: EpochProfile, last: EpochProfile | None = None) -> str:
+    def span(self, first: IntervalProfile, last: IntervalProfile | None = None) -> str:
         """In words, from the first to the last: 'epoch 2', 'epochs 0 to 2'; with parts of epochs, 'steps 40 to 79'."""
         last = last or first
         if any(self._is_part(profile) for profile in (first, last)):
             return f"steps {first.first_step:,} to {last.end_step - 1:,}"
         return f"{self.unit} {first.epoch}" if first is last else f"{self.unit}s {first.epoch} to {last.epoch}"
 
-    def _is_part(self, profile: EpochProfile) -> bool:
-        return sum(other.epoch == profile.epoch for other in self.epochs) > 1
+    def _is_part(self, profile: IntervalProfile) -> bool:
+        return sum(other.epoch == profile.epoch for other in self.intervals) > 1
 
     def metrics_of(self, split: str) -> list[Mapping[str, Any]]:
         return [line for line in self.metrics if line.get("split") == split]
@@ -112,7 +112,7 @@ class RunRecord:
     @property
     def stopped_early(self) -> str | None:
         """A sentence where a training job's run has no result: it ended before its end, or goes on."""
-        if not self.epochs or self.finished or "train" not in self.config:
+        if not self.intervals or self.finished or "train" not in self.config:
             return None
         last_step = self.last.end_step
         seen = max((int(line["step"]) for line in self.metrics if line.get("step") is not None), default=last_step)
@@ -129,7 +129,7 @@ class RunRecord:
             "config": dict(self.config),
             "environment": dict(self.environment),
             "starts": self.starts,
-            "epochs": [profile.to_json() for profile in self.epochs],
+            "epochs": [profile.to_json() for profile in self.intervals],
             "metrics": [dict(line) for line in self.metrics],
             "decisions": [dict(line) for line in self.decisions],
         }

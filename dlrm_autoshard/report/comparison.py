@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from dlrm_autoshard.costs import STAGES
-from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import compute_imbalance, total_wait_ms
 
@@ -24,13 +24,13 @@ def side_by_side(one: RunRecord, other: RunRecord) -> Iterator[tuple[str, str, s
         yield name, _number(a), _number(b), change
 
 
-def _of_last(figure: Callable[[EpochProfile], float]) -> Callable[[RunRecord], float | None]:
-    return lambda record: figure(record.last) if record.epochs else None
+def _of_last(figure: Callable[[IntervalProfile], float]) -> Callable[[RunRecord], float | None]:
+    return lambda record: figure(record.last) if record.intervals else None
 
 
-def _of_samples(figure: Callable[[EpochProfile], float]) -> Callable[[RunRecord], float | None]:
+def _of_samples(figure: Callable[[IntervalProfile], float]) -> Callable[[RunRecord], float | None]:
     """None, too, where no step of it was sampled."""
-    return lambda record: figure(record.last) if record.epochs and record.last.samples else None
+    return lambda record: figure(record.last) if record.intervals and record.last.samples else None
 
 
 def _metric(name: str) -> Callable[[RunRecord], float | None]:
@@ -48,7 +48,7 @@ def _phases(phase: str) -> Callable[[RunRecord], float | None]:
 
 FIGURES: dict[str, Callable[[RunRecord], float | None]] = {
     "ranks": _of_last(lambda profile: profile.world_size),
-    "epochs": lambda record: len({profile.epoch for profile in record.epochs}),
+    "epochs": lambda record: len({profile.epoch for profile in record.intervals}),
     "examples/s": _of_last(lambda profile: profile.throughput),
     "step ms": _of_last(lambda profile: profile.mean_step_ms),
     "sampled step ms": _of_samples(lambda profile: profile.step_ms),

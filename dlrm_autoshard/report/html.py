@@ -46,7 +46,7 @@ def write_comparison(path: Path, one: RunRecord, other: RunRecord) -> Path:
 
 def render_html(record: RunRecord) -> str:
     drawn = {chart.id: chart for chart in charts(record)}
-    lede = where_it_ran(record) if record.epochs else "Metrics of a run without profiles."
+    lede = where_it_ran(record) if record.intervals else "Metrics of a run without profiles."
     sections = page_sections(record, set(drawn))
     return _page(record.name, lede, page_data(record), list(drawn.values()), list(sections))
 

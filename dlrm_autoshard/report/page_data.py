@@ -14,7 +14,7 @@ from typing import Any
 
 from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, imbalance
 from dlrm_autoshard.records.diagnosis import drift, table_costs_ms
-from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import comms_imbalance, compute_imbalance, step_time, total_wait_ms
 from dlrm_autoshard.report.verdict import what_is_left, who_is_slow
@@ -48,7 +48,7 @@ def comparison_data(one: RunRecord, other: RunRecord) -> dict[str, Any]:
 
 def _speed_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
     """Both ends of each interval, so that a line through them shows how long a speed lasted."""
-    for profile in record.epochs:
+    for profile in record.intervals:
         for step in (profile.first_step, profile.end_step):
             yield {"run": record.name, "step": step, "examples": profile.throughput, "label": record.label(profile)}
 
@@ -62,7 +62,7 @@ def event_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
         before, after = decision.get("throughput_before"), decision.get("throughput_after")
         note = f"{after / before - 1:+.0%}" if before and after else None
         yield {"step": decision["step"], "event": action, "note": note, "text": str(decision.get("text"))}
-    for earlier, later in itertools.pairwise(record.epochs):
+    for earlier, later in itertools.pairwise(record.intervals):
         moved = drift(earlier, later)
         if moved >= NOTABLE_DRIFT:
             text = f"{moved:.0%} of the lookups went to other tables than before"
@@ -70,7 +70,7 @@ def event_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
 
 
 def _epoch_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
-    for at, profile in enumerate(record.epochs):
+    for at, profile in enumerate(record.intervals):
         bias, sampled = profile.prediction_bias, profile.samples > 0
         yield {
             "at": at,
@@ -87,9 +87,9 @@ def _epoch_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
         }
 
 
-def _sampled(record: RunRecord) -> Iterable[tuple[int, EpochProfile]]:
+def _sampled(record: RunRecord) -> Iterable[tuple[int, IntervalProfile]]:
     """Profiles that have stages: where no step was sampled there is nothing to draw, rather than zeros."""
-    return ((at, profile) for at, profile in enumerate(record.epochs) if profile.samples)
+    return ((at, profile) for at, profile in enumerate(record.intervals) if profile.samples)
 
 
 def _rank_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
@@ -119,7 +119,7 @@ def _stage_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
 
 
 def _prediction_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
-    for at, profile in enumerate(record.epochs):
+    for at, profile in enumerate(record.intervals):
         for rank, (guess, fact) in enumerate(zip(profile.predicted or (), profile.measured, strict=False)):
             for stage in PLANNED_STAGES:
                 yield {"at": at, "rank": rank, "stage": stage, "guess": guess.stage(stage), "fact": fact.stage(stage)}
@@ -128,9 +128,9 @@ def _prediction_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
 def _table_columns(record: RunRecord) -> dict[str, Any]:
     """Names and shapes once; owner, estimated cost and observed use of each table, or part of one, for each profile:
     None where that had it otherwise, whole or in parts."""
-    tables = list({use.name: use for profile in record.epochs[::-1] for use in profile.tables}.values())
+    tables = list({use.name: use for profile in record.intervals[::-1] for use in profile.tables}.values())
     by_epoch = []
-    for profile in record.epochs:
+    for profile in record.intervals:
         costs, uses = table_costs_ms(profile), {use.name: use for use in profile.tables}
         known = [uses.get(table.name) for table in tables]
         by_epoch.append(

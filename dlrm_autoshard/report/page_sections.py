@@ -75,13 +75,13 @@ def _verdict(record: RunRecord, drawn: set[str]) -> str:
                 "change of speed), a move taken back, and drift, where the data look up other tables than before.")
         if "speed" in drawn else ""
     )  # fmt: skip
-    bullets = "".join(f"<li>{escape(sentence)}</li>" for sentence in details(record)[1 if record.epochs else 0 :])
+    bullets = "".join(f"<li>{escape(sentence)}</li>" for sentence in details(record)[1 if record.intervals else 0 :])
     return f'<div class="verdict">{said}</div>{speed}{_key_figures(record)}<ul class="summary">{bullets}</ul>'
 
 
 def _key_figures(record: RunRecord) -> str:
     shown: list[tuple[str, str, str]] = []
-    if record.epochs and record.last.samples:
+    if record.intervals and record.last.samples:
         last = record.last
         shown = [
             ("Step, last interval", f"{last.mean_step_ms:.3g} ms", "mean of all steps"),
@@ -115,11 +115,11 @@ def _over_time(unit: str) -> str:
 
 
 def _one_epoch(record: RunRecord) -> str:
-    last = len(record.epochs) - 1
-    tall = max(profile.world_size for profile in record.epochs) > 16  # may be broken over pages
+    last = len(record.intervals) - 1
+    tall = max(profile.world_size for profile in record.intervals) > 16  # may be broken over pages
     options = "".join(
         f'<option value="{at}"{" selected" if at == last else ""}>{escape(record.label(profile))}</option>'
-        for at, profile in enumerate(record.epochs)
+        for at, profile in enumerate(record.intervals)
     )
     legend = "".join(
         f'<li><svg aria-hidden="true" viewBox="0 0 20 16"><rect width="20" height="16" fill="{colour}" stroke="#888" '
@@ -155,12 +155,12 @@ def _one_epoch(record: RunRecord) -> str:
 
 
 def _rank_options(record: RunRecord) -> str:
-    ranks = max(profile.world_size for profile in record.epochs)
+    ranks = max(profile.world_size for profile in record.intervals)
     return "".join(f'<option value="{rank}">{rank}</option>' for rank in range(ranks))
 
 
 def _prediction(record: RunRecord) -> str:
-    last = next(profile for profile in reversed(record.epochs) if profile.predicted)
+    last = next(profile for profile in reversed(record.intervals) if profile.predicted)
     error = last.prediction_bias or 0.0
     return (
         f"<p>For {record.span(last)} the cost model expected the four stages that placement decides to "

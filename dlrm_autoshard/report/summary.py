@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dlrm_autoshard.costs import imbalance
 from dlrm_autoshard.records.diagnosis import STARVED_BELOW
-from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.verdict import count, verdict
 
@@ -19,7 +19,7 @@ def summary(record: RunRecord) -> list[str]:
 def details(record: RunRecord) -> list[str]:
     """What the verdict leaves out."""
     sentences = []
-    if record.epochs:
+    if record.intervals:
         sentences += [
             where_it_ran(record),
             step_time(record, record.last),
@@ -48,14 +48,14 @@ def details(record: RunRecord) -> list[str]:
 def where_it_ran(record: RunRecord) -> str:
     last = record.last
     hosts, devices = len(set(last.hosts)), " and ".join(sorted(set(last.devices)))
-    epochs = count(len({interval.epoch for interval in record.epochs}), record.unit)
+    epochs = count(len({interval.epoch for interval in record.intervals}), record.unit)
     return (
         f"{count(last.world_size, 'rank')} ({devices}) on {count(hosts, 'host')}, "
         f"{count(len(last.tables), 'table')}, {epochs} profiled, {last.end_step:,} steps."
     )
 
 
-def step_time(record: RunRecord, profile: EpochProfile) -> str:
+def step_time(record: RunRecord, profile: IntervalProfile) -> str:
     when = f"In {record.span(profile)}"
     took = f"{when} a step took {profile.mean_step_ms:.3g} ms ({profile.throughput:,.0f} examples/s)."
     if profile.samples == 0:
@@ -67,7 +67,7 @@ def step_time(record: RunRecord, profile: EpochProfile) -> str:
     )
 
 
-def why_unsampled(profile: EpochProfile) -> str:
+def why_unsampled(profile: IntervalProfile) -> str:
     steps = profile.end_step - profile.first_step
     return (
         f"None of these {steps:,} steps was sampled, so there are no stages to show: lower profile.warmup_steps (those "
@@ -77,8 +77,8 @@ def why_unsampled(profile: EpochProfile) -> str:
 
 def who_was_slow(record: RunRecord) -> list[str]:
     """The earlier intervals' stragglers, neighbours with the same one and the same cause drawn together."""
-    runs: list[tuple[str, list[EpochProfile]]] = []
-    for profile in record.epochs[:-1]:
+    runs: list[tuple[str, list[IntervalProfile]]] = []
+    for profile in record.intervals[:-1]:
         straggler = profile.straggler
         who = f"rank {straggler.rank} ({straggler.cause})" if straggler else ""
         if runs and runs[-1][0] == who:
@@ -103,7 +103,7 @@ def what_it_cost(record: RunRecord) -> list[str]:
     return [f"{said}."]
 
 
-def all_starved(profile: EpochProfile) -> list[str]:
+def all_starved(profile: IntervalProfile) -> list[str]:
     shares = [share for share in profile.cpu_share if share is not None]
     if not shares or max(shares) >= STARVED_BELOW:
         return []
@@ -113,7 +113,7 @@ def all_starved(profile: EpochProfile) -> list[str]:
     ]
 
 
-def prediction(profile: EpochProfile) -> str:
+def prediction(profile: IntervalProfile) -> str:
     error = profile.prediction_bias or 0.0
     if abs(error) < 0.005:
         return "The cost model's prediction of this plan was right within half a percent."
@@ -145,19 +145,19 @@ def made_with(record: RunRecord) -> str:
     )
 
 
-def compute_imbalance(profile: EpochProfile) -> float:
+def compute_imbalance(profile: IntervalProfile) -> float:
     """max / mean of the ranks' embedding compute, forward and backward."""
     return imbalance(
         [f + b for f, b in zip(profile.stage_ms["fwd_compute"], profile.stage_ms["bwd_compute"], strict=True)]
     )
 
 
-def comms_imbalance(profile: EpochProfile) -> float:
+def comms_imbalance(profile: IntervalProfile) -> float:
     """max / mean of the ranks' exchanges, forward and backward."""
     return imbalance([f + b for f, b in zip(profile.stage_ms["fwd_comms"], profile.stage_ms["bwd_comms"], strict=True)])
 
 
-def total_wait_ms(profile: EpochProfile) -> list[float]:
+def total_wait_ms(profile: IntervalProfile) -> list[float]:
     return [sum(waits[rank] for waits in profile.wait_ms.values()) for rank in range(profile.world_size)]
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, step_cost_ms
 from dlrm_autoshard.plan import gib
 from dlrm_autoshard.records.diagnosis import stage_summary, table_costs_ms, waited_for
-from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.comparison import side_by_side
 from dlrm_autoshard.report.summary import compute_imbalance, summary, total_wait_ms
@@ -33,13 +33,13 @@ def print_report(console: Console, record: RunRecord) -> None:
     console.print(Text(f"Run {record.name}", style="bold"))
     for sentence in summary(record):
         console.print(_bullet(sentence))
-    if record.epochs and record.last.samples:
+    if record.intervals and record.last.samples:
         last = record.last
         when = record.span(last)
         console.print(_stages(last, when), _ranks(last, when), _tables(last))
         if last.predicted is not None:
             console.print(_predictions(last, when))
-    if record.epochs:
+    if record.intervals:
         console.print(_epochs(record))
     if record.decisions:
         console.print(_decisions(record))
@@ -57,7 +57,7 @@ def print_comparison(console: Console, one: RunRecord, other: RunRecord) -> None
             console.print(_bullet(sentence))
 
 
-def _stages(profile: EpochProfile, when: str) -> Table:
+def _stages(profile: IntervalProfile, when: str) -> Table:
     table = _table(
         f"Where the step goes, {when} (ms)",
         "stage", "mean", "slowest", "on rank", "max/mean", "share", left=["stage"],
@@ -78,7 +78,7 @@ def _stages(profile: EpochProfile, when: str) -> Table:
     return table
 
 
-def _ranks(profile: EpochProfile, when: str) -> Table:
+def _ranks(profile: IntervalProfile, when: str) -> Table:
     table = _table(
         f"Ranks, {when}, slowest first (ms)",
         "rank", "tables", "in tables", "memory", "lookup", "update", "comms", "waits", "CPU",
@@ -101,7 +101,7 @@ def _ranks(profile: EpochProfile, when: str) -> Table:
     return table
 
 
-def _tables(profile: EpochProfile) -> Table:
+def _tables(profile: IntervalProfile) -> Table:
     table = _table(
         "Costliest tables (ms a step, estimated from lookups and dims)",
         "table", "rank", "cost", "rows", "dim", "ids/sample", "reuse", left=["table"],
@@ -119,7 +119,7 @@ def _tables(profile: EpochProfile) -> Table:
     return table
 
 
-def _predictions(profile: EpochProfile, when: str) -> Table:
+def _predictions(profile: IntervalProfile, when: str) -> Table:
     """Of every stage the slowest rank as predicted and as measured: their sums are what a step was to cost and did."""
     predicted, measured = profile.predicted or (), profile.measured
     table = _table(f"Predicted, {when} (ms)", "stage", "predicted", "measured", "error", left=["stage"])
@@ -137,7 +137,7 @@ def _epochs(record: RunRecord) -> Table:
     )  # fmt: skip
     found = record.final_metrics()
     evaluated = [] if found is None else record.metrics_of(found[0])
-    shown = record.epochs if len(record.epochs) <= 20 else record.epochs[-20:]
+    shown = record.intervals if len(record.intervals) <= 20 else record.intervals[-20:]
     for profile in shown:
         straggler, error = profile.straggler, profile.prediction_bias
         metrics: Mapping[str, Any] = {}  # of the last evaluation after one of its steps
@@ -154,7 +154,7 @@ def _epochs(record: RunRecord) -> Table:
         )  # fmt: skip
     for column in table.columns[1:]:
         column.no_wrap = True  # what must be narrower is the epoch, with its steps
-    skipped = len(record.epochs) - len(shown)
+    skipped = len(record.intervals) - len(shown)
     table.caption = (
         "step: mean of all, ms. sampled: with nothing overlapped. even: that, at perfect balance. uneven: max / mean "
         "of embedding compute. slowest: the rank that held the others up. pred.: predicted step cost over the measured."

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 
 _WORTH_SAYING = 0.01
@@ -20,9 +20,9 @@ _WORTH_SAYING = 0.01
 def verdict(record: RunRecord) -> list[str]:
     """At most four sentences."""
     said = [f"Autoshard: {autoshard_in_one_line(record)}."] if record.decisions else []
-    if record.epochs and record.last.world_size == 1:
+    if record.intervals and record.last.world_size == 1:
         said.append("One rank has all tables: there is nothing to place.")
-    elif record.epochs:
+    elif record.intervals:
         left = left_to_save(record)
         said += [*who_is_slow(record.last), *what_is_left(record.last, left)]
         if not record.decisions and left >= _WORTH_SAYING:
@@ -66,7 +66,7 @@ def autoshard_in_one_line(record: RunRecord) -> str:
     return ", ".join(parts)
 
 
-def who_is_slow(profile: EpochProfile) -> list[str]:
+def who_is_slow(profile: IntervalProfile) -> list[str]:
     if profile.world_size == 1 or profile.samples == 0:
         return []
     if profile.straggler is None:
@@ -84,7 +84,7 @@ def left_to_save(record: RunRecord) -> float:
     return record.last.balance_gain
 
 
-def what_is_left(profile: EpochProfile, gain: float | None = None) -> list[str]:
+def what_is_left(profile: IntervalProfile, gain: float | None = None) -> list[str]:
     """gain: what perfect balance would save of a step, where more is known than the profile says."""
     if profile.world_size == 1 or profile.samples == 0:
         return []

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plug_in import call, load
-from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.report.summary import total_wait_ms
 
 _NOT_METRICS = ("schema", "step", "epoch", "split")
@@ -124,7 +124,7 @@ def metric_scalars(line: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def profile_scalars(profile: EpochProfile) -> dict[str, float]:
+def profile_scalars(profile: IntervalProfile) -> dict[str, float]:
     """Of a line of costs/epochs.jsonl: each stage's slowest and mean rank, waits, balance, prediction error."""
     values = {}
     for name, times in [*profile.stage_ms.items(), ("wait", total_wait_ms(profile))]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.records.epoch import EpochProfile
+from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl
 from dlrm_autoshard.records.run import RESULT, RunRecord
 from dlrm_autoshard.report.verdict import autoshard_in_one_line
@@ -35,7 +35,7 @@ class Journal:
             append_jsonl(self._run_dir / "metrics.jsonl", line)
             self._tell(step, metric_scalars(line))
 
-    def profile(self, record: EpochProfile) -> None:
+    def profile(self, record: IntervalProfile) -> None:
         """An interval's stages (`Intervals` has written its line already)."""
         self._tell(record.end_step, profile_scalars(record))
 

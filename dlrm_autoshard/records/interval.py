@@ -1,7 +1,7 @@
-"""An epoch's profile: the facts of all ranks, and what follows from them, as costs/epochs.jsonl has it.
+"""An interval's profile: the facts of all ranks, and what follows from them, as costs/epochs.jsonl has it.
 
 append_jsonl(rank_file(run_dir, mine.rank), mine.to_json())             # costs/rank_00001.jsonl, each rank its own
-profile = EpochProfile.gather(all_ranks, plan, tables, stats, predicted)              # on rank 0
+profile = IntervalProfile.gather(all_ranks, plan, tables, stats, predicted)              # on rank 0
 append_jsonl(epochs_file(run_dir), profile.to_json())                   # costs/epochs.jsonl
 profile.straggler                                                       # who, in which stage, why, which tables
 """
@@ -28,7 +28,7 @@ from dlrm_autoshard.formats.json_file import FormatError, checked
 from dlrm_autoshard.formats.numbers import Amount, Count, Finite
 from dlrm_autoshard.plan import ShardingPlan, shards_by_table
 from dlrm_autoshard.records import diagnosis
-from dlrm_autoshard.records.facts import EpochFacts, RankEpoch, TableUse
+from dlrm_autoshard.records.facts import IntervalFacts, RankInterval, TableUse
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError
 from dlrm_autoshard.tables import TableConfig, TableStats
 
@@ -49,8 +49,8 @@ class TableColumns(TypedDict):
     mean_reuse: list[Amount]
 
 
-class EpochRecord(TypedDict):
-    """`EpochProfile` as JSON, without what follows from its facts."""
+class IntervalRecord(TypedDict):
+    """`IntervalProfile` as JSON, without what follows from its facts."""
 
     epoch: Count
     first_step: Count
@@ -72,23 +72,23 @@ class EpochRecord(TypedDict):
 
 
 @dataclass(frozen=True)
-class EpochProfile(EpochFacts):
+class IntervalProfile(IntervalFacts):
     @staticmethod
     def gather(
-        ranks: Sequence[RankEpoch],
+        ranks: Sequence[RankInterval],
         plan: ShardingPlan,
         tables: Sequence[TableConfig],
         stats: Sequence[TableStats],
         batch_size: int,
         predicted: Sequence[RankCost] | None = None,
-    ) -> EpochProfile:
+    ) -> IntervalProfile:
         """From every rank's record, in any order; tables and stats in canonical order; batch_size over all ranks."""
         ranks = sorted(ranks, key=lambda rank: rank.rank)
         if [rank.rank for rank in ranks] != list(range(plan.world_size)):
             raise ReportError(
                 f"records of ranks {[rank.rank for rank in ranks]} for a plan of {plan.world_size} ranks."
             )
-        return EpochProfile(
+        return IntervalProfile(
             epoch=ranks[0].epoch,
             first_step=ranks[0].first_step,
             end_step=ranks[0].end_step,
@@ -159,9 +159,9 @@ class EpochProfile(EpochFacts):
         }
 
     @staticmethod
-    def from_json(record: Any) -> EpochProfile:
+    def from_json(record: Any) -> IntervalProfile:
         """FormatError names the key. Keys that are not known are left out: they follow from the others."""
-        facts: dict[str, Any] = {**checked(EpochRecord, record, extra="ignore")}
+        facts: dict[str, Any] = {**checked(IntervalRecord, record, extra="ignore")}
         columns, predicted = facts["tables"], facts.get("predicted")
         by_stage = {"stage_ms": STAGES, "wait_ms": WAITS}
         for key, names in by_stage.items():
@@ -182,7 +182,7 @@ class EpochProfile(EpochFacts):
         rows = zip(*(columns[field.name] for field in fields(TableUse)), strict=True)
         values["tables"] = tuple(TableUse(*row) for row in rows)
         values["predicted"] = None if predicted is None else tuple(RankCost.from_json(cost) for cost in predicted)
-        return EpochProfile(**values)
+        return IntervalProfile(**values)
 
 
 def _same_length(of_what: str, key: str, lists: Any) -> None:
