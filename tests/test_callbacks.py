@@ -51,7 +51,7 @@ def test_a_job_leaves_lines_a_result_and_what_its_callback_was_told(tmp_path: Pa
     assert result["metrics"]["auc"] == metrics[-1]["auc"] and result["moves"] == []
     assert set(result["plan"]["rank_of"]) == {"user", "item", "clicked", "country", "coupon"}
     seconds = result["seconds"]
-    assert seconds["planning"] > 0 and seconds["evaluation"] > 0 and seconds["training"] > 0
+    assert min(seconds[phase] for phase in ("joining", "planning", "building", "evaluation", "training")) > 0
     parts = sum(seconds[phase] for phase in ("training", "evaluation", "checkpoints", "resharding"))
     assert parts == pytest.approx(seconds["total"], abs=0.01)
 

@@ -25,7 +25,7 @@ def test_every_line_names_tests_that_exist(page: str) -> None:
             found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == test]
             assert found, f"{file} has no {test}"
             marks = [ast.unparse(mark) for mark in found[0].decorator_list]
-            marks += [ast.unparse(node.value) for node in tree.body if _sets_marks(node)]  # type: ignore[attr-defined]
+            marks += [ast.unparse(node.value) for node in tree.body if _sets_marks(node)]
             assert not any("mark.slow" in mark for mark in marks), f"{test} holds a promise, so it may not be left out"
             # Where a machine has not what it takes: said on the page, beside the promise.
             skips = any("skipif" in mark for mark in marks) or "pytest.skip(" in ast.unparse(found[0])

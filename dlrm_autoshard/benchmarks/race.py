@@ -272,6 +272,11 @@ def _starts(done: Runs, found: Findings) -> None:
     """Of all worlds: seconds to the end of the first step, planned, and more than round robin where both have run."""
     jobs = [arms for by_seed in done.values() for arms in by_seed.values() if "seconds" in arms.get("planned", {})]
     pairs = [arms for arms in jobs if "seconds" in arms.get("round_robin", {})]
+    told = [arms["planned"]["phases_seconds"] for arms in jobs if "building" in arms["planned"]["phases_seconds"]]
+    if told:
+        of_start = {phase: fmean(one[phase] for one in told) for phase in ("joining", "planning", "building")}
+        said = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in of_start.items())
+        found.notes.append(f"of a planned job's start, mean s of {len(told)} jobs: {said}; then its first checkpoint")
     for what, target, second in (("", True, _first_step), (", till the model is built", False, _built)):
         planned = [second(arms["planned"]) for arms in jobs]
         more = [second(arms["planned"]) - second(arms["round_robin"]) for arms in pairs]

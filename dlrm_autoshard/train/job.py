@@ -5,10 +5,12 @@ job = Job(config, runtime, run_dir)         # tables placed, model made, the new
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 from threading import Lock
 
+import psutil
 import torch
 
 from dlrm_autoshard.autoshard.initial_plan import place
@@ -52,6 +54,7 @@ class Job:
         fall_back: bool = True,
     ) -> None:
         """checkpoint: to start from; None: the newest. fall_back: where that is damaged, to the one before it."""
+        joined = time.time()
         seed_all(config.run.seed, runtime.rank)
         self.config, self.runtime, self.run_dir = config, runtime, run_dir
         self.source, self._reading = open_source(config.data, config.tables), Lock()
@@ -142,6 +145,12 @@ class Job:
         )
         self.position = self._resume(fall_back)
         self.total_steps = self._count_steps(self.position)
+        planned = 0.0 if self.placement.result is None else self.placement.result.seconds
+        self.start_seconds = {
+            "joining": joined - psutil.Process().create_time(),
+            "planning": planned,
+            "building": time.time() - joined - planned,
+        }
 
     def _resume(self, fall_back: bool) -> Position:
         while self.resumed_from is not None:

@@ -48,8 +48,8 @@ class Journal:
     ) -> list[str]:
         """Writes the result and the report. Returns last words: what moves gained, and where the report is.
 
-        seconds: by phase (training, evaluation, checkpoints, planning, resharding). best: evaluation on val, where
-        something is chosen by it. best_on_test: that checkpoint's metrics there, where it is not the last.
+        seconds: by phase (`result.json` in SCHEMA.md). best: evaluation on val, where something is chosen by it.
+        best_on_test: that checkpoint's metrics there, where it is not the last.
         """
         if not self._active:
             return []

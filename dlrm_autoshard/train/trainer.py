@@ -168,9 +168,9 @@ class Trainer(BetweenSteps):
 
     def write_report(self) -> None:
         """The result and the report, on rank 0, after training, which a signal that comes now does not take back."""
-        result, seconds = self.placement.result, self.seconds
+        seconds = self.seconds
         seconds["training"] = 2 * seconds["total"] - sum(seconds.values())
-        seconds["planning"] = 0.0 if result is None else result.seconds
+        seconds |= self.start_seconds
         with self.display, self.signals.postponed():
             for line in self.journal.finish(self.embeddings.plan, seconds, self.selection.best, self.best_on_test):
                 self.display.line(line)

@@ -51,6 +51,8 @@ class SequencePolicy(nn.Module):
     state x device]. The RNN baseline sees of a device only how many units it has, and how full it is.
     """
 
+    fitted: Tensor
+
     def __init__(self, seed: int = 0, enriched: bool = True) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
