@@ -153,7 +153,7 @@ def read_records(job: Path) -> dict[str, Any]:
 
 
 def busy_beside(pid: int, rank: int, *, elsewhere: bool = True) -> subprocess.Popen[bytes] | None:
-    """A process that never rests, where that rank may run. elsewhere: also where there is no such rank yet."""
+    """A process that never rests, on that rank's core. elsewhere: on any, where the rank has none of its own yet."""
     import psutil
 
     cores = None
@@ -162,7 +162,7 @@ def busy_beside(pid: int, rank: int, *, elsewhere: bool = True) -> subprocess.Po
             if child.environ().get("LOCAL_RANK") == str(rank):
                 cores = child.cpu_affinity()
                 break
-    if cores is None and not elsewhere:
+    if not elsewhere and (cores is None or len(cores) == len(os.sched_getaffinity(0))):
         return None
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     if cores:
@@ -210,18 +210,18 @@ def _plan_of_a_start(world: World, folder: Path, epoch: int) -> ShardingPlan:
     config["train"] |= {"epochs": 1000 * world.scale.epochs, "max_steps": None}
     planned, busy = run / "job" / "plan" / "step_00000000.json", None
     with open(run / "said.txt", "w") as said:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment, started = os.environ | {"OMP_NUM_THREADS": "1"}, time.monotonic()
         process = subprocess.Popen(start_of(config, run), stdout=said, stderr=subprocess.STDOUT, env=environment)
         try:
             while not planned.exists():
                 time.sleep(POLL_SECONDS)
-                if process.poll() is not None:
+                if process.poll() is not None or time.monotonic() - started > LIMIT_SECONDS:
                     raise BenchError(f"the clairvoyant's planning for epoch {epoch} failed; see {run / 'said.txt'}.")
                 if busy is None and epoch in world.busy_epochs:
                     busy = busy_beside(process.pid, RANKS - 1, elsewhere=False)
             return ShardingPlan.load(planned)
         finally:
             _ended(busy)
-            process.send_signal(signal.SIGTERM)  # once for its last step and checkpoint, of which it has none
+            process.send_signal(signal.SIGTERM)  # it ends after the step that it is in
             process.wait()
             shutil.rmtree(run / "job", ignore_errors=True)
