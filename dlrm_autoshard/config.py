@@ -156,7 +156,7 @@ class ProfileConfig(Section):
 
 class ReshardConfig(Section):
     enabled: bool = True
-    every_epochs: PositiveInt = 1  # 1: in parts of an epoch of over 1,000 steps, and a 20th of the job
+    every_epochs: PositiveInt = 1  # 1: epochs longer than 1,000 steps and than a 20th of the job in parts
     every_steps: PositiveInt | None = None  # instead of epochs
     on_change: bool = True  # and as soon as sampled steps show that ranks wait for one another by more than before
     min_gain: Annotated[float, Field(ge=0, lt=1)] = 0.01  # of the step time: 0.01 is 1%; smaller gains are left alone

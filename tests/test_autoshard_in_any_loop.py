@@ -105,8 +105,10 @@ def plans_after_a_step(rank: int, world_size: int, run_dir: Path, settings: dict
     return dict(bags.plan.rank_of)
 
 
-def test_tables_stay_where_they_are_where_it_only_profiles(tmp_path: Path) -> None:
-    for rank_of in run_ranks(plans_after_a_step, 2, tmp_path, {"enabled": False}, timeout=120):
+@pytest.mark.parametrize("asked", [{}, {"pinned": {"t0": 1}}, {"memory_gib": 0.001}])
+def test_tables_stay_where_they_are_where_it_only_profiles(tmp_path: Path, asked: dict[str, Any]) -> None:
+    """Also where no plan that is made would be theirs."""
+    for rank_of in run_ranks(plans_after_a_step, 2, tmp_path, {"enabled": False, **asked}, timeout=120):
         assert rank_of == dict(WORST.rank_of)
     assert len(RunRecord.load(tmp_path).intervals) == 2 and (tmp_path / "report.html").exists()
 

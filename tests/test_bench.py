@@ -186,6 +186,27 @@ def test_a_few_rounds_tell_too_little_of_others(count: int) -> None:
     assert few.median == 1.3 and harness.verdict(1.3, ">= 1.0", [few.low, few.high]) == "inconclusive"
 
 
+def test_none_of_a_few_does_not_say_that_there_is_none() -> None:
+    none, half = paired.proportion(0, 12), paired.proportion(6, 12)
+    assert (none.median, none.low) == (0.0, 0.0) and 0.2 < none.high < 0.3
+    assert half.median == 0.5 and 0.2 < half.low < 0.3 and 0.7 < half.high < 0.8
+
+
+@pytest.mark.parametrize(
+    ("interval", "said"),
+    [
+        ([1.2, 1.4], "1.3 (1.2 to 1.4)"),
+        ([1.3, 1.3], "1.3"),
+        ([-np.inf, np.inf], "1.3 (of few)"),
+        ([1.3, np.inf], "1.3 (so far)"),
+        ([-np.inf, 1.4], "1.3 (1.4 or less)"),
+        ([1.2, np.inf], "1.3 (1.2 or more)"),
+    ],
+)
+def test_an_interval_is_told_as_far_as_it_has_ends(interval: list[float], said: str) -> None:
+    assert readme.cell({"figures": {"x": 1.3}, "spread": {"x": interval}}, "x") == said
+
+
 def test_draws_in_which_nothing_was_to_be_gained_count() -> None:
     """Left out, they made a share look surer the less there was to share."""
     part = recovered([1.4] * 5, [1.0, 1.0, 1.5, 1.5, 1.5], [1.9, 1.9, 1.2, 1.2, 2.0])

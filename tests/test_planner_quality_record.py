@@ -60,6 +60,7 @@ def test_auto_is_behind_where_a_heuristic_or_tables_added_up_cost_less() -> None
     rows[3]["stages_ms"]["auto"] = [[[12.5, 0, 0, 0], [9.0, 0, 0, 0]], [[10.0, 0, 0, 0], [9.0, 0, 0, 0]]] * 2
     figures = summarise(rows, ["20x2"], tasks=4)["figures"]
     assert figures["20x2 auto: tasks behind by > 1%"] == 0.25  # the first; the last one's median is 11.25
+    assert figures["all cells: auto: tasks behind by > 1%"] == 0.25
     assert figures["20x2 auto: tasks behind by > 1%, in each half of the rounds"] == 0.25
 
 

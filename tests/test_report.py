@@ -370,8 +370,10 @@ def test_stragglers_of_earlier_epochs_and_what_autoshard_did_are_told(tmp_path: 
     assert autoshard_in_one_line(one) == "1 move, 30.0k -> 34.0k examples/s (+13%), paid back after 80 steps"
     two = tuple({**move, "measured_gain": gain} for move, gain in zip(moves, (0.121, 0.078), strict=True))
     assert autoshard_in_one_line(replace(record, decisions=two)) == (
-        "2 moves, 12% and 8% of a step saved, each against the interval before it, paid back after 80 and 80 steps"
+        "2 moves, 12.1% and 7.8% of a step saved, each against the interval before it, paid back after 80 and 80 steps"
     )
+    and_back = (two[0], {"action": "kept"}, two[1], {"action": "rolled_back"}, {**first, "measured_gain": -0.0001})
+    assert "12.1% and 0.0% of a step" in autoshard_in_one_line(replace(record, decisions=and_back))
 
 
 def test_what_it_cost_is_told_beside_what_the_whole_took(tmp_path: Path) -> None:
@@ -379,14 +381,17 @@ def test_what_it_cost_is_told_beside_what_the_whole_took(tmp_path: Path) -> None
     decisions = tuple({**d, "decide_seconds": 0.25, "move_seconds": 0.5} for d in record.decisions)
     assert len(decisions) == 3
     assert what_it_cost(replace(record, decisions=decisions)) == [
-        "Deciding took 0.8 s and moving tables 1.5 s, planning the start 1.3 s; steps, evaluations and all took 83 s."
+        "Deciding took 0.8 s and moving tables 1.5 s, of 83 s; planning before that 1.3 s."
     ]
+    continued = replace(record, decisions=decisions, starts=2)  # of the starts before nobody knows what they took
+    assert what_it_cost(continued) == ["Deciding took 0.8 s and moving tables 1.5 s."]
     assert what_it_cost(replace(record, decisions=())) == []
 
 
 def test_a_run_that_cannot_move_tables_says_how_to_let_them_where_it_matters(tmp_path: Path) -> None:
     record = replace(RunRecord.load(write_run(tmp_path / "run", ranks=4)), decisions=())
     assert record.last.balance_gain > 0.01 and "dlrm-autoshard explain RUN" in verdict(record)[-1]
+    assert "explain" not in verdict(replace(record, config={}))[-1], "a loop of one's own has no config to plan by"
     even = replace(record, intervals=(make_profile([1.0, 1.0]),))
     assert not any("explain" in sentence for sentence in verdict(even))
 

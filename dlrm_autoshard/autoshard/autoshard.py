@@ -55,8 +55,8 @@ class Autoshard:
         not said, as many steps are expected to come as have been done. state: what `state_dict()` gave, to go on from
         there after the next step, in the same run_dir, with the bags' own state loaded. planned: what the live plan
         rests on, where it was planned by measurements before; else a plan is made after the first step. settings: the
-        other keys of the YAML's `autoshard:` section; with enabled=False tables stay where they are, unless a
-        `placement` is named, and are profiled alone.
+        other keys of the YAML's `autoshard:` section; with enabled=False it only profiles: tables stay where
+        they are, unless a `placement` is named.
         """
         section = {"enabled": True, **settings}
         if isinstance(given := section.get("reshard", {}), dict):
@@ -160,16 +160,18 @@ class Autoshard:
     def _start(self) -> Intervals:
         """Tables move to the first plan, which is the saved state's where that is for these ranks."""
         bags, runtime, sharded = self._bags, self._runtime, self._bags.sharded
-        optimizer, stats, placement = sharded.config.optimizer, self._first_stats(), self._planned
+        settings, optimizer, stats = self.settings, sharded.config.optimizer, self._first_stats()
+        stays = not settings.enabled and settings.placement is None
+        placement = None if settings.placement else self._planned
         current: ShardingPlan | None = None
         resumed = self._state if self._state and self._state["steps"] else None
         if resumed is not None:
             stats = tuple(TableStats.from_json(record) for record in resumed["stats"])
             current, placement = ShardingPlan.from_json(resumed["plan"]), None
-        elif not self.settings.enabled and self.settings.placement is None:
+        if stays:
             current = bags.plan
         placement = placement or place(
-            self.settings,
+            settings,
             runtime,
             sharded.tables,
             lambda: stats,
@@ -180,6 +182,7 @@ class Autoshard:
             steps=self._total,
             interval_steps=self._every,
             current=current,
+            stays=stays,
             held_bytes=sum(t.weight_bytes + t.optimizer_bytes(optimizer.name) for t in sharded.local_shards),
         )
         try:

@@ -71,7 +71,7 @@ class MoveChooser:
         if not task.splits.allowed or self.trigger.balance_gain < self.config.min_gain or interval.remaining_steps <= 0:
             return
         deadline = time.perf_counter() + self.trigger.halves_seconds
-        for halved in unmeasured_halves(self.planner, task, plan, deadline):
+        for halved in list(unmeasured_halves(self.planner, task, plan, deadline)):  # before any is measured
             if halved.shard in self._unmeasurable:
                 continue
             at_once = self.proposals(task, interval, plan, [halved.plan])

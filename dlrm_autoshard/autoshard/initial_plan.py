@@ -61,6 +61,7 @@ def place(
     interval_steps: int | None = None,
     seed: int = 0,
     current: ShardingPlan | None = None,
+    stays: bool = False,
     held_bytes: int = 0,
     on_host: bool = False,
 ) -> Placement:
@@ -70,7 +71,8 @@ def place(
     find_stats: of each table; asked on rank 0, once the settings are known to be right. batch_size: over all ranks.
     shared_memory: whether ranks of a host exchange through it. steps: of the job, where that is known;
     interval_steps: until resharding, which learns from steps for nothing, first decides. current: a plan that is taken
-    as it is, where it is for these ranks and legal. held_bytes: that tables take on this rank already, and may take
+    as it is, where it is for these ranks and legal; stays: whatever is asked of plans, for it is the live one of a job
+    in which nothing moves. held_bytes: that tables take on this rank already, and may take
     again. on_host: tables will lie in host memory, beside a GPU too.
     """
     if interval_steps is not None and reshards(settings, runtime.world_size):
@@ -90,7 +92,7 @@ def place(
     if settings.enabled and runtime.rank == 0:
         planner = Planner(settings.algorithm, seed=seed)
     settled = current if current is not None and current.world_size == runtime.world_size else None
-    if settled is not None and not (task.splits_enough(settled) and task.allows(settled)):
+    if settled is not None and not stays and not (task.splits_enough(settled) and task.allows(settled)):
         settled = None  # other memory, constraints, splits or optimizer than when it was made
     planning = settings.enabled and settled is None
     probe = None
@@ -124,7 +126,8 @@ def place(
         return (settled or given_plan(settings.placement, task)).ordered(task.names), None
 
     plan, result = runtime.from_rank_0(decide, None if probe is None else probe.on_rank_zero)
-    task.check(plan)
+    if not stays:
+        task.check(plan)
     return Placement(plan, task, planner, result)
 
 

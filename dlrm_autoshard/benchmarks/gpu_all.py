@@ -85,7 +85,9 @@ def run_section(section: str, out: Path, limit: float) -> tuple[dict[str, Any], 
                 failure = (log.read_text().strip().splitlines() or ["no message"])[-1]
         except subprocess.TimeoutExpired:
             failure = f"took more than {limit + 15:.0f} s"
-            _end(process)
+        finally:
+            if process.poll() is None:
+                _end(process)
     found = json.loads(target.read_text()) if target.exists() else {}
     if not found:
         failure = failure or "it ended without a word of what it found"

@@ -179,7 +179,7 @@ def moved_and_unmoved(rank: int, world_size: int, optimizer: str) -> int:
             offsets = torch.arange(0, 64 * len(owned) + 1, 2)
             if not owned:
                 continue
-            weights_N = torch.linspace(0.5, 2.0, 64 * len(owned), device=device)
+            weights_N = torch.linspace(0.5, 2.0, 64, device=device).repeat(len(owned))
             bags = torch.cat(ids).to(device), offsets.to(device), 32 // world_size, weights_N
             local = embeddings.lookup(LocalIds(*bags))
             embeddings.update(local, torch.sin(local.detach()))

@@ -24,9 +24,7 @@ from dlrm_autoshard.planner.search.greedy import KEYS
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 
-TITLE = (
-    "planning time with the reference DreamShard's budget, of ours with a sixth of its cost updates; simulated costs"
-)
+TITLE = "fitting DreamShard, simulated costs: ours with a sixth of the published code's cost updates, and with as many"
 ROUGH_TIME = "1 min"
 BATCH, DEVICES = 4096, 4
 REFERENCE_LOOPS = {50: 110.0, 100: 222.0}

@@ -171,7 +171,7 @@ def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
                 if "missing" in run:
                     found.notes.append(f"{name}, seed {seed}, {arm}: missing: {run['missing']}")
                 elif run.get("load_beside", 0.0) > BESIDE:
-                    found.notes.append(f"{name}, seed {seed}, {arm}: {run['load_beside']} cores were others' then")
+                    found.notes.append(f"{name}, seed {seed}, {arm}: other work took {run['load_beside']} cores")
             ended = [r["seconds"] for r in runs if "seconds" in r]
             if ended:
                 found.put(f"{name}: {arm} seconds", median_with_interval(ended), digits=1)

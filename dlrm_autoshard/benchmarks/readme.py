@@ -185,8 +185,12 @@ def cell(record: Record, figure: str, *, spread: bool = True, digits: str = ".3g
     if not interval or not spread:
         return f"{value:{digits}}"
     low, high = interval[0], interval[-1]
-    told = f"{low:{digits}} to {high:{digits}}" if all(map(math.isfinite, interval)) else "of few"
-    told = "so far" if math.isfinite(low) and not math.isfinite(high) else told
     if low == high:
         return f"{value:{digits}}"
+    if math.isinf(low) and math.isinf(high):
+        told = "of few"
+    elif math.isinf(high):
+        told = "so far" if low == value else f"{low:{digits}} or more"
+    else:
+        told = f"{high:{digits}} or less" if math.isinf(low) else f"{low:{digits}} to {high:{digits}}"
     return f"{value:{digits}} ({told})"

@@ -19,7 +19,7 @@ class Row:
 
 ROWS = (
     Row("race", "seeds", "seeds of which all six worlds have run"),
-    Row("race", "start: planned, s", "seconds from the process's start to the first step, planned"),
+    Row("race", "start: planned, s", "seconds from the process's start to the end of the first step, planned"),
     Row("race", "start: planned more than round robin, s", "the same, more than of a job by round robin"),
     Row(
         "race",
@@ -39,7 +39,7 @@ ROWS = (
     ),
     Row(
         "race-short",
-        "worst run: loop on / loop off, steps and what resharding took",
+        "worst run: loop on / loop off, steps, deciding and moving",
         "the same in turns", "#.4g",
         readme="the same in turns, as in the table",
     ),

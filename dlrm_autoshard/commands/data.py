@@ -80,7 +80,8 @@ def _preprocess_criteo(arguments: argparse.Namespace) -> None:
         f"{sum(result.rows_per_day):,} samples in {count(len(result.rows_per_day), 'day')}, "
         f"{sum(result.table_rows):,} rows in 26 tables (largest {max(result.table_rows):,}): {arguments.out}\n"
         + (
-            f"Predict with: dlrm-autoshard predict RUN data.dir={arguments.out} 'data.train_days=[]' --out FILE.npy"
+            f"Predict with: dlrm-autoshard predict RUN data.dir={arguments.out} 'data.train_days=[]' "
+            "data.test_days=null --out FILE.npy"
             if arguments.like
             else f"Train with: dlrm-autoshard train criteo_kaggle data.dir={arguments.out}"
         )

@@ -91,15 +91,13 @@ def who_was_slow(record: RunRecord) -> list[str]:
 
 
 def what_it_cost(record: RunRecord) -> list[str]:
-    """Resharding, and the plan of the latest start; sampled steps, which are longer by their barriers, left out."""
+    """Resharding, and the start's plan; sampled steps, which are longer by their barriers, are left out."""
     if not record.decisions:
         return []
     deciding, moving = (sum(d.get(key) or 0.0 for d in record.decisions) for key in ("decide_seconds", "move_seconds"))
     said = f"Deciding took {deciding:.1f} s and moving tables {moving:.1f} s"
-    if {"planning", "total"} <= record.seconds.keys():
-        said += f", planning the start {record.seconds['planning']:.1f} s; "
-        said += f"steps, evaluations and all took {record.seconds['total']:,.0f} s"
-        said += " since then" if record.starts > 1 else ""
+    if record.starts == 1 and {"planning", "total"} <= record.seconds.keys():  # else only the last start's are known
+        said += f", of {record.seconds['total']:,.0f} s; planning before that {record.seconds['planning']:.1f} s"
     return [f"{said}."]
 
 

@@ -6,6 +6,7 @@ autoshard_in_one_line(record)      # "1 move, 23.9k -> 28.8k examples/s (+21%), 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ _WORTH_SAYING = 0.01
 
 
 def verdict(record: RunRecord) -> list[str]:
-    """At most four sentences."""
+    """Three sentences or so."""
     said = [f"Autoshard: {autoshard_in_one_line(record)}."] if record.decisions else []
     if record.intervals and record.last.world_size == 1:
         said.append("One rank has all tables: there is nothing to place.")
@@ -26,10 +27,9 @@ def verdict(record: RunRecord) -> list[str]:
         left = left_to_save(record)
         said += [*who_is_slow(record.last), *what_is_left(record.last, left)]
         if not record.decisions and left >= _WORTH_SAYING:
-            said.append(
-                "Tables stayed where they were put at the start; autoshard.enabled and autoshard.reshard.enabled move "
-                "them. What another plan would gain: dlrm-autoshard explain RUN."
-            )
+            said.append("Tables stayed where they were put at the start (autoshard.enabled, autoshard.reshard).")
+            if record.config:
+                said[-1] += " What another plan would gain: dlrm-autoshard explain RUN."
     return said
 
 
@@ -56,7 +56,7 @@ def autoshard_in_one_line(record: RunRecord) -> str:
             before and after and f"{_thousands(before)} -> {_thousands(after)} examples/s ({after / before - 1:+.0%})"
         )
     else:
-        told = _gains_told([move.get("measured_gain") for move in moves])
+        told = _gains_told(record.decisions)
     if not told:
         return ", ".join([*parts, "what that gained was not measured: no interval followed"])
     parts.append(told)
@@ -99,12 +99,18 @@ def count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
-def _gains_told(gains: Sequence[float | None]) -> str | None:
-    known = [gain for gain in gains if gain is not None]
+def _gains_told(decisions: Sequence[Mapping[str, Any]]) -> str | None:
+    """Of moves that were not taken back."""
+    actions = [decision.get("action") for decision in decisions] + [None]
+    known = [
+        float(move["measured_gain"])
+        for move, (action, following) in zip(decisions, itertools.pairwise(actions), strict=True)
+        if action == "moved" and following != "rolled_back" and move.get("measured_gain") is not None
+    ]
     if not known:
         return None
-    each = " and ".join(f"{gain:.0%}" for gain in known)
-    told = each if len(known) <= 3 else f"{min(known):.0%} to {max(known):.0%}"
+    each = " and ".join(f"{100 * gain + 0.0:.1f}%" for gain in known)
+    told = each if len(known) <= 3 else f"{100 * min(known):.1f} to {100 * max(known):.1f}%"
     return f"{told} of a step saved, each against the interval before it"
 
 

@@ -93,9 +93,9 @@ class Job:
             self.notes.append("The checkpoint's plan does not fit these settings any more: tables were placed anew.")
         if current is not None and current.world_size != runtime.world_size:
             self.notes.append(
-                f"The global batch is {self.global_batch:,} on {runtime.world_size} rank(s), it was "
-                f"{config.train.batch_size * current.world_size:,} on {current.world_size}: train.batch_size is of a "
-                "rank. Learning rates, and schedules by steps, are as they were."
+                f"The checkpoint is of {current.world_size} rank(s), these are {runtime.world_size}: train.batch_size "
+                f"is of a rank, so the global batch is {self.global_batch:,} now. Learning rates, and schedules by "
+                "steps, are as configured."
             )
         self.embeddings = ShardedEmbeddings(
             self.source.tables,

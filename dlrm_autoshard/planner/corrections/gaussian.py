@@ -64,18 +64,21 @@ def condition(
     log_determinant = 2 * float(np.log(lower_NN.diagonal()).sum())
     prices = 0.0
 
-    def widen(members: np.ndarray, own: float, variance: float, price: float) -> None:
-        """Adds `variance` that these observations have in common. own: the sum of what the inverse has of them."""
-        nonlocal inverse, log_determinant, prices
-        row = inverse[members].sum(axis=0)
-        inverse = inverse - np.outer(row, row) * (variance / (1 + variance * own))
-        log_determinant += float(np.log1p(variance * own))
-        prices += price
-
     keys, every = list(causes or {}), list((causes or {}).values())
     inside_KN = np.zeros((len(every), len(values_N)))
     for inside_N, cause in zip(inside_KN, every, strict=True):
         inside_N[cause.members] = 1.0
+    own_K = ((inside_KN @ inverse) * inside_KN).sum(axis=1)
+
+    def widen(members: np.ndarray, own: float, variance: float, price: float) -> None:
+        """Adds `variance` that these observations have in common. own: the sum of what the inverse has of them."""
+        nonlocal inverse, own_K, log_determinant, prices
+        row, factor = inverse[members].sum(axis=0), variance / (1 + variance * own)
+        inverse = inverse - np.outer(row, row) * factor
+        own_K = own_K - factor * (inside_KN @ row) ** 2
+        log_determinant += float(np.log1p(variance * own))
+        prices += price
+
     variance_K = np.array([cause.variance for cause in every])
     price_K = np.array([cause.price for cause in every])
     below_K = np.array([cause.price if cause.price_below is None else cause.price_below for cause in every])
@@ -84,7 +87,7 @@ def condition(
     while True:  # each time what makes the observations likelier by most: one that was disturbed, or a cause of several
         pull_N, own_N = inverse @ values_N, inverse.diagonal()
         gain_N = np.where(may_be_N, _gain(pull_N, own_N, DISTURBED) - DISTURBED_PRICE, -np.inf)
-        pull_K, own_K = inside_KN @ pull_N, ((inside_KN @ inverse) * inside_KN).sum(axis=1)
+        pull_K = inside_KN @ pull_N
         asked_K = np.where(pull_K > 0, price_K, below_K)
         gain_K = _gain(pull_K, own_K, variance_K) - asked_K
         gain_K[[key in large for key in keys]] = -np.inf

@@ -19,7 +19,7 @@ BYTES_PER_VALUE = 4
 PRIOR = np.array([0.15, 0.05, 0.30, 0.05, 0.10])
 """ms, ms a peer, ms per MB that the rank with most dims sends, that ranks receive on average, and that the rank with
 fewest dims receives. gloo on loopback, or a 10 to 25 Gbit/s network. Only their proportions count once anything was
-measured."""
+measured, on one host; between hosts they are upper bounds too."""
 TRAFFIC, MOST_RECEIVED = slice(2, 5), 4
 """Columns of prices, and of what they are for: MB that a rank sends or receives, all three, and the last of them."""
 PRIOR_HOST = 0.60
@@ -101,9 +101,9 @@ class ExchangeModel:
         pull_P[len(PRIOR) :] = PULL_HOST
         fitted = []
         for stage, prior_P in enumerate(prior_SP):
-            faster = _weighted_median(ms_NS[:, stage] / (work_NP @ prior_P), weight_N)
-            # Between hosts only downwards: what takes longer is put down to the link, what takes less to all of it.
-            prior_P = prior_P * (faster if hosts is None else min(1.0, faster))
+            scale = _weighted_median(ms_NS[:, stage] / (work_NP @ prior_P), weight_N)
+            # Between hosts prices are only scaled down: what takes longer than they say is put down to the link.
+            prior_P = prior_P * (scale if hosts is None else min(1.0, scale))
             fitted.append(fit_nonnegative(work_NP, ms_NS[:, stage], weight_N, prior_P, pull_P))
         self.prices_SP = np.stack(fitted)
 

@@ -114,6 +114,8 @@ def encoding_of(folder: Path) -> Encoding:
     counted = encoding["name"] == "contiguous" and "min_frequency" in encoding
     if not counted or len(record["num_embeddings"]) != NUM_CATEGORIES:
         raise DataError(f"'{folder / TABLES_FILE}' tells of no encoding that other days can have.")
+    if not (folder / CATEGORIES_FILE).exists():
+        raise DataError(f"'{folder}' has no {CATEGORIES_FILE}, which tells of its rows. Make the folder again.")
     arrays = map_npz(folder / CATEGORIES_FILE)
     by_table = [arrays.get(str(table)) for table in range(NUM_CATEGORIES)]
     for table, (by_row, rows) in enumerate(zip(by_table, record["num_embeddings"], strict=True)):
