@@ -109,7 +109,7 @@ def _gains_told(decisions: Sequence[Mapping[str, Any]]) -> str | None:
     ]
     if not known:
         return None
-    each = " and ".join(f"{100 * gain + 0.0:.1f}%" for gain in known)
+    each = " and ".join(f"{round(100 * gain, 1) + 0.0:.1f}%" for gain in known)
     told = each if len(known) <= 3 else f"{100 * min(known):.1f} to {100 * max(known):.1f}%"
     return f"{told} of a step saved, each against the interval before it"
 
