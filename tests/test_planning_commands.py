@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
-from dlrm_autoshard.commands.arguments import ALGORITHM_NAMES, planner_of
+from dlrm_autoshard.commands.arguments import ALGORITHM_NAMES
 from dlrm_autoshard.commands.compare_planners import Outcome, summarise
 from dlrm_autoshard.commands.main import main
+from dlrm_autoshard.commands.planning import planner_of
 from dlrm_autoshard.config import Algorithm
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel

@@ -1,4 +1,4 @@
-"""Command-line arguments that several planning subcommands share, and how they are read."""
+"""Command-line arguments that several subcommands share, how they are read, and what is written where --out says."""
 
 from __future__ import annotations
 
@@ -6,34 +6,15 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from dlrm_autoshard.errors import UserError
-
-if TYPE_CHECKING:
-    from dlrm_autoshard.config import Config
-    from dlrm_autoshard.plan import Topology
-    from dlrm_autoshard.planner.dreamshard.pool import TablePool
-    from dlrm_autoshard.planner.planner import Planner
-    from dlrm_autoshard.planner.task import PlacementTask
-    from dlrm_autoshard.tables import TableOptimizer
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class OfRun:
-    """The tables of a run, its settings, and each rank's host by name."""
-
-    pool: TablePool
-    config: Config
-    hosts: tuple[str, ...]
-
-
-STATE_FILE = "planner.json"
 ALGORITHM_NAMES = (
     "auto, search, dreamshard, autoshard, rnn, size_greedy, dim_greedy, lookup_greedy, size_lookup_greedy, random"
 )
@@ -104,123 +85,6 @@ def seed(text: str) -> int:
     if not 0 <= number < 2**63:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and {2**63 - 1:,}")
     return number
-
-
-def topology_of(devices: int, memory_gib: float | None) -> Topology:
-    """Of --devices and --memory-gib."""
-    from dlrm_autoshard.plan import Topology
-
-    check_devices(devices, memory_gib)
-    return Topology(devices, None if memory_gib is None else (int(memory_gib * 2**30),) * devices)
-
-
-def check_devices(devices: int, memory_gib: float | None) -> None:
-    if devices < 1:
-        raise UserError(f"--devices is {devices}; it must be 1 or more.")
-    if memory_gib is not None and not 0 < memory_gib < 2**30:
-        raise UserError(f"--memory-gib is {memory_gib:g}; it must be more than 0 and less than {2**30:,}.")
-
-
-def task_of(
-    pool: TablePool, of_run: OfRun | None, devices: int, arguments: argparse.Namespace, *, may_split: bool
-) -> PlacementTask:
-    """These tables on so many ranks. of_run: where they are a run's, whose memory, pins, groups, excluded ranks, splits
-    and optimizer hold where the arguments ask nothing else, and its hosts where it had as many ranks. may_split:
-    whatever the optimizer is."""
-    from dlrm_autoshard.autoshard.initial_plan import check_settings, constraints_of, memory_asked, splits_of
-    from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
-    from dlrm_autoshard.plan import Topology
-
-    check_devices(devices, arguments.memory_gib)
-    settings, optimizer, hosts = AutoshardConfig(), TableOptimizerConfig(), None
-    if of_run is not None:
-        settings, optimizer = of_run.config.autoshard, of_run.config.tables.optimizer
-        if len(of_run.hosts) == devices:
-            hosts = tuple(map(list(dict.fromkeys(of_run.hosts)).index, of_run.hosts))
-    if arguments.memory_gib is not None:
-        settings = settings.model_copy(update={"memory_gib": arguments.memory_gib})
-    check_settings(settings, [table.name for table in pool.tables], devices)
-    asked = {key: value for key in ("max_parts", "min_dim") if (value := getattr(arguments, key)) is not None}
-    settings = settings.model_copy(
-        update={
-            "pinned": {**settings.pinned, **pins_of(arguments.pin)},
-            "together": [*settings.together, *(group.split(",") for group in arguments.together)],
-            "apart": [*settings.apart, *(group.split(",") for group in arguments.apart)],
-            "splits": settings.splits.model_copy(update=asked),
-        }
-    )
-    if arguments.optimizer is not None:
-        optimizer = optimizer.model_copy(update={"name": arguments.optimizer})
-    splits = splits_of(settings, optimizer)
-    return pool.task(
-        Topology(devices, memory_asked(settings, devices), excluded=frozenset(settings.exclude_ranks), hosts=hosts),
-        arguments.batch_size,
-        constraints_of(settings),
-        replace(splits, allowed=splits.allowed or may_split),
-    )
-
-
-def pins_of(pins: Sequence[str]) -> dict[str, int]:
-    """--pin table=rank, any number of times."""
-    pinned = {}
-    for pin in pins:
-        table, equals, rank = pin.rpartition("=")
-        if not equals or not rank.isdigit():
-            raise UserError(f"--pin '{pin}' is not of the form TABLE=RANK, such as --pin user=0.")
-        pinned[table] = int(rank)
-    return pinned
-
-
-def planner_of(
-    algorithm: str,
-    seed: int,
-    fitted: Path | None = None,
-    *,
-    optimizer: TableOptimizer = "rowwise_adagrad",
-    shipped: bool = True,
-) -> Planner:
-    """The planner that `fit` left in the directory `algorithm`; or an algorithm by name, with the costs and policies in
-    the directory `fitted`, or else with those that the package ships, for tables with that optimizer. shipped=False: it
-    knows of no machine's costs. From here on this process computes as a rank does, on one thread: what it measures is
-    what a rank would take."""
-    import torch
-
-    from dlrm_autoshard.formats.json_file import read_json
-    from dlrm_autoshard.planner.planner import ALGORITHMS, Planner
-    from dlrm_autoshard.planner.saved_state import PlannerRecord, load_planner
-    from dlrm_autoshard.probe.hardware import hardware_fingerprint
-    from dlrm_autoshard.probe.shipped_costs import start_warm
-
-    torch.set_num_threads(1)
-    named = algorithm in ALGORITHMS
-    if not named and fitted is not None:
-        raise UserError(
-            f"--algorithm '{algorithm}' is not one of {', '.join(ALGORITHMS)}; --fitted gives one of these its costs, "
-            "and a directory that `fit` made is either the algorithm or --fitted."
-        )
-    if named and fitted is None:
-        planner = Planner(algorithm, seed=seed)
-        if shipped:
-            start_warm(planner, hardware_fingerprint(), optimizer)
-        return planner
-    file = (Path(algorithm) if fitted is None else fitted) / STATE_FILE
-    if not file.is_file():
-        unknown = "" if named else f", and is none of the algorithms {', '.join(ALGORITHMS)}"
-        raise UserError(
-            f"'{file.parent}' holds no fitted planner ({STATE_FILE}){unknown}. Make one with `dlrm-autoshard fit`."
-        )
-    if not named:
-        algorithm = read_json(file, PlannerRecord, "planner file")["algorithm"]
-        if algorithm not in ALGORITHMS:
-            raise UserError(f"planner file '{file}': there is no algorithm '{algorithm}'.")
-    planner = Planner(algorithm, seed=seed)
-    load_planner(planner, file)
-    if planner.makers.reference is not None and algorithm != "dreamshard":
-        raise UserError(
-            f"'{file.parent}' is of `fit --reference`, which learns nothing that '{algorithm}' could use: make one "
-            "without --reference."
-        )
-    return planner
 
 
 def with_progress(items: Iterable[T], total: int, description: str, quiet: bool) -> Iterator[T]:

@@ -23,13 +23,12 @@ from dlrm_autoshard.commands.arguments import (
     add_devices,
     add_output,
     check_out,
-    planner_of,
     positive,
     seed,
-    topology_of,
     with_progress,
     write_json,
 )
+from dlrm_autoshard.commands.planning import planner_of, topology_of
 from dlrm_autoshard.errors import UserError
 
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlrm_autoshard.commands.arguments import add_asked, planner_of, task_of
+from dlrm_autoshard.commands.arguments import add_asked
+from dlrm_autoshard.commands.planning import planner_of, task_of
 from dlrm_autoshard.commands.table_pools import tables_of_run
 from dlrm_autoshard.errors import UserError
 

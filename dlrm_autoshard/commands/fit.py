@@ -9,15 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dlrm_autoshard.commands.arguments import (
-    STATE_FILE,
-    add_devices,
-    check_out,
-    positive,
-    seed,
-    topology_of,
-    write_json,
-)
+from dlrm_autoshard.commands.arguments import add_devices, check_out, positive, seed, write_json
+from dlrm_autoshard.commands.planning import STATE_FILE, topology_of
 from dlrm_autoshard.errors import UserError
 
 

@@ -13,13 +13,12 @@ from dlrm_autoshard.commands.arguments import (
     add_devices,
     add_output,
     check_out,
-    planner_of,
     positive,
     seconds,
     seed,
-    task_of,
     write_json,
 )
+from dlrm_autoshard.commands.planning import planner_of, task_of
 from dlrm_autoshard.commands.table_pools import pool_of_modules, tables_of_run
 from dlrm_autoshard.errors import UserError
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrm_autoshard.commands.arguments import OfRun, with_progress
+from dlrm_autoshard.commands.arguments import with_progress
+from dlrm_autoshard.commands.planning import OfRun
 from dlrm_autoshard.errors import UserError
 
 if TYPE_CHECKING:
