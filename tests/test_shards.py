@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.plan import Constraints, Move, PlanError, ShardingPlan, Topology, check_plan, gib, shard_tables
+from dlrm_autoshard.formats.words import gib
+from dlrm_autoshard.plan import Constraints, Move, PlanError, ShardingPlan, Topology, check_plan, shard_tables
 from dlrm_autoshard.tables import Shard, TableConfig
 from tests.split_plans import plans_of
 

@@ -22,7 +22,8 @@ from dlrm_autoshard.autoshard.partial_move import first_part
 from dlrm_autoshard.autoshard.payoff import MoveCost, reason_to_stay, saved_on_average, seconds_saved
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import ReshardConfig
-from dlrm_autoshard.plan import PlanError, ShardingPlan, gib
+from dlrm_autoshard.formats.words import gib
+from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import Gain
 from dlrm_autoshard.planner.task import PlacementTask

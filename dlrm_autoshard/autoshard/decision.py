@@ -16,7 +16,8 @@ import numpy as np
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.costs import COMPUTE, IQR_OF_NORMAL, StepProfile, balance_gain, balance_gains, step_cost_ms
-from dlrm_autoshard.plan import ShardingPlan, gib
+from dlrm_autoshard.formats.words import count, gib
+from dlrm_autoshard.plan import ShardingPlan
 
 Action = Literal["kept", "moved", "rolled_back", "refused"]
 
@@ -166,7 +167,7 @@ class Decision:
 
 def moving(tables: int, num_bytes: int) -> str:
     """'7 tables, 412 MiB'"""
-    return f"{tables} table{'s' if tables != 1 else ''}, {gib(num_bytes)}"
+    return f"{count(tables, 'table')}, {gib(num_bytes)}"
 
 
 def gains(predicted: float, measured: float | None = None) -> str:

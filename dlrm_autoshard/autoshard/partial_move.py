@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from dlrm_autoshard.plan import Constraints, ShardingPlan, gib
+from dlrm_autoshard.formats.words import gib
+from dlrm_autoshard.plan import Constraints, ShardingPlan
 from dlrm_autoshard.tables import Shard
 
 Group = tuple[str, ...]

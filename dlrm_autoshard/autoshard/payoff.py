@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Interval, Proposal, percent
-from dlrm_autoshard.plan import gib
+from dlrm_autoshard.formats.words import gib
 
 
 @dataclass(frozen=True)

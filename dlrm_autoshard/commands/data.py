@@ -69,7 +69,7 @@ def _fetch_movielens(arguments: argparse.Namespace) -> None:
 
 def _preprocess_criteo(arguments: argparse.Namespace) -> None:
     from dlrm_autoshard.data.sources.criteo.preprocess import Contiguous, Encoding, Modulo, encoding_of, preprocess
-    from dlrm_autoshard.report.verdict import count
+    from dlrm_autoshard.formats.words import count
 
     encoding: Encoding = Contiguous(arguments.min_frequency)
     if arguments.like or arguments.modulo:

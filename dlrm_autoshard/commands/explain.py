@@ -105,7 +105,8 @@ def explain(
 ) -> list[str]:
     """Sentences: how balanced, which stage and rank the step waits for and for which table, what memory says."""
     from dlrm_autoshard.costs import PLANNED_STAGES, balanced_cost_ms, imbalance, step_cost_ms
-    from dlrm_autoshard.plan import bytes_per_rank, gib
+    from dlrm_autoshard.formats.words import gib
+    from dlrm_autoshard.plan import bytes_per_rank
     from dlrm_autoshard.tables import lookup_work
 
     step, bound = step_cost_ms(costs), balanced_cost_ms(costs)
@@ -169,7 +170,8 @@ def _alone_limits(name: str) -> str:
 def why_split(task: PlacementTask, plan: ShardingPlan, step_ms: Callable[[ShardingPlan], float]) -> list[str]:
     """For each split table, that it fits no rank whole, or else what the step would cost with the table whole, on the
     best of the ranks that have a part. task: of the plan's shards."""
-    from dlrm_autoshard.plan import ShardingPlan, bytes_per_rank, gib
+    from dlrm_autoshard.formats.words import gib
+    from dlrm_autoshard.plan import ShardingPlan, bytes_per_rank
 
     sentences, now, memory = [], step_ms(plan), task.topology.memory_bytes
     most = None if memory is None else max(memory[rank] for rank in task.topology.usable_ranks)
@@ -196,7 +198,7 @@ def compare(
 ) -> str:
     """per_part: tables may be split only because `plan` is told so."""
     from dlrm_autoshard.costs import step_cost_ms
-    from dlrm_autoshard.report.verdict import count
+    from dlrm_autoshard.formats.words import count
     from dlrm_autoshard.tables import Shard
 
     gain = 1 - better_ms / step_cost_ms(costs)

@@ -123,7 +123,7 @@ def _print(pool: TablePool, out: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from dlrm_autoshard.plan import gib
+    from dlrm_autoshard.formats.words import gib
     from dlrm_autoshard.planner.dreamshard.pool import reuse_shares
     from dlrm_autoshard.planner.dreamshard.published import published_of
 

@@ -23,9 +23,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from dlrm_autoshard.formats.words import count
     from dlrm_autoshard.planner.dreamshard.drawn_tasks import draw_tasks
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
-    from dlrm_autoshard.report.verdict import count
 
     for name in ("tables_per_task", "count"):
         if getattr(arguments, name) < 1:

@@ -7,7 +7,6 @@ from dlrm_autoshard.plan.sharding_plan import (
     PlanRecord,
     ShardingPlan,
     bytes_per_rank,
-    gib,
     shard_tables,
     shards_by_table,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "Topology",
     "bytes_per_rank",
     "check_plan",
-    "gib",
     "round_robin",
     "shard_tables",
     "shards_by_table",

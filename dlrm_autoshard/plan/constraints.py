@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.plan.sharding_plan import PlanError, ShardingPlan, bytes_per_rank, gib, some_of
+from dlrm_autoshard.formats.words import gib, some_of
+from dlrm_autoshard.plan.sharding_plan import PlanError, ShardingPlan, bytes_per_rank
 from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer
 
 

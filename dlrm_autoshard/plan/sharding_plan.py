@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, checked, read_json
 from dlrm_autoshard.formats.numbers import Count, Name, Ranks
+from dlrm_autoshard.formats.words import some_of
 from dlrm_autoshard.tables import Shard, TableConfig
 
 
@@ -222,18 +223,3 @@ def bytes_per_rank(plan: ShardingPlan, table_bytes: Mapping[str, int]) -> list[i
     for table, rank in plan.rank_of.items():
         used[rank] += table_bytes[table]
     return used
-
-
-def gib(num_bytes: float) -> str:
-    """Bytes for people: '6.2 GiB', '12 MiB', '340 KiB'."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(num_bytes) >= size:
-            return f"{num_bytes / size:{'.3g' if abs(num_bytes) < 999.5 * size else ',.0f'}} {unit}"
-    return f"{int(num_bytes)} bytes"
-
-
-def some_of(names: Iterable[str], most: int = 5) -> str:
-    """For people: 'a', 'b' and 12 more"""
-    ordered = sorted(names)
-    shown = ", ".join(f"'{name}'" for name in ordered[:most])
-    return shown if len(ordered) <= most else f"{shown} and {len(ordered) - most} more"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dlrm_autoshard.plan import PlanError, gib
+from dlrm_autoshard.formats.words import gib
+from dlrm_autoshard.plan import PlanError
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.units import Room, Units
 

@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from dlrm_autoshard.costs import STAGES
-from dlrm_autoshard.plan import gib
+from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.chart_style import LETTERS, SEGMENTS
 from dlrm_autoshard.report.comparison import side_by_side

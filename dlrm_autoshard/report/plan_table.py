@@ -12,7 +12,8 @@ from rich import box
 from rich.table import Table
 
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, balanced_cost_ms, step_cost_ms
-from dlrm_autoshard.plan import ShardingPlan, bytes_per_rank, gib
+from dlrm_autoshard.formats.words import gib
+from dlrm_autoshard.plan import ShardingPlan, bytes_per_rank
 from dlrm_autoshard.planner.result import Candidate, PlanResult
 from dlrm_autoshard.tables import TableConfig, TableStats, lookup_work
 

@@ -6,10 +6,11 @@ for sentence in summary(record): print(sentence)
 from __future__ import annotations
 
 from dlrm_autoshard.costs import imbalance
+from dlrm_autoshard.formats.words import count
 from dlrm_autoshard.records.diagnosis import STARVED_BELOW
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.report.verdict import count, verdict
+from dlrm_autoshard.report.verdict import verdict
 
 
 def summary(record: RunRecord) -> list[str]:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, step_cost_ms
-from dlrm_autoshard.plan import gib
+from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.records.diagnosis import stage_summary, table_costs_ms, waited_for
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dlrm_autoshard.formats.words import count
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 
@@ -92,11 +93,6 @@ def what_is_left(profile: IntervalProfile, gain: float | None = None) -> list[st
     if gain < 0.001:
         return ["In the last interval perfect balance would have saved nothing more."]
     return [f"In the last interval perfect balance would have saved {gain:.1%} of a step more, at most."]
-
-
-def count(number: int, thing: str) -> str:
-    """'1 move', '3 moves'."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def _gains_told(decisions: Sequence[Mapping[str, Any]]) -> str | None:

@@ -23,7 +23,8 @@ from dlrm_autoshard.distributed.moves.reshard import PAGE, ReshardRefused, Resha
 from dlrm_autoshard.distributed.moves.transfer import checksums_of, in_common_order, row_sizes, transfer
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.plan import Move, ShardingPlan, gib
+from dlrm_autoshard.formats.words import gib
+from dlrm_autoshard.plan import Move, ShardingPlan
 from dlrm_autoshard.tables import Shard as ShardName
 from dlrm_autoshard.tables import TableConfig
 from dlrm_autoshard.torchrec.model import ShardedModel

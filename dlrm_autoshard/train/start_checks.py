@@ -12,7 +12,7 @@ from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.distributed.tables.storage import check_optimizer
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.plan import gib
+from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.train.selection import Selection
 
 _COPIES = 4

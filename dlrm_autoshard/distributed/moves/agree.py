@@ -19,7 +19,8 @@ from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.moves.transfer import IN_FLIGHT, ReshardError
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.plan import ShardingPlan, gib
+from dlrm_autoshard.formats.words import gib
+from dlrm_autoshard.plan import ShardingPlan
 
 
 class ReshardRefused(UserError):
