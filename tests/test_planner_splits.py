@@ -235,7 +235,9 @@ def test_in_mid_run_half_of_what_no_whole_plan_balances_is_measured_once_by_all_
     told = planner.gain_once_measured(task, plan, halved.plan, halved.half).std()
     assert 1.01 * unknown > told > 0.5 * unknown > 0.02  # what a width takes that nobody measured is a guess
     [before] = planner.costs.costs_of(task).alone_ms()[:1]
+    unsure = planner.costs.estimates(task, [plan]).step_ms_DP.std()
     learn_half(planner, task, plan, measure, halved)
+    assert planner.costs.estimates(task, [plan]).step_ms_DP.std() > 0.8 * unsure, "nothing was told of the whole"
     assert asked == [["big"]] * 4 + [["big[0:64]"]] * 4
     split = task.split("big")
     assert split is not None

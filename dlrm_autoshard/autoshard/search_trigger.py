@@ -16,6 +16,9 @@ from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Interval, percent
 from dlrm_autoshard.costs import IQR_OF_NORMAL, PLANNED_STAGES, StepProfile
 
+HALVES_SECONDS = 0.3
+"""That telling whether a half is worth measuring may take in any case: a cost of all tables anew, and a search."""
+
 
 class SearchTrigger:
     """Two scatters: `scatter`, of throughput, by which a move that was made is judged, and `gain_scatter`, of what
@@ -78,7 +81,7 @@ class SearchTrigger:
     def halves_seconds(self) -> float:
         """What it may take to tell whether a half is worth measuring. Searches that found nothing do not count: that
         is worth more the longer a change lasts."""
-        return min(thresholds.SEARCH_SHARE * self.seconds_to_gain, self.budget_seconds) / 4
+        return max(HALVES_SECONDS, min(thresholds.SEARCH_SHARE * self.seconds_to_gain, self.budget_seconds) / 4)
 
     def reason_not_to_search(self) -> str | None:
         """None: there may be something to find."""

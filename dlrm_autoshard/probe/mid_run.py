@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -66,8 +66,8 @@ def unmeasured_halves(
 def learn_half(
     planner: Planner, task: PlacementTask, plan: ShardingPlan, measure_shards: ShardTimer, halved: Halved
 ) -> bool:
-    """Measures the shard and its half, and conditions predictions on the half's part of the shard: on both, for a probe
-    has a scale of its own. False where a rank could not measure it.
+    """Measures the shard and its half, and conditions predictions on how the two compare: as samples of one moment, so
+    that nothing is told of what both take. False where a rank could not measure it.
 
     All ranks measure the same at the same time, as they would compute with the table split: a half beside another
     rank's whole would be slowed for all of its time, and the whole for half of its own.
@@ -79,15 +79,13 @@ def learn_half(
         return False
     wholes, halves = times[:ranks], times[ranks:]
     told_2 = _told_T2(planner.costs.costs_of(now))[now.names.index(halved.shard)]
-    told_2 = told_2 * planner.costs.corrections.probe_factors_2  # samples are a probe's, whose scale is its own
     noise = max(UNSEEN_MOMENTS, math.hypot(_noise(wholes), _noise(halves)) / ranks**0.5) / 2**0.5
-    half_2 = told_2 * _part_taken(wholes, halves)
-    planner.costs.observe_shards(
-        [
-            sample_of(now, [name], ShardTime(float(ms_2[0]), float(ms_2[1]), noise, took[0].repeats))
-            for name, ms_2, took in ((halved.shard, told_2, wholes), (halved.half, half_2, halves))
-        ]
-    )
+    half_2, moment = told_2 * _part_taken(wholes, halves), len(planner.costs.replay.shards)
+    both = [
+        sample_of(now, [name], ShardTime(float(ms_2[0]), float(ms_2[1]), noise, took[0].repeats))
+        for name, ms_2, took in ((halved.shard, told_2, wholes), (halved.half, half_2, halves))
+    ]
+    planner.costs.observe_shards([replace(sample, moment=moment) for sample in both])
     return True
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.planner.corrections.conditioning import LikeliestSpreads, posterior_of
 from dlrm_autoshard.planner.corrections.gaussian import Posterior
-from dlrm_autoshard.planner.corrections.observed import PROBE, Observed
+from dlrm_autoshard.planner.corrections.observed import Observed
 from dlrm_autoshard.planner.corrections.parts import Parts
 from dlrm_autoshard.planner.corrections.stages import Stages
 from dlrm_autoshard.planner.corrections.terms import (
@@ -87,11 +87,6 @@ class Corrections:
         own_W = np.array([self._ranks.get(rank, expected[rank]) for rank in range(world_size)])
         factors: np.ndarray = np.exp(own_W[:, None] + self._scale_2)
         return factors
-
-    @property
-    def probe_factors_2(self) -> np.ndarray:
-        """[2] that a probe's forward and backward take of what these ranks' steps do."""
-        return np.exp(self._probe_2 - self._scale_2)
 
     def exchange_factors_W2(self, world_size: int) -> np.ndarray:
         """[W, 2] that each rank's exchanges take."""
@@ -190,7 +185,7 @@ class Corrections:
         self._exchange: dict[int, tuple[float, float]] = {}
         self._fused_B2 = np.zeros((0, 2))
         self._load_form: Callable[[np.ndarray], np.ndarray] = lambda _: np.zeros(2)
-        self._scale_2, self._probe_2, self._light_2 = np.zeros(2), np.zeros(2), np.zeros(2)
+        self._scale_2, self._light_2 = np.zeros(2), np.zeros(2)
         self._posterior: Posterior | None = None
         self._observed: Observed | None = None
 
@@ -231,8 +226,7 @@ class Corrections:
         self._logs = self._log_factors(observed, rows, posterior)
         key_N = rows.rank_keys
         newest_N, stage_2N = rows.source_N == observed.newest_source, rows.stage_N == np.arange(2)[:, None]
-        scale_2S = [sources_alike(rows.source_N == source) * stage_2N for source in (observed.newest_source, PROBE)]
-        self._scale_2, self._probe_2 = (posterior.mean(self.spreads.scale**2 * alike_2N) for alike_2N in scale_2S)
+        self._scale_2 = posterior.mean(self.spreads.scale**2 * sources_alike(newest_N) * stage_2N)
         self._light_2 = posterior.mean(self.spreads.light**2 * rows.light_N * newest_N * stage_2N)
         many_N2 = (posterior.weights_N * rows.many_N * stage_2N).T
         self._load_form = observed.load_range.form(self.spreads.load**2 * rows.load_NF.T @ many_N2)

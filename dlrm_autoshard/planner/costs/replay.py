@@ -30,6 +30,7 @@ class ShardRecord(TypedDict):
     fwd_compute_ms: Amount
     bwd_compute_ms: Amount
     noise: NotRequired[Amount]
+    moment: NotRequired[Count]
     rank: NotRequired[Count | None]  # of older versions; nobody reads it
 
 
@@ -48,7 +49,8 @@ class CommsRecord(TypedDict):
 class ShardSample:
     """What one fused shard's computation took. batch_size: samples looked up per table (the global batch).
 
-    noise: relative spread of the repeated measurement.
+    noise: relative spread of the repeated measurement. moment: samples with the same number tell of one another only:
+    what that moment was off by, they all are.
     """
 
     tables: tuple[TableConfig, ...]
@@ -57,10 +59,12 @@ class ShardSample:
     fwd_compute_ms: float
     bwd_compute_ms: float
     noise: float = 0.0
+    moment: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         tables = [table.to_json() for table in self.tables]
-        return {**vars(self), "tables": tables, "stats": [stat.to_json() for stat in self.stats]}
+        known = {key: value for key, value in vars(self).items() if value is not None}
+        return {**known, "tables": tables, "stats": [stat.to_json() for stat in self.stats]}
 
     @staticmethod
     def from_json(record: Any) -> ShardSample:
