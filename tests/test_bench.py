@@ -222,9 +222,29 @@ def test_nothing_can_be_recovered_where_no_plan_is_faster() -> None:
 
 def test_the_readme_says_what_the_records_say() -> None:
     counted, _ = readme.records()
-    for page, text in (("README.md", readme.summary(counted)), (readme.ALL, readme.table(counted))):
+    marks = readme.FIRST, readme.LAST
+    for page, text, (first, last) in (
+        ("README.md", readme.pitch(counted), readme.PITCH),
+        ("README.md", readme.summary(counted), marks),
+        (readme.ALL, readme.table(counted), marks),
+    ):
         written = (Path(__file__).parents[1] / page).read_text()
-        assert f"{readme.FIRST}\n{text}\n{readme.LAST}" in written, "run `dlrm-autoshard bench readme`"
+        assert f"{first}\n{text}\n{last}" in written, "run `dlrm-autoshard bench readme`"
+
+
+NOTHING_YET = "\n".join(readme.PITCH)
+
+
+def test_the_pitch_is_of_what_has_a_record() -> None:
+    race = {"abrupt: torchrec / loop on": 1.34, "calm: torchrec / loop on": 1.27}
+    for world, ratio in (("abrupt", 0.951), ("straggler", 0.951), ("calm", 1.012)):
+        race |= {f"{world}: loop on / loop off{clock}": ratio for clock in (readme.NET, "")}
+    speeds = {f"train-{name}": {"figures": {"2 ranks: over torchrec": 1.512}} for name in ("wemb", "wsmall")}
+    told = readme.pitch({"race-short": {"figures": race}, **speeds})
+    said = " ".join(told.split())
+    assert "1.5 times as fast" in said and "1.3 to 1.3 times" in said and "columns" not in said
+    assert "5% less time where the data drift once" in said and "1% more where nothing changes" in said
+    assert max(map(len, told.splitlines())) <= 120 and readme.pitch({}) == ""
 
 
 def test_a_record_stands_in_the_readme_only_where_it_counts(tmp_path: Path) -> None:
@@ -240,7 +260,7 @@ def test_a_record_stands_in_the_readme_only_where_it_counts(tmp_path: Path) -> N
     results, page, every = tmp_path / "results", tmp_path / "README.md", tmp_path / "FIGURES.md"
     results.mkdir()
     for file in (page, every):
-        file.write_text(f"before\n{readme.FIRST}\nold\n{readme.LAST}\nafter\n")
+        file.write_text(f"before\n{NOTHING_YET}\n{readme.FIRST}\nold\n{readme.LAST}\nafter\n")
 
     def rewritten(**change: Any) -> tuple[str, str, str]:
         (results / "loop-steady.json").write_text(json.dumps(record | change))

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_autoshard.benchmarks.harness import STATE, BenchError, Listing, available
+from dlrm_autoshard.benchmarks.pitch import NET, RACES, pitch
 from dlrm_autoshard.benchmarks.race_worlds import IN_WORDS
 from dlrm_autoshard.benchmarks.readme_rows import ROWS, Row
 
 FOLDER = Path(__file__).parent
 RESULTS, ALL = FOLDER / "results", FOLDER / "FIGURES.md"
 FIRST, LAST = "<!-- figures: written by `dlrm-autoshard bench readme` -->", "<!-- end of figures -->"
+PITCH = "<!-- worth: written by `dlrm-autoshard bench readme` -->", "<!-- end of worth -->"
 Record = Mapping[str, Any]
 
 
-RACES = ("race", "race-short")
 ARMS = ("planned", "loop", "clairvoyant", "torchrec")
-NET = ", steps, deciding and moving"
 RATIOS = ("loop on / loop off", f"loop on / loop off{NET}", "torchrec / loop on")
 SHARES = {"recovered": "", f"recovered of all seeds' seconds{NET}": NET}
 LITTLE, NOTHING = "of {:.1%}: too little", "within the noise"
@@ -61,18 +61,25 @@ def maker_of_cpu(record: Record) -> str:
 def rewrite(readme: Path, results: Path = RESULTS, every: Path = ALL) -> str:
     """Writes figures into the README, and all of them into `every`; returns what a person should know of it."""
     counted, left_out = records(results)
-    pages = {page: _around_marks(page) for page in (readme, every)}  # neither is written unless both can be
-    for (page, (before, after)), text in zip(pages.items(), (summary(counted), table(counted)), strict=True):
-        page.write_text(f"{before}{FIRST}\n{text}\n{LAST}{after}")
+    places = {
+        (readme, PITCH): pitch(counted),
+        (readme, (FIRST, LAST)): summary(counted),
+        (every, (FIRST, LAST)): table(counted),
+    }
+    for page, marks in places:
+        _around_marks(page, *marks)  # neither is written unless both can be
+    for (page, (first, last)), text in places.items():
+        before, after = _around_marks(page, first, last)
+        page.write_text(f"{before}{first}\n{text}\n{last}{after}")
     complaints = [f"{name} does not count: {'; '.join(found)}." for name, found in left_out.items()]
     return "\n".join([f"{readme} and {every} have the figures of {results}.", *complaints])
 
 
-def _around_marks(page: Path) -> tuple[str, str]:
+def _around_marks(page: Path, first: str, last: str) -> tuple[str, str]:
     text = page.read_text() if page.exists() else ""
-    if FIRST not in text or LAST not in text:
-        raise BenchError(f"'{page}' has no '{FIRST}' and '{LAST}'; run this from the repository's root.")
-    return text.partition(FIRST)[0], text.partition(LAST)[2]
+    if first not in text or last not in text:
+        raise BenchError(f"'{page}' has no '{first}' and '{last}'; run this from the repository's root.")
+    return text.partition(first)[0], text.partition(last)[2]
 
 
 def records(results: Path = RESULTS) -> tuple[dict[str, Record], dict[str, list[str]]]:
