@@ -115,6 +115,20 @@ def test_half_of_a_table_that_becomes_dominant_is_measured_where_that_is_worth_i
     assert (decision.action == "moved" and "t0" in job.plan.split_tables) == (steps_left > 3)
 
 
+def test_it_is_split_though_no_search_had_time_to_come_to_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its half had been measured, and "no candidate was faster": searches ended before they tried to split it."""
+
+    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        pairs = [job.task.shard(name) for [name] in shards]
+        alone = [job.exact.profile([t], [s], ShardingPlan({t.name: 0}, 1), BATCH).ranks[0] for t, s in pairs]
+        return [ShardTime(cost.fwd_compute_ms, cost.bwd_compute_ms, 0.01, 3) for cost in alone]
+
+    job = _with_a_table_that_becomes_dominant()
+    job.measure_shards = measure
+    monkeypatch.setattr(job.planner, "propose", lambda task, plan, *_, **__: [(plan, 0.0)])
+    assert job.interval().action == "moved" and "t0" in job.plan.split_tables
+
+
 def test_where_a_rank_has_no_memory_to_measure_that_is_tried_once_and_predictions_have_to_do() -> None:
     asked = list[Sequence[Sequence[str]]]()
 

@@ -17,7 +17,7 @@ from dlrm_autoshard.planner.moves.relabel import relabelled
 from dlrm_autoshard.planner.search.splits import split_search
 from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.calibration import sample_of
-from dlrm_autoshard.probe.mid_run import learn_half, unmeasured_halves
+from dlrm_autoshard.probe.mid_run import dominant_halves, learn_half
 from dlrm_autoshard.probe.shard_probe import ShardTime
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 from tests.planning_problems import BATCH, measurer, random_samples, some_tables, some_task
@@ -229,7 +229,7 @@ def test_in_mid_run_half_of_what_no_whole_plan_balances_is_measured_once_by_all_
             ]
         )
     planner.costs.observe(SimulatedCluster(seed=0).profile(task.wholes, stats_of(task), plan, BATCH))
-    [halved] = unmeasured_halves(planner, task, plan)
+    [halved] = dominant_halves(planner, task, plan)
     assert (halved.shard, halved.half) == ("big", "big[0:64]") and halved.plan.split_tables == ("big",)
     unknown = planner.gains(task, plan, [halved.plan])[0].std
     told = planner.gain_once_measured(task, plan, halved.plan, halved.half).std()
@@ -246,10 +246,10 @@ def test_in_mid_run_half_of_what_no_whole_plan_balances_is_measured_once_by_all_
     assert whole == pytest.approx(before, rel=0.05)
     assert halves == pytest.approx([0.4 * whole, 0.4 * whole], rel=0.15)
     assert planner.gains(task, plan, [halved.plan])[0].std < 0.6 * unknown
-    assert list(unmeasured_halves(planner, task, plan)) == []  # known by now
+    assert [again.known for again in dominant_halves(planner, task, plan)] == [True] and not halved.known
     others = task_of(tables[1:], stats[1:], 2)
     even = ShardingPlan({name: i % 2 for i, name in enumerate(others.names)}, 2)
-    assert list(unmeasured_halves(planner, others, even)) == []  # none is dearer than an even share
+    assert list(dominant_halves(planner, others, even)) == []  # none is dearer than an even share
 
 
 def test_what_a_split_tables_parts_are_off_by_is_learned_of_the_whole_and_the_other_way_round() -> None:

@@ -28,7 +28,7 @@ from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import Gain
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import ShardTimer
-from dlrm_autoshard.probe.mid_run import learn_half, unmeasured_halves
+from dlrm_autoshard.probe.mid_run import dominant_halves, learn_half
 from dlrm_autoshard.tables import Shard
 
 LASTING = 1 << 40
@@ -47,6 +47,7 @@ class MoveChooser:
         self._most_bytes = None if most_gib is None else int(most_gib * 2**30)  # that may move at a time
         self.target: ShardingPlan | None = None  # of a move that is made in parts, and not yet at its end
         self._unmeasurable: set[str] = set()  # shards that a rank had no memory to measure
+        self._halved: list[ShardingPlan] = []  # of the shards that no plan balances whole, now
         self.left: list[ShardingPlan] = []  # live ones, the newest last: what they cost is known better than of others
 
     def moved(self, old_plan: ShardingPlan, num_bytes: int, seconds: float, *, in_parts: bool) -> None:
@@ -68,12 +69,15 @@ class MoveChooser:
     def learn_halves(
         self, task: PlacementTask, interval: Interval, plan: ShardingPlan, measure_shards: ShardTimer
     ) -> None:
-        """Measures half of a shard that no plan balances whole, where knowing it is worth more than that takes."""
+        """Measures half of a shard that no plan balances whole, where knowing it is worth more than that takes. Plans
+        with it halved are candidates in any case: searches may end before they come to splits."""
+        self._halved = []
         if not task.splits.allowed or self.trigger.balance_gain < self.config.min_gain or interval.remaining_steps <= 0:
             return
         deadline = time.perf_counter() + self.trigger.halves_seconds
-        for halved in list(unmeasured_halves(self.planner, task, plan, deadline)):  # before any is measured
-            if halved.shard in self._unmeasurable:
+        for halved in list(dominant_halves(self.planner, task, plan, deadline)):  # before any is measured
+            self._halved.append(halved.plan)
+            if halved.known or halved.shard in self._unmeasurable:
                 continue
             at_once = self.proposals(task, interval, plan, [halved.plan])
             saved = saved_on_average(at_once, interval, self.move_cost, self.config.min_gain)
@@ -109,9 +113,9 @@ class MoveChooser:
         ms_per_byte = 1000 / self.move_cost.bytes_per_second / max(1, interval.lasting_steps)
         found = self.planner.propose(task, plan, ms_per_byte, budget_seconds=self.trigger.search_seconds / 4)
         candidates = [candidate.ordered(task.names) for candidate, _ in found]
-        for before in filter(None, (self.target, *self.left)):
-            if before not in [plan, *candidates] and task.splits_enough(before):
-                candidates.append(before)
+        for other in filter(None, (self.target, *self._halved, *self.left)):
+            if other not in [plan, *candidates] and task.splits_enough(other):
+                candidates.append(other)
         proposals = self.proposals(task, interval, plan, [one for one in candidates if self._may_be(task, one)])
         if not proposals:
             raise PlanError("there is no other plan that is legal and was not refused lately")

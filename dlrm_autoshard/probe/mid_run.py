@@ -1,7 +1,7 @@
 """What a running job measures before it decides: half of a dominant table. Only how the two compare is taken from it:
 what they take in all, training steps tell better than a moment may.
 
-halved = next(unmeasured_halves(planner, task, plan))            # and the seconds that measuring it takes
+halved = next(dominant_halves(planner, task, plan))              # and the seconds that measuring it takes
 learn_half(planner, task, plan, probe.measure_shards, halved)
 """
 
@@ -33,20 +33,21 @@ FIRST_SECONDS = 2 * MID_RUN_BUFFER_GIB * 2**30 / NEW_BYTES_PER_SECOND
 
 @dataclass(frozen=True)
 class Halved:
-    """A shard that may be halved, one of its halves, the plan with it halved, and what measuring both takes."""
+    """A shard that may be halved, one of its halves, the plan with it halved, what measuring both takes; and whether a
+    half of it was measured with the data that it has now."""
 
     shard: str
     half: str
     plan: ShardingPlan
     seconds: float
+    known: bool
 
 
-def unmeasured_halves(
+def dominant_halves(
     planner: Planner, task: PlacementTask, plan: ShardingPlan, deadline: float | None = None
 ) -> Iterator[Halved]:
     """Of each stage's slowest rank, the shard that by itself computes for longer than ranks do in the mean, so that no
-    plan balances it whole: where it may be halved, and no half of it was measured with the data that it has now.
-    deadline: of the searches for where halves would go."""
+    plan balances it whole, where it may be halved. deadline: of the searches for where halves would go."""
     now = task.split_as(plan)
     costs, rank_U = planner.costs.costs_of(now), now.placed(plan)
     live = Splitted(now, costs, rank_U, costs.step_ms(rank_U))
@@ -55,12 +56,13 @@ def unmeasured_halves(
     told_T, known = _told_T2(costs).sum(axis=1), _measured(planner, now)
     for shard in dear_shards(live):
         ms, halves = float(told_T[now.names.index(shard)]), now.halves(shard)
-        if ms <= even_ms or halves is None or (halves[0],) in known:
+        if ms <= even_ms or halves is None:
             continue
         child = with_halves(live, shard, planner.costs.costs_of, deadline)
         if child is not None:
             seconds = _slowest(costs) * (_first_seconds(now.table_bytes[shard]) + 2 * _seconds(ms))
-            yield Halved(shard, halves[0].name, child.task.plan_from(child.rank_U), seconds)
+            is_known = (halves[0],) in known
+            yield Halved(shard, halves[0].name, child.task.plan_from(child.rank_U), seconds, is_known)
 
 
 def learn_half(
