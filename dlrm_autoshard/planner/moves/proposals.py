@@ -5,6 +5,7 @@ proposals(costs, makers, task, current, ms_per_byte=1e-9, deadline=None)      # 
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from dlrm_autoshard.plan import PlanError, ShardingPlan
@@ -39,7 +40,9 @@ def proposals(
     if task.allows(current):
         as_it_is = task.split_as(current)
         now = as_it_is.cut
-        near = _near(costs, now, current, ms_per_byte, deadline)
+        # Where tables may be split, half of the time is left for that.
+        half_way = None if deadline is None else 0.5 * (time.perf_counter() + deadline)
+        near = _near(costs, now, current, ms_per_byte, half_way if task.splits.allowed else deadline)
         if task.splits.allowed:
             start_U = near[0].rank_U
             for way in (
