@@ -128,6 +128,15 @@ def test_a_core_that_is_taken_as_tables_move_is_noticed_as_soon(seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", range(20))
+def test_a_step_that_was_disturbed_before_hides_no_change_that_comes_as_tables_move(seed: int) -> None:
+    """It alone was taken for how things were: too little to expect anything by, and the change became the usual."""
+    watch = ChangeWatch(0.02)
+    before = [*steps(20, slow=1.3, seed=seed), *steps(1, slow=1.7, seed=seed)]
+    moved(watch, before, steps(50, seed=seed + 50))
+    assert noticed_after(watch, steps(10, slow=2.0, seed=seed + 100)) in (3, 4)
+
+
+@pytest.mark.parametrize("seed", range(20))
 def test_one_that_is_taken_right_after_is_noticed_as_soon(seed: int) -> None:
     watch = ChangeWatch(0.02)
     moved(watch, steps(20, slow=1.3, seed=seed), steps(50, seed=seed + 50))

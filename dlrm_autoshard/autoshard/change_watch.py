@@ -118,8 +118,9 @@ class ChangeWatch:
 
     @property
     def _now(self) -> list[np.ndarray]:
-        """Steps as they have been since the change, if there is one, else since the move."""
-        return self._unusual or list(self._usual)
+        """Steps as they have been since the change, if there is one, else since the move: a few that only suggest one
+        are like the others."""
+        return self._unusual if self.changed else [*self._usual, *self._unusual]
 
     def _usual_of(self, known: Sequence[np.ndarray]) -> _Usual:
         middle_K = np.median(known, axis=0)
