@@ -76,7 +76,7 @@ class MoveChooser:
             return
         deadline = time.perf_counter() + self.trigger.halves_seconds
         for halved in list(dominant_halves(self.planner, task, plan, deadline)):  # before any is measured
-            self._halved.append(halved.plan)
+            self._halved.append(halved.plan.ordered(task.names))
             if halved.known or halved.shard in self._unmeasurable:
                 continue
             at_once = self.proposals(task, interval, plan, [halved.plan])
