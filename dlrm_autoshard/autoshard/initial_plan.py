@@ -72,8 +72,8 @@ def place(
     shared_memory: whether ranks of a host exchange through it. steps: of the job, where that is known;
     interval_steps: until resharding, which learns from steps for nothing, first decides. current: a plan that is taken
     as it is, where it is for these ranks and legal; stays: whatever is asked of plans, for it is the live one of a job
-    in which nothing moves. held_bytes: that tables take on this rank already, and may take
-    again. on_host: tables will lie in host memory, beside a GPU too.
+    in which nothing moves. held_bytes: that tables take on this rank already, and may take again. on_host: tables will
+    lie in host memory, beside a GPU too.
     """
     if interval_steps is not None and reshards(settings, runtime.world_size):
         steps = interval_steps if steps is None else min(steps, interval_steps)
