@@ -39,7 +39,7 @@ def test_a_move_larger_than_the_limit_goes_in_parts_none_of_them_slower() -> Non
         most_parts = max(most_parts, len(parts))
         of_best.append(costs[-1] / job.best_known_ms())
     assert most_parts >= 2
-    assert np.mean(of_best) <= 1.08, "tables above the limit stay, so a single job may end further away"
+    assert max(of_best) <= 1.08, "of what it may move, it moves what helps: tables above the limit stay"
 
 
 def test_where_no_part_of_a_move_is_small_enough_it_says_so() -> None:

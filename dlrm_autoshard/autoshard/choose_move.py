@@ -90,29 +90,39 @@ class MoveChooser:
     def choose(self, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> Decision:
         """`plan` is the live one."""
         try:
-            best, why = self._best(self._proposed(task, interval, plan), interval)
+            paying, best, why = self._best_first(self._proposed(task, interval, plan), interval)
         except PlanError as error:  # no reason to stop training under a plan that works
             return replace(base, why=str(error))
         base = replace(base, predicted_gain=best.gain, uncertainty=best.uncertainty)
-        if why is not None or best.plan != self.target:
+        if not paying or best.plan != self.target:
             self.give_up()
-        if why is not None:
+        if not paying:
             settled = replace(interval, changed_steps=None if interval.changed_steps is None else LASTING)
             if self._reason_to_stay(best, settled, cautious=False) is not None:  # else time alone may change it
                 self.trigger.found_nothing(why)
             return replace(base, why=why)
-        self.trigger.search_anew()
         self.target = None
-        if best.parts > 1:
-            return self._part_of(best, base, task, interval, plan)
-        return _moved(base, best, plan)
+        paying.sort(key=lambda one: self._out_of_reach(task, plan, one.plan))
+        decisions = (self._decision(one, base, task, interval, plan) for one in paying)
+        decision = first = next(decisions)
+        while decision.new_plan is None and (other := next(decisions, None)) is not None:
+            decision = other
+        if decision.new_plan is None:
+            self.trigger.found_nothing(first.why)
+            return first
+        self.trigger.search_anew()
+        return decision
 
     def _proposed(self, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> list[Proposal]:
         started = time.perf_counter()
         # Of each step that a plan will serve for, what moving a byte takes.
         ms_per_byte = 1000 / self.move_cost.bytes_per_second / max(1, interval.lasting_steps)
-        found = self.planner.propose(task, plan, ms_per_byte, budget_seconds=self.trigger.search_seconds / 4)
-        candidates = [candidate.ordered(task.names) for candidate, _ in found]
+        tasks = [task, *self._movable(task, plan)]
+        seconds = self.trigger.search_seconds / 4 / len(tasks)
+        candidates = list[ShardingPlan]()
+        for one in tasks:
+            found = self.planner.propose(one, plan, ms_per_byte, budget_seconds=seconds)
+            candidates += [p for p in (candidate.ordered(task.names) for candidate, _ in found) if p not in candidates]
         for other in filter(None, (self.target, *self._halved, *self.left)):
             if other not in [plan, *candidates] and task.splits_enough(other):
                 candidates.append(other)
@@ -122,13 +132,30 @@ class MoveChooser:
         self.trigger.searched(time.perf_counter() - started)
         return proposals
 
-    def _best(self, proposals: Sequence[Proposal], interval: Interval) -> tuple[Proposal, str | None]:
-        """The proposal that saves most, of those that pay if any does; and why it does not pay."""
-        reasons = [self._reason_to_stay(proposal, interval) for proposal in proposals]
-        return max(
-            zip(proposals, reasons, strict=True),
-            key=lambda pair: (pair[1] is None, seconds_saved(pair[0], interval, self.move_cost)),
-        )
+    def _movable(self, task: PlacementTask, plan: ShardingPlan) -> list[PlacementTask]:
+        """Where tables have more bytes than may move at a time: the same task with these where they are. What is found
+        without them can be reached in parts; what is found with them may not."""
+        if self._most_bytes is None or not task.allows(plan):
+            return []
+        now, stay = task.split_as(plan), dict[str, int]()
+        for name, rank in plan.rank_of.items():
+            whole, shard = now.shard(Shard.parse(name).table)[0], now.shard(name)[0]
+            least, *_ = now.halves(name) or (shard,)
+            if self.bytes_of[whole.name] * least.embedding_dim > self._most_bytes * whole.embedding_dim:
+                stay[name] = rank
+        pinned = stay | dict(task.constraints.pinned)
+        return [replace(task, constraints=replace(task.constraints, pinned=pinned))] if stay else []
+
+    def _out_of_reach(self, task: PlacementTask, plan: ShardingPlan, candidate: ShardingPlan) -> bool:
+        """Whether more of a table moves than may at a time."""
+        return max(self._moving(task, plan, candidate).values()) > (self._most_bytes or math.inf)
+
+    def _best_first(self, proposals: Sequence[Proposal], interval: Interval) -> tuple[list[Proposal], Proposal, str]:
+        """The proposals that pay, by what they save; the best of them, or of all; and why that one does not pay."""
+        ordered = sorted(proposals, key=lambda one: -seconds_saved(one, interval, self.move_cost))
+        reasons = [self._reason_to_stay(one, interval) for one in ordered]
+        paying = [one for one, why in zip(ordered, reasons, strict=True) if why is None]
+        return paying, (paying or ordered)[0], "" if paying else reasons[0] or ""
 
     def _saved_once_known(
         self, task: PlacementTask, interval: Interval, plan: ShardingPlan, move: ShardingPlan, measuring: str
@@ -176,10 +203,12 @@ class MoveChooser:
             caution = self.history.caution(min_gain, proposal.plan, interval.moves_since)
         return reason_to_stay(proposal, interval, self.move_cost, min_gain, caution)
 
-    def _part_of(
+    def _decision(
         self, whole: Proposal, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan
     ) -> Decision:
-        """As much of a larger move as may be made at a time; the rest follows after the next intervals."""
+        """To move, as much of it as may be moved at a time: the rest follows after the next intervals."""
+        if whole.parts == 1:
+            return _moved(base, whole, plan)
         limit = self._most_bytes
         assert limit is not None
         cost_ms, legal = self.planner.step_costs(task), partial(self._may_be, task)
@@ -187,9 +216,7 @@ class MoveChooser:
         part = first_part(plan, whole.plan, moving_bytes, limit, cost_ms, legal, task.constraints)
         said = f"{moving(whole.tables, whole.bytes)}: {gains(whole.gain)}"
         if isinstance(part, str):
-            why = f"it moves {said}, at most {gib(limit)} may move at a time, and {part}"
-            self.trigger.found_nothing(why)
-            return replace(base, why=why)
+            return replace(base, why=f"it moves {said}, at most {gib(limit)} may move at a time, and {part}")
         self.target = whole.plan
         [proposal] = self.proposals(task, interval, plan, [part])
         said = f"a part of {said}; at most {gib(limit)} may move at a time"
