@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_autoshard.benchmarks.recorded_cluster import RecordedCluster
-from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, step_cost_ms
+from dlrm_autoshard.costs import COMPUTE, PLANNED_STAGES, RankCost, StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.corrections.exchange_errors import ExchangeErrors
 from dlrm_autoshard.planner.corrections.gaussian import condition
@@ -21,6 +21,7 @@ from dlrm_autoshard.planner.costs.replay import ShardSample
 from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.probe.calibration import start_costs
 from dlrm_autoshard.probe.shipped_costs import start_warm
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 from dlrm_autoshard.tables import TableConfig, TableStats
@@ -114,6 +115,35 @@ def test_what_one_rank_is_off_by_a_little_goes_with_its_tables() -> None:
     mirrored = ShardingPlan({name: 1 - rank for name, rank in EVEN.rank_of.items()}, 2)
     swapped = planner.predict(TASK, mirrored)
     assert swapped[0].bwd_compute_ms == pytest.approx(before[1].bwd_compute_ms, rel=0.2)
+
+
+@pytest.mark.parametrize("seed", (4, 5))
+def test_ranks_that_exchange_all_their_tables_are_expected_to_gain_next_to_nothing(seed: int) -> None:
+    """What a dear rank's tables are off by, forward and backward, is their own: taken for the rank's, it would move
+    4 GB for nothing, and again after that was measured."""
+    pool, ranks = synthetic_pool(60, seed=100 + seed, batch_size=16384), 16
+    cluster = RecordedCluster(pool.tables, seed)
+    task = PlacementTask.build(pool.tables, pool.stats, Topology(ranks), batch_size=16384)
+
+    def profiles(plans: Sequence[ShardingPlan]) -> list[StepProfile]:
+        return [cluster.profile(pool.stats, plan, 16384) for plan in plans]
+
+    planner = Planner(seed=seed)
+    start_costs(
+        planner,
+        task,
+        fingerprint={},
+        measure_shards=lambda shards: cluster.measure_shards(pool.stats, 16384, shards),
+        seed=seed,
+    )
+    plan = planner.plan(task, measure=profiles).plan
+    follow(planner, *profiles([plan] * 4))
+    dearest = int(cluster.stages_ms(pool.stats, plan, 16384)[:, COMPUTE].sum(axis=1).argmax())
+    swapped = []
+    for other in set(range(ranks)) - {dearest}:
+        to = {dearest: other, other: dearest}
+        swapped.append(ShardingPlan({name: to.get(rank, rank) for name, rank in plan.rank_of.items()}, ranks))
+    assert max(gain.mean for gain in planner.gains(task, plan, swapped)) < 0.008
 
 
 def test_exchanges_are_learned_rank_by_rank() -> None:

@@ -21,8 +21,11 @@ Price = Annotated[float, Field(ge=0, le=MOST)]
 Weights = dict[str, Any]
 
 
+Spread = Literal["table", "load", "fused", "together", "stages_alike", "rank", "noise"]
+
+
 class SpreadsRecord(TypedDict):
-    likeliest: dict[Literal["table", "load", "fused", "together", "noise"], Annotated[float, Field(gt=0, le=10)]]
+    likeliest: dict[Spread, Annotated[float, Field(gt=0, le=10)]]
     new_profiles: Annotated[int, Field(ge=0)]
     shard_rows: Annotated[int, Field(ge=-1)]
 

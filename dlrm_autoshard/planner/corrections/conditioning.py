@@ -28,9 +28,19 @@ GRID: Mapping[str, tuple[float, ...]] = {
     "load": (0.003, 0.01, 0.03, 0.1),
     "fused": (0.01, 0.03, 0.1, 0.2),
     "together": (0.01, 0.03, 0.06, 0.12),
+    "stages_alike": (0.1, 0.4, 0.7, 0.9),
+    "rank": (0.005, 0.01, 0.02, 0.04),
     "noise": (0.003, 0.01, 0.03, 0.06),
 }
-RELUCTANCE: Mapping[str, float] = {"table": 0.5, "load": 0.5, "fused": 0.5, "together": 2.0, "noise": 0.5}
+RELUCTANCE: Mapping[str, float] = {
+    "table": 0.5,
+    "load": 0.5,
+    "fused": 0.5,
+    "together": 2.0,
+    "stages_alike": 0.5,
+    "rank": 0.5,
+    "noise": 0.5,
+}
 """By how much likelier, as a power of e, a value that is half or twice the prior's must be to be taken. A job's own
 measurements say little of `together`, either way: 0.12, taken as easily, hid half of a gain of 10%."""
 

@@ -136,7 +136,8 @@ class Corrections:
         parts = Parts(own := [tables[number] for number in unseen])
         share_MB = stages.share_MT[:, unseen] @ parts.basis(own)
         variance_B = variances(parts.num_directions, parts.num_wholes, self.spreads)
-        found: np.ndarray = (share_MB * variance_B) @ share_MB.T * (stages.stage_M[:, None] == stages.stage_M)
+        alike_MM = self.spreads.of_stages(stages.stage_M[:, None] == stages.stage_M)
+        found: np.ndarray = (share_MB * variance_B) @ share_MB.T * alike_MM
         return found
 
     def told(self, stages: Stages, alone: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
@@ -228,7 +229,7 @@ class Corrections:
         newest_N, stage_2N = rows.source_N == observed.newest_source, rows.stage_N == np.arange(2)[:, None]
         self._scale_2 = posterior.mean(self.spreads.scale**2 * sources_alike(newest_N) * stage_2N)
         self._light_2 = posterior.mean(self.spreads.light**2 * rows.light_N * newest_N * stage_2N)
-        many_N2 = (posterior.weights_N * rows.many_N * stage_2N).T
+        many_N2 = (posterior.weights_N * rows.many_N * self.spreads.of_stages(stage_2N)).T
         self._load_form = observed.load_range.form(self.spreads.load**2 * rows.load_NF.T @ many_N2)
         self._fused_B2 = self.spreads.fused**2 * rows.share_NB.T @ many_N2
         self._fused_B2[rows.num_wholes :] = 0.0
@@ -243,7 +244,7 @@ class Corrections:
         become as data changed."""
         own, changed = [], []
         for stage in (0, 1):
-            weights_N = posterior.weights_N * (rows.stage_N == stage)
+            weights_N = posterior.weights_N * self.spreads.of_stages(rows.stage_N == stage)
             now_B2 = observed.now_R2[observed.parts.whole_of_B]
             changed_B2 = (weights_N @ rows.change_NF).reshape(-1, 2) * now_B2
             own.append(rows.variance_B(self.spreads) * (weights_N @ rows.share_NB))

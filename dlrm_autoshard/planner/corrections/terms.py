@@ -17,8 +17,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Spreads:
-    """Prior standard deviations of log factors. Those with a GRID (`conditioning.py`) take the likeliest value, the
-    prior's being likelier than its neighbours; the others hardly matter once anything was measured."""
+    """Prior standard deviations of log factors, but for `stages_alike`. Those with a GRID (`conditioning.py`) take the
+    likeliest value, the prior's being likelier than its neighbours; the others hardly matter once anything was
+    measured."""
 
     table: float = 0.1  # a table's own, in every plan: held-out single tables of the shipped costs
     width: float = 0.2  # of a part, beside its table's: halves took 0.56 of a table, predicted 0.65 to 0.75
@@ -26,6 +27,7 @@ class Spreads:
     fused: float = 0.03  # a table's own, where it is fused with many others
     load: float = 0.01  # of sets that load their rank alike, beside what sets of middling load take (`loads.py`)
     together: float = 0.03  # of one set of tables, beside its tables': held-out sets of the shipped costs
+    stages_alike: float = 0.7  # correlation of what tables and sets are off by forward and backward (README.md)
     noise: float = 0.01  # of an interval's figures, beside what the profile itself reports
     scale: float = 0.5  # all tables of a stage: another machine, a GPU instead of a CPU
     light: float = 0.7  # of what any stage takes (`lightness`): a light rank's took 1.4 to 1.6 of its probe's
@@ -36,14 +38,20 @@ class Spreads:
     exchange_noise: float = 0.05  # of one rank's in one interval, beside what the profile reports
     exchanged: float = 0.1  # of one interval: where ranks wait longer for each other, exchanges took 10% longer
 
+    def of_stages(self, same: np.ndarray) -> np.ndarray:
+        """How much what tables and sets are off by has in common, by whether the stage is the same."""
+        alike: np.ndarray = np.where(same, 1.0, self.stages_alike)
+        return alike
+
 
 @dataclass(frozen=True)
 class SetsAlike:
     """What two lists of observations have in common of being sets like one another, [N, M] each: anywhere, and on the
-    same rank. key_N: `rank_keys`."""
+    same rank; and whether the stage is the same. key_N: `rank_keys`."""
 
     together: np.ndarray
     on_rank: np.ndarray
+    same_stage: np.ndarray
     key_N: np.ndarray
 
     def covariance(self, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
@@ -51,6 +59,7 @@ class SetsAlike:
         found: np.ndarray = spreads.together**2 * self.together
         if slow:
             found += spreads.slow_set**2 * self.on_rank * np.isin(self.key_N, list(slow))[:, None]
+        found *= spreads.of_stages(self.same_stage)
         return found
 
 
@@ -72,12 +81,13 @@ class Common:
     key_N: np.ndarray
 
     def covariance(self, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
-        found = spreads.scale**2 * self.source + spreads.light**2 * self.light + spreads.table**2 * self.table
-        found += spreads.fused**2 * self.fused + spreads.load**2 * self.load
+        found = spreads.table**2 * self.table + spreads.fused**2 * self.fused + spreads.load**2 * self.load
         if self.width.any():
             found += spreads.width**2 * self.width
         if self.change.any():
             found += spreads.change**2 * self.change
+        found *= spreads.of_stages(self.sets.same_stage)
+        found += spreads.scale**2 * self.source + spreads.light**2 * self.light
         found += self.rank * rank_variances(self.key_N, spreads, slow)[:, None]
         found += self.sets.covariance(spreads, slow)
         return found
@@ -130,14 +140,14 @@ class Rows:
         both = min(self.share_NB.shape[1], other.share_NB.shape[1])  # of widths that one does not know it has nothing
         wholes, rest = slice(0, self.num_wholes), slice(self.num_wholes, both)
         tables_NM = self.share_NB[:, wholes] @ other.share_NB[:, wholes].T
-        both_many = np.outer(self.many_N, other.many_N) * same_stage
+        both_many = np.outer(self.many_N, other.many_N)
         same_source = self.source_N[:, None] == other.source_N
         return Common(
             source=sources_alike(same_source) * same_stage,
             light=np.outer(self.light_N, other.light_N) * same_source * same_stage,
-            table=tables_NM * same_stage,
-            width=(self.share_NB[:, rest] @ other.share_NB[:, rest].T) * same_stage,
-            change=(self.change_NF[:, : 2 * both] @ other.change_NF[:, : 2 * both].T) * same_stage,
+            table=tables_NM,
+            width=self.share_NB[:, rest] @ other.share_NB[:, rest].T,
+            change=self.change_NF[:, : 2 * both] @ other.change_NF[:, : 2 * both].T,
             fused=tables_NM * both_many,
             load=(self.load_NF @ other.load_NF.T) * both_many,
             sets=self._sets_alike(other, tables_NM, same_stage),
@@ -157,9 +167,8 @@ class Rows:
         alike = tables_NM / np.maximum(np.outer(length_N, length_M), 1e-12)
         for _ in range(3):
             alike *= alike
-        alike *= same_stage
         both_many = np.sqrt(np.outer(self.many_N, other.many_N))
-        return SetsAlike(alike * both_many, alike * self._same_rank(other), self.rank_keys)
+        return SetsAlike(alike * both_many, alike * self._same_rank(other), same_stage, self.rank_keys)
 
     def _same_rank(self, other: Rows) -> np.ndarray:
         key_M = other.rank_keys
