@@ -99,7 +99,7 @@ class MoveChooser:
         if not paying:
             settled = replace(interval, changed_steps=None if interval.changed_steps is None else LASTING)
             if self._reason_to_stay(best, settled, cautious=False) is not None:  # else time alone may change it
-                self.trigger.found_nothing(why)
+                self.trigger.found_nothing(why, best.gain)
             return replace(base, why=why)
         self.target = None
         paying.sort(key=lambda one: self._out_of_reach(task, plan, one.plan))

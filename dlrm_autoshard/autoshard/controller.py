@@ -69,10 +69,11 @@ class Controller:
         task = replace(self.task, stats=profile.stats, batch_size=profile.batch_size)
         error_before = prediction_error(self.planner.predict(task, plan), profile.ranks)
         self.planner.costs.observe(profile, task.topology)
-        error_after = prediction_error(self.planner.predict(task, plan), profile.ranks)
+        learned = self.planner.predict(task, plan)
+        error_after = prediction_error(learned, profile.ranks)
         slow_W = self.planner.rank_slowness(task.world_size, task.topology.speed)
         slowness = [math.inf if w in task.topology.excluded else float(slow) for w, slow in enumerate(slow_W)]
-        self.trigger.see(interval, slowness, one_host=len(task.topology.ranks_by_host) == 1)
+        self.trigger.see(interval, slowness, learned, one_host=len(task.topology.ranks_by_host) == 1)
         base = replace(base, balance_gain=self.trigger.balance_gain, error_before=error_before, error_after=error_after)
         if measure_shards is not None:  # also where a search has settled: it is worth more the longer a change lasts
             self.chooser.learn_halves(task, interval, plan, measure_shards)

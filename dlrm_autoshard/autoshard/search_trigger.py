@@ -1,8 +1,8 @@
 """When resharding searches for a better plan, and how far intervals scatter: nothing is spent where nothing is to gain.
 
 trigger = SearchTrigger(min_gain=0.02, budget_seconds=20)
-trigger.see(interval, slowness)         # every interval; slowness: of each rank, times longer for the same work
-trigger.reason_not_to_search()          # "even perfect balance would save 1%, below min_gain 2%", or None
+trigger.see(interval, slowness, learned)     # every interval; slowness: of each rank, times longer for the same work
+trigger.reason_not_to_search()               # "even perfect balance would save 1%, below min_gain 2%", or None
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Interval, percent
-from dlrm_autoshard.costs import IQR_OF_NORMAL, PLANNED_STAGES, StepProfile
+from dlrm_autoshard.costs import IQR_OF_NORMAL, PLANNED_STAGES, RankCost, StepProfile, balance_gain
 
 HALVES_SECONDS = 0.3
 """That telling whether a half is worth measuring may take in any case: a cost of all tables anew, and a search."""
@@ -38,11 +38,23 @@ class SearchTrigger:
         self._seen: Interval | None = None
         self._settled: StepProfile | None = None  # what was measured when last a search found nothing better
         self._best_then = ""
+        self._expected = self._expected_then = 0.0  # `balance_gain` by all that was learned; when a search had settled
+        self._gain_then = 0.0  # what the best candidate saved then
 
-    def see(self, interval: Interval, slowness: Sequence[float], *, one_host: bool = True) -> None:
+    def see(
+        self,
+        interval: Interval,
+        slowness: Sequence[float],
+        learned: Sequence[RankCost] | None = None,
+        *,
+        one_host: bool = True,
+    ) -> None:
+        """learned: what each rank takes now, by all that was learned."""
         last, last_gain, self._seen = self._seen, self.balance_gain, interval
         self._took = 0.0
         self.balance_gain, self._error = interval.balance_gain(slowness, exchange=one_host)
+        ranks = interval.profile.ranks if learned is None else learned
+        self._expected = balance_gain(ranks, interval.step_ms, slowness, exchange=one_host)
         # A change that was noticed is one, however little the few steps since then are sure of.
         changed = interval.changed_steps is not None and (
             last is None or last.changed_steps is None or interval.changed_steps < last.changed_steps
@@ -53,8 +65,14 @@ class SearchTrigger:
             _keep(self.gain_differences, abs(self.balance_gain - last_gain))
         else:
             self._alike = 1
-        if self._settled is not None and (changed or differ(self._settled, interval.profile)):
+        if self._settled is not None and (changed or differ(self._settled, interval.profile) or self._has_drifted):
             self._settled, self._spent = None, 0.0
+
+    @property
+    def _has_drifted(self) -> bool:
+        """Slowly, below what two intervals differ by anyway: a candidate might save `min_gain` by now."""
+        grown = self._expected - self._expected_then
+        return grown > max(self.min_gain - self._gain_then, self.min_gain / 2)
 
     @property
     def scatter(self) -> float:
@@ -107,8 +125,11 @@ class SearchTrigger:
         """Something was found, or learned beside what training steps tell."""
         self._settled, self._spent = None, 0.0
 
-    def found_nothing(self, best: str) -> None:
-        self._settled, self._best_then = self._now.profile, best
+    def found_nothing(self, best: str, gain: float = 0.0) -> None:
+        """gain: of the best that was found, a part of a step."""
+        if self._settled is None:
+            self._expected_then = self._expected
+        self._settled, self._best_then, self._gain_then = self._now.profile, best, max(0.0, gain)
         self._spent += self._took
 
     @property
