@@ -77,6 +77,26 @@ def test_a_gain_is_the_surer_the_more_steps_were_timed_and_the_less_ranks_differ
     assert scatter(10, 0.5) > 2 * scatter(10, 0.1)
 
 
+def test_a_slow_drift_is_searched_for_anew_by_what_was_learned_of_it() -> None:
+    """Intervals differ by more than the drift does from one to the next; the posterior follows it."""
+    trigger = SearchTrigger(0.01)
+
+    def seen(second_ms: float) -> None:
+        learned = (RankCost(fwd_compute_ms=20.0), RankCost(fwd_compute_ms=second_ms))
+        trigger.see(interval(20, 24), [1.0, 1.0], learned)
+
+    seen(21.0)
+    while trigger.reason_not_to_search() is None:
+        trigger.searched(1.0)
+        trigger.found_nothing("best candidate saves 0.2%", 0.002)
+        seen(21.05)
+    for second_ms in (21.1, 21.2):
+        seen(second_ms)
+        assert trigger.reason_not_to_search() == "nothing has changed (best candidate saves 0.2%)"
+    seen(21.6)
+    assert trigger.reason_not_to_search() is None
+
+
 def test_a_typical_step_is_surer_than_a_single_one() -> None:
     draws = np.random.default_rng(0).standard_normal((4000, 25))
     assert error_of_median(1) == 1.0
