@@ -18,7 +18,7 @@ from typing import Any
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, gains, moving
 from dlrm_autoshard.autoshard.move_history import History
-from dlrm_autoshard.autoshard.partial_move import first_part
+from dlrm_autoshard.autoshard.partial_move import first_part, movable
 from dlrm_autoshard.autoshard.payoff import MoveCost, reason_to_stay, saved_on_average, seconds_saved
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import ReshardConfig
@@ -90,7 +90,7 @@ class MoveChooser:
     def choose(self, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> Decision:
         """`plan` is the live one."""
         try:
-            paying, best, why = self._best_first(self._proposed(task, interval, plan), interval)
+            paying, best, why = self._best_first(self._proposed(task, interval, plan), task, interval, plan)
         except PlanError as error:  # no reason to stop training under a plan that works
             return replace(base, why=str(error))
         base = replace(base, predicted_gain=best.gain, uncertainty=best.uncertainty)
@@ -102,7 +102,6 @@ class MoveChooser:
                 self.trigger.found_nothing(why, best.gain)
             return replace(base, why=why)
         self.target = None
-        paying.sort(key=lambda one: self._out_of_reach(task, plan, one.plan))
         decisions = (self._decision(one, base, task, interval, plan) for one in paying)
         decision = first = next(decisions)
         while decision.new_plan is None and (other := next(decisions, None)) is not None:
@@ -117,7 +116,9 @@ class MoveChooser:
         started = time.perf_counter()
         # Of each step that a plan will serve for, what moving a byte takes.
         ms_per_byte = 1000 / self.move_cost.bytes_per_second / max(1, interval.lasting_steps)
-        tasks = [task, *self._movable(task, plan)]
+        tasks = [task]
+        if self._most_bytes is not None and task.allows(plan):
+            tasks += filter(None, [movable(task, plan, self.bytes_of, self._most_bytes)])
         seconds = self.trigger.search_seconds / 4 / len(tasks)
         candidates = list[ShardingPlan]()
         for one in tasks:
@@ -132,27 +133,18 @@ class MoveChooser:
         self.trigger.searched(time.perf_counter() - started)
         return proposals
 
-    def _movable(self, task: PlacementTask, plan: ShardingPlan) -> list[PlacementTask]:
-        """Where tables have more bytes than may move at a time: the same task with these where they are. What is found
-        without them can be reached in parts; what is found with them may not."""
-        if self._most_bytes is None or not task.allows(plan):
-            return []
-        now, stay = task.split_as(plan), dict[str, int]()
-        for name, rank in plan.rank_of.items():
-            whole, shard = now.shard(Shard.parse(name).table)[0], now.shard(name)[0]
-            least, *_ = now.halves(name) or (shard,)
-            if self.bytes_of[whole.name] * least.embedding_dim > self._most_bytes * whole.embedding_dim:
-                stay[name] = rank
-        pinned = stay | dict(task.constraints.pinned)
-        return [replace(task, constraints=replace(task.constraints, pinned=pinned))] if stay else []
+    def _best_first(
+        self, proposals: Sequence[Proposal], task: PlacementTask, interval: Interval, plan: ShardingPlan
+    ) -> tuple[list[Proposal], Proposal, str]:
+        """The proposals that pay, by what they save, those last of which more of a table moves than may at a time; the
+        best of them, or of all; and why that one does not pay."""
 
-    def _out_of_reach(self, task: PlacementTask, plan: ShardingPlan, candidate: ShardingPlan) -> bool:
-        """Whether more of a table moves than may at a time."""
-        return max(self._moving(task, plan, candidate).values()) > (self._most_bytes or math.inf)
+        def merit(one: Proposal) -> tuple[bool, float]:
+            most = max(self._moving(task, plan, one.plan).values(), default=0)
+            in_reach = self._most_bytes is None or most <= self._most_bytes
+            return in_reach, seconds_saved(one, interval, self.move_cost)
 
-    def _best_first(self, proposals: Sequence[Proposal], interval: Interval) -> tuple[list[Proposal], Proposal, str]:
-        """The proposals that pay, by what they save; the best of them, or of all; and why that one does not pay."""
-        ordered = sorted(proposals, key=lambda one: -seconds_saved(one, interval, self.move_cost))
+        ordered = sorted(proposals, key=merit, reverse=True)
         reasons = [self._reason_to_stay(one, interval) for one in ordered]
         paying = [one for one, why in zip(ordered, reasons, strict=True) if why is None]
         return paying, (paying or ordered)[0], "" if paying else reasons[0] or ""

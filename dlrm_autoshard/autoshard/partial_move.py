@@ -1,5 +1,6 @@
 """A part of a move: where it is larger than may move at a time, what to move now.
 
+    task = movable(task, plan, bytes_of, max_bytes)       # with what is too large to move where it is
     part = first_part(plan, target, bytes_of, max_bytes, cost_ms, legal)
 
 Pure arithmetic; `cost_ms` predicts, `legal` says whether memory and constraints allow a plan.
@@ -9,14 +10,31 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.plan import Constraints, ShardingPlan
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import Shard
 
 Group = tuple[str, ...]
 MOST_WEIGHED = 40
 """Groups that are weighed against each other: the time grows with their square."""
+
+
+def movable(
+    task: PlacementTask, plan: ShardingPlan, bytes_of: Mapping[str, int], max_bytes: int
+) -> PlacementTask | None:
+    """The same task with tables where they are that have more bytes than may move at a time, halved, too, where they
+    may be split; None where there are none. What is found without these can be reached in parts."""
+    now, stay = task.split_as(plan), dict[str, int]()
+    for name, rank in plan.rank_of.items():
+        whole, shard = now.shard(Shard.parse(name).table)[0], now.shard(name)[0]
+        least, *_ = now.halves(name) or (shard,)
+        if bytes_of[whole.name] * least.embedding_dim > max_bytes * whole.embedding_dim:
+            stay[name] = rank
+    pinned = stay | dict(task.constraints.pinned)
+    return replace(task, constraints=replace(task.constraints, pinned=pinned)) if stay else None
 
 
 def first_part(
