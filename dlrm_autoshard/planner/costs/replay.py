@@ -138,7 +138,7 @@ class ReplayBuffer:
     """What has been measured, bounded, oldest first.
 
     Start-up samples are kept as long as there is room (they are clean and cover many table sets). Of training's own
-    profiles each counts 0.8 of its successor, because data and machines drift.
+    profiles, and of the plans that they are of, each counts 0.8 of its successor, because data and machines drift.
     """
 
     def __init__(self) -> None:
@@ -156,13 +156,18 @@ class ReplayBuffer:
 
     def add_profile(self, profile: StepProfile) -> None:
         self.profiles.append(profile)
-        del self.profiles[:-MOST_PROFILES]
+        if len(self.profiles) > MOST_PROFILES:  # of the older half, that of which there is most goes
+            older = [one.plan.fingerprint for one in self.profiles[: MOST_PROFILES // 2]]
+            del self.profiles[older.index(max(older, key=older.count))]
 
     def weighted_profiles(self) -> Iterator[tuple[StepProfile, float]]:
-        """Profiles with their weights: 1 for the newest, 0.8 for the one before, ..."""
-        newest = len(self.profiles) - 1
-        for i, profile in enumerate(self.profiles):
-            yield profile, DECAY ** (newest - i)
+        """Profiles with their weights. All of the newest plan's weigh 1 together, of the one before 0.8, and so on: the
+        live plan, measured again and again, says nothing new of how others compare."""
+        plans = [profile.plan.fingerprint for profile in self.profiles]
+        newest_first = list(dict.fromkeys(reversed(plans)))
+        for number, (profile, plan) in enumerate(zip(self.profiles, plans, strict=True)):
+            plan_age, age = newest_first.index(plan), plans[number + 1 :].count(plan)
+            yield profile, DECAY ** (plan_age + age) * (1 - DECAY) / (1 - DECAY ** plans.count(plan))
 
     def to_json(self) -> dict[str, Any]:
         return {
