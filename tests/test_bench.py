@@ -51,7 +51,7 @@ def test_a_met_target_exits_zero_and_the_record_is_written(
     add_benchmark(monkeypatch, tmp_path, repr(outcome))
     assert cli.main(["bench", "soak", "--out", str(tmp_path / "out" / "soak.json")]) == 0
     printed = capsys.readouterr().out
-    assert "1.25" in printed and ">= 1.2" in printed and "met" in printed and "1.21 .. 1.3" in printed
+    assert "1.25" in printed and ">= 1.2" in printed and "met" in printed and "1.21 to 1.3" in printed
     record = json.loads((tmp_path / "out" / "soak.json").read_text())
     assert record["verdict"] == "met" and record["verdicts"] == {"speedup": "met", "moves": "met"}
     assert record["figures"] == outcome["figures"] and record["environment"]["cores"] >= 1

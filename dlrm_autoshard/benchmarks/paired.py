@@ -6,6 +6,7 @@ ratio.median, ratio.low, ratio.high
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,18 @@ class Ratio:
     def map(self, function: Callable[[float], float]) -> Ratio:
         """function: one that rises."""
         return Ratio(function(self.median), function(self.low), function(self.high))
+
+
+def in_words(value: float, interval: Sequence[float], digits: str) -> str:
+    """An interval as far as it has ends: '1.22 to 1.34', '1.22 or more', 'of few'; '' where it is a point."""
+    low, high = interval[0], interval[-1]
+    if low == high:
+        return ""
+    if math.isinf(low) and math.isinf(high):
+        return "of few"
+    if math.isinf(high):
+        return "so far" if low == value else f"{low:{digits}} or more"
+    return f"{high:{digits}} or less" if math.isinf(low) else f"{low:{digits}} to {high:{digits}}"
 
 
 def alternate(*contenders: Callable[[], float | None], rounds: int, warmup: int = 1) -> tuple[list[float], ...]:

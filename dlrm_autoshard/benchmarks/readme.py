@@ -7,13 +7,13 @@ others are left out, and the benchmarks that would have to be run for them are n
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dlrm_autoshard.benchmarks.harness import STATE, BenchError, Listing, available
+from dlrm_autoshard.benchmarks.paired import in_words
 from dlrm_autoshard.benchmarks.pitch import NET, RACES, pitch
 from dlrm_autoshard.benchmarks.race_worlds import IN_WORDS
 from dlrm_autoshard.benchmarks.readme_rows import ROWS, Row
@@ -191,13 +191,5 @@ def cell(record: Record, figure: str, *, spread: bool = True, digits: str = ".3g
         return "not measured"
     if not interval or not spread:
         return f"{value:{digits}}"
-    low, high = interval[0], interval[-1]
-    if low == high:
-        return f"{value:{digits}}"
-    if math.isinf(low) and math.isinf(high):
-        told = "of few"
-    elif math.isinf(high):
-        told = "so far" if low == value else f"{low:{digits}} or more"
-    else:
-        told = f"{high:{digits}} or less" if math.isinf(low) else f"{low:{digits}} to {high:{digits}}"
-    return f"{value:{digits}} ({told})"
+    told = in_words(value, interval, digits)
+    return f"{value:{digits}} ({told})" if told else f"{value:{digits}}"

@@ -9,6 +9,8 @@ from typing import Any
 
 from dlrm_autoshard.commands.arguments import check_out
 
+DIGITS = ".4g"
+
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="list the benchmarks, or run one and compare it with its targets")
@@ -65,6 +67,8 @@ def _print(record: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from dlrm_autoshard.benchmarks.paired import in_words
+
     console = Console()
     table = Table("figure", "value", "spread", "target", "", box=None, pad_edge=False, header_style="bold")
     for name, value in record["figures"].items():
@@ -73,7 +77,7 @@ def _print(record: dict[str, Any]) -> None:
         table.add_row(
             name,
             _text(value),
-            "" if spread is None else _text(spread),
+            "" if spread is None else in_words(value, spread, DIGITS),
             record["targets"].get(name, ""),
             f"[red]{verdict}[/red]" if verdict == "missed" else verdict,
         )
@@ -93,7 +97,7 @@ def _print(record: dict[str, Any]) -> None:
 
 def _text(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:{DIGITS}}"
     if isinstance(value, (list, tuple)):
-        return " .. ".join(_text(part) for part in value)
+        return ", ".join(_text(part) for part in value)
     return str(value)
