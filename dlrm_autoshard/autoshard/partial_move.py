@@ -25,8 +25,8 @@ MOST_WEIGHED = 40
 def movable(
     task: PlacementTask, plan: ShardingPlan, bytes_of: Mapping[str, int], max_bytes: int
 ) -> PlacementTask | None:
-    """The same task with tables where they are that have more bytes than may move at a time, halved, too, where they
-    may be split; None where there are none. What is found without these can be reached in parts."""
+    """The same task, with the tables pinned to where they are that have more bytes than may move at a time, or whose
+    halves do where they may be split; None where there are none. What is found so can be reached in parts."""
     now, stay = task.split_as(plan), dict[str, int]()
     for name, rank in plan.rank_of.items():
         whole, shard = now.shard(Shard.parse(name).table)[0], now.shard(name)[0]
