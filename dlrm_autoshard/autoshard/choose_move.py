@@ -90,7 +90,7 @@ class MoveChooser:
     def choose(self, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> Decision:
         """`plan` is the live one."""
         try:
-            paying, best, why = self._best_first(self._proposed(task, interval, plan), task, interval, plan)
+            paying, best, why = self._best_first(self._proposed(task, interval, plan), interval)
         except PlanError as error:  # no reason to stop training under a plan that works
             return replace(base, why=str(error))
         base = replace(base, predicted_gain=best.gain, uncertainty=best.uncertainty)
@@ -102,15 +102,15 @@ class MoveChooser:
                 self.trigger.found_nothing(why, best.gain)
             return replace(base, why=why)
         self.target = None
-        decisions = (self._decision(one, base, task, interval, plan) for one in paying)
-        decision = first = next(decisions)
-        while decision.new_plan is None and (other := next(decisions, None)) is not None:
-            decision = other
-        if decision.new_plan is None:
-            self.trigger.found_nothing(first.why)
-            return first
-        self.trigger.search_anew()
-        return decision
+        kept = list[Decision]()  # of moves no part of which may be made
+        for one in paying:
+            decision = self._decision(one, base, task, interval, plan)
+            if decision.new_plan is not None:
+                self.trigger.search_anew()
+                return decision
+            kept.append(decision)
+        self.trigger.found_nothing(kept[0].why)
+        return kept[0]
 
     def _proposed(self, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> list[Proposal]:
         started = time.perf_counter()
@@ -118,12 +118,14 @@ class MoveChooser:
         ms_per_byte = 1000 / self.move_cost.bytes_per_second / max(1, interval.lasting_steps)
         tasks = [task]
         if self._most_bytes is not None and task.allows(plan):
-            tasks += filter(None, [movable(task, plan, self.bytes_of, self._most_bytes)])
+            in_reach = movable(task, plan, self.bytes_of, self._most_bytes)
+            tasks += [] if in_reach is None else [in_reach]
         seconds = self.trigger.search_seconds / 4 / len(tasks)
         candidates = list[ShardingPlan]()
         for one in tasks:
             found = self.planner.propose(one, plan, ms_per_byte, budget_seconds=seconds)
-            candidates += [p for p in (candidate.ordered(task.names) for candidate, _ in found) if p not in candidates]
+            plans = [candidate.ordered(task.names) for candidate, _ in found]
+            candidates += [candidate for candidate in plans if candidate not in candidates]
         for other in filter(None, (self.target, *self._halved, *self.left)):
             if other not in [plan, *candidates] and task.splits_enough(other):
                 candidates.append(other)
@@ -133,15 +135,12 @@ class MoveChooser:
         self.trigger.searched(time.perf_counter() - started)
         return proposals
 
-    def _best_first(
-        self, proposals: Sequence[Proposal], task: PlacementTask, interval: Interval, plan: ShardingPlan
-    ) -> tuple[list[Proposal], Proposal, str]:
+    def _best_first(self, proposals: Sequence[Proposal], interval: Interval) -> tuple[list[Proposal], Proposal, str]:
         """The proposals that pay, by what they save, those last of which more of a table moves than may at a time; the
         best of them, or of all; and why that one does not pay."""
 
         def merit(one: Proposal) -> tuple[bool, float]:
-            most = max(self._moving(task, plan, one.plan).values(), default=0)
-            in_reach = self._most_bytes is None or most <= self._most_bytes
+            in_reach = self._most_bytes is None or one.largest <= self._most_bytes
             return in_reach, seconds_saved(one, interval, self.move_cost)
 
         ordered = sorted(proposals, key=merit, reverse=True)
@@ -180,6 +179,7 @@ class MoveChooser:
             len(moving_bytes),
             num_bytes,
             1 if self._most_bytes is None else max(1, math.ceil(num_bytes / self._most_bytes)),
+            max(moving_bytes.values(), default=0),
         )
 
     def _of_step(self, interval: Interval, gain: float) -> float:

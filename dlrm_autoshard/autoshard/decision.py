@@ -79,7 +79,8 @@ def error_of_median(count: int) -> float:
 @dataclass(frozen=True)
 class Proposal:
     """A plan that tables could move to. gain: part of the step time that it is predicted to save; uncertainty: standard
-    deviation of that. tables, bytes: what would travel, in so many moves (`parts`)."""
+    deviation of that. tables, bytes: what would travel, in so many moves (`parts`). largest: bytes of the table of
+    which most would."""
 
     plan: ShardingPlan
     gain: float
@@ -87,6 +88,7 @@ class Proposal:
     tables: int
     bytes: int
     parts: int = 1
+    largest: int = 0
 
 
 def seen_of(stages_W4: np.ndarray, step_ms: float) -> np.ndarray:
