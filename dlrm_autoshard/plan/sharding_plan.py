@@ -141,7 +141,7 @@ class ShardingPlan:
         shards = [str(shard) for name in names for shard in (self.parts_of(name) or (Shard.parse(name),))]
         return ShardingPlan({shard: self.rank_of[shard] for shard in shards}, self.world_size)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Short stable name of this placement."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
