@@ -12,51 +12,23 @@ from typing import Any
 import numpy as np
 import torch
 
-POOL = {"rows": (1e3, 1e7), "dims": (4, 256), "pooling": (0.5, 60.0)}
-BATCH_SIZES, TABLES = (16384, 4096), 96
-"""So that the ids of all tables, drawn on the host, stay in the probe's cache: else drawing takes all the time."""
+BATCH_SIZE = 16_384
 
 
 def shards(folder: Path, seconds: float, found: dict[str, Any]) -> None:
-    """Fused shards of 1 to 50 tables, forward and backward, until 2,400 are measured or time is up; a model on them."""
-    from dlrm_autoshard.planner.costs.cost_model import CostModel
-    from dlrm_autoshard.planner.costs.fit_costs import fit_cost_model
-    from dlrm_autoshard.planner.costs.replay import ShardSample
-    from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
-    from dlrm_autoshard.probe.hardware import hardware_fingerprint
-    from dlrm_autoshard.probe.shard_probe import ShardProbe
+    """Fused shards of 1 to 50 tables, forward and backward, until time is up; a cost model on them. What is measured
+    is what `python -m dlrm_autoshard.probe.collect --device cuda` measures."""
+    from dlrm_autoshard.probe.collect import collect, fit, samples_in
 
-    device = torch.device("cuda")
-    deadline = time.monotonic() + 0.8 * seconds
-    pools = {size: synthetic_pool(TABLES, seed=21, batch_size=size, **POOL) for size in BATCH_SIZES}  # type: ignore[arg-type]
-    free, _ = torch.cuda.mem_get_info(device)
-    probe = ShardProbe(device=device, buffer_gib=0.4 * free / 2**30, repeats=5, seconds_per_shard=0.02)
-    generator = np.random.default_rng(22)
-    samples: list[ShardSample] = []
-    while len(samples) < 2400 and time.monotonic() < deadline:
-        size = int(generator.choice(BATCH_SIZES))
-        count = int(np.exp(generator.uniform(0, np.log(51))))
-        pool = pools[size].chosen(generator.choice(TABLES, count, replace=False).tolist())
-        time_ = probe.measure(pool.tables, pool.stats, size)
-        samples.append(
-            ShardSample(pool.tables, pool.stats, size, time_.fwd_compute_ms, time_.bwd_compute_ms, time_.noise)
-        )
-    with (folder / "shards.jsonl").open("w") as file:
-        file.write(json.dumps({"fingerprint": hardware_fingerprint(device), "pool_seed": 21, "draw_seed": 22}) + "\n")
-        for sample in samples:
-            names = [int(table.name.removeprefix("t_")) for table in sample.tables]
-            row = [sample.batch_size, names, round(sample.fwd_compute_ms, 4), round(sample.bwd_compute_ms, 4)]
-            file.write(json.dumps(row) + "\n")
-    found["measured"] = len(samples)
-    held_out = samples[::5]
-    model = CostModel(0)
-    others = [sample for i, sample in enumerate(samples) if i % 5]
-    fit_cost_model(model, others, updates=1500, budget_seconds=0.2 * seconds)
-    predicted = model.shard_ms(held_out)
-    measured = np.array([[sample.fwd_compute_ms, sample.bwd_compute_ms] for sample in held_out])
-    error = np.abs(np.array(predicted).sum(1) / measured.sum(1) - 1)
-    (folder / "cost_model.json").write_text(json.dumps(model.to_json()))
-    found |= {"held_out": len(held_out), "held_out_error": float(error.mean())}
+    path = folder / "shards.jsonl"
+    path.unlink(missing_ok=True)
+    collect(path, 4000, 0.8 * seconds, torch.device("cuda"))
+    samples, _, again = samples_in(path)
+    found |= {"measured": len(samples), "measured_again_differs_by": float(np.median(np.abs(again))) if again else 0.0}
+    planner, errors = fit(samples, samples)
+    (folder / "cost_model.json").write_text(json.dumps(planner.costs.cost_model.to_json()))
+    found |= {"held_out": errors["held_out_shards"]}
+    found |= {f"held_out_error_{stage}": error for stage, error in errors["held_out_error"].items()}
 
 
 def planning(folder: Path, seconds: float, found: dict[str, Any]) -> None:
@@ -71,11 +43,11 @@ def planning(folder: Path, seconds: float, found: dict[str, Any]) -> None:
     from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
     from dlrm_autoshard.probe.shard_probe import ShardProbe
 
-    batch_size = BATCH_SIZES[0]
+    batch_size = BATCH_SIZE
     pool = synthetic_pool(120, seed=31, batch_size=batch_size, rows=(1e3, 1e6), dims=(16, 16), pooling=(1.0, 60.0))
     saved = folder / "cost_model.json"
     deadline = time.monotonic() + seconds
-    probe = ShardProbe(device=torch.device("cuda"), buffer_gib=8.0, seconds_per_shard=0.02)
+    probe = ShardProbe(device=torch.device("cuda"), buffer_gib=8.0, seconds_per_shard=0.02, most_kept_ids=1_000_000_000)
     learned = ("dreamshard", "search", "auto")
     costs: dict[str, dict[str, list[float]]] = {}
     generator = np.random.default_rng(32)
@@ -133,7 +105,7 @@ def roofline(folder: Path, seconds: float, found: dict[str, Any]) -> None:
         copies.append(start.elapsed_time(end))
     bandwidth = 2 * block.nbytes / (1e-3 * float(np.median(copies)))
     del block, other
-    batch_size = BATCH_SIZES[0]
+    batch_size = BATCH_SIZE
     pool = synthetic_pool(26, seed=41, batch_size=batch_size, rows=(1e5, 1e6), dims=(128, 128), pooling=(5.0, 40.0))
     measured = ShardProbe(device=device, buffer_gib=30.0, repeats=10).measure(pool.tables, pool.stats, batch_size)
     ids = sum(stat.mean_pooling * batch_size for stat in pool.stats)

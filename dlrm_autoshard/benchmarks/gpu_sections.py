@@ -2,7 +2,8 @@
 
     python -m dlrm_autoshard.benchmarks.gpu_sections roofline result.json 45
 
-Figures are numbers, explanations strings; anything else (curves, tables) stays in the section's file. What was found
+Figures are numbers (with a 95% interval of some in "spread"), explanations strings; anything else (curves, tables)
+stays in the section's file. What was found
 before a section failed, or was told to end, is written all the same.
 """
 
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_autoshard.benchmarks.gpu_kernels import planning, roofline, shards
+from dlrm_autoshard.benchmarks.gpu_peer import peer, stages
 from dlrm_autoshard.benchmarks.gpu_training import doctor, shared_gpu, synchronisation, training, uvm
 
 SECTIONS: dict[str, Callable[[Path, float, dict[str, Any]], None]] = {
     function.__name__: function
-    for function in (doctor, training, shared_gpu, uvm, shards, planning, roofline, synchronisation)
+    for function in (doctor, training, shared_gpu, uvm, peer, stages, shards, planning, roofline, synchronisation)
 }
 
 

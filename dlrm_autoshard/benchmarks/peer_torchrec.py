@@ -69,6 +69,7 @@ def sharded(
     plan: Any,
     check_ids: bool,
     optimizer: str = "EXACT_ROWWISE_ADAGRAD",
+    device: torch.device = torch.device("cpu"),
 ) -> tuple[Any, Any]:
     """The model on all ranks, and TorchRec's plan of it. batch_size: a rank. module: the name of the tables' in the
     model. plan: ours, or one of TorchRec's kind; None for that of TorchRec's planner. Collective."""
@@ -86,7 +87,7 @@ def sharded(
     )
     if plan is None:
         planner = EmbeddingShardingPlanner(
-            topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"),
+            topology=Topology(world_size=dist.get_world_size(), compute_device=device.type),
             batch_size=batch_size,
             constraints={
                 table.name: ParameterConstraints(
@@ -106,7 +107,7 @@ def sharded(
         its_plan = plan
     parallel = DistributedModelParallel(
         model,
-        device=torch.device("cpu"),
+        device=device,
         plan=its_plan,
         sharders=[sharder],
         data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=True),
@@ -135,9 +136,10 @@ class TorchrecJob:
         plan: ShardingPlan | None = None,
         check_ids: bool = True,
         pipeline: bool = False,
+        device: torch.device = torch.device("cpu"),
     ) -> None:
         """plan: None for that of its own planner. pipeline: its own (TrainPipelineSparseDist), which on a CPU only
-        starts the next batch's exchange earlier."""
+        starts the next batch's exchange earlier. On a GPU batches are in pinned memory."""
         reason = find_torchrec()
         if reason is not None:
             raise ModuleNotFoundError(reason)
@@ -153,7 +155,7 @@ class TorchrecJob:
                 dense_in_features=workload.num_dense,
                 dense_arch_layer_sizes=list(workload.bottom),
                 over_arch_layer_sizes=list(workload.top),
-                dense_device=torch.device("cpu"),
+                dense_device=device,
             )
         )
         self.model, _ = sharded(
@@ -164,6 +166,7 @@ class TorchrecJob:
             module="model.sparse_arch.embedding_bag_collection",
             plan=plan,
             check_ids=check_ids,
+            device=device,
         )
         self.optimizer = torch.optim.SGD(dense_parameters(self.model), lr=DENSE_LR)
         keys = [table.name for table in workload.tables]
@@ -172,7 +175,8 @@ class TorchrecJob:
             _Batch(b.dense_BF, KeyedJaggedTensor(keys, b.values_N, lengths=b.lengths_TB.flatten()), b.labels_B)
             for b in itertools.cycle(batches)
         )
-        self._pipeline = TrainPipelineSparseDist(self.model, self.optimizer, torch.device("cpu")) if pipeline else None
+        self._pipeline = TrainPipelineSparseDist(self.model, self.optimizer, device) if pipeline else None
+        self._device = device
 
     def run(self, steps: int) -> float:
         """Seconds that so many steps took."""
@@ -186,7 +190,7 @@ class TorchrecJob:
             self._pipeline.progress(self._fresh_batches)
             return torch.zeros(())
         self.optimizer.zero_grad()
-        loss, _ = self.model(next(self._fresh_batches))
+        loss, _ = self.model(next(self._fresh_batches).to(self._device, non_blocking=True))
         loss.backward()
         self.optimizer.step()
         return loss.detach()
@@ -199,7 +203,12 @@ class _Batch:
         self.dense_features, self.sparse_features, self.labels = dense_features, sparse_features, labels
 
     def to(self, device: torch.device, non_blocking: bool = False) -> _Batch:
-        return self
+        if device.type == "cpu":
+            return self
+        parts = self.dense_features, self.sparse_features, self.labels
+        return _Batch(*(part.to(device, non_blocking=non_blocking) for part in parts))
 
     def record_stream(self, stream: Any) -> None:
-        pass
+        if self.labels.is_cuda:
+            for part in (self.dense_features, self.sparse_features, self.labels):
+                part.record_stream(stream)

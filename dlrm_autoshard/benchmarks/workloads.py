@@ -161,11 +161,12 @@ class OurJob:
         overlap: bool = True,
         shared_memory: bool = True,
         ranks: Sequence[int] | None = None,
+        device: torch.device = torch.device("cpu"),
     ) -> None:
-        """ranks: that train it, where not all do; the others must call `make_groups` meanwhile."""
+        """ranks: that train it, where not all do; the others must call `make_groups` meanwhile. On a GPU batches are in
+        pinned memory."""
         self.batches = batches
         group, id_group, control = make_groups(ranks)
-        device = torch.device("cpu")
         self.embeddings = ShardedEmbeddings(
             workload.tables,
             plan,

@@ -2,6 +2,7 @@
 
 python -m dlrm_autoshard.probe.collect --out shards.jsonl --shards 1500 --seconds 110
 python -m dlrm_autoshard.probe.collect --out shards.jsonl --exchanges       # gloo exchanges of 2 to 4 ranks
+python -m dlrm_autoshard.probe.collect --out shards.jsonl --device cuda     # on a GPU: larger batches of fewer tables
 python -m dlrm_autoshard.probe.collect --out shards.jsonl --pack amd_epyc   # fits, prints errors, writes amd_epyc.*
 python -m dlrm_autoshard.probe.collect --refit amd_epyc                     # where only the model changed
 """
@@ -13,7 +14,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,24 @@ from dlrm_autoshard.probe.rank_probe import RankProbe
 from dlrm_autoshard.probe.shard_probe import ShardProbe
 from dlrm_autoshard.probe.shipped_costs import SHIPPED, read_samples, write_samples
 
-BATCH_SIZES, BATCH_SHARES = (512, 1024, 2048, 4096, 8192), (0.1, 0.1, 0.5, 0.2, 0.1)
+
+@dataclass(frozen=True)
+class Draws:
+    """Of which batch sizes (and how often each) and how many tables of each pool shards are drawn. all_tables: the
+    batch size up to which a shard has up to 50 tables; of larger ones it has fewer, or it would take minutes."""
+
+    batch_sizes: tuple[int, ...]
+    shares: tuple[float, ...]
+    all_tables: int
+    large: int
+    small: int
+
+
+DRAWS = {
+    "cpu": Draws((512, 1024, 2048, 4096, 8192), (0.1, 0.1, 0.5, 0.2, 0.1), 2048, large=428, small=200),
+    # Drawing ids on the host is what takes the time here.
+    "cuda": Draws((4096, 16384, 32768), (0.25, 0.5, 0.25), 32768, large=160, small=80),
+}
 REPEAT_EVERY = 10
 NOISY = 0.1  # spread above which a shard is measured once more
 UPDATES = 600
@@ -60,14 +78,14 @@ def pools(batch_size: int) -> dict[str, TablePool]:
     }
 
 
-def shard(index: int) -> Shard:
+def shard(index: int, draws: Draws = DRAWS["cpu"]) -> Shard:
     """The index-th shard: 1 to 50 tables, log-uniform, so that single tables are common."""
     generator = np.random.default_rng((7, index))
     pool = "large" if generator.random() < 0.8 else "small"
-    batch_size = int(generator.choice(BATCH_SIZES, p=BATCH_SHARES))
-    most = 50 if batch_size <= 2048 else 50 * 2048 // batch_size  # a shard takes seconds, not minutes
+    batch_size = int(generator.choice(draws.batch_sizes, p=draws.shares))
+    most = 50 if batch_size <= draws.all_tables else 50 * draws.all_tables // batch_size
     count = int(np.floor(np.exp(generator.uniform(0, np.log(most + 1)))))
-    num_tables = 428 if pool == "large" else 200
+    num_tables = draws.large if pool == "large" else draws.small
     return Shard(pool, batch_size, tuple(int(t) for t in generator.choice(num_tables, count, replace=False)))
 
 
@@ -79,26 +97,30 @@ def schedule(num_shards: int) -> Iterator[tuple[int, int]]:
             yield index - 100, 1
 
 
-def collect(out: Path, num_shards: int, seconds: float, core: int) -> int:
+def collect(out: Path, num_shards: int, seconds: float, device: torch.device) -> int:
     """Measures what is missing in `out` for at most `seconds`; returns how many measurements are still missing.
 
     Shard i is the same whatever came before, so the command can be called again and again, in slices of a quiet
     machine, and goes on where it stopped. Every tenth shard is measured a second time, later: how much a measurement
     differs from itself is the floor under any cost model's error.
     """
-    os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     deadline = time.monotonic() + seconds
     done = {(row["shard"], row["repetition"]) for row in read_rows(out) if "shard" in row}
     missing = [item for item in schedule(num_shards) if item not in done]
-    probe = ShardProbe(undisturbed=True, seconds_per_shard=0.15)
-    pool_at = {size: pools(size) for size in BATCH_SIZES}
-    fingerprint = hardware_fingerprint()
+    draws, probe = DRAWS[device.type], ShardProbe(undisturbed=True, seconds_per_shard=0.15)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        probe = ShardProbe(
+            device=device, buffer_gib=0.25 * free / 2**30, seconds_per_shard=0.02, most_kept_ids=2_000_000_000
+        )
+    pool_at = {size: pools(size) for size in draws.batch_sizes}
+    fingerprint = hardware_fingerprint(device)
     with out.open("a") as file:
         for position, (index, repetition) in enumerate(missing):
             if time.monotonic() > deadline:
                 return len(missing) - position
-            chosen = shard(index)
+            chosen = shard(index, draws)
             pool = pool_at[chosen.batch_size][chosen.pool].chosen(chosen.tables)
             attempts = [probe.measure(pool.tables, pool.stats, chosen.batch_size)]
             if attempts[-1].noise > NOISY:
@@ -119,6 +141,10 @@ def collect(out: Path, num_shards: int, seconds: float, core: int) -> int:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def fingerprint_in(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return dict(next(row["fingerprint"] for row in rows if "fingerprint" in row))
 
 
 def collect_exchanges(out: Path) -> int:
@@ -158,13 +184,14 @@ def exchanges_on_ranks(rank: int, world_size: int) -> list[dict[str, Any]] | Non
 def samples_in(path: Path) -> tuple[list[ShardSample], list[CommsSample], list[float]]:
     """Shards (their first measurement), exchanges, and by how much a shard's second measurement differs."""
     rows = read_rows(path)
-    pool_at = {size: pools(size) for size in BATCH_SIZES}
+    draws = DRAWS[fingerprint_in(rows)["device"]]
+    pool_at = {size: pools(size) for size in draws.batch_sizes}
     shards: dict[int, ShardSample] = {}
     again = []
     for row in rows:
         if "exchange" in row:
             continue
-        chosen = shard(row["shard"])
+        chosen = shard(row["shard"], draws)
         pool = pool_at[chosen.batch_size][chosen.pool].chosen(chosen.tables)
         sample = ShardSample(
             pool.tables, pool.stats, chosen.batch_size, row["fwd_compute"], row["bwd_compute"], row["noise"]
@@ -185,7 +212,7 @@ def pack(path: Path, machine: str) -> dict[str, Any]:
     write_samples(SHIPPED / f"{machine}.npz", kept, comms)
     facts = {
         "schema": 1,
-        "fingerprint": next(row["fingerprint"] for row in read_rows(path) if "fingerprint" in row),
+        "fingerprint": fingerprint_in(read_rows(path)),
         "shards": len(kept),
         "shards_left_out": f"{len(shards) - len(kept)} whose spread was above {DISTURBED}",
         "exchanges": len(comms),
@@ -198,7 +225,23 @@ def pack(path: Path, machine: str) -> dict[str, Any]:
 def fit_shipped(machine: str, facts: dict[str, Any]) -> dict[str, Any]:
     """Fits to four fifths of a machine's samples, reports the error on the rest, fits to all, and writes its record."""
     samples = read_samples(SHIPPED / f"{machine}.npz")
-    shards = [sample for sample in samples if isinstance(sample, ShardSample)]
+    planner, errors = fit([sample for sample in samples if isinstance(sample, ShardSample)], samples)
+    figures = {
+        **facts,
+        "command": "python -m dlrm_autoshard.probe.collect --out shards.jsonl --shards N, --exchanges, then --pack X",
+        "updates": UPDATES,
+        **errors,
+    }
+    fitted = {
+        "cost_model": planner.costs.cost_model.to_json(),
+        "comms": planner.costs.exchange.prices_SP.tolist(),
+    }
+    (SHIPPED / f"{machine}.json").write_text(json.dumps({**figures, **fitted}) + "\n")
+    return figures
+
+
+def fit(shards: Sequence[ShardSample], samples: Sequence[ShardSample | CommsSample]) -> tuple[Planner, dict[str, Any]]:
+    """A planner that has learned all samples, and by how much one errs that has learned four fifths of the shards."""
     order = np.random.default_rng(0).permutation(len(shards))
     held_out = [shards[i] for i in order[: len(shards) // 5]]
     trial, planner = Planner("auto", seed=0), Planner("auto", seed=0)
@@ -208,20 +251,11 @@ def fit_shipped(machine: str, facts: dict[str, Any]) -> dict[str, Any]:
     errors = np.abs(predicted / measured - 1).mean(axis=0)
     total = np.abs(predicted.sum(axis=1) / measured.sum(axis=1) - 1)
     planner.costs.learn(samples, updates=UPDATES)
-    figures = {
-        **facts,
-        "command": "python -m dlrm_autoshard.probe.collect --out shards.jsonl --shards N, --exchanges, then --pack X",
-        "updates": UPDATES,
+    return planner, {
         "held_out_shards": len(held_out),
         "held_out_error": {"forward": float(errors[0]), "backward": float(errors[1]), "both": float(total.mean())},
         "held_out_error_median": float(np.median(total)),
     }
-    fitted = {
-        "cost_model": planner.costs.cost_model.to_json(),
-        "comms": planner.costs.exchange.prices_SP.tolist(),
-    }
-    (SHIPPED / f"{machine}.json").write_text(json.dumps({**figures, **fitted}) + "\n")
-    return figures
 
 
 def refit(machine: str) -> dict[str, Any]:
@@ -235,6 +269,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=1500)
     parser.add_argument("--seconds", type=float, default=110.0)
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)))
+    parser.add_argument("--device", choices=sorted(DRAWS), default="cpu")
     parser.add_argument("--exchanges", action="store_true", help="measure exchanges instead of shards")
     parser.add_argument("--pack", metavar="NAME", help="fit, write the shipped files of that name")
     parser.add_argument("--refit", metavar="NAME", help="fit anew to the shipped samples of that name")
@@ -246,7 +281,9 @@ def main() -> None:
     elif arguments.refit:
         print(json.dumps(refit(arguments.refit), indent=1))
     else:
-        missing = collect(arguments.out, arguments.shards, arguments.seconds, arguments.core)
+        if arguments.device == "cpu":
+            os.sched_setaffinity(0, {arguments.core})
+        missing = collect(arguments.out, arguments.shards, arguments.seconds, torch.device(arguments.device))
         print(f"{missing} measurements still missing")
 
 

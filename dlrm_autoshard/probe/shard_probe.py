@@ -7,10 +7,11 @@ time.fwd_compute_ms, time.bwd_compute_ms                 # medians; `noise` is t
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +21,13 @@ from torch import Tensor
 
 from dlrm_autoshard.config import TableOptimizerConfig
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
+from dlrm_autoshard.distributed.stage_clock import DeviceTimer, Timer
 from dlrm_autoshard.distributed.tables.memory import in_huge_pages
 from dlrm_autoshard.distributed.tables.storage import shared_format, state_shapes
 from dlrm_autoshard.distributed.tables.tbe import make_tbe
 from dlrm_autoshard.probe.drawn_ids import draw_ids
 from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats, output_order
 
-_MOST_CACHED_IDS = 100_000_000  # drawn ids kept for the next shard with the same table (400 MB)
 _ALIGN = 4096  # elements; real tables start at whole pages too
 _DRAWS = 4
 """Batches that take turns, so that no shard is timed on rows that its last step left in the cache: with two of them a
@@ -55,6 +56,7 @@ class ShardProbe:
     repeats, seconds_per_shard: at least `repeats` timed steps, up to four times as many while there is time.
     undisturbed: steps during which another process took this core are timed again (CPU only; for isolated mode,
         which asks what the shard itself takes). On running ranks such steps count: ranks may have to share cores.
+    most_kept_ids: drawn ids that wait for the next shard with the same table (400 MB), on the device.
 
     Real tables are never touched (a probing backward would train them). Throwaway tables are windows, at different
     places, of one resident buffer: measuring a shard of 50 GiB takes no 50 GiB, and pages are faulted in once, not for
@@ -71,12 +73,15 @@ class ShardProbe:
         repeats: int = 5,
         seconds_per_shard: float = 0.25,
         undisturbed: bool = False,
+        most_kept_ids: int = 100_000_000,
     ) -> None:
         self.optimizer: TableOptimizer = optimizer
         self.device = device
         self.warmup, self.warmup_seconds = warmup, warmup_seconds
         self.repeats, self.seconds_per_shard = repeats, seconds_per_shard
         self.undisturbed = undisturbed and device.type == "cpu"
+        self._most_kept_ids = most_kept_ids
+        self._timer, self._steps_ahead = (DeviceTimer(device), 1) if device.type == "cuda" else (Timer(), 0)
         self._buffer_bytes = int(buffer_gib * 2**30)
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self._drawn: OrderedDict[Any, list[DrawnIds]] = OrderedDict()
@@ -115,24 +120,37 @@ class ShardProbe:
         """ms of lookups, and of backward + update, step by step."""
         forward: list[float] = []
         backward: list[float] = []
-        started, step, disturbed = time.perf_counter(), 0, 0
-        while len(forward) < self.repeats or (
-            len(forward) < 4 * self.repeats and time.perf_counter() < started + self.seconds_per_shard
-        ):
-            start, start_cpu = now(self.device), time.thread_time()
-            pooled = module(*batches[step % _DRAWS])
-            middle = now(self.device)
-            pooled.backward(gradient)
-            end, cpu = now(self.device), time.thread_time() - start_cpu
-            step += 1
-            if step <= self.warmup and (step == 1 or end < started + self.warmup_seconds):
+        started, disturbed = time.perf_counter(), 0
+        for step, (lookup, update, cpu) in enumerate(self._steps(module, batches, gradient)):
+            if step < self.warmup and (step == 0 or time.perf_counter() < started + self.warmup_seconds):
                 continue
-            if self.undisturbed and cpu < 0.97 * (end - start) - 2e-5 and disturbed < 10 * self.repeats:
+            if self.undisturbed and cpu < 0.97 * (lookup + update) - 2e-5 and disturbed < 10 * self.repeats:
                 disturbed += 1
                 continue
-            forward.append(1e3 * (middle - start))
-            backward.append(1e3 * (end - middle))
+            forward.append(1e3 * lookup)
+            backward.append(1e3 * update)
+            enough = self.repeats if time.perf_counter() > started + self.seconds_per_shard else 4 * self.repeats
+            if len(forward) >= enough:
+                break
         return forward, backward
+
+    def _steps(
+        self, module: Any, batches: Sequence[tuple[Tensor, Tensor]], gradient: Tensor
+    ) -> Iterator[tuple[float, float, float]]:
+        """Seconds of each step's lookup, of its backward + update, and of this thread's core. On a GPU the host is a
+        step ahead, as in training: the device is timed, and launches only as far as it does not hide them."""
+        timer, under_way = self._timer, deque[Any]()
+        for batch in itertools.cycle(batches):
+            started = time.thread_time()
+            start = timer.mark()
+            pooled = module(*batch)
+            middle = timer.mark()
+            pooled.backward(gradient)
+            under_way.append((start, middle, timer.mark(), time.thread_time() - started))
+            if len(under_way) > self._steps_ahead:
+                start, middle, end, cpu = under_way.popleft()
+                timer.finish(end)
+                yield timer.seconds(start, middle), timer.seconds(middle, end), cpu
 
     def _batches(
         self, tables: Sequence[TableConfig], stats: Sequence[TableStats], rows: Sequence[int], batch_size: int
@@ -146,9 +164,9 @@ class ShardProbe:
                 ids[draw].append(ids_N)
         batches = []
         for draw in range(_DRAWS):
-            offsets = torch.zeros(len(tables) * batch_size + 1, dtype=torch.int32)
+            offsets = torch.zeros(len(tables) * batch_size + 1, dtype=torch.int32, device=self.device)
             torch.cumsum(torch.cat(lengths[draw]), 0, out=offsets[1:])
-            batches.append((torch.cat(ids[draw]).to(self.device), offsets.to(self.device)))
+            batches.append((torch.cat(ids[draw]), offsets))
         return batches
 
     def _drawn_ids(self, table: TableConfig, stats: TableStats, rows: int, batch_size: int) -> list[DrawnIds]:
@@ -159,9 +177,10 @@ class ShardProbe:
             ids = [torch.from_numpy(ids_N.astype(np.int32)) for _, ids_N in drawn]
             if rows < table.num_embeddings:
                 ids = in_fewer_rows(ids, rows)
-            self._drawn[key] = [(torch.from_numpy(drawn[i][0]), ids_N) for i, ids_N in enumerate(ids)]
+            lengths = [torch.from_numpy(lengths_B) for lengths_B, _ in drawn]
+            self._drawn[key] = [(a.to(self.device), b.to(self.device)) for a, b in zip(lengths, ids, strict=True)]
             self._num_drawn += sum(map(len, ids))
-            while self._num_drawn > _MOST_CACHED_IDS and len(self._drawn) > 1:
+            while self._num_drawn > self._most_kept_ids and len(self._drawn) > 1:
                 _, oldest = self._drawn.popitem(last=False)
                 self._num_drawn -= sum(len(ids_N) for _, ids_N in oldest)
         self._drawn.move_to_end(key)

@@ -1,0 +1,102 @@
+"""Sections of `bench gpu-all` that time steps: in turns with TorchRec on the same batches, and stage by stage beside
+what the micro-benchmark measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_autoshard.benchmarks.paired import Ratio, alternate, median_with_interval, paired_ratio
+from dlrm_autoshard.benchmarks.peer_torchrec import TorchrecJob, find_torchrec
+from dlrm_autoshard.benchmarks.plans_in_turns import best_of
+from dlrm_autoshard.benchmarks.workloads import W_EMB, W_SMALL, OurJob, Workload
+from dlrm_autoshard.probe.shard_probe import ShardProbe, now
+
+STEPS, ROUNDS = 20, 12
+WORKLOADS = {
+    name: replace(workload, batch_size=16_384, num_batches=3)
+    for name, workload in (("w_small", W_SMALL), ("w_emb", W_EMB))
+}
+THEIRS: dict[str, dict[str, Any]] = {
+    "torchrec": {},
+    "torchrec, ids unchecked": {"check_ids": False},
+    "torchrec, pipeline": {"check_ids": False, "pipeline": True},
+}
+"""As in train_speed.py."""
+
+
+def peer(folder: Path, seconds: float, found: dict[str, Any]) -> None:
+    """Both of train-wemb's and train-wsmall's workloads at a GPU's batch size, from pinned memory, over nccl."""
+    device = _join()
+    found["spread"] = {}
+
+    def put(name: str, figure: Ratio) -> None:
+        found[name], found["spread"][name] = round(figure.median, 3), [round(figure.low, 3), round(figure.high, 3)]
+
+    if missing := find_torchrec():
+        found["torchrec"] = f"no comparison: {missing}"
+    for name, workload in WORKLOADS.items():
+        arms = _jobs(workload, {} if missing else THEIRS, device)
+        taken = dict(zip(arms, alternate(*arms.values(), rounds=ROUNDS), strict=True))
+        del arms
+        torch.cuda.empty_cache()
+        for arm, times in taken.items():
+            put(f"{name}: {arm} samples/s", median_with_interval([STEPS * workload.batch_size / s for s in times]))
+        if not missing:
+            for arm in THEIRS:
+                put(f"{name}: over {arm}", paired_ratio(taken[arm], taken["ours"]))
+            fastest, _ = best_of({arm: [1 / s for s in taken[arm]] for arm in THEIRS}, list(THEIRS))
+            put(f"{name}: over the fastest of them", paired_ratio([1 / rate for rate in fastest], taken["ours"]))
+    dist.destroy_process_group()
+
+
+def stages(folder: Path, seconds: float, found: dict[str, Any]) -> None:
+    """What stages of real steps take on the device, and what planners are told by ids drawn for throwaway tables."""
+    device = _join()
+    for name, workload in WORKLOADS.items():
+        job = OurJob(workload, workload.plan(1), 0, [batch.pinned() for batch in workload.batches()], device=device)
+        job.run(STEPS)
+        job.run(2 * STEPS, sample_every=2)
+        for stage, time in job.clock.summary().items():
+            found[f"{name}: {stage} ms"] = time.median_ms
+        del job
+        probed = ShardProbe(device=device, buffer_gib=4.0).measure(
+            workload.tables, workload.stats(), workload.batch_size
+        )
+        for stage in ("fwd_compute", "bwd_compute"):
+            found[f"{name}: {stage}, probed over trained"] = (
+                getattr(probed, f"{stage}_ms") / found[f"{name}: {stage} ms"]
+            )
+    dist.destroy_process_group()
+
+
+def _join() -> torch.device:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore(), device_id=device)
+    return device
+
+
+def _jobs(
+    workload: Workload, theirs: dict[str, dict[str, Any]], device: torch.device
+) -> dict[str, Callable[[], float]]:
+    batches = [batch.pinned() for batch in workload.batches()]
+    ours = OurJob(workload, workload.plan(1), 0, batches, device=device)
+    jobs: dict[str, OurJob | TorchrecJob] = {"ours": ours}
+    for name, options in theirs.items():
+        jobs[name] = TorchrecJob(workload, batches, device=device, **options)
+    return {name: _turn(job, device) for name, job in jobs.items()}
+
+
+def _turn(job: OurJob | TorchrecJob, device: torch.device) -> Callable[[], float]:
+    def run() -> float:
+        started = now(device)
+        job.run(STEPS)
+        return now(device) - started
+
+    return run
