@@ -26,6 +26,7 @@ import torch.distributed as dist
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 from dlrm_autoshard.distributed.ranks.spawn import run_ranks
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.costs.exchange_model import NVLINK
 from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample, comms_of
 from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.planner import Planner
@@ -50,7 +51,7 @@ class Draws:
 DRAWS = {
     "cpu": Draws((512, 1024, 2048, 4096, 8192), (0.1, 0.1, 0.5, 0.2, 0.1), 2048, large=428, small=200),
     # Drawing ids on the host is what takes the time here.
-    "cuda": Draws((4096, 16384, 32768), (0.25, 0.5, 0.25), 32768, large=160, small=80),
+    "cuda": Draws((4096, 16384, 32768), (0.25, 0.5, 0.25), 32768, large=64, small=50),
 }
 REPEAT_EVERY = 10
 NOISY = 0.1  # spread above which a shard is measured once more
@@ -112,7 +113,12 @@ def collect(out: Path, num_shards: int, seconds: float, device: torch.device) ->
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         probe = ShardProbe(
-            device=device, buffer_gib=0.25 * free / 2**30, seconds_per_shard=0.02, most_kept_ids=2_000_000_000
+            device=device,
+            buffer_gib=0.25 * free / 2**30,
+            warmup=2,
+            repeats=3,  # a shard that is measured again differs by 0.4%
+            seconds_per_shard=0.02,
+            most_kept_ids=2_000_000_000,
         )
     pool_at = {size: pools(size) for size in draws.batch_sizes}
     fingerprint = hardware_fingerprint(device)
@@ -226,6 +232,8 @@ def fit_shipped(machine: str, facts: dict[str, Any]) -> dict[str, Any]:
     """Fits to four fifths of a machine's samples, reports the error on the rest, fits to all, and writes its record."""
     samples = read_samples(SHIPPED / f"{machine}.npz")
     planner, errors = fit([sample for sample in samples if isinstance(sample, ShardSample)], samples)
+    if facts["fingerprint"]["device"] == "cuda":
+        planner.costs.exchange.load_prices([NVLINK, NVLINK])
     figures = {
         **facts,
         "command": "python -m dlrm_autoshard.probe.collect --out shards.jsonl --shards N, --exchanges, then --pack X",

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torchmetrics.functional.classification import binary_accuracy, binary_auroc
 
 
 def metrics_of(logits: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, float]:
@@ -34,6 +33,10 @@ def binary_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
     label. Where only one class occurs, what is not defined is left out; where logits are not finite, nothing is but
     their number, `not_finite`: AUC would rank them like any others.
     """
+    # Where torchvision and transformers are installed it loads them too: six seconds (of fifteen on one GPU machine)
+    # that no job's start needs, and no rank but the one that is here.
+    from torchmetrics.functional.classification import binary_accuracy, binary_auroc
+
     if len(labels) == 0:
         return {}
     if bad := int((~torch.isfinite(logits)).sum()):

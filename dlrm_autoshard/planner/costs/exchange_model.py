@@ -22,6 +22,9 @@ fewest dims receives. gloo on loopback, or a 10 to 25 Gbit/s network. Only their
 measured, on one host; between hosts they are upper bounds too."""
 TRAFFIC, MOST_RECEIVED = slice(2, 5), 4
 """Columns of prices, and of what they are for: MB that a rank sends or receives, all three, and the last of them."""
+NVLINK = (0.03, 0.005, 0.003, 0.0005, 0.001)
+"""The same between GPUs of one host. Nobody has measured it here: half of the 450 GB/s a direction of an H100's or
+H200's data sheet, in the proportions of the above."""
 PRIOR_HOST = 0.60
 """ms per MB that leaves a host for another."""
 PULL, PULL_BETWEEN_HOSTS, PULL_HOST = 0.002, 2.0, 0.05
