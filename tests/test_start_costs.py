@@ -133,13 +133,19 @@ def test_the_shipped_costs_say_whose_they_are() -> None:
     planner = Planner("search")
     start_warm(planner, {"processor": "unheard of"})
     assert "other hardware" in planner.costs.costs_from and "proportions" in planner.costs.costs_from
-    for path in SHIPPED.glob("*.json"):
-        start_warm(planner, json.loads(path.read_text())["fingerprint"])
-        assert "hardware like this one" in planner.costs.costs_from
     pool = synthetic_pool(10, seed=9, batch_size=2048)
-    plan = ShardingPlan({table.name: 0 for table in pool.tables}, 1)
-    [cost] = planner.predict(PlacementTask.build(pool.tables, pool.stats, Topology(1), batch_size=2048), plan)
-    assert 1 < cost.total_ms < 200  # ms, of ten tables on one core
+    task, plan = (
+        PlacementTask.build(pool.tables, pool.stats, Topology(1), batch_size=2048),
+        ShardingPlan({t.name: 0 for t in pool.tables}, 1),
+    )
+    for path in SHIPPED.glob("*.json"):
+        machine = json.loads(path.read_text())["fingerprint"]
+        start_warm(planner, machine)
+        assert "hardware like this one" in planner.costs.costs_from
+        assert ("by a data sheet" in planner.costs.costs_from) == (machine["device"] == "cuda")
+        [cost] = planner.predict(task, plan)
+        low, high = (1, 200) if machine["device"] == "cpu" else (0.05, 1)
+        assert low < cost.total_ms < high  # ms, of ten tables on one core, or on a GPU
 
 
 def test_the_shipped_costs_know_what_another_optimizers_update_takes() -> None:
@@ -168,6 +174,9 @@ def test_of_the_shipped_costs_those_of_the_machine_most_alike_are_taken() -> Non
     for machine in machines:
         with_more_cores = {**machine, "cores": 64, "memory_gib": 512}
         assert most_alike(with_more_cores)["fingerprint"] == machine
+        like_all_others = {key: value for other in machines for key, value in other.items()}
+        of_its_kind = {**like_all_others, "device": machine["device"]}
+        assert most_alike(of_its_kind)["fingerprint"]["device"] == machine["device"]
 
 
 def test_a_second_job_measures_nothing_and_starts_within_a_second(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def shards(folder: Path, seconds: float, found: dict[str, Any]) -> None:
 
 
 def planning(folder: Path, seconds: float, found: dict[str, Any]) -> None:
-    """As in the paper, tasks of 20 to 100 tables of one dim on 4 devices, by every algorithm: on measured computation and
+    """As in the paper, tasks of 20 to 100 tables of one dim on 4 devices, by every algorithm: on measured computation,
     exchanges by an assumed law."""
     from dlrm_autoshard.costs import step_cost_ms
     from dlrm_autoshard.plan import Topology

@@ -69,9 +69,12 @@ def _uses_of_each_id(stats: TableStats, num_ids: int, num_rows: int) -> np.ndarr
     quantile_U = (np.arange(num_unique) - (edges - size_of_bin)[bin_U] + 0.5) / size_of_bin[bin_U]
     lowest_U, span_U = _LOWEST_USES[bin_U], (_HIGHEST_USES - _LOWEST_USES)[bin_U]
     # Within a bin uses lie at lowest + span * quantile^p, whose mean is 1 / (p + 1): p follows from the total.
-    fill = np.clip((num_ids - lowest_U.sum()) / max(span_U.sum(), 1.0), 0.02, 0.98)
-    uses_U = np.floor(lowest_U + span_U * quantile_U ** (1 / fill - 1)).astype(np.int64)
-    uses_U = -np.sort(-uses_U)
+    wanted = num_ids - lowest_U.sum()
+    fill = np.clip(wanted / max(span_U.sum(), 1.0), 0.02, 0.98)
+    above_U = np.floor(span_U * quantile_U ** (1 / fill - 1))
+    if above_U.sum() > wanted >= 0:  # bins of few have another mean; what is taken off leaves each in its bin
+        above_U = np.floor(above_U * (wanted / above_U.sum()))
+    uses_U = -np.sort(-(lowest_U + above_U).astype(np.int64))
     if uses_U.sum() > num_ids:
         uses_U = 1 + ((uses_U - 1) * ((num_ids - num_unique) / (uses_U - 1).sum())).astype(np.int64)
     # What rounding left over goes to the hottest hundredth, where it changes the least.

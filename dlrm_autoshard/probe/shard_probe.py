@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,9 @@ _ALIGN = 4096  # elements; real tables start at whole pages too
 _DRAWS = 4
 """Batches that take turns, so that no shard is timed on rows that its last step left in the cache: with two of them a
 table of 5 MiB a batch looked 40% cheaper than with eight, with four it does not."""
+
+_CYCLES_HELD = 3e9
+"""Of a GPU, for a second of launching: half as much again, at its highest clock."""
 
 DrawnIds = tuple[Tensor, Tensor]
 """A table's lengths and ids in one batch."""
@@ -81,7 +84,9 @@ class ShardProbe:
         self.repeats, self.seconds_per_shard = repeats, seconds_per_shard
         self.undisturbed = undisturbed and device.type == "cpu"
         self._most_kept_ids = most_kept_ids
-        self._timer, self._steps_ahead = (DeviceTimer(device), 1) if device.type == "cuda" else (Timer(), 0)
+        self._timer, self._steps_a_round = Timer(), 1
+        if device.type == "cuda":
+            self._timer, self._steps_a_round = DeviceTimer(device), warmup + repeats
         self._buffer_bytes = int(buffer_gib * 2**30)
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self._drawn: OrderedDict[Any, list[DrawnIds]] = OrderedDict()
@@ -137,18 +142,22 @@ class ShardProbe:
     def _steps(
         self, module: Any, batches: Sequence[tuple[Tensor, Tensor]], gradient: Tensor
     ) -> Iterator[tuple[float, float, float]]:
-        """Seconds of each step's lookup, of its backward + update, and of this thread's core. On a GPU the host is a
-        step ahead, as in training: the device is timed, and launches only as far as it does not hide them."""
-        timer, under_way = self._timer, deque[Any]()
-        for batch in itertools.cycle(batches):
-            started = time.thread_time()
-            start = timer.mark()
-            pooled = module(*batch)
-            middle = timer.mark()
-            pooled.backward(gradient)
-            under_way.append((start, middle, timer.mark(), time.thread_time() - started))
-            if len(under_way) > self._steps_ahead:
-                start, middle, end, cpu = under_way.popleft()
+        """Seconds of each step's lookup, of its backward + update, and of this thread's core. A GPU is held back while
+        the host launches a round of steps: what it takes less time for than a launch would be timed as the launch."""
+        timer, turns, launching = self._timer, itertools.cycle(batches), 0.002
+        while True:
+            if self.device.type == "cuda":
+                torch.cuda._sleep(int(self._steps_a_round * launching * _CYCLES_HELD))
+            marks, began = [], time.perf_counter()
+            for batch in itertools.islice(turns, self._steps_a_round):
+                started = time.thread_time()
+                start = timer.mark()
+                pooled = module(*batch)
+                middle = timer.mark()
+                pooled.backward(gradient)
+                marks.append((start, middle, timer.mark(), time.thread_time() - started))
+            launching = (time.perf_counter() - began) / self._steps_a_round
+            for start, middle, end, cpu in marks:
                 timer.finish(end)
                 yield timer.seconds(start, middle), timer.seconds(middle, end), cpu
 

@@ -1,4 +1,5 @@
-"""The costs that the package ships: shards measured on CPUs, and what exchanges took, as a start for any planner.
+"""The costs that the package ships: shards measured on CPUs and a GPU, and what exchanges took on CPUs, as a start for
+any planner.
 
 samples = read_samples(SHIPPED / "amd_epyc.npz")         # ShardSamples and CommsSamples
 start_warm(planner, hardware_fingerprint())              # says in `planner.costs.costs_from` whose machine it was
@@ -91,8 +92,8 @@ def read_samples(path: Path) -> list[ShardSample | CommsSample]:
 UPDATE_NS: Mapping[TableOptimizer, float] = {"sgd": 0.07, "adagrad": 1.1}
 """That the fused backward takes on CPU for each byte of different rows beside what row-wise Adagrad's takes, with which
 the shipped shards were measured. From 131 sets of tables of dims 4 to 128 on an AMD EPYC, half of them of one table; it
-leaves 16 and 19% open, one factor for all would leave 16 and 58%. On GPUs, whose costs are not shipped, updates differ
-by less."""
+leaves 16 and 19% open, one factor for all would leave 16 and 58%. On GPUs, where nobody has measured it, updates are
+taken to cost the same."""
 
 
 def start_warm(
@@ -114,13 +115,18 @@ def start_warm(
         if own
         else f"other hardware ({machine['processor']}, fbgemm {machine['fbgemm']}): proportions, not this machine's ms"
     )
+    if not record["exchanges"]:
+        planner.costs.costs_from += "; exchanges by a data sheet"
 
 
 def most_alike(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of the shipped machine that most entries of the fingerprint agree with; of equals, the first."""
+    """The record of the shipped machine that most entries of the fingerprint agree with, of those with such a device
+    where there are any; of equals, the first."""
     records = [json.loads(path.read_text()) for path in sorted(SHIPPED.glob("*.json"))]
 
-    def alike(record: dict[str, Any]) -> int:
-        return sum(fingerprint.get(key) == value for key, value in record["fingerprint"].items())
+    def alike(record: dict[str, Any]) -> tuple[bool, int]:
+        machine = record["fingerprint"]
+        same = sum(fingerprint.get(key) == value for key, value in machine.items())
+        return fingerprint.get("device", "cpu") == machine["device"], same
 
     return max(records, key=alike)
