@@ -125,7 +125,9 @@ def table(counted: Mapping[str, Record]) -> str:
 
 
 def _section(benchmark: Listing, record: Record) -> list[str]:
-    at = f"Measured at {', '.join(commits_of(record))}, on {maker_of_cpu(record)}'s CPU."
+    gpus = sorted(set(record["environment"].get("gpus", [])))
+    where = f"an {' and '.join(gpus)}" if gpus else f"{maker_of_cpu(record)}'s CPU"
+    at = f"Measured at {', '.join(commits_of(record))}, on {where}."
     text = [f"{benchmark.title[:1].upper()}{benchmark.title[1:]}. {at}", ""]
     rows = {row.figure: row for row in ROWS if row.benchmark == benchmark.name}
     if benchmark.name in RACES:

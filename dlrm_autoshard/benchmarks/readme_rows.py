@@ -138,6 +138,18 @@ ROWS = (
         readme="MLP-heavy training, through shared memory",
     ),
     Row(
+        "gpu-all",
+        "peer.w_emb: over the fastest of them",
+        "lookup-heavy training on one H200, 16,384 samples a step, over the fastest of TorchRec's arms",
+        readme="lookup-heavy training on one H200 (16,384 samples a step), speed over TorchRec's",
+    ),
+    Row("gpu-all", "peer.w_small: over the fastest of them", "MLP-heavy training there", readme=True),
+    Row(
+        "gpu-all",
+        "training.largest_loss_difference",
+        "losses of 50 steps on an H200 beside the CPU's, the largest difference",
+    ),
+    Row(
         "planner-time",
         "dreamshard_times_quicker_50_tables",
         "`fit`, 50 x 4: times quicker than the published code",
