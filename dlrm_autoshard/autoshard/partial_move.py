@@ -25,13 +25,17 @@ MOST_WEIGHED = 40
 def movable(
     task: PlacementTask, plan: ShardingPlan, bytes_of: Mapping[str, int], max_bytes: int
 ) -> PlacementTask | None:
-    """The same task, with the tables pinned to where they are that have more bytes than may move at a time, or whose
-    halves do where they may be split; None where there are none. What is found so can be reached in parts."""
+    """The same task, with the tables pinned to where they are that have more bytes than may move at a time, by
+    themselves (their halves, where they may be split) or with those that they must stay with; None where there are
+    none. What is found so can be reached in parts."""
     now, stay = task.split_as(plan), dict[str, int]()
+    groups = _groups(list(dict.fromkeys(Shard.parse(name).table for name in plan.rank_of)), task.constraints)
+    size_of = {table: _size(group, bytes_of) for group in groups if len(group) > 1 for table in group}
     for name, rank in plan.rank_of.items():
         whole, shard = now.shard(Shard.parse(name).table)[0], now.shard(name)[0]
         least, *_ = now.halves(name) or (shard,)
-        if bytes_of[whole.name] * least.embedding_dim > max_bytes * whole.embedding_dim:
+        of_part = bytes_of[whole.name] * least.embedding_dim / whole.embedding_dim
+        if size_of.get(whole.name, of_part) > max_bytes:
             stay[name] = rank
     pinned = stay | dict(task.constraints.pinned)
     return replace(task, constraints=replace(task.constraints, pinned=pinned)) if stay else None

@@ -6,6 +6,7 @@ The only module that knows what its fields are called.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ from torch import Tensor
 from dlrm_autoshard.config import TableOptimizerConfig
 from dlrm_autoshard.distributed.tables.rowwise_adagrad import RowwiseAdagradTbe, plain_loop_is_faster
 from dlrm_autoshard.tables import TableDtype
+
+# From C++, of every process that trains on a GPU, B200 or not: which loop its backward pass chose.
+warnings.filterwarnings("ignore", message="TBE B200 optimization")
 
 _OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
