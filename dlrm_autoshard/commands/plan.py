@@ -51,6 +51,9 @@ def add_parser(subparsers: Any) -> None:
     known = f"{ALGORITHM_NAMES}; or what `fit` made"
     parser.add_argument("--algorithm", default="auto", metavar="NAME|DIR", help=known)
     parser.add_argument("--fitted", type=Path, metavar="DIR", help="costs that `fit` left (default: the shipped ones)")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="where tables will be: whose shipped costs are taken"
+    )
     add_asked(parser)
     parser.add_argument("--per-part", action="store_true", help="rowwise_adagrad: split tables, a sum a row and part")
     parser.add_argument("--measure", action="store_true", help="measure auto's finalists with fbgemm here")
@@ -60,7 +63,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--module", default="embedding_bag_collection", help="torchrec: path of the EmbeddingBagCollection"
     )
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="torchrec: where its shards live")
     parser.add_argument("--ranks-per-host", type=positive, metavar="N", help="torchrec: GPUs of a host; default: all")
     add_output(parser, "the plan; `autoshard.placement: FILE` starts a job with it; torchrec: JSON, or FILE.py")
     parser.set_defaults(run=run)
@@ -97,8 +99,19 @@ def run(arguments: argparse.Namespace) -> int:
             f"--measure chooses among the finalists of `auto`, and '{arguments.algorithm}' makes one plan: leave "
             "--measure out, or plan with --algorithm auto (--fitted DIR gives it the costs of `fit`)."
         )
+    if arguments.measure and arguments.device != "cpu":
+        raise UserError(
+            "--measure times lookups on this machine's CPU, and --device says that tables will be on GPUs: leave one "
+            "of them out. A job measures its finalists on its own ranks."
+        )
     task = task_of(pool, of_run, arguments.devices, arguments, may_split=arguments.per_part)
-    planner = planner_of(arguments.algorithm, arguments.seed, arguments.fitted, optimizer=task.splits.optimizer)
+    planner = planner_of(
+        arguments.algorithm,
+        arguments.seed,
+        arguments.fitted,
+        optimizer=task.splits.optimizer,
+        device=arguments.device,
+    )
     costs = Costs("measured", planner.costs.exchange)
     result = planner.plan(
         task,

@@ -105,11 +105,12 @@ def planner_of(
     fitted: Path | None = None,
     *,
     optimizer: TableOptimizer = "rowwise_adagrad",
+    device: str = "cpu",
     shipped: bool = True,
 ) -> Planner:
     """The planner that `fit` left in the directory `algorithm`; or an algorithm by name, with the costs and policies in
-    the directory `fitted`, or else with those that the package ships, for tables with that optimizer. shipped=False: it
-    knows of no machine's costs. From here on this process computes as a rank does, on one thread: what it measures is
+    the directory `fitted`, or else with those that the package ships, for tables with that optimizer on such a device,
+    whether or not this machine has one. shipped=False: it knows of no machine's costs. From here on this process computes as a rank does, on one thread: what it measures is
     what a rank would take."""
     import torch
 
@@ -129,7 +130,9 @@ def planner_of(
     if named and fitted is None:
         planner = Planner(algorithm, seed=seed)
         if shipped:
-            start_warm(planner, hardware_fingerprint(), optimizer)
+            here = device == "cpu" or torch.cuda.is_available()
+            fingerprint = hardware_fingerprint(torch.device(device)) if here else {"device": device}
+            start_warm(planner, fingerprint, optimizer)
         return planner
     file = (Path(algorithm) if fitted is None else fitted) / STATE_FILE
     if not file.is_file():
