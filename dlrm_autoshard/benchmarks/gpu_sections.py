@@ -3,8 +3,7 @@
     python -m dlrm_autoshard.benchmarks.gpu_sections roofline result.json 45
 
 Figures are numbers (with a 95% interval of some in "spread"), explanations strings; anything else (curves, tables)
-stays in the section's file. What was found
-before a section failed, or was told to end, is written all the same.
+stays in the section's file. What was found before a section failed, or was told to end, is written all the same.
 """
 
 from __future__ import annotations
