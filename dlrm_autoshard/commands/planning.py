@@ -110,8 +110,8 @@ def planner_of(
 ) -> Planner:
     """The planner that `fit` left in the directory `algorithm`; or an algorithm by name, with the costs and policies in
     the directory `fitted`, or else with those that the package ships, for tables with that optimizer on such a device,
-    whether or not this machine has one. shipped=False: it knows of no machine's costs. From here on this process computes as a rank does, on one thread: what it measures is
-    what a rank would take."""
+    whether or not this machine has one. shipped=False: it knows of no machine's costs. From here on this process
+    computes as a rank does, on one thread: what it measures is what a rank would take."""
     import torch
 
     from dlrm_autoshard.formats.json_file import read_json
