@@ -1,8 +1,7 @@
 """Measures fused shards of a synthetic pool: the data behind the warm start that the package ships.
 
-python -m dlrm_autoshard.probe.collect --out shards.jsonl --shards 1500 --seconds 110
+python -m dlrm_autoshard.probe.collect --out shards.jsonl --shards 1500 --seconds 110        # on a GPU: --device cuda
 python -m dlrm_autoshard.probe.collect --out shards.jsonl --exchanges       # gloo exchanges of 2 to 4 ranks
-python -m dlrm_autoshard.probe.collect --out shards.jsonl --device cuda     # on a GPU: larger batches of fewer tables
 python -m dlrm_autoshard.probe.collect --out shards.jsonl --pack amd_epyc   # fits, prints errors, writes amd_epyc.*
 python -m dlrm_autoshard.probe.collect --refit amd_epyc                     # where only the model changed
 """
@@ -50,7 +49,7 @@ class Draws:
 
 DRAWS = {
     "cpu": Draws((512, 1024, 2048, 4096, 8192), (0.1, 0.1, 0.5, 0.2, 0.1), 2048, large=428, small=200),
-    # Drawing ids on the host is what takes the time here.
+    # Larger batches of fewer tables: drawing ids on the host is what takes the time here.
     "cuda": Draws((4096, 16384, 32768), (0.25, 0.5, 0.25), 32768, large=64, small=50),
 }
 REPEAT_EVERY = 10
