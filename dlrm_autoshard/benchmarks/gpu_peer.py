@@ -3,7 +3,7 @@ what the micro-benchmark measures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from dlrm_autoshard.benchmarks.paired import Ratio, alternate, median_with_interval, paired_ratio
 from dlrm_autoshard.benchmarks.peer_torchrec import TorchrecJob, find_torchrec
 from dlrm_autoshard.benchmarks.plans_in_turns import best_of
+from dlrm_autoshard.benchmarks.train_speed import THEIRS, Arm
 from dlrm_autoshard.benchmarks.workloads import W_EMB, W_SMALL, OurJob, Workload
 from dlrm_autoshard.probe.shard_probe import ShardProbe, now
 
@@ -22,12 +23,6 @@ WORKLOADS = {
     name: replace(workload, batch_size=16_384, num_batches=3)
     for name, workload in (("w_small", W_SMALL), ("w_emb", W_EMB))
 }
-THEIRS: dict[str, dict[str, Any]] = {
-    "torchrec": {},
-    "torchrec, ids unchecked": {"check_ids": False},
-    "torchrec, pipeline": {"check_ids": False, "pipeline": True},
-}
-"""As in train_speed.py."""
 
 
 def peer(folder: Path, seconds: float, found: dict[str, Any]) -> None:
@@ -82,14 +77,12 @@ def _join() -> torch.device:
     return device
 
 
-def _jobs(
-    workload: Workload, theirs: dict[str, dict[str, Any]], device: torch.device
-) -> dict[str, Callable[[], float]]:
+def _jobs(workload: Workload, theirs: Mapping[str, Arm], device: torch.device) -> dict[str, Callable[[], float]]:
     batches = [batch.pinned() for batch in workload.batches()]
     ours = OurJob(workload, workload.plan(1), 0, batches, device=device)
     jobs: dict[str, OurJob | TorchrecJob] = {"ours": ours}
-    for name, options in theirs.items():
-        jobs[name] = TorchrecJob(workload, batches, device=device, **options)
+    for name, arm in theirs.items():
+        jobs[name] = TorchrecJob(workload, batches, device=device, **arm.options)
     return {name: _turn(job, device) for name, job in jobs.items()}
 
 

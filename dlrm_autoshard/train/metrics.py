@@ -33,14 +33,14 @@ def binary_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
     label. Where only one class occurs, what is not defined is left out; where logits are not finite, nothing is but
     their number, `not_finite`: AUC would rank them like any others.
     """
-    # Where torchvision and transformers are installed it loads them too: six seconds (of fifteen on one GPU machine)
-    # that no job's start needs, and no rank but the one that is here.
-    from torchmetrics.functional.classification import binary_accuracy, binary_auroc
-
     if len(labels) == 0:
         return {}
     if bad := int((~torch.isfinite(logits)).sum()):
         return {"not_finite": float(bad)}
+    # Where torchvision and transformers are installed it loads them too: six seconds (of fifteen on one GPU machine)
+    # that no job's start needs, and no rank but the one that is here.
+    from torchmetrics.functional.classification import binary_accuracy, binary_auroc
+
     logits, labels = logits.double(), labels.double()
     predictions = torch.sigmoid(logits)
     # From logits: a sure and wrong prediction costs what it costs, where log(1 - sigmoid) would be cut off at 100.
