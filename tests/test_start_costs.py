@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_autoshard.costs import RankCost
+from dlrm_autoshard.benchmarks.cost_oracle import CostOracle
+from dlrm_autoshard.costs import RankCost, StepProfile, step_cost_ms
 from dlrm_autoshard.data.sources.criteo.sample import MULTI_HOT_SIZES
 from dlrm_autoshard.plan import ShardingPlan, Topology
-from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample
+from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample, comms_of
 from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask, Splits
@@ -26,6 +27,7 @@ from dlrm_autoshard.probe.calibration import (
     UNSEEN_MOMENTS,
     calibration_shards,
     expected_seconds,
+    keep_profiles,
     start_costs,
 )
 from dlrm_autoshard.probe.cost_log import CostLog
@@ -89,12 +91,59 @@ def test_only_those_parts_are_made_that_are_measured(monkeypatch: pytest.MonkeyP
 
 
 def test_the_cost_log_gives_back_what_was_appended_and_skips_what_a_killed_job_left(tmp_path: Path) -> None:
-    samples = _samples(5)
+    samples: list[ShardSample | CommsSample] = [
+        *_samples(4),
+        CommsSample((64, 32), 256, (0.1, 0.2), (0.3, 0.4), 0.1, (0, 0)),
+    ]
     CostLog(tmp_path, MACHINE).append(samples[:3])
     with CostLog(tmp_path, MACHINE).path.open("a") as file:
         file.write('{"kind": "shard", "tab')  # killed in mid-line
     CostLog(tmp_path, MACHINE).append(samples[3:])
     assert CostLog(tmp_path, MACHINE).read() == samples
+
+
+def test_a_job_knows_what_plans_took_that_an_earlier_one_measured(tmp_path: Path) -> None:
+    """What each rank's tables took together, and the exchanges, where they are between the same hosts."""
+    pool = synthetic_pool(20, seed=3, batch_size=4096)
+    task = PlacementTask.build(pool.tables, pool.stats, Topology(2, hosts=(0, 0)), batch_size=4096)
+    oracle, asked = CostOracle(pool.tables, pool.stats, 4096, devices=2, seed=1), list[StepProfile]()
+
+    def measure(plans: Sequence[ShardingPlan]) -> list[StepProfile]:
+        profiles = [oracle.profile(plan) for plan in plans]
+        keep_profiles(CostLog(tmp_path, MACHINE), task, profiles)
+        asked.extend(profiles)
+        return profiles
+
+    def start(of: PlacementTask) -> Planner:
+        planner, log = Planner("auto"), CostLog(tmp_path, MACHINE)
+        start_costs(planner, of, fingerprint=MACHINE, measure_shards=oracle.measure_shards, log=log)
+        return planner
+
+    def error(planner: Planner) -> float:
+        return max(abs(step_cost_ms(planner.predict(task, p.plan)) / oracle.plan_ms(p.plan) - 1) for p in asked)
+
+    first = start(task)
+    first.plan(task, measure=measure)
+    second = start(task)
+    assert error(second) < 0.1 and error(start(replace(task, topology=Topology(2, hosts=(0, 1))))) > 0.5
+    assert second.costs.replay.comms == [comms_of(replace(profile, hosts=(0, 0))) for profile in asked]
+
+
+def test_each_table_is_measured_once_even_where_that_takes_longer_than_was_thought() -> None:
+    """With the time for fitting, which is short: one of six starts had measured 40 of 50 tables."""
+    pool, asked = synthetic_pool(30, seed=1, batch_size=256), set[str]()
+    task = PlacementTask.build(pool.tables, pool.stats, Topology(2), batch_size=256)
+
+    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
+        asked.update(name for shard in shards for name in shard if len(shard) == 1)
+        time.sleep(0.02)
+        return [ShardTime(1.0, 1.0, 0.01, 3)] * len(shards)
+
+    for seconds, everything in ((0.2, True), (0.05, False)):  # it takes 0.3 s
+        asked.clear()
+        budget_seconds = seconds / MEASURING_SHARE
+        start_costs(Planner(), task, fingerprint=MACHINE, measure_shards=measure, budget_seconds=budget_seconds)
+        assert (asked == set(task.names)) is everything
 
 
 def test_another_machine_has_another_cost_log(tmp_path: Path) -> None:
@@ -113,7 +162,9 @@ def test_a_cost_log_that_cannot_be_kept_is_named_and_costs_no_start(
         return [ShardTime(1.0, 2.0, 0.01, 3) for _ in shards]
 
     planner = Planner("auto")
-    start_costs(planner, task, fingerprint=MACHINE, measure_shards=measure, cache_dir=tmp_path / "file" / "costs")
+    start_costs(
+        planner, task, fingerprint=MACHINE, measure_shards=measure, log=CostLog(tmp_path / "file" / "costs", MACHINE)
+    )
     assert planner.costs.replay.shards
     assert "file/costs" in caplog.text and "cannot be read: Not a directory (and 1 more)" in caplog.text
 
@@ -200,7 +251,7 @@ def test_a_second_job_measures_nothing_and_starts_within_a_second(tmp_path: Path
             replace(task, splits=Splits(optimizer=optimizer)),
             fingerprint=MACHINE,
             measure_shards=measure,
-            cache_dir=tmp_path,
+            log=CostLog(tmp_path, MACHINE | {"optimizer": optimizer}),
         )
         return planner.costs.replay.shards, time.perf_counter() - begun
 
@@ -316,7 +367,7 @@ def test_a_start_spends_half_of_its_time_on_tables_alone_and_the_next_goes_on_wh
         rounds.clear()
         task = PlacementTask.build(pool.tables, pool.stats, Topology(2), batch_size=256)
         start_costs(
-            Planner("auto"), task, fingerprint=MACHINE, measure_shards=measure, cache_dir=tmp_path,
+            Planner("auto"), task, fingerprint=MACHINE, measure_shards=measure, log=CostLog(tmp_path, MACHINE),
             budget_seconds=0.6 / MEASURING_SHARE,
         )  # fmt: skip
         return {tuple(shard) for dealt in rounds for shard in dealt}

@@ -15,6 +15,7 @@ import torch
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
+from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.distributed.lookup.shared_memory import host_id
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.distributed.ranks.runtime import Runtime, name_of
@@ -22,7 +23,7 @@ from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, 
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import PlanResult
 from dlrm_autoshard.planner.task import PlacementTask, Splits
-from dlrm_autoshard.probe.calibration import start_costs
+from dlrm_autoshard.probe.calibration import cost_log, keep_profiles, start_costs
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.rank_probe import RankProbe
 from dlrm_autoshard.probe.shipped_costs import start_warm
@@ -100,14 +101,25 @@ def place(
         probe = RankProbe.at_start(runtime, task, optimizer.name, exchange_dtype, shared_memory)
 
     def decide() -> tuple[ShardingPlan, PlanResult | None]:
-        started = time.perf_counter()
+        started, fingerprint, log = time.perf_counter(), hardware_fingerprint(runtime.device), None
+        if settings.cache_dir is not None:
+            exchange = exchange_dtype + (" by shared memory" if shared_memory else "")
+            log = cost_log(Path(settings.cache_dir), task, fingerprint, exchange=exchange)
+
+        def measure(plans: Sequence[ShardingPlan]) -> list[StepProfile]:
+            assert probe is not None
+            profiles = probe.measure(plans)
+            if log is not None:
+                keep_profiles(log, task, profiles)
+            return profiles
+
         if planning and planner is not None:
             seconds_left = start_costs(
                 planner,
                 task,
-                fingerprint=hardware_fingerprint(runtime.device),
+                fingerprint=fingerprint,
                 measure_shards=None if probe is None else probe.measure_shards,
-                cache_dir=None if settings.cache_dir is None else Path(settings.cache_dir),
+                log=log,
                 budget_seconds=settings.budget_seconds,
                 steps=steps,
                 seed=seed,
@@ -115,14 +127,14 @@ def place(
             if settings.placement is None:
                 result = planner.plan(
                     task,
-                    measure=None if probe is None else probe.measure,
+                    measure=None if probe is None else measure,
                     measure_plans=settings.measure_plans,
                     budget_seconds=seconds_left,
                     steps=steps,
                 )
                 return result.plan.ordered(task.names), replace(result, seconds=time.perf_counter() - started)
         elif planner is not None:  # resharding decides by its costs all the same
-            start_warm(planner, hardware_fingerprint(runtime.device), optimizer.name)
+            start_warm(planner, fingerprint, optimizer.name)
         return (settled or given_plan(settings.placement, task)).ordered(task.names), None
 
     plan, result = runtime.from_rank_0(decide, None if probe is None else probe.on_rank_zero)

@@ -23,6 +23,8 @@ from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
 DRAWS = 512
+ROUNDS = 2
+"""In which plans are measured, in turns."""
 MOST_RANKS = 32
 """Of each plan and stage, the dearest: others are hardly ever the slowest."""
 
@@ -108,25 +110,38 @@ def estimates(
     costs: TaskCosts,
     corrections: Corrections,
     placements: Sequence[np.ndarray],
-    measuring: Sequence[int] | None = None,
+    *,
+    exchange: float,
+    alone: Sequence[int] | None = None,
+    placed: Sequence[np.ndarray] | None = None,
 ) -> Estimates:
-    """Of placements of the task's units. measuring: tables (numbers of the task's); what is drawn then is what the
-    expected costs may be once these have been measured alone, and nothing else is known."""
+    """Of placements of the task's units. exchange: standard deviation of the logarithm of what all exchanges are off
+    by. alone, placed: what is drawn then is what the expected costs may be once these tables (numbers of the task's),
+    or these placements, have been measured, and nothing else is known."""
     most = min(task.world_size, MOST_RANKS)
-    asked, exchanges = [], []
+    asked, exchanged = [], []
     for rank_U in placements:
         ms_W4, ranks = expected_ms(task, costs, corrections, rank_U)
-        exchanges.append(ms_W4[:, EXCHANGE].max(axis=0).sum())
+        exchanged.append(ms_W4[:, EXCHANGE].max(axis=0).sum())
         dearest_2M = np.argsort(-ranks.ms_M.reshape(2, -1), axis=1)[:, :most]
         asked.append(ranks.some(np.add(dearest_2M, [[0], [task.world_size]]).ravel()))
     every = asked[0].and_also(*asked[1:])
     stages, which_M = every.distinct()
-    if measuring is None:
+    if placed is not None:
+        measured, *more = (expected_ms(task, costs, corrections, rank_U)[1] for rank_U in placed)
+        seen, _ = measured.and_also(*more).distinct()
+        covariance = corrections.told(stages, seen, task.tables, ROUNDS)
+        exchange = max(0.0, exchange**2 - corrections.spreads.exchanged**2) ** 0.5
+    elif alone is None:
         covariance = corrections.covariance(stages, task.tables)
-    elif not measuring:
-        covariance = np.zeros((len(stages.ms_M), len(stages.ms_M)))
     else:
-        covariance = corrections.told(stages, _alone(task, costs, measuring), task.tables)
-    computed_DM = every.ms_M * np.exp(_drawn(covariance, DRAWS)[:, which_M])
+        covariance, exchange = np.zeros((len(stages.ms_M), len(stages.ms_M))), 0.0
+        if alone:
+            covariance = corrections.told(stages, _alone(task, costs, alone), task.tables)
+    count = len(covariance)
+    both = np.zeros((count + 1, count + 1))
+    both[:count, :count], both[count, count] = covariance, exchange**2
+    factors_DM = np.exp(_drawn(both, DRAWS))
+    computed_DM = every.ms_M * factors_DM[:, which_M]
     computed_DP = computed_DM.reshape(DRAWS, len(placements), 2, most).max(axis=3).sum(axis=2)
-    return Estimates(computed_DP + np.array(exchanges))
+    return Estimates(computed_DP + np.array(exchanged) * factors_DM[:, [count]])

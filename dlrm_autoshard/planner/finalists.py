@@ -25,8 +25,8 @@ from dlrm_autoshard.planner.task import PlacementTask
 
 WORTH_MEASURING = 0.001
 """Part of a step. What measuring must be expected to save, in a job of any length."""
-STEPS_MEASURED = 10
-"""That measuring a plan takes as long as, until one was measured: two rounds of four or five."""
+STEPS_MEASURED = 15
+"""That measuring a plan takes as long as, until one was measured: two rounds of five, exchanges, and drawing ids."""
 RIVALS = 8
 """Placements of each search that compete to be measured next: the best by prediction is often one that is flattered."""
 Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
@@ -48,8 +48,8 @@ def measure_finalists(
     next which is worth most to know: it is expected to be faster than the best so far, or may be. And so on, until
     `measure_plans` are, or neither it nor all of them together are worth it. Every candidate gets `expected_ms`, the
     best estimate from all of it, and the least one that was measured wins: the best heuristic is among them, so the
-    winner is never expected to be worse. steps: for which the plan is to serve. Where knowing the plans' costs would
-    save less time in them, on average, than finding and measuring them takes, none is measured.
+    winner is never expected to be worse. steps: for which the plan is to serve. Where what the first two would tell
+    saves less time in them, on average, than measuring takes, as where an earlier job measured such plans, none is.
     """
     profiles: dict[str, StepProfile] = {}
 
@@ -69,7 +69,7 @@ def measure_finalists(
     first = {c.plan.fingerprint: c.plan for c in (ranked[0], next(c for c in ranked if c.name in KEYS), *ranked)}
     finalists = list(first.values())[: min(2, measure_plans)]
     found, seconds = list(candidates), STEPS_MEASURED * ranked[0].predicted_ms / 1000
-    if steps is None or pays(costs.estimates(task, list(first.values())), len(finalists) * seconds):
+    if steps is None or pays(costs.estimates(task, list(first.values()), placed=finalists), len(finalists) * seconds):
         seconds = measured(finalists)
     while profiles and len(profiles) < measure_plans and not late(deadline, seconds):
         started = time.perf_counter()

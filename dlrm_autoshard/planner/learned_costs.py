@@ -91,14 +91,33 @@ class LearnedCosts:
         return self.corrections.ranks_changed
 
     def estimates(
-        self, task: PlacementTask, plans: Sequence[ShardingPlan], measuring: Sequence[str] | None = None
+        self,
+        task: PlacementTask,
+        plans: Sequence[ShardingPlan],
+        *,
+        alone: Sequence[str] | None = None,
+        placed: Sequence[ShardingPlan] | None = None,
     ) -> Estimates:
-        """What plans, legal or not, are expected to cost by all that was measured, and how sure that is. measuring:
-        names of tables; what may be expected once these have been measured alone."""
-        free = task.covering(plans)
-        placements = [free.placed(plan) for plan in plans]
-        tables = None if measuring is None else [free.names.index(name) for name in measuring if name in free.names]
-        return estimates(free, self.costs_of(free), self.corrections, placements, tables)
+        """What plans, legal or not, are expected to cost by all that was measured, and how sure that is. alone, placed:
+        what may be expected once these tables have been measured alone, or these plans as a whole."""
+        free = task.covering([*plans, *(placed or [])])
+        tables = None if alone is None else [free.names.index(name) for name in alone if name in free.names]
+        return estimates(
+            free,
+            self.costs_of(free),
+            self.corrections,
+            [free.placed(plan) for plan in plans],
+            exchange=self.exchange_spread,
+            alone=tables,
+            placed=None if placed is None else [free.placed(plan) for plan in placed],
+        )
+
+    @property
+    def exchange_spread(self) -> float:
+        """Standard deviation of the logarithm of what all exchanges are off by: on another machine, until some were
+        measured here."""
+        spreads, measured = self.corrections.spreads, self.replay.comms or self.replay.profiles
+        return spreads.exchanged if measured else spreads.scale
 
     def fit_costs(self, updates: int, budget_seconds: float | None = None, *, correct: bool = True) -> FitReport:
         """To start-up samples. correct: condition the corrections on them too; a training that fits many times needs

@@ -121,7 +121,7 @@ class Planner:
                 if child is not None:
                     plans.append(child.task.plan_from(child.rank_U))
                     names += [half for half in child.task.names if half not in now.names][:1]
-        estimated = self.costs.estimates(task, plans, names)
+        estimated = self.costs.estimates(task, plans, alone=names)
         return estimated.worth_knowing() * float(estimated.step_ms.min())
 
     def _splitted(
@@ -167,7 +167,7 @@ class Planner:
         self, task: PlacementTask, current: ShardingPlan, candidate: ShardingPlan, measuring: str
     ) -> np.ndarray:
         """[D] the same, as it may be expected once this table has been measured alone, in draws of that."""
-        saved_D: np.ndarray = self.costs.estimates(task, [current, candidate], [measuring]).saved_DP(0)[:, 1]
+        saved_D: np.ndarray = self.costs.estimates(task, [current, candidate], alone=[measuring]).saved_DP(0)[:, 1]
         return saved_D
 
     def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:

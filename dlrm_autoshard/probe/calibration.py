@@ -1,6 +1,7 @@
 """What a planner knows when a job starts: shipped costs, what earlier jobs measured here, and a short probe of its own.
 
-seconds_left = start_costs(planner, task, fingerprint=hardware_fingerprint(), measure_shards=probe.measure_shards)
+log = cost_log(Path("costs"), task, fingerprint, exchange="fp32 by shared memory")
+seconds_left = start_costs(planner, task, fingerprint=fingerprint, log=log, measure_shards=probe.measure_shards)
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.costs import step_cost_ms
+from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.plan import round_robin
-from dlrm_autoshard.planner.costs.replay import ShardSample
+from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample, comms_of, shards_of
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.search.local_search import late
 from dlrm_autoshard.planner.task import PlacementTask
@@ -30,7 +31,7 @@ from dlrm_autoshard.tables import TableConfig, lookup_work
 MOST_SETS, MOST_ALONE, MOST_PARTS = 64, 128, 16
 PASSES = 5  # over the tables alone, at different moments
 MEASURING_SHARE = 0.15
-"""Of the budget, and as much again for fitting; the rest is for planning."""
+"""Of the budget, and as much again for fitting, which tables alone may use up; the rest is for planning."""
 JOB_SHARE, LEAST_SECONDS = 0.03, 4.0
 """Of the training time that shipped costs expect of the steps for which the plan serves: what a start may take; and
 seconds that it may take in any case. About a third of a budget is used, if anything is measured."""
@@ -38,7 +39,7 @@ UNSEEN_MOMENTS = 0.05
 """Noise of moments where no shard was measured at two of them: twice what it was, 0.005 to 0.03, on two quiet cores."""
 RANKS_ALIKE = 0.01
 """In shards that two ranks measured, what is known beforehand: that ranks are alike. Hardly more than nothing."""
-MOST_FITTED = 400  # samples of other tables in the log that are learned from
+MOST_FITTED, MOST_EXCHANGES = 400, 32  # samples of other tables, and exchanges, in the log that are learned from
 STATS_DIFFER = 0.1  # tables whose pooling and reuse are this close to the log's are the same tables
 
 
@@ -48,13 +49,27 @@ ShardTimer = Callable[[Sequence[Sequence[str]]], Sequence[ShardTime]]
 """What `RankProbe.measure_shards` is: times of sets of tables, or parts of tables, by name."""
 
 
+def cost_log(cache_dir: Path, task: PlacementTask, fingerprint: Mapping[str, Any], *, exchange: str) -> CostLog:
+    """Of what is measured of the task's tables; exchange: how vectors travel, in words."""
+    ranks = {"world_size": task.world_size, "optimizer": task.splits.optimizer, "exchange": exchange}
+    return CostLog(cache_dir, {**fingerprint, **ranks})
+
+
+def keep_profiles(log: CostLog, task: PlacementTask, profiles: Sequence[StepProfile]) -> None:
+    """Of placements that were measured: what each rank's tables took, and the exchanges."""
+    placed = [replace(profile, hosts=task.topology.hosts) for profile in profiles]
+    for profile in placed:
+        log.append([*shards_of(profile), comms_of(profile)])
+    _say_left_out(log)
+
+
 def start_costs(
     planner: Planner,
     task: PlacementTask,
     *,
     fingerprint: Mapping[str, Any],
     measure_shards: ShardTimer | None = None,
-    cache_dir: Path | None = None,
+    log: CostLog | None = None,
     budget_seconds: float = 20.0,
     steps: int | None = None,
     seed: int = 0,
@@ -63,28 +78,28 @@ def start_costs(
     for which the first plan is to serve, where that is known: with few the budget is smaller, and nothing is measured
     that would not pay in them.
 
-    A job whose tables were measured on this hardware before, with its optimizer, starts from the log, in well under a
-    second. Otherwise a few dozen shards of its own tables are measured on the running ranks: tables alone, parts of
-    those that may be split, and sets as large as a rank will own. How far the moments at which a table was measured
-    differ is the noise of all that was measured only once.
+    A job whose tables were measured on this hardware before, with its optimizer, starts from the log. Otherwise a few
+    dozen shards of its own tables are measured on the running ranks: tables alone, parts of those that may be split,
+    and sets as large as a rank will own. How far the moments at which a table was measured differ is the noise of all
+    that was measured only once.
     """
     begun = time.perf_counter()
     start_warm(planner, fingerprint, task.splits.optimizer)
     if steps is not None:
         budget_seconds = min(budget_seconds, max(LEAST_SECONDS, JOB_SHARE * expected_seconds(planner, task, steps)))
-    measured_as = {**fingerprint, "world_size": task.world_size, "optimizer": task.splits.optimizer}
-    log = None if cache_dir is None else CostLog(cache_dir, measured_as)
-    logged = [] if log is None else log.read()
+    every = [] if log is None else log.read()
+    logged = [sample for sample in every if isinstance(sample, ShardSample)]
+    exchanges = [one for one in every if isinstance(one, CommsSample) and one.hosts == task.topology.hosts]
     known = [sample for sample in logged if is_about(sample, task)]
     measured: list[ShardSample] = []
     wanted = calibration_shards(task, seed)
     unknown = len(known) < sum(map(len, wanted)) // 2
     if measure_shards is not None and unknown and measuring_pays(planner, task, budget_seconds, steps):
-        deadline = time.perf_counter() + MEASURING_SHARE * budget_seconds
+        seconds = MEASURING_SHARE * budget_seconds
         # An earlier start's time may have ended before it had measured all.
         have = {frozenset(table.name for table in sample.tables) for sample in known}
         alone, sets = ([s for s in kind if frozenset(s) not in have] for kind in wanted)
-        passes = _as_if_on_one_rank(_measured_in_passes(alone, sets, measure_shards, task.world_size, deadline))
+        passes = _as_if_on_one_rank(_measured_in_passes(alone, sets, measure_shards, task.world_size, seconds))
         moments = _noise_of_moments(passes.values())
         for shard, seen in passes.items():
             one = median_time(seen)
@@ -93,14 +108,22 @@ def start_costs(
             log.append(measured)
     taken = set(map(id, known))
     others = [sample for sample in logged if id(sample) not in taken] if measured else []
-    learned = [*others[-MOST_FITTED:], *known[-(MOST_SETS + MOST_ALONE) :], *measured]
+    shards = [*others[-MOST_FITTED:], *known[-(MOST_SETS + MOST_ALONE) :], *measured]
+    learned: list[ShardSample | CommsSample] = [*shards, *exchanges[-MOST_EXCHANGES:]]
     if learned:
         # Known tables need only be recalled: fewer updates, so that a second start takes less than a second.
         planner.costs.learn(learned, updates=150 if measured else 60, budget_seconds=MEASURING_SHARE * budget_seconds)
-    if log is not None and log.left_out:
+    if log is not None:
+        _say_left_out(log)
+    return max(0.0, budget_seconds - (time.perf_counter() - begun))
+
+
+def _say_left_out(log: CostLog) -> None:
+    """Once."""
+    if log.left_out:
         more = f" (and {len(log.left_out) - 1} more)" if len(log.left_out) > 1 else ""
         LOG.warning("cost log: %s%s", log.left_out[0], more)
-    return max(0.0, budget_seconds - (time.perf_counter() - begun))
+        log.left_out.clear()
 
 
 def measuring_pays(planner: Planner, task: PlacementTask, budget_seconds: float, steps: int | None) -> bool:
@@ -163,19 +186,22 @@ def _measured_in_passes(
     sets: Sequence[Sequence[str]],
     measure_shards: ShardTimer,
     world_size: int,
-    deadline: float,
+    seconds: float,
 ) -> dict[tuple[str, ...], list[tuple[int, ShardTime]]]:
     """Of each shard ranks and what they took. Tables alone in several passes, each by another rank than before, sets of
     them in one. A shard a rank at a time, all of one kind, for ranks that measure at once wait for the slowest; half of
     the time goes to each kind: a set takes as long as all its tables, and tells less of each, so each table has its
-    first turn before."""
+    first turn before, if need be in twice the time: one that was not measured is what a start knows least of."""
+    deadline = time.perf_counter() + seconds
     step = (len(alone) - 1) % world_size  # by so many tables each pass begins later: then each has the next rank
     begins = [number * step % max(1, len(alone)) for number in range(PASSES)]
     passes = [table for begin in begins for table in (*alone[begin:], *alone[:begin])]
     queues, spent = (deque(passes), deque(sets)), [0.0, 0.0]
     found: dict[tuple[str, ...], list[tuple[int, ShardTime]]] = {}
-    while any(queues) and not late(deadline):
+    while any(queues):
         first_turns = len(queues[0]) > len(passes) - len(alone)
+        if late(deadline + seconds if first_turns else deadline):
+            break
         kinds = [0] if first_turns else [number for number, queue in enumerate(queues) if queue]
         kind = min(kinds, key=spent.__getitem__)
         dealt = [queues[kind].popleft() for _ in range(min(world_size, len(queues[kind])))]

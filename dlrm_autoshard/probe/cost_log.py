@@ -1,7 +1,7 @@
 """Measured costs kept between jobs on the same hardware: one JSON object a line, appended, never rewritten.
 
 log = CostLog(Path(cache_dir), hardware_fingerprint())
-log.append(samples)                  # ShardSamples
+log.append(samples)                  # ShardSamples, CommsSamples
 log.read()                           # what this and earlier jobs measured on such hardware
 """
 
@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, checked, parse_json, read_bytes
 from dlrm_autoshard.formats.numbers import Amount, BatchSize
-from dlrm_autoshard.planner.costs.replay import ShardSample
+from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample
 from dlrm_autoshard.tables import StatsRecord, TableConfig, TableRecord, TableStats
 
 SCHEMA = 1
@@ -36,10 +36,10 @@ class CostLog:
         self.left_out: list[str] = []
         self._written: set[str] = set()  # tables that the file has
 
-    def read(self) -> list[ShardSample]:
+    def read(self) -> list[ShardSample | CommsSample]:
         """All samples, oldest first; none where there is no file yet."""
         tables: dict[str, tuple[TableConfig, TableStats]] = {}
-        samples: list[ShardSample] = []
+        samples: list[ShardSample | CommsSample] = []
         self.left_out = []
         try:
             lines = read_bytes(self.path, "cost log").split(b"\n")
@@ -60,9 +60,12 @@ class CostLog:
         self._written = set(tables)
         return samples
 
-    def append(self, samples: Sequence[ShardSample]) -> None:
+    def append(self, samples: Sequence[ShardSample | CommsSample]) -> None:
         rows: list[dict[str, Any]] = []
         for sample in samples:
+            if isinstance(sample, CommsSample):
+                rows.append({"kind": "exchange", **sample.to_json()})
+                continue
             members = []
             for table, stats in zip(sample.tables, sample.stats, strict=True):
                 record = {"table": table.to_json(), "stats": stats.to_json()}
@@ -101,7 +104,7 @@ class ShardLine(TypedDict):
     noise: Amount
 
 
-def _read_line(row: Any, tables: dict[str, tuple[TableConfig, TableStats]]) -> ShardSample | None:
+def _read_line(row: Any, tables: dict[str, tuple[TableConfig, TableStats]]) -> ShardSample | CommsSample | None:
     """A line's sample; a line about a table is added to `tables`."""
     row = checked(dict[str, Any], row)
     kind = row.pop("kind", None)
@@ -116,8 +119,10 @@ def _read_line(row: Any, tables: dict[str, tuple[TableConfig, TableStats]]) -> S
         members = [tables[name] for name in shard["tables"]]
         pair = {"tables": tuple(table for table, _ in members), "stats": tuple(stats for _, stats in members)}
         return ShardSample(**shard | pair)
+    elif kind == "exchange":
+        return CommsSample.from_json(row)
     elif kind != "machine":
-        raise FormatError("'kind' must be machine, table or shard.")
+        raise FormatError("'kind' must be machine, table, shard or exchange.")
     return None
 
 

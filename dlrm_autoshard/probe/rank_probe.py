@@ -26,6 +26,7 @@ from dlrm_autoshard.distributed.ranks.free_memory import free_host_memory
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.estimates import ROUNDS
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.kept_memory import KeptMemory
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, now, relative_spread
@@ -35,9 +36,9 @@ T = TypeVar("T")
 
 _STOP, _PLANS, _SHARDS = 0, 1, 2  # what rank 0 asks of the others
 _NO_REQUEST: tuple[int, list[Any]] | None = None
-_ROUNDS, _ROUNDS_SECONDS = 2, 1.5
-"""Times that each of several plans is measured, in turns with the others, so that when the machine is slow for a moment
-all of them are; the median counts. No round but the first begins after so many seconds."""
+_ROUNDS_SECONDS = 1.5
+"""After which no round but the first begins: plans are measured in turns, so that when the machine is slow for a moment
+all of them are, and the median counts."""
 
 SECONDS_PER_SHARD = 0.03
 """That a shard is measured for, at least. Little, for its moment may be a slow one: what matters is measured again, at
@@ -125,7 +126,7 @@ class RankProbe:
         """Rank 0: each plan's profile, measured by all ranks together."""
         deadline = time.perf_counter() + _ROUNDS_SECONDS
         rounds: list[list[StepProfile]] = []
-        while not rounds or (len(rounds) < _ROUNDS and time.perf_counter() < deadline):
+        while not rounds or (len(rounds) < ROUNDS and time.perf_counter() < deadline):
             self._ask(_PLANS, [plan.to_json() for plan in plans])
             rounds.append([self._measure_plan(plan) for plan in plans])
         return [median_profile(profiles) for profiles in zip(*rounds, strict=True)]

@@ -37,7 +37,7 @@ from dlrm_autoshard.tables import TableConfig
 CHANGE = 0.01
 """Chance that ranks are no longer as they were an interval ago."""
 MEASURED_NOISE = 0.04
-"""Standard deviation of what a moment's measurement of a table alone is off by: `UNSEEN_MOMENTS` of the probe."""
+"""Standard deviation of what a moment's measurement is off by: `UNSEEN_MOMENTS` of the probe."""
 REMEMBERED = 16
 """Profiles conditioned on."""
 
@@ -140,14 +140,14 @@ class Corrections:
         found: np.ndarray = (share_MB * variance_B) @ share_MB.T * alike_MM
         return found
 
-    def told(self, stages: Stages, alone: Stages, tables: Sequence[TableConfig]) -> np.ndarray:
-        """[M, M] of the logarithms that will be expected of `stages`, once those of tables alone have been measured.
+    def told(self, stages: Stages, measured: Stages, tables: Sequence[TableConfig], times: int = 1) -> np.ndarray:
+        """[M, M] of the logarithms that will be expected of `stages`, once others have been measured, so many times.
         What was measured does not matter to that, only how well: as a moment's figures are, `MEASURED_NOISE` beside
         what is left open."""
         count = len(stages.ms_M)
-        covariance = self.covariance(stages.and_also(alone), tables)
+        covariance = self.covariance(stages.and_also(measured), tables)
         seen, cross = covariance[count:, count:], covariance[:count, count:]
-        told: np.ndarray = cross @ np.linalg.solve(seen + MEASURED_NOISE**2 * np.eye(len(seen)), cross.T)
+        told: np.ndarray = cross @ np.linalg.solve(seen + MEASURED_NOISE**2 / times * np.eye(len(seen)), cross.T)
         return (told + told.T) / 2
 
     def _rows_now(self, stages: Stages, tables: Sequence[TableConfig]) -> Rows:
