@@ -80,7 +80,11 @@ def measure_finalists(
         estimated = costs.estimates(task, [leading, *(rival.plan for rival in rivals)])
         worth = [estimated.of([0, number + 1]) for number in range(len(rivals))]
         hopeful = max(range(len(rivals)), key=lambda number: worth[number].worth_knowing(kept=0), default=None)
-        if hopeful is None or not (pays(worth[hopeful], seconds, 0) or pays(estimated, len(rivals) * seconds, 0)):
+        if hopeful is None:
+            break
+        two, every = [leading, rivals[hopeful].plan], [leading, *(rival.plan for rival in rivals)]
+        told = costs.estimates(task, two, placed=two[1:])
+        if not (pays(told, seconds, 0) or pays(costs.estimates(task, every, placed=every[1:]), len(rivals) * seconds, 0)):
             break
         found.append(rivals[hopeful])
         measured([rivals[hopeful].plan])
