@@ -16,6 +16,7 @@ from dlrm_autoshard.benchmarks.planner_oracle import BATCH, started
 from dlrm_autoshard.costs import COMPUTE, PLANNED_STAGES
 from dlrm_autoshard.plan import Topology
 from dlrm_autoshard.planner.costs.cost_model import COST
+from dlrm_autoshard.planner.costs.replay import CommsSample
 from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.estimates import Estimates
@@ -164,6 +165,37 @@ def test_knowing_is_worth_what_choosing_saves() -> None:
     assert even.worth_knowing() == pytest.approx(1 - 1.0 / 1.05)
     assert even.of([0, 2]).worth_knowing() == 0
     assert even.of([2, 0]).worth_knowing(kept=0) == pytest.approx(1 - 1.05 / 2.0)  # only what is measured is taken
+
+
+def test_what_measuring_two_plans_would_tell_is_less_than_all_there_is_to_know_and_little_once_they_were() -> None:
+    """A start of 50 tables measured two plans, at 2 s, for what knowing all candidates would have saved."""
+    task, costs = some_task(16, 4, seed=4), Planner().costs
+    placements = [heuristic(task, name, np.random.default_rng(0)) for name in (*KEYS, "random")]
+    plans = [task.plan_from(rank_U) for rank_U in placements]
+
+    def told(measuring: Sequence[ShardingPlan]) -> float:
+        return costs.estimates(task, plans, placed=measuring).worth_knowing()
+
+    before, of_all = told(plans[:2]), told(plans)
+    assert 0 < before < of_all < costs.estimates(task, plans).worth_knowing()
+    for rank_U in placements[:2] * 3:
+        costs.observe(profile_of(task, costs.costs_of(task).rank_ms(rank_U), rank_U, noise=0.01))
+    assert told(plans[:2]) < before / 2
+
+
+def test_exchanges_are_unsure_until_some_were_measured_here() -> None:
+    task, costs = some_task(16, 4, seed=4), Planner().costs
+    plan = task.plan_from(heuristic(task, "dim_greedy", np.random.default_rng(0)))
+    exchanged = np.array([[cost.fwd_comms_ms, cost.bwd_comms_ms] for cost in costs.predict(task, plan)]).max(0).sum()
+
+    def spread_ms() -> float:
+        return float(costs.estimates(task, [plan]).step_ms_DP.std())
+
+    unsure = spread_ms()
+    dims = [sum(t.embedding_dim for t in task.tables if plan.rank_of[t.name] == rank) for rank in range(4)]
+    forward, backward = costs.exchange.ms(np.array(dims), task.batch_size)
+    costs.learn([CommsSample(tuple(dims), task.batch_size, (forward,) * 4, (backward,) * 4)], updates=0)
+    assert unsure**2 - spread_ms() ** 2 == pytest.approx((0.5**2 - 0.1**2) * exchanged**2, rel=0.5)
 
 
 def test_a_plan_that_surely_costs_less_than_all_that_were_measured_is_measured_too() -> None:

@@ -27,7 +27,7 @@ from dlrm_autoshard.probe.calibration import (
     UNSEEN_MOMENTS,
     calibration_shards,
     expected_seconds,
-    keep_profiles,
+    keeping,
     start_costs,
 )
 from dlrm_autoshard.probe.cost_log import CostLog
@@ -109,9 +109,7 @@ def test_a_job_knows_what_plans_took_that_an_earlier_one_measured(tmp_path: Path
     oracle, asked = CostOracle(pool.tables, pool.stats, 4096, devices=2, seed=1), list[StepProfile]()
 
     def measure(plans: Sequence[ShardingPlan]) -> list[StepProfile]:
-        profiles = [oracle.profile(plan) for plan in plans]
-        keep_profiles(CostLog(tmp_path, MACHINE), task, profiles)
-        asked.extend(profiles)
+        asked.extend(profiles := [oracle.profile(plan) for plan in plans])
         return profiles
 
     def start(of: PlacementTask) -> Planner:
@@ -123,7 +121,7 @@ def test_a_job_knows_what_plans_took_that_an_earlier_one_measured(tmp_path: Path
         return max(abs(step_cost_ms(planner.predict(task, p.plan)) / oracle.plan_ms(p.plan) - 1) for p in asked)
 
     first = start(task)
-    first.plan(task, measure=measure)
+    first.plan(task, measure=keeping(measure, CostLog(tmp_path, MACHINE), task))
     second = start(task)
     assert error(second) < 0.1 and error(start(replace(task, topology=Topology(2, hosts=(0, 1))))) > 0.5
     assert second.costs.replay.comms == [comms_of(replace(profile, hosts=(0, 0))) for profile in asked]

@@ -15,7 +15,6 @@ import torch
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
-from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.distributed.lookup.shared_memory import host_id
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.distributed.ranks.runtime import Runtime, name_of
@@ -23,7 +22,7 @@ from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, 
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import PlanResult
 from dlrm_autoshard.planner.task import PlacementTask, Splits
-from dlrm_autoshard.probe.calibration import cost_log, keep_profiles, start_costs
+from dlrm_autoshard.probe.calibration import cost_log, keeping, start_costs
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.rank_probe import RankProbe
 from dlrm_autoshard.probe.shipped_costs import start_warm
@@ -101,18 +100,9 @@ def place(
         probe = RankProbe.at_start(runtime, task, optimizer.name, exchange_dtype, shared_memory)
 
     def decide() -> tuple[ShardingPlan, PlanResult | None]:
-        started, fingerprint, log = time.perf_counter(), hardware_fingerprint(runtime.device), None
-        if settings.cache_dir is not None:
-            exchange = exchange_dtype + (" by shared memory" if shared_memory else "")
-            log = cost_log(Path(settings.cache_dir), task, fingerprint, exchange=exchange)
-
-        def measure(plans: Sequence[ShardingPlan]) -> list[StepProfile]:
-            assert probe is not None
-            profiles = probe.measure(plans)
-            if log is not None:
-                keep_profiles(log, task, profiles)
-            return profiles
-
+        started, fingerprint = time.perf_counter(), hardware_fingerprint(runtime.device)
+        exchange = exchange_dtype + (" by shared memory" if shared_memory else "")
+        log = cost_log(settings.cache_dir, task, fingerprint, exchange=exchange)
         if planning and planner is not None:
             seconds_left = start_costs(
                 planner,
@@ -127,7 +117,7 @@ def place(
             if settings.placement is None:
                 result = planner.plan(
                     task,
-                    measure=None if probe is None else measure,
+                    measure=None if probe is None else keeping(probe.measure, log, task),
                     measure_plans=settings.measure_plans,
                     budget_seconds=seconds_left,
                     steps=steps,

@@ -17,6 +17,7 @@ from dlrm_autoshard.planner.corrections.corrections import Corrections
 from dlrm_autoshard.planner.corrections.gaussian import square_root
 from dlrm_autoshard.planner.corrections.stages import Stages
 from dlrm_autoshard.planner.costs.cost_model import COST
+from dlrm_autoshard.planner.costs.exchange_model import MEASURED
 from dlrm_autoshard.planner.costs.loads import log_loads
 from dlrm_autoshard.planner.result import Gain
 from dlrm_autoshard.planner.task import PlacementTask
@@ -111,13 +112,11 @@ def estimates(
     corrections: Corrections,
     placements: Sequence[np.ndarray],
     *,
-    exchange: float,
     alone: Sequence[int] | None = None,
-    placed: Sequence[np.ndarray] | None = None,
+    placed: Sequence[np.ndarray] = (),
 ) -> Estimates:
-    """Of placements of the task's units. exchange: standard deviation of the logarithm of what all exchanges are off
-    by. alone, placed: what is drawn then is what the expected costs may be once these tables (numbers of the task's),
-    or these placements, have been measured, and nothing else is known."""
+    """Of placements of the task's units. alone, placed: what is drawn then is what the expected costs may be once these
+    tables (numbers of the task's), or these placements, have been measured, and nothing else is known."""
     most = min(task.world_size, MOST_RANKS)
     asked, exchanged = [], []
     for rank_U in placements:
@@ -125,23 +124,20 @@ def estimates(
         exchanged.append(ms_W4[:, EXCHANGE].max(axis=0).sum())
         dearest_2M = np.argsort(-ranks.ms_M.reshape(2, -1), axis=1)[:, :most]
         asked.append(ranks.some(np.add(dearest_2M, [[0], [task.world_size]]).ravel()))
-    every = asked[0].and_also(*asked[1:])
+    every, exchange = asked[0].and_also(*asked[1:]), costs.exchange_spread
     stages, which_M = every.distinct()
-    if placed is not None:
+    if placed:
         measured, *more = (expected_ms(task, costs, corrections, rank_U)[1] for rank_U in placed)
-        seen, _ = measured.and_also(*more).distinct()
-        covariance = corrections.told(stages, seen, task.tables, ROUNDS)
-        exchange = max(0.0, exchange**2 - corrections.spreads.exchanged**2) ** 0.5
-    elif alone is None:
-        covariance = corrections.covariance(stages, task.tables)
+        covariance = corrections.told(stages, measured.and_also(*more).distinct()[0], task.tables, ROUNDS)
+        exchange = max(0.0, exchange**2 - MEASURED**2) ** 0.5
+    elif alone is not None:
+        covariance = corrections.told(stages, _alone(task, costs, alone), task.tables)
+        exchange = 0.0
     else:
-        covariance, exchange = np.zeros((len(stages.ms_M), len(stages.ms_M))), 0.0
-        if alone:
-            covariance = corrections.told(stages, _alone(task, costs, alone), task.tables)
-    count = len(covariance)
-    both = np.zeros((count + 1, count + 1))
-    both[:count, :count], both[count, count] = covariance, exchange**2
-    factors_DM = np.exp(_drawn(both, DRAWS))
+        covariance = corrections.covariance(stages, task.tables)
+    covariance = np.pad(covariance, (0, 1))
+    covariance[-1, -1] = exchange**2
+    factors_DM = np.exp(_drawn(covariance, DRAWS))
     computed_DM = every.ms_M * factors_DM[:, which_M]
     computed_DP = computed_DM.reshape(DRAWS, len(placements), 2, most).max(axis=3).sum(axis=2)
-    return Estimates(computed_DP + np.array(exchanged) * factors_DM[:, [count]])
+    return Estimates(computed_DP + np.array(exchanged) * factors_DM[:, [-1]])

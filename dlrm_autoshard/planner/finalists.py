@@ -14,7 +14,6 @@ from dataclasses import replace
 from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.candidates import KICKS, MEDIUM
-from dlrm_autoshard.planner.estimates import Estimates
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.result import Candidate
 from dlrm_autoshard.planner.search.greedy import KEYS
@@ -53,10 +52,11 @@ def measure_finalists(
     """
     profiles: dict[str, StepProfile] = {}
 
-    def pays(estimated: Estimates, seconds: float, kept: int | None = None) -> bool:
-        served_seconds = math.inf if steps is None else steps * float(estimated.step_ms.min()) / 1000
-        worth = estimated.worth_knowing(kept)
-        return worth > WORTH_MEASURING and worth * served_seconds > seconds
+    def pays(plans: Sequence[ShardingPlan], measuring: Sequence[ShardingPlan], kept: int | None = None) -> bool:
+        told = costs.estimates(task, plans, placed=measuring)
+        served_seconds = math.inf if steps is None else steps * float(told.step_ms.min()) / 1000
+        worth = told.worth_knowing(kept)
+        return worth > WORTH_MEASURING and worth * served_seconds > len(measuring) * seconds
 
     def measured(plans: Sequence[ShardingPlan]) -> float:
         started = time.perf_counter()
@@ -69,7 +69,7 @@ def measure_finalists(
     first = {c.plan.fingerprint: c.plan for c in (ranked[0], next(c for c in ranked if c.name in KEYS), *ranked)}
     finalists = list(first.values())[: min(2, measure_plans)]
     found, seconds = list(candidates), STEPS_MEASURED * ranked[0].predicted_ms / 1000
-    if steps is None or pays(costs.estimates(task, list(first.values()), placed=finalists), len(finalists) * seconds):
+    if steps is None or pays(list(first.values()), finalists):
         seconds = measured(finalists)
     while profiles and len(profiles) < measure_plans and not late(deadline, seconds):
         started = time.perf_counter()
@@ -77,14 +77,12 @@ def measure_finalists(
         leading = plans[int(costs.estimates(task, plans).step_ms.argmin())]
         rivals = [*found, *_rivals(costs, task, leading, deadline)]
         rivals = [rival for rival in rivals if rival.plan.fingerprint not in profiles]
-        estimated = costs.estimates(task, [leading, *(rival.plan for rival in rivals)])
+        every = [leading, *(rival.plan for rival in rivals)]
+        estimated = costs.estimates(task, every)
         worth = [estimated.of([0, number + 1]) for number in range(len(rivals))]
-        hopeful = max(range(len(rivals)), key=lambda number: worth[number].worth_knowing(kept=0), default=None)
-        if hopeful is None:
-            break
-        two, every = [leading, rivals[hopeful].plan], [leading, *(rival.plan for rival in rivals)]
-        told = costs.estimates(task, two, placed=two[1:])
-        if not (pays(told, seconds, 0) or pays(costs.estimates(task, every, placed=every[1:]), len(rivals) * seconds, 0)):
+        hopeful = max(range(len(rivals)), key=lambda number: worth[number].worth_knowing(kept=0), default=0)
+        two = [leading, *every[1 + hopeful :][:1]]
+        if not rivals or not (pays(two, two[1:], 0) or pays(every, every[1:], 0)):
             break
         found.append(rivals[hopeful])
         measured([rivals[hopeful].plan])

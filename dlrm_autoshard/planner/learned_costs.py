@@ -99,25 +99,11 @@ class LearnedCosts:
         placed: Sequence[ShardingPlan] | None = None,
     ) -> Estimates:
         """What plans, legal or not, are expected to cost by all that was measured, and how sure that is. alone, placed:
-        what may be expected once these tables have been measured alone, or these plans as a whole."""
-        free = task.covering([*plans, *(placed or [])])
+        what may be expected once these tables have been measured alone, or these of the plans."""
+        free = task.covering(plans)
         tables = None if alone is None else [free.names.index(name) for name in alone if name in free.names]
-        return estimates(
-            free,
-            self.costs_of(free),
-            self.corrections,
-            [free.placed(plan) for plan in plans],
-            exchange=self.exchange_spread,
-            alone=tables,
-            placed=None if placed is None else [free.placed(plan) for plan in placed],
-        )
-
-    @property
-    def exchange_spread(self) -> float:
-        """Standard deviation of the logarithm of what all exchanges are off by: on another machine, until some were
-        measured here."""
-        spreads, measured = self.corrections.spreads, self.replay.comms or self.replay.profiles
-        return spreads.exchanged if measured else spreads.scale
+        rank_PU, seen_PU = ([free.placed(plan) for plan in some] for some in (plans, placed or []))
+        return estimates(free, self.costs_of(free), self.corrections, rank_PU, alone=tables, placed=seen_PU)
 
     def fit_costs(self, updates: int, budget_seconds: float | None = None, *, correct: bool = True) -> FitReport:
         """To start-up samples. correct: condition the corrections on them too; a training that fits many times needs

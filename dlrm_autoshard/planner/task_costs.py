@@ -51,7 +51,7 @@ class TaskCosts:
         self.fastest = int(self.factor_W2.sum(axis=1).argmin())
         total_dims = float(sum(table.embedding_dim for table in task.tables))
         base_2W2, per_dim_2W2 = exchange.lines(total_dims, task.batch_size, world_size, topology.hosts)
-        self._exchange_W2 = corrections.exchange_factors_W2(world_size)
+        self._exchange_W2, self.exchange_spread = corrections.exchange_factors_W2(world_size), exchange.spread
         slowest_2 = self._exchange_W2.max(axis=0)
         self.comms_base_W2, self.comms_per_dim_W2 = (
             (lines_2W2 @ slowest_2).T.astype(np.float32) for lines_2W2 in (base_2W2, per_dim_2W2)

@@ -1,6 +1,6 @@
 """What a planner knows when a job starts: shipped costs, what earlier jobs measured here, and a short probe of its own.
 
-log = cost_log(Path("costs"), task, fingerprint, exchange="fp32 by shared memory")
+log = cost_log("costs", task, fingerprint, exchange="fp32 by shared memory")
 seconds_left = start_costs(planner, task, fingerprint=fingerprint, log=log, measure_shards=probe.measure_shards)
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.costs import StepProfile, step_cost_ms
-from dlrm_autoshard.plan import round_robin
+from dlrm_autoshard.plan import ShardingPlan, round_robin
 from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample, comms_of, shards_of
-from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.planner import Measure, Planner
 from dlrm_autoshard.planner.search.local_search import late
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.cost_log import CostLog
@@ -49,18 +49,26 @@ ShardTimer = Callable[[Sequence[Sequence[str]]], Sequence[ShardTime]]
 """What `RankProbe.measure_shards` is: times of sets of tables, or parts of tables, by name."""
 
 
-def cost_log(cache_dir: Path, task: PlacementTask, fingerprint: Mapping[str, Any], *, exchange: str) -> CostLog:
-    """Of what is measured of the task's tables; exchange: how vectors travel, in words."""
+def cost_log(
+    cache_dir: str | None, task: PlacementTask, fingerprint: Mapping[str, Any], *, exchange: str
+) -> CostLog | None:
+    """Of what is measured of the task's tables, where it is to be kept; exchange: how vectors travel, in words."""
     ranks = {"world_size": task.world_size, "optimizer": task.splits.optimizer, "exchange": exchange}
-    return CostLog(cache_dir, {**fingerprint, **ranks})
+    return None if cache_dir is None else CostLog(Path(cache_dir), {**fingerprint, **ranks})
 
 
-def keep_profiles(log: CostLog, task: PlacementTask, profiles: Sequence[StepProfile]) -> None:
-    """Of placements that were measured: what each rank's tables took, and the exchanges."""
-    placed = [replace(profile, hosts=task.topology.hosts) for profile in profiles]
-    for profile in placed:
-        log.append([*shards_of(profile), comms_of(profile)])
-    _say_left_out(log)
+def keeping(measure: Measure, log: CostLog | None, task: PlacementTask) -> Measure:
+    """`measure`, which also keeps what placements took: each rank's tables, and the exchanges."""
+
+    def measured(plans: Sequence[ShardingPlan]) -> list[StepProfile]:
+        profiles = measure(plans)
+        if log is not None:
+            for profile in profiles:
+                log.append([*shards_of(profile), comms_of(replace(profile, hosts=task.topology.hosts))])
+            _say_left_out(log)
+        return profiles
+
+    return measured
 
 
 def start_costs(

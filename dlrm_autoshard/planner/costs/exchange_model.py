@@ -31,16 +31,19 @@ PULL, PULL_BETWEEN_HOSTS, PULL_HOST = 0.002, 2.0, 0.05
 """How many measurements a price's prior counts as; the second where ranks are on several hosts. Between hosts the link
 is what nobody knows: before plans differ enough to tell the prices apart, a slow exchange is put down to it."""
 
+UNMEASURED, MEASURED = 0.5, 0.1
+"""Standard deviation of the logarithm of what all exchanges are off by: those of another machine, of this one's."""
 STEADY = 0.03
 """Noise from which a measurement counts half: a prior's proportions must not bend to one that is noisier."""
 
 
 class ExchangeModel:
-    """prices_SP: forward and backward, in the order of `exchange_work`, those of hosts last."""
+    """prices_SP: forward and backward, in the order of `exchange_work`, those of hosts last. spread: how far it may be
+    off, `UNMEASURED` or `MEASURED`."""
 
     def __init__(self) -> None:
         self.prior_SP = np.stack([PRIOR, PRIOR])
-        self.prices_SP = self.prior_SP
+        self.prices_SP, self.spread = self.prior_SP, UNMEASURED
         self._hosts: tuple[int, ...] | None = None  # of the ranks that the prices of hosts are for
 
     def ms(self, dims_W: np.ndarray, batch_size: int, hosts: Sequence[int] | None = None) -> np.ndarray:
@@ -108,14 +111,14 @@ class ExchangeModel:
             # Between hosts prices are only scaled down: what takes longer than they say is put down to the link.
             prior_P = prior_P * (scale if hosts is None else min(1.0, scale))
             fitted.append(fit_nonnegative(work_NP, ms_NS[:, stage], weight_N, prior_P, pull_P))
-        self.prices_SP = np.stack(fitted)
+        self.prices_SP, self.spread = np.stack(fitted), MEASURED
 
     def load_prices(self, prices: Sequence[Sequence[float]]) -> None:
         """Prices that were fitted elsewhere, as the prior from now on."""
         self.prior_SP = np.zeros((2, len(PRIOR)))  # without the last in states of older versions
         for row_P, fitted in zip(self.prior_SP, prices, strict=True):
             row_P[: len(fitted)] = fitted[: len(PRIOR)]  # those of hosts are this job's own
-        self.prices_SP, self._hosts = self.prior_SP, None
+        self.prices_SP, self._hosts, self.spread = self.prior_SP, None, UNMEASURED
 
     def _prices_for(self, hosts: Sequence[int] | None, size: int, *, prior: bool = False) -> np.ndarray:
         known = self.prior_SP if prior or (size > len(PRIOR) and _several(hosts) != self._hosts) else self.prices_SP
