@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,3 +64,29 @@ def test_every_rank_says_so_before_anything_is_read_and_memory_is_shared_by_the_
     for said, memory in run_ranks(start, 2, tmp_path):
         assert said.startswith("autoshard.pinned names table 'usr'")
         assert len(memory) == 2 and sum(memory) <= 1.1 * free_memory()
+
+
+def start_thrice(rank: int, world_size: int, folder: Path) -> list[tuple[int, int]]:
+    """Of jobs that would take days: lines in the cost log, and tables that the planner knows alone."""
+    runtime, found = make_runtime(rank, world_size), []
+    for where, cache in (("runs", "auto"), ("runs", "auto"), ("others", None)):
+        settings = {"enabled": True, "budget_seconds": 2.0, "reshard": {"enabled": False}, "cache_dir": cache}
+        with trainer(
+            config(folder / where, autoshard=settings, train={"epochs": 10**8}), runtime, folder / where / "run"
+        ) as job:
+            runtime.barrier()
+            lines = [line for log in (folder / where / ".costs").glob("*") for line in log.read_text().splitlines()]
+            planner = job.placement.planner
+            shards = planner.costs.replay.shards if planner is not None else []
+            found.append(
+                (sum('"shard"' in line for line in lines), len({s.tables for s in shards if len(s.tables) == 1}))
+            )
+            runtime.barrier()
+    return found
+
+
+def test_what_a_start_measured_is_kept_beside_the_runs_for_later_jobs(tmp_path: Path) -> None:
+    [(kept, alone), (kept_later, alone_later), nowhere], _ = run_ranks(start_thrice, 2, tmp_path)
+    assert kept > alone == alone_later == 4
+    assert kept_later - kept < 4 + 4, "each table and both finalists again"
+    assert nowhere == (0, 4)

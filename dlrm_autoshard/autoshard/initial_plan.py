@@ -64,6 +64,7 @@ def place(
     stays: bool = False,
     held_bytes: int = 0,
     on_host: bool = False,
+    costs_dir: Path | None = None,
 ) -> Placement:
     """Decides on rank 0, by measurements on these ranks, and tells the others. PlanError, on every rank, before
     anything is allocated, where tables do not fit.
@@ -73,7 +74,7 @@ def place(
     interval_steps: until resharding, which learns from steps for nothing, first decides. current: a plan that is taken
     as it is, where it is for these ranks and legal; stays: whatever is asked of plans, for it is the live one of a job
     in which nothing moves. held_bytes: that tables take on this rank already, and may take again. on_host: tables will
-    lie in host memory, beside a GPU too.
+    lie in host memory, beside a GPU too. costs_dir: for what is measured, where settings leave that open.
     """
     if interval_steps is not None and reshards(settings, runtime.world_size):
         steps = interval_steps if steps is None else min(steps, interval_steps)
@@ -102,7 +103,8 @@ def place(
     def decide() -> tuple[ShardingPlan, PlanResult | None]:
         started, fingerprint = time.perf_counter(), hardware_fingerprint(runtime.device)
         exchange = exchange_dtype + (" by shared memory" if shared_memory else "")
-        log = cost_log(settings.cache_dir, task, fingerprint, exchange=exchange)
+        cache_dir = costs_dir if settings.cache_dir == "auto" else settings.cache_dir
+        log = cost_log(cache_dir, task, fingerprint, exchange=exchange)
         if planning and planner is not None:
             seconds_left = start_costs(
                 planner,

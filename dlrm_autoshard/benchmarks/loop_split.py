@@ -92,7 +92,7 @@ def _job(workload: Workload, folder: Path, steps: int, epochs: int, change: int)
             "train": {"batch_size": BATCH // WORLD_SIZE, "epochs": epochs},
             "checkpoint": {"enabled": False},
             "profile": dict(MANY_SAMPLES),
-            "autoshard": {"enabled": True},
+            "autoshard": {"enabled": True, "cache_dir": None},
         }
     )
 

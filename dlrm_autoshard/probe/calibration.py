@@ -50,7 +50,7 @@ ShardTimer = Callable[[Sequence[Sequence[str]]], Sequence[ShardTime]]
 
 
 def cost_log(
-    cache_dir: str | None, task: PlacementTask, fingerprint: Mapping[str, Any], *, exchange: str
+    cache_dir: str | Path | None, task: PlacementTask, fingerprint: Mapping[str, Any], *, exchange: str
 ) -> CostLog | None:
     """Of what is measured of the task's tables, where it is to be kept; exchange: how vectors travel, in words."""
     ranks = {"world_size": task.world_size, "optimizer": task.splits.optimizer, "exchange": exchange}
@@ -86,7 +86,7 @@ def start_costs(
     for which the first plan is to serve, where that is known: with few the budget is smaller, and nothing is measured
     that would not pay in them.
 
-    A job whose tables were measured on this hardware before, with its optimizer, starts from the log. Otherwise a few
+    A job whose tables were each measured on this hardware before, with its optimizer, starts from the log. Else a few
     dozen shards of its own tables are measured on the running ranks: tables alone, parts of those that may be split,
     and sets as large as a rank will own. How far the moments at which a table was measured differ is the noise of all
     that was measured only once.
@@ -101,11 +101,11 @@ def start_costs(
     known = [sample for sample in logged if is_about(sample, task)]
     measured: list[ShardSample] = []
     wanted = calibration_shards(task, seed)
-    unknown = len(known) < sum(map(len, wanted)) // 2
+    # An earlier start's time may have ended before each table had its turn.
+    have = {frozenset(table.name for table in sample.tables) for sample in known}
+    unknown = any(frozenset(shard) not in have for shard in wanted[0])
     if measure_shards is not None and unknown and measuring_pays(planner, task, budget_seconds, steps):
         seconds = MEASURING_SHARE * budget_seconds
-        # An earlier start's time may have ended before it had measured all.
-        have = {frozenset(table.name for table in sample.tables) for sample in known}
         alone, sets = ([s for s in kind if frozenset(s) not in have] for kind in wanted)
         passes = _as_if_on_one_rank(_measured_in_passes(alone, sets, measure_shards, task.world_size, seconds))
         moments = _noise_of_moments(passes.values())
@@ -116,7 +116,8 @@ def start_costs(
             log.append(measured)
     taken = set(map(id, known))
     others = [sample for sample in logged if id(sample) not in taken] if measured else []
-    shards = [*others[-MOST_FITTED:], *known[-(MOST_SETS + MOST_ALONE) :], *measured]
+    alone_known, sets_known = ([s for s in known if (len(s.tables) == 1) == kind] for kind in (True, False))
+    shards = [*others[-MOST_FITTED:], *sets_known[-MOST_SETS:], *alone_known[-MOST_ALONE:], *measured]
     learned: list[ShardSample | CommsSample] = [*shards, *exchanges[-MOST_EXCHANGES:]]
     if learned:
         # Known tables need only be recalled: fewer updates, so that a second start takes less than a second.

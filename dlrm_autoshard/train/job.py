@@ -88,6 +88,7 @@ class Job:
             seed=config.run.seed,
             current=current,
             on_host=config.tables.location == "managed_caching",
+            costs_dir=Path(config.run.dir) / ".costs",
         )
         if current is not None and self.placement.plan != current and current.world_size == runtime.world_size:
             self.notes.append("The checkpoint's plan does not fit these settings any more: tables were placed anew.")
