@@ -34,20 +34,18 @@ def charts(record: RunRecord) -> Iterator[Chart]:
     if record.intervals:
         ranks = max(profile.world_size for profile in record.intervals)
         rows = ranks * (28 if ranks <= 16 else 15)
-        points = len(record.intervals)
-        yield _chart(
-            "speed", ("speed", "events"), run_charts.speed(marked=any(True for _ in event_rows(record))), height=240
-        )
+        points, marked = len(record.intervals), any(True for _ in event_rows(record))
+        yield _chart("speed", ("speed", "events"), run_charts.speed(record.unit, marked=marked), height=240)
     if any(profile.samples for profile in record.intervals):
-        yield _chart("step-time", "epochs", run_charts.step_time(), height=230, points=points)
-        yield _chart("imbalance", "epochs", run_charts.imbalance(), height=200, points=points)
+        yield _chart("step-time", "epochs", run_charts.step_time(record.unit), height=230, points=points)
+        yield _chart("imbalance", "epochs", run_charts.imbalance(record.unit), height=200, points=points)
         yield _chart("stages", "stages", epoch_charts.stages(), height=24 * len(SEGMENTS))
         yield _chart("ranks", "ranks", epoch_charts.ranks(), height=rows)
         yield _chart("placement", "placement", epoch_charts.placement(), height=rows)
         yield _chart("memory", "ranks", epoch_charts.memory(), height=rows)
         if any(profile.predicted for profile in record.intervals):
             yield _chart("predictions", "predictions", epoch_charts.predictions(), height=300)
-            yield _chart("errors", "epochs", run_charts.errors(), height=300, points=points)
+            yield _chart("errors", "epochs", run_charts.errors(record.unit), height=300, points=points)
     gains = ("predicted_gain", "measured_gain")
     if any(decision.get(gain) is not None for decision in record.decisions for gain in gains):
         yield _chart("decisions", "decisions", run_charts.decisions(), height=220, points=len(record.decisions))
@@ -61,7 +59,9 @@ def charts(record: RunRecord) -> Iterator[Chart]:
 def comparison_charts(records: Sequence[RunRecord]) -> Iterator[Chart]:
     """Of several runs in one picture."""
     if any(record.intervals for record in records):
-        yield _chart("speed", "speed", run_charts.speed(several=True), height=260)
+        units = {record.unit for record in records}
+        unit = units.pop() if len(units) == 1 else "interval"
+        yield _chart("speed", "speed", run_charts.speed(unit, several=True), height=260)
 
 
 def _chart(name: str, data: str | tuple[str, ...], layers: Layers, height: int, points: int | None = None) -> Chart:

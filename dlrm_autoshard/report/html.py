@@ -88,7 +88,7 @@ def _page(
 <main>
 {body}
 </main>
-<footer>Times are milliseconds of a typical sampled step (the middle half of them, averaged); ranks, epochs and steps
+<footer>Times are milliseconds of a typical sampled step (the middle half of them, averaged); ranks, intervals and steps
 count from 0. Written by dlrm_autoshard from the run's own records (costs/, metrics.jsonl, decisions.jsonl), where every
 figure is to be found.
 <noscript>The charts need JavaScript; the text above does not.</noscript></footer>

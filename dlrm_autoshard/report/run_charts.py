@@ -16,12 +16,13 @@ ACTIONS = ["moved", "kept", "rolled back", "refused"]
 EVENTS = ["moved", "rolled back", "refused", "drift"]
 
 
-def speed(*, marked: bool = True, several: bool = False) -> Layers:
-    """Examples/s of all steps, interval by interval; resharding's moves and the data's drift are marked.
+def speed(unit: str, *, marked: bool = True, several: bool = False) -> Layers:
+    """Examples/s of all steps, interval by interval; resharding's moves and the data's drift are marked. unit: what the
+    run calls an interval.
 
     marked: there are such events. several: one line a run, for the comparison of runs; without marks."""
     y = alt.Y("examples:Q", title="examples/s", axis=alt.Axis(tickCount=5, format="~s"), scale=alt.Scale(zero=True))
-    tips = [tip("label:N", "epoch"), tip("examples:Q", "examples/s", ",.0f")]
+    tips = [tip("label:N", unit), tip("examples:Q", "examples/s", ",.0f")]
     if several:
         tips.append(tip("run:N", "run"))
         runs = {"color": alt.Color("run:N", title=None), "strokeDash": alt.StrokeDash("run:N", title=None)}
@@ -45,11 +46,11 @@ def speed(*, marked: bool = True, several: bool = False) -> Layers:
     )
 
 
-def step_time() -> Layers:
+def step_time(unit: str) -> Layers:
     """Measured and balanced step, with what lies between them; a ring around the chosen epoch."""
     x, tips = (
         step_axis(),
-        [tip("label:N", "epoch"), tip("step_ms:Q", "sampled step, ms"), tip("balanced_ms:Q", "balanced, ms")],
+        [tip("label:N", unit), tip("step_ms:Q", "sampled step, ms"), tip("balanced_ms:Q", "balanced, ms")],
     )
     y = alt.Y("step_ms:Q", title="ms a step", axis=alt.Axis(tickCount=5), scale=alt.Scale(zero=True))
     balanced = mark().mark_line(color=ORANGE, strokeDash=[5, 3])
@@ -62,14 +63,14 @@ def step_time() -> Layers:
     )
 
 
-def imbalance() -> Layers:
+def imbalance(unit: str) -> Layers:
     kinds = ["embedding compute", "communication", "memory"]
     y = alt.Y("value:Q", title="largest / mean", scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
     colour = alt.Color("kind:N", title=None, scale=palette(kinds, [BLUE, ORANGE, "#555"]))
     dash = alt.StrokeDash("kind:N", title=None, scale=palette(kinds, [[1, 0], [6, 3], [2, 3]]))
     shape = alt.Shape("kind:N", title=None, scale=palette(kinds, ["circle", "square", "triangle-up"]))
     base = mark().transform_fold([*kinds], ["kind", "value"])
-    tips = [tip("label:N", "epoch"), tip("kind:N", "of"), tip("value:Q", "largest / mean", ".3f")]
+    tips = [tip("label:N", unit), tip("kind:N", "of"), tip("value:Q", "largest / mean", ".3f")]
     return alt.layer(
         mark().mark_rule(color=GREY, strokeDash=[2, 2]).encode(y=alt.datum(1)),
         base.mark_line().encode(x=step_axis(), y=y, color=colour, strokeDash=dash),
@@ -77,12 +78,12 @@ def imbalance() -> Layers:
     )
 
 
-def errors() -> Layers:
+def errors(unit: str) -> Layers:
     y = alt.Y("error:Q", title="predicted - measured, %", axis=alt.Axis(tickCount=5))
     line = mark().transform_filter("isValid(datum.error)").mark_line(color=BLUE, point=alt.OverlayMarkDef(size=45))
     return alt.layer(
         mark().mark_rule(color=GREY).encode(y=alt.datum(0)),
-        line.encode(x=step_axis(), y=y, tooltip=[tip("label:N", "epoch"), tip("error:Q", "%", "+.1f")]),
+        line.encode(x=step_axis(), y=y, tooltip=[tip("label:N", unit), tip("error:Q", "%", "+.1f")]),
     )
 
 
