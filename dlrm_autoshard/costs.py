@@ -44,7 +44,9 @@ STAGES = (
     "dense_optim",  # dense optimizer step
     "other",  # what is left of the step: hooks, metrics, Python
 )
-COMPUTE_STAGES = ("fwd_compute", "dense_fwd", "dense_bwd", "bwd_compute", "dense_optim")
+DENSE_STAGES = ("dense_fwd", "dense_bwd", "dense_optim")
+"""The same work on every rank."""
+COMPUTE_STAGES = ("fwd_compute", "bwd_compute", *DENSE_STAGES)
 """What a rank computes by itself, and so stretches when its core is shared."""
 WAITS = ("input_dist_wait", "fwd_comms_wait", "bwd_comms_wait", "grad_allreduce_wait")
 """Waiting for slower ranks before a collective: kept apart, never charged to communication."""
@@ -72,6 +74,7 @@ class StepRecord(TypedDict):
     source: Source
     noise: Amount
     hosts: NotRequired[list[Count] | None]
+    dense_ms: NotRequired[list[Amount] | None]
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ class StepProfile:
 
     tables and stats are in canonical order and parallel; `ranks[r]` is rank r's cost. batch_size is the global
     batch. noise: how far its figures would scatter if they were measured again (interquartile range / median); 0 where
-    they are exact. hosts: number of each rank's host; None: all ranks are on one.
+    they are exact. hosts: number of each rank's host; None: all ranks are on one. dense_ms: of DENSE_STAGES, which are
+    the same work on each rank; None: not known.
     """
 
     plan: ShardingPlan
@@ -117,6 +121,7 @@ class StepProfile:
     source: Source
     noise: float = 0.0
     hosts: tuple[int, ...] | None = None
+    dense_ms: tuple[float, ...] | None = None
 
     @property
     def shards(self) -> tuple[tuple[TableConfig, ...], tuple[TableStats, ...]]:
@@ -137,6 +142,7 @@ class StepProfile:
             "source": self.source,
             "noise": self.noise,
             "hosts": None if self.hosts is None else list(self.hosts),
+            "dense_ms": None if self.dense_ms is None else list(self.dense_ms),
         }
 
     @staticmethod
@@ -144,9 +150,10 @@ class StepProfile:
         step = checked(StepRecord, record)
         plan = ShardingPlan.from_json(step["plan"])
         named = [table["name"] for table in step["tables"]]
-        hosts = step.get("hosts")
-        if hosts is not None and len(hosts) != plan.world_size:
-            raise FormatError("its hosts are not one for each rank.")
+        hosts, dense_ms = step.get("hosts"), step.get("dense_ms")
+        for name, by_rank in (("hosts", hosts), ("dense_ms", dense_ms)):
+            if by_rank is not None and len(by_rank) != plan.world_size:
+                raise FormatError(f"its {name} are not one for each rank.")
         placed = {Shard.parse(name).table for name in plan.rank_of}
         if len(step["stats"]) != len(named) or len(step["ranks"]) != plan.world_size or set(named) != placed:
             raise FormatError("its plan, tables, stats and ranks are not of one job.")
@@ -159,6 +166,7 @@ class StepProfile:
             source=step["source"],
             noise=step["noise"],
             hosts=None if hosts is None else tuple(hosts),
+            dense_ms=None if dense_ms is None else tuple(dense_ms),
         )
 
 

@@ -217,7 +217,9 @@ class Intervals:
             return record, None, nothing
         costs = tuple(rank.cost for rank, *_ in gathered)
         noise = record.noise * error_of_median(record.samples)  # of the typical step, not of a single one
-        profile = StepProfile(plan, tables, stats, batch_size, costs, "measured", noise)
+        dense = tuple(rank.dense_ms for rank, *_ in gathered if rank.dense_ms)
+        known = dense if len(dense) == len(gathered) else None
+        profile = StepProfile(plan, tables, stats, batch_size, costs, "measured", noise, dense_ms=known)
         return record, profile, np.array(list(zip(*(timed for *_, timed in gathered), strict=True)))
 
     def _shard_probe(self) -> RankProbe:

@@ -15,6 +15,7 @@ from typing import Any
 from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.costs import (
+    DENSE_STAGES,
     PLANNED_STAGES,
     STAGES,
     WAITS,
@@ -105,6 +106,12 @@ class RankInterval:
     def cost(self) -> RankCost:
         """The stages that placement decides, as the planner knows them: medians, which no odd step moves."""
         return RankCost(**{f"{n}_ms": self.stages[n].median_ms if n in self.stages else 0.0 for n in PLANNED_STAGES})
+
+    @property
+    def dense_ms(self) -> float | None:
+        """Of the dense part. None where it was not timed alone: in a loop of one's own ranks may wait in it."""
+        timed = [self.stages[name].median_ms for name in DENSE_STAGES if name in self.stages]
+        return sum(timed) if len(timed) == len(DENSE_STAGES) else None
 
     def to_json(self) -> dict[str, Any]:
         record = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "stages"}

@@ -6,7 +6,7 @@ rows.covariance(rows, Spreads(), frozenset())            # [N, N], prior
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -33,6 +33,7 @@ class Spreads:
     light: float = 0.7  # of what any stage takes (`lightness`): a light rank's took 1.4 to 1.6 of its probe's
     rank: float = 0.02  # ranks of one machine
     slow_rank: float = 0.7  # a rank whose core is shared by one or two other processes
+    dense: float = 0.15  # a rank's dense part, beside its tables: 1.7 times as long where those took 1.6 to 2.5
     slow_set: float = 0.2  # of such a rank, one set beside another: with less to do it has its core more often
     exchange: float = 0.3  # one rank's exchanges, beside the others': its link may be slow
     exchange_noise: float = 0.05  # of one rank's in one interval, beside what the profile reports
@@ -67,7 +68,7 @@ class SetsAlike:
 class Common:
     """What two lists of observations have in common, term by term, each [N, M]: what is off about a stage's source, its
     lightness, tables, their widths, their data's change, tables among many others, loads like these, sets like these;
-    and whether the rank is the same. key_N: `rank_keys`."""
+    and whether the rank is the same, and both are its dense part. key_N: `rank_keys`."""
 
     source: np.ndarray
     light: np.ndarray
@@ -78,6 +79,7 @@ class Common:
     load: np.ndarray
     sets: SetsAlike
     rank: np.ndarray
+    dense: np.ndarray
     key_N: np.ndarray
 
     def covariance(self, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
@@ -88,7 +90,7 @@ class Common:
             found += spreads.change**2 * self.change
         found *= spreads.of_stages(self.sets.same_stage)
         found += spreads.scale**2 * self.source + spreads.light**2 * self.light
-        found += self.rank * rank_variances(self.key_N, spreads, slow)[:, None]
+        found += self.rank * rank_variances(self.key_N, spreads, slow)[:, None] + spreads.dense**2 * self.dense
         found += self.sets.covariance(spreads, slow)
         return found
 
@@ -102,6 +104,10 @@ def rank_variances(key_N: np.ndarray, spreads: Spreads, slow: frozenset[int]) ->
 def variances(directions: int, wholes: int, spreads: Spreads) -> np.ndarray:
     """[B] prior, along the directions of `Parts`, of which the first are of whole tables."""
     return np.where(np.arange(directions) < wholes, spreads.table, spreads.width) ** 2
+
+
+DENSE = 2
+"""A rank's dense part, as a stage beside forward (0) and backward (1)."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,12 @@ class Rows:
     load_NF: np.ndarray
     num_wholes: int
 
+    def and_also(self, other: Rows) -> Rows:
+        """Of the same directions."""
+        names = [field.name for field in fields(self) if field.name != "num_wholes"]
+        both = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names}
+        return Rows(**both, num_wholes=self.num_wholes)
+
     def variance_B(self, spreads: Spreads) -> np.ndarray:
         """Prior variance along each direction."""
         return variances(self.share_NB.shape[1], self.num_wholes, spreads)
@@ -141,7 +153,7 @@ class Rows:
         wholes, rest = slice(0, self.num_wholes), slice(self.num_wholes, both)
         tables_NM = self.share_NB[:, wholes] @ other.share_NB[:, wholes].T
         both_many = np.outer(self.many_N, other.many_N)
-        same_source = self.source_N[:, None] == other.source_N
+        same_source, same_rank = self.source_N[:, None] == other.source_N, self._same_rank(other)
         return Common(
             source=sources_alike(same_source) * same_stage,
             light=np.outer(self.light_N, other.light_N) * same_source * same_stage,
@@ -151,7 +163,8 @@ class Rows:
             fused=tables_NM * both_many,
             load=(self.load_NF @ other.load_NF.T) * both_many,
             sets=self._sets_alike(other, tables_NM, same_stage),
-            rank=self._same_rank(other),
+            rank=same_rank,
+            dense=same_rank & same_stage & (other.stage_N == DENSE),
             key_N=self.rank_keys,
         )
 

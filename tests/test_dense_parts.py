@@ -1,0 +1,103 @@
+"""What the dense part, the same work on every rank, tells of ranks: whose tables are dear, and who is slow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dlrm_autoshard.costs import StepProfile
+from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.probe.simulator import SimulatedCluster
+from dlrm_autoshard.tables import TableConfig, TableStats
+
+TABLES = [TableConfig(f"t{i}", 10_000 * (i + 1), 16 + 16 * (i % 4)) for i in range(12)]
+STATS = [TableStats(1.0 + 3 * (i % 5), batch_size=1024) for i in range(12)]
+TASK = PlacementTask.build(TABLES, STATS, Topology(2), batch_size=1024)
+EVEN = ShardingPlan({table.name: i % 2 for i, table in enumerate(TABLES)}, 2)
+SPARED = ShardingPlan({table.name: int(i % 6 == 1) for i, table in enumerate(TABLES)}, 2)
+EMPTIED = ShardingPlan({table.name: 0 for table in TABLES}, 2)
+
+
+class Job:
+    """Profiles as intervals have them: 3% of noise in tables' times, 4% in the dense parts'."""
+
+    def __init__(self, seed: int) -> None:
+        self.planner, self._cluster = Planner(), SimulatedCluster(seed, noise=0.03)
+        self._noise = np.random.default_rng(seed)
+
+    def interval(self, plan: ShardingPlan, *, tables: float = 1.0, dense: float | None = 1.0) -> None:
+        """tables, dense: times longer that rank 1 takes."""
+        seen = self._cluster.profile(TABLES, STATS, plan, 1024)
+        first, second = seen.ranks
+        slow = {stage: getattr(second, stage) * tables for stage in ("fwd_compute_ms", "bwd_compute_ms")}
+        profile: StepProfile = replace(seen, ranks=(first, replace(second, **slow)), source="measured", noise=0.03)
+        if dense is not None:
+            ms = 8.0 * np.array([1.0, dense]) * np.exp(0.04 * self._noise.standard_normal(2))
+            profile = replace(profile, dense_ms=tuple(ms.tolist()))
+        self.planner.costs.observe(profile)
+
+    @property
+    def slowness(self) -> float:
+        """Of rank 1, beside rank 0."""
+        first, second = self.planner.rank_slowness(2)
+        return float(second / first)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rank_is_slow_where_its_dense_part_is_and_its_tables_are_dear_where_it_is_not(seed: int) -> None:
+    """From the first interval on, with nothing to compare it with."""
+    starved, dear = Job(seed), Job(seed)
+    starved.interval(EVEN, tables=2.0, dense=1.8)
+    dear.interval(EVEN, tables=2.0, dense=1.0)
+    assert 1.5 < starved.slowness < 2.3
+    assert dear.slowness == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rank_without_tables_is_known_to_have_recovered(seed: int) -> None:
+    """Nothing of it is measured but its dense part: it was taken for slow as long as the job ran."""
+    job = Job(seed)
+    for _ in range(3):
+        job.interval(EVEN)
+    for _ in range(2):
+        job.interval(EVEN, tables=3.0, dense=2.6)
+    assert job.slowness > 2.0
+    job.interval(EMPTIED, dense=2.6)
+    assert job.slowness > 2.0
+    for _ in range(2):
+        job.interval(EMPTIED)
+    assert job.slowness == pytest.approx(1.0, abs=0.15)
+
+
+def test_noise_of_dense_parts_makes_no_rank_slow_and_begins_no_era() -> None:
+    for seed in range(5):
+        job = Job(seed)
+        for _ in range(12):
+            job.interval(EVEN)
+            assert job.slowness == pytest.approx(1.0, abs=0.06)
+        assert job.planner.costs.corrections.eras == [0] * 12
+
+
+def test_what_is_known_of_dense_parts_survives_a_checkpoint() -> None:
+    job, other = Job(0), Planner()
+    job.interval(EVEN)
+    job.interval(SPARED, tables=2.0, dense=1.8)
+    other.load_state_dict(job.planner.state_dict())
+    assert other.rank_slowness(2) == pytest.approx(job.planner.rank_slowness(2), rel=1e-6)
+
+
+def test_of_many_ranks_those_furthest_from_the_middle_are_looked_at() -> None:
+    """300 ranks, of which one is slow and owns nothing."""
+    ranks, slow = 300, 123
+    plan = ShardingPlan({table.name: i for i, table in enumerate(TABLES)}, ranks)
+    seen = SimulatedCluster(0, noise=0.03).profile(TABLES, STATS, plan, 1200)
+    dense = 8.0 * np.exp(0.02 * np.random.default_rng(0).standard_normal(ranks))
+    dense[slow] *= 3
+    planner = Planner()
+    planner.costs.observe(replace(seen, source="measured", noise=0.03, dense_ms=tuple(dense.tolist())))
+    slowness_W = planner.rank_slowness(ranks)
+    assert slowness_W[slow] > 2 * np.median(slowness_W) and (np.delete(slowness_W, slow) < 1.3).all()
