@@ -24,6 +24,7 @@ from dlrm_autoshard.tables import TableConfig, TableStats
 
 MACHINE, NEIGHBOURS, HIDDEN_SPREAD = "amd_epyc", 8, 0.2
 LATENCY_MS, MB_PER_MS = 0.2, 1.5
+DENSE_MS = 10.0  # of the part that is the same on every rank
 
 
 @cache
@@ -85,7 +86,11 @@ class RecordedCluster(Noise):
 
     def profile(self, stats: Sequence[TableStats], plan: ShardingPlan, batch_size: int) -> StepProfile:
         ranks = tuple(RankCost(*row) for row in self.measured(self.stages_ms(stats, plan, batch_size)).tolist())
-        return StepProfile(plan, self.tables, tuple(stats), batch_size, ranks, "simulated", self.noise_iqr)
+        slow_W = np.array([self.slowdown.get(rank, 1.0) for rank in range(plan.world_size)])
+        dense = tuple((DENSE_MS * self.measured(slow_W)).tolist())
+        return StepProfile(
+            plan, self.tables, tuple(stats), batch_size, ranks, "simulated", self.noise_iqr, dense_ms=dense
+        )
 
     def measure_shards(
         self, stats: Sequence[TableStats], batch_size: int, shards: Sequence[Sequence[str]]
