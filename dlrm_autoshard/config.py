@@ -178,7 +178,7 @@ class AutoshardConfig(Section):
     algorithm: Algorithm = "auto"
     memory_gib: Annotated[list[PositiveFloat] | PositiveFloat | None, Field(union_mode="left_to_right")] = None
     budget_seconds: PositiveFloat = 20.0  # of planning at the start; less where the plan serves for few steps
-    cache_dir: str | None = "auto"  # of measured costs, for later jobs on the same hardware; auto: run.dir/.costs
+    cache_dir: str | None = "auto"  # of costs measured here, for later jobs; auto: run.dir/.costs; null: nowhere
     measure_plans: NonNegativeInt = 12  # finalists that are measured on the running ranks, at most, where that pays
     pinned: dict[str, NonNegativeInt] = {}  # by tables (all of their parts), or by parts: `item[0:64]`
     together: list[list[str]] = []

@@ -183,6 +183,15 @@ def test_what_measuring_two_plans_would_tell_is_less_than_all_there_is_to_know_a
     assert told(plans[:2]) < before / 2
 
 
+def test_measuring_nothing_that_the_plans_have_tells_nothing() -> None:
+    """A half, say, that neither of two plans makes."""
+    task, costs = some_task(16, 4, seed=4), Planner().costs
+    plans = [task.plan_from(heuristic(task, name, np.random.default_rng(0))) for name in KEYS]
+    for alone in ([], ["t_0[0:4]"]):
+        assert costs.estimates(task, plans, alone=alone).worth_knowing() == 0
+    assert costs.estimates(task, plans, alone=list(task.names)).worth_knowing() > 0
+
+
 def test_exchanges_are_unsure_until_some_were_measured_here() -> None:
     task, costs = some_task(16, 4, seed=4), Planner().costs
     plan = task.plan_from(heuristic(task, "dim_greedy", np.random.default_rng(0)))
