@@ -75,8 +75,7 @@ def measure_finalists(
         started = time.perf_counter()
         plans = [profile.plan for profile in profiles.values()]
         leading = plans[int(costs.estimates(task, plans).step_ms.argmin())]
-        rivals = [*found, *_rivals(costs, task, leading, deadline)]
-        rivals = [rival for rival in rivals if rival.plan.fingerprint not in profiles]
+        rivals = [r for r in (*found, *_rivals(costs, task, leading, deadline)) if r.plan.fingerprint not in profiles]
         every = [leading, *(rival.plan for rival in rivals)]
         estimated = costs.estimates(task, every)
         worth = [estimated.of([0, number + 1]) for number in range(len(rivals))]
