@@ -188,8 +188,8 @@ def test_measuring_nothing_that_the_plans_have_tells_nothing() -> None:
     task, costs = some_task(16, 4, seed=4), Planner().costs
     plans = [task.plan_from(heuristic(task, name, np.random.default_rng(0))) for name in KEYS]
     for alone in ([], ["t_0[0:4]"]):
-        assert costs.estimates(task, plans, alone=alone).worth_knowing() == pytest.approx(0, abs=1e-9)
-    assert costs.estimates(task, plans, alone=list(task.names)).worth_knowing() > 0
+        assert costs.estimates(task, plans, alone=alone).saved_DP(0).std(axis=0) == pytest.approx(0, abs=1e-9)
+    assert costs.estimates(task, plans, alone=list(task.names)).saved_DP(0).std(axis=0).max() > 0.01
 
 
 def test_exchanges_are_unsure_until_some_were_measured_here() -> None:
