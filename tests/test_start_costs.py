@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from dlrm_autoshard.benchmarks.cost_oracle import CostOracle
-from dlrm_autoshard.costs import RankCost, StepProfile, step_cost_ms
+from dlrm_autoshard.benchmarks.recorded_cluster import RecordedCluster
+from dlrm_autoshard.costs import COMPUTE, RankCost, StepProfile, step_cost_ms
 from dlrm_autoshard.data.sources.criteo.sample import MULTI_HOT_SIZES
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample, comms_of
@@ -27,7 +28,7 @@ from dlrm_autoshard.probe.calibration import (
     UNSEEN_MOMENTS,
     calibration_shards,
     expected_seconds,
-    keeping,
+    keep_profiles,
     start_costs,
 )
 from dlrm_autoshard.probe.cost_log import CostLog
@@ -121,10 +122,36 @@ def test_a_job_knows_what_plans_took_that_an_earlier_one_measured(tmp_path: Path
         return max(abs(step_cost_ms(planner.predict(task, p.plan)) / oracle.plan_ms(p.plan) - 1) for p in asked)
 
     first = start(task)
-    first.plan(task, measure=keeping(measure, CostLog(tmp_path, MACHINE), task))
+    first.plan(task, measure=measure)
+    keep_profiles(CostLog(tmp_path, MACHINE), first, task)
     second = start(task)
     assert error(second) < 0.1 and error(start(replace(task, topology=Topology(2, hosts=(0, 1))))) > 0.5
     assert second.costs.replay.comms == [comms_of(replace(profile, hosts=(0, 0))) for profile in asked]
+
+
+def test_a_rank_that_was_slow_makes_no_later_jobs_tables_dear(tmp_path: Path) -> None:
+    """A neighbour has half of its core while placements are measured."""
+    pool, log = synthetic_pool(20, seed=3, batch_size=4096), CostLog(tmp_path, MACHINE)
+    task = PlacementTask.build(pool.tables, pool.stats, Topology(2), batch_size=4096)
+    cluster, planner = RecordedCluster(pool.tables, seed=0), Planner()
+    start_costs(
+        planner, task, fingerprint=MACHINE, measure_shards=lambda s: cluster.measure_shards(pool.stats, 4096, s)
+    )
+    cluster.slowdown = {1: 2.0}
+    profiles: list[StepProfile] = []
+
+    def measure(plans: Sequence[ShardingPlan]) -> list[StepProfile]:
+        profiles.extend(found := [cluster.profile(pool.stats, plan, 4096) for plan in plans])
+        return found
+
+    planner.plan(task, measure=measure)
+    keep_profiles(log, planner, task)
+    kept = [sample for sample in log.read() if isinstance(sample, ShardSample)]
+    cluster.slowdown = {}
+    exact = [cost for p in profiles for cost in cluster.stages_ms(pool.stats, p.plan, 4096)[:, COMPUTE] if cost.any()]
+    assert len(kept) == len(exact)
+    for sample, cost in zip(kept, exact, strict=True):
+        assert sample.fwd_compute_ms + sample.bwd_compute_ms == pytest.approx(cost.sum(), rel=0.12)
 
 
 def test_many_plans_of_many_ranks_in_the_log_make_no_start_forget_its_tables(tmp_path: Path) -> None:
@@ -134,7 +161,10 @@ def test_many_plans_of_many_ranks_in_the_log_make_no_start_forget_its_tables(tmp
     start_costs(Planner(), task, fingerprint=MACHINE, measure_shards=oracle.measure_shards, log=log)
     generator = np.random.default_rng(0)
     plans = [task.plan_from(generator.integers(16, size=40)) for _ in range(20)]
-    keeping(lambda some: [oracle.profile(plan) for plan in some], log, task)(plans)
+    measured = Planner()
+    for plan in plans:
+        measured.costs.observe(oracle.profile(plan))
+    keep_profiles(log, measured, task)
     again = Planner()
     start_costs(again, task, fingerprint=MACHINE, measure_shards=oracle.measure_shards, log=CostLog(tmp_path, MACHINE))
     assert {s.tables[0].name for s in again.costs.replay.shards if len(s.tables) == 1} >= set(task.names)

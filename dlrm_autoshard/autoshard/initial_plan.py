@@ -22,7 +22,7 @@ from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, 
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import PlanResult
 from dlrm_autoshard.planner.task import PlacementTask, Splits
-from dlrm_autoshard.probe.calibration import cost_log, keeping, start_costs
+from dlrm_autoshard.probe.calibration import cost_log, keep_profiles, start_costs
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.rank_probe import RankProbe
 from dlrm_autoshard.probe.shipped_costs import start_warm
@@ -119,11 +119,12 @@ def place(
             if settings.placement is None:
                 result = planner.plan(
                     task,
-                    measure=None if probe is None else keeping(probe.measure, log, task),
+                    measure=None if probe is None else probe.measure,
                     measure_plans=settings.measure_plans,
                     budget_seconds=seconds_left,
                     steps=steps,
                 )
+                keep_profiles(log, planner, task)
                 return result.plan.ordered(task.names), replace(result, seconds=time.perf_counter() - started)
         elif planner is not None:  # resharding decides by its costs all the same
             start_warm(planner, fingerprint, optimizer.name)

@@ -91,18 +91,14 @@ class LearnedCosts:
         return self.corrections.ranks_changed
 
     def estimates(
-        self,
-        task: PlacementTask,
-        plans: Sequence[ShardingPlan],
-        *,
-        alone: Sequence[str] | None = None,
-        placed: Sequence[ShardingPlan] | None = None,
-    ) -> Estimates:
+        self, task: PlacementTask, plans: Sequence[ShardingPlan], *,
+        alone: Sequence[str] | None = None, placed: Sequence[ShardingPlan] = (),
+    ) -> Estimates:  # fmt: skip
         """What plans, legal or not, are expected to cost by all that was measured, and how sure that is. alone, placed:
         what may be expected once these tables have been measured alone, or these of the plans."""
         free = task.covering(plans)
         tables = None if alone is None else [free.names.index(name) for name in alone if name in free.names]
-        rank_PU, seen_PU = ([free.placed(plan) for plan in some] for some in (plans, placed or []))
+        rank_PU, seen_PU = ([free.placed(plan) for plan in some] for some in (plans, placed))
         return estimates(free, self.costs_of(free), self.corrections, rank_PU, alone=tables, placed=seen_PU)
 
     def fit_costs(self, updates: int, budget_seconds: float | None = None, *, correct: bool = True) -> FitReport:

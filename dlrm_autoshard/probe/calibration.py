@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.costs import StepProfile, step_cost_ms
-from dlrm_autoshard.plan import ShardingPlan, round_robin
+from dlrm_autoshard.costs import step_cost_ms
+from dlrm_autoshard.plan import round_robin
 from dlrm_autoshard.planner.costs.replay import CommsSample, ShardSample, comms_of, shards_of
-from dlrm_autoshard.planner.planner import Measure, Planner
+from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.search.local_search import late
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.cost_log import CostLog
@@ -57,18 +57,20 @@ def cost_log(
     return None if cache_dir is None else CostLog(Path(cache_dir), {**fingerprint, **ranks})
 
 
-def keeping(measure: Measure, log: CostLog | None, task: PlacementTask) -> Measure:
-    """`measure`, which also keeps what placements took: each rank's tables, and the exchanges."""
-
-    def measured(plans: Sequence[ShardingPlan]) -> list[StepProfile]:
-        profiles = measure(plans)
-        if log is not None:
-            for profile in profiles:
-                log.append([*shards_of(profile), comms_of(replace(profile, hosts=task.topology.hosts))])
-            _say_left_out(log)
-        return profiles
-
-    return measured
+def keep_profiles(log: CostLog | None, planner: Planner, task: PlacementTask) -> None:
+    """Of placements that this start has measured: what each rank's tables would have taken on the fastest rank, and the
+    exchanges."""
+    slower_W = planner.rank_slowness(task.world_size)
+    if log is None:
+        return
+    for profile in planner.costs.replay.profiles:
+        ranks = tuple(
+            replace(cost, fwd_compute_ms=cost.fwd_compute_ms / times, bwd_compute_ms=cost.bwd_compute_ms / times)
+            for cost, times in zip(profile.ranks, (slower_W / slower_W.min()).tolist(), strict=True)
+        )
+        placed = replace(profile, ranks=ranks, hosts=task.topology.hosts)
+        log.append([*shards_of(placed), comms_of(placed)])
+    _say_left_out(log)
 
 
 def start_costs(
