@@ -1,8 +1,8 @@
 """How long planning takes at the start of a job of 50 tables on two real ranks: cold, and from costs of an earlier job.
 
 As jobs call it (`autoshard.initial_plan.place`), each start in processes of its own: ranks' memory and hosts, measuring
-tables alone and sets of them, fitting, planning, finalists measured. Warm: another job with the same tables, whose
-`autoshard.cache_dir` the cold one has filled.
+tables alone and sets of them, fitting, planning, finalists measured where that pays. Warm: another job with the same
+tables, whose `autoshard.cache_dir` the cold one has filled.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def run(quick: bool) -> dict[str, Any]:
     found.notes = [
         f"a job of {EPOCHS} epochs of {EPOCH_STEPS} steps, global batch {BATCH}; all of `place`, from which a job has "
         "its plan on every rank. Tables measured alone: in the start that measured fewest.",
+        "Finalists were measured in each such start until c57e1c7: 4.0 s cold, 2.2 s warm.",
         "resharding on: the plan serves until the first decision, after an epoch, and measuring must pay within it.",
     ]
     return vars(found)
