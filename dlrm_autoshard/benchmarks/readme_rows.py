@@ -164,7 +164,11 @@ ROWS = (
         "seconds to plan a job's start on 2 ranks, 50 tables, each measured alone",
         readme="seconds to plan a job's start on 2 ranks: 50 tables, each measured alone",
     ),
-    Row("start-plan", "resharding off: warm, s", "the same from an earlier job's costs (2.2 while finalists were measured whose measuring did not pay)"),
+    Row(
+        "start-plan",
+        "resharding off: warm, s",
+        "the same from an earlier job's costs (2.2 while finalists were measured that did not pay)",
+    ),
     Row("start-plan", "resharding on: cold, s", "where a first decision comes after 400 steps: nothing measured"),
     Row("planner-quality", "all cells: auto / best heuristic", "plans' cost over the best heuristic's, unseen tables"),
     Row("planner-quality", "all cells: auto: excess removed", "of the best heuristic's excess over perfect balance"),
