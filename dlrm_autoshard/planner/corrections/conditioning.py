@@ -43,10 +43,10 @@ def posterior_of(rows: Rows, values: np.ndarray, noise: np.ndarray, spreads: Spr
     ranks = max(2, len(np.unique(rows.rank_N[rows.rank_N >= 0])))
     price = -float(np.log(SLOW / ranks))
     price_below = price - float(np.log(FAST))
-    causes = {
-        int(key): Cause(np.flatnonzero(keys == key), spreads.slow_rank**2, price, price_below)
-        for key in np.unique(keys[keys >= 0])
-    }
+    causes = {}
+    for key in np.unique(keys[keys >= 0]):
+        members = np.flatnonzero(keys == key)
+        causes[int(key)] = Cause(members, spreads.slow_rank**2, price, price_below, rows.of_rank[members])
     for profile in np.unique(rows.profile_N[rows.profile_N >= 0]):
         members = np.flatnonzero(rows.profile_N == profile)
         causes[-2 - int(profile)] = Cause(members, MOMENT**2, -float(np.log(SLOW_MOMENT)))

@@ -233,7 +233,7 @@ class Corrections:
         self._load_form = observed.load_range.form(self.spreads.load**2 * rows.load_NF.T @ many_N2)
         self._fused_B2 = self.spreads.fused**2 * rows.share_NB.T @ many_N2
         self._fused_B2[rows.num_wholes :] = 0.0
-        variance_N = rank_variances(key_N, self.spreads, posterior.large)
+        variance_N = rank_variances(key_N, self.spreads, posterior.large) * rows.of_rank
         for key in np.unique(key_N[key_N >= 0]):  # of several eras the last one counts
             self._ranks[int(key % 1_000_000)] = float(posterior.mean((variance_N * (key_N == key))[None])[0])
         if observed.profiles:

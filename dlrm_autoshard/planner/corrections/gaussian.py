@@ -26,12 +26,13 @@ unusual."""
 @dataclass(frozen=True)
 class Cause:
     """What some observations (`members`, indices) have in common: 0, or of `variance` where that makes all observations
-    likelier by more than e^price (price_below: where it is negative)."""
+    likelier by more than e^price (price_below: where it is negative). parts: of it that each of them has; None: all."""
 
     members: np.ndarray
     variance: float
     price: float
     price_below: float | None = None
+    parts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,14 @@ def condition(
     keys, every = list(causes or {}), list((causes or {}).values())
     inside_KN = np.zeros((len(every), len(values_N)))
     for inside_N, cause in zip(inside_KN, every, strict=True):
-        inside_N[cause.members] = 1.0
+        inside_N[cause.members] = 1.0 if cause.parts is None else cause.parts
     own_K = ((inside_KN @ inverse) * inside_KN).sum(axis=1)
 
-    def widen(members: np.ndarray, own: float, variance: float, price: float) -> None:
-        """Adds `variance` that these observations have in common. own: the sum of what the inverse has of them."""
+    def widen(row: np.ndarray, own: float, variance: float, price: float) -> None:
+        """Adds `variance` that some observations have in common. row, own: the sum of their rows of the inverse, and of
+        what these have of them."""
         nonlocal inverse, own_K, log_determinant, prices
-        row, factor = inverse[members].sum(axis=0), variance / (1 + variance * own)
+        factor = variance / (1 + variance * own)
         inverse = inverse - np.outer(row, row) * factor
         own_K = own_K - factor * (inside_KN @ row) ** 2
         log_determinant += float(np.log1p(variance * own))
@@ -97,11 +99,11 @@ def condition(
             break
         if several >= one:
             most = int(gain_K.argmax())
-            widen(every[most].members, float(own_K[most]), every[most].variance, float(asked_K[most]))
+            widen(inside_KN[most] @ inverse, float(own_K[most]), every[most].variance, float(asked_K[most]))
             large.add(keys[most])
         else:
             worst = int(gain_N.argmax())
-            widen(np.array([worst]), float(own_N[worst]), DISTURBED, DISTURBED_PRICE)
+            widen(inverse[worst], float(own_N[worst]), DISTURBED, DISTURBED_PRICE)
             may_be_N[worst], disturbed = False, disturbed + 1
     weights = inverse @ values_N
     evidence = -0.5 * (float(values_N @ weights) + log_determinant) - prices

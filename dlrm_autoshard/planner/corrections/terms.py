@@ -33,7 +33,7 @@ class Spreads:
     light: float = 0.7  # of what any stage takes (`lightness`): a light rank's took 1.4 to 1.6 of its probe's
     rank: float = 0.02  # ranks of one machine
     slow_rank: float = 0.7  # a rank whose core is shared by one or two other processes
-    dense: float = 0.15  # a rank's dense part, beside its tables: 1.7 times as long where those took 1.6 to 2.5
+    dense: float = 0.15  # a rank's dense part, beside `DENSE_FOLLOWS`
     slow_set: float = 0.2  # of such a rank, one set beside another: with less to do it has its core more often
     exchange: float = 0.3  # one rank's exchanges, beside the others': its link may be slow
     exchange_noise: float = 0.05  # of one rank's in one interval, beside what the profile reports
@@ -68,7 +68,7 @@ class SetsAlike:
 class Common:
     """What two lists of observations have in common, term by term, each [N, M]: what is off about a stage's source, its
     lightness, tables, their widths, their data's change, tables among many others, loads like these, sets like these;
-    and whether the rank is the same, and both are its dense part. key_N: `rank_keys`."""
+    the rank (where it is the same, `Rows.of_rank` of both); and whether both are its dense part. key_N: `rank_keys`."""
 
     source: np.ndarray
     light: np.ndarray
@@ -106,8 +106,9 @@ def variances(directions: int, wholes: int, spreads: Spreads) -> np.ndarray:
     return np.where(np.arange(directions) < wholes, spreads.table, spreads.width) ** 2
 
 
-DENSE = 2
-"""A rank's dense part, as a stage beside forward (0) and backward (1)."""
+DENSE, DENSE_FOLLOWS = 2, 0.75
+"""A rank's dense part, as a stage beside forward (0) and backward (1); and by how much of the logarithm by which a rank
+is slow it is slow in that: of nine profiles of jobs with half a core taken 0.5 to 1.07, in the mean 0.79."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Rows:
             fused=tables_NM * both_many,
             load=(self.load_NF @ other.load_NF.T) * both_many,
             sets=self._sets_alike(other, tables_NM, same_stage),
-            rank=same_rank,
+            rank=same_rank * np.outer(self.of_rank, other.of_rank),
             dense=same_rank & same_stage & (other.stage_N == DENSE),
             key_N=self.rank_keys,
         )
@@ -187,6 +188,12 @@ class Rows:
         key_M = other.rank_keys
         same: np.ndarray = (self.rank_keys[:, None] == key_M) & (key_M >= 0)
         return same
+
+    @property
+    def of_rank(self) -> np.ndarray:
+        """[N] part of the rank's logarithm that each has."""
+        part: np.ndarray = np.where(self.stage_N == DENSE, DENSE_FOLLOWS, 1.0)
+        return part
 
     @property
     def rank_keys(self) -> np.ndarray:
