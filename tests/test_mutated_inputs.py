@@ -99,7 +99,7 @@ _PLANNER = Planner("search")
 
 
 def _make_log(folder: Path) -> None:
-    CostLog(folder, {"cpu": "x"}).append([one for one in _samples() if isinstance(one, ShardSample)])
+    CostLog(folder, {"cpu": "x"}).append(_samples())
 
 
 def _use_log(folder: Path) -> None:
