@@ -216,7 +216,6 @@ def test_the_browser_test_would_see_a_request_and_an_error(tmp_path: Path) -> No
     assert any("undefinedFunction is not defined" in line for line in page.console)
 
 
-@needs_chromium
 def test_a_loop_of_ones_own_has_intervals(tmp_path: Path) -> None:
     """It knows no epochs: neither text nor a chart's tooltip speaks of them."""
     record = replace(RunRecord.load(write_run(tmp_path / "run", ranks=2, epochs=4)), config={})
@@ -227,6 +226,7 @@ def test_a_loop_of_ones_own_has_intervals(tmp_path: Path) -> None:
     assert "interval" in titles and "epoch" not in titles
 
 
+@needs_chromium
 def test_two_runs_share_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     runs = [str(write_run(tmp_path / name, ranks=2, epochs=epochs)) for name, epochs in (("static", 2), ("moving", 4))]

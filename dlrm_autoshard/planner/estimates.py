@@ -131,9 +131,8 @@ def estimates(
         covariance = corrections.told(stages, measured.and_also(*more).distinct()[0], task.tables, ROUNDS)
         exchange = max(0.0, exchange**2 - MEASURED**2) ** 0.5
     elif alone is not None:
-        covariance, exchange = np.zeros((len(stages.ms_M), len(stages.ms_M))), 0.0
-        if alone:
-            covariance = corrections.told(stages, _alone(task, costs, alone), task.tables)
+        covariance = corrections.told(stages, _alone(task, costs, alone), task.tables)
+        exchange = 0.0
     else:
         covariance = corrections.covariance(stages, task.tables)
     covariance = np.pad(covariance, (0, 1))

@@ -76,12 +76,14 @@ def measure_finalists(
         plans = [profile.plan for profile in profiles.values()]
         leading = plans[int(costs.estimates(task, plans).step_ms.argmin())]
         rivals = [r for r in (*found, *_rivals(costs, task, leading, deadline)) if r.plan.fingerprint not in profiles]
+        if not rivals:
+            break
         every = [leading, *(rival.plan for rival in rivals)]
         estimated = costs.estimates(task, every)
         worth = [estimated.of([0, number + 1]) for number in range(len(rivals))]
-        hopeful = max(range(len(rivals)), key=lambda number: worth[number].worth_knowing(kept=0), default=0)
-        two = [leading, *every[1 + hopeful :][:1]]
-        if not rivals or not (pays(two, two[1:], 0) or pays(every, every[1:], 0)):
+        hopeful = max(range(len(rivals)), key=lambda number: worth[number].worth_knowing(kept=0))
+        two = [leading, rivals[hopeful].plan]
+        if not (pays(two, two[1:], 0) or pays(every, every[1:], 0)):
             break
         found.append(rivals[hopeful])
         measured([rivals[hopeful].plan])

@@ -60,16 +60,17 @@ def cost_log(
 def keep_profiles(log: CostLog | None, planner: Planner, task: PlacementTask) -> None:
     """Of placements that this start has measured: what each rank's tables would have taken on the fastest rank, and the
     exchanges."""
-    slower_W = planner.rank_slowness(task.world_size)
-    if log is None:
+    if log is None or not planner.costs.replay.profiles:
         return
+    slower_W, samples = planner.rank_slowness(task.world_size), list[ShardSample | CommsSample]()
     for profile in planner.costs.replay.profiles:
         ranks = tuple(
             replace(cost, fwd_compute_ms=cost.fwd_compute_ms / times, bwd_compute_ms=cost.bwd_compute_ms / times)
             for cost, times in zip(profile.ranks, (slower_W / slower_W.min()).tolist(), strict=True)
         )
         placed = replace(profile, ranks=ranks, hosts=task.topology.hosts)
-        log.append([*shards_of(placed), comms_of(placed)])
+        samples += [*shards_of(placed), comms_of(placed)]
+    log.append(samples)
     _say_left_out(log)
 
 

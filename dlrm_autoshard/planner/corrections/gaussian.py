@@ -26,13 +26,13 @@ unusual."""
 @dataclass(frozen=True)
 class Cause:
     """What some observations (`members`, indices) have in common: 0, or of `variance` where that makes all observations
-    likelier by more than e^price (price_below: where it is negative). parts: of it that each of them has; None: all."""
+    likelier by more than e^price (price_below: where it is negative). parts: of it that each of them has."""
 
     members: np.ndarray
     variance: float
     price: float
     price_below: float | None = None
-    parts: np.ndarray | None = None
+    parts: np.ndarray | float = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def condition(
     keys, every = list(causes or {}), list((causes or {}).values())
     inside_KN = np.zeros((len(every), len(values_N)))
     for inside_N, cause in zip(inside_KN, every, strict=True):
-        inside_N[cause.members] = 1.0 if cause.parts is None else cause.parts
+        inside_N[cause.members] = cause.parts
     own_K = ((inside_KN @ inverse) * inside_KN).sum(axis=1)
 
     def widen(row: np.ndarray, own: float, variance: float, price: float) -> None:

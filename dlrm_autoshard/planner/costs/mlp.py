@@ -74,7 +74,7 @@ class Mlp:
                     grad = grad @ self.parameters[2 * layer]
             return grad.reshape(*inputs.shape[:-1], -1)
 
-        return values[-1].reshape(*inputs.shape[:-1], -1), backward
+        return values[-1].reshape(*inputs.shape[:-1], values[-1].shape[-1]), backward
 
 
 class Adam:
