@@ -170,6 +170,20 @@ def test_many_plans_of_many_ranks_in_the_log_make_no_start_forget_its_tables(tmp
     assert {s.tables[0].name for s in again.costs.replay.shards if len(s.tables) == 1} >= set(task.names)
 
 
+def test_what_is_known_of_as_many_tables_and_parts_as_a_start_measures_is_all_learned_from(tmp_path: Path) -> None:
+    """With parts beside them the dearest tables, which come first in the log, were left out."""
+    pool = synthetic_pool(130, seed=3, batch_size=4096)
+    splits = Splits(max_parts=4, min_dim=4)
+    task = PlacementTask.build(pool.tables, pool.stats, Topology(8), batch_size=4096, splits=splits)
+    oracle = CostOracle(pool.tables, pool.stats, 4096, devices=8, seed=1)
+    for _ in range(2):
+        planner, log = Planner(), CostLog(tmp_path, MACHINE)
+        start_costs(planner, task, fingerprint=MACHINE, measure_shards=oracle.measure_shards, log=log)
+    wanted = {name for [name] in calibration_shards(task, seed=0)[0]}
+    assert len(wanted) > 128
+    assert {s.tables[0].name for s in planner.costs.replay.shards if len(s.tables) == 1} == wanted
+
+
 def test_each_table_is_measured_once_even_where_that_takes_longer_than_was_thought() -> None:
     """With the time for fitting, which is short: one of six starts had measured 40 of 50 tables."""
     pool, asked = synthetic_pool(30, seed=1, batch_size=256), set[str]()

@@ -120,7 +120,7 @@ def start_costs(
     taken = set(map(id, known))
     others = [sample for sample in logged if id(sample) not in taken] if measured else []
     alone_known, sets_known = ([s for s in known if (len(s.tables) == 1) == kind] for kind in (True, False))
-    shards = [*others[-MOST_FITTED:], *sets_known[-MOST_SETS:], *alone_known[-MOST_ALONE:], *measured]
+    shards = [*others[-MOST_FITTED:], *sets_known[-MOST_SETS:], *alone_known[-(MOST_ALONE + MOST_PARTS) :], *measured]
     learned: list[ShardSample | CommsSample] = [*shards, *exchanges[-MOST_EXCHANGES:]]
     if learned:
         # Known tables need only be recalled: fewer updates, so that a second start takes less than a second.
