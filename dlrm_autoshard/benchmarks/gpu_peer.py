@@ -1,5 +1,5 @@
-"""Sections of `bench gpu-all` that time steps: in turns with TorchRec on the same batches, and stage by stage beside
-what the micro-benchmark measures."""
+"""Sections of `bench gpu-all` that time steps: in turns with TorchRec on the same batches, in turns with what else one
+may choose, and stage by stage beside what the micro-benchmark measures."""
 
 from __future__ import annotations
 
@@ -29,10 +29,6 @@ def peer(folder: Path, seconds: float, found: dict[str, Any]) -> None:
     """Both of train-wemb's and train-wsmall's workloads at a GPU's batch size, from pinned memory, over nccl."""
     device = _join()
     found["spread"] = {}
-
-    def put(name: str, figure: Ratio) -> None:
-        found[name], found["spread"][name] = round(figure.median, 3), [round(figure.low, 3), round(figure.high, 3)]
-
     if missing := find_torchrec():
         found["torchrec"] = f"no comparison: {missing}"
     for name, workload in WORKLOADS.items():
@@ -41,12 +37,38 @@ def peer(folder: Path, seconds: float, found: dict[str, Any]) -> None:
         del arms
         torch.cuda.empty_cache()
         for arm, times in taken.items():
-            put(f"{name}: {arm} samples/s", median_with_interval([STEPS * workload.batch_size / s for s in times]))
+            rates = [STEPS * workload.batch_size / s for s in times]
+            _put(found, f"{name}: {arm} samples/s", median_with_interval(rates))
         if not missing:
             for arm in THEIRS:
-                put(f"{name}: over {arm}", paired_ratio(taken[arm], taken["ours"]))
+                _put(found, f"{name}: over {arm}", paired_ratio(taken[arm], taken["ours"]))
             fastest, _ = best_of({arm: [1 / s for s in taken[arm]] for arm in THEIRS}, list(THEIRS))
-            put(f"{name}: over the fastest of them", paired_ratio([1 / rate for rate in fastest], taken["ours"]))
+            over = paired_ratio([1 / rate for rate in fastest], taken["ours"])
+            _put(found, f"{name}: over the fastest of them", over)
+    dist.destroy_process_group()
+
+
+def variants(folder: Path, seconds: float, found: dict[str, Any]) -> None:
+    """What products of fewer bits and tables in host memory behind a cache (a fifth of the rows) change of the speed:
+    over fp32 and tables on the device, on the same batches in turns."""
+    device = _join()
+    found["spread"] = {}
+    for name, workload in WORKLOADS.items():
+        batches = [batch.pinned() for batch in workload.batches()]
+        plan = workload.plan(1)
+        kinds: dict[str, dict[str, Any]] = {
+            "fp32": {},
+            "tf32": {},
+            "bf16": {"autocast": True},
+            "managed_caching": {"location": "managed_caching"},
+        }
+        jobs = {kind: OurJob(workload, plan, 0, batches, device=device, **options) for kind, options in kinds.items()}
+        turns = [_turn(job, device, tf32=kind == "tf32") for kind, job in jobs.items()]
+        taken = dict(zip(jobs, alternate(*turns, rounds=ROUNDS), strict=True))
+        for kind in kinds.keys() - {"fp32"}:
+            _put(found, f"{name}: {kind} over fp32", paired_ratio(taken["fp32"], taken[kind]))
+        del jobs, turns
+        torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 
@@ -86,8 +108,13 @@ def _jobs(workload: Workload, theirs: Mapping[str, Arm], device: torch.device) -
     return {name: _turn(job, device) for name, job in jobs.items()}
 
 
-def _turn(job: OurJob | TorchrecJob, device: torch.device) -> Callable[[], float]:
+def _put(found: dict[str, Any], name: str, figure: Ratio) -> None:
+    found[name], found["spread"][name] = round(figure.median, 3), [round(figure.low, 3), round(figure.high, 3)]
+
+
+def _turn(job: OurJob | TorchrecJob, device: torch.device, tf32: bool = False) -> Callable[[], float]:
     def run() -> float:
+        torch.backends.cuda.matmul.allow_tf32 = tf32
         started = now(device)
         job.run(STEPS)
         return now(device) - started

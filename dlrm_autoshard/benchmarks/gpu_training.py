@@ -32,7 +32,8 @@ def doctor(folder: Path, seconds: float, found: dict[str, Any]) -> None:
 
 def training(folder: Path, seconds: float, found: dict[str, Any]) -> None:
     """`debug_cpu` and a scaled `mlperf_dcnv2` on CPU and on the GPU (nccl): losses side by side, of fp32 products and
-    learning rates at which a rounding does not grow; and with the default tf32 and rates, scores; a resumed run."""
+    learning rates at which a rounding does not grow; and with the default tf32, or bf16, and rates, scores;
+    a resumed run."""
     sample = folder / "criteo_sample"
     if not sample.exists():
         command = [sys.executable, "-m", "dlrm_autoshard.commands.main", "data", "criteo-sample", "--out", str(sample)]
@@ -46,7 +47,8 @@ def training(folder: Path, seconds: float, found: dict[str, Any]) -> None:
             )
             for config, extra in configs.items()
             for device in ("cpu", "cuda")
-            for kind, settings in (("exact", EXACT), ("usual", []))
+            for kind, settings in (("exact", EXACT), ("usual", []), ("bf16", ["train.dense_dtype=bf16"]))
+            if (device, kind) != ("cpu", "bf16")
         }
         whole_run = at_once.submit(train, folder, "debug_cpu", "cuda", ["train.max_steps=40"], name="whole")
         at_once.submit(train, folder, "debug_cpu", "cuda", ["train.max_steps=20"], name="halves").result()
@@ -56,9 +58,11 @@ def training(folder: Path, seconds: float, found: dict[str, Any]) -> None:
         cpu, gpu = (losses(runs[config, device, "exact"].result()) for device in ("cpu", "cuda"))
         found[f"{config}_steps"] = min(len(cpu), len(gpu))
         found[f"{config}_loss_difference"] = largest_difference(cpu, gpu)
-        scores = [auc(runs[config, device, "usual"].result()) for device in ("cpu", "cuda")]
-        found[f"{config}_tf32_auc_difference"] = abs(scores[0] - scores[1])
-    found["largest_loss_difference"] = max(found[f"{config}_loss_difference"] for config in configs)
+        usual = auc(runs[config, "cpu", "usual"].result())
+        found[f"{config}_tf32_auc_difference"] = abs(auc(runs[config, "cuda", "usual"].result()) - usual)
+        found[f"{config}_bf16_auc_difference"] = abs(auc(runs[config, "cuda", "bf16"].result()) - usual)
+    for kind in ("loss", "bf16_auc"):
+        found[f"largest_{kind}_difference"] = max(found[f"{config}_{kind}_difference"] for config in configs)
 
 
 def shared_gpu(folder: Path, seconds: float, found: dict[str, Any]) -> None:

@@ -162,15 +162,17 @@ class OurJob:
         shared_memory: bool = True,
         ranks: Sequence[int] | None = None,
         device: torch.device = torch.device("cpu"),
+        autocast: bool = False,
+        location: Literal["device", "managed_caching"] = "device",
     ) -> None:
         """ranks: that train it, where not all do; the others must call `make_groups` meanwhile. On a GPU batches are in
-        pinned memory."""
+        pinned memory. autocast: products of bf16. location: of the tables."""
         self.batches = batches
         group, id_group, control = make_groups(ranks)
         self.embeddings = ShardedEmbeddings(
             workload.tables,
             plan,
-            TablesConfig(optimizer=TableOptimizerConfig(name=workload.optimizer, lr=TABLE_LR)),
+            TablesConfig(optimizer=TableOptimizerConfig(name=workload.optimizer, lr=TABLE_LR), location=location),
             rank=rank,
             group=group,
             id_group=id_group,
@@ -182,7 +184,7 @@ class OurJob:
             self.model, DenseOptimizerConfig(name="sgd", lr=DENSE_LR), group, device, shared_memory=shared_memory
         )
         self.clock = StageClock(device, control)
-        self.step = TrainStep(self.model, self.dense, self.embeddings, self.clock, overlap=overlap, autocast=False)
+        self.step = TrainStep(self.model, self.dense, self.embeddings, self.clock, overlap=overlap, autocast=autocast)
         self.step.begin_epoch(itertools.cycle(batches))
 
     def run(self, steps: int, *, sample_every: int = 0) -> float:
