@@ -262,6 +262,7 @@ def test_a_section_that_takes_too_long_ends_with_what_it_started_and_what_it_fou
         return popen([sys.executable, str(tmp_path / "sections.py"), *command[3:]], **options)
 
     monkeypatch.setattr("dlrm_autoshard.benchmarks.gpu_all.subprocess.Popen", started)
+    monkeypatch.setattr("dlrm_autoshard.benchmarks.gpu_all.GRACE", 15)
     found, failure = run_section("slow", tmp_path, 5)
     assert failure == "took more than 20 s" and found["loss"] == 0.5
     assert not psutil.pid_exists(found["child"]) or psutil.Process(found["child"]).status() == psutil.STATUS_ZOMBIE

@@ -22,7 +22,7 @@ from typing import Any
 from dlrm_autoshard.benchmarks.harness import BenchError
 
 TITLE = "training, moves, fused shards, planning and roofline on a real GPU"
-ROUGH_TIME = "7 min (needs a GPU)"
+ROUGH_TIME = "8 min (needs a GPU)"
 
 LIMITS = {
     "doctor": 60,
@@ -34,16 +34,18 @@ LIMITS = {
     "variants": 60,
     "stages": 45,
     "shards": 80,
-    "planning": 120,
+    "planning": 160,
     "roofline": 45,
 }
-"""Seconds for each section; some 7 minutes in all, 11 at most."""
+"""Seconds for each section; some 8 minutes in all, 13 at most."""
+GRACE = 30
+"""Seconds more until a section is ended: to load libraries, and for what it had begun when its time was up."""
 NOTHING_IS_TIMED = ("doctor", "training", "shared_gpu", "uvm", "synchronisation")
 """They run at once, and first; the others one after another."""
 TARGETS = {
     "training.largest_loss_difference": "<= 0.001",
     "training.resumed_loss_difference": "<= 0.001",
-    "training.largest_bf16_auc_difference": "<= 0.002",
+    "training.debug_cpu_bf16_auc_difference": "<= 0.002",
     "shared_gpu.placement_loss_difference": "<= 0.0001",
     "shared_gpu.moved_tensors_differing": "<= 0",
     "uvm.largest_loss_difference": "<= 0.001",
@@ -101,10 +103,10 @@ def run_section(section: str, out: Path, limit: float) -> tuple[dict[str, Any], 
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             # Sections budget themselves; this is for one that hangs.
-            if process.wait(timeout=limit + 15):
+            if process.wait(timeout=limit + GRACE):
                 failure = (log.read_text().strip().splitlines() or ["no message"])[-1]
         except subprocess.TimeoutExpired:
-            failure = f"took more than {limit + 15:.0f} s"
+            failure = f"took more than {limit + GRACE:.0f} s"
         finally:
             if process.poll() is None:
                 _end(process)

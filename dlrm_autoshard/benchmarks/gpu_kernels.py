@@ -3,16 +3,23 @@ and how near the lookup comes to the memory's bandwidth."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+if TYPE_CHECKING:
+    from dlrm_autoshard.planner.dreamshard.pool import TablePool
+    from dlrm_autoshard.probe.shard_probe import ShardProbe
+
 BATCH_SIZE = 16_384
+LEARNED = ("dreamshard", "search", "auto")
 
 
 def shards(folder: Path, seconds: float, found: dict[str, Any]) -> None:
@@ -33,61 +40,67 @@ def shards(folder: Path, seconds: float, found: dict[str, Any]) -> None:
 
 def planning(folder: Path, seconds: float, found: dict[str, Any]) -> None:
     """As in the paper, tasks of 20 to 100 tables of one dim on 4 devices, by every algorithm: on measured computation,
-    exchanges by an assumed law."""
+    exchanges by an assumed law. Each task begins as a job does, with tables measured alone."""
+    from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
+    from dlrm_autoshard.probe.shard_probe import ShardProbe
+
+    deadline = time.monotonic() + seconds
+    pool = synthetic_pool(120, seed=31, batch_size=BATCH_SIZE, rows=(1e3, 1e6), dims=(16, 16), pooling=(1.0, 60.0))
+    probe = ShardProbe(device=torch.device("cuda"), buffer_gib=8.0, seconds_per_shard=0.02, most_kept_ids=1_000_000_000)
+    costs: dict[int, dict[str, list[float]]] = {20: {}, 50: {}, 100: {}}
+    found["costs_ms"] = costs
+    generator = np.random.default_rng(32)
+    for number in itertools.count():
+        for count, of_size in costs.items():
+            if time.monotonic() > deadline:
+                return
+            tables = pool.chosen(sorted(generator.choice(len(pool), count, replace=False).tolist()))
+            for name, ms in _costs_of_plans(tables, probe, number).items():
+                of_size.setdefault(name, []).append(ms)
+            found |= _compared(count, of_size)
+
+
+def _costs_of_plans(tables: TablePool, probe: ShardProbe, seed: int) -> dict[str, float]:
+    """ms of a step of each algorithm's plan, all of whose shards are measured anew."""
     from dlrm_autoshard.costs import step_cost_ms
     from dlrm_autoshard.plan import Topology
-    from dlrm_autoshard.planner.costs.cost_model import CostModel
-    from dlrm_autoshard.planner.costs.exchange_model import NVLINK
-    from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
     from dlrm_autoshard.planner.planner import Planner
     from dlrm_autoshard.planner.search.greedy import HEURISTICS
     from dlrm_autoshard.planner.task import PlacementTask
+    from dlrm_autoshard.probe.calibration import start_costs
+    from dlrm_autoshard.probe.hardware import hardware_fingerprint
     from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
-    from dlrm_autoshard.probe.shard_probe import ShardProbe
 
-    batch_size = BATCH_SIZE
-    pool = synthetic_pool(120, seed=31, batch_size=batch_size, rows=(1e3, 1e6), dims=(16, 16), pooling=(1.0, 60.0))
-    saved = folder / "cost_model.json"
-    deadline = time.monotonic() + seconds
-    probe = ShardProbe(device=torch.device("cuda"), buffer_gib=8.0, seconds_per_shard=0.02, most_kept_ids=1_000_000_000)
-    learned = ("dreamshard", "search", "auto")
-    costs: dict[str, dict[str, list[float]]] = {}
-    generator = np.random.default_rng(32)
-    for repeat in range(20):
-        for count in (20, 50, 100):
-            if time.monotonic() > deadline:
-                break
-            task = pool.chosen(sorted(generator.choice(len(pool), count, replace=False).tolist()))
-            of_task: dict[str, float] = {}
-            for name in (*HEURISTICS, *learned):
-                if time.monotonic() > deadline:
-                    break
-                model = CostModel(0)
-                if saved.exists():
-                    model.load_json(json.loads(saved.read_text()))
-                planner = Planner(name, seed=repeat, cost_model=model)
-                planner.costs.exchange.load_prices([NVLINK, NVLINK])
-                isolated = IsolatedProbe(task.tables, task.stats, batch_size, probe, planner.costs.exchange)
-                measure = isolated.measure if name == "auto" else None
-                plan = planner.plan(
-                    PlacementTask.build(task.tables, task.stats, Topology(4), batch_size=batch_size), measure=measure
-                ).plan
-                judge = IsolatedProbe(task.tables, task.stats, batch_size, probe, planner.costs.exchange)
-                [profile] = judge.measure([plan])
-                of_task[name] = step_cost_ms(profile.ranks)
-            if len(of_task) == len(HEURISTICS) + len(learned):  # else the time ended in the midst of them
-                for name, ms in of_task.items():
-                    costs.setdefault(str(count), {}).setdefault(name, []).append(ms)
-    found["costs_ms"] = costs
-    for size, by_name in costs.items():
-        best = min(
-            (name for name in by_name if name in HEURISTICS and name != "random"), key=lambda n: fmean(by_name[n])
-        )
-        found[f"{size}_tables_tasks"] = len(by_name[best])
-        for name, values in by_name.items():
-            found[f"{size}_tables_{name}_speedup_over_random"] = fmean(by_name["random"]) / fmean(values)
-        for name in learned:
-            found[f"{size}_tables_{name}_v_best_heuristic"] = fmean(by_name[best]) / fmean(by_name[name])
+    task = PlacementTask.build(tables.tables, tables.stats, Topology(4), batch_size=BATCH_SIZE)
+    started = Planner("auto", seed=seed)
+
+    def isolated() -> IsolatedProbe:
+        return IsolatedProbe(tables.tables, tables.stats, BATCH_SIZE, probe, started.costs.exchange)
+
+    alone = isolated()
+    start_costs(
+        started,
+        task,
+        fingerprint=hardware_fingerprint(probe.device),
+        measure_shards=lambda shards: [alone.measure_shard(shard) for shard in shards],
+        budget_seconds=8.0,
+    )
+    plans = {}
+    for name in (*HEURISTICS, *LEARNED):
+        planner = Planner(name, seed=seed)
+        planner.load_state_dict(started.state_dict())
+        plans[name] = planner.plan(task, measure=isolated().measure, budget_seconds=5.0).plan  # by `auto` alone
+    return dict(zip(plans, (step_cost_ms(one.ranks) for one in isolated().measure(list(plans.values()))), strict=True))
+
+
+def _compared(count: int, costs: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    mean = {name: fmean(values) for name, values in costs.items()}
+    best = min(ms for name, ms in mean.items() if name not in (*LEARNED, "random"))
+    return {
+        f"{count}_tables_tasks": len(costs["auto"]),
+        **{f"{count}_tables_{name}_speedup_over_random": mean["random"] / ms for name, ms in mean.items()},
+        **{f"{count}_tables_{name}_v_best_heuristic": best / mean[name] for name in LEARNED},
+    }
 
 
 def roofline(folder: Path, seconds: float, found: dict[str, Any]) -> None:

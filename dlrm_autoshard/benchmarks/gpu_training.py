@@ -61,8 +61,7 @@ def training(folder: Path, seconds: float, found: dict[str, Any]) -> None:
         usual = auc(runs[config, "cpu", "usual"].result())
         found[f"{config}_tf32_auc_difference"] = abs(auc(runs[config, "cuda", "usual"].result()) - usual)
         found[f"{config}_bf16_auc_difference"] = abs(auc(runs[config, "cuda", "bf16"].result()) - usual)
-    for kind in ("loss", "bf16_auc"):
-        found[f"largest_{kind}_difference"] = max(found[f"{config}_{kind}_difference"] for config in configs)
+    found["largest_loss_difference"] = max(found[f"{config}_loss_difference"] for config in configs)
 
 
 def shared_gpu(folder: Path, seconds: float, found: dict[str, Any]) -> None:

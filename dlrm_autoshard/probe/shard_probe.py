@@ -143,8 +143,11 @@ class ShardProbe:
         self, module: Any, batches: Sequence[tuple[Tensor, Tensor]], gradient: Tensor
     ) -> Iterator[tuple[float, float, float]]:
         """Seconds of each step's lookup, of its backward + update, and of this thread's core. A GPU is held back while
-        the host launches a round of steps: what it takes less time for than a launch would be timed as the launch."""
+        the host launches a round of steps: what it takes less time for than a launch would be timed as the launch. Not
+        in a lookup's first step, of which fbgemm reads a value back: the host would wait for the holding to end."""
         timer, turns, launching = self._timer, itertools.cycle(batches), 0.002
+        if self.device.type == "cuda":
+            module(*next(turns)).backward(gradient)
         while True:
             if self.device.type == "cuda":
                 torch.cuda._sleep(int(self._steps_a_round * launching * _CYCLES_HELD))
