@@ -120,7 +120,7 @@ def test_after_a_change_is_seen_a_step_is_looked_at_before_it_is_decided_on() ->
 
 
 CHANGE = 300
-MOST_STEPS = 5 + 20 + 3 * 5
+MOST_STEPS = 5 + 20 + 3 * 2
 """Until a change is decided on: warmth, the next usual sample, and three more of them."""
 
 
@@ -131,13 +131,15 @@ def seen_at(change: int) -> int:
 
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_change_is_decided_on_soon_and_again_each_time_it_has_lasted_twice_as_long(moves: bool) -> None:
-    """Whether tables stay or move: four sampled steps may not tell all that is to be done."""
+    """Whether tables stay or move: four sampled steps may not tell all that is to be done. After a move it takes four
+    that are further apart, for the first may be slow."""
     first, *_ = due_steps(lambda step: 2 if step >= CHANGE else 1)
     assert first <= CHANGE + MOST_STEPS
     slow_until = first if moves else 900
     decided = due_steps(lambda step: 2 if CHANGE <= step < slow_until else 1, first if moves else None)
     for before, now in itertools.pairwise(decided):
-        assert 2 <= (now - seen_at(CHANGE)) / (before - seen_at(CHANGE)) < 2.4
+        lasted = before - seen_at(CHANGE)
+        assert lasted <= now - before <= max(1.4 * lasted, 4 * 5 if moves else 0)
     assert decided[0] == first and len(decided) >= 4
 
 
@@ -203,11 +205,11 @@ def test_short_intervals_have_enough_steps_sampled_to_decide_on(interval: int) -
 
 def test_what_changes_right_after_a_decision_is_noticed_too() -> None:
     decided = due_steps(lambda step: 1.5 if step >= CHANGE else 1)
-    late = decided[3]
-    assert decided[4] > late + 2 * MOST_STEPS  # when it would be decided on if nothing else happened
+    late = decided[4]
+    assert decided[5] > late + 2 * MOST_STEPS  # when it would be decided on if nothing else happened
     anew = due_steps(lambda step: 1 if step < CHANGE else 1.5 if step < late else 4)
     between_samples = (late - seen_at(CHANGE)) // (2 * thresholds.SAMPLES_OF_CHANGE)
-    assert anew[:4] == decided[:4] and anew[4] <= late + 3 * between_samples
+    assert anew[:5] == decided[:5] and anew[5] <= late + 3 * between_samples
 
 
 def test_an_epoch_of_many_steps_is_decided_on_in_equal_parts() -> None:

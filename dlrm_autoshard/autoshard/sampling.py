@@ -144,8 +144,11 @@ class Sampling:
         if self._watch is None or not self._warm(step):
             return None
         if self._change is not None:
-            return max(self._closest, (step - self._change.at) // (2 * thresholds.SAMPLES_OF_CHANGE))
-        return self._closest if self._watch.suspects or (self._moved and self._watch.learns) else None
+            least = self._closest if self._change.moves else self._next
+            return max(least, (step - self._change.at) // (2 * thresholds.SAMPLES_OF_CHANGE))
+        if self._watch.suspects:
+            return self._next
+        return self._closest if self._moved and self._watch.learns else None
 
     def _usual(self, step: int) -> int:
         """Steps from one sampled step to the next. Of what has lasted for t steps the next change is as far off as not;
@@ -162,7 +165,13 @@ class Sampling:
 
     @property
     def _closest(self) -> int:
+        """Of steps the first of which may be slow: tables have moved."""
         return max(2, (self._profile.every_steps or _LEAST_APART) // 4)
+
+    @property
+    def _next(self) -> int:
+        """Of a suspected change, whose every step costs. However near they are, about as many show that it is none."""
+        return max(2, (self._profile.every_steps or _LEAST_APART) // 10)
 
     def _warm(self, step: int) -> bool:
         return self._profile.enabled and step >= self._begun + self._profile.warmup_steps
