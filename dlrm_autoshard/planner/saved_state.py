@@ -15,13 +15,11 @@ from dlrm_autoshard.costs import StepRecord
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.arrays import MOST
 from dlrm_autoshard.formats.json_file import FormatError, read_json
+from dlrm_autoshard.planner.corrections.conditioning import Spread
 from dlrm_autoshard.planner.costs.replay import CommsRecord, ShardRecord
 
 Price = Annotated[float, Field(ge=0, le=MOST)]
 Weights = dict[str, Any]
-
-
-Spread = Literal["table", "load", "fused", "together", "stages_alike", "rank", "noise"]
 
 
 class SpreadsRecord(TypedDict):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,7 +23,8 @@ FAST = 0.05
 """Fast ones, to a slow one: what else a rank's core does takes time."""
 MOMENT, SLOW_MOMENT = 0.3, 0.02
 """Standard deviation of what a whole interval took longer, of those (one in fifty) in which the machine was another."""
-GRID: Mapping[str, tuple[float, ...]] = {
+Spread = Literal["table", "load", "fused", "together", "stages_alike", "rank", "noise"]
+GRID: Mapping[Spread, tuple[float, ...]] = {
     "table": (0.05, 0.1, 0.2, 0.4),
     "load": (0.003, 0.01, 0.03, 0.1),
     "fused": (0.01, 0.03, 0.1, 0.2),

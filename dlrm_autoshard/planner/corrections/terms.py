@@ -25,7 +25,7 @@ class Spreads:
     width: float = 0.2  # of a part, beside its table's: halves took 0.56 of a table, predicted 0.65 to 0.75
     change: float = 0.15  # of a table whose lookups, or their reuse, have become e times as many
     fused: float = 0.03  # a table's own, where it is fused with many others
-    load: float = 0.01  # of sets that load their rank alike, beside what sets of middling load take (`loads.py`)
+    load: float = 0.01  # of sets that load their rank alike, beside what sets of middling load take (`costs/loads.py`)
     together: float = 0.03  # of one set of tables, beside its tables': held-out sets of the shipped costs
     stages_alike: float = 0.7  # correlation of what tables and sets are off by forward and backward (README.md)
     noise: float = 0.01  # of an interval's figures, beside what the profile itself reports
