@@ -75,6 +75,7 @@ class StepRecord(TypedDict):
     noise: Amount
     hosts: NotRequired[list[Count] | None]
     dense_ms: NotRequired[list[Amount] | None]
+    core_shares: NotRequired[list[Amount] | None]
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ class StepProfile:
     tables and stats are in canonical order and parallel; `ranks[r]` is rank r's cost. batch_size is the global
     batch. noise: how far its figures would scatter if they were measured again (interquartile range / median); 0 where
     they are exact. hosts: number of each rank's host; None: all ranks are on one. dense_ms: of DENSE_STAGES, which are
-    the same work on each rank; None: not known.
+    the same work on each rank; None: not known. core_shares: part of the time that each rank had its core while it
+    computed; None: not known, as on GPUs.
     """
 
     plan: ShardingPlan
@@ -122,6 +124,7 @@ class StepProfile:
     noise: float = 0.0
     hosts: tuple[int, ...] | None = None
     dense_ms: tuple[float, ...] | None = None
+    core_shares: tuple[float, ...] | None = None
 
     @property
     def shards(self) -> tuple[tuple[TableConfig, ...], tuple[TableStats, ...]]:
@@ -143,6 +146,7 @@ class StepProfile:
             "noise": self.noise,
             "hosts": None if self.hosts is None else list(self.hosts),
             "dense_ms": None if self.dense_ms is None else list(self.dense_ms),
+            "core_shares": None if self.core_shares is None else list(self.core_shares),
         }
 
     @staticmethod
@@ -150,8 +154,8 @@ class StepProfile:
         step = checked(StepRecord, record)
         plan = ShardingPlan.from_json(step["plan"])
         named = [table["name"] for table in step["tables"]]
-        hosts, dense_ms = step.get("hosts"), step.get("dense_ms")
-        for name, by_rank in (("hosts", hosts), ("dense_ms", dense_ms)):
+        hosts, dense_ms, core_shares = step.get("hosts"), step.get("dense_ms"), step.get("core_shares")
+        for name, by_rank in (("hosts", hosts), ("dense_ms", dense_ms), ("core_shares", core_shares)):
             if by_rank is not None and len(by_rank) != plan.world_size:
                 raise FormatError(f"its {name} are not one for each rank.")
         placed = {Shard.parse(name).table for name in plan.rank_of}
@@ -167,6 +171,7 @@ class StepProfile:
             noise=step["noise"],
             hosts=None if hosts is None else tuple(hosts),
             dense_ms=None if dense_ms is None else tuple(dense_ms),
+            core_shares=None if core_shares is None else tuple(core_shares),
         )
 
 

@@ -218,8 +218,13 @@ class Intervals:
         costs = tuple(rank.cost for rank, *_ in gathered)
         noise = record.noise * error_of_median(record.samples)  # of the typical step, not of a single one
         dense = tuple(rank.dense_ms for rank, *_ in gathered if rank.dense_ms)
-        known = dense if len(dense) == len(gathered) else None
-        profile = StepProfile(plan, tables, stats, batch_size, costs, "measured", noise, dense_ms=known)
+        cores = tuple(rank.cpu_share for rank, *_ in gathered if rank.cpu_share)
+        alone = len(dense) == len(gathered)  # else ranks may wait in what looks like computing
+        profile = StepProfile(
+            plan, tables, stats, batch_size, costs, "measured", noise,
+            dense_ms=dense if alone else None,
+            core_shares=cores if alone and len(cores) == len(gathered) else None,
+        )  # fmt: skip
         return record, profile, np.array(list(zip(*(timed for *_, timed in gathered), strict=True)))
 
     def _shard_probe(self) -> RankProbe:

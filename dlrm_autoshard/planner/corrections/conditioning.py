@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dlrm_autoshard.planner.corrections.gaussian import Cause, Posterior, condition
-from dlrm_autoshard.planner.corrections.terms import Rows, Spreads
+from dlrm_autoshard.planner.corrections.terms import CORE, Rows, Spreads
 
 SLOW = 0.1
 """Slow ranks that are expected among all of a job, in each era."""
@@ -49,7 +49,7 @@ def posterior_of(rows: Rows, values: np.ndarray, noise: np.ndarray, spreads: Spr
         members = np.flatnonzero(keys == key)
         causes[int(key)] = Cause(members, spreads.slow_rank**2, price, price_below, rows.of_rank[members])
     for profile in np.unique(rows.profile_N[rows.profile_N >= 0]):
-        members = np.flatnonzero(rows.profile_N == profile)
+        members = np.flatnonzero((rows.profile_N == profile) & (rows.stage_N != CORE))
         causes[-2 - int(profile)] = Cause(members, MOMENT**2, -float(np.log(SLOW_MOMENT)))
     # A probe measures for a moment, in which something else may run; an interval's figures are of many.
     probed_N = rows.source_N == 0

@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 
 from dlrm_autoshard.costs import IQR_OF_NORMAL, StepProfile
-from dlrm_autoshard.planner.corrections.dense_parts import NOISE, dense_rows
 from dlrm_autoshard.planner.corrections.exchange_errors import ExchangeErrors
 from dlrm_autoshard.planner.corrections.parts import Parts
+from dlrm_autoshard.planner.corrections.slow_signs import NOISE, sign_rows
 from dlrm_autoshard.planner.corrections.terms import DENSE, Rows, changes, lightness
 from dlrm_autoshard.planner.costs.cost_model import COST, NUM_SUMMARY, CostModel
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
@@ -147,7 +147,7 @@ class Observed:
         )
 
     def rows(self, eras: Sequence[int], table_T2: np.ndarray | None) -> tuple[Rows, np.ndarray, np.ndarray]:
-        """(rows, their log measured / predicted, covariance of their noise); forward, backward, then dense parts.
+        """(rows, their log measured / predicted, covariance of their noise); forward, backward, then signs.
         table_T2: log factors of the tables, about which shares are taken."""
         log_T2 = np.zeros((len(self.tables), 2)) if table_T2 is None else table_T2
         sums = np.zeros((len(self.kind_N), NUM_SUMMARY))
@@ -182,8 +182,8 @@ class Observed:
             load_NF=np.tile(self.load_range.features(self._log_loads_NL), (2, 1)),
             num_wholes=self.parts.num_wholes,
         )
-        dense, log_D, noise_D = dense_rows(self.profiles, eras, like=rows)
-        rows = rows.and_also(dense)
+        signs, log_D, noise_D = sign_rows(self.profiles, eras, like=rows)
+        rows = rows.and_also(signs)
         # Half of a profile's noise is its own moment's, the same for all of its ranks and stages.
         noise_N = np.concatenate([np.tile(self.noise_N, 2), noise_D]) / IQR_OF_NORMAL
         together = (rows.profile_N[:, None] == rows.profile_N) & (rows.profile_N >= 0)
@@ -191,7 +191,7 @@ class Observed:
         moment_N = np.where(self.moment_N < 0, -1, 2 * self.moment_N)  # forward, and backward
         moment_N = np.concatenate([moment_N, np.where(moment_N < 0, -1, moment_N + 1), np.full(len(log_D), -1)])
         noise_NN += OF_A_MOMENT**2 * ((moment_N[:, None] == moment_N) & (moment_N >= 0))
-        noise_NN += NOISE**2 * np.diag(rows.stage_N == DENSE)
+        noise_NN += NOISE**2 * np.diag(rows.stage_N >= DENSE)
         return rows, np.concatenate([off_N2.T.ravel(), log_D]), noise_NN
 
 

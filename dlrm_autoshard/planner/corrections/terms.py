@@ -33,7 +33,8 @@ class Spreads:
     light: float = 0.7  # of what any stage takes (`lightness`): a light rank's took 1.4 to 1.6 of its probe's
     rank: float = 0.02  # ranks of one machine
     slow_rank: float = 0.7  # a rank whose core is shared by one or two other processes
-    dense: float = 0.15  # a rank's dense part, beside `DENSE_FOLLOWS`
+    dense: float = 0.15  # a rank's dense part, beside `FOLLOWS`
+    core: float = 0.05  # what its core's share tells, likewise
     slow_set: float = 0.2  # of such a rank, one set beside another: with less to do it has its core more often
     exchange: float = 0.3  # one rank's exchanges, beside the others': its link may be slow
     exchange_noise: float = 0.05  # of one rank's in one interval, beside what the profile reports
@@ -68,7 +69,8 @@ class SetsAlike:
 class Common:
     """What two lists of observations have in common, term by term, each [N, M]: what is off about a stage's source, its
     lightness, tables, their widths, their data's change, tables among many others, loads like these, sets like these;
-    the rank (where it is the same, `Rows.of_rank` of both); and whether both are its dense part. key_N: `rank_keys`."""
+    the rank (where it is the same, `Rows.of_rank` of both); and whether both are its dense part, or its core's share.
+    key_N: `rank_keys`."""
 
     source: np.ndarray
     light: np.ndarray
@@ -80,6 +82,7 @@ class Common:
     sets: SetsAlike
     rank: np.ndarray
     dense: np.ndarray
+    core: np.ndarray
     key_N: np.ndarray
 
     def covariance(self, spreads: Spreads, slow: frozenset[int]) -> np.ndarray:
@@ -90,7 +93,8 @@ class Common:
             found += spreads.change**2 * self.change
         found *= spreads.of_stages(self.sets.same_stage)
         found += spreads.scale**2 * self.source + spreads.light**2 * self.light
-        found += self.rank * rank_variances(self.key_N, spreads, slow)[:, None] + spreads.dense**2 * self.dense
+        found += self.rank * rank_variances(self.key_N, spreads, slow)[:, None]
+        found += spreads.dense**2 * self.dense + spreads.core**2 * self.core
         found += self.sets.covariance(spreads, slow)
         return found
 
@@ -106,9 +110,10 @@ def variances(directions: int, wholes: int, spreads: Spreads) -> np.ndarray:
     return np.where(np.arange(directions) < wholes, spreads.table, spreads.width) ** 2
 
 
-DENSE, DENSE_FOLLOWS = 2, 0.75
-"""A rank's dense part, as a stage beside forward (0) and backward (1); and by how much of the logarithm by which a rank
-is slow it is slow in that: of nine profiles of jobs with half a core taken 0.5 to 1.07, in the mean 0.79."""
+DENSE, CORE, FOLLOWS = 2, 3, 0.75
+"""What tells of ranks beside their tables, as stages beside forward (0) and backward (1): the dense part, and how much
+longer than it computes it waits for its core. And by how much of the logarithm by which a rank is slow either is: the
+dense part of nine profiles of jobs with half a core taken 0.5 to 1.07, in the mean 0.79; waiting 0.68 to 0.8."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ class Rows:
         both_many = np.outer(self.many_N, other.many_N)
         same_source, same_rank = self.source_N[:, None] == other.source_N, self._same_rank(other)
         return Common(
-            source=sources_alike(same_source) * same_stage,
+            source=sources_alike(same_source) * same_stage * (other.stage_N != CORE),
             light=np.outer(self.light_N, other.light_N) * same_source * same_stage,
             table=tables_NM,
             width=self.share_NB[:, rest] @ other.share_NB[:, rest].T,
@@ -166,6 +171,7 @@ class Rows:
             sets=self._sets_alike(other, tables_NM, same_stage),
             rank=same_rank * np.outer(self.of_rank, other.of_rank),
             dense=same_rank & same_stage & (other.stage_N == DENSE),
+            core=same_rank & same_stage & (other.stage_N == CORE),
             key_N=self.rank_keys,
         )
 
@@ -192,7 +198,7 @@ class Rows:
     @property
     def of_rank(self) -> np.ndarray:
         """[N] part of the rank's logarithm that each has."""
-        part: np.ndarray = np.where(self.stage_N == DENSE, DENSE_FOLLOWS, 1.0)
+        part: np.ndarray = np.where(self.stage_N >= DENSE, FOLLOWS, 1.0)
         return part
 
     @property

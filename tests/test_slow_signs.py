@@ -1,4 +1,4 @@
-"""What the dense part, the same work on every rank, tells of ranks: whose tables are dear, and who is slow."""
+"""What dense parts, the same work on every rank, and shared cores tell of ranks: whose tables are dear, who is slow."""
 
 from __future__ import annotations
 
@@ -23,21 +23,26 @@ EMPTIED = ShardingPlan({table.name: 0 for table in TABLES}, 2)
 
 
 class Job:
-    """Profiles as intervals have them: 3% of noise in tables' times, 4% in the dense parts'."""
+    """Profiles as intervals have them: by default 3% of noise in tables' times, 4% in the dense parts'."""
 
-    def __init__(self, seed: int) -> None:
-        self.planner, self._cluster = Planner(), SimulatedCluster(seed, noise=0.03)
-        self._noise = np.random.default_rng(seed)
+    def __init__(self, seed: int, noise: float = 0.03) -> None:
+        self.planner, self._cluster = Planner(), SimulatedCluster(seed, noise=noise)
+        self._noise, self._tables_noise = np.random.default_rng(seed), noise
 
-    def interval(self, plan: ShardingPlan, *, tables: float = 1.0, dense: float | None = 1.0) -> None:
-        """tables, dense: times longer that rank 1 takes."""
+    def interval(
+        self, plan: ShardingPlan, *, tables: float = 1.0, dense: float | None = 1.0, core: float | None = None
+    ) -> None:
+        """tables, dense: times longer that rank 1 takes. core: part of the time that it has its core; rank 0: all."""
         seen = self._cluster.profile(TABLES, STATS, plan, 1024)
         first, second = seen.ranks
         slow = {stage: getattr(second, stage) * tables for stage in ("fwd_compute_ms", "bwd_compute_ms")}
-        profile: StepProfile = replace(seen, ranks=(first, replace(second, **slow)), source="measured", noise=0.03)
+        ranks, noise = (first, replace(second, **slow)), self._tables_noise
+        profile: StepProfile = replace(seen, ranks=ranks, source="measured", noise=noise)
         if dense is not None:
             ms = 8.0 * np.array([1.0, dense]) * np.exp(0.04 * self._noise.standard_normal(2))
             profile = replace(profile, dense_ms=tuple(ms.tolist()))
+        if core is not None:
+            profile = replace(profile, core_shares=(0.99, core))
         self.planner.costs.observe(profile)
 
     @property
@@ -73,6 +78,30 @@ def test_a_rank_without_tables_is_known_to_have_recovered(seed: int) -> None:
     assert job.slowness == pytest.approx(1.0, abs=0.15)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rank_that_shares_its_core_is_slow_however_its_steps_scatter(seed: int) -> None:
+    """With half a core taken steps of one interval differed by half, and shares by 0.06: it took 25 more steps until
+    the steps alone said so."""
+    job, blind = Job(seed, noise=0.3), Job(seed, noise=0.3)
+    for _ in range(3):
+        job.interval(EVEN, core=1.0)
+        blind.interval(EVEN)
+    job.interval(EVEN, tables=1.6, dense=1.4, core=0.58)
+    blind.interval(EVEN, tables=1.6, dense=1.4)
+    assert blind.slowness < 1.3 < 1.5 < job.slowness < 2.4
+    for _ in range(2):
+        job.interval(EVEN, core=0.99)
+    assert job.slowness == pytest.approx(1.0, abs=0.15)
+
+
+def test_a_core_of_its_own_makes_no_rank_fast() -> None:
+    """There are other reasons to be slow than to share it, and a share that is not low tells of none."""
+    job, other = Job(0), Job(0)
+    job.interval(EVEN, tables=2.0, dense=1.8, core=0.99)
+    other.interval(EVEN, tables=2.0, dense=1.8)
+    assert job.slowness == pytest.approx(other.slowness, rel=1e-9) and job.slowness > 1.5
+
+
 def test_noise_of_dense_parts_makes_no_rank_slow_and_begins_no_era() -> None:
     for seed in range(5):
         job = Job(seed)
@@ -82,10 +111,10 @@ def test_noise_of_dense_parts_makes_no_rank_slow_and_begins_no_era() -> None:
         assert job.planner.costs.corrections.eras == [0] * 12
 
 
-def test_what_is_known_of_dense_parts_survives_a_checkpoint() -> None:
+def test_what_is_known_of_both_survives_a_checkpoint() -> None:
     job, other = Job(0), Planner()
-    job.interval(EVEN)
-    job.interval(SPARED, tables=2.0, dense=1.8)
+    job.interval(EVEN, core=1.0)
+    job.interval(SPARED, tables=2.0, dense=1.8, core=0.6)
     other.load_state_dict(job.planner.state_dict())
     assert other.rank_slowness(2) == pytest.approx(job.planner.rank_slowness(2), rel=1e-6)
 

@@ -1,0 +1,76 @@
+"""What tells how slow ranks are beside their tables: the dense part, the same work on all, and waiting for a core.
+
+rows, values_D, noise_D = sign_rows(profiles, eras, like=rows)      # beside the rows of what ranks' tables took
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dlrm_autoshard.costs import StepProfile
+from dlrm_autoshard.planner.corrections.terms import CORE, DENSE, Rows
+
+NOISE = 0.05
+"""Standard deviation of one rank's in one interval, of logarithms, beside what the profile reports of dense parts. On
+two cores, where nothing changed, one rank's dense part beside the other's was off by 0.03 to 0.08; the share of a core
+that was half taken differed by 0.06 from interval to interval, where stages differed by 0.3."""
+SHARED = 0.9
+"""Part of the time, below which a core is shared. A rank may be slow with a core of its own, so that says nothing, but
+of one that shared it once."""
+MOST_ROWS, MOST_RANKS = 128, 64
+"""Of either sign, of the newest profiles; and of dense parts of one profile, those furthest from the middle."""
+
+_Sign = tuple[int, int, int, float, float]
+"""Stage, profile, rank, logarithm, and its noise by the profile."""
+
+
+def sign_rows(profiles: Sequence[StepProfile], eras: Sequence[int], like: Rows) -> tuple[Rows, np.ndarray, np.ndarray]:
+    """(rows, logarithms, relative noise). like: rows with the same directions."""
+    dense, core = _dense_parts(profiles), _cores(profiles)
+    middle = np.mean([log for *_, log, _ in dense]) if dense else 0.0
+    found = [*((stage, n, rank, log - float(middle), noise) for stage, n, rank, log, noise in dense), *core]
+    count = len(found)
+    stage_D, number_D, rank_D = (np.array([row[i] for row in found], dtype=int) for i in range(3))
+    rows = Rows(
+        stage_N=stage_D,
+        source_N=-1 - number_D,
+        rank_N=rank_D,
+        era_N=np.array([eras[number] for number in number_D], dtype=int),
+        profile_N=number_D,
+        light_N=np.zeros(count),
+        share_NB=np.zeros((count, like.share_NB.shape[1])),
+        change_NF=np.zeros((count, like.change_NF.shape[1])),
+        many_N=np.zeros(count),
+        load_NF=np.zeros((count, like.load_NF.shape[1])),
+        num_wholes=like.num_wholes,
+    )
+    return rows, np.array([row[3] for row in found]), np.array([row[4] for row in found])
+
+
+def _dense_parts(profiles: Sequence[StepProfile]) -> list[_Sign]:
+    """What the work is nobody predicts: each profile's is of a scale of its own, much like the others'
+    (`sources_alike`), beside which ranks are compared."""
+    found: list[_Sign] = []
+    for number in reversed(range(len(profiles))):
+        dense_ms, noise = profiles[number].dense_ms, profiles[number].noise
+        if dense_ms is None or len(dense_ms) == 1 or min(dense_ms) <= 0:
+            continue
+        log_W = np.log(dense_ms)
+        ranks = np.argsort(-np.abs(log_W - np.median(log_W)), kind="stable")[:MOST_RANKS]
+        if found and len(found) + len(ranks) > MOST_ROWS:
+            break
+        found += [(DENSE, number, int(rank), float(log_W[rank]), noise) for rank in ranks]
+    return found
+
+
+def _cores(profiles: Sequence[StepProfile]) -> list[_Sign]:
+    """Of ranks that shared theirs in any of the profiles."""
+    known = [(number, p.core_shares) for number, p in enumerate(profiles) if p.core_shares is not None]
+    sharing = {rank for _, shares in known for rank, share in enumerate(shares) if share < SHARED}
+    found: list[_Sign] = []
+    for number, shares in reversed(known):
+        of_ranks = [rank for rank in sorted(sharing) if rank < len(shares)][: MOST_ROWS - len(found)]
+        found += [(CORE, number, rank, -float(np.log(max(shares[rank], 1e-3))), 0.0) for rank in of_ranks]
+    return found
