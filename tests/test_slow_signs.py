@@ -102,6 +102,18 @@ def test_a_core_of_its_own_makes_no_rank_fast() -> None:
     assert job.slowness == pytest.approx(other.slowness, rel=1e-9) and job.slowness > 1.5
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_where_all_ranks_share_cores_alike_none_is_slow(seed: int) -> None:
+    """More ranks than cores."""
+    planner, noise = Planner(), np.random.default_rng(seed)
+    for _ in range(3):
+        seen = SimulatedCluster(seed, noise=0.03).profile(TABLES, STATS, EVEN, 1024)
+        shares = tuple((0.5 + 0.02 * noise.standard_normal(2)).tolist())
+        planner.costs.observe(replace(seen, source="measured", noise=0.03, core_shares=shares))
+    first, second = planner.rank_slowness(2)
+    assert second / first == pytest.approx(1.0, abs=0.03)
+
+
 def test_noise_of_dense_parts_makes_no_rank_slow_and_begins_no_era() -> None:
     for seed in range(5):
         job = Job(seed)

@@ -17,8 +17,8 @@ NOISE = 0.05
 two cores, where nothing changed, one rank's dense part beside the other's was off by 0.03 to 0.08; the share of a core
 that was half taken differed by 0.06 from interval to interval, where stages differed by 0.3."""
 SHARED = 0.9
-"""Part of the time, below which a core is shared. A rank may be slow with a core of its own, so that says nothing, but
-of one that shared it once."""
+"""Of what the rank with most of its core has, below which another shares its own. A rank may be slow with a core to
+itself, so that says nothing, but of one that shared it once."""
 MOST_ROWS, MOST_RANKS = 128, 64
 """Of either sign, of the newest profiles; and of dense parts of one profile, those furthest from the middle."""
 
@@ -66,8 +66,10 @@ def _dense_parts(profiles: Sequence[StepProfile]) -> list[_Sign]:
 
 
 def _cores(profiles: Sequence[StepProfile]) -> list[_Sign]:
-    """Of ranks that shared theirs in any of the profiles."""
-    known = [(number, p.core_shares) for number, p in enumerate(profiles) if p.core_shares is not None]
+    """Of ranks that shared theirs in any of the profiles, beside the one that had most of its own: where all share
+    theirs alike, as where there are more ranks than cores, none is slow beside the others."""
+    shares_of = {number: profile.core_shares for number, profile in enumerate(profiles) if profile.core_shares}
+    known = [(number, [share / max(shares) for share in shares]) for number, shares in shares_of.items()]
     sharing = {rank for _, shares in known for rank, share in enumerate(shares) if share < SHARED}
     found: list[_Sign] = []
     for number, shares in reversed(known):
