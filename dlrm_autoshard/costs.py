@@ -17,7 +17,7 @@ import numpy as np
 from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.formats.json_file import FormatError, checked
-from dlrm_autoshard.formats.numbers import Amount, BatchSize, Count
+from dlrm_autoshard.formats.numbers import Amount, BatchSize, Count, Share
 from dlrm_autoshard.plan import PlanRecord, ShardingPlan, shard_tables
 from dlrm_autoshard.tables import Shard, StatsRecord, TableConfig, TableRecord, TableStats
 
@@ -75,7 +75,7 @@ class StepRecord(TypedDict):
     noise: Amount
     hosts: NotRequired[list[Count] | None]
     dense_ms: NotRequired[list[Amount] | None]
-    core_shares: NotRequired[list[Amount] | None]
+    core_shares: NotRequired[list[Share] | None]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dlrm_autoshard.costs import StepProfile
+from dlrm_autoshard.formats.json_file import FormatError
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
@@ -129,6 +130,16 @@ def test_what_is_known_of_both_survives_a_checkpoint() -> None:
     job.interval(SPARED, tables=2.0, dense=1.8, core=0.6)
     other.load_state_dict(job.planner.state_dict())
     assert other.rank_slowness(2) == pytest.approx(job.planner.rank_slowness(2), rel=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
+def test_a_share_that_no_rank_can_have_is_refused(share: float) -> None:
+    """In a damaged state: of 0 for all ranks nobody can say who has more."""
+    seen = SimulatedCluster(0).profile(TABLES, STATS, EVEN, 1024)
+    record = replace(seen, core_shares=(0.9, 0.9)).to_json()
+    assert StepProfile.from_json(record).core_shares == (0.9, 0.9)
+    with pytest.raises(FormatError, match="core_shares"):
+        StepProfile.from_json({**record, "core_shares": [share, share]})
 
 
 def test_of_many_ranks_those_furthest_from_the_middle_are_looked_at() -> None:

@@ -20,4 +20,5 @@ Ranks = Annotated[int, Field(gt=0, le=2**16)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Number = Annotated[int, Field(gt=-(2**63), lt=2**63)] | Finite  # whole ones stay whole
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Name = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_printable)]
