@@ -4,36 +4,40 @@ and how near the lookup comes to the memory's bandwidth."""
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from dlrm_autoshard.planner.dreamshard.pool import TablePool
-    from dlrm_autoshard.probe.shard_probe import ShardProbe
+from dlrm_autoshard.benchmarks.planner_quality_record import LEARNED
+from dlrm_autoshard.costs import step_cost_ms
+from dlrm_autoshard.plan import Topology
+from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.search.greedy import HEURISTICS
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.probe.calibration import start_costs
+from dlrm_autoshard.probe.collect import collect, fit, samples_in
+from dlrm_autoshard.probe.hardware import hardware_fingerprint
+from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
+from dlrm_autoshard.probe.shard_probe import ShardProbe
 
 BATCH_SIZE = 16_384
-LEARNED = ("dreamshard", "search", "auto")
 
 
 def shards(folder: Path, seconds: float, found: dict[str, Any]) -> None:
     """Fused shards of 1 to 50 tables, forward and backward, until time is up; a cost model on them. What is measured
     is what `python -m dlrm_autoshard.probe.collect --device cuda` measures."""
-    from dlrm_autoshard.probe.collect import collect, fit, samples_in
-
     path = folder / "shards.jsonl"
     path.unlink(missing_ok=True)
     collect(path, 4000, 0.7 * seconds, torch.device("cuda"))
     samples, _, again = samples_in(path)
     found |= {"measured": len(samples), "measured_again_differs_by": float(np.median(np.abs(again))) if again else 0.0}
-    planner, errors = fit(samples, samples)
-    (folder / "cost_model.json").write_text(json.dumps(planner.costs.cost_model.to_json()))
+    _, errors = fit(samples, samples)
     found |= {"held_out": errors["held_out_shards"]}
     found |= {f"held_out_error_{stage}": error for stage, error in errors["held_out_error"].items()}
 
@@ -41,9 +45,6 @@ def shards(folder: Path, seconds: float, found: dict[str, Any]) -> None:
 def planning(folder: Path, seconds: float, found: dict[str, Any]) -> None:
     """As in the paper, tasks of 20 to 100 tables of one dim on 4 devices, by every algorithm: on measured computation,
     exchanges by an assumed law. Each task begins as a job does, with tables measured alone."""
-    from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
-    from dlrm_autoshard.probe.shard_probe import ShardProbe
-
     deadline = time.monotonic() + seconds
     pool = synthetic_pool(120, seed=31, batch_size=BATCH_SIZE, rows=(1e3, 1e6), dims=(16, 16), pooling=(1.0, 60.0))
     probe = ShardProbe(device=torch.device("cuda"), buffer_gib=8.0, seconds_per_shard=0.02, most_kept_ids=1_000_000_000)
@@ -62,27 +63,17 @@ def planning(folder: Path, seconds: float, found: dict[str, Any]) -> None:
 
 def _costs_of_plans(tables: TablePool, probe: ShardProbe, seed: int) -> dict[str, float]:
     """ms of a step of each algorithm's plan, all of whose shards are measured anew."""
-    from dlrm_autoshard.costs import step_cost_ms
-    from dlrm_autoshard.plan import Topology
-    from dlrm_autoshard.planner.planner import Planner
-    from dlrm_autoshard.planner.search.greedy import HEURISTICS
-    from dlrm_autoshard.planner.task import PlacementTask
-    from dlrm_autoshard.probe.calibration import start_costs
-    from dlrm_autoshard.probe.hardware import hardware_fingerprint
-    from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
-
     task = PlacementTask.build(tables.tables, tables.stats, Topology(4), batch_size=BATCH_SIZE)
     started = Planner("auto", seed=seed)
 
     def isolated() -> IsolatedProbe:
         return IsolatedProbe(tables.tables, tables.stats, BATCH_SIZE, probe, started.costs.exchange)
 
-    alone = isolated()
     start_costs(
         started,
         task,
         fingerprint=hardware_fingerprint(probe.device),
-        measure_shards=lambda shards: [alone.measure_shard(shard) for shard in shards],
+        measure_shards=isolated().measure_shards,
         budget_seconds=8.0,
     )
     plans = {}
@@ -105,9 +96,6 @@ def _compared(count: int, costs: Mapping[str, Sequence[float]]) -> dict[str, flo
 
 def roofline(folder: Path, seconds: float, found: dict[str, Any]) -> None:
     """Bytes that a fused lookup must move, over the time they take at the measured copy bandwidth."""
-    from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
-    from dlrm_autoshard.probe.shard_probe import ShardProbe
-
     device = torch.device("cuda")
     block = torch.empty(1 << 28, device=device)  # 1 GiB
     other = torch.empty_like(block)

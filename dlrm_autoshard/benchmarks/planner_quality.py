@@ -97,7 +97,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
         started,
         splitting,
         fingerprint=hardware_fingerprint(),
-        measure_shards=lambda shards: [isolated.measure_shard(shard) for shard in shards],
+        measure_shards=isolated.measure_shards,
     )
     plans: dict[str, ShardingPlan] = {}
     seconds: dict[str, float] = {}
