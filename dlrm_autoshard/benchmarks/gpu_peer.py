@@ -49,8 +49,8 @@ def peer(folder: Path, seconds: float, found: dict[str, Any]) -> None:
 
 
 def variants(folder: Path, seconds: float, found: dict[str, Any]) -> None:
-    """What products of fewer bits and tables in host memory behind a cache (a fifth of the rows) change of the speed:
-    over fp32 and tables on the device, on the same batches in turns."""
+    """What products of fewer bits, no CUDA graphs, and tables in host memory behind a cache (a fifth of the rows)
+    change of the speed: over fp32 and tables on the device, on the same batches in turns."""
     device = _join()
     found["spread"] = {}
     for name, workload in WORKLOADS.items():
@@ -60,6 +60,7 @@ def variants(folder: Path, seconds: float, found: dict[str, Any]) -> None:
             "fp32": {},
             "tf32": {},
             "bf16": {"autocast": True},
+            "launched one by one": {"graphs": False},
             "managed_caching": {"location": "managed_caching"},
         }
         jobs = {kind: OurJob(workload, plan, 0, batches, device=device, **options) for kind, options in kinds.items()}

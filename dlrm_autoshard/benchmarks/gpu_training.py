@@ -21,6 +21,12 @@ EXACT = ["train.tf32=false", "dense_optimizer.name=sgd", "dense_optimizer.lr=0.0
 """So that a rounding does not grow: one and two ranks on CPU differ by 1e-7 in fifty steps then. By the configurations'
 own optimizers and rates they differ by 1e-3 (Adagrad's first update of a weight has the sign of its gradient and always
 the same size), an H200 by 0.03; and with tf32 the first loss differs by 1e-5 already."""
+KINDS = {
+    "exact": EXACT,
+    "launched": [*EXACT, "train.cuda_graphs=false"],
+    "usual": [],
+    "bf16": ["train.dense_dtype=bf16"],
+}
 
 
 def doctor(folder: Path, seconds: float, found: dict[str, Any]) -> None:
@@ -32,23 +38,23 @@ def doctor(folder: Path, seconds: float, found: dict[str, Any]) -> None:
 
 def training(folder: Path, seconds: float, found: dict[str, Any]) -> None:
     """`debug_cpu` and a scaled `mlperf_dcnv2` on CPU and on the GPU (nccl): losses side by side, of fp32 products and
-    learning rates at which a rounding does not grow; and with the default tf32, or bf16, and rates, scores;
-    a resumed run."""
+    learning rates at which a rounding does not grow; the same without CUDA graphs; with the default tf32, or bf16, and
+    rates, scores; a resumed run."""
     sample = folder / "criteo_sample"
     if not sample.exists():
         command = [sys.executable, "-m", "dlrm_autoshard.commands.main", "data", "criteo-sample", "--out", str(sample)]
         subprocess.run(command, check=True, capture_output=True)
     small = [f"data.dir={sample}", "data.row_scale=0.001", "train.batch_size=256", "model.dcn_low_rank_dim=64"]
     configs: dict[str, list[str]] = {"debug_cpu": [], "mlperf_dcnv2": small}
-    with ThreadPoolExecutor(10) as at_once:  # nothing is timed, and most of each is its start
+    with ThreadPoolExecutor(12) as at_once:  # nothing is timed, and most of each is its start
         runs = {
             (config, device, kind): at_once.submit(
                 train, folder, config, device, [*extra, *settings], name=f"{config}_{device}_{kind}"
             )
             for config, extra in configs.items()
             for device in ("cpu", "cuda")
-            for kind, settings in (("exact", EXACT), ("usual", []), ("bf16", ["train.dense_dtype=bf16"]))
-            if (device, kind) != ("cpu", "bf16")
+            for kind, settings in KINDS.items()
+            if (device, kind) not in (("cpu", "bf16"), ("cpu", "launched"))
         }
         whole_run = at_once.submit(train, folder, "debug_cpu", "cuda", ["train.max_steps=40"], name="whole")
         at_once.submit(train, folder, "debug_cpu", "cuda", ["train.max_steps=20"], name="halves").result()
@@ -58,10 +64,13 @@ def training(folder: Path, seconds: float, found: dict[str, Any]) -> None:
         cpu, gpu = (losses(runs[config, device, "exact"].result()) for device in ("cpu", "cuda"))
         found[f"{config}_steps"] = min(len(cpu), len(gpu))
         found[f"{config}_loss_difference"] = largest_difference(cpu, gpu)
+        launched = losses(runs[config, "cuda", "launched"].result())
+        found[f"{config}_graphs_loss_difference"] = largest_difference(gpu, launched)
         usual = auc(runs[config, "cpu", "usual"].result())
         found[f"{config}_tf32_auc_difference"] = abs(auc(runs[config, "cuda", "usual"].result()) - usual)
         found[f"{config}_bf16_auc_difference"] = abs(auc(runs[config, "cuda", "bf16"].result()) - usual)
-    found["largest_loss_difference"] = max(found[f"{config}_loss_difference"] for config in configs)
+    for kind in ("loss", "graphs_loss"):
+        found[f"largest_{kind}_difference"] = max(found[f"{config}_{kind}_difference"] for config in configs)
 
 
 def shared_gpu(folder: Path, seconds: float, found: dict[str, Any]) -> None:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.workloads import OurJob, Workload, make_groups
+from dlrm_autoshard.distributed.dense_passes import share_of_loss
 from dlrm_autoshard.distributed.lookup.exchange import with_margin
-from dlrm_autoshard.distributed.step import share_of_loss
 from dlrm_autoshard.plan import Topology, round_robin
 
 STEPS = 5  # of one trainer, before it is the other's turn

@@ -164,9 +164,10 @@ class OurJob:
         device: torch.device = torch.device("cpu"),
         autocast: bool = False,
         location: Literal["device", "managed_caching"] = "device",
+        graphs: bool = True,
     ) -> None:
         """ranks: that train it, where not all do; the others must call `make_groups` meanwhile. On a GPU batches are in
-        pinned memory. autocast: products of bf16. location: of the tables."""
+        pinned memory. autocast: products of bf16. location: of the tables. graphs: on a GPU, of the dense part."""
         self.batches = batches
         group, id_group, control = make_groups(ranks)
         self.embeddings = ShardedEmbeddings(
@@ -184,7 +185,15 @@ class OurJob:
             self.model, DenseOptimizerConfig(name="sgd", lr=DENSE_LR), group, device, shared_memory=shared_memory
         )
         self.clock = StageClock(device, control)
-        self.step = TrainStep(self.model, self.dense, self.embeddings, self.clock, overlap=overlap, autocast=autocast)
+        self.step = TrainStep(
+            self.model,
+            self.dense,
+            self.embeddings,
+            self.clock,
+            overlap=overlap,
+            autocast=autocast,
+            graphs=graphs and device.type == "cuda",
+        )
         self.step.begin_epoch(itertools.cycle(batches))
 
     def run(self, steps: int, *, sample_every: int = 0) -> float:

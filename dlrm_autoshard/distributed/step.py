@@ -17,12 +17,13 @@ from torch.autograd.graph import get_gradient_edge
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.dense import DataParallelDense
+from dlrm_autoshard.distributed.dense_passes import DensePasses
 from dlrm_autoshard.distributed.lookup.device_ids import DeviceIdDistribution
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.lookup.exchange import Pending
 from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
+from dlrm_autoshard.distributed.recorded_passes import CudaGraphs, RecordedPasses
 from dlrm_autoshard.distributed.stage_clock import StageClock
-from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.model.dlrm import DenseArch
 
 
@@ -46,13 +47,18 @@ class TrainStep:
         *,
         overlap: bool,
         autocast: bool,
+        graphs: bool = False,
         all_finite: Callable[[Tensor], bool] | None = None,
     ) -> None:
-        """all_finite: asked with each local loss, before any update; all ranks must agree. None: not asked."""
+        """autocast: dense products of bf16. graphs: the dense part's passes as CUDA graphs. all_finite: asked with each
+        local loss, before any update; all ranks must agree. None: not asked."""
         self.model, self.dense, self.embeddings, self.clock = model, dense, embeddings, clock
-        self._overlap, self._bf16, self._all_finite = overlap, autocast, all_finite
-        self._device = embeddings.device
-
+        self._overlap, self._all_finite = overlap, all_finite
+        self.passes = DensePasses(model, autocast=autocast)
+        if graphs:
+            width = sum(table.embedding_dim for table in embeddings.tables)
+            recorder = CudaGraphs(embeddings.device)
+            self.passes = RecordedPasses(model, width, autocast=autocast, record=recorder)
         self._waiting: deque[tuple[Batch, LocalIds]] = deque()
 
     def begin_epoch(self, batches: Iterator[Batch]) -> bool:
@@ -83,7 +89,7 @@ class TrainStep:
 
     def run(self, lr_scale: float, table_lr: float, *, sampled: bool = False) -> Batch:
         """One step on the batch that has waited longest; afterwards another waits. Returns the batch trained on."""
-        clock, dense, embeddings, model = self.clock, self.dense, self.embeddings, self.model
+        clock, dense, embeddings, model, passes = self.clock, self.dense, self.embeddings, self.model, self.passes
         batch, ids = self._waiting[0]
         with clock.step(sampled=sampled):
             embeddings.set_learning_rate(table_lr)
@@ -103,31 +109,29 @@ class TrainStep:
                 following = self._fetch()
             with clock.stage("input_dist"):
                 following_ids = self._send_lengths(following)
-            with clock.stage("dense_fwd"), self._autocast():
-                bottom = model.bottom(batch.dense_BF)
+            with clock.stage("dense_fwd"):
+                passes.bottom(batch)
             with clock.stage("fwd_comms"):
-                pooled = embeddings.in_output_order(vectors.wait(), model.margin).detach().requires_grad_()
+                pooled = embeddings.in_output_order(vectors.wait(), model.margin, passes.place)
                 del vectors
-            with clock.stage("dense_fwd"), self._autocast():
-                bottom_leaf = bottom.detach().requires_grad_()
-                loss = share_of_loss(model.top(bottom_leaf, pooled), batch)
-                self._loss = loss.detach()
-            if self._all_finite is not None and kept is not None and not self._all_finite(loss):
+            with clock.stage("dense_fwd"):
+                self._loss = passes.top(pooled)
+                del pooled
+            if self._all_finite is not None and kept is not None and not self._all_finite(self._loss):
+                passes.give_up()
                 dense.restore_buffers(kept)  # of BatchNorm, say, which has seen the batch
                 embeddings.take_back_lookup()
                 self._advance(following, following_ids)
                 raise NotFinite(batch)
 
             with clock.stage("dense_bwd"):
-                loss.backward()
-                del loss  # its graph holds the vectors and their gradient
+                pooled_gradient = passes.backward_top()
             clock.barrier("bwd_comms")
             with clock.stage("bwd_comms"):
-                gradients = self._settle(embeddings.send_gradients(_taken_gradient(pooled), model.margin))
-                del pooled
+                gradients = self._settle(embeddings.send_gradients(pooled_gradient, model.margin))
+                del pooled_gradient
             with clock.stage("dense_bwd"):
-                if bottom.requires_grad:  # one without parameters has nothing to learn
-                    bottom.backward(bottom_leaf.grad)
+                passes.backward_bottom()
             reduced = None
             if self._overlaps:
                 if following_ids is not None:
@@ -151,9 +155,6 @@ class TrainStep:
     def _overlaps(self) -> bool:
         return self._overlap and not self.clock.sampled
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16)
-
     def _settle(self, pending: Pending) -> Pending:
         if not self._overlaps:
             pending.wait()
@@ -176,25 +177,3 @@ class TrainStep:
                 ids = self.embeddings.distribute(following)
             if following is not None and ids is not None:
                 self._waiting.append((following, ids.finish()))
-
-
-def _taken_gradient(leaf: Tensor) -> Tensor:
-    gradient, leaf.grad = leaf.grad, None
-    assert gradient is not None
-    return gradient
-
-
-def share_of_loss(logits_B: Tensor, batch: Batch) -> Tensor:
-    """This rank's share of the global mean loss, of which a sample's is the weighted sum over its tasks: summed over
-    ranks it is the mean over the global batch."""
-    if logits_B.shape != batch.labels_B.shape:
-        raise UserError(
-            f"the model gives logits of shape {list(logits_B.shape)} for labels of shape {list(batch.labels_B.shape)}: "
-            "one is needed for each label. A data source with several names them, as `label_names`."
-        )
-    real = slice(0, batch.size)
-    weights = None if batch.loss_weights_B is None else batch.loss_weights_B[real]
-    loss = torch.nn.functional.binary_cross_entropy_with_logits(
-        logits_B[real].float(), batch.labels_B[real], weights, reduction="sum"
-    )
-    return loss / batch.global_size

@@ -116,6 +116,7 @@ class Job:
         agree_on_dense(self.dense, runtime)
         self.clock = StageClock(runtime.device, runtime.control if runtime.device.type == "cpu" else runtime.group)
         self.autocast = config.train.dense_dtype == "bf16"
+        graphs_fit = config.model.factory is None if config.train.cuda_graphs is None else config.train.cuda_graphs
         torch.backends.cuda.matmul.allow_tf32 = config.train.tf32
         self.step = TrainStep(
             model,
@@ -124,6 +125,7 @@ class Job:
             self.clock,
             overlap=config.train.overlap,
             autocast=self.autocast,
+            graphs=runtime.device.type == "cuda" and graphs_fit,
             all_finite=runtime.all_finite if config.train.on_nan == "skip" else None,
         )
         self.intervals = Intervals(

@@ -152,9 +152,10 @@ class ShardedEmbeddings:
     def send_pooled(self, local: Tensor) -> Pending:
         return self._exchange.send_pooled(local.detach())
 
-    def in_output_order(self, arrived: Tensor, margin: Margin = (0, 0)) -> Tensor:
-        """[B, margin + D + margin] pooled vectors of this rank's samples, columns as in `output_tables`."""
-        return self._exchange.in_output_order(arrived, margin)
+    def in_output_order(self, arrived: Tensor, margin: Margin = (0, 0), into: Tensor | None = None) -> Tensor:
+        """[B, margin + D + margin] pooled vectors of this rank's samples, columns as in `output_tables`. into: memory
+        for them."""
+        return self._exchange.in_output_order(arrived, margin, into)
 
     def send_gradients(self, gradient_BD: Tensor, margin: Margin = (0, 0)) -> Pending:
         return self._exchange.send_gradients(gradient_BD, margin)

@@ -27,8 +27,11 @@ Margin = tuple[int, int]
 """Columns left free before and after the pooled vectors, for the model to fill."""
 
 
-def with_margin(pooled_BD: Tensor, margin: Margin) -> Tensor:
-    """[B, margin + D + margin], anything in the margins. Its gradient is a view."""
+def with_margin(pooled_BD: Tensor, margin: Margin, into: Tensor | None = None) -> Tensor:
+    """[B, margin + D + margin], anything in the margins. Its gradient is a view. into: memory for it."""
+    if into is not None:
+        into[:, margin[0] : into.shape[1] - margin[1]] = pooled_BD
+        return into
     before, after = (pooled_BD.new_empty(len(pooled_BD), columns) for columns in margin)
     return torch.cat([before, pooled_BD, after], 1)
 
@@ -130,16 +133,22 @@ class Exchange:
             [batch_size * self.local_dim] * self.world_size,
         )
 
-    def in_output_order(self, arrived: Tensor, margin: Margin = (0, 0)) -> Tensor:
-        """[B, margin + D + margin] float32 in the output order, from what `send_pooled` brought; margins: anything."""
+    def in_output_order(self, arrived: Tensor, margin: Margin = (0, 0), into: Tensor | None = None) -> Tensor:
+        """[B, margin + D + margin] float32 in the output order, from what `send_pooled` brought; margins: anything.
+        into: memory for it."""
         if self.world_size == 1:
-            return with_margin(arrived, margin) if any(margin) else arrived
+            return with_margin(arrived, margin, into) if any(margin) or into is not None else arrived
         if self._ends_inside_a_chunk(margin):
-            return with_margin(self.in_output_order(arrived), margin)
+            return with_margin(self.in_output_order(arrived), margin, into)
         batch_size = arrived.numel() // self.total_dim
         index, _ = self._layout(batch_size, margin)
-        ordered = self.empty(arrived, len(index) * self._chunk).view(-1, self._chunk)
-        return torch.index_select(arrived.view(-1, self._chunk), 0, index, out=ordered).view(batch_size, -1).float()
+        if into is None or into.dtype != arrived.dtype:
+            ordered = self.empty(arrived, len(index) * self._chunk).view(batch_size, -1)
+        else:
+            ordered = into
+        chunks = ordered.view(-1, self._chunk)
+        torch.index_select(arrived.view(-1, self._chunk), 0, index, out=chunks)
+        return ordered.float() if into is None or into is ordered else into.copy_(ordered)
 
     def send_gradients(self, gradient_BD: Tensor, margin: Margin = (0, 0)) -> Pending:
         """Gradients of the pooled output, as `in_output_order` gave it, to the owners; arrives as [W * B, D_local],

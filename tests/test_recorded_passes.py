@@ -1,0 +1,141 @@
+"""A dense part that is recorded once and replayed gives what one gives whose kernels are launched one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.dense import DataParallelDense
+from dlrm_autoshard.distributed.dense_passes import DensePasses
+from dlrm_autoshard.distributed.recorded_passes import WARM_UP, RecordedPasses
+from dlrm_autoshard.distributed.step import NotFinite
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.plan import ShardingPlan
+from tests.ranks import run_ranks
+
+SMALL = replace(
+    W_EMB,
+    rows=(50, 300, 7, 1000, 20),
+    pooling=(2.0, 0.5, 3.0, 1.0, 4.0),
+    batch_size=24,
+    num_batches=3,
+    dim=8,
+    bottom=(8,),
+    top=(16, 1),
+)
+WIDTH = 5 * 8
+
+
+class Again:
+    """Stands for CUDA graphs: what was recorded is computed once more, into the tensors of the recording. As of a real
+    one nothing is computed while it is made, so what it gave then is NaN."""
+
+    def __init__(self, dense: DataParallelDense) -> None:
+        self.dense, self.replays = dense, 0
+
+    def __call__(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        before = self.dense.gradient.clone()
+        result = function()
+        self.dense.gradient.copy_(before)
+        if result is not None:
+            result.fill_(torch.nan)
+
+        def replay() -> None:
+            self.replays += 1
+            made = function()
+            if result is not None:
+                result.copy_(made)
+
+        return result, replay
+
+
+def batches_of(rank: int, world_size: int) -> list[Batch]:
+    """Most of one size; others that are smaller, padded, or with weights of the loss."""
+    usual, fewer = (replace(SMALL, batch_size=size).batches(rank, world_size) for size in (24, 12))
+    padded = replace(usual[0], size=usual[0].size - 1, global_size=usual[0].global_size - world_size)
+    weighted = replace(usual[1], loss_weights_B=torch.linspace(0.5, 2, usual[1].size))
+    return [padded, *usual, fewer[0], *usual, weighted, padded, *usual, *fewer, usual[2]]
+
+
+def train(rank: int, world_size: int, ranks: str, recorded: bool, broken_off: tuple[int, ...]) -> dict[str, Any]:
+    """broken_off: steps whose loss is said not to be finite."""
+    plan = ShardingPlan({t.name: int(r) for t, r in zip(SMALL.tables, ranks, strict=True)}, world_size)
+    batches = batches_of(rank, world_size)
+    job = OurJob(SMALL, plan, rank, batches)
+    again = Again(job.dense)
+    if recorded:
+        job.step.passes = RecordedPasses(job.model, WIDTH, autocast=False, record=again)
+    finite = iter([number not in broken_off for number in range(len(batches))])
+    job.step._all_finite = lambda loss: next(finite)
+    losses = []
+    for number in range(len(batches)):
+        try:
+            job.run(1, sample_every=3 if number % 4 == 0 else 0)
+        except NotFinite:
+            continue
+        losses.append(job.dense.global_loss.clone())
+    result: dict[str, Any] = {"losses": torch.stack(losses), "dense": job.dense.flat.detach().clone()}
+    for name in plan.tables_on(rank):
+        result |= {f"{name}.{key}": value.clone() for key, value in job.embeddings.storage.tensors(name).items()}
+    return {"replays": again.replays} | result
+
+
+@pytest.mark.parametrize("world_size,ranks", [(1, "00000"), (2, "01101"), (3, "20200")])
+@pytest.mark.parametrize("broken_off", [(), (1, WARM_UP, WARM_UP + 3)])
+def test_no_bit_changes_whatever_batches_come(world_size: int, ranks: str, broken_off: tuple[int, ...]) -> None:
+    launched = run_ranks(train, world_size, ranks, False, broken_off)
+    recorded = run_ranks(train, world_size, ranks, True, broken_off)
+    for one, other in zip(launched, recorded, strict=True):
+        assert one.pop("replays") == 0 and other.pop("replays") > 4 * 4
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert torch.equal(value, other[key]), key
+
+
+def test_batches_of_the_usual_size_are_replayed_and_others_are_not() -> None:
+    (found,) = run_ranks(train, 1, "00000", True, ())
+    batches = batches_of(0, 1)[WARM_UP:]
+    usual = [batch for batch in batches if (batch.size, batch.loss_weights_B) == (24, None)]
+    assert found["replays"] == 4 * len(usual) < 4 * len(batches)
+
+
+def test_a_dense_part_that_cannot_be_recorded_is_told_of_by_the_key() -> None:
+    (message,) = run_ranks(waiting_dense_part, 1)
+    assert "train.cuda_graphs: false" in message and "stream is capturing" in message
+
+
+def waiting_dense_part(rank: int, world_size: int) -> str:
+    plan = ShardingPlan(dict.fromkeys((t.name for t in SMALL.tables), 0), 1)
+    job = OurJob(SMALL, plan, 0, SMALL.batches())
+
+    def record(function: Callable[[], Any]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    job.step.passes = RecordedPasses(job.model, WIDTH, autocast=False, record=record)
+    with pytest.raises(UserError) as raised:
+        job.run(WARM_UP + 1)
+    return str(raised.value)
+
+
+def test_what_a_pass_is_done_with_goes() -> None:
+    """A graph of the last batch would hold its vectors, and on a GPU join a recording with the stream it ran on."""
+    (left,) = run_ranks(kept_after_a_step, 1)
+    assert left == []
+
+
+def kept_after_a_step(rank: int, world_size: int) -> list[str]:
+    plan = ShardingPlan(dict.fromkeys((t.name for t in SMALL.tables), 0), 1)
+    job = OurJob(SMALL, plan, 0, SMALL.batches())
+    job.run(1)
+    job.step._all_finite = lambda loss: False
+    with pytest.raises(NotFinite):
+        job.run(1)
+    passes: DensePasses = job.step.passes
+    return [name for name, value in vars(passes).items() if isinstance(value, Tensor | tuple | Batch)]
