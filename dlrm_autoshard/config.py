@@ -132,7 +132,7 @@ class TrainConfig(Section):
     exchange_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     dense_dtype: Literal["fp32", "bf16"] = "fp32"  # bf16: products of the dense part; its parameters stay fp32
     tf32: bool = True  # on GPUs: fp32 products with 10 bits of mantissa, several times as fast
-    cuda_graphs: bool | None = None  # on GPUs: dense kernels are launched as one; default: of our models
+    cuda_graphs: bool | None = None  # on GPUs: the dense part's kernels launched as one; default: DLRM's
     overlap: bool = True  # the next batch's ids and the dense gradients travel while the step computes
     log_every_steps: PositiveInt = 50
 

@@ -8,7 +8,8 @@ time, so batches are copied there; those of another size take the passes one by 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +18,14 @@ from torch import Tensor
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.dense_passes import DensePasses
-from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.model.dlrm import DenseArch
 
+LOG = logging.getLogger("dlrm_autoshard")
 WARM_UP = 3
 """Steps before passes are recorded: libraries load their kernels and take their memory at the first."""
+AGREE = 0.01
+"""Of a tensor's norm, by which a replay may differ from what was launched. A library may add up in another order, of
+bf16's 8 bits; what reads a stale value differs by as much as batches do."""
 
 Replay = Callable[[], object]
 Record = Callable[[Callable[[], Any]], tuple[Any, Replay]]
@@ -29,69 +33,119 @@ Record = Callable[[Callable[[], Any]], tuple[Any, Replay]]
 
 
 class RecordedPasses(DensePasses):
-    """model: of which nothing depends on values on the host, and nothing waits for the device."""
+    """Once recorded they are launched and replayed, on another batch than that of the recording, and from then on only
+    replayed if loss and gradients agree; if not, the job's log says so, and they are launched as ever: of a model that
+    draws numbers, say, or reads values on the host."""
 
     def __init__(self, model: DenseArch, width: int, *, autocast: bool, record: Record) -> None:
         """width: of the pooled vectors, without the model's margin."""
         super().__init__(model, autocast=autocast)
         self._record, self._width = record, sum(model.margin) + width
-        self._steps, self._replays = 0, False
-        self._like: tuple[object, ...] | None = None
+        self._launches, self._agrees = 0, False
+        self._recording: Recording | None = None
+        self._replayed: Recording | None = None  # of this batch
+        self._compared: Recording | None = None
 
     def bottom(self, batch: Batch) -> None:
-        self._steps += 1
-        if self._like is None and self._steps > WARM_UP and batch.size == batch.padded_size:
-            self._like = _layout(batch)
-            self._record_all(batch)
-        self._replays = _layout(batch) == self._like
-        self.place = self._pooled if self._replays else None
-        if not self._replays:
-            super().bottom(batch)
+        recording = self._recording if self._recording and self._recording.like == _layout(batch) else None
+        self._replayed, self._compared = (recording, None) if self._agrees else (None, recording)
+        if self._replayed is not None:
+            self.place = self._replayed.pooled
+            self._replayed.take(batch)
+            self._replayed.bottom()
             return
-        for name, tensor in _read(self._static).items():
-            tensor.copy_(getattr(batch, name))
-        self._replay_bottom()
+        self.place = None
+        if self._launches == WARM_UP and batch.size == batch.padded_size:
+            self._make_recording(batch)
+        if self._launches < WARM_UP or batch.size == batch.padded_size:
+            self._launches += 1
+        super().bottom(batch)
 
     def top(self, pooled: Tensor) -> Tensor:
         """pooled: lies in `place`, where that is not None."""
-        if not self._replays:
-            return super().top(pooled)
-        self._replay_top()
-        return self._recorded_loss
+        if self._replayed is not None:
+            self._replayed.top()
+            return self._replayed.loss
+        loss = super().top(pooled)
+        self._taken, self._launched = (self._batch, pooled), [loss]
+        return loss
 
     def backward_top(self) -> Tensor:
-        if not self._replays:
-            return super().backward_top()
-        self._replay_backward_top()
-        return self._recorded_gradient
+        if self._replayed is not None:
+            self._replayed.backward_top()
+            return self._replayed.gradient
+        gradient = super().backward_top()
+        self._launched.append(gradient)
+        return gradient
 
     def backward_bottom(self) -> None:
-        if not self._replays:
-            super().backward_bottom()
+        if self._replayed is not None:
+            self._replayed.backward_bottom()
             return
-        self._replay_backward_bottom()
+        super().backward_bottom()
+        if self._compared is not None:
+            self._compare(self._compared)
+        del self._taken, self._launched
 
     def give_up(self) -> None:
-        if not self._replays:
+        if self._replayed is None:
             super().give_up()
+            del self._taken, self._launched
 
-    def _record_all(self, batch: Batch) -> None:
-        """Nothing is computed by it. All four at once, whatever becomes of this batch's step."""
-        own: dict[str, Any] = {name: torch.empty_like(tensor) for name, tensor in _read(batch).items()}
-        self._static = replace(batch, values_N=batch.values_N[:0], weights_N=None, **own)  # its ids nobody reads
-        self._pooled = batch.dense_BF.new_empty(batch.padded_size, self._width)
+    def _make_recording(self, batch: Batch) -> None:
         passes = DensePasses(self.model, autocast=self._bf16)
-        gc.collect()  # memory that goes while there is a recording would be in it
         try:
-            _, self._replay_bottom = self._record(lambda: passes.bottom(self._static))
-            self._recorded_loss, self._replay_top = self._record(lambda: passes.top(self._pooled))
-            self._recorded_gradient, self._replay_backward_top = self._record(passes.backward_top)
-            _, self._replay_backward_bottom = self._record(passes.backward_bottom)
-        except RuntimeError as error:
-            raise UserError(
-                "the dense part cannot be recorded as CUDA graphs: something in it waits for the GPU, or depends on "
-                f"values that are not there. Set train.cuda_graphs: false. torch says: {error}"
-            ) from error
+            self._recording = Recording(passes, batch, self._width, self._record)
+        except RuntimeError as error:  # torch's, of what must not be recorded
+            LOG.warning("the dense part is not recorded as CUDA graphs: %s", str(error).partition("\n")[0])
+
+    def _compare(self, recording: Recording) -> None:
+        """Leaves gradients, and the model's buffers, as launching made them."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        changed = [*gradients, *self.model.buffers()]
+        kept = [tensor.clone() for tensor in changed]
+        for gradient in gradients:
+            gradient.zero_()
+        batch, pooled = self._taken
+        recording.take(batch)
+        recording.pooled.copy_(pooled)
+        for replay in (recording.bottom, recording.top, recording.backward_top, recording.backward_bottom):
+            replay()
+        launched = [*self._launched, *kept[: len(gradients)]]
+        apart = _apart([recording.loss, recording.gradient, *gradients], launched)
+        for tensor, value in zip(changed, kept, strict=True):
+            tensor.copy_(value)
+        self._agrees = apart <= AGREE
+        if apart > AGREE:  # not of a loss that is no number
+            self._recording = None
+            LOG.warning(
+                "the dense part is not replayed as CUDA graphs: of another batch than that of the recording, loss or "
+                "gradients were off by %.2g of themselves. Does the model draw numbers, or read values on the host?",
+                apart,
+            )
+
+
+class Recording:
+    """The four passes over batches like one; nothing is computed while it is made. loss, gradient: what `top` and
+    `backward_top` write. pooled: what `top` reads."""
+
+    def __init__(self, passes: DensePasses, batch: Batch, width: int, record: Record) -> None:
+        self.like = _layout(batch)
+        own: dict[str, Any] = {name: torch.empty_like(tensor) for name, tensor in _read(batch).items()}
+        self._batch = replace(batch, values_N=batch.values_N[:0], weights_N=None, **own)  # its ids nobody reads
+        self.pooled = batch.dense_BF.new_empty(batch.padded_size, width)
+        gc.collect()  # memory that goes while there is a recording would be in it
+        self.loss: Tensor
+        self.gradient: Tensor
+        _, self.bottom = record(lambda: passes.bottom(self._batch))
+        self.loss, self.top = record(lambda: passes.top(self.pooled))
+        self.gradient, self.backward_top = record(passes.backward_top)
+        _, self.backward_bottom = record(passes.backward_bottom)
+
+    def take(self, batch: Batch) -> None:
+        """The batch that the next replays are of."""
+        for name, tensor in _read(self._batch).items():
+            tensor.copy_(getattr(batch, name))
 
 
 class CudaGraphs:
@@ -122,3 +176,13 @@ def _read(batch: Batch) -> dict[str, Tensor]:
 def _layout(batch: Batch) -> tuple[object, ...]:
     """What is the same of all batches that one recording is good for."""
     return batch.size, batch.global_size, *((name, t.shape, t.dtype) for name, t in _read(batch).items())
+
+
+def _apart(these: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """The largest difference, of the others' norms; NaN where those are no numbers."""
+    norm = torch.linalg.vector_norm
+    norms = torch.stack([torch.stack([norm(a - b), norm(b)]) for a, b in zip(these, others, strict=True)])
+    apart_N, norm_N = norms.T
+    if not norm_N.isfinite().all():
+        return float("nan")
+    return float((apart_N / norm_N.clamp(min=1e-6 * float(norm_N.max()))).nan_to_num(torch.inf).max())
