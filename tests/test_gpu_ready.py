@@ -10,14 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.gpu_all import LIMITS, NOTHING_IS_TIMED, TARGETS, _results, judged, run_section
+from dlrm_autoshard.benchmarks.gpu_kernels import compared
 from dlrm_autoshard.benchmarks.gpu_sections import SECTIONS
 from dlrm_autoshard.benchmarks.harness import finish
+from dlrm_autoshard.benchmarks.planner_quality_record import LEARNED
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
 from dlrm_autoshard.distributed.ranks.runtime import RuntimeFailure, choose_backend
@@ -233,6 +236,16 @@ def test_sections_that_time_something_run_alone(tmp_path: Path, monkeypatch: pyt
     assert [name for name, _, _ in _results(tmp_path, quick=True)] == list(LIMITS)
     assert {name for name, others in most.items() if others > 1} <= set(NOTHING_IS_TIMED)
     assert max(most.values()) > 1
+
+
+def test_plans_on_a_gpu_are_compared_with_the_heuristic_that_is_best_of_all_tasks() -> None:
+    tasks = np.linspace(1.0, 2.0, 8)
+    times = {"random": 1.3, "dim_greedy": 1.1, "size_greedy": 1.2} | dict.fromkeys(LEARNED, 1.0)
+    figures, spread = compared(20, {name: (factor * tasks).tolist() for name, factor in times.items()})
+    assert figures["20_tables_tasks"] == 8
+    assert figures["20_tables_auto_v_best_heuristic"] == pytest.approx(1.1)
+    assert figures["20_tables_auto_speedup_over_random"] == pytest.approx(1.3)
+    assert spread["20_tables_auto_v_best_heuristic"] == pytest.approx([1.1, 1.1])
 
 
 def test_every_section_of_gpu_all_exists() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlrm_autoshard.benchmarks.paired import ratio_of_means
 from dlrm_autoshard.benchmarks.planner_quality_record import LEARNED
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import Topology
@@ -49,7 +50,7 @@ def planning(folder: Path, seconds: float, found: dict[str, Any]) -> None:
     pool = synthetic_pool(120, seed=31, batch_size=BATCH_SIZE, rows=(1e3, 1e6), dims=(16, 16), pooling=(1.0, 60.0))
     probe = ShardProbe(device=torch.device("cuda"), buffer_gib=8.0, seconds_per_shard=0.02, most_kept_ids=1_000_000_000)
     costs: dict[int, dict[str, list[float]]] = {20: {}, 50: {}, 100: {}}
-    found["costs_ms"] = costs
+    found |= {"costs_ms": costs, "spread": {}}
     generator = np.random.default_rng(32)
     for number in itertools.count():
         for count, of_size in costs.items():
@@ -58,7 +59,9 @@ def planning(folder: Path, seconds: float, found: dict[str, Any]) -> None:
             tables = pool.chosen(sorted(generator.choice(len(pool), count, replace=False).tolist()))
             for name, ms in _costs_of_plans(tables, probe, number).items():
                 of_size.setdefault(name, []).append(ms)
-            found |= _compared(count, of_size)
+            figures, spread = compared(count, of_size)
+            found |= figures
+            found["spread"] |= spread
 
 
 def _costs_of_plans(tables: TablePool, probe: ShardProbe, seed: int) -> dict[str, float]:
@@ -84,14 +87,15 @@ def _costs_of_plans(tables: TablePool, probe: ShardProbe, seed: int) -> dict[str
     return dict(zip(plans, (step_cost_ms(one.ranks) for one in isolated().measure(list(plans.values()))), strict=True))
 
 
-def _compared(count: int, costs: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    mean = {name: fmean(values) for name, values in costs.items()}
-    best = min(ms for name, ms in mean.items() if name not in (*LEARNED, "random"))
-    return {
-        f"{count}_tables_tasks": len(costs["auto"]),
-        **{f"{count}_tables_{name}_speedup_over_random": mean["random"] / ms for name, ms in mean.items()},
-        **{f"{count}_tables_{name}_v_best_heuristic": best / mean[name] for name in LEARNED},
+def compared(count: int, costs: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """How many times as fast plans are, by the mean of tasks of so many tables; and the intervals of that."""
+    best = min(set(costs) - {*LEARNED, "random"}, key=lambda name: fmean(costs[name]))
+    ratios = {
+        f"{count}_tables_{name}_speedup_over_random": ratio_of_means(costs["random"], costs[name]) for name in costs
     }
+    ratios |= {f"{count}_tables_{name}_v_best_heuristic": ratio_of_means(costs[best], costs[name]) for name in LEARNED}
+    figures = {f"{count}_tables_tasks": float(len(costs["auto"])), **{k: ratio.median for k, ratio in ratios.items()}}
+    return figures, {name: [ratio.low, ratio.high] for name, ratio in ratios.items()}
 
 
 def roofline(folder: Path, seconds: float, found: dict[str, Any]) -> None:
