@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as jobs' ranks have it; read where torch is imported first
+
 import pytest
 import torch.distributed as dist
 

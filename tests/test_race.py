@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from dlrm_autoshard.benchmarks import harness, race, race_arms, race_picture, race_simulated, race_turns
+from dlrm_autoshard.benchmarks.plans_in_turns import Turn
 from dlrm_autoshard.benchmarks.race_short import SHORT
 from dlrm_autoshard.benchmarks.race_simulated import EPOCHS, SimulatedWorld
 from dlrm_autoshard.benchmarks.race_worlds import WORLDS, Replayed, Scale, World, WorldName
@@ -88,19 +89,22 @@ def test_what_is_done_is_not_done_again_and_what_fails_is_said(tmp_path: Path, m
         asked.append(arm)
         if arm == "round_robin":
             raise race_arms.BenchError("it does not fit")
-        return finished(10.0)
+        return finished(10.0, moves=[{"step": 7, "action": "moved", "predicted_gain": 0.2, "measured_gain": 0.1}])
 
-    def steps_in_turns(world: World, folder: Path, arms: Sequence[str]) -> dict[str, list[float]]:
+    def steps_in_turns(world: World, folder: Path, arms: Sequence[str]) -> tuple[dict[str, list[float]], Any]:
         asked.append("turns")
-        return {arm: [4.0, 5.0, 6.0] for arm in arms}
+        return {arm: [4.0, 5.0, 6.0] for arm in arms}, {7: 0.25}
 
     monkeypatch.setattr(race, "run_arm", run_arm)
     monkeypatch.setattr(race, "steps_in_turns", steps_in_turns)
     monkeypatch.setattr(race, "other_work", lambda: nullcontext({"load_beside": 0.0}))  # else another each time
+    monkeypatch.setattr(race, "machine", lambda: {"load_before": 0.0})
     arms: race.Arms = {"calm": ("loop", "planned", "round_robin")}
     once = race.race(tmp_path, arms, 1, TINY)
     assert sorted(asked[:-1]) == sorted(arms["calm"]) and asked.pop() == "turns"
     assert once["calm"][0]["loop"]["steps_seconds"] == 5
+    found = race.summarise(once, arms, 1)["figures"]
+    assert (found[race.MISJUDGED], found[f"{race.MISJUDGED}, in turns"]) == pytest.approx((10, 5))
     assert race.race(tmp_path, arms, 1, TINY) == once and asked[3:] == ["round_robin"]  # what failed is tried again
     saved = tmp_path / "calm-0" / "loop.json"
     saved.write_text(json.dumps(json.loads(saved.read_text()) | {"state": -1}))  # of an earlier state of the code
@@ -214,6 +218,17 @@ def test_a_jobs_steps_are_counted_by_phase_and_plan(tmp_path: Path) -> None:
     (change,) = world.changes
     expected = Counter((int(at >= 10 * change), (one if at < 25 else other).fingerprint) for at in range(40))
     assert {key: count for key, (_, count) in counted.items()} == expected
+
+
+def test_a_move_is_judged_by_both_plans_on_the_data_that_came_after_it(tmp_path: Path) -> None:
+    world = World("abrupt", seed=0, scale=Scale(tables=4, epochs=4, steps=10))
+    one, other = (ShardingPlan({t.name: i % n for i, t in enumerate(world.tables)}, 2) for n in (1, 2))
+    (change,) = world.changes
+    moves = race_turns.moves_in(world, {0: one, 10 * change: other, 10 * change + 3: one, world.total_steps: other})
+    assert moves == {
+        10 * change: (1, Turn(one), Turn(other)),
+        10 * change + 3: (1, Turn(other), Turn(one)),
+    }
 
 
 def test_the_picture_marks_moves_and_needs_nothing_else() -> None:

@@ -46,6 +46,10 @@ class Turn:
     plan: ShardingPlan
     busy: bool = False
 
+    @property
+    def name(self) -> str:
+        return f"{self.plan.fingerprint}{', busy' if self.busy else ''}"
+
 
 def plans_in_turns(workload: Workload, turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
     """Examples/s over both ranks: by turn, and round.

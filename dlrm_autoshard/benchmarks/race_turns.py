@@ -1,6 +1,6 @@
 """The steps of the race's jobs once more, in turns within one job: what their plans were worth, whatever else differed.
 
-    seconds = steps_in_turns(world, folder, ["planned", "loop"])     # {"loop": [s of each round], ...}
+    seconds, gains = steps_in_turns(world, folder, ["planned", "loop"])  # {"loop": [s of each round], ...}, {412: 0.1}
 
 Whole jobs one after the other differ by some percent under one plan; turns of a second see the same machine. Start-up,
 planning, deciding and moving are left out: the jobs' wall clock has them.
@@ -48,19 +48,25 @@ class Phase(Workload):
         return [replace(source.read("train", 0, at, at + size), global_size=self.batch_size) for at in firsts]
 
 
-def steps_in_turns(world: World, folder: Path, arms: Sequence[str]) -> dict[str, list[float]]:
-    """Seconds that each arm's steps took under the plans it had, by round. Its job has ended, and `folder/data` is
-    there."""
-    spent = {arm: steps_by_plan(world, plans_by_step(world, folder, arm)) for arm in arms}
-    seconds = {arm: np.zeros(ROUNDS) for arm in arms}
+def steps_in_turns(world: World, folder: Path, arms: Sequence[str]) -> tuple[dict[str, list[float]], dict[int, float]]:
+    """Seconds that each arm's steps took under the plans it had, by round; and by the step of each of the loop's moves,
+    the part of a step time that it saved, of what came after it. Its jobs have ended, and `folder/data` is there."""
+    plans = {arm: plans_by_step(world, folder, arm) for arm in arms}
+    spent = {arm: steps_by_plan(world, plans[arm]) for arm in arms}
+    moves = moves_in(world, plans.get("loop", {}))
+    seconds, gains = {arm: np.zeros(ROUNDS) for arm in arms}, dict[int, float]()
     for phase in range(world.phases):
         turns = {name: turn for steps in spent.values() for (at, name), (turn, _) in steps.items() if at == phase}
+        turns |= {turn.name: turn for at, *pair in moves.values() if at == phase for turn in pair}
         rates = plans_in_turns(_workload(world, folder, phase), turns, ROUNDS)
         for arm, steps in spent.items():
             for (at, name), (_, count) in steps.items():
                 if at == phase:
                     seconds[arm] += count * world.scale.batch * RANKS / np.array(rates[name])
-    return {arm: values.tolist() for arm, values in seconds.items()}
+        for step, (at, before, after) in moves.items():
+            if at == phase:
+                gains[step] = 1 - float(np.median(np.array(rates[before.name]) / rates[after.name]))
+    return {arm: values.tolist() for arm, values in seconds.items()}, gains
 
 
 def plans_by_step(world: World, folder: Path, arm: str) -> dict[int, ShardingPlan]:
@@ -73,15 +79,28 @@ def plans_by_step(world: World, folder: Path, arm: str) -> dict[int, ShardingPla
 
 
 def steps_by_plan(world: World, plans: Mapping[int, ShardingPlan]) -> dict[tuple[int, str], tuple[Turn, int]]:
-    """Turns and numbers of steps, by the phase of the data and a name of the plan and of whether a core was shared."""
+    """Turns and numbers of steps, by the phase of the data and the turn's name."""
     bounds = sorted({*plans, *range(0, world.total_steps + 1, world.scale.steps)})
     found: dict[tuple[int, str], tuple[Turn, int]] = {}
     for first, last in itertools.pairwise(bounds):
-        epoch, plan = first // world.scale.steps, plans[max(step for step in plans if step <= first)]
-        turn = Turn(plan, epoch in world.busy_epochs)
-        key = world.phase_of(epoch), f"{plan.fingerprint}{', busy' if turn.busy else ''}"
-        found[key] = turn, last - first + found.get(key, (turn, 0))[1]
+        phase, turn = _at(world, first, plans[max(step for step in plans if step <= first)])
+        found[phase, turn.name] = turn, last - first + found.get((phase, turn.name), (turn, 0))[1]
     return found
+
+
+def moves_in(world: World, plans: Mapping[int, ShardingPlan]) -> dict[int, tuple[int, Turn, Turn]]:
+    """By step: the phase, and the turns of the plan that was left and of the one that was taken, as it was then."""
+    found: dict[int, tuple[int, Turn, Turn]] = {}
+    for before, step in itertools.pairwise(sorted(plans)):
+        if step < world.total_steps:
+            (phase, left), (_, taken) = (_at(world, step, plans[of]) for of in (before, step))
+            found[step] = phase, left, taken
+    return found
+
+
+def _at(world: World, step: int, plan: ShardingPlan) -> tuple[int, Turn]:
+    epoch = step // world.scale.steps
+    return world.phase_of(epoch), Turn(plan, epoch in world.busy_epochs)
 
 
 def _workload(world: World, folder: Path, phase: int) -> Phase:

@@ -49,6 +49,11 @@ ROWS = (
         "of their moves, gain predicted beside measured, points of a step off",
         readme="of their moves: gain predicted beside measured, points of a step off",
     ),
+    Row(
+        "race-short",
+        "gain predicted - measured of moves, points, in turns",
+        "the same beside what both plans' steps take in turns",
+    ),
     Row("race-short", "start: planned more than round robin, s", "seconds that planning adds to a cold start"),
     Row(
         "race-simulated",
