@@ -67,18 +67,19 @@ def test_several_processes_end_at_ctrl_c_and_what_was_measured_is_kept(tmp_path:
     command, pipe = [sys.executable, "run.py"], subprocess.PIPE
     hear = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where these tests run in the background
     with subprocess.Popen(
-        command, cwd=tmp_path, stdout=pipe, text=True, start_new_session=True, preexec_fn=hear
+        command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, start_new_session=True, preexec_fn=hear
     ) as process:
         deadline = time.monotonic() + 60
         while len(read_jsonl(tmp_path / "rows.jsonl")) < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)
         try:
-            said, _ = process.communicate(timeout=30)
+            said, complained = process.communicate(timeout=30)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert "Stopped" in said and said.endswith("2 rows\n") and process.returncode == 0
+    assert complained == ""
     assert [row["of"] for row in read_jsonl(tmp_path / "rows.jsonl")] == [[0], [1]]
 
 

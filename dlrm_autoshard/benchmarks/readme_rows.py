@@ -75,7 +75,12 @@ ROWS = (
         "race-simulated",
         "64 ranks, calm: worst job, loop on / static",
         "the slowest of 64 ranks where nothing changes, over static",
-        readme="the slowest job on 64 simulated ranks (nothing changes), over the same on its first plan",
+    ),
+    Row(
+        "race-simulated",
+        "64 ranks, straggler: worst job, loop on / static",
+        "the slowest of 64 ranks, one of them a straggler, over static",
+        readme="the slowest job on 64 simulated ranks (one a straggler), over the same on its first plan",
     ),
     Row("race-simulated", "seeds", "seeds of every world so far", readme="seeds of these simulated jobs so far"),
     Row("loop-bad-start", "of_best_known", "from the worst heuristic's plan: of the best plan known, held-out rounds"),
