@@ -80,6 +80,7 @@ ROWS = (
         "race-simulated",
         "64 ranks, straggler: worst job, loop on / static",
         "the slowest of 64 ranks, one of them a straggler, over static",
+        ".4g",
         readme="the slowest job on 64 simulated ranks (one a straggler), over the same on its first plan",
     ),
     Row("race-simulated", "seeds", "seeds of every world so far", readme="seeds of these simulated jobs so far"),
