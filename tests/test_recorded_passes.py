@@ -11,24 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob
+from dlrm_autoshard.benchmarks.workloads import OurJob
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.recorded_passes import WARM_UP, RecordedPasses
 from dlrm_autoshard.distributed.step import NotFinite
-from dlrm_autoshard.plan import ShardingPlan
 from tests.ranks import run_ranks
+from tests.small_workload import SMALL, plan_of, trained
 
-SMALL = replace(
-    W_EMB,
-    rows=(50, 300, 7, 1000, 20),
-    pooling=(2.0, 0.5, 3.0, 1.0, 4.0),
-    batch_size=24,
-    num_batches=3,
-    dim=8,
-    bottom=(8,),
-    top=(16, 1),
-)
 WIDTH = 5 * 8
 
 
@@ -65,9 +55,8 @@ def batches_of(rank: int, world_size: int) -> list[Batch]:
 
 def train(rank: int, world_size: int, ranks: str, recorded: bool, broken_off: tuple[int, ...]) -> dict[str, Any]:
     """broken_off: steps whose loss is said not to be finite."""
-    plan = ShardingPlan({t.name: int(r) for t, r in zip(SMALL.tables, ranks, strict=True)}, world_size)
     batches = batches_of(rank, world_size)
-    job = OurJob(SMALL, plan, rank, batches)
+    job = OurJob(SMALL, plan_of(ranks, world_size), rank, batches)
     again = Again(job.dense)
     if recorded:
         job.step.passes = RecordedPasses(job.model, WIDTH, autocast=False, record=again)
@@ -80,10 +69,7 @@ def train(rank: int, world_size: int, ranks: str, recorded: bool, broken_off: tu
         except NotFinite:
             continue
         losses.append(job.dense.global_loss.clone())
-    result: dict[str, Any] = {"losses": torch.stack(losses), "dense": job.dense.flat.detach().clone()}
-    for name in plan.tables_on(rank):
-        result |= {f"{name}.{key}": value.clone() for key, value in job.embeddings.storage.tensors(name).items()}
-    return {"replays": again.replays} | result
+    return {"replays": again.replays, **trained(job, losses)}
 
 
 @pytest.mark.parametrize("world_size,ranks", [(1, "00000"), (2, "01101"), (3, "20200")])
@@ -180,5 +166,4 @@ def kept_after_a_step(rank: int, world_size: int) -> list[str]:
 
 
 def one_rank() -> OurJob:
-    plan = ShardingPlan(dict.fromkeys((t.name for t in SMALL.tables), 0), 1)
-    return OurJob(SMALL, plan, 0, SMALL.batches())
+    return OurJob(SMALL, plan_of("00000", 1), 0, SMALL.batches())

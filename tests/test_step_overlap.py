@@ -4,43 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob
+from dlrm_autoshard.benchmarks.workloads import OurJob
 from dlrm_autoshard.distributed.lookup.shared_memory import RankGone, connect
 from dlrm_autoshard.model.interaction import DotInteraction, with_dense
-from dlrm_autoshard.plan import ShardingPlan
 from tests.ranks import run_ranks
-
-SMALL = replace(
-    W_EMB,
-    rows=(50, 300, 7, 1000, 20),
-    pooling=(2.0, 0.5, 3.0, 1.0, 4.0),
-    batch_size=24,
-    num_batches=3,
-    dim=8,
-    bottom=(8,),
-)
-SMALL = replace(SMALL, top=(16, 1))
+from tests.small_workload import SMALL, plan_of, trained
 
 
 def train(rank: int, world_size: int, ranks: str, overlap: bool, shared_memory: bool) -> dict[str, torch.Tensor]:
     """Losses, dense weights, and this rank's tables after six steps, every third of them sampled."""
-    plan = ShardingPlan({t.name: int(r) for t, r in zip(SMALL.tables, ranks, strict=True)}, world_size)
-    job = OurJob(SMALL, plan, rank, SMALL.batches(rank, world_size), overlap=overlap, shared_memory=shared_memory)
+    plan, batches = plan_of(ranks, world_size), SMALL.batches(rank, world_size)
+    job = OurJob(SMALL, plan, rank, batches, overlap=overlap, shared_memory=shared_memory)
     losses = []
     for _ in range(2):
         job.run(3, sample_every=3)
         losses.append(job.dense.global_loss.clone())
-    result = {"losses": torch.stack(losses), "dense": job.dense.flat.detach().clone()}
-    for name in plan.tables_on(rank):
-        result |= {f"{name}.{key}": value.clone() for key, value in job.embeddings.storage.tensors(name).items()}
-    return result
+    return trained(job, losses)
 
 
 def merged(results: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -185,15 +185,8 @@ class OurJob:
             self.model, DenseOptimizerConfig(name="sgd", lr=DENSE_LR), group, device, shared_memory=shared_memory
         )
         self.clock = StageClock(device, control)
-        self.step = TrainStep(
-            self.model,
-            self.dense,
-            self.embeddings,
-            self.clock,
-            overlap=overlap,
-            autocast=autocast,
-            graphs=graphs and device.type == "cuda",
-        )
+        step = (self.model, self.dense, self.embeddings, self.clock)
+        self.step = TrainStep(*step, overlap=overlap, autocast=autocast, graphs=graphs)
         self.step.begin_epoch(itertools.cycle(batches))
 
     def run(self, steps: int, *, sample_every: int = 0) -> float:

@@ -67,7 +67,8 @@ class RecordedPasses(DensePasses):
             self._replayed.top()
             return self._replayed.loss
         loss = super().top(pooled)
-        self._taken, self._launched = (self._batch, pooled), [loss]
+        if self._compared is not None:
+            self._taken, self._launched = (self._batch, pooled), [loss]
         return loss
 
     def backward_top(self) -> Tensor:
@@ -75,7 +76,8 @@ class RecordedPasses(DensePasses):
             self._replayed.backward_top()
             return self._replayed.gradient
         gradient = super().backward_top()
-        self._launched.append(gradient)
+        if self._compared is not None:
+            self._launched.append(gradient)
         return gradient
 
     def backward_bottom(self) -> None:
@@ -85,11 +87,12 @@ class RecordedPasses(DensePasses):
         super().backward_bottom()
         if self._compared is not None:
             self._compare(self._compared)
-        del self._taken, self._launched
+            del self._taken, self._launched
 
     def give_up(self) -> None:
         if self._replayed is None:
             super().give_up()
+        if self._compared is not None:
             del self._taken, self._launched
 
     def _make_recording(self, batch: Batch) -> None:

@@ -50,12 +50,12 @@ class TrainStep:
         graphs: bool = False,
         all_finite: Callable[[Tensor], bool] | None = None,
     ) -> None:
-        """autocast: dense products of bf16. graphs: the dense part's passes as CUDA graphs. all_finite: asked with each
-        local loss, before any update; all ranks must agree. None: not asked."""
+        """autocast: dense products of bf16. graphs: on a GPU, the dense part's passes as CUDA graphs. all_finite: asked
+        with each local loss, before any update; all ranks must agree. None: not asked."""
         self.model, self.dense, self.embeddings, self.clock = model, dense, embeddings, clock
         self._overlap, self._all_finite = overlap, all_finite
         self.passes = DensePasses(model, autocast=autocast)
-        if graphs:
+        if graphs and embeddings.device.type == "cuda":
             width = sum(table.embedding_dim for table in embeddings.tables)
             recorder = CudaGraphs(embeddings.device)
             self.passes = RecordedPasses(model, width, autocast=autocast, record=recorder)

@@ -125,7 +125,7 @@ class Job:
             self.clock,
             overlap=config.train.overlap,
             autocast=self.autocast,
-            graphs=runtime.device.type == "cuda" and graphs_fit,
+            graphs=graphs_fit,
             all_finite=runtime.all_finite if config.train.on_nan == "skip" else None,
         )
         self.intervals = Intervals(
