@@ -34,9 +34,8 @@ def in_slices(
     left = [key for key in wanted if key not in done]
     # Ctrl-C reaches a terminal's whole group: workers leave it to this process, which ends them.
     pool = ProcessPoolExecutor(workers, initializer=_ignore_ctrl_c) if workers else None
-    each = map if pool is None else pool.map
     try:
-        for key, found in zip(left, each(partial(_called, measure, pool is None), left), strict=True):
+        for key, found in zip(left, _found(left, partial(_called, measure, pool is None), pool), strict=True):
             rows.append({"state": STATE, "of": list(key), "commit": commit(), **on, **found})
             if kept is not None:
                 append_jsonl(kept, rows[-1])
@@ -49,6 +48,18 @@ def in_slices(
         if pool is not None:
             pool.shutdown(cancel_futures=True)
     return rows
+
+
+def _found(
+    keys: Sequence[Key], measure: Callable[[Key], Mapping[str, Any]], pool: ProcessPoolExecutor | None
+) -> Iterator[Mapping[str, Any]]:
+    """Of each key, in their order. Not by `pool.map`: interrupted, it cancels what the pool's own thread, on finding
+    its workers gone, calls broken a moment later, which that thread ends at (Python 3.11)."""
+    if pool is None:
+        yield from map(measure, keys)
+        return
+    for future in [pool.submit(measure, key) for key in keys]:
+        yield future.result()
 
 
 def _ignore_ctrl_c() -> None:
