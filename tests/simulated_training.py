@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,15 @@ class Training:
         *,
         before_change: float | None = None,
         early: bool = False,
+        slower: float = 1.0,
+        noise: float | None = None,
     ) -> Decision:
+        """slower: times longer that steps take, by what is not in their stages. noise: of what is measured, if not the
+        usual one."""
         profile = self.measure(self.plan)
-        step_ms = self.true_ms(self.plan) * float(np.exp(self.cluster.noise * self.noise.standard_normal()))
+        if noise is not None:
+            profile = replace(profile, noise=noise)
+        step_ms = slower * self.true_ms(self.plan) * float(np.exp(self.cluster.noise * self.noise.standard_normal()))
         self.step += STEPS
         interval = Interval(
             self.step // STEPS, self.step, profile, 1000 * BATCH / step_ms, self.total - self.step,

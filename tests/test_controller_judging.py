@@ -62,6 +62,37 @@ def test_a_move_that_made_it_worse_is_taken_back_once_and_not_tried_again() -> N
     assert ", measured -" in back["text"]
 
 
+def one_table_away(job: Training, times: float) -> ShardingPlan:
+    """Under which a step takes about so many times as long as under the live plan."""
+    now_ms, rank_of = job.true_ms(job.plan), job.plan.rank_of
+    plans = [ShardingPlan({**rank_of, name: 1 - rank}, 2) for name, rank in rank_of.items()]
+    return min(plans, key=lambda plan: abs(job.true_ms(plan) / now_ms - times))
+
+
+def test_a_move_whose_shards_cost_less_stays_where_throughput_is_noise() -> None:
+    """However far one interval's throughput lies below another's there."""
+    job = Training(0)
+    job.plan = one_table_away(job, 1.12)
+    job.controller.trigger.differences = [0.15] * 12
+    assert job.interval(slower=0.7).action == "moved"
+    assert job.interval().action == "kept"
+    moved = job.records[0]
+    assert moved["measured_gain"] < -0.2 < 0.05 < moved["predicted_gain"] < 0.15
+    assert "so would the old plan" in moved["text"]
+
+
+@pytest.mark.parametrize(("noise", "taken_back"), [(0.01, True), (0.2, False)], ids=["sure", "few and noisy"])
+def test_slower_steps_that_no_stage_explains_count_for_as_much_as_they_are_sure(noise: float, taken_back: bool) -> None:
+    job = Training(1)
+    job.plan = one_table_away(job, 1.15)
+    planner = liar(job)
+    planner.lie = one_table_away(job, 1.0)
+    job.controller = job.make_controller(planner)
+    assert job.interval(noise=noise).action == "moved"
+    assert (job.interval(slower=1.1).action == "rolled_back") == taken_back
+    assert -0.13 < job.records[0]["measured_gain"] < -0.05
+
+
 def test_a_table_whose_parts_are_taken_back_counts_once() -> None:
     whole, split = (
         ShardingPlan({"a": 0, "b": 1}, 4),

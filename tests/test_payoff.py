@@ -38,6 +38,15 @@ asked = st.tuples(st.floats(0, 0.2), st.floats(0, 0.2))
 costs = st.builds(MoveCost, bytes_per_second=st.floats(1e6, 1e11), fixed_seconds=st.floats(0, 10))
 
 
+@given(proposals, st.floats(-1, 0.9), st.floats(1e-3, 0.3))
+def test_two_estimates_are_surer_than_either_and_lie_between(one: Proposal, gain: float, uncertainty: float) -> None:
+    both = one.weighed_with(gain, uncertainty)
+    assert min(one.gain, gain) - 1e-9 <= both.gain <= max(one.gain, gain) + 1e-9
+    assert both.uncertainty <= min(max(one.uncertainty, 1e-9), uncertainty) * (1 + 1e-9)
+    surer = abs(both.gain - gain) <= abs(both.gain - one.gain) + 1e-9
+    assert surer or one.uncertainty <= uncertainty, "the surer one counts for more"
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -195,6 +195,10 @@ class MoveChooser:
             caution = self.history.caution(min_gain, proposal.plan, interval.moves_since)
         return reason_to_stay(proposal, interval, self.move_cost, min_gain, caution)
 
+    def pays(self, proposal: Proposal, interval: Interval) -> bool:
+        """Whatever was moved lately."""
+        return self._reason_to_stay(proposal, interval, cautious=False) is None
+
     def _decision(
         self, whole: Proposal, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan
     ) -> Decision:

@@ -16,7 +16,7 @@ from typing import Any
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.choose_move import MoveChooser
-from dlrm_autoshard.autoshard.decision import Decision, Interval, Shift, gains, seen_of
+from dlrm_autoshard.autoshard.decision import Decision, Interval, Shift, gains, percent, seen_of
 from dlrm_autoshard.autoshard.payoff import measured_gain
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import AutoshardConfig
@@ -62,6 +62,7 @@ class Controller:
         if self._unproven is not None and self._unproven.new_plan != plan:
             self._unproven = None  # a job that was resumed may have placed its tables anew
         base = Decision(interval.epoch, interval.step, "kept", throughput_before=interval.throughput)
+        base = replace(base, throughput_error=interval.throughput_error)
         if interval.samples < thresholds.LEAST_SAMPLES:
             few = f"too few steps were timed to judge by ({interval.samples}); lower profile.every_steps"
             return self._written(replace(base, why=few))
@@ -127,8 +128,7 @@ class Controller:
     # -- the last move -----------------------------------------------------------------------------------------------
 
     def _judge_last_move(self, task: PlacementTask, interval: Interval) -> Decision | None:
-        """Completes its record. Returned where it was a mistake that it pays to take back: where ranks have become
-        slower or faster meanwhile, that is not the move's fault."""
+        """Completes its record. Returned where it was a mistake that it pays to take back."""
         move, throughput = self._unproven, self._since_move
         if move is None or throughput is None:
             return None
@@ -137,11 +137,7 @@ class Controller:
         assert new_plan is not None and old_plan is not None and move.throughput_before is not None
         gain = measured_gain(move.throughput_before, throughput)
         saved_seconds = gain * interval.profile.batch_size / move.throughput_before
-        blamed, why = False, ""
-        if gain < -self.trigger.scatter:
-            [back] = self.chooser.proposals(task, interval, new_plan, [old_plan])
-            blamed = not self._ranks_changed and back.gain > -self.trigger.scatter
-            why = "" if blamed else "slower than before, but so would the old plan be now"
+        mistake, why = self._is_mistake(move, throughput, task, interval)
         move = replace(
             move,
             why=why,
@@ -150,12 +146,35 @@ class Controller:
             paid_back_after_steps=round(move.move_seconds / saved_seconds) if saved_seconds > 0 else None,
         )
         self._written(move)
-        pays = -saved_seconds * interval.remaining_steps > self.chooser.move_cost.seconds(move.bytes_moved)
         may_be = task.splits_enough(old_plan) and task.allows(old_plan)
-        if not (blamed and pays and self.config.reshard.rollback and may_be):
+        if not (mistake and self.config.reshard.rollback and may_be):
             return None
         self.chooser.history.rolled_back.append(new_plan.fingerprint)
         return move
+
+    def _is_mistake(
+        self, move: Decision, throughput: float, task: PlacementTask, interval: Interval
+    ) -> tuple[bool, str]:
+        """Whether it pays to take it back, and what is to be said of one that is slower and stays.
+
+        Two estimates tell what that would save: throughput before and after, of all there is to a step, but also of
+        how slow the machine happens to be; and what shards cost by now. Steps are not slower by the move where ranks
+        have become slower or faster since, or where by those costs the old plan is surely worse; else both estimates
+        are weighed, each as it is sure.
+        """
+        assert move.new_plan is not None and move.old_plan is not None and move.throughput_before is not None
+        saved = measured_gain(throughput, move.throughput_before)
+        error = math.hypot(self.trigger.scatter, move.throughput_error, interval.throughput_error)
+        if saved <= error:
+            return False, ""
+        [back] = self.chooser.proposals(task, interval, move.new_plan, [move.old_plan])
+        if self._ranks_changed or back.gain < -thresholds.SURE * back.uncertainty:
+            return False, "slower than before, but so would the old plan be now"
+        back = back.weighed_with(saved, error)
+        if self.chooser.pays(back, interval):
+            return True, ""
+        margin = percent(thresholds.SURE * back.uncertainty)
+        return False, f"slower than before, but the old plan may not save enough: {percent(back.gain)} +- {margin}"
 
     def _written(self, decision: Decision) -> Decision:
         self.log.write(decision.to_json())

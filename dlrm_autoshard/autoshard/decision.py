@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -46,6 +46,11 @@ class Interval:
     @property
     def step_ms(self) -> float:
         return 1000 * self.profile.batch_size / self.throughput
+
+    @property
+    def throughput_error(self) -> float:
+        """A standard error, as a part of it: by how far the timed steps differ, and how few they are."""
+        return self.profile.noise / IQR_OF_NORMAL
 
     @property
     def planned_part(self) -> float:
@@ -90,6 +95,12 @@ class Proposal:
     parts: int = 1
     largest: int = 0
 
+    def weighed_with(self, gain: float, uncertainty: float) -> Proposal:
+        """By another estimate of the same gain, too: each counts for as much as it is sure, errors being normal."""
+        own, other = max(self.uncertainty, 1e-9) ** -2, max(uncertainty, 1e-9) ** -2
+        mean = (own * self.gain + other * gain) / (own + other)
+        return replace(self, gain=mean, uncertainty=(own + other) ** -0.5)
+
 
 def seen_of(stages_W4: np.ndarray, step_ms: float) -> np.ndarray:
     """[1 + W], parts of the step: what perfect balance would save, and how much longer each rank computes than they do
@@ -115,8 +126,9 @@ class Decision:
     adopt and to leave; None where they keep theirs. balance_gain: what perfect balance would save, given the ranks'
     speeds (`costs.balance_gain`). error_before, error_after: of the cost model on the interval's
     stages, before it had seen them and after. part_of: the larger move that this one is a part of, in words.
-    decide_seconds: for which training stood still to learn and decide, the move itself apart. shift: what is expected
-    to be seen of the next steps; it is in no record.
+    decide_seconds: for which training stood still to learn and decide, the move itself apart. throughput_error: of the
+    one before, a part of it, by the steps that were timed. shift: what is expected to be seen of the next steps. Both
+    are in no record.
     """
 
     epoch: int
@@ -136,6 +148,7 @@ class Decision:
     error_after: float | None = None
     throughput_before: float | None = None
     throughput_after: float | None = None
+    throughput_error: float = 0.0
     decide_seconds: float = 0.0
     new_plan: ShardingPlan | None = None
     old_plan: ShardingPlan | None = None
@@ -152,8 +165,8 @@ class Decision:
         return "; ".join([done + gain, *(said for said in (self.why, self.part_of) if said)])
 
     def to_json(self) -> dict[str, Any]:
-        plans, said = ("new_plan", "old_plan", "shift"), ("why", "tables_moved")
-        record = {name: value for name, value in vars(self).items() if name not in plans + said}
+        left_out = ("new_plan", "old_plan", "shift", "throughput_error", "why", "tables_moved")
+        record = {name: value for name, value in vars(self).items() if name not in left_out}
         return {**record, "text": self.text, "plan": None if self.new_plan is None else self.new_plan.fingerprint}
 
     def state_dict(self) -> dict[str, Any]:
