@@ -53,6 +53,7 @@ ROWS = (
         "race-short",
         "gain predicted - measured of moves, points, in turns",
         "the same beside what both plans' steps take in turns",
+        readme=True,
     ),
     Row("race-short", "start: planned more than round robin, s", "seconds that planning adds to a cold start"),
     Row(
