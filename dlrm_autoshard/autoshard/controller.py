@@ -174,7 +174,7 @@ class Controller:
         if self.chooser.pays(back, interval):
             return True, ""
         margin = percent(thresholds.SURE * back.uncertainty)
-        return False, f"slower than before, but the old plan may not save enough: {percent(back.gain)} +- {margin}"
+        return False, f"slower than before, but the old plan would save {percent(back.gain)}, give or take {margin}"
 
     def _written(self, decision: Decision) -> Decision:
         self.log.write(decision.to_json())
