@@ -127,6 +127,11 @@ class StepProfile:
     core_shares: tuple[float, ...] | None = None
 
     @property
+    def standard_error(self) -> float:
+        """Of its figures, as a part of them: `noise` as a standard deviation."""
+        return self.noise / IQR_OF_NORMAL
+
+    @property
     def shards(self) -> tuple[tuple[TableConfig, ...], tuple[TableStats, ...]]:
         """What the plan places, each with its table's statistics."""
         if not self.plan.split_tables:

@@ -61,8 +61,13 @@ class Controller:
             self._since_move = interval.before_change
         if self._unproven is not None and self._unproven.new_plan != plan:
             self._unproven = None  # a job that was resumed may have placed its tables anew
-        base = Decision(interval.epoch, interval.step, "kept", throughput_before=interval.throughput)
-        base = replace(base, throughput_error=interval.throughput_error)
+        base = Decision(
+            interval.epoch,
+            interval.step,
+            "kept",
+            throughput_before=interval.throughput,
+            throughput_error=interval.profile.standard_error,
+        )
         if interval.samples < thresholds.LEAST_SAMPLES:
             few = f"too few steps were timed to judge by ({interval.samples}); lower profile.every_steps"
             return self._written(replace(base, why=few))
@@ -164,7 +169,7 @@ class Controller:
         """
         assert move.new_plan is not None and move.old_plan is not None and move.throughput_before is not None
         saved = measured_gain(throughput, move.throughput_before)
-        error = math.hypot(self.trigger.scatter, move.throughput_error, interval.throughput_error)
+        error = math.hypot(self.trigger.scatter, move.throughput_error, interval.profile.standard_error)
         if saved <= error:
             return False, ""
         [back] = self.chooser.proposals(task, interval, move.new_plan, [move.old_plan])

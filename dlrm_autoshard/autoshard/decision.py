@@ -48,11 +48,6 @@ class Interval:
         return 1000 * self.profile.batch_size / self.throughput
 
     @property
-    def throughput_error(self) -> float:
-        """A standard error, as a part of it: by how far the timed steps differ, and how few they are."""
-        return self.profile.noise / IQR_OF_NORMAL
-
-    @property
     def planned_part(self) -> float:
         """Of the step: what the stages take for which plans are made."""
         return step_cost_ms(self.profile.ranks) / self.step_ms

@@ -14,7 +14,7 @@ from typing import Any
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Interval, percent
-from dlrm_autoshard.costs import IQR_OF_NORMAL, PLANNED_STAGES, RankCost, StepProfile, balance_gain
+from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, balance_gain
 
 HALVES_SECONDS = 0.3
 """That telling whether a half is worth measuring may take in any case: a cost of all tables anew, and a search."""
@@ -153,7 +153,7 @@ def differ(one: StepProfile, other: StepProfile) -> bool:
     changes = [
         abs(a.stage(s) - b.stage(s)) for a, b in zip(one.ranks, other.ranks, strict=True) for s in PLANNED_STAGES
     ]
-    scatter = math.hypot(one.noise, other.noise) / IQR_OF_NORMAL
+    scatter = math.hypot(one.standard_error, other.standard_error)
     return sum(changes) > thresholds.SURE * max(thresholds.USUAL_SCATTER, scatter) * total
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlrm_autoshard.costs import EXCHANGE, IQR_OF_NORMAL, StepProfile, stages_W4
+from dlrm_autoshard.costs import EXCHANGE, StepProfile, stages_W4
 from dlrm_autoshard.planner.corrections.terms import Spreads
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.costs.replay import comms_of
@@ -84,7 +84,7 @@ class ExchangeErrors:
 
 def _noise_W2(profile: StepProfile) -> np.ndarray:
     ms_W4 = stages_W4(profile.ranks)
-    noise_ms_W1 = profile.noise / IQR_OF_NORMAL * ms_W4.sum(axis=1, keepdims=True) / ms_W4.shape[1] ** 0.5
+    noise_ms_W1 = profile.standard_error * ms_W4.sum(axis=1, keepdims=True) / ms_W4.shape[1] ** 0.5
     noise: np.ndarray = noise_ms_W1 / np.maximum(ms_W4[:, EXCHANGE], 1e-9)
     return noise
 
