@@ -35,7 +35,7 @@ class Spreads:
     slow_rank: float = 0.7  # a rank whose core is shared by one or two other processes
     dense: float = 0.15  # a rank's dense part, beside `FOLLOWS`
     core: float = 0.05  # what its core's share tells, likewise
-    slow_set: float = 0.2  # of such a rank, one set beside another: with less to do it has its core more often
+    slow_set: float = 0.1  # of such a rank, one set beside another: by how the system shares cores (README.md)
     exchange: float = 0.3  # one rank's exchanges, beside the others': its link may be slow
     exchange_noise: float = 0.05  # of one rank's in one interval, beside what the profile reports
     exchanged: float = 0.1  # of one interval: where ranks wait longer for each other, exchanges took 10% longer
