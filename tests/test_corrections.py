@@ -101,8 +101,8 @@ def test_a_slow_rank_that_is_spared_and_less_slow_for_that_has_not_recovered() -
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_sparing_a_slow_rank_saves_is_not_hidden_by_what_is_not_known_of_it(seed: int) -> None:
-    """It takes 2.0 times as long, whatever it has to do. A stage takes as long as its slowest rank, so where it might as
-    well take half as long again under the other plan, a balanced one is expected to save less, and not surely that."""
+    """It takes 2.0 times as long, whatever it has to do. A stage takes as long as its slowest rank: where nobody knows
+    how slow that is under the other plan, a balanced one is expected to save less."""
     planner, cluster, exact = Planner(seed=0), SimulatedCluster(seed, noise=0.03), SimulatedCluster(seed)
     follow(planner, *[cluster.profile(TABLES, STATS, plan, 1024) for plan in (EVEN, SPARED, EVEN, EVEN)])
     follow(planner, starved(cluster, EVEN, 2.0))

@@ -101,10 +101,14 @@ def recovered(looped: Sequence[float], static: Sequence[float], best: Sequence[f
 
     def share(looped: np.ndarray, static: np.ndarray, best: np.ndarray) -> np.ndarray:
         here, there, most = (np.median(rates, axis=-1) for rates in (looped, static, best))
-        # Without a gap any gain is more than all of it, and any loss less.
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.asarray(np.where(here == there, 0.0, (here - there) / np.maximum(most - there, 0.0)))
+        return share_of_gap(here - there, most - there)
 
     if np.median(best) <= np.median(static):
         return None
     return with_interval(share, looped, static, best)
+
+
+def share_of_gap(gained: np.ndarray, gap: np.ndarray) -> np.ndarray:
+    """What was gained of what could be. Without a gap any gain is more than all of it, and any loss less."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(np.where(gained == 0, 0.0, gained / np.maximum(gap, 0.0)))

@@ -18,7 +18,7 @@ import numpy as np
 
 from dlrm_autoshard.benchmarks.harness import STATE, BenchError, Findings, commit
 from dlrm_autoshard.benchmarks.paired import Ratio, median_with_interval, paired_ratio, ratio_of_means, with_interval
-from dlrm_autoshard.benchmarks.plans_in_turns import recovered
+from dlrm_autoshard.benchmarks.plans_in_turns import recovered, share_of_gap
 from dlrm_autoshard.benchmarks.race_arms import ARMS, DECIDES_EVERY, missing_peer, run_arm
 from dlrm_autoshard.benchmarks.race_picture import Runs, page, panels
 from dlrm_autoshard.benchmarks.race_turns import steps_in_turns
@@ -270,8 +270,7 @@ def _own_costs(looped: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _saved_of_what_could_be(looped: np.ndarray, static: np.ndarray, best: np.ndarray) -> np.ndarray:
-    could = (static - best).sum(axis=-1)
-    return np.asarray((static - looped).sum(axis=-1) / np.where(could > 0, could, np.nan))
+    return share_of_gap((static - looped).sum(axis=-1), (static - best).sum(axis=-1))
 
 
 def _starts(done: Runs, found: Findings) -> None:
