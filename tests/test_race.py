@@ -212,13 +212,9 @@ def test_the_same_is_said_of_the_steps_alone_where_they_ran_again() -> None:
 def test_a_share_has_no_upper_end_where_other_seeds_would_leave_nothing_to_gain() -> None:
     """As where a clairvoyant, which plans by what a start measures, found worse plans in some jobs."""
     steps = {"loop": [62.0] * 5, "planned": [70.0] * 5, "clairvoyant": [50.0, 60.0, 78.0, 60.0, 60.0]}
-    done = {
-        "abrupt": {s: {arm: finished(90.0, steps_seconds=of[s]) for arm, of in steps.items()} for s in range(5)},
-    }
-    outcome, key = (
-        race.summarise(done, {"abrupt": tuple(steps)}, 5),
-        "abrupt: recovered of all seeds' seconds, steps alone",
-    )
+    jobs = {s: {arm: finished(90.0, steps_seconds=of[s]) for arm, of in steps.items()} for s in range(5)}
+    outcome = race.summarise({"abrupt": jobs}, {"abrupt": tuple(steps)}, 5)
+    key = "abrupt: recovered of all seeds' seconds, steps alone"
     assert outcome["figures"][key] == pytest.approx(40 / 42)
     low, high = outcome["spread"][key]
     assert 0.3 < low < 40 / 42 and high == np.inf
