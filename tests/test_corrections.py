@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_autoshard.benchmarks.recorded_cluster import RecordedCluster
-from dlrm_autoshard.costs import COMPUTE, PLANNED_STAGES, RankCost, StepProfile, step_cost_ms
+from dlrm_autoshard.costs import COMPUTE, PLANNED_STAGES, StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.corrections.exchange_errors import ExchangeErrors
 from dlrm_autoshard.planner.corrections.gaussian import condition
@@ -43,9 +43,11 @@ def follow(planner: Planner, *profiles: StepProfile) -> None:
         planner.costs.observe(profile)
 
 
-def slower(profile: StepProfile, rank: int, factor: float) -> StepProfile:
-    ranks = [RankCost(**{f"{s}_ms": r.stage(s) * factor for s in PLANNED_STAGES}) for r in profile.ranks]
-    return replace(profile, ranks=tuple(ranks[i] if i == rank else r for i, r in enumerate(profile.ranks)))
+def slower(profile: StepProfile, rank: int, factor: float, stages: Sequence[str] = PLANNED_STAGES) -> StepProfile:
+    """That rank takes so many times as long for these stages."""
+    slow = {f"{stage}_ms": factor * profile.ranks[rank].stage(stage) for stage in stages}
+    ranks = [replace(cost, **slow) if number == rank else cost for number, cost in enumerate(profile.ranks)]
+    return replace(profile, ranks=tuple(ranks))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -77,13 +79,7 @@ SPARED = ShardingPlan({table.name: int(i % 4 == 1) for i, table in enumerate(TAB
 
 def starved(cluster: SimulatedCluster, plan: ShardingPlan, factor: float) -> StepProfile:
     """Rank 1 takes so many times as long to compute."""
-    seen = cluster.profile(TABLES, STATS, plan, 1024)
-    slow = replace(
-        seen.ranks[1],
-        fwd_compute_ms=factor * seen.ranks[1].fwd_compute_ms,
-        bwd_compute_ms=factor * seen.ranks[1].bwd_compute_ms,
-    )
-    return replace(seen, ranks=(seen.ranks[0], slow))
+    return slower(cluster.profile(TABLES, STATS, plan, 1024), 1, factor, PLANNED_STAGES[COMPUTE])
 
 
 def test_a_slow_rank_that_is_spared_and_less_slow_for_that_has_not_recovered() -> None:

@@ -97,11 +97,15 @@ def likeliest_spreads(rows: Rows, values: np.ndarray, noise: np.ndarray) -> Spre
     best = prior = Spreads()
 
     @cache
-    def fitness(spreads: Spreads) -> float:
+    def judged(spreads: Spreads) -> tuple[float, bool]:
+        """How fit, and whether some rank is slow."""
+        found = posterior_of(rows, values, noise, spreads)
         away = sum(np.log2(getattr(spreads, name) / getattr(prior, name)) ** 2 for name in GRID)
-        return posterior_of(rows, values, noise, spreads).log_evidence - RELUCTANCE * float(away)
+        return found.log_evidence - RELUCTANCE * float(away), any(key >= 0 for key in found.large)
 
     for name, values_of in GRID.items():
+        if name == "slow_set" and not judged(best)[1]:
+            continue  # it is a term of slow ranks alone
         trials = [replace(best, **{name: value}) for value in values_of]
-        best = max(trials, key=fitness)
+        best = max(trials, key=lambda spreads: judged(spreads)[0])
     return best
