@@ -22,6 +22,8 @@ from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, records, trainer
 
 STEPS, SLOW_FROM = 160, 80
+SLOWER = 5
+"""Times longer that a rank's lookups then take: so much that a busy machine's own changes are small beside it."""
 
 
 def train_with_a_slow_rank(rank: int, world_size: int, job: Config, run_dir: Path) -> list[Interval]:
@@ -40,7 +42,7 @@ def train_with_a_slow_rank(rank: int, world_size: int, job: Config, run_dir: Pat
             controller.decide = heard  # type: ignore[method-assign, assignment]
 
         def slowed(*given: Any, **options: Any) -> Any:
-            time.sleep(0.02 * (1 + (rank == 1 and made.position.step >= SLOW_FROM)))
+            time.sleep(0.02 * (SLOWER if rank == 1 and made.position.step >= SLOW_FROM else 1))
             return lookup(*given, **options)
 
         made.embeddings.lookup = slowed  # type: ignore[method-assign]
