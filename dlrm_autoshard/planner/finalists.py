@@ -37,7 +37,7 @@ def measure_finalists(
     candidates: Sequence[Candidate],
     measure: Measure,
     measure_plans: int,
-    deadline: float | None = None,
+    more_seconds: float | None = None,
     steps: int | None = None,
 ) -> list[Candidate]:
     """All candidates and those found on the way, with what was measured and what is expected of each.
@@ -47,8 +47,9 @@ def measure_finalists(
     next which is worth most to know: it is expected to be faster than the best so far, or may be. And so on, until
     `measure_plans` are, or neither it nor all of them together are worth it. Every candidate gets `expected_ms`, the
     best estimate from all of it, and the least one that was measured wins: the best heuristic is among them, so the
-    winner is never expected to be worse. steps: for which the plan is to serve. Where what the first two would tell
-    saves less time in them, on average, than measuring takes, as where an earlier job measured such plans, none is.
+    winner is never expected to be worse. more_seconds: that may be spent once the first two were measured. steps: for
+    which the plan is to serve. Where what the first two would tell saves less time in them, on average, than measuring
+    takes, as where an earlier job measured such plans, none is.
     """
     profiles: dict[str, StepProfile] = {}
 
@@ -71,6 +72,7 @@ def measure_finalists(
     found, seconds = list(candidates), STEPS_MEASURED * ranked[0].predicted_ms / 1000
     if steps is None or pays(list(first.values()), finalists):
         seconds = measured(finalists)
+    deadline = None if more_seconds is None else time.perf_counter() + more_seconds
     while profiles and len(profiles) < measure_plans and not late(deadline, seconds):
         started = time.perf_counter()
         plans = [profile.plan for profile in profiles.values()]

@@ -89,8 +89,8 @@ class Planner:
         if task.splits.allowed:
             candidates += splitted
         if measure is not None and measure_plans > 0 and self.algorithm == "auto":
-            until = None if budget_seconds is None else time.perf_counter() + FINALISTS_SHARE * budget_seconds
-            candidates = measure_finalists(self.costs, task, candidates, measure, measure_plans, until, steps)
+            more = None if budget_seconds is None else FINALISTS_SHARE * budget_seconds
+            candidates = measure_finalists(self.costs, task, candidates, measure, measure_plans, more, steps)
         chosen = best(candidates if self.algorithm == "auto" else [c for c in candidates if c.name == self.algorithm])
         task.check(chosen.plan)
         return PlanResult(
