@@ -18,7 +18,7 @@ from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.result import Candidate
 from dlrm_autoshard.planner.search.greedy import KEYS
 from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost
-from dlrm_autoshard.planner.search.local_search import late, optima
+from dlrm_autoshard.planner.search.local_search import deadline_in, late, optima
 from dlrm_autoshard.planner.search.splits import Splitted, fitting, split_search
 from dlrm_autoshard.planner.task import PlacementTask
 
@@ -72,7 +72,7 @@ def measure_finalists(
     found, seconds = list(candidates), STEPS_MEASURED * ranked[0].predicted_ms / 1000
     if steps is None or pays(list(first.values()), finalists):
         seconds = measured(finalists)
-    deadline = None if more_seconds is None else time.perf_counter() + more_seconds
+    deadline = deadline_in(more_seconds)
     while profiles and len(profiles) < measure_plans and not late(deadline, seconds):
         started = time.perf_counter()
         plans = [profile.plan for profile in profiles.values()]

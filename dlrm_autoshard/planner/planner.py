@@ -28,6 +28,7 @@ from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.moves.proposals import proposals
 from dlrm_autoshard.planner.result import Candidate, Gain, PlanResult
 from dlrm_autoshard.planner.saved_state import PlannerRecord
+from dlrm_autoshard.planner.search.local_search import deadline_in
 from dlrm_autoshard.planner.search.splits import Splitted, dear_shards, split_search, with_halves
 from dlrm_autoshard.planner.task import MeasureTask, PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
@@ -83,7 +84,7 @@ class Planner:
         plan is to serve, where that is known: in few of them measuring may not pay.
         """
         started = time.perf_counter()
-        deadline = _deadline(budget_seconds)
+        deadline = deadline_in(budget_seconds)
         candidates = self.makers.candidates(self.algorithm, task, self.costs.costs_of, deadline)
         splitted = self._splitted(task, candidates, deadline) if self.algorithm == "auto" else []
         if task.splits.allowed:
@@ -109,7 +110,7 @@ class Planner:
         """ms of a step that choosing among the candidates would save, on average, once all tables were measured, and
         half of those that make ranks slow, where they may be split: what a width takes that was not measured is a
         guess, so that no search finds that it pays."""
-        deadline = _deadline(budget_seconds)
+        deadline = deadline_in(budget_seconds)
         candidates = self.makers.candidates("auto", task, self.costs.costs_of, deadline)
         plans, names = [candidate.plan for candidate in candidates], list(task.names)
         if task.splits.allowed:
@@ -138,7 +139,7 @@ class Planner:
     ) -> list[tuple[ShardingPlan, float]]:
         """Different plans with their predicted step cost in ms, the current one improved, best first
         (`moves/proposals.py`). ms_per_byte: of each step, that moving costs."""
-        return proposals(self.costs, self.makers, task, current, ms_per_byte, _deadline(budget_seconds))
+        return proposals(self.costs, self.makers, task, current, ms_per_byte, deadline_in(budget_seconds))
 
     def predict(self, task: PlacementTask, plan: ShardingPlan) -> tuple[RankCost, ...]:
         """[W] what each rank takes under `plan`, whether or not it is legal."""
@@ -192,7 +193,3 @@ class Planner:
         record = checked(PlannerRecord, state)
         self.costs.load_json(record["costs"])
         self.makers.load_state_dict(record)
-
-
-def _deadline(budget_seconds: float | None) -> float | None:
-    return None if budget_seconds is None else time.perf_counter() + budget_seconds

@@ -78,6 +78,11 @@ def optima(
     return [one.room.rank_U for one in sorted(found.values(), key=lambda one: (one is not best, one.total_ms))]
 
 
+def deadline_in(seconds: float | None) -> float | None:
+    """None: there is no end."""
+    return None if seconds is None else time.perf_counter() + seconds
+
+
 def late(deadline: float | None, needed_seconds: float = 0.0) -> bool:
     """Whether there is no time left, or less than what is needed next."""
     return deadline is not None and time.perf_counter() + needed_seconds > deadline
