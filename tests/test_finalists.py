@@ -160,6 +160,13 @@ def test_a_job_too_short_for_what_measuring_saves_measures_no_plan() -> None:
         assert result.chosen.estimate_ms == min(c.estimate_ms for c in judged or result.candidates)
 
 
+def test_a_job_that_is_known_to_be_long_measures_for_a_small_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that is worth hours to it, and nothing where nobody says how long the job is."""
+    monkeypatch.setattr(Estimates, "worth_knowing", lambda self, kept=None: 0.0005)
+    task = some_task(16, 4, seed=4)
+    assert [measured_in(task, steps)[0] for steps in (20, None, 1_000_000_000)] == [0, 2, 3]
+
+
 def test_knowing_is_worth_what_choosing_saves() -> None:
     """Two plans, each the better one in half of the cases, by 10%; and one that is never the better one."""
     even = Estimates(np.array([[1.0, 1.1, 2.0], [1.1, 1.0, 2.0]]))

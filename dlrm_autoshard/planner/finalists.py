@@ -6,7 +6,6 @@ best(candidates)
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from dlrm_autoshard.planner.search.splits import Splitted, fitting, split_search
 from dlrm_autoshard.planner.task import PlacementTask
 
 WORTH_MEASURING = 0.001
-"""Part of a step. What measuring must be expected to save, in a job of any length."""
+"""Part of a step. What measuring must be expected to save, where nobody says how long the job is."""
 STEPS_MEASURED = 15
 """That measuring a plan takes as long as, until one was measured: two rounds of five, exchanges, and drawing ids."""
 RIVALS = 8
@@ -55,9 +54,10 @@ def measure_finalists(
 
     def pays(plans: Sequence[ShardingPlan], measuring: Sequence[ShardingPlan], kept: int | None = None) -> bool:
         told = costs.estimates(task, plans, placed=measuring)
-        served_seconds = math.inf if steps is None else steps * float(told.step_ms.min()) / 1000
         worth = told.worth_knowing(kept)
-        return worth > WORTH_MEASURING and worth * served_seconds > len(measuring) * seconds
+        if steps is None:
+            return worth > WORTH_MEASURING
+        return worth * steps * float(told.step_ms.min()) / 1000 > len(measuring) * seconds
 
     def measured(plans: Sequence[ShardingPlan]) -> float:
         started = time.perf_counter()
