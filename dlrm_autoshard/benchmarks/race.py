@@ -19,7 +19,7 @@ import numpy as np
 from dlrm_autoshard.benchmarks.harness import STATE, BenchError, Findings, commit
 from dlrm_autoshard.benchmarks.paired import Ratio, median_with_interval, paired_ratio, ratio_of_means, with_interval
 from dlrm_autoshard.benchmarks.plans_in_turns import recovered, share_of_gap
-from dlrm_autoshard.benchmarks.race_arms import ARMS, DECIDES_EVERY, missing_peer, run_arm
+from dlrm_autoshard.benchmarks.race_arms import ARMS, DECIDES_EVERY, PLANNING_SECONDS, missing_peer, run_arm
 from dlrm_autoshard.benchmarks.race_picture import Runs, page, panels
 from dlrm_autoshard.benchmarks.race_turns import steps_in_turns
 from dlrm_autoshard.benchmarks.race_worlds import QUICK, WORLDS, Scale, World, WorldName
@@ -221,6 +221,8 @@ def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
         "gains are measured by the job itself, of the few steps before a move; in turns by the steps of both plans",
         "start: to the end of the first step, with the checkpoint before it; until 0.2.0 only till the model was built",
         "profiling: by how much sampled steps, which have barriers, took longer than the mean; steps alone have none",
+        f"clairvoyants plan for up to {PLANNING_SECONDS:.0f} s since 9b1231b, for 20 before, which beside a busy core "
+        "left a start too little to measure what spares it",
         f"loop on decides every {DECIDES_EVERY} steps (reshard.every_steps); all else is by default",
     ]
     return vars(found) | origins([run for *_, run in _every(done)])

@@ -202,8 +202,8 @@ def clairvoyant_plans(world: World, folder: Path) -> dict[int, Path]:
 
 
 def _plan_of_a_start(world: World, folder: Path, epoch: int) -> ShardingPlan:
-    """As `planned` starts, on the data from that epoch on; a job so long that measuring all that helps pays, with three
-    times the seconds for it: they are free of charge."""
+    """As `planned` starts, on the data from that epoch on; a job so long that measuring all that helps pays, with
+    `PLANNING_SECONDS` for it: they are free of charge."""
     run = folder / "planning"
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True)

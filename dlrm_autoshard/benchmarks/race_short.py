@@ -32,9 +32,8 @@ def run(quick: bool) -> dict[str, Any]:
         return outcome_of(Path("runs/race-short-quick"), {"abrupt": WORLDS["abrupt"]}, 1, QUICK)
     outcome = outcome_of(Path("runs/race-short"), WORLDS, SEEDS, SHORT)
     outcome["notes"].append(
-        "clairvoyants plan for up to 60 s since 9b1231b, for 20 before; beside a busy core these left a start too "
-        "little to measure what spares it. Before that, on a steadier machine, in turns with what deciding and moving "
-        "took: loop on / loop off 0.940 where pooling is permuted (e5e73d8) and 0.939 with a straggler (3cf2a13), of "
+        "before clairvoyants had that long, on a steadier machine, in turns with what deciding and moving took: "
+        "loop on / loop off 0.940 where pooling is permuted (e5e73d8) and 0.939 with a straggler (3cf2a13), of "
         "clairvoyants' gains recovered 0.791 and 0.645"
     )
     return outcome
