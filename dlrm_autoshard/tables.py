@@ -231,11 +231,19 @@ def measure_table_stats(lengths_TB: np.ndarray, values_N: np.ndarray) -> list[Ta
 
 
 def _uses(ids: np.ndarray) -> np.ndarray:
-    """[most + 1] how many different ids are used so often: training waits for this, so narrow numbers are sorted."""
-    ordered = np.sort(ids.astype(np.int32) if ids.max() < 2**31 else ids)
+    """[most + 1] how many different ids are used so often. Training waits for this, so where there are few rows they
+    are counted, and nothing is sorted."""
+    top = int(ids.max())
+    if top < 4 * len(ids):
+        uses: np.ndarray = np.bincount(np.bincount(ids))
+        uses[0] = 0
+        return uses
+    import torch  # the command line starts without it
+
+    narrow = torch.from_numpy(ids.astype(np.int32) if top < 2**31 else ids)
+    ordered = torch.sort(narrow).values.numpy()  # many by their digits: two to four times as fast as numpy's
     ends = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
-    uses: np.ndarray = np.bincount(np.diff(ends, prepend=0, append=len(ordered)))
-    return uses
+    return np.bincount(np.diff(ends, prepend=0, append=len(ordered)))
 
 
 def memory_bytes(

@@ -5,14 +5,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dlrm_autoshard.autoshard import table_observer
 from dlrm_autoshard.autoshard.table_observer import TableObserver
 from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.tables import TableConfig, measure_table_stats
+from dlrm_autoshard.tables import NUM_REUSE_BINS, TableConfig, measure_table_stats, reuse_bins
 
 
 def test_reuse_is_of_the_first_steps_ids_as_they_were_and_is_not_reckoned_within_a_step(
@@ -40,3 +43,16 @@ def test_reuse_is_of_the_first_steps_ids_as_they_were_and_is_not_reckoned_within
     assert found["a"].mean_pooling == found["b"].mean_pooling == 2.0
     assert (found["a"].mean_reuse, found["b"].mean_reuse) == (4.0, 1.0)
     assert observer.summary() == {}
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=60) | st.lists(st.integers(0, 2**40), min_size=1, max_size=60),
+    st.integers(1, 3),
+)
+def test_reuse_is_how_often_each_id_comes_whether_there_are_few_rows_or_many(ids: list[int], again: int) -> None:
+    values_N = np.array(ids * again)
+    [found] = measure_table_stats(np.array([[len(values_N)]]), values_N)
+    _, times = np.unique(values_N, return_counts=True)
+    assert found.mean_reuse == pytest.approx(times.mean())
+    shares = np.bincount(reuse_bins(times), minlength=NUM_REUSE_BINS) / len(times)
+    assert found.reuse_histogram == pytest.approx(tuple(shares))

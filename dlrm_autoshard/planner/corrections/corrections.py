@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.costs import StepProfile
-from dlrm_autoshard.planner.corrections.conditioning import LikeliestSpreads, posterior_of
+from dlrm_autoshard.planner.corrections.conditioning import Evidence, LikeliestSpreads
 from dlrm_autoshard.planner.corrections.gaussian import Posterior
 from dlrm_autoshard.planner.corrections.observed import Observed
 from dlrm_autoshard.planner.corrections.parts import Parts
@@ -60,15 +60,16 @@ class Corrections:
         """Conditions on what is remembered. For each new profile the likelier is taken: that ranks are as they were, or
         that they have changed."""
         self._clear()
-        observed: Observed | None = None
+        if not self.profiles and not shards:
+            return
+        observed, evidence = None, None
         while len(self.eras) < len(self.profiles):
-            seen = self.profiles[: len(self.eras) + 1]
-            observed = Observed.of(seen, shards, model, exchange)
-            self.eras.append(self._likeliest_era(observed))
-        if observed is None and (self.profiles or shards):
+            observed = Observed.of(self.profiles[: len(self.eras) + 1], shards, model, exchange)
+            evidence = self._in_likeliest_era(observed)
+        if observed is None or evidence is None:
             observed = Observed.of(self.profiles, shards, model, exchange)
-        if observed is not None:
-            self._condition(observed)
+            evidence = observed.evidence().in_eras(self.eras)
+        self._condition(observed, evidence)
 
     # -- what it says ------------------------------------------------------------------------------------------------
 
@@ -199,30 +200,29 @@ class Corrections:
     def _now(self) -> int:
         return self.eras[-1] if self.eras else 0
 
-    def _likeliest_era(self, observed: Observed) -> int:
-        if not self.eras:
-            return 0
-        evidence = {}
-        for era, prior in ((self._now, 0.0), (self._now + 1, float(np.log(CHANGE)))):
-            rows, values, noise = observed.rows([*self.eras, era], None)
-            posterior = posterior_of(rows, values, noise, self.spreads)
-            exchange = observed.exchange.log_evidence([*self.eras, era], self.spreads)
-            evidence[era] = prior + posterior.log_evidence + exchange
-        return max(evidence, key=lambda era: evidence[era])
+    def _in_likeliest_era(self, observed: Observed) -> Evidence:
+        """Adds the newest profile's era."""
+        now, evidence = self._now, observed.evidence()
+        priors = {now: 0.0, now + 1: float(np.log(CHANGE))} if self.eras else {now: 0.0}
+        of_era = {era: evidence.in_eras([*self.eras, era]) for era in priors}
 
-    def _condition(self, observed: Observed) -> None:
-        table_T2: np.ndarray | None = None
-        self.spreads = Spreads()
-        for _ in range(3):  # how tables add up bends with their costs, so their shares are taken again
-            rows, values, noise = observed.rows(self.eras, table_T2)
-            if table_T2 is None:
-                self._likeliest.update(rows, values, noise)
-                self.spreads = self._likeliest.spreads
-            posterior = posterior_of(rows, values, noise, self.spreads)
-            own_B2, changed_B2 = self._log_factors(observed, rows, posterior)
-            parts = observed.parts
-            table_T2 = parts.basis(observed.tables) @ (own_B2 + changed_B2)
-        assert table_T2 is not None
+        def fit(era: int) -> float:
+            exchange = observed.exchange.log_evidence([*self.eras, era], self.spreads)
+            return priors[era] + of_era[era].posterior(self.spreads).log_evidence + exchange
+
+        self.eras.append(max(priors, key=fit) if len(priors) > 1 else now)
+        return of_era[self._now]
+
+    def _condition(self, observed: Observed, evidence: Evidence) -> None:
+        """evidence: of what is observed, about no factors of tables."""
+        self._likeliest.update(evidence)
+        self.spreads = self._likeliest.spreads
+        posterior = evidence.posterior(self.spreads)
+        for _ in range(2):  # how tables add up bends with their costs, so their shares are taken again
+            own_B2, changed_B2 = self._log_factors(observed, evidence.rows, posterior)
+            evidence = observed.evidence(observed.basis_TB @ (own_B2 + changed_B2)).in_eras(self.eras)
+            posterior = evidence.posterior(self.spreads)
+        rows = evidence.rows
         self._observed, self._rows, self._posterior = observed, rows, posterior
         self._logs = self._log_factors(observed, rows, posterior)
         key_N = rows.rank_keys

@@ -1,7 +1,7 @@
 """Measurements beside what was predicted without corrections: what `Corrections` is conditioned on.
 
 observed = Observed.of(profiles, shards, cost_model, exchange_model)
-rows, values, noise = observed.rows(eras, None)          # of computation, as logarithms
+observed.evidence().in_eras(eras)                        # of computation, as logarithms
 observed.exchange.factors(eras, spreads)                 # of each rank's exchanges, as logarithms
 """
 
@@ -14,10 +14,11 @@ from functools import cached_property
 import numpy as np
 
 from dlrm_autoshard.costs import IQR_OF_NORMAL, StepProfile
+from dlrm_autoshard.planner.corrections.conditioning import Evidence
 from dlrm_autoshard.planner.corrections.exchange_errors import ExchangeErrors
 from dlrm_autoshard.planner.corrections.parts import Parts
-from dlrm_autoshard.planner.corrections.slow_signs import NOISE, sign_rows
-from dlrm_autoshard.planner.corrections.terms import DENSE, Rows, changes, lightness
+from dlrm_autoshard.planner.corrections.slow_signs import NOISE, Signs
+from dlrm_autoshard.planner.corrections.terms import Rows, changes, lightness
 from dlrm_autoshard.planner.costs.cost_model import COST, NUM_SUMMARY, CostModel
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.costs.loads import LoadRange, log_loads, many
@@ -146,9 +147,9 @@ class Observed:
             exchange=ExchangeErrors.of(profiles, exchange),
         )
 
-    def rows(self, eras: Sequence[int], table_T2: np.ndarray | None) -> tuple[Rows, np.ndarray, np.ndarray]:
-        """(rows, their log measured / predicted, covariance of their noise); forward, backward, then signs.
-        table_T2: log factors of the tables, about which shares are taken."""
+    def evidence(self, table_T2: np.ndarray | None = None) -> Evidence:
+        """Rows of forward, backward, then signs, all in one era. table_T2: log factors of the tables, about which
+        shares are taken."""
         log_T2 = np.zeros((len(self.tables), 2)) if table_T2 is None else table_T2
         sums = np.zeros((len(self.kind_N), NUM_SUMMARY))
         share_N2T = np.zeros((len(self.kind_N), 2, len(self.tables)))
@@ -164,16 +165,15 @@ class Observed:
         predicted_N2 = self.model.device_ms(sums.astype(np.float32)).astype(np.float64)
         off_N2 = np.log(self.measured_N2 / predicted_N2) + np.einsum("nst,ts->ns", share_N2T, log_T2)
         count = len(self.kind_N)
-        era_N = np.array([eras[number] if number >= 0 else 0 for number in self.profile_N], dtype=int)
         share_NT = np.concatenate([share_N2T[:, 0], share_N2T[:, 1]])
         source_N = np.array([_SOURCES.index(self.profiles[n].source) if n >= 0 else 0 for n in self.profile_N])
-        share_NB = share_NT @ self.parts.basis(self.tables)
+        share_NB = share_NT @ self.basis_TB
         light_N = lightness(predicted_N2.T.ravel(), np.repeat(self.dearest_2, count))
         rows = Rows(
             stage_N=np.repeat([0, 1], count),
             source_N=np.tile(source_N, 2),
             rank_N=np.tile(self.rank_N, 2),
-            era_N=np.tile(era_N, 2),
+            era_N=np.zeros(2 * count, dtype=int),
             profile_N=np.tile(self.profile_N, 2),
             light_N=light_N,
             share_NB=share_NB,
@@ -182,17 +182,32 @@ class Observed:
             load_NF=np.tile(self.load_range.features(self._log_loads_NL), (2, 1)),
             num_wholes=self.parts.num_wholes,
         )
-        signs, log_D, noise_D = sign_rows(self.profiles, eras, like=rows)
-        rows = rows.and_also(signs)
-        # Half of a profile's noise is its own moment's, the same for all of its ranks and stages.
-        noise_N = np.concatenate([np.tile(self.noise_N, 2), noise_D]) / IQR_OF_NORMAL
-        together = (rows.profile_N[:, None] == rows.profile_N) & (rows.profile_N >= 0)
+        rows = rows.and_also(self._signs.rows(like=rows))
+        return Evidence(rows, np.concatenate([off_N2.T.ravel(), self._signs.log_D]), self._noise_NN)
+
+    @cached_property
+    def basis_TB(self) -> np.ndarray:
+        """`Parts.basis` of the tables."""
+        return self.parts.basis(self.tables)
+
+    @cached_property
+    def _signs(self) -> Signs:
+        return Signs.of(self.profiles)
+
+    @cached_property
+    def _noise_NN(self) -> np.ndarray:
+        """Half of a profile's noise is its own moment's, the same for all of its ranks and stages."""
+        signs = self._signs
+        profile_N = np.concatenate([np.tile(self.profile_N, 2), signs.profile_D])
+        noise_N = np.concatenate([np.tile(self.noise_N, 2), signs.noise_D]) / IQR_OF_NORMAL
+        together = (profile_N[:, None] == profile_N) & (profile_N >= 0)
         noise_NN = np.outer(noise_N, noise_N) * np.where(np.eye(len(noise_N), dtype=bool), 1.0, 0.5 * together)
+        of_none_D = np.full(len(signs.stage_D), -1)
         moment_N = np.where(self.moment_N < 0, -1, 2 * self.moment_N)  # forward, and backward
-        moment_N = np.concatenate([moment_N, np.where(moment_N < 0, -1, moment_N + 1), np.full(len(log_D), -1)])
+        moment_N = np.concatenate([moment_N, np.where(moment_N < 0, -1, moment_N + 1), of_none_D])
         noise_NN += OF_A_MOMENT**2 * ((moment_N[:, None] == moment_N) & (moment_N >= 0))
-        noise_NN += NOISE**2 * np.diag(rows.stage_N >= DENSE)
-        return rows, np.concatenate([off_N2.T.ravel(), log_D]), noise_NN
+        noise_NN[len(noise_N) - len(of_none_D) :, len(noise_N) - len(of_none_D) :] += NOISE**2 * np.eye(len(of_none_D))
+        return noise_NN
 
 
 def _remembered(

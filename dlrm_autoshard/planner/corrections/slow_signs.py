@@ -1,11 +1,13 @@
 """What tells how slow ranks are beside their tables: the dense part, the same work on all, and waiting for a core.
 
-rows, values_D, noise_D = sign_rows(profiles, eras, like=rows)      # beside the rows of what ranks' tables took
+signs = Signs.of(profiles)
+signs.rows(like=rows)                    # beside the rows of what ranks' tables took
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,27 +28,40 @@ _Sign = tuple[int, int, int, float, float]
 """Stage, profile, rank, logarithm, and its noise by the profile."""
 
 
-def sign_rows(profiles: Sequence[StepProfile], eras: Sequence[int], like: Rows) -> tuple[Rows, np.ndarray, np.ndarray]:
-    """(rows, logarithms, relative noise). like: rows with the same directions."""
-    dense, core = _dense_parts(profiles), _cores(profiles)
-    middle = np.mean([log for *_, log, _ in dense]) if dense else 0.0
-    found = [*((stage, n, rank, log - float(middle), noise) for stage, n, rank, log, noise in dense), *core]
-    count = len(found)
-    stage_D, number_D, rank_D = (np.array([row[i] for row in found], dtype=int) for i in range(3))
-    rows = Rows(
-        stage_N=stage_D,
-        source_N=-1 - number_D,
-        rank_N=rank_D,
-        era_N=np.array([eras[number] for number in number_D], dtype=int),
-        profile_N=number_D,
-        light_N=np.zeros(count),
-        share_NB=np.zeros((count, like.share_NB.shape[1])),
-        change_NF=np.zeros((count, like.change_NF.shape[1])),
-        many_N=np.zeros(count),
-        load_NF=np.zeros((count, like.load_NF.shape[1])),
-        num_wholes=like.num_wholes,
-    )
-    return rows, np.array([row[3] for row in found]), np.array([row[4] for row in found])
+@dataclass(frozen=True)
+class Signs:
+    """stage_D, profile_D, rank_D: of each, which it is; log_D: its logarithm; noise_D: relative, by its profile."""
+
+    stage_D: np.ndarray
+    profile_D: np.ndarray
+    rank_D: np.ndarray
+    log_D: np.ndarray
+    noise_D: np.ndarray
+
+    @staticmethod
+    def of(profiles: Sequence[StepProfile]) -> Signs:
+        dense, core = _dense_parts(profiles), _cores(profiles)
+        middle = np.mean([log for *_, log, _ in dense]) if dense else 0.0
+        found = [*((stage, n, rank, log - float(middle), noise) for stage, n, rank, log, noise in dense), *core]
+        numbers = [np.array([row[i] for row in found], dtype=int) for i in range(3)]
+        return Signs(*numbers, *(np.array([row[i] for row in found], dtype=np.float64) for i in (3, 4)))
+
+    def rows(self, like: Rows) -> Rows:
+        """like: rows with the same directions."""
+        count = len(self.stage_D)
+        return Rows(
+            stage_N=self.stage_D,
+            source_N=-1 - self.profile_D,
+            rank_N=self.rank_D,
+            era_N=np.zeros(count, dtype=int),
+            profile_N=self.profile_D,
+            light_N=np.zeros(count),
+            share_NB=np.zeros((count, like.share_NB.shape[1])),
+            change_NF=np.zeros((count, like.change_NF.shape[1])),
+            many_N=np.zeros(count),
+            load_NF=np.zeros((count, like.load_NF.shape[1])),
+            num_wholes=like.num_wholes,
+        )
 
 
 def _dense_parts(profiles: Sequence[StepProfile]) -> list[_Sign]:

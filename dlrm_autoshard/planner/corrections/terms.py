@@ -1,12 +1,13 @@
 """The terms that a measured stage's logarithm consists of, and how they vary before anything was measured.
 
-rows, values_N, noise_NN = observed.rows(eras, None)     # `observed.py`
+rows = observed.evidence().in_eras(eras).rows            # `observed.py`
 rows.covariance(rows, Spreads(), frozenset())            # [N, N], prior
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -119,9 +120,9 @@ dense part of nine profiles of jobs with half a core taken 0.5 to 1.07, in the m
 @dataclass(frozen=True)
 class Rows:
     """What a stage's logarithm consists of. source: where its scale comes from. rank, profile: -1 of none. Eras are
-    numbers of stretches of time in which ranks stayed as they were. Shares are along the directions of `Parts`, first
-    those of its num_wholes whole tables. light_N, change_NF, many_N, load_NF: `lightness`, `changes`, `many`,
-    `LoadRange.features`."""
+    numbers of stretches of time in which ranks stayed as they were (`in_eras`). Shares are along the directions of
+    `Parts`, first those of its num_wholes whole tables. light_N, change_NF, many_N, load_NF: `lightness`, `changes`,
+    `many`, `LoadRange.features`."""
 
     stage_N: np.ndarray
     source_N: np.ndarray
@@ -140,6 +141,10 @@ class Rows:
         names = [field.name for field in fields(self) if field.name != "num_wholes"]
         both = {name: np.concatenate([getattr(self, name), getattr(other, name)]) for name in names}
         return Rows(**both, num_wholes=self.num_wholes)
+
+    def in_eras(self, eras: Sequence[int]) -> Rows:
+        """eras: one a profile."""
+        return replace(self, era_N=np.array([*eras, 0])[self.profile_N])  # the last for those of none
 
     def variance_B(self, spreads: Spreads) -> np.ndarray:
         """Prior variance along each direction."""
@@ -195,13 +200,13 @@ class Rows:
         same: np.ndarray = (self.rank_keys[:, None] == key_M) & (key_M >= 0)
         return same
 
-    @property
+    @cached_property
     def of_rank(self) -> np.ndarray:
         """[N] part of the rank's logarithm that each has."""
         part: np.ndarray = np.where(self.stage_N >= DENSE, FOLLOWS, 1.0)
         return part
 
-    @property
+    @cached_property
     def rank_keys(self) -> np.ndarray:
         """One number a rank and era; -1 of nobody's."""
         keys: np.ndarray = np.where(self.rank_N < 0, -1, self.era_N * 1_000_000 + self.rank_N)
