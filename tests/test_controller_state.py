@@ -31,6 +31,17 @@ def test_state_survives_a_checkpoint() -> None:
     assert one.records[0] == other.records[0] and one.records[0]["measured_gain"] is not None
 
 
+def test_a_state_that_was_taken_stays_as_it_was_while_the_job_goes_on() -> None:
+    """Whoever holds it in memory may write it later."""
+    job = Training(1)
+    job.plan = job.worst_heuristic()
+    job.run(3)
+    state = {"resharding": job.controller.state_dict(), "planner": job.planner.state_dict()}
+    then = json.dumps(state)
+    job.run(3)
+    assert json.dumps(state) == then
+
+
 @pytest.mark.parametrize("checkpoint", range(5))
 @pytest.mark.parametrize("lost", [1, 2])
 def test_a_restart_leaves_one_line_a_decision_and_judges_each_move_once(checkpoint: int, lost: int) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dlrm_autoshard.benchmarks.recorded_cluster import RecordedCluster
 from dlrm_autoshard.costs import COMPUTE, PLANNED_STAGES, StepProfile, step_cost_ms
+from dlrm_autoshard.formats.json_file import FormatError
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.corrections.exchange_errors import ExchangeErrors
 from dlrm_autoshard.planner.corrections.gaussian import condition
@@ -213,6 +214,15 @@ def test_it_is_saved_with_the_planner() -> None:
     other = Planner(seed=0)
     other.load_state_dict(planner.state_dict())
     assert other.predict(TASK, EVEN) == planner.predict(TASK, EVEN)
+
+
+def test_a_saved_planner_with_more_eras_than_profiles_is_a_sentence() -> None:
+    planner, profile = Planner(seed=0), SimulatedCluster(0).profile(TABLES, STATS, EVEN, 1024)
+    follow(planner, profile)
+    state = planner.state_dict()
+    state["costs"]["corrections"]["eras"] += [1, 2]
+    with pytest.raises(FormatError, match="'eras' are of 3 profiles, and there are 1"):
+        Planner(seed=0).load_state_dict(state)
 
 
 def test_how_far_things_vary_is_estimated_anew_where_half_of_the_profiles_are_new_restarts_or_not() -> None:

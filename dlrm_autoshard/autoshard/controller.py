@@ -172,9 +172,12 @@ class Controller:
         error = math.hypot(self.trigger.scatter, move.throughput_error, interval.profile.standard_error)
         if saved <= error:
             return False, ""
+        so_would_the_old = "slower than before, but so would the old plan be now"
+        if self._ranks_changed:
+            return False, so_would_the_old
         [back] = self.chooser.proposals(task, interval, move.new_plan, [move.old_plan])
-        if self._ranks_changed or back.gain < -thresholds.SURE * back.uncertainty:
-            return False, "slower than before, but so would the old plan be now"
+        if back.gain < -thresholds.SURE * back.uncertainty:
+            return False, so_would_the_old
         back = back.weighed_with(saved, error)
         if self.chooser.pays(back, interval):
             return True, ""

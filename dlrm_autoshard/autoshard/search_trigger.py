@@ -139,7 +139,7 @@ class SearchTrigger:
 
     def state_dict(self) -> dict[str, Any]:
         """What was found in earlier searches is not kept, so that a job that goes on searches again."""
-        return {"differences": self.differences, "gain_differences": self.gain_differences}
+        return {"differences": list(self.differences), "gain_differences": list(self.gain_differences)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.differences, self.gain_differences = list(state["differences"]), list(state["gain_differences"])

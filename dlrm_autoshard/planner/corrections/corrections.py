@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.costs import StepProfile
+from dlrm_autoshard.formats.json_file import FormatError
 from dlrm_autoshard.planner.corrections.conditioning import Evidence, LikeliestSpreads
 from dlrm_autoshard.planner.corrections.gaussian import Posterior
 from dlrm_autoshard.planner.corrections.observed import Observed
@@ -254,10 +255,12 @@ class Corrections:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        return {"eras": self.eras, "spreads": self._likeliest.to_json()}
+        return {"eras": list(self.eras), "spreads": self._likeliest.to_json()}
 
     def load_json(self, record: Mapping[str, Any], profiles: Sequence[StepProfile]) -> None:
         """profiles: all that were kept, the newest last."""
+        if len(record["eras"]) > len(profiles):
+            raise FormatError(f"'eras' are of {len(record['eras'])} profiles, and there are {len(profiles)}.")
         self.eras = list(record["eras"])
         if "spreads" in record:  # not in states of older versions
             self._likeliest.load_json(record["spreads"])
