@@ -24,7 +24,7 @@ FAST = 0.05
 """Fast ones, to a slow one: what else a rank's core does takes time."""
 MOMENT, SLOW_MOMENT = 0.3, 0.02
 """Standard deviation of what a whole interval took longer, of those (one in fifty) in which the machine was another."""
-Spread = Literal["table", "load", "fused", "together", "stages_alike", "rank", "slow_set", "noise"]
+Spread = Literal["table", "load", "fused", "together", "stages_alike", "rank", "rank_moment", "slow_set", "noise"]
 GRID: Mapping[Spread, tuple[float, ...]] = {
     "table": (0.05, 0.1, 0.2, 0.4),
     "load": (0.003, 0.01, 0.03, 0.1),
@@ -32,6 +32,7 @@ GRID: Mapping[Spread, tuple[float, ...]] = {
     "together": (0.003, 0.01, 0.03, 0.06),
     "stages_alike": (0.1, 0.4, 0.7, 0.9),
     "rank": (0.005, 0.01, 0.02, 0.04),
+    "rank_moment": (0.007, 0.015, 0.03, 0.06),
     "slow_set": (0.05, 0.1, 0.2, 0.4),
     "noise": (0.003, 0.01, 0.03, 0.06),
 }

@@ -33,6 +33,7 @@ class Spreads:
     scale: float = 0.5  # all tables of a stage: another machine, a GPU instead of a CPU
     light: float = 0.7  # of what any stage takes (`lightness`): a light rank's took 1.4 to 1.6 of its probe's
     rank: float = 0.02  # ranks of one machine
+    rank_moment: float = 0.03  # a rank in one interval of training, in all of its stages (README.md)
     slow_rank: float = 0.7  # a rank whose core is shared by one or two other processes
     dense: float = 0.15  # a rank's dense part, beside `FOLLOWS`
     core: float = 0.05  # what its core's share tells, likewise
@@ -70,8 +71,8 @@ class SetsAlike:
 class Common:
     """What two lists of observations have in common, term by term, each [N, M]: what is off about a stage's source, its
     lightness, tables, their widths, their data's change, tables among many others, loads like these, sets like these;
-    the rank (where it is the same, `Rows.of_rank` of both); and whether both are its dense part, or its core's share.
-    key_N: `rank_keys`."""
+    the rank, and the rank in that interval (where it is the same, `Rows.of_rank` of both); and whether both are its
+    dense part, or its core's share. key_N: `rank_keys`."""
 
     source: np.ndarray
     light: np.ndarray
@@ -82,6 +83,7 @@ class Common:
     load: np.ndarray
     sets: SetsAlike
     rank: np.ndarray
+    rank_moment: np.ndarray
     dense: np.ndarray
     core: np.ndarray
     key_N: np.ndarray
@@ -95,6 +97,7 @@ class Common:
         found *= spreads.of_stages(self.sets.same_stage)
         found += spreads.scale**2 * self.source + spreads.light**2 * self.light
         found += self.rank * rank_variances(self.key_N, spreads, slow)[:, None]
+        found += spreads.rank_moment**2 * self.rank_moment
         found += spreads.dense**2 * self.dense + spreads.core**2 * self.core
         found += self.sets.covariance(spreads, slow)
         return found
@@ -165,6 +168,8 @@ class Rows:
         tables_NM = self.share_NB[:, wholes] @ other.share_NB[:, wholes].T
         both_many = np.outer(self.many_N, other.many_N)
         same_source, same_rank = self.source_N[:, None] == other.source_N, self._same_rank(other)
+        of_rank = same_rank * np.outer(self.of_rank, other.of_rank)
+        same_interval = (self.profile_N[:, None] == other.profile_N) & other.of_interval
         return Common(
             source=sources_alike(same_source) * same_stage * (other.stage_N != CORE),
             light=np.outer(self.light_N, other.light_N) * same_source * same_stage,
@@ -174,7 +179,8 @@ class Rows:
             fused=tables_NM * both_many,
             load=(self.load_NF @ other.load_NF.T) * both_many,
             sets=self._sets_alike(other, tables_NM, same_stage),
-            rank=same_rank * np.outer(self.of_rank, other.of_rank),
+            rank=of_rank,
+            rank_moment=of_rank * same_interval,
             dense=same_rank & same_stage & (other.stage_N == DENSE),
             core=same_rank & same_stage & (other.stage_N == CORE),
             key_N=self.rank_keys,
@@ -199,6 +205,12 @@ class Rows:
         key_M = other.rank_keys
         same: np.ndarray = (self.rank_keys[:, None] == key_M) & (key_M >= 0)
         return same
+
+    @property
+    def of_interval(self) -> np.ndarray:
+        """[N] whether it is of training, rather than of a probe, whose plans are measured in turns."""
+        own: np.ndarray = (self.profile_N >= 0) & (self.source_N != 0)
+        return own
 
     @cached_property
     def of_rank(self) -> np.ndarray:
