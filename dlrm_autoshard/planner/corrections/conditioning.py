@@ -75,7 +75,7 @@ class Evidence:
         for key, members in of_moments.items():
             causes[key] = Cause(members, MOMENT**2, -float(np.log(SLOW_MOMENT)))
         # A probe measures for a moment, in which something else may run; an interval's figures are of many.
-        probed_N = rows.source_N == 0
+        probed_N = rows.probed
         found = condition(rows.own.covariance(spreads, frozenset()) + noise, values, causes, probed_N)
         slow = frozenset(key for key in found.large if key >= 0)
         if not slow:

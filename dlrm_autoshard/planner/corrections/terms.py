@@ -169,7 +169,9 @@ class Rows:
         both_many = np.outer(self.many_N, other.many_N)
         same_source, same_rank = self.source_N[:, None] == other.source_N, self._same_rank(other)
         of_rank = same_rank * np.outer(self.of_rank, other.of_rank)
-        same_interval = (self.profile_N[:, None] == other.profile_N) & other.of_interval
+        # A probe's plans are measured in turns, so that a moment is all plans' moment.
+        in_interval_M = (other.profile_N >= 0) & ~other.probed
+        same_interval = (self.profile_N[:, None] == other.profile_N) & in_interval_M
         return Common(
             source=sources_alike(same_source) * same_stage * (other.stage_N != CORE),
             light=np.outer(self.light_N, other.light_N) * same_source * same_stage,
@@ -207,10 +209,10 @@ class Rows:
         return same
 
     @property
-    def of_interval(self) -> np.ndarray:
-        """[N] whether it is of training, rather than of a probe, whose plans are measured in turns."""
-        own: np.ndarray = (self.profile_N >= 0) & (self.source_N != 0)
-        return own
+    def probed(self) -> np.ndarray:
+        """[N] whether a probe measured it, rather than training."""
+        probed: np.ndarray = self.source_N == 0
+        return probed
 
     @cached_property
     def of_rank(self) -> np.ndarray:
