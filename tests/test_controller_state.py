@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,9 +27,7 @@ def test_state_survives_a_checkpoint() -> None:
     other.plan = one.plan
     other.step = one.step
     other.cluster.noise = one.cluster.noise = 0.0
-    first, second = (asdict(replace(job.interval(), decide_seconds=0.0)) for job in (one, other))
-    for name, value in first.items():  # in batches of another size a network's figures have other last digits
-        assert second[name] == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), name
+    assert replace(one.interval(), decide_seconds=0.0) == replace(other.interval(), decide_seconds=0.0)
     assert one.records[0] == other.records[0] and one.records[0]["measured_gain"] is not None
 
 

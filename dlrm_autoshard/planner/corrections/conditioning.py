@@ -75,14 +75,13 @@ class Evidence:
         for key, members in of_moments.items():
             causes[key] = Cause(members, MOMENT**2, -float(np.log(SLOW_MOMENT)))
         # A probe measures for a moment, in which something else may run; an interval's figures are of many.
-        probed_N = rows.probed
-        found = condition(rows.own.covariance(spreads, frozenset()) + noise, values, causes, probed_N)
+        found = condition(rows.own.covariance(spreads, frozenset()) + noise, values, causes, rows.probed)
         slow = frozenset(key for key in found.large if key >= 0)
         if not slow:
             return found
         # How slow those ranks are depends on what they have to do: once more, with that.
         rest = {key: cause for key, cause in causes.items() if key not in slow}
-        posterior = condition(rows.own.covariance(spreads, slow) + noise, values, rest, probed_N)
+        posterior = condition(rows.own.covariance(spreads, slow) + noise, values, rest, rows.probed)
         below = [key for key in slow if found.weights_N[causes[key].members].sum() < 0]
         prices = price * len(slow) + (price_below - price) * len(below)
         return replace(posterior, log_evidence=posterior.log_evidence - prices, large=posterior.large | slow)

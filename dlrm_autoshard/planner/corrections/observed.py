@@ -37,6 +37,7 @@ a sample, were off by differed by 0.15, 0.22, 0.22, 0.28 (backward) where their 
 OF_A_MOMENT = 0.5
 """Standard deviation of what samples of one moment have in common, of logarithms: nothing but how they compare."""
 _SOURCES = ("probe", "measured", "simulated")
+_Kind = tuple[tuple[TableConfig, ...], tuple[TableStats, ...]]
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,11 @@ class Observed:
         tables = tuple(dict.fromkeys([*tables, *split]))
         column = {table: i for i, table in enumerate(tables)}
         batch_size = profiles[-1].batch_size if profiles else shards[-1].batch_size
-        kinds: dict[tuple[int, ...], tuple[int, Sequence[TableConfig], Sequence[TableStats]]] = {}
+        kinds: dict[_Kind, int] = {}  # by value: a planner that was loaded has other objects
         rows: list[tuple[int, np.ndarray, tuple[float, float], float, int, int, int]] = []
 
         def kind_of(own: Sequence[TableConfig], stats: Sequence[TableStats]) -> int:
-            number, _, _ = kinds.setdefault((*map(id, own), *map(id, stats)), (len(kinds), own, stats))
-            return number
+            return kinds.setdefault((tuple(own), tuple(stats)), len(kinds))
 
         usable = [s for s in shards if s.batch_size == batch_size and all(table in column for table in s.tables)]
         usable = [s for s in usable if min(s.fwd_compute_ms, s.bwd_compute_ms) > 0]
@@ -126,9 +126,7 @@ class Observed:
             pair = (shard.fwd_compute_ms, shard.bwd_compute_ms)
             moment = -1 if shard.moment is None else shard.moment
             rows.append((kind_of(shard.tables, shard.stats), inside, pair, shard.noise, -1, -1, moment))
-        summaries, log_data = _of_kinds(
-            [(own, stats) for _, own, stats in kinds.values()], column, wholes, model, batch_size
-        )
+        summaries, log_data = _of_kinds(list(kinds), column, wholes, model, batch_size)
         kinds_N, insides, pairs, noises, numbers, ranks, moments = zip(*rows, strict=True) if rows else ((),) * 7
         return Observed(
             profiles=profiles,
@@ -202,11 +200,11 @@ class Observed:
         noise_N = np.concatenate([np.tile(self.noise_N, 2), signs.noise_D]) / IQR_OF_NORMAL
         together = (profile_N[:, None] == profile_N) & (profile_N >= 0)
         noise_NN = np.outer(noise_N, noise_N) * np.where(np.eye(len(noise_N), dtype=bool), 1.0, 0.5 * together)
-        of_none_D = np.full(len(signs.stage_D), -1)
         moment_N = np.where(self.moment_N < 0, -1, 2 * self.moment_N)  # forward, and backward
-        moment_N = np.concatenate([moment_N, np.where(moment_N < 0, -1, moment_N + 1), of_none_D])
+        moment_N = np.concatenate([moment_N, np.where(moment_N < 0, -1, moment_N + 1)])
+        moment_N = np.pad(moment_N, (0, len(signs.log_D)), constant_values=-1)
         noise_NN += OF_A_MOMENT**2 * ((moment_N[:, None] == moment_N) & (moment_N >= 0))
-        noise_NN[len(noise_N) - len(of_none_D) :, len(noise_N) - len(of_none_D) :] += NOISE**2 * np.eye(len(of_none_D))
+        noise_NN += NOISE**2 * np.diag(np.arange(len(noise_N)) >= 2 * len(self.noise_N))
         return noise_NN
 
 
@@ -232,7 +230,7 @@ def _remembered(
 
 
 def _of_kinds(
-    kinds: Sequence[tuple[Sequence[TableConfig], Sequence[TableStats]]],
+    kinds: Sequence[_Kind],
     column: Mapping[TableConfig, int],
     wholes: Parts,
     model: CostModel,
