@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,9 @@ from dlrm_autoshard.probe.drawn_ids import draw_ids, scattered
 from dlrm_autoshard.probe.isolated_probe import IsolatedProbe
 from dlrm_autoshard.probe.rank_probe import ProbeError, RankProbe, median_profile
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, in_fewer_rows
+from dlrm_autoshard.probe.step_timer import Step, StepTimer
 from dlrm_autoshard.tables import TableConfig, TableStats, measure_table_stats
+from tests.busy_core import busy
 from tests.ranks import run_ranks
 
 BATCH = 512
@@ -143,12 +146,43 @@ def test_a_gpu_is_held_back_until_a_round_of_steps_is_launched(monkeypatch: pyte
         seen.append("held")
 
     monkeypatch.setattr(torch.cuda, "_sleep", held)
-    probe = ShardProbe(warmup=1, repeats=2, seconds_per_shard=0.0)
-    probe._timer, probe._steps_a_round, probe.device = Launched(), 3, torch.device("cuda")
-    steps = probe._steps(Lookup(2, 2, 2), [(torch.ones(1, 2), torch.ones(1, 2))], torch.ones(1, 2))
+    timer = StepTimer(torch.device("cpu"), warmup=1, repeats=2, seconds=0.0)
+    timer._timer, timer._steps_a_round, timer._cuda = Launched(), 3, True
+    steps = timer._steps(Lookup(2, 2, 2), [(torch.ones(1, 2), torch.ones(1, 2))], torch.ones(1, 2))
     assert len(list(itertools.islice(steps, 4))) == 4
     round_of_three = ["held"] + 9 * ["launched"] + 3 * ["waited for"]
     assert seen == ["read back", *round_of_three, *round_of_three[:-2]]
+
+
+class Waiting(StepTimer):
+    """Of steps that compute for 1 and 2 ms and wait for their core 9 ms, in every third of them."""
+
+    def _steps(self, *_: Any) -> Iterator[Step]:
+        for number in itertools.count():
+            yield Step(0.001, 0.002 + 0.009 * (number % 3 == 2), 0.001, 0.002)
+
+
+def test_waiting_for_a_core_that_others_want_is_part_of_every_step_not_of_those_that_it_fell_to() -> None:
+    """A median of steps, of which few wait, says that a rank with half a core is as fast as the others."""
+    forward, backward = Waiting(torch.device("cpu"), warmup=0, repeats=3, seconds=0.0).ms(None, [], torch.ones(1))
+    assert forward == pytest.approx(3 * [2.0]) and backward == pytest.approx(3 * [4.0])
+    alone = Waiting(torch.device("cpu"), warmup=0, repeats=2, seconds=0.0, undisturbed=True)
+    assert alone.ms(None, [], torch.ones(1)) == ([1.0, 1.0], [2.0, 2.0])
+
+
+def test_beside_a_process_that_never_rests_short_steps_take_twice_what_they_compute() -> None:
+    """Of 0.5 ms most never wait, and one in some does for several times as long as it computes."""
+    pool, cores = _pool(8), os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        probe = ShardProbe(buffer_gib=0.01, warmup=1, repeats=3, seconds_per_shard=0.02)
+        with busy(max(cores)):
+            times = [probe.measure(pool.tables, pool.stats, BATCH) for _ in range(20)][5:]
+        alone = ShardProbe(buffer_gib=0.01, undisturbed=True).measure(pool.tables, pool.stats, BATCH)
+    finally:
+        os.sched_setaffinity(0, cores)
+    ratio = np.median([time.fwd_compute_ms for time in times]) / alone.fwd_compute_ms
+    assert 1.5 < ratio < 4.5, ratio  # more where other tests want that core as well
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad", "sgd"])

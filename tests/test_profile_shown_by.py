@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.jsonl import read_jsonl
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import summary
+from tests.busy_core import busy
 from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, trainer
 
@@ -95,20 +94,6 @@ def test_a_rank_with_twice_the_lookups_is_named_with_stage_and_tables(tmp_path: 
         assert all(span["dur"] >= 0 for span in spans) and any("embedding" in e.get("name", "").lower() for e in trace)
 
 
-BURN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print('busy', flush=True)\nwhile True: pass"
-
-
-@contextlib.contextmanager
-def busy(core: int) -> Iterator[None]:
-    """A process that wants the core to itself."""
-    with subprocess.Popen([sys.executable, "-c", BURN, str(core)], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None and process.stdout.readline() == "busy\n"
-            yield
-        finally:
-            process.kill()
-
-
 @contextlib.contextmanager
 def busy_in_epochs(first: int, last: int, run_dir: Path) -> Iterator[None]:
     """The last core is shared while those epochs are trained, as the run's own record tells when."""
@@ -147,4 +132,4 @@ def test_a_rank_whose_core_is_shared_for_a_while_is_starved_then_and_not_overloa
         assert shares[1] is not None and shares[1] < 0.9 and (shares[0] or 0) > shares[1]
         assert f"{shares[1]:.0%}" in found.sentence
     said = " ".join(summary(RunRecord.load(tmp_path / "run")))
-    assert "rank 1 (starved of CPU) in epochs 2 to 4" in said
+    assert "rank 1 (starved of CPU) in intervals 2 to 4" in said  # epochs, where a config says that they are

@@ -7,11 +7,10 @@ time.fwd_compute_ms, time.bwd_compute_ms                 # medians; `noise` is t
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +20,11 @@ from torch import Tensor
 
 from dlrm_autoshard.config import TableOptimizerConfig
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
-from dlrm_autoshard.distributed.stage_clock import DeviceTimer, Timer
 from dlrm_autoshard.distributed.tables.memory import in_huge_pages
 from dlrm_autoshard.distributed.tables.storage import shared_format, state_shapes
 from dlrm_autoshard.distributed.tables.tbe import make_tbe
 from dlrm_autoshard.probe.drawn_ids import draw_ids
+from dlrm_autoshard.probe.step_timer import StepTimer
 from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats, output_order
 
 _ALIGN = 4096  # elements; real tables start at whole pages too
@@ -33,16 +32,14 @@ _DRAWS = 4
 """Batches that take turns, so that no shard is timed on rows that its last step left in the cache: with two of them a
 table of 5 MiB a batch looked 40% cheaper than with eight, with four it does not."""
 
-_CYCLES_HELD = 3e9
-"""Of a GPU, for a second of launching: half as much again, at its highest clock."""
-
 DrawnIds = tuple[Tensor, Tensor]
 """A table's lengths and ids in one batch."""
 
 
 @dataclass(frozen=True)
 class ShardTime:
-    """Medians over `repeats` timed steps; noise: the larger of the two interquartile ranges / median."""
+    """Medians over `repeats` timed steps; noise: the larger of the two interquartile ranges / median. Where
+    others want the core too, each step counts as if it had waited as long as all do on average (`StepTimer`)."""
 
     fwd_compute_ms: float = 0.0
     bwd_compute_ms: float = 0.0
@@ -55,10 +52,8 @@ class ShardProbe:
     one shard to the next.
 
     buffer_gib: memory for throwaway weights; of a table that is larger, the rows that are looked up have a place.
-    warmup, warmup_seconds: steps before those that are timed; one is enough where it alone takes so long.
-    repeats, seconds_per_shard: at least `repeats` timed steps, up to four times as many while there is time.
-    undisturbed: steps during which another process took this core are timed again (CPU only; for isolated mode,
-        which asks what the shard itself takes). On running ranks such steps count: ranks may have to share cores.
+    warmup, warmup_seconds, repeats, seconds_per_shard, undisturbed: `StepTimer`'s. Undisturbed is for isolated mode,
+        which asks what the shard itself takes; running ranks may have to share cores.
     most_kept_ids: drawn ids that wait for the next shard with the same table (400 MB), on the device.
 
     Real tables are never touched (a probing backward would train them). Throwaway tables are windows, at different
@@ -80,13 +75,8 @@ class ShardProbe:
     ) -> None:
         self.optimizer: TableOptimizer = optimizer
         self.device = device
-        self.warmup, self.warmup_seconds = warmup, warmup_seconds
-        self.repeats, self.seconds_per_shard = repeats, seconds_per_shard
-        self.undisturbed = undisturbed and device.type == "cpu"
+        self._timer = StepTimer(device, warmup, warmup_seconds, repeats, seconds_per_shard, undisturbed)
         self._most_kept_ids = most_kept_ids
-        self._timer, self._steps_a_round = Timer(), 1
-        if device.type == "cuda":
-            self._timer, self._steps_a_round = DeviceTimer(device), warmup + repeats
         self._buffer_bytes = int(buffer_gib * 2**30)
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self._drawn: OrderedDict[Any, list[DrawnIds]] = OrderedDict()
@@ -111,58 +101,13 @@ class ShardProbe:
         module = self._module(tables, rows)
         batches = self._batches(tables, stats, rows, batch_size)
         gradient = torch.full((batch_size, sum(table.embedding_dim for table in tables)), 1e-3, device=self.device)
-        forward, backward = self._timed_steps(module, batches, gradient)
+        forward, backward = self._timer.ms(module, batches, gradient)
         return ShardTime(
             fwd_compute_ms=float(np.median(forward)),
             bwd_compute_ms=float(np.median(backward)),
             noise=max(relative_spread(forward), relative_spread(backward)),
             repeats=len(forward),
         )
-
-    def _timed_steps(
-        self, module: Any, batches: Sequence[tuple[Tensor, Tensor]], gradient: Tensor
-    ) -> tuple[list[float], list[float]]:
-        """ms of lookups, and of backward + update, step by step."""
-        forward: list[float] = []
-        backward: list[float] = []
-        started, disturbed = time.perf_counter(), 0
-        for step, (lookup, update, cpu) in enumerate(self._steps(module, batches, gradient)):
-            if step < self.warmup and (step == 0 or time.perf_counter() < started + self.warmup_seconds):
-                continue
-            if self.undisturbed and cpu < 0.97 * (lookup + update) - 2e-5 and disturbed < 10 * self.repeats:
-                disturbed += 1
-                continue
-            forward.append(1e3 * lookup)
-            backward.append(1e3 * update)
-            enough = self.repeats if time.perf_counter() > started + self.seconds_per_shard else 4 * self.repeats
-            if len(forward) >= enough:
-                break
-        return forward, backward
-
-    def _steps(
-        self, module: Any, batches: Sequence[tuple[Tensor, Tensor]], gradient: Tensor
-    ) -> Iterator[tuple[float, float, float]]:
-        """Seconds of each step's lookup, of its backward + update, and of this thread's core. A GPU is held back while
-        the host launches a round of steps: what it takes less time for than a launch would be timed as the launch. Not
-        in a lookup's first step, of which fbgemm reads a value back: the host would wait for the holding to end."""
-        timer, turns, launching = self._timer, itertools.cycle(batches), 0.002
-        if self.device.type == "cuda":
-            module(*next(turns)).backward(gradient)
-        while True:
-            if self.device.type == "cuda":
-                torch.cuda._sleep(int(self._steps_a_round * launching * _CYCLES_HELD))
-            marks, began = [], time.perf_counter()
-            for batch in itertools.islice(turns, self._steps_a_round):
-                started = time.thread_time()
-                start = timer.mark()
-                pooled = module(*batch)
-                middle = timer.mark()
-                pooled.backward(gradient)
-                marks.append((start, middle, timer.mark(), time.thread_time() - started))
-            launching = (time.perf_counter() - began) / self._steps_a_round
-            for start, middle, end, cpu in marks:
-                timer.finish(end)
-                yield timer.seconds(start, middle), timer.seconds(middle, end), cpu
 
     def _batches(
         self, tables: Sequence[TableConfig], stats: Sequence[TableStats], rows: Sequence[int], batch_size: int

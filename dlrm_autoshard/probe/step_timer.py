@@ -1,0 +1,118 @@
+"""Times lookups and backward + update, step by step.
+
+timer = StepTimer(device, repeats=5, seconds=0.25)
+forward_ms, backward_ms = timer.ms(module, batches, gradient)     # of each timed step
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.distributed.stage_clock import DeviceTimer, Timer
+
+_CYCLES_HELD = 3e9
+"""Of a GPU, for a second of launching: half as much again, at its highest clock."""
+
+# Beside a process that never rests a rank computes for a time slice and waits for one, and a step of a few ms waits
+# once, twice or not at all. By medians of three steps, tables alone said in nineteen starts on two cores, half of one
+# of which was taken, that its rank was 1.2 to 2.7 times as slow as the other. All steps of a start together, in seven
+# of them, took 1.94 to 2.04 times as long as that rank had its core. So the two are measured apart: what steps compute,
+# and how long they wait.
+
+
+class Step(NamedTuple):
+    """Seconds of a step's lookup and of its backward + update; and those of them in which this thread had its core."""
+
+    lookup: float
+    update: float
+    lookup_cpu: float
+    update_cpu: float
+
+    @property
+    def wall(self) -> float:
+        return self.lookup + self.update
+
+    @property
+    def cpu(self) -> float:
+        return self.lookup_cpu + self.update_cpu
+
+
+class StepTimer:
+    """warmup, warmup_seconds: steps before those that are timed; one is enough where it alone takes so long.
+
+    repeats, seconds: at least `repeats` timed steps, up to four times as many while there is time.
+    undisturbed: steps during which another process took this core are timed again (CPU only). Else they count, each as
+        if it had waited for its core as long as all steps that were timed so far have on average.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        warmup: int = 4,
+        warmup_seconds: float = math.inf,
+        repeats: int = 5,
+        seconds: float = 0.25,
+        undisturbed: bool = False,
+    ) -> None:
+        self.warmup, self.warmup_seconds, self.repeats, self.seconds = warmup, warmup_seconds, repeats, seconds
+        self._cuda = device.type == "cuda"
+        self._timer, self._steps_a_round = (DeviceTimer(device), warmup + repeats) if self._cuda else (Timer(), 1)
+        self._undisturbed = undisturbed and not self._cuda
+        self._wall = self._cpu = 0.0
+
+    def ms(
+        self, module: Any, batches: Sequence[tuple[Tensor, Tensor]], gradient: Tensor
+    ) -> tuple[list[float], list[float]]:
+        """Of each timed step's lookup, and of its backward + update."""
+        steps = self._timed(module, batches, gradient)
+        if self._cuda or self._undisturbed or torch.get_num_threads() > 1:  # of several threads this one's says little
+            return [1e3 * step.lookup for step in steps], [1e3 * step.update for step in steps]
+        self._wall += sum(step.wall for step in steps)
+        self._cpu += sum(step.cpu for step in steps)
+        ms = 1e3 * max(1.0, self._wall / self._cpu)
+        return [ms * step.lookup_cpu for step in steps], [ms * step.update_cpu for step in steps]
+
+    def _timed(self, module: Any, batches: Sequence[tuple[Tensor, Tensor]], gradient: Tensor) -> list[Step]:
+        timed: list[Step] = []
+        started, disturbed = time.perf_counter(), 0
+        for number, step in enumerate(self._steps(module, batches, gradient)):
+            if number < self.warmup and (number == 0 or time.perf_counter() < started + self.warmup_seconds):
+                continue
+            if self._undisturbed and step.cpu < 0.97 * step.wall - 2e-5 and disturbed < 10 * self.repeats:
+                disturbed += 1
+                continue
+            timed.append(step)
+            enough = self.repeats if time.perf_counter() > started + self.seconds else 4 * self.repeats
+            if len(timed) >= enough:
+                break
+        return timed
+
+    def _steps(self, module: Any, batches: Sequence[tuple[Tensor, Tensor]], gradient: Tensor) -> Iterator[Step]:
+        """A GPU is held back while the host launches a round of steps: what it takes less time for than a launch would
+        be timed as the launch. Not in a lookup's first step, of which fbgemm reads a value back: the host would wait
+        for the holding to end."""
+        timer, turns, launching = self._timer, itertools.cycle(batches), 0.002
+        if self._cuda:
+            module(*next(turns)).backward(gradient)
+        while True:
+            if self._cuda:
+                torch.cuda._sleep(int(self._steps_a_round * launching * _CYCLES_HELD))
+            marks, began = [], time.perf_counter()
+            for batch in itertools.islice(turns, self._steps_a_round):
+                start, begun = timer.mark(), time.thread_time()
+                pooled = module(*batch)
+                middle, looked_up = timer.mark(), time.thread_time()
+                pooled.backward(gradient)
+                updated = time.thread_time()
+                marks.append((start, middle, timer.mark(), looked_up - begun, updated - looked_up))
+            launching = (time.perf_counter() - began) / self._steps_a_round
+            for start, middle, end, *cpu in marks:
+                timer.finish(end)
+                yield Step(timer.seconds(start, middle), timer.seconds(middle, end), *cpu)
