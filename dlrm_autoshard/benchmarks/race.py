@@ -11,7 +11,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from dlrm_autoshard.benchmarks.paired import Ratio, median_with_interval, paired
 from dlrm_autoshard.benchmarks.plans_in_turns import recovered, share_of_gap
 from dlrm_autoshard.benchmarks.race_arms import ARMS, DECIDES_EVERY, PLANNING_SECONDS, missing_peer, run_arm
 from dlrm_autoshard.benchmarks.race_picture import Runs, page, panels
-from dlrm_autoshard.benchmarks.race_turns import steps_in_turns
+from dlrm_autoshard.benchmarks.race_turns import in_typical_round, steps_in_turns
 from dlrm_autoshard.benchmarks.race_worlds import QUICK, WORLDS, Scale, World, WorldName
 from dlrm_autoshard.benchmarks.slices import commits, machine, origins, other_work
 from dlrm_autoshard.records.jsonl import append_jsonl, read_jsonl
@@ -148,8 +148,8 @@ def _run_missing(
         seconds_of, gains = steps_in_turns(world, place, again)
         for move in runs.get("loop", {}).get("moves", []):
             move["gain_in_turns"] = gains.get(move["step"])
-        for arm, seconds in seconds_of.items():
-            runs[arm]["steps_seconds"] = median(seconds)
+        for arm, seconds in in_typical_round(seconds_of).items():
+            runs[arm]["steps_seconds"] = seconds
             (place / f"{arm}.json").write_text(json.dumps(runs[arm]))
     shutil.rmtree(place / "data", ignore_errors=True)  # gibibytes, and drawn again in a minute
 

@@ -1,6 +1,7 @@
 """The steps of the race's jobs once more, in turns within one job: what their plans were worth, whatever else differed.
 
     seconds, gains = steps_in_turns(world, folder, ["planned", "loop"])  # {"loop": [s of each round], ...}, {412: 0.1}
+    in_typical_round(seconds)                                            # {"loop": 18.4, ...}
 
 Whole jobs one after the other differ by some percent under one plan; turns of a second see the same machine. Start-up,
 planning, deciding and moving are left out: the jobs' wall clock has them.
@@ -25,7 +26,7 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 
-ROUNDS = 10
+ROUNDS = 20
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,13 @@ def steps_in_turns(world: World, folder: Path, arms: Sequence[str]) -> tuple[dic
             if at == phase:
                 gains[step] = 1 - float(np.median(np.array(rates[before.name]) / rates[after.name]))
     return {arm: values.tolist() for arm, values in seconds.items()}, gains
+
+
+def in_typical_round(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Of each arm one figure: the first one's median, and of the others that times the median of what they took beside
+    the first in the same round, which saw the same machine."""
+    first = np.array(next(iter(seconds.values())))
+    return {arm: float(np.median(first) * np.median(np.array(own) / first)) for arm, own in seconds.items()}
 
 
 def plans_by_step(world: World, folder: Path, arm: str) -> dict[int, ShardingPlan]:
