@@ -3,8 +3,8 @@
     seconds, gains = steps_in_turns(world, folder, ["planned", "loop"])  # {"loop": [s of each round], ...}, {412: 0.1}
     in_typical_round(seconds)                                            # {"loop": 18.4, ...}
 
-Whole jobs one after the other differ by some percent under one plan; turns of a second see the same machine. Start-up,
-planning, deciding and moving are left out: the jobs' wall clock has them.
+Whole jobs one after the other differ by some percent under one plan; turns of a second see the same machine. All but
+steps is left out: the jobs' wall clock has it.
 """
 
 from __future__ import annotations
