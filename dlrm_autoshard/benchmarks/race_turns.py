@@ -3,8 +3,7 @@
     seconds, gains = steps_in_turns(world, folder, ["planned", "loop"])  # {"loop": [s of each round], ...}, {412: 0.1}
     in_typical_round(seconds)                                            # {"loop": 18.4, ...}
 
-Whole jobs one after the other differ by some percent under one plan; turns of a second see the same machine. All but
-steps is left out: the jobs' wall clock has it.
+Whole jobs one after the other differ by some percent under one plan; turns of a second see the same machine.
 """
 
 from __future__ import annotations
