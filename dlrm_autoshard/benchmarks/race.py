@@ -21,7 +21,7 @@ from dlrm_autoshard.benchmarks.paired import Ratio, median_with_interval, paired
 from dlrm_autoshard.benchmarks.plans_in_turns import recovered, share_of_gap
 from dlrm_autoshard.benchmarks.race_arms import ARMS, DECIDES_EVERY, PLANNING_SECONDS, missing_peer, run_arm
 from dlrm_autoshard.benchmarks.race_picture import Runs, page, panels
-from dlrm_autoshard.benchmarks.race_turns import in_typical_round, steps_in_turns
+from dlrm_autoshard.benchmarks.race_turns import ROUNDS, in_typical_round, steps_in_turns
 from dlrm_autoshard.benchmarks.race_worlds import QUICK, WORLDS, Scale, World, WorldName
 from dlrm_autoshard.benchmarks.slices import commits, machine, origins, other_work
 from dlrm_autoshard.records.jsonl import append_jsonl, read_jsonl
@@ -218,6 +218,7 @@ def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
         "jobs one after the other differ by some percent under one plan. Deciding and moving of the jobs are added to "
         "that; planning with what was measured for it, which jobs without resharding do more of, is in figures of its "
         "own (it was added always, until 0.2.0)",
+        f"turns: {ROUNDS} rounds, compared within each; before 6a4eff7 10, whose medians were",
         "gains are measured by the job itself, of the few steps before a move; in turns by the steps of both plans",
         "start: to the end of the first step, with the checkpoint before it; until 0.2.0 only till the model was built",
         "profiling: by how much sampled steps, which have barriers, took longer than the mean; steps alone have none",
