@@ -190,7 +190,7 @@ def test_beside_a_process_that_never_rests_even_short_steps_wait_half_of_the_tim
                 timer.ms(weights.mm, [(torch.ones(400, 40),)], torch.ones(400, 40))  # type: ignore[list-item]
     finally:
         os.sched_setaffinity(0, cores)
-    assert 1.5 < timer.wait_factor < 4.5, timer.wait_factor  # longer where other tests want that core as well
+    assert 1.5 < timer.wait_factor < 8, timer.wait_factor  # longer where other tests want that core as well
 
 
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adagrad", "sgd"])
