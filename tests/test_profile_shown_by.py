@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.jsonl import read_jsonl
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import summary
-from tests.busy_core import busy
+from tests.busy_core import busy_in_epochs
 from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, trainer
 
@@ -94,34 +91,10 @@ def test_a_rank_with_twice_the_lookups_is_named_with_stage_and_tables(tmp_path: 
         assert all(span["dur"] >= 0 for span in spans) and any("embedding" in e.get("name", "").lower() for e in trace)
 
 
-@contextlib.contextmanager
-def busy_in_epochs(first: int, last: int, run_dir: Path) -> Iterator[None]:
-    """The last core is shared while those epochs are trained, as the run's own record tells when."""
-
-    def epochs_done() -> int:
-        return len(read_jsonl(run_dir / "costs/epochs.jsonl"))
-
-    def share(over: threading.Event) -> None:
-        while epochs_done() < first and not over.wait(0.01):
-            pass
-        with busy(CORES[-1]):
-            while epochs_done() <= last and not over.wait(0.01):
-                pass
-
-    over = threading.Event()
-    sharing = threading.Thread(target=share, args=(over,))
-    sharing.start()
-    try:
-        yield
-    finally:
-        over.set()
-        sharing.join()
-
-
 @pytest.mark.skipif(len(CORES) < 2, reason="needs a core for each rank")
 def test_a_rank_whose_core_is_shared_for_a_while_is_starved_then_and_not_overloaded(tmp_path: Path) -> None:
     train = {"batch_size": 1024, "log_every_steps": 100, "epochs": 7}
-    with busy_in_epochs(2, 4, tmp_path / "run"):
+    with busy_in_epochs(CORES[-1], 2, 4, tmp_path / "run"):
         profiles = run(tmp_path, [HEAVY, HEAVY, HEAVY, HEAVY], "0011", train=train)
     starved = [p.epoch for p in profiles if p.straggler is not None and p.straggler.cause == "starved of CPU"]
     assert starved == [2, 3, 4]

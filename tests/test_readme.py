@@ -203,7 +203,10 @@ def test_its_commands_work_in_their_order(programs: Path, tmp_path: Path) -> Non
 @pytest.mark.timeout(900)
 def test_the_demo_moves_tables_where_the_data_drift_and_says_what_it_gained(programs: Path, tmp_path: Path) -> None:
     said = shell("dlrm-autoshard train demo --ranks 2", tmp_path, programs, limit=800)
-    one, several = r"1 move, [\d.]+k -> [\d.]+k examples/s \(\+\d+%\)", r"\d+ moves, .*% of a step saved"
+    one, several = (
+        r"1 move, [\d.]+k -> [\d.]+k examples/s \(\+\d+%\)",
+        r"\d+ moves, [\d.]+(% and| to) .*% of a step saved",
+    )
     assert re.search(f"^({one}|{several})", said, re.MULTILINE), said
     decisions = [json.loads(line) for line in (tmp_path / "runs/demo/decisions.jsonl").read_text().splitlines()]
     assert any(decision["action"] == "moved" and 256 < decision["step"] < 384 for decision in decisions)

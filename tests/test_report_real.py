@@ -1,28 +1,16 @@
 """Reports on records that real trainers wrote: a rank with more lookups, a rank whose core something else uses."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.records.diagnosis import waited_for
-from dlrm_autoshard.records.interval import epochs_file
 from dlrm_autoshard.records.run import RunRecord
+from tests.busy_core import busy_in_epochs
 from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, trainer
-
-BUSY = """
-import os, sys, time
-os.sched_setaffinity(0, {int(sys.argv[2])})
-def epochs(): return open(sys.argv[1]).read().count("\\n") if os.path.exists(sys.argv[1]) else 0
-while epochs() < 2: time.sleep(0.005)
-while epochs() < 4:
-    for _ in range(10**5): pass
-"""
-"""A program that computes on one core while the run is in its epochs 2 and 3."""
 
 
 def train(rank: int, world_size: int, folder: Path, pooling: list[float]) -> None:
@@ -81,12 +69,8 @@ def test_a_real_rank_with_more_lookups_is_the_one_that_others_wait_for(
 @pytest.mark.slow  # it needs a machine that does nothing else
 def test_a_real_rank_whose_core_is_shared_from_epoch_2_on_is_starved(tmp_path: Path) -> None:
     cores = two_cores()
-    busy = [sys.executable, "-c", BUSY, str(epochs_file(tmp_path / "run")), str(cores[1])]
-    with subprocess.Popen(busy) as company:
-        try:
-            run_ranks(train, 2, tmp_path / "run", [40, 40, 40, 40], timeout=200, cores=cores)
-        finally:
-            company.kill()
+    with busy_in_epochs(cores[1], 2, 3, tmp_path / "run"):
+        run_ranks(train, 2, tmp_path / "run", [40, 40, 40, 40], timeout=200, cores=cores)
     record = RunRecord.load(tmp_path / "run")
     alone, shared = record.intervals[1], record.intervals[3]
     assert alone.cpu_share[1] is not None and shared.cpu_share[1] is not None

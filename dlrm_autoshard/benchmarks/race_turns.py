@@ -14,9 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
+from dlrm_autoshard.benchmarks.paired import paired_ratio
 from dlrm_autoshard.benchmarks.plans_in_turns import Turn, plans_in_turns
 from dlrm_autoshard.benchmarks.race_worlds import NUM_DENSE, RANKS, Replayed, World
 from dlrm_autoshard.benchmarks.workloads import Workload
@@ -50,7 +52,8 @@ class Phase(Workload):
 
 def steps_in_turns(world: World, folder: Path, arms: Sequence[str]) -> tuple[dict[str, list[float]], dict[int, float]]:
     """Seconds that each arm's steps took under the plans it had, by round; and by the step of each of the loop's moves,
-    the part of a step time that it saved, of what came after it. Its jobs have ended, and `folder/data` is there."""
+    the part of a step time that it saved, of what came after it. Its jobs have ended, and `folder/data` is there. What
+    else they took (start-up, planning, deciding, moving) their wall clock has."""
     plans = {arm: plans_by_step(world, folder, arm) for arm in arms}
     spent = {arm: steps_by_plan(world, plans[arm]) for arm in arms}
     moves = moves_in(world, plans.get("loop", {}))
@@ -65,15 +68,15 @@ def steps_in_turns(world: World, folder: Path, arms: Sequence[str]) -> tuple[dic
                     seconds[arm] += count * world.scale.batch * RANKS / np.array(rates[name])
         for step, (at, before, after) in moves.items():
             if at == phase:
-                gains[step] = 1 - float(np.median(np.array(rates[before.name]) / rates[after.name]))
+                gains[step] = 1 - paired_ratio(rates[before.name], rates[after.name]).median
     return {arm: values.tolist() for arm, values in seconds.items()}, gains
 
 
 def in_typical_round(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Of each arm one figure: the first one's median, and of the others that times the median of what they took beside
     the first in the same round, which saw the same machine."""
-    first = np.array(next(iter(seconds.values())))
-    return {arm: float(np.median(first) * np.median(np.array(own) / first)) for arm, own in seconds.items()}
+    first = next(iter(seconds.values()))
+    return {arm: median(first) * paired_ratio(own, first).median for arm, own in seconds.items()}
 
 
 def plans_by_step(world: World, folder: Path, arm: str) -> dict[int, ShardingPlan]:

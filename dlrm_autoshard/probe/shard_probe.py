@@ -38,8 +38,8 @@ DrawnIds = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class ShardTime:
-    """Medians over `repeats` timed steps; noise: the larger of the two interquartile ranges / median. Where
-    others want the core too, each step counts as if it had waited as long as all do on average (`StepTimer`)."""
+    """Medians over `repeats` timed steps; noise: the larger of the two interquartile ranges / median. Where others want
+    the core too, each step counts as if it had waited as long as all do on average (`StepTimer`)."""
 
     fwd_compute_ms: float = 0.0
     bwd_compute_ms: float = 0.0
@@ -75,7 +75,14 @@ class ShardProbe:
     ) -> None:
         self.optimizer: TableOptimizer = optimizer
         self.device = device
-        self._timer = StepTimer(device, warmup, warmup_seconds, repeats, seconds_per_shard, undisturbed)
+        self._timer = StepTimer(
+            device,
+            warmup=warmup,
+            warmup_seconds=warmup_seconds,
+            repeats=repeats,
+            seconds=seconds_per_shard,
+            undisturbed=undisturbed,
+        )
         self._most_kept_ids = most_kept_ids
         self._buffer_bytes = int(buffer_gib * 2**30)
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}

@@ -1,6 +1,6 @@
 """Times lookups and backward + update, step by step.
 
-timer = StepTimer(device, repeats=5, seconds=0.25)
+timer = StepTimer(device, warmup=4, repeats=5, seconds=0.25)
 forward_ms, backward_ms = timer.ms(module, batches, gradient)     # of each timed step
 """
 
@@ -55,13 +55,15 @@ class StepTimer:
     def __init__(
         self,
         device: torch.device,
-        warmup: int = 4,
+        *,
+        warmup: int,
+        repeats: int,
+        seconds: float,
         warmup_seconds: float = math.inf,
-        repeats: int = 5,
-        seconds: float = 0.25,
         undisturbed: bool = False,
     ) -> None:
-        self.warmup, self.warmup_seconds, self.repeats, self.seconds = warmup, warmup_seconds, repeats, seconds
+        self._warmup, self._warmup_seconds = warmup, warmup_seconds
+        self._repeats, self._seconds = repeats, seconds
         self._cuda = device.type == "cuda"
         self._timer, self._steps_a_round = (DeviceTimer(device), warmup + repeats) if self._cuda else (Timer(), 1)
         self._undisturbed = undisturbed and not self._cuda
@@ -89,13 +91,13 @@ class StepTimer:
         timed: list[Step] = []
         started, disturbed = time.perf_counter(), 0
         for number, step in enumerate(self._steps(module, batches, gradient)):
-            if number < self.warmup and (number == 0 or time.perf_counter() < started + self.warmup_seconds):
+            if number < self._warmup and (number == 0 or time.perf_counter() < started + self._warmup_seconds):
                 continue
-            if self._undisturbed and step.cpu < 0.97 * step.wall - 2e-5 and disturbed < 10 * self.repeats:
+            if self._undisturbed and step.cpu < 0.97 * step.wall - 2e-5 and disturbed < 10 * self._repeats:
                 disturbed += 1
                 continue
             timed.append(step)
-            enough = self.repeats if time.perf_counter() > started + self.seconds else 4 * self.repeats
+            enough = self._repeats if time.perf_counter() > started + self._seconds else 4 * self._repeats
             if len(timed) >= enough:
                 break
         return timed
