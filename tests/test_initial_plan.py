@@ -12,6 +12,7 @@ from dlrm_autoshard.autoshard.initial_plan import check_settings, find_topology
 from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.plan import PlanError
+from dlrm_autoshard.planner.costs.replay import shards_of
 from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, trainer
 
@@ -66,8 +67,9 @@ def test_every_rank_says_so_before_anything_is_read_and_memory_is_shared_by_the_
         assert len(memory) == 2 and sum(memory) <= 1.1 * free_memory()
 
 
-def start_thrice(rank: int, world_size: int, folder: Path) -> list[tuple[int, int]]:
-    """Of jobs that would take days: lines in the cost log, and tables that the planner knows alone."""
+def start_thrice(rank: int, world_size: int, folder: Path) -> list[tuple[int, int, int]]:
+    """Of jobs that would take days: shards in the cost log, those of plans that this start has measured, and tables
+    that the planner knows alone."""
     runtime, found = make_runtime(rank, world_size), []
     for where, cache in (("runs", "auto"), ("runs", "auto"), ("others", None)):
         settings = {"enabled": True, "budget_seconds": 2.0, "reshard": {"enabled": False}, "cache_dir": cache}
@@ -76,17 +78,19 @@ def start_thrice(rank: int, world_size: int, folder: Path) -> list[tuple[int, in
         ) as job:
             runtime.barrier()
             lines = [line for log in (folder / where / ".costs").glob("*") for line in log.read_text().splitlines()]
-            planner = job.placement.planner
-            shards = planner.costs.replay.shards if planner is not None else []
-            found.append(
-                (sum('"shard"' in line for line in lines), len({s.tables for s in shards if len(s.tables) == 1}))
-            )
+            replay = job.placement.planner.costs.replay  # type: ignore[union-attr]
+            of_plans = sum(len(shards_of(profile)) for profile in replay.profiles)
+            alone = {shard.tables for shard in replay.shards if len(shard.tables) == 1}
+            found.append((sum('"shard"' in line for line in lines), of_plans, len(alone)))
             runtime.barrier()
     return found
 
 
 def test_what_a_start_measured_is_kept_beside_the_runs_for_later_jobs(tmp_path: Path) -> None:
-    [(kept, alone), (kept_later, alone_later), nowhere], _ = run_ranks(start_thrice, 2, tmp_path)
-    assert kept > alone == alone_later == 4
-    assert kept_later - kept < 4 + 4, "each table and both finalists again"
-    assert nowhere == (0, 4)
+    [(kept, of_plans, alone), (kept_later, of_plans_later, alone_later), nowhere], _ = run_ranks(
+        start_thrice, 2, tmp_path
+    )
+    assert alone == alone_later == 4
+    assert kept - of_plans > alone, "tables, sets of them, and plans"
+    assert kept_later - kept == of_plans_later, "of the second start plans alone: it measured no table again"
+    assert (nowhere[0], nowhere[2]) == (0, 4)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlrm_autoshard.benchmarks import harness, race, race_arms, race_picture, race_simulated, race_turns
+from dlrm_autoshard.benchmarks import harness, race, race_arms, race_picture, race_simulated, race_summary, race_turns
 from dlrm_autoshard.benchmarks.plans_in_turns import Turn
 from dlrm_autoshard.benchmarks.race_short import SHORT
 from dlrm_autoshard.benchmarks.race_simulated import EPOCHS, SimulatedWorld
@@ -99,20 +99,20 @@ def test_what_is_done_is_not_done_again_and_what_fails_is_said(tmp_path: Path, m
     monkeypatch.setattr(race, "steps_in_turns", steps_in_turns)
     monkeypatch.setattr(race, "other_work", lambda: nullcontext({"load_beside": 0.0}))  # else another each time
     monkeypatch.setattr(race, "machine", lambda: {"load_before": 0.0})
-    arms: race.Arms = {"calm": ("loop", "planned", "round_robin")}
+    arms: race_summary.Arms = {"calm": ("loop", "planned", "round_robin")}
     once = race.race(tmp_path, arms, 1, TINY)
     assert sorted(asked[:-1]) == sorted(arms["calm"]) and asked.pop() == "turns"
     # In two of three rounds, whether the machine was slow in them or not, it took half as long.
     assert [once["calm"][0][arm]["steps_seconds"] for arm in ("planned", "loop")] == [5, 2.5]
-    found = race.summarise(once, arms, 1)["figures"]
-    assert (found[race.MISJUDGED], found[f"{race.MISJUDGED}, in turns"]) == pytest.approx((10, 5))
+    found = race_summary.summarise(once, arms, 1)["figures"]
+    assert (found[race_summary.MISJUDGED], found[f"{race_summary.MISJUDGED}, in turns"]) == pytest.approx((10, 5))
     assert race.race(tmp_path, arms, 1, TINY) == once and asked[3:] == ["round_robin"]  # what failed is tried again
     saved = tmp_path / "calm-0" / "loop.json"
     saved.write_text(json.dumps(json.loads(saved.read_text()) | {"state": -1}))  # of an earlier state of the code
     asked.clear()
     race.race(tmp_path, arms, 1, TINY)
     assert sorted(asked) == ["loop", "round_robin", "turns"]
-    assert "calm, seed 0, round_robin: missing: it does not fit" in race.summarise(once, arms, 1)["notes"]
+    assert "calm, seed 0, round_robin: missing: it does not fit" in race_summary.summarise(once, arms, 1)["notes"]
 
 
 def test_an_interrupted_race_says_what_is_missing_and_has_the_figures_of_what_is_there(
@@ -124,7 +124,7 @@ def test_an_interrupted_race_says_what_is_missing_and_has_the_figures_of_what_is
         return finished(10.0, steps_seconds=5.0)
 
     monkeypatch.setattr(race, "run_arm", run_arm)
-    arms: race.Arms = {"calm": ("loop", "planned"), "tight": ("loop", "planned")}
+    arms: race_summary.Arms = {"calm": ("loop", "planned"), "tight": ("loop", "planned")}
     outcome = race.outcome_of(tmp_path, arms, 1, TINY)
     assert outcome["figures"]["calm: loop on / loop off"] == 1
     assert "tight: loop seconds" not in outcome["figures"]
@@ -144,14 +144,14 @@ def test_shares_are_of_the_clairvoyants_gain_and_missing_arms_are_missed_targets
     done = {"abrupt": {seed: {arm: finished(s + seed) for arm, s in seconds.items()} for seed in range(3)}}
     for by_arm in done["abrupt"].values():
         by_arm["torchrec"] = {"missing": "it is not installed"}
-    outcome = race.summarise(done, {"abrupt": (*seconds, "torchrec")}, 3)
+    outcome = race_summary.summarise(done, {"abrupt": (*seconds, "torchrec")}, 3)
     assert outcome["figures"]["abrupt: recovered"] == pytest.approx(0.8, abs=0.02)
     assert outcome["figures"]["abrupt: round robin / clairvoyant"] == pytest.approx(1.25, abs=0.01)
     assert "abrupt: torchrec / loop on" in outcome["targets"]
     assert "abrupt: torchrec / loop on" not in outcome["figures"]
     assert outcome["figures"]["worst run: loop on / loop off"] < 1
     done["abrupt"][1]["loop"] = {"missing": "it was killed"}
-    outcome = race.summarise(done, {"abrupt": tuple(seconds)}, 3)
+    outcome = race_summary.summarise(done, {"abrupt": tuple(seconds)}, 3)
     assert outcome["figures"]["worst run: loop on / loop off"] == pytest.approx(84 / 92)
     assert outcome["spread"]["worst run: loop on / loop off"][1] == np.inf, "the one that is missing may be any worse"
 
@@ -161,16 +161,18 @@ def test_the_worst_run_is_of_all_that_ran_also_where_a_seed_is_not_complete() ->
     seconds = {0: (10.0, 10.1), 1: (10.0, 10.5)}
     runs = {s: {"planned": finished(one), "loop": finished(other)} for s, (one, other) in seconds.items()}
     calm = {0: {arm: finished(8.0) for arm in runs[0]}, 1: {arm: {"missing": race.NOT_RUN} for arm in runs[0]}}
-    outcome = race.summarise({"abrupt": runs, "calm": calm}, {"abrupt": tuple(runs[0]), "calm": tuple(runs[0])}, 1)
-    assert outcome["figures"][race.WORST] == pytest.approx(1.05)
-    assert harness.finish("race", False, outcome, 1.0)["verdicts"][race.WORST] == "missed"
+    outcome = race_summary.summarise(
+        {"abrupt": runs, "calm": calm}, {"abrupt": tuple(runs[0]), "calm": tuple(runs[0])}, 1
+    )
+    assert outcome["figures"][race_summary.WORST] == pytest.approx(1.05)
+    assert harness.finish("race", False, outcome, 1.0)["verdicts"][race_summary.WORST] == "missed"
 
 
 def test_a_start_ends_with_the_first_step() -> None:
     """Not when the model is there: the first checkpoint comes between."""
     points = [[11.0, 10], [13.0, 20], [15.0, 30]]
     jobs = {"planned": finished(40.0, points=points), "round_robin": finished(40.0, points=[[8.0, 10], [10.0, 20]])}
-    figures = race.summarise({"calm": {0: jobs}}, {"calm": tuple(jobs)}, 1)["figures"]
+    figures = race_summary.summarise({"calm": {0: jobs}}, {"calm": tuple(jobs)}, 1)["figures"]
     assert figures["start: planned, s"] == pytest.approx(11.0 - 9 * 0.2)
     assert figures["start: planned more than round robin, s"] == pytest.approx(3.0)
     assert figures["start: planned, s, till the model is built"] == 3.0
@@ -181,7 +183,9 @@ def test_a_world_is_told_by_all_seeds_that_ran_as_far_as_the_first() -> None:
     some = {s: {"planned": finished(10.0 + s), "loop": finished(9.0 + s)} for s in range(3)}
     some[2]["loop"] = {"missing": race.NOT_RUN}
     one = {s: {arm: finished(8.0) if s == 0 else {"missing": race.NOT_RUN} for arm in some[0]} for s in range(3)}
-    outcome = race.summarise({"abrupt": some, "calm": one}, {"abrupt": tuple(some[0]), "calm": tuple(one[0])}, 1)
+    outcome = race_summary.summarise(
+        {"abrupt": some, "calm": one}, {"abrupt": tuple(some[0]), "calm": tuple(one[0])}, 1
+    )
     assert outcome["figures"]["abrupt: planned seconds"] == 10.5 and outcome["figures"]["calm: planned seconds"] == 8.0
     assert not any("missing" in note for note in outcome["notes"])
 
@@ -193,16 +197,16 @@ def test_how_far_gains_were_misjudged_is_a_mean_over_moves_with_an_interval_over
 
     jobs = [job(1.0, 3.0), job(8.0), job(), *[job(2.0, 2.0)] * 3]
     done = {"abrupt": {seed: {"loop": one} for seed, one in enumerate(jobs)}}
-    outcome = race.summarise(done, {"abrupt": ("loop",)}, len(jobs))
-    assert outcome["figures"][race.MISJUDGED] == pytest.approx(24 / 9)
-    low, high = outcome["spread"][race.MISJUDGED]
+    outcome = race_summary.summarise(done, {"abrupt": ("loop",)}, len(jobs))
+    assert outcome["figures"][race_summary.MISJUDGED] == pytest.approx(24 / 9)
+    low, high = outcome["spread"][race_summary.MISJUDGED]
     assert 1.9 < low < 24 / 9 < high < 8.1
 
 
 def test_the_same_is_said_of_the_steps_alone_where_they_ran_again() -> None:
     steps = {"loop": 62.0, "planned": 70.0, "clairvoyant": 60.0}
     done = {"abrupt": {seed: {arm: finished(90.0, steps_seconds=s) for arm, s in steps.items()} for seed in range(3)}}
-    figures = race.summarise(done, {"abrupt": tuple(steps)}, 3)["figures"]
+    figures = race_summary.summarise(done, {"abrupt": tuple(steps)}, 3)["figures"]
     assert figures["abrupt: recovered, steps alone"] == pytest.approx(0.8, abs=0.03)
     assert figures["abrupt: loop on / loop off, steps alone"] == pytest.approx(62 / 70)
     assert figures["abrupt: recovered of all seeds' seconds, steps alone"] == pytest.approx(0.8)
@@ -214,7 +218,7 @@ def test_a_share_has_no_upper_end_where_other_seeds_would_leave_nothing_to_gain(
     """As where a clairvoyant, which plans by what a start measures, found worse plans in some jobs."""
     steps = {"loop": [62.0] * 5, "planned": [70.0] * 5, "clairvoyant": [50.0, 60.0, 78.0, 60.0, 60.0]}
     jobs = {s: {arm: finished(90.0, steps_seconds=of[s]) for arm, of in steps.items()} for s in range(5)}
-    outcome = race.summarise({"abrupt": jobs}, {"abrupt": tuple(steps)}, 5)
+    outcome = race_summary.summarise({"abrupt": jobs}, {"abrupt": tuple(steps)}, 5)
     key = "abrupt: recovered of all seeds' seconds, steps alone"
     assert outcome["figures"][key] == pytest.approx(40 / 42)
     low, high = outcome["spread"][key]
