@@ -78,10 +78,12 @@ def start_thrice(rank: int, world_size: int, folder: Path) -> list[tuple[int, in
         ) as job:
             runtime.barrier()
             lines = [line for log in (folder / where / ".costs").glob("*") for line in log.read_text().splitlines()]
-            replay = job.placement.planner.costs.replay  # type: ignore[union-attr]
-            of_plans = sum(len(shards_of(profile)) for profile in replay.profiles)
-            alone = {shard.tables for shard in replay.shards if len(shard.tables) == 1}
-            found.append((sum('"shard"' in line for line in lines), of_plans, len(alone)))
+            of_plans = alone = 0
+            if job.placement.planner is not None:  # on rank 0
+                replay = job.placement.planner.costs.replay
+                of_plans = sum(len(shards_of(profile)) for profile in replay.profiles)
+                alone = len({shard.tables for shard in replay.shards if len(shard.tables) == 1})
+            found.append((sum('"shard"' in line for line in lines), of_plans, alone))
             runtime.barrier()
     return found
 
