@@ -32,6 +32,13 @@ def die_on_two(rank: int, world_size: int) -> None:
     time.sleep(30)
 
 
+def die_after_the_other_raised(rank: int, world_size: int) -> None:
+    if rank == 0:
+        raise ValueError("nobody answers")
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def hang_on_one(rank: int, world_size: int) -> None:
     if rank == 1:
         time.sleep(60)
@@ -56,6 +63,13 @@ def test_a_rank_that_dies_is_named_at_once() -> None:
     with pytest.raises(RankError, match=r"rank 2 died without a result: exit code -9"):
         run_ranks(die_on_two, 3, timeout=30)
     assert time.monotonic() - started < 25
+
+
+def test_a_rank_that_died_is_named_before_those_that_raise_because_of_it() -> None:
+    """Of which one may hear first."""
+    with pytest.raises(RankError, match=r"(?s)rank 1 died .* -9; rank 0 raised:.*nobody answers") as caught:
+        run_ranks(die_after_the_other_raised, 2)
+    assert caught.value.rank == 1
 
 
 def test_a_rank_that_hangs_is_killed_and_its_stack_is_shown() -> None:

@@ -27,11 +27,12 @@ from typing import Any
 
 PRELOAD = ["torch", "torch.distributed", "dlrm_autoshard.distributed.ranks.spawn"]
 _GRACE_SECONDS = 5.0  # between a rank's result and its exit
+_MOMENT_SECONDS = 0.3  # in which a rank that died is found dead after another one that this made raise
 _START_SECONDS = 60.0  # to import torch on a busy machine; the caller's limit counts from then
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or hung; `rank` is the first one that did."""
+    """A rank raised, died or hung; `rank` is the first that did; where one died and others raised, that one."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(f"rank {rank} {message}")
@@ -95,18 +96,34 @@ def _collect(ends: list[Connection], processes: list[Any], folder: Path, timeout
             stacks = "".join(_stack(folder, rank) for rank in hung)
             others = f" (so did ranks {hung[1:]})" if len(hung) > 1 else ""
             raise RankError(hung[0], f"gave no result within {timeout:g} s and was killed{others}{stacks}")
-        for rank in [rank for rank, end in waiting.items() if end in ready]:
-            try:
-                succeeded, value = pickle.loads(waiting.pop(rank).recv_bytes())
-            except EOFError:
+        came = {rank: _result(waiting.pop(rank)) for rank in [rank for rank, end in waiting.items() if end in ready]}
+        raised = next((f"rank {rank} raised:\n{got[1]}" for rank, got in came.items() if got and not got[0]), "")
+        if raised:  # perhaps because another one has died, of which the news may come a moment later
+            time.sleep(_MOMENT_SECONDS)
+            late = wait(list(waiting.values()), timeout=0)
+            came |= {rank: _result(end) for rank, end in waiting.items() if end in late}
+        for rank, got in came.items():
+            if got is None:
                 processes[rank].join(_GRACE_SECONDS)
-                raise RankError(rank, f"died without a result: exit code {processes[rank].exitcode}") from None
-            if not succeeded:
-                raise RankError(rank, f"raised:\n{value}")
-            results[rank] = value
+                died = f"died without a result: exit code {processes[rank].exitcode}"
+                raise RankError(rank, f"{died}; {raised}" if raised else died)
+        for rank, got in came.items():
+            assert got is not None
+            if not got[0]:
+                raise RankError(rank, f"raised:\n{got[1]}")
+            results[rank] = got[1]
     for process in processes:
         process.join(_GRACE_SECONDS)
     return results
+
+
+def _result(end: Connection) -> tuple[bool, Any] | None:
+    """Whether a rank returned, and what; or what it raised. None where it died."""
+    try:
+        result: tuple[bool, Any] = pickle.loads(end.recv_bytes())
+    except EOFError:
+        return None
+    return result
 
 
 def _rank_main(
