@@ -99,7 +99,7 @@ def test_what_is_done_is_not_done_again_and_what_fails_is_said(tmp_path: Path, m
     monkeypatch.setattr(race, "steps_in_turns", steps_in_turns)
     monkeypatch.setattr(race, "other_work", lambda: nullcontext({"load_beside": 0.0}))  # else another each time
     monkeypatch.setattr(race, "machine", lambda: {"load_before": 0.0})
-    arms: race_summary.Arms = {"calm": ("loop", "planned", "round_robin")}
+    arms: race_arms.Arms = {"calm": ("loop", "planned", "round_robin")}
     once = race.race(tmp_path, arms, 1, TINY)
     assert sorted(asked[:-1]) == sorted(arms["calm"]) and asked.pop() == "turns"
     # In two of three rounds, whether the machine was slow in them or not, it took half as long.
@@ -124,7 +124,7 @@ def test_an_interrupted_race_says_what_is_missing_and_has_the_figures_of_what_is
         return finished(10.0, steps_seconds=5.0)
 
     monkeypatch.setattr(race, "run_arm", run_arm)
-    arms: race_summary.Arms = {"calm": ("loop", "planned"), "tight": ("loop", "planned")}
+    arms: race_arms.Arms = {"calm": ("loop", "planned"), "tight": ("loop", "planned")}
     outcome = race.outcome_of(tmp_path, arms, 1, TINY)
     assert outcome["figures"]["calm: loop on / loop off"] == 1
     assert "tight: loop seconds" not in outcome["figures"]

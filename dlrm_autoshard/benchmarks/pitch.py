@@ -19,7 +19,7 @@ _TORCHREC = """- **Against TorchRec with its own planner**, ranks on one host: l
 fast, MLP-heavy ones {:.1f} times; whole jobs, from the process's start to the last step, {:.1f} to {:.1f} times."""
 _RESHARDING = """- **With resharding against without**, jobs of half a minute, the steps of both jobs' plans in turns,
 deciding and moving counted: {} time where the data drift once, {} where another process takes half of a rank's core
-for three of eight epochs, {} where nothing changes. By wall clock, by which such jobs differ by some percent from one
+for three of eight epochs, {} where nothing changes. By wall clock, by which such jobs differ by more than that from one
 to the next: {}, {}, {}."""
 _SPLITS = """- **Tables split by columns**, where their optimizer is elementwise (SGD, Adagrad, Adam) or allows it by
 parts: with 20 tables on 8 devices (exchanges modelled, the ids that go to several owners not counted) that takes away

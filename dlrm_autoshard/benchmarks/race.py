@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.benchmarks.harness import STATE, BenchError, commit
-from dlrm_autoshard.benchmarks.race_arms import ARMS, missing_peer, run_arm
-from dlrm_autoshard.benchmarks.race_picture import Runs, page, panels
-from dlrm_autoshard.benchmarks.race_summary import Arms, every, summarise
+from dlrm_autoshard.benchmarks.race_arms import ARMS, Arms, Runs, missing_peer, run_arm
+from dlrm_autoshard.benchmarks.race_picture import page, panels
+from dlrm_autoshard.benchmarks.race_summary import every, summarise
 from dlrm_autoshard.benchmarks.race_turns import in_typical_round, steps_in_turns
 from dlrm_autoshard.benchmarks.race_worlds import QUICK, WORLDS, Scale, World
 from dlrm_autoshard.benchmarks.slices import machine, other_work

@@ -25,7 +25,7 @@ import yaml
 from dlrm_autoshard.benchmarks.harness import BenchError
 from dlrm_autoshard.benchmarks.loop_job import profiling_seconds
 from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
-from dlrm_autoshard.benchmarks.race_worlds import RANKS, World
+from dlrm_autoshard.benchmarks.race_worlds import RANKS, World, WorldName
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.search.greedy import HEURISTICS
@@ -35,6 +35,10 @@ from dlrm_autoshard.records.jsonl import read_jsonl
 from dlrm_autoshard.tables import TableStats
 
 ARMS = ("round_robin", "heuristic", "planned", "loop", "clairvoyant", "torchrec", "torchrec_our_plan")
+Arms = Mapping[WorldName, Sequence[str]]
+"""Which run in which world."""
+Runs = Mapping[str, Mapping[int, Mapping[str, dict[str, Any]]]]
+"""What came of them, by world, seed and arm."""
 DECIDES_EVERY = 100
 """Steps, a quarter of an epoch: what changes is seen an interval late, and a whole one costs a fifth of the gain."""
 PLANNING_SECONDS = 60.0

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.benchmarks.race_arms import ARMS
+from dlrm_autoshard.benchmarks.race_arms import ARMS, Runs
 from dlrm_autoshard.benchmarks.race_worlds import IN_WORDS, RANKS
 
 WIDTH, HEIGHT = 560, 300
@@ -20,8 +20,6 @@ COLORS = dict(zip(ARMS, ("#888", "#b8860b", "#1f77b4", "#d62728", "#2ca02c", "#9
 NAMES = {"loop": "with resharding", "clairvoyant": "clairvoyant: planned anew at each change, for nothing"}
 PANEL_WIDTH, PANEL_HEIGHT, COLUMNS = 300, 190, 3
 LEFT, TOP = 40, 60
-Runs = Mapping[str, Mapping[int, Mapping[str, dict[str, Any]]]]
-"""By world, seed and arm."""
 
 
 def page(done: Runs) -> str:

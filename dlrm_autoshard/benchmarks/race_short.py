@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_autoshard.benchmarks.race import SEEDS, outcome_of
-from dlrm_autoshard.benchmarks.race_summary import Arms
+from dlrm_autoshard.benchmarks.race_arms import Arms
 from dlrm_autoshard.benchmarks.race_worlds import QUICK, Scale
 
 TITLE = "whole jobs of half a minute in six worlds: with resharding, without, clairvoyant, TorchRec's"

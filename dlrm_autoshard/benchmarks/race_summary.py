@@ -15,10 +15,8 @@ import numpy as np
 from dlrm_autoshard.benchmarks.harness import Findings
 from dlrm_autoshard.benchmarks.paired import Ratio, median_with_interval, paired_ratio, ratio_of_means, with_interval
 from dlrm_autoshard.benchmarks.plans_in_turns import recovered, share_of_gap
-from dlrm_autoshard.benchmarks.race_arms import DECIDES_EVERY, PLANNING_SECONDS
-from dlrm_autoshard.benchmarks.race_picture import Runs
+from dlrm_autoshard.benchmarks.race_arms import DECIDES_EVERY, PLANNING_SECONDS, Arms, Runs
 from dlrm_autoshard.benchmarks.race_turns import ROUNDS
-from dlrm_autoshard.benchmarks.race_worlds import WorldName
 from dlrm_autoshard.benchmarks.slices import commits, origins
 
 LEAST_GAIN = 0.05
@@ -41,8 +39,20 @@ RATIOS = (
     ("static / clairvoyant", "planned", "clairvoyant"),
     ("torchrec / loop on", "torchrec", "loop"),
 )
-Arms = Mapping[WorldName, Sequence[str]]
-"""Which run in which world."""
+HOW_MEASURED = (
+    "seconds: from the process's start to the last step; interval: 95%, over seeds",
+    "steps alone: the same plans over the same data in turns within one job, without start, decisions and moves; "
+    "jobs one after the other differ by some percent under one plan. Deciding and moving of the jobs are added to "
+    "that; planning with what was measured for it, which jobs without resharding do more of, is in figures of its "
+    "own (it was added always, until 0.2.0)",
+    f"turns: {ROUNDS} rounds, compared within each; before 6a4eff7 10 rounds, compared by medians",
+    "gains are measured by the job itself, of the few steps before a move; in turns by the steps of both plans",
+    "start: to the end of the first step, with the checkpoint before it; until 0.2.0 only till the model was built",
+    "profiling: by how much sampled steps, which have barriers, took longer than the mean; steps alone have none",
+    f"clairvoyants plan for up to {PLANNING_SECONDS:.0f} s since 9b1231b, for 20 before, which beside a busy core "
+    "left a start too little to measure what spares it",
+    f"loop on decides every {DECIDES_EVERY} steps (reshard.every_steps); all else is by default",
+)
 
 
 def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
@@ -70,11 +80,11 @@ def summarise(done: Runs, arms: Arms, seeds: int) -> dict[str, Any]:
         found.put(MISJUDGED, ratio_of_means(*zip(*jobs, strict=True)), "<= 3")  # of all moves; drawn by job
     elif found.figures[WORST] is None:  # else races ran, and nothing moved: nothing was misjudged
         found.targets[MISJUDGED] = "<= 3"
-    found.notes += _how_measured()
+    found.notes += HOW_MEASURED
     return vars(found) | origins([run for *_, run in every(done)])
 
 
-def every(done: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[tuple[str, int, str, dict[str, Any]]]:
+def every(done: Runs) -> list[tuple[str, int, str, dict[str, Any]]]:
     """World, seed, arm and run."""
     return [(n, s, arm, run) for n, by in done.items() for s, by_arm in by.items() for arm, run in by_arm.items()]
 
@@ -116,23 +126,6 @@ def _misjudged(looped: Sequence[Mapping[str, Any]], measure: str) -> list[tuple[
         points = [100 * abs(one - other) for one, other in gains if one is not None and other is not None]
         jobs += [(sum(points), len(points))] if points else []
     return jobs
-
-
-def _how_measured() -> list[str]:
-    return [
-        "seconds: from the process's start to the last step; interval: 95%, over seeds",
-        "steps alone: the same plans over the same data in turns within one job, without start, decisions and moves; "
-        "jobs one after the other differ by some percent under one plan. Deciding and moving of the jobs are added to "
-        "that; planning with what was measured for it, which jobs without resharding do more of, is in figures of its "
-        "own (it was added always, until 0.2.0)",
-        f"turns: {ROUNDS} rounds, compared within each; before 6a4eff7 10 rounds, compared by medians",
-        "gains are measured by the job itself, of the few steps before a move; in turns by the steps of both plans",
-        "start: to the end of the first step, with the checkpoint before it; until 0.2.0 only till the model was built",
-        "profiling: by how much sampled steps, which have barriers, took longer than the mean; steps alone have none",
-        f"clairvoyants plan for up to {PLANNING_SECONDS:.0f} s since 9b1231b, for 20 before, which beside a busy core "
-        "left a start too little to measure what spares it",
-        f"loop on decides every {DECIDES_EVERY} steps (reshard.every_steps); all else is by default",
-    ]
 
 
 def _seeds_that_ran(of_world: Mapping[int, Mapping[str, Any]], seeds: int) -> list[int]:

@@ -16,7 +16,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -96,34 +96,40 @@ def _collect(ends: list[Connection], processes: list[Any], folder: Path, timeout
             stacks = "".join(_stack(folder, rank) for rank in hung)
             others = f" (so did ranks {hung[1:]})" if len(hung) > 1 else ""
             raise RankError(hung[0], f"gave no result within {timeout:g} s and was killed{others}{stacks}")
-        came = {rank: _result(waiting.pop(rank)) for rank in [rank for rank, end in waiting.items() if end in ready]}
-        raised = next((f"rank {rank} raised:\n{got[1]}" for rank, got in came.items() if got and not got[0]), "")
-        if raised:  # perhaps because another one has died, of which the news may come a moment later
+        came = {rank: _end_of(waiting.pop(rank)) for rank in [rank for rank, end in waiting.items() if end in ready]}
+        if any(how == "raised" for how, _ in came.values()):
+            # Perhaps because another one has died, of which the news may come a moment later.
             time.sleep(_MOMENT_SECONDS)
             late = wait(list(waiting.values()), timeout=0)
-            came |= {rank: _result(end) for rank, end in waiting.items() if end in late}
-        for rank, got in came.items():
-            if got is None:
-                processes[rank].join(_GRACE_SECONDS)
-                died = f"died without a result: exit code {processes[rank].exitcode}"
-                raise RankError(rank, f"{died}; {raised}" if raised else died)
-        for rank, got in came.items():
-            assert got is not None
-            if not got[0]:
-                raise RankError(rank, f"raised:\n{got[1]}")
-            results[rank] = got[1]
+            came |= {rank: _end_of(end) for rank, end in waiting.items() if end in late}
+        bad = _bad_end(came, processes)
+        if bad is not None:
+            raise bad
+        for rank, (_, value) in came.items():
+            results[rank] = value
     for process in processes:
         process.join(_GRACE_SECONDS)
     return results
 
 
-def _result(end: Connection) -> tuple[bool, Any] | None:
-    """Whether a rank returned, and what; or what it raised. None where it died."""
+def _end_of(end: Connection) -> tuple[str, Any]:
+    """How a rank ended: "returned" what, "raised" which traceback, or "died"."""
     try:
-        result: tuple[bool, Any] = pickle.loads(end.recv_bytes())
+        succeeded, value = pickle.loads(end.recv_bytes())
     except EOFError:
-        return None
-    return result
+        return "died", None
+    return "returned" if succeeded else "raised", value
+
+
+def _bad_end(came: Mapping[int, tuple[str, Any]], processes: Sequence[Any]) -> RankError | None:
+    """Of the first rank that died, or else raised; None where all returned."""
+    raised = [(rank, f"raised:\n{text}") for rank, (how, text) in came.items() if how == "raised"]
+    died = [rank for rank, (how, _) in came.items() if how == "died"]
+    if died:
+        processes[died[0]].join(_GRACE_SECONDS)
+        others = "".join(f"; rank {rank} {said}" for rank, said in raised[:1])
+        return RankError(died[0], f"died without a result: exit code {processes[died[0]].exitcode}{others}")
+    return RankError(*raised[0]) if raised else None
 
 
 def _rank_main(
