@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.gpu_all import LIMITS, NOTHING_IS_TIMED, TARGETS, _results, judged, run_section
 from dlrm_autoshard.benchmarks.gpu_kernels import compared
+from dlrm_autoshard.benchmarks.gpu_peer import covered_share
 from dlrm_autoshard.benchmarks.gpu_sections import SECTIONS
 from dlrm_autoshard.benchmarks.harness import finish
 from dlrm_autoshard.benchmarks.planner_quality_record import LEARNED
@@ -246,6 +247,13 @@ def test_plans_on_a_gpu_are_compared_with_the_heuristic_that_is_best_of_all_task
     assert figures["20_tables_auto_v_best_heuristic"] == pytest.approx(1.1)
     assert figures["20_tables_auto_speedup_over_random"] == pytest.approx(1.3)
     assert spread["20_tables_auto_v_best_heuristic"] == pytest.approx([1.1, 1.1])
+
+
+def test_how_much_of_the_copying_other_work_hides() -> None:
+    copies, kernels = [(0.0, 4.0), (10.0, 14.0)], [(1.0, 2.0), (1.5, 3.0), (9.0, 11.0), (20.0, 30.0)]
+    assert covered_share(copies, kernels) == 3 / 8
+    assert covered_share(copies, []) == 0
+    assert covered_share(copies, [(-1.0, 15.0)]) == 1
 
 
 def test_every_section_of_gpu_all_exists() -> None:

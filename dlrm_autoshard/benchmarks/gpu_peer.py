@@ -1,12 +1,12 @@
 """Sections of `bench gpu-all` that time steps: in turns with TorchRec on the same batches, in turns with what else one
-may choose, and stage by stage beside what the micro-benchmark measures."""
+may choose, and stage by stage beside what the micro-benchmark measures, with how much of the copying is hidden."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,8 @@ def variants(folder: Path, seconds: float, found: dict[str, Any]) -> None:
 
 
 def stages(folder: Path, seconds: float, found: dict[str, Any]) -> None:
-    """What stages of real steps take on the device, and what planners are told by ids drawn for throwaway tables."""
+    """What stages of real steps take on the device, what planners are told by ids drawn for throwaway tables, and what
+    share of the time in which batches travel to the device other kernels run."""
     device = _join()
     for name, workload in WORKLOADS.items():
         job = OurJob(workload, workload.plan(1), 0, [batch.pinned() for batch in workload.batches()], device=device)
@@ -82,6 +83,9 @@ def stages(folder: Path, seconds: float, found: dict[str, Any]) -> None:
         job.run(2 * STEPS, sample_every=2)
         for stage, time in job.clock.summary().items():
             found[f"{name}: {stage} ms"] = time.median_ms
+        copies, kernels = _copies_and_kernels(job)
+        shown = covered_share(copies, kernels) if copies else "the trace shows no copy to the device"
+        found[f"{name}: share of copying beside kernels"] = shown
         del job
         probed = ShardProbe(device=device, buffer_gib=4.0).measure(
             workload.tables, workload.stats(), workload.batch_size
@@ -91,6 +95,39 @@ def stages(folder: Path, seconds: float, found: dict[str, Any]) -> None:
                 getattr(probed, f"{stage}_ms") / found[f"{name}: {stage} ms"]
             )
     dist.destroy_process_group()
+
+
+Span: TypeAlias = tuple[float, float]
+"""Start and end, in any one unit."""
+
+
+def covered_share(spans: Iterable[Span], others: Iterable[Span]) -> float:
+    """Of the time of `spans` (each begins when the one before has ended), the part in which one of `others` goes on."""
+    merged: list[list[float]] = []
+    for start, end in sorted(others):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(end, merged[-1][1])
+        else:
+            merged.append([start, end])
+    spans = list(spans)
+    covered = sum(max(0.0, min(end, e) - max(start, s)) for start, end in spans for s, e in merged)
+    return covered / sum(end - start for start, end in spans)
+
+
+def _copies_and_kernels(job: OurJob) -> tuple[list[Span], list[Span]]:
+    """Of some steps, by a trace of the device: copies to it, and all that computes on it."""
+    with torch.profiler.profile() as profiler:
+        job.run(STEPS)
+        torch.cuda.synchronize()
+    copies: list[Span] = []
+    kernels: list[Span] = []
+    for event in profiler.events() or ():
+        if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
+            continue
+        if "HtoD" in event.name or not event.name.startswith("Mem"):
+            of_its_kind = copies if "HtoD" in event.name else kernels
+            of_its_kind.append((event.time_range.start, event.time_range.end))
+    return copies, kernels
 
 
 def _join() -> torch.device:
