@@ -87,6 +87,7 @@ def test_what_is_done_is_not_done_again_and_what_fails_is_said(tmp_path: Path, m
 
     def run_arm(arm: str, world: World, folder: Path) -> dict[str, Any]:
         asked.append(arm)
+        (folder / arm).mkdir(parents=True, exist_ok=True)
         if arm == "round_robin":
             raise race_arms.BenchError("it does not fit")
         return finished(10.0, moves=[{"step": 7, "action": "moved", "predicted_gain": 0.2, "measured_gain": 0.1}])
@@ -137,6 +138,33 @@ def test_an_interrupted_race_says_what_is_missing_and_has_the_figures_of_what_is
     outcome = race.outcome_of(there, arms, 1, TINY)
     assert outcome["figures"]["calm: loop seconds"] == 10 and outcome["figures"]["tight: loop seconds"] == 20
     assert outcome["figures"]["seeds"] == 1
+
+
+def test_jobs_that_ran_elsewhere_are_no_pair_for_those_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_arm(arm: str, world: World, folder: Path) -> dict[str, Any]:
+        if not took:
+            raise KeyboardInterrupt
+        (folder / arm).mkdir(parents=True)
+        return finished(took, steps_seconds=5.0)
+
+    monkeypatch.setattr(race, "run_arm", run_arm)
+    both, there = ("loop", "planned"), tmp_path / "there"
+    there.mkdir()
+    took = 10.0
+    race.outcome_of(tmp_path, {"abrupt": both, "calm": both[:1]}, 1, TINY)
+    shutil.copy(tmp_path / "rows.jsonl", there)
+    took = 0.0
+    figures = race.outcome_of(there, {"abrupt": both, "calm": both}, 1, TINY)["figures"]
+    assert figures["calm: loop seconds"] == 10  # until a new job has ended
+    took = 20.0
+    figures = race.outcome_of(there, {"abrupt": both, "calm": both}, 1, TINY)["figures"]
+    assert [figures[f"abrupt: {arm} seconds"] for arm in both] == [10, 10]  # a world that is complete stays
+    assert [figures[f"calm: {arm} seconds"] for arm in both] == [20, 20]
+    took = 30.0
+    figures = race.outcome_of(there, {"calm": (*both, "round_robin")}, 1, TINY)["figures"]
+    assert [figures[f"calm: {arm} seconds"] for arm in (*both, "round_robin")] == [20, 20, 30]
 
 
 def test_shares_are_of_the_clairvoyants_gain_and_missing_arms_are_missed_targets() -> None:

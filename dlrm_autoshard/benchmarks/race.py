@@ -54,7 +54,8 @@ def outcome_of(folder: Path, arms: Arms, seeds: int, scale: Scale) -> dict[str, 
 
 
 def _saved_before(folder: Path) -> None:
-    """Runs that are in the rows alone, as where a clone goes on with those of the repository (results/rows)."""
+    """Runs that are in the rows alone, as where a clone goes on with those of the repository (results/rows): with the
+    worlds that are not complete in them."""
     for row in read_jsonl(folder / ROWS):
         name, seed, arm = row["of"]
         saved = folder / f"{name}-{seed}" / f"{arm}.json"
@@ -100,12 +101,22 @@ def _add_clocks(run: dict[str, Any], scale: Scale) -> None:
         run["planned_seconds"] = run["net_seconds"] + run["phases_seconds"].get("planning", 0.0)
 
 
+def _pairless(arms: Sequence[str], place: Path, runs: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Jobs of another day or machine, which are no pair for those that are still to run; and their plans, which take
+    turns with those of the others, are not here. So such a world is run anew as a whole."""
+    missing = any("seconds" not in runs[arm] and missing_peer(arm) is None for arm in arms)
+    return [arm for arm in arms if missing and "seconds" in runs[arm] and not (place / arm).exists()]
+
+
 def _run_missing(
     world: World, arms: Sequence[str], place: Path, runs: dict[str, dict[str, Any]], on: Mapping[str, Any]
 ) -> None:
     """Of one world and seed, into `runs`. on: the machine, as `slices.machine` says it."""
+    pairless = _pairless(arms, place, runs)
+    if pairless:
+        print(f"{world.name}, seed {world.seed}: {', '.join(pairless)} ran elsewhere, and run anew now", flush=True)
     for arm in np.random.default_rng([world.seed, WORLDS.index(world.name)]).permutation(list(arms)).tolist():
-        if "seconds" in runs[arm]:
+        if "seconds" in runs[arm] and arm not in pairless:
             continue
         reason = missing_peer(arm)
         if reason is not None:  # not saved: it may be there next time
@@ -117,6 +128,10 @@ def _run_missing(
                 found = run_arm(arm, world, place)
             except BenchError as error:
                 found = {"missing": str(error)}
+        while pairless:  # from the first new job on
+            old = pairless.pop()
+            runs[old] = {"missing": NOT_RUN}
+            (place / f"{old}.json").unlink()
         runs[arm] = {**found, "state": STATE, "commit": commit(), **on, **beside}
         (place / f"{arm}.json").write_text(json.dumps(runs[arm]))
         print(f"{world.name}, seed {world.seed}, {arm}: {found.get('missing') or found['seconds']}", flush=True)
