@@ -30,6 +30,7 @@ class DataSection(Section):
 
     on_bad_id: Literal["error", "clip", "hash"] = "error"
     prefetch_batches: Annotated[int, Field(ge=0, le=1000)] = 2
+    reader_threads: Annotated[int, Field(ge=1, le=64)] | None = None  # a rank; None: 1 on CPU, up to 4 for a GPU
 
 
 class SyntheticTable(Section):

@@ -101,6 +101,34 @@ def test_reading_ahead_changes_nothing_and_is_bounded() -> None:
     assert len(source.reads) == 3, "one in hand and two ahead"
 
 
+class Slow(Scripted):
+    """Counts how many read at once; the first sample's batch is the last to be there."""
+
+    def __init__(self, parallel_reads: bool) -> None:
+        super().__init__()
+        self.parallel_reads, self.now, self.most = parallel_reads, 0, 0
+
+    def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        time.sleep(0.05 if first == 0 else 0.005)
+        self.now -= 1
+        return super().read(split, epoch, first, last)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_several_threads_read_what_one_reads_and_at_once_only_where_the_source_bears_it(parallel: bool) -> None:
+    source = Slow(parallel)
+    alone = [batch.values_N.tolist() for batch in Loader(Scripted(), "train", 0, 7, 0, 1)]
+    together = [batch.values_N.tolist() for batch in Loader(source, "train", 0, 7, 0, 1, threads=4)]
+    assert together == alone
+    assert source.most > 1 if parallel else source.most == 1
+    bad = Slow(parallel)
+    bad.ids = {25: 1000}
+    with pytest.raises(DataError, match="sample 25 "), Loader(bad, "train", 0, 7, 0, 1, threads=4) as loader:
+        list(loader)
+
+
 def test_reuse_goes_over_the_first_batches_in_turn() -> None:
     batches = list(Loader(synthetic(reuse_batches=2, train_samples=60), "train", 0, 10, 0, 1))
     assert [batches[0].values_N.tolist(), batches[1].values_N.tolist()] * 3 == [b.values_N.tolist() for b in batches]
@@ -117,6 +145,9 @@ def test_closing_in_mid_epoch_ends_the_thread() -> None:
         next(batches)
         assert data_threads()
     assert list(batches) == []
+    assert not data_threads()
+    with Loader(synthetic(train_samples=10**6), "train", 0, 10, 0, 1, threads=3) as loader:
+        next(iter(loader))
     assert not data_threads()
 
 

@@ -83,7 +83,8 @@ class DataSource(Protocol):
     arithmetic on positions, with no reader state to save.
 
     reuse_batches: None, or the loader goes over the first so many global batches in turn (for benchmarks). One with
-    several tasks has `label_names`, too (see `label_names_of`).
+    several tasks has `label_names`, too (see `label_names_of`); one whose `read` several threads may call at once says
+    `parallel_reads = True`.
     """
 
     tables: tuple[TableConfig, ...]
@@ -94,7 +95,7 @@ class DataSource(Protocol):
 
     def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
         """Samples [first, last) of the epoch's order; size = global_size = last - first. DataError on bad data.
-        A job calls it from several threads, one at a time."""
+        A job calls it from several threads, one at a time but where `parallel_reads`."""
         ...
 
 

@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from threading import Lock
 from typing import Any
 
 from dlrm_autoshard.data.batch import Batch, DataSource, Split
@@ -25,8 +26,9 @@ class Loader:
     """Iterable once or many times; a sample's place depends on nothing but its position in the epoch.
 
     batch_size: samples a rank. first_sample: position in the epoch to start from (to resume). prefetch_batches: how
-    many to read ahead in a thread, on `cores` where they are given; 0 reads in the caller's. global_samples: the
-    epoch's length, if not the source's. pin: batches come in pinned memory, for a GPU; the thread that reads pins them.
+    many to read ahead, but at least one a thread; 0 reads in the caller's. threads: that read ahead, on `cores` where
+    they are given; how many changes nothing but the speed. global_samples: the epoch's length, if not the source's.
+    pin: batches come in pinned memory, for a GPU; the thread that reads pins them.
     labelled: False where nobody reads the labels, which then may be anything. finite: False where dense features and id
     weights may be infinite or NaN, for whoever leaves such batches out.
 
@@ -45,6 +47,7 @@ class Loader:
         world_size: int,
         first_sample: int = 0,
         prefetch_batches: int = 2,
+        threads: int = 1,
         global_samples: int | None = None,
         on_bad_id: OnBadId = "error",
         cores: Set[int] | None = None,
@@ -53,14 +56,16 @@ class Loader:
         finite: bool = True,
         reading: AbstractContextManager[Any] | None = None,
     ) -> None:
-        """reading: a lock that whoever reads from the source holds, where others do, too: few sources bear two."""
+        """reading: a lock that whoever reads from the source holds, where others do, too. Sources that bear several at
+        once say so (`parallel_reads`)."""
         self._source, self._split, self._epoch = source, split, epoch
         self._rank, self._world_size = rank, world_size
         self._global_batch = batch_size * world_size
         self._last_sample = source.num_samples(split) if global_samples is None else global_samples
         self._starts = range(first_sample, self._last_sample, self._global_batch)
-        self._prefetch_batches = prefetch_batches
-        self._cores, self._pin, self._reading = cores, pin, reading or nullcontext()
+        self._ahead, self._threads = prefetch_batches and max(prefetch_batches, threads), threads
+        self._cores, self._pin = cores, pin
+        self._reading = nullcontext() if getattr(source, "parallel_reads", False) else reading or Lock()
         self._labelled, self._finite = labelled, finite
         self._check = IdCheck(source.tables, on_bad_id)
         # Weak, so that an iterator that its user drops half-way ends at once.
@@ -71,7 +76,7 @@ class Loader:
         return len(self._starts)
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._prefetch_batches == 0:
+        if self._ahead == 0:
             return map(self._read, self._starts)
         batches = self._read_ahead()
         self._running.add(batches)
@@ -81,7 +86,7 @@ class Loader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stops reading ahead; waits for at most the one batch being read. Iterators left half-way end here."""
+        """Stops reading ahead; waits for no more than the batches being read. Iterators left half-way end here."""
         for batches in list(self._running):
             batches.close()
 
@@ -89,11 +94,11 @@ class Loader:
         starts = iter(self._starts)
         pending: deque[Future[Batch]] = deque()
         bind = partial(os.sched_setaffinity, 0, self._cores) if self._cores else None  # of the thread alone
-        reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data", initializer=bind)
+        reader = ThreadPoolExecutor(max_workers=self._threads, thread_name_prefix="data", initializer=bind)
         try:
             for start in starts:
                 pending.append(reader.submit(self._read, start))
-                if len(pending) > self._prefetch_batches:
+                if len(pending) > self._ahead:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()  # raises here what was raised there

@@ -58,7 +58,7 @@ class Straggler:
                 "its own work is not what is too much."
             )
         if self.cause == "slow data":
-            return f"{who}: it waits for its next batch. Raise data.prefetch_batches or check that host's disk."
+            return f"{who}: it waits for its next batch. Raise data.reader_threads or check that host's disk."
         if not self.tables:
             return f"{who}: not because of its tables."
         named = ", ".join(f"'{name}' ({share:.0%})" for name, share in self.tables)

@@ -5,6 +5,7 @@ job = Job(config, runtime, run_dir)         # tables placed, model made, the new
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,9 @@ from dlrm_autoshard.train.random_state import seed_all
 from dlrm_autoshard.train.selection import Selection
 from dlrm_autoshard.train.start_checks import check_settings, check_sizes, free_and_sharers
 from dlrm_autoshard.train.state import Position, TrainingState, plan_of
+
+_READERS_OF_A_GPU = 4
+"""Threads that read a rank's batches, where the host has the cores."""
 
 
 class Job:
@@ -180,6 +184,12 @@ class Job:
         epoch = -(-self.source.num_samples("train") // self.global_batch)
         return epoch if self.config.autoshard.reshard.every_epochs > 1 else steps_of_part(epoch, total)
 
+    def _usual_threads(self) -> int:
+        """That read data: one keeps ahead of a CPU's steps, not of a GPU's (GPU.md)."""
+        if self.runtime.device.type == "cpu":
+            return 1
+        return max(1, min(_READERS_OF_A_GPU, len(os.sched_getaffinity(0)) // self.runtime.local_world_size - 1))
+
     def batches(self, split: Split, epoch: int, first_sample: int = 0) -> Loader:
         """This rank's slices of an epoch."""
         train = self.config.train
@@ -192,6 +202,7 @@ class Job:
             self.runtime.world_size,
             first_sample=first_sample,
             prefetch_batches=self.config.data.prefetch_batches,
+            threads=self.config.data.reader_threads or self._usual_threads(),
             on_bad_id=self.config.data.on_bad_id,
             cores=self.runtime.loader_cores,
             pin=self.runtime.device.type == "cuda",

@@ -64,6 +64,7 @@ class DlrmDatasetsSource:
     """
 
     reuse_batches: int | None = None
+    parallel_reads = True
 
     def __init__(self, data: DlrmDatasetsData, tables: TablesConfig) -> None:
         if not data.files:

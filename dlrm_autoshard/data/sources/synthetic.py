@@ -39,6 +39,8 @@ class SyntheticSource:
     samples).
     """
 
+    parallel_reads = True
+
     def __init__(self, data: SyntheticData, tables: tuple[TableConfig, ...]) -> None:
         self.tables = tables
         self.num_dense = data.num_dense

@@ -63,6 +63,7 @@ class CriteoSource:
 
     num_dense = NUM_INTEGERS
     reuse_batches: int | None = None
+    parallel_reads = True
 
     def __init__(self, data: CriteoData, tables: TablesConfig, splits: Sequence[Split] = SPLITS) -> None:
         """splits: what will be read."""
@@ -97,11 +98,11 @@ class CriteoSource:
     def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
         pieces = list(_between(self._pieces[split], first, last))
         size = last - first
-        values = []
+        values = [np.empty(0, np.int32)]
         for table, config in enumerate(self.tables):
-            ids = [day.ids_T[table][start:stop].reshape(-1) for day, start, stop in pieces]
-            values_N = np.concatenate([np.empty(0, np.int32), *map(_signed, ids)])
-            values.append(values_N % config.num_embeddings if self._modulo else values_N)
+            for day, start, stop in pieces:
+                ids = _signed(day.ids_T[table][start:stop].reshape(-1))
+                values.append(_within(ids, config.num_embeddings) if self._modulo else ids)
         dense = [day.dense[start:stop] for day, start, stop in pieces]
         labels = [day.labels[start:stop].reshape(-1) for day, start, stop in pieces]
         return Batch(
@@ -205,7 +206,14 @@ def _expect_shape(path: Path, array: NDArray[Any], rows: int, columns: int | Non
 
 def _signed(ids: NDArray[np.integer]) -> NDArray[np.integer]:
     """Beside int32, uint64 would become float64. What does not fit comes out negative, and is refused as such."""
-    return ids.astype(np.int64) if ids.dtype.kind == "u" else ids
+    return ids if ids.dtype.name in ("int32", "int64") else ids.astype(np.int64)
+
+
+def _within(ids: NDArray[np.integer], rows: int) -> NDArray[np.integer]:
+    """Ids modulo the rows. Many logs have none beyond: to see that takes a fraction of what dividing all does."""
+    if ids.min(initial=0) >= 0 and ids.max(initial=0) < rows:
+        return ids
+    return (ids if rows <= np.iinfo(ids.dtype).max else ids.astype(np.int64)) % rows
 
 
 def _recorded_rows(directory: Path) -> list[int] | None:
