@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
 from dlrm_autoshard.data.batch import Batch, DataError, DataSource, Split
-from dlrm_autoshard.data.loader import Loader
+from dlrm_autoshard.data.loader import Loader, usual_threads
 from dlrm_autoshard.data.open import open_source
 from tests.scripted_source import Scripted
 
@@ -127,6 +127,17 @@ def test_several_threads_read_what_one_reads_and_at_once_only_where_the_source_b
     bad.ids = {25: 1000}
     with pytest.raises(DataError, match="sample 25 "), Loader(bad, "train", 0, 7, 0, 1, threads=4) as loader:
         list(loader)
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "ranks", "threads"),
+    [("cpu", 64, 2, 1), ("cuda", 16, 1, 4), ("cuda", 16, 4, 3), ("cuda", 8, 8, 1), ("cuda", 2, 4, 1)],
+)
+def test_a_gpu_has_as_many_threads_that_read_as_the_host_has_cores_for(
+    device: str, cores: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
+    assert usual_threads(torch.device(device), ranks) == threads
 
 
 def test_reuse_goes_over_the_first_batches_in_turn() -> None:

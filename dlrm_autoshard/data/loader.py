@@ -16,10 +16,21 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
+import torch
+
 from dlrm_autoshard.data.batch import Batch, DataSource, Split
 from dlrm_autoshard.data.form_check import check_form
 from dlrm_autoshard.data.id_check import IdCheck, OnBadId
 from dlrm_autoshard.data.value_check import check_finite, check_labels
+
+_MOST_FOR_A_GPU = 4
+
+
+def usual_threads(device: torch.device, local_world_size: int) -> int:
+    """That read a rank's batches. One keeps ahead of steps on a CPU; a GPU's steps outrun it (distributed/GPU.md), so
+    that they get what cores the host has for each rank beside its own, up to four."""
+    cores = len(os.sched_getaffinity(0)) // local_world_size
+    return 1 if device.type == "cpu" else max(1, min(_MOST_FOR_A_GPU, cores - 1))
 
 
 class Loader:

@@ -5,7 +5,6 @@ job = Job(config, runtime, run_dir)         # tables placed, model made, the new
 
 from __future__ import annotations
 
-import os
 import time
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.autoshard.sampling import steps_of_part
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import Split, label_names_of
-from dlrm_autoshard.data.loader import Loader
+from dlrm_autoshard.data.loader import Loader, usual_threads
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.data.statistics import measure_stats
 from dlrm_autoshard.distributed.dense import DataParallelDense
@@ -36,9 +35,6 @@ from dlrm_autoshard.train.random_state import seed_all
 from dlrm_autoshard.train.selection import Selection
 from dlrm_autoshard.train.start_checks import check_settings, check_sizes, free_and_sharers
 from dlrm_autoshard.train.state import Position, TrainingState, plan_of
-
-_READERS_OF_A_GPU = 4
-"""Threads that read a rank's batches, where the host has the cores."""
 
 
 class Job:
@@ -184,12 +180,6 @@ class Job:
         epoch = -(-self.source.num_samples("train") // self.global_batch)
         return epoch if self.config.autoshard.reshard.every_epochs > 1 else steps_of_part(epoch, total)
 
-    def _usual_threads(self) -> int:
-        """That read data: one keeps ahead of a CPU's steps, not of a GPU's (GPU.md)."""
-        if self.runtime.device.type == "cpu":
-            return 1
-        return max(1, min(_READERS_OF_A_GPU, len(os.sched_getaffinity(0)) // self.runtime.local_world_size - 1))
-
     def batches(self, split: Split, epoch: int, first_sample: int = 0) -> Loader:
         """This rank's slices of an epoch."""
         train = self.config.train
@@ -202,7 +192,8 @@ class Job:
             self.runtime.world_size,
             first_sample=first_sample,
             prefetch_batches=self.config.data.prefetch_batches,
-            threads=self.config.data.reader_threads or self._usual_threads(),
+            threads=self.config.data.reader_threads
+            or usual_threads(self.runtime.device, self.runtime.local_world_size),
             on_bad_id=self.config.data.on_bad_id,
             cores=self.runtime.loader_cores,
             pin=self.runtime.device.type == "cuda",
