@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dlrm_autoshard.config import Config, TableOptimizerConfig, load_config
 from dlrm_autoshard.data.batch import DataSource, Split, has_id_weights, label_names_of
-from dlrm_autoshard.data.loader import Loader
+from dlrm_autoshard.data.loader import Loader, usual_threads
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
@@ -50,10 +50,19 @@ class SavedModel:
         if self.source.num_samples(split) == 0:
             raise UserError(f"the data has no samples in split '{split}'.")
         batch_size = self.config.train.eval_batch_size or self.config.train.batch_size
-        bf16 = self.config.train.dense_dtype == "bf16"
+        bf16, data = self.config.train.dense_dtype == "bf16", self.config.data
         found, labels = [], []
         with Loader(
-            self.source, split, 0, batch_size, 0, 1, on_bad_id=self.config.data.on_bad_id, labelled=self.labelled
+            self.source,
+            split,
+            0,
+            batch_size,
+            0,
+            1,
+            prefetch_batches=data.prefetch_batches,
+            threads=data.reader_threads or usual_threads(self.embeddings.device, 1),
+            on_bad_id=data.on_bad_id,
+            labelled=self.labelled,
         ) as batches:
             for batch in batches:
                 found.append(predict(self.dense, self.embeddings, batch, autocast=bf16).cpu())
