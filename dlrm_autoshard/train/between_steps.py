@@ -187,11 +187,13 @@ class BetweenSteps(Job):
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """What is not training is left out of an interval's throughput."""
+        """What is not training is left out of an interval's throughput, and of the speed that is shown."""
         started = time.perf_counter()
         yield
-        self.seconds[phase] += time.perf_counter() - started
-        self.intervals.exclude(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self.seconds[phase] += seconds
+        self.intervals.exclude(seconds)
+        self.display.exclude(seconds)
 
     def log_metrics(self, split: str, metrics: Mapping[str, float], epoch: int | None = None) -> None:
         self.journal.metrics(self.position.step, self.position.epoch if epoch is None else epoch, split, metrics)

@@ -35,7 +35,9 @@ class Display:
         """level: lines below it are not shown."""
         self.console = Console(stderr=False, quiet=not active, soft_wrap=True, highlight=False)
         self._handler = _OnConsole(self.console) if active else logging.NullHandler()
-        self._total_steps, self._last_done, self._last_time = total_steps, done, time.perf_counter()
+        self._total_steps, self._first_done = total_steps, done
+        self._last_done, self._last_time = done, time.perf_counter()
+        self._apart = self._apart_before = 0.0  # seconds that were no training: since the last line, and before it
         LOG.setLevel(level.upper())
         self._bar: Progress | None = None
         if active and sys.stdout.isatty():
@@ -73,16 +75,23 @@ class Display:
     def line(self, text: str) -> None:
         LOG.info(text)
 
+    def exclude(self, seconds: float) -> None:
+        """They were spent between two steps, on an evaluation, say."""
+        self._apart += seconds
+
     def progress(self, done: int, loss: float, batch_size: int) -> None:
-        """A line for those who see no bar: how fast since the last such line, and how long it will take.
+        """A line for those who see no bar: how fast steps were since the last such line, and how long it will take,
+        with as much between steps as there was so far.
 
         done: steps. batch_size: over all ranks.
         """
         now = time.perf_counter()
-        seconds_a_step = (now - self._last_time) / max(1, done - self._last_done)
-        self._last_done, self._last_time = done, now
+        seconds_a_step = (now - self._last_time - self._apart) / max(1, done - self._last_done)
+        apart = self._apart_before + self._apart
+        self._last_done, self._last_time, self._apart_before, self._apart = done, now, apart, 0.0
         if self._bar is None:
-            left = duration((self._total_steps - done) * seconds_a_step)
+            apart_a_step = apart / max(1, done - self._first_done)
+            left = duration((self._total_steps - done) * (seconds_a_step + apart_a_step))
             speed = f"{batch_size / seconds_a_step:,.0f} examples/s"
             self.line(f"step {done} of {self._total_steps}  {speed}  loss {loss:.4f}  eta {left}")
 

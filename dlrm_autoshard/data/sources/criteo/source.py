@@ -98,7 +98,7 @@ class CriteoSource:
     def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
         pieces = list(_between(self._pieces[split], first, last))
         size = last - first
-        values = [np.empty(0, np.int32)]
+        values: list[NDArray[np.integer]] = [np.empty(0, np.int32)]
         for table, config in enumerate(self.tables):
             for day, start, stop in pieces:
                 ids = _signed(day.ids_T[table][start:stop].reshape(-1))

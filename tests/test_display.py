@@ -1,0 +1,32 @@
+"""What is shown while training: speeds are of steps, and what is left includes what comes between them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from dlrm_autoshard.train import display as module
+from dlrm_autoshard.train.display import Display
+
+
+def test_an_evaluation_slows_no_step_down_and_the_eta_knows_of_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
+    shown = Display(False, total_steps=110, done=10)
+    with caplog.at_level(logging.INFO, "dlrm_autoshard"):
+        now += 10.0  # 20 steps of half a second
+        shown.progress(30, 0.5, 64)
+        now += 10.0 + 20.0  # 20 more, and an evaluation
+        shown.exclude(20.0)
+        shown.progress(50, 0.5, 64)
+        now += 10.0
+        shown.progress(70, 0.5, 64)
+    fast = "128 examples/s  loss 0.5000  eta"
+    assert [record.message for record in caplog.records] == [
+        f"step 30 of 110  {fast} 40 s",
+        f"step 50 of 110  {fast} 60 s",  # half a second a step, and another of evaluations
+        f"step 70 of 110  {fast} 33 s",
+    ]
