@@ -38,13 +38,14 @@ def exchange(rank: int, world_size: int) -> list[float]:
 
 
 def main() -> None:
+    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     facts: dict[str, Any] = {
         "kernel": None,
         "kernel_error": None,
         "exchange_error": None,
         "nccl": dist.is_nccl_available(),
         "torch_cuda": torch.version.cuda,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpus": [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)" for gpu in gpus],
     }
     try:
         facts["kernel"] = train_one_row()
