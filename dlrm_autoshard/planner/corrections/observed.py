@@ -43,15 +43,16 @@ _Kind = tuple[tuple[TableConfig, ...], tuple[TableStats, ...]]
 @dataclass(frozen=True)
 class Observed:
     """Measurements beside their predictions, uncorrected. N sets of tables: a rank's in a profile, or a start-up shard;
-    inside_NT: which tables are in each. Tables include parts that were measured; R: whole tables."""
+    inside_NT: which tables are in each; E: all of these, set by set. Tables include parts that were measured; R: whole
+    tables."""
 
     profiles: Sequence[StepProfile]
     tables: tuple[TableConfig, ...]
     parts: Parts
-    summary_NTK: list[np.ndarray]  # of each different list of tables; `kind_N` says which
-    log_data_KR2: np.ndarray  # of each kind: how far its tables' log lookups and log reuse are from the first (`FAR`)
-    kind_N: np.ndarray
+    log_data_KR2: np.ndarray  # of each list of tables: how far their log lookups and reuse are from the first (`FAR`)
+    kind_N: np.ndarray  # which list a set's tables are of
     inside_NT: np.ndarray
+    summary_EK: np.ndarray
     measured_N2: np.ndarray
     noise_N: np.ndarray
     profile_N: np.ndarray  # -1 of a start-up shard
@@ -72,7 +73,16 @@ class Observed:
 
     @cached_property
     def _sums_NK(self) -> np.ndarray:
-        return np.stack([own @ self.summary_NTK[k] for own, k in zip(self.inside_NT, self.kind_N, strict=True)])
+        return self._added_up(self.summary_EK)
+
+    def _added_up(self, values_EK: np.ndarray) -> np.ndarray:
+        """[N, K] over each set's tables."""
+        count_N = self.inside_NT.sum(axis=1)
+        filled_N = np.flatnonzero(count_N)
+        sums = np.zeros((len(count_N), values_EK.shape[1]))
+        if len(filled_N):
+            sums[filled_N] = np.add.reduceat(values_EK, (count_N.cumsum() - count_N)[filled_N])
+        return sums
 
     @cached_property
     def dearest_2(self) -> np.ndarray:
@@ -126,16 +136,17 @@ class Observed:
             pair = (shard.fwd_compute_ms, shard.bwd_compute_ms)
             moment = -1 if shard.moment is None else shard.moment
             rows.append((kind_of(shard.tables, shard.stats), inside, pair, shard.noise, -1, -1, moment))
-        summaries, log_data = _of_kinds(list(kinds), column, wholes, model, batch_size)
+        summaries, at_KT, log_data = _of_kinds(list(kinds), column, wholes, model, batch_size)
         kinds_N, insides, pairs, noises, numbers, ranks, moments = zip(*rows, strict=True) if rows else ((),) * 7
+        kind_N, inside_NT = np.array(kinds_N, dtype=int), np.array(insides, dtype=bool).reshape(-1, len(tables))
         return Observed(
             profiles=profiles,
             tables=tables,
             parts=Parts(tables),
-            summary_NTK=summaries,
             log_data_KR2=_since_the_first(log_data, wholes.num_wholes),
-            kind_N=np.array(kinds_N, dtype=int),
-            inside_NT=np.array(insides, dtype=bool).reshape(-1, len(tables)),
+            kind_N=kind_N,
+            inside_NT=inside_NT,
+            summary_EK=summaries[at_KT[kind_N][inside_NT]],
             measured_N2=np.array(pairs, dtype=np.float64).reshape(-1, 2),
             noise_N=np.array(noises, dtype=np.float64),
             profile_N=np.array(numbers, dtype=int),
@@ -149,17 +160,12 @@ class Observed:
         """Rows of forward, backward, then signs, all in one era. table_T2: log factors of the tables, about which
         shares are taken."""
         log_T2 = np.zeros((len(self.tables), 2)) if table_T2 is None else table_T2
-        sums = np.zeros((len(self.kind_N), NUM_SUMMARY))
-        share_N2T = np.zeros((len(self.kind_N), 2, len(self.tables)))
-        for kind, summary_TK in enumerate(self.summary_NTK):
-            own = np.flatnonzero(self.kind_N == kind)
-            corrected = summary_TK.copy()
-            corrected[:, COST] *= np.exp(log_T2)
-            sums[own] = self.inside_NT[own] @ corrected
-            for stage in (0, 1):
-                share_N2T[own, stage] = self.inside_NT[own] * corrected[:, COST.start + stage]
-        if len(sums):
-            share_N2T /= (sums[:, COST] + self.model.launch_S)[:, :, None]
+        set_E, table_E = np.nonzero(self.inside_NT)
+        corrected_EK = self.summary_EK.copy()
+        corrected_EK[:, COST] *= np.exp(log_T2)[table_E]
+        sums = self._added_up(corrected_EK)
+        share_N2T = np.zeros((len(sums), 2, len(self.tables)))
+        share_N2T[set_E, :, table_E] = corrected_EK[:, COST] / (sums[:, COST] + self.model.launch_S)[set_E]
         predicted_N2 = self.model.device_ms(sums.astype(np.float32)).astype(np.float64)
         off_N2 = np.log(self.measured_N2 / predicted_N2) + np.einsum("nst,ts->ns", share_N2T, log_T2)
         count = len(self.kind_N)
@@ -235,30 +241,31 @@ def _of_kinds(
     wholes: Parts,
     model: CostModel,
     batch_size: int,
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Of each list of tables [T, K] summaries, zeros of those that are not in it, and [R, 2] logarithms of lookups and
-    reuse, not a number of those. One pass of the network for all: a start has a hundred lists of one table."""
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Summaries [., K] of all lists of tables, one after the other; where each table of a list is in them [kinds, T],
+    at the end (zeros) if it is not in that list; and of each list [R, 2] logarithms of lookups and reuse, not a number
+    of others. One pass of the network for all: a start has a hundred lists of one table."""
+    at_KT = np.full((len(kinds), len(column)), -1)
     if not kinds:
-        return [], []
+        return np.zeros((1, NUM_SUMMARY)), at_KT, []
     every = model.summaries(
         [table for own, _ in kinds for table in own], [stat for _, stats in kinds for stat in stats], batch_size
     )
     every_data = [(s.mean_pooling, s.mean_reuse) for _, stats in kinds for s in stats]
     log_data_every = np.log(np.maximum(np.array(every_data).reshape(-1, 2), LEAST))
-    places: dict[int, tuple[list[int], np.ndarray]] = {}  # of a list's tables, by its identity: most kinds have one
-    summaries, log_data, start = [], [], 0
-    for own, _ in kinds:
-        if id(own) not in places:
-            places[id(own)] = [column[table] for table in own], wholes.wholes(own).argmax(axis=1)
-        columns, numbers = places[id(own)]
-        summary = np.zeros((len(column), every.shape[1]))
-        summary[columns] = every[start : start + len(own)]
+    whole_T = wholes.wholes(list(column)).argmax(axis=1)
+    columns_of: dict[int, list[int]] = {}  # a list's tables, by its identity: most kinds have one
+    log_data, start = [], 0
+    for at_T, (own, _) in zip(at_KT, kinds, strict=True):
+        if id(own) not in columns_of:
+            columns_of[id(own)] = [column[table] for table in own]
+        columns, end = columns_of[id(own)], start + len(own)
+        at_T[columns] = range(start, end)
         data = np.full((wholes.num_wholes, 2), np.nan)
-        data[numbers] = log_data_every[start : start + len(own)]
-        summaries.append(summary)
+        data[whole_T[columns]] = log_data_every[start:end]
         log_data.append(data)
-        start += len(own)
-    return summaries, log_data
+        start = end
+    return np.concatenate([every, np.zeros_like(every[:1])]), at_KT, log_data
 
 
 def _since_the_first(log_data: Sequence[np.ndarray], num_tables: int) -> np.ndarray:
