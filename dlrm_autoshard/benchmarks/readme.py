@@ -15,6 +15,7 @@ from typing import Any
 from dlrm_autoshard.benchmarks.harness import STATE, BenchError, Listing, available
 from dlrm_autoshard.benchmarks.paired import in_words
 from dlrm_autoshard.benchmarks.pitch import NET, RACES, pitch
+from dlrm_autoshard.benchmarks.race_summary import LEAST_GAIN
 from dlrm_autoshard.benchmarks.race_worlds import IN_WORDS
 from dlrm_autoshard.benchmarks.readme_rows import ROWS, Row
 
@@ -28,7 +29,7 @@ Record = Mapping[str, Any]
 ARMS = ("planned", "loop", "clairvoyant", "torchrec")
 RATIOS = ("loop on / loop off", f"loop on / loop off{NET}", "torchrec / loop on")
 SHARES = {"recovered": "", f"recovered of all seeds' seconds{NET}": NET}
-LITTLE, NOTHING = "of {:.1%}: too little", "within the noise"
+LITTLE, UNASKED, NOTHING = "of {:.1%}: too little", "of {:.1%}: no target", "within the noise"
 WORLDS_HEAD = (
     "| what changes | static plan, s | with resharding, s | clairvoyant, s | TorchRec, s | with / static "
     "| in turns | TorchRec / with | recovered, of medians | in turns, of all seeds | moves, back | commit; CPU |"
@@ -166,9 +167,9 @@ def _judged(record: Record, figure: str, *, spread: bool = True) -> str:
 
 
 def _share(record: Record, world: str, key: str, clock: str) -> str:
-    """That was recovered of what a clairvoyant gains, or how little that is."""
+    """That was recovered of what a clairvoyant gains, or how little that is; where nothing changes nothing is to be."""
     gain, share = record["figures"].get(f"{world}: static / clairvoyant{clock}"), _judged(record, f"{world}: {key}")
-    return share if share or gain is None else LITTLE.format(gain - 1)
+    return share if share or gain is None else (LITTLE if gain - 1 < LEAST_GAIN else UNASKED).format(gain - 1)
 
 
 def worlds(record: Record) -> list[str]:
