@@ -111,12 +111,13 @@ def read_slowly(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
             return read(*place)
 
         made.source.read = slow  # type: ignore[method-assign, assignment]
+        made.source.parallel_reads = False  # type: ignore[attr-defined]
         made.run()
     return most, calls
 
 
 def test_an_evaluation_within_an_epoch_never_reads_while_the_epoch_is_read(tmp_path: Path) -> None:
-    """A source that seeks in a file would give one the other's samples."""
+    """A source that does not say `parallel_reads`: one that seeks in a file would give one the other's samples."""
     [(most, calls)] = run_ranks(read_slowly, 1, tmp_path, timeout=90)
     assert most == 1 and calls > 100
 
