@@ -54,8 +54,8 @@ def outcome_of(folder: Path, arms: Arms, seeds: int, scale: Scale) -> dict[str, 
 
 
 def _saved_before(folder: Path) -> None:
-    """Runs that are in the rows alone, as where a clone goes on with those of the repository (results/rows): with the
-    worlds that are not complete in them."""
+    """Runs that are in the rows alone, as where a clone goes on with those of the repository (results/rows): with whole
+    worlds, as `_pairless` says."""
     for row in read_jsonl(folder / ROWS):
         name, seed, arm = row["of"]
         saved = folder / f"{name}-{seed}" / f"{arm}.json"
@@ -114,7 +114,7 @@ def _run_missing(
     """Of one world and seed, into `runs`. on: the machine, as `slices.machine` says it."""
     pairless = _pairless(arms, place, runs)
     if pairless:
-        print(f"{world.name}, seed {world.seed}: {', '.join(pairless)} ran elsewhere, and run anew now", flush=True)
+        print(f"{world.name}, seed {world.seed}: {', '.join(pairless)} ran elsewhere; all arms run anew", flush=True)
     for arm in np.random.default_rng([world.seed, WORLDS.index(world.name)]).permutation(list(arms)).tolist():
         if "seconds" in runs[arm] and arm not in pairless:
             continue
