@@ -124,9 +124,11 @@ def _copies_and_kernels(job: OurJob) -> tuple[list[Span], list[Span]]:
     for event in profiler.events() or ():
         if event.device_type != torch.autograd.DeviceType.CUDA or event.is_user_annotation:
             continue
-        if "HtoD" in event.name or not event.name.startswith("Mem"):
-            of_its_kind = copies if "HtoD" in event.name else kernels
-            of_its_kind.append((event.time_range.start, event.time_range.end))
+        span = (event.time_range.start, event.time_range.end)
+        if "HtoD" in event.name:
+            copies.append(span)
+        elif not event.name.startswith("Mem"):
+            kernels.append(span)
     return copies, kernels
 
 

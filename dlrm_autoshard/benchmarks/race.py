@@ -128,10 +128,10 @@ def _run_missing(
                 found = run_arm(arm, world, place)
             except BenchError as error:
                 found = {"missing": str(error)}
-        while pairless:  # from the first new job on
-            old = pairless.pop()
+        for old in pairless:  # from the first new job on
             runs[old] = {"missing": NOT_RUN}
             (place / f"{old}.json").unlink()
+        pairless = []
         runs[arm] = {**found, "state": STATE, "commit": commit(), **on, **beside}
         (place / f"{arm}.json").write_text(json.dumps(runs[arm]))
         print(f"{world.name}, seed {world.seed}, {arm}: {found.get('missing') or found['seconds']}", flush=True)

@@ -74,7 +74,7 @@ class Loader:
         self._global_batch = batch_size * world_size
         self._last_sample = source.num_samples(split) if global_samples is None else global_samples
         self._starts = range(first_sample, self._last_sample, self._global_batch)
-        self._ahead, self._threads = prefetch_batches and max(prefetch_batches, threads), threads
+        self._ahead, self._threads = 0 if prefetch_batches == 0 else max(prefetch_batches, threads), threads
         self._cores, self._pin = cores, pin
         self._reading = nullcontext() if getattr(source, "parallel_reads", False) else reading or Lock()
         self._labelled, self._finite = labelled, finite
