@@ -76,6 +76,14 @@ def test_a_tight_world_has_a_plan(seed: int) -> None:
     assert task.allows(Planner("size_greedy").plan(task).plan)
 
 
+def test_in_a_tight_world_the_heuristic_keeps_to_the_memory_and_round_robin_is_refused(tmp_path: Path) -> None:
+    world = World("tight", 0, Scale(tables=12, gib=0.05, batch=64, epochs=2, steps=10, distinct=2, checkpoints=False))
+    world.draw_data(tmp_path / "data")
+    assert race_arms.run_arm("heuristic", world, tmp_path)["seconds"] > 0
+    with pytest.raises(race_arms.Refused, match="short"):
+        race_arms.run_arm("round_robin", world, tmp_path)
+
+
 def finished(seconds: float, **more: Any) -> dict[str, Any]:
     points = [[seconds / 2, 5], [seconds, 10]]
     costs = {"phases_seconds": {}, "profiling_seconds": 0.2, "deciding_seconds": 0.1, "moving_seconds": 0.1}
@@ -89,7 +97,9 @@ def test_what_is_done_is_not_done_again_and_what_fails_is_said(tmp_path: Path, m
         asked.append(arm)
         (folder / arm).mkdir(parents=True, exist_ok=True)
         if arm == "round_robin":
-            raise race_arms.BenchError("it does not fit")
+            raise race_arms.BenchError("it broke")
+        if arm == "heuristic":
+            raise race_arms.Refused("it does not fit")
         return finished(10.0, moves=[{"step": 7, "action": "moved", "predicted_gain": 0.2, "measured_gain": 0.1}])
 
     def steps_in_turns(world: World, folder: Path, arms: Sequence[str]) -> tuple[dict[str, list[float]], Any]:
@@ -100,20 +110,22 @@ def test_what_is_done_is_not_done_again_and_what_fails_is_said(tmp_path: Path, m
     monkeypatch.setattr(race, "steps_in_turns", steps_in_turns)
     monkeypatch.setattr(race, "other_work", lambda: nullcontext({"load_beside": 0.0}))  # else another each time
     monkeypatch.setattr(race, "machine", lambda: {"load_before": 0.0})
-    arms: race_arms.Arms = {"calm": ("loop", "planned", "round_robin")}
+    arms: race_arms.Arms = {"calm": ("loop", "planned", "round_robin", "heuristic")}
     once = race.race(tmp_path, arms, 1, TINY)
     assert sorted(asked[:-1]) == sorted(arms["calm"]) and asked.pop() == "turns"
     # In two of three rounds, whether the machine was slow in them or not, it took half as long.
     assert [once["calm"][0][arm]["steps_seconds"] for arm in ("planned", "loop")] == [5, 2.5]
     found = race_summary.summarise(once, arms, 1)["figures"]
     assert (found[race_summary.MISJUDGED], found[f"{race_summary.MISJUDGED}, in turns"]) == pytest.approx((10, 5))
-    assert race.race(tmp_path, arms, 1, TINY) == once and asked[3:] == ["round_robin"]  # what failed is tried again
+    assert race.race(tmp_path, arms, 1, TINY) == once and asked[4:] == ["round_robin"]  # what failed is tried again
     saved = tmp_path / "calm-0" / "loop.json"
     saved.write_text(json.dumps(json.loads(saved.read_text()) | {"state": -1}))  # of an earlier state of the code
     asked.clear()
     race.race(tmp_path, arms, 1, TINY)
     assert sorted(asked) == ["loop", "round_robin", "turns"]
-    assert "calm, seed 0, round_robin: missing: it does not fit" in race_summary.summarise(once, arms, 1)["notes"]
+    notes = race_summary.summarise(once, arms, 1)["notes"]
+    assert "calm, seed 0, round_robin: missing: it broke" in notes
+    assert "calm, seed 0, heuristic: missing: it does not fit" in notes
 
 
 def test_an_interrupted_race_says_what_is_missing_and_has_the_figures_of_what_is_there(

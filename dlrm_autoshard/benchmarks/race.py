@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_autoshard.benchmarks.harness import STATE, BenchError, commit
-from dlrm_autoshard.benchmarks.race_arms import ARMS, Arms, Runs, missing_peer, run_arm
+from dlrm_autoshard.benchmarks.race_arms import ARMS, Arms, Refused, Runs, missing_peer, run_arm
 from dlrm_autoshard.benchmarks.race_picture import page, panels
 from dlrm_autoshard.benchmarks.race_summary import every, summarise
 from dlrm_autoshard.benchmarks.race_turns import in_typical_round, steps_in_turns
@@ -87,9 +87,13 @@ def race(folder: Path, arms: Arms, seeds: int, scale: Scale) -> Runs:
 
 
 def _saved(path: Path) -> dict[str, Any]:
-    """A run that ended, in this state of the code; one that failed is tried again."""
+    """A run that ended or was refused, in this state of the code; one that failed is tried again."""
     known = json.loads(path.read_text()) if path.exists() else {}
-    return known if known.get("state") == STATE and "seconds" in known else {"missing": NOT_RUN}
+    return known if known.get("state") == STATE and _settled(known) else {"missing": NOT_RUN}
+
+
+def _settled(run: Mapping[str, Any]) -> bool:
+    return "seconds" in run or run.get("refused", False)
 
 
 def _add_clocks(run: dict[str, Any], scale: Scale) -> None:
@@ -104,8 +108,8 @@ def _add_clocks(run: dict[str, Any], scale: Scale) -> None:
 def _pairless(arms: Sequence[str], place: Path, runs: Mapping[str, dict[str, Any]]) -> list[str]:
     """Jobs of another day or machine, which are no pair for those that are still to run; and their plans, which take
     turns with those of the others, are not here. So such a world is run anew as a whole."""
-    missing = any("seconds" not in runs[arm] and missing_peer(arm) is None for arm in arms)
-    return [arm for arm in arms if missing and "seconds" in runs[arm] and not (place / arm).exists()]
+    missing = any(not _settled(runs[arm]) and missing_peer(arm) is None for arm in arms)
+    return [arm for arm in arms if missing and _settled(runs[arm]) and not (place / arm).exists()]
 
 
 def _run_missing(
@@ -116,7 +120,7 @@ def _run_missing(
     if pairless:
         print(f"{world.name}, seed {world.seed}: {', '.join(pairless)} ran elsewhere; all arms run anew", flush=True)
     for arm in np.random.default_rng([world.seed, WORLDS.index(world.name)]).permutation(list(arms)).tolist():
-        if "seconds" in runs[arm] and arm not in pairless:
+        if _settled(runs[arm]) and arm not in pairless:
             continue
         reason = missing_peer(arm)
         if reason is not None:  # not saved: it may be there next time
@@ -127,7 +131,7 @@ def _run_missing(
             try:
                 found = run_arm(arm, world, place)
             except BenchError as error:
-                found = {"missing": str(error)}
+                found = {"missing": str(error), "refused": isinstance(error, Refused)}
         for old in pairless:  # from the first new job on
             runs[old] = {"missing": NOT_RUN}
             (place / f"{old}.json").unlink()

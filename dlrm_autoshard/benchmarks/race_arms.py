@@ -22,17 +22,20 @@ from typing import Any
 
 import yaml
 
+from dlrm_autoshard.autoshard.initial_plan import memory_asked
 from dlrm_autoshard.benchmarks.harness import BenchError
 from dlrm_autoshard.benchmarks.loop_job import profiling_seconds
 from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
 from dlrm_autoshard.benchmarks.race_worlds import RANKS, World, WorldName
+from dlrm_autoshard.config import parse_config
+from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.data.statistics import measure_stats
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.search.greedy import HEURISTICS
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import read_jsonl
-from dlrm_autoshard.tables import TableStats
 
 ARMS = ("round_robin", "heuristic", "planned", "loop", "clairvoyant", "torchrec", "torchrec_our_plan")
 Arms = Mapping[WorldName, Sequence[str]]
@@ -44,6 +47,12 @@ DECIDES_EVERY = 100
 PLANNING_SECONDS = 60.0
 """Of a clairvoyant's start. With the usual 20 a start beside a busy core had no time left to measure what spares it."""
 POLL_SECONDS, LIMIT_SECONDS = 0.1, 3600
+REFUSED = 2
+"""The status with which a command ends that says what is wrong with its settings."""
+
+
+class Refused(BenchError):
+    """A job that refuses what it is asked for, as round robin does where it overflows a rank; it would do so again."""
 
 
 def missing_peer(arm: str) -> str | None:
@@ -125,7 +134,8 @@ def clocked(command: Sequence[str], world: World, run: Path) -> dict[str, Any]:
     if process.returncode or not points or points[-1][1] < world.total_steps:
         lines = (run / "said.txt").read_text().strip().splitlines()
         told = next((line for line in lines if "Error" in line), lines[-1] if lines else "nothing said")
-        raise BenchError(f"{run.name} ended with status {process.returncode}: {told}")
+        failed = Refused if process.returncode == REFUSED else BenchError
+        raise failed(f"{run.name} ended with status {process.returncode}: {told}")
     found = read_records(job)
     free = found.pop("free_seconds")
     points = [(at - sum(s for step, s in free if step <= reached), reached) for at, reached in points]
@@ -186,9 +196,11 @@ def _ended(busy: subprocess.Popen[bytes] | None) -> None:
 
 
 def best_heuristic(world: World, data: Path) -> ShardingPlan:
-    """By predicted cost, as someone would choose it who measures nothing."""
-    stats = [TableStats.from_json(row) for row in json.loads((data / "phase_0" / "stats.json").read_text())]
-    task = PlacementTask.build(world.tables, stats, Topology(RANKS), batch_size=world.scale.batch * RANKS)
+    """By predicted cost, as someone would choose it who measures nothing; on the memory that a job is given."""
+    config = parse_config(world.config(data, {}))
+    stats = measure_stats(open_source(config.data, config.tables), world.global_batch, config.autoshard.stats_batches)
+    topology = Topology(RANKS, memory_asked(config.autoshard, RANKS))
+    task = PlacementTask.build(world.tables, stats, topology, batch_size=world.global_batch)
     return min((Planner(name).plan(task) for name in HEURISTICS), key=lambda result: result.predicted_ms).plan
 
 

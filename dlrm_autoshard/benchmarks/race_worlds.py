@@ -7,7 +7,6 @@ world.config(folder, {"enabled": True})         # a job on them: `data.source: c
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -21,7 +20,7 @@ from dlrm_autoshard.benchmarks.workloads import drawn
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import Drift
 from dlrm_autoshard.data.batch import Batch, Split
-from dlrm_autoshard.tables import TableConfig, TableStats, measure_table_stats, memory_bytes
+from dlrm_autoshard.tables import TableConfig, TableStats, memory_bytes
 
 WorldName = Literal["calm", "abrupt", "gradual", "hot-ids", "straggler", "tight"]
 WORLDS: tuple[WorldName, ...] = ("calm", "abrupt", "gradual", "hot-ids", "straggler", "tight")
@@ -111,6 +110,10 @@ class World:
         return tuple(TableConfig(f"t{i}", int(rows), int(dim)) for i, (rows, dim) in enumerate(shapes))
 
     @property
+    def global_batch(self) -> int:
+        return self.scale.batch * RANKS
+
+    @property
     def total_steps(self) -> int:
         return self.scale.epochs * self.scale.steps
 
@@ -120,14 +123,14 @@ class World:
         if self.name != "tight":
             return None
         stats = [TableStats(float(pooling)) for pooling in self.pooling(0)]
-        needed = memory_bytes(self.tables, stats, "rowwise_adagrad", self.scale.batch * RANKS)
+        needed = memory_bytes(self.tables, stats, "rowwise_adagrad", self.global_batch)
         loads = [0] * RANKS
         for size in sorted(needed.values(), reverse=True):
             loads[loads.index(min(loads))] += size
         return round(1.02 * max(loads) / 2**30, 4)
 
     def draw_data(self, folder: Path) -> None:
-        samples = self.scale.distinct * self.scale.batch * RANKS
+        samples = self.scale.distinct * self.global_batch
         for phase in range(self.phases):
             target = folder / f"phase_{phase}"
             if (target / "labels.npy").exists():
@@ -144,8 +147,6 @@ class World:
                 drift=[Drift(epoch=1, permute_pooling=False)] if moved else [],
             )
             batch = source.read("val", int(moved), 0, samples)
-            stats = measure_table_stats(batch.lengths_TB[:, :4096].numpy(), _first(batch, 4096))
-            (target / "stats.json").write_text(json.dumps([stat.to_json() for stat in stats]))
             for name in ("dense_BF", "lengths_TB", "values_N"):
                 np.save(target / f"{name}.npy", getattr(batch, name).numpy())
             np.save(target / "labels.npy", batch.labels_B.numpy())
@@ -155,7 +156,7 @@ class World:
         begins with, to plan for later ones."""
         phases = [min(self.phases - 1, first_phase + self.phase_of(epoch)) for epoch in range(self.scale.epochs)]
         shapes = [[t.name, t.num_embeddings, t.embedding_dim] for t in self.tables]
-        samples = self.scale.steps * self.scale.batch * RANKS
+        samples = self.scale.steps * self.global_batch
         limits = {} if self.memory_gib is None else {"memory_gib": self.memory_gib}
         return {
             "run": {"device": "cpu", "seed": self.seed},
@@ -179,14 +180,6 @@ class World:
             "checkpoint": {"enabled": self.scale.checkpoints},
             "autoshard": limits | autoshard,
         }
-
-
-def _first(batch: Batch, samples: int) -> np.ndarray:
-    """The ids of the first samples."""
-    ends_T = batch.lengths_TB.sum(1).cumsum(0).tolist()
-    starts = [0, *ends_T[:-1]]
-    counts = batch.lengths_TB[:, :samples].sum(1).tolist()
-    return np.concatenate([batch.values_N[a : a + n].numpy() for a, n in zip(starts, counts, strict=True)])
 
 
 class Replayed:
