@@ -50,6 +50,35 @@ def test_evaluate_gives_the_metrics_that_training_ended_with(run: Path) -> None:
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}, "a reader writes nothing"
 
 
+def test_ranks_that_share_the_tables_say_what_one_process_says(run: Path, tmp_path: Path) -> None:
+    """On as many as trained it, under the plan of then, and on others; samples in the data's order."""
+    alone = json.loads(said_by("evaluate", str(run), "--json"))
+    said_by("predict", str(run), "--out", str(tmp_path / "alone.npy"))
+    for ranks in (2, 3):
+        told = started("evaluate", str(run), "--json", f"--ranks={ranks}")
+        assert (told.returncode, told.stderr) == (0, "")
+        assert json.loads(told.stdout) == pytest.approx(alone, abs=1e-6)
+    by_torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+    predict = ["-m", "dlrm_autoshard", "predict", str(run), "--out", str(tmp_path / "shared.npy")]
+    done = subprocess.run([*by_torchrun, *predict], capture_output=True, text=True, timeout=200, check=True)
+    assert done.stdout == f"5,120 predictions: {tmp_path / 'shared.npy'}\n"
+    np.testing.assert_allclose(np.load(tmp_path / "shared.npy"), np.load(tmp_path / "alone.npy"), atol=1e-6, rtol=0)
+
+
+def test_what_ranks_cannot_do_is_said_once(run: Path, tmp_path: Path) -> None:
+    no_samples = started("evaluate", str(run), "--ranks=2", "--split=val")
+    assert no_samples.returncode == 2 and no_samples.stderr.count("no samples in split 'val'") == 1
+    by_torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    export = ["-m", "dlrm_autoshard", "export", str(run), "--out", str(tmp_path / "model.pt2")]
+    done = subprocess.run([*by_torchrun, *export], capture_output=True, text=True, timeout=200)
+    assert done.returncode and "start it without torchrun" in done.stderr and not list(tmp_path.iterdir())
+
+
+def started(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dlrm_autoshard", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
 def test_a_trained_model_takes_no_memory_for_its_optimizer(run: Path) -> None:
     """And one whose optimizer is for GPUs alone can be looked at on a CPU."""
     with saved_model(run, splits=["test"]) as saved:

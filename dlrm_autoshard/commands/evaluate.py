@@ -1,6 +1,6 @@
 """`dlrm-autoshard evaluate RUN` and `predict RUN`: what a trained model is worth, and what it says of each sample.
 
-dlrm-autoshard evaluate runs/mine                                  # metrics on the test split
+dlrm-autoshard evaluate runs/mine --ranks 4                        # metrics on the test split; tables on four ranks
 dlrm-autoshard predict runs/mine --split val --out val.npy         # a probability a sample, in the data's order
 dlrm-autoshard predict runs/mine 'data.test=[new.parquet]' --out new.npy       # of other data
 """
@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from dlrm_autoshard.commands.arguments import check_out
+from dlrm_autoshard.commands.arguments import check_out, positive
+from dlrm_autoshard.distributed.ranks.launch import launch, leave
 
 
 def add_parser(subparsers: Any) -> None:
@@ -34,15 +39,31 @@ def add_model(parser: argparse.ArgumentParser, device: str = "the run's") -> Non
         "--checkpoint", type=Path, metavar="DIR", help="one of its checkpoints, or best (default: the newest)"
     )
     parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], help=f"that all tables' weights fit on (default: {device})"
+        "--device", choices=["auto", "cpu", "cuda"], help=f"that the tables' weights fit on (default: {device})"
     )
 
 
 def add_split(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", choices=["test", "val", "train"], default="test", help="default: test")
+    parser.add_argument("--ranks", type=positive, default=1, metavar="N", help="processes that share the tables")
     parser.add_argument("overrides", nargs="*", metavar="data.key=value", help="other data than the run's")
 
 
+def on_ranks(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """The command on as many ranks as are asked for; on those that torchrun started, where it did."""
+
+    @wraps(command)
+    def started(arguments: argparse.Namespace) -> int:
+        if "RANK" in os.environ:
+            signal.signal(signal.SIGINT, leave)
+        elif arguments.ranks > 1:
+            return launch(["-m", "dlrm_autoshard", *arguments.words], arguments.ranks, after_a_kill="")
+        return command(arguments)
+
+    return started
+
+
+@on_ranks
 def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.data.batch import label_names_of
     from dlrm_autoshard.train.checkpoints.saved_model import saved_model
@@ -51,8 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     model, device = (arguments.model, arguments.checkpoint, arguments.overrides), arguments.device
     with saved_model(*model, splits=[arguments.split], device=device) as saved:
-        metrics = metrics_of(*saved.logits(arguments.split), label_names_of(saved.source))
-        step = saved.position.step
+        found, names, step = saved.logits(arguments.split), label_names_of(saved.source), saved.position.step
+    if found is None:
+        return 0
+    metrics = metrics_of(*found, names)
     if arguments.json:
         print(json.dumps({"step": step, "split": arguments.split, **metrics}, indent=1))
     else:
@@ -60,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@on_ranks
 def run_predict(arguments: argparse.Namespace) -> int:
     import numpy as np
 
@@ -68,7 +92,10 @@ def run_predict(arguments: argparse.Namespace) -> int:
     check_out(arguments.out)
     model, device = (arguments.model, arguments.checkpoint, arguments.overrides), arguments.device
     with saved_model(*model, labelled=False, splits=[arguments.split], device=device) as saved:
-        logits, _ = saved.logits(arguments.split)
+        found = saved.logits(arguments.split)
+    if found is None:
+        return 0
+    logits, _ = found
     with arguments.out.open("wb") as file:
         np.save(file, logits.sigmoid().numpy())
     print(f"{len(logits):,} predictions: {arguments.out}")

@@ -44,7 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     if out.suffix == ".json":
         raise UserError(f"--out is '{out}'; the .json file beside the model has that name. Name another.")
     check_out(out)
-    with saved_model(arguments.model, arguments.checkpoint, labelled=False, device=arguments.device or "cpu") as saved:
+    with saved_model(
+        arguments.model, arguments.checkpoint, labelled=False, device=arguments.device or "cpu", whole=True
+    ) as saved:
         if arguments.to == "pt":
             export_plain(saved, out)
         elif arguments.to == "numpy":

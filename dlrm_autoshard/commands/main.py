@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from dlrm_autoshard import __version__
+from dlrm_autoshard.distributed.ranks.launch import complain
 from dlrm_autoshard.errors import in_a_sentence
 
 COMMAND_MODULES: tuple[str, ...] = (
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for module in COMMAND_MODULES:
         importlib.import_module(module).add_parser(subparsers)
     arguments, rest = parser.parse_known_args(argv)
+    arguments.words = sys.argv[1:] if argv is None else list(argv)
     if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # of a job's settings; argparse takes positional arguments up to the first option only
@@ -61,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = in_a_sentence(error)
         if text is None:
             raise
-        print(f"dlrm-autoshard {arguments.command}: {text}", file=sys.stderr)
+        if not getattr(error, "said_here", False):  # by the rank that is why this one failed
+            complain(f"dlrm-autoshard {arguments.command}: {text}")
         return 2
 
 

@@ -31,12 +31,19 @@ T = TypeVar("T")
 
 
 def launch(
-    arguments: Sequence[str], ranks: int, *, nodes: int = 1, head: str | None = None, job: str = "", restarts: int = 0
+    arguments: Sequence[str],
+    ranks: int,
+    *,
+    nodes: int = 1,
+    head: str | None = None,
+    job: str = "",
+    restarts: int = 0,
+    after_a_kill: str = "--resume continues from its last checkpoint.",
 ) -> int:
     """Runs `python ARGUMENTS` as `ranks` processes on this machine, and waits for them; returns the exit status.
 
     nodes, head, job: machines of the job, `host:port` of one of them, and a name that only this job has: for several.
-    restarts: how often the ranks are started again after one died.
+    restarts: how often the ranks are started again after one died. after_a_kill: what to try then.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -61,7 +68,7 @@ def launch(
         elastic_launch(config, sys.executable)("-u", *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return _told(rank, failure)
+        return _told(rank, failure, after_a_kill)
     except RendezvousError as error:
         what = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(
@@ -76,12 +83,12 @@ def launch(
     return 0
 
 
-def _told(rank: int, failure: ProcessFailure) -> int:
+def _told(rank: int, failure: ProcessFailure, after_a_kill: str) -> int:
     """The exit status of the first rank that failed, after a sentence about it if it could say none itself."""
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         hint = ": out of memory, perhaps" if name == "SIGKILL" else ""
-        print(f"rank {rank} was ended by {name}{hint}. --resume continues from its last checkpoint.", file=sys.stderr)
+        print(f"rank {rank} was ended by {name}{hint}. {after_a_kill}".rstrip(), file=sys.stderr)
         return 128 - failure.exitcode
     if not Path(failure.error_file).exists():
         print(f"rank {rank} ended with status {failure.exitcode}; its own words are above.", file=sys.stderr)

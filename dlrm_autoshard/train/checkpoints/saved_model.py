@@ -1,4 +1,4 @@
-"""A trained model, read from a run in one process: to evaluate, to predict with, to take elsewhere.
+"""A trained model, read from a run: to evaluate, to predict with, and of one process to take elsewhere.
 
 with saved_model(Path("runs/mine"), splits=["test"]) as model:
     model.logits("test")                         # [S] logits and [S] labels
@@ -26,18 +26,21 @@ from dlrm_autoshard.distributed.predict import predict
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.model.dlrm import DenseArch, make_model
-from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.planner.planner import Planner
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.tables import TableConfig, TableStats
 from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
 from dlrm_autoshard.train.checkpoints.folder import BEST, behind_best
 from dlrm_autoshard.train.start_record import CONFIG
-from dlrm_autoshard.train.state import Position, TrainingState
+from dlrm_autoshard.train.state import Position, TrainingState, plan_of
 
 
 @dataclass(frozen=True)
 class SavedModel:
     """As after the checkpoint; nothing of the run is written to."""
 
+    runtime: Runtime
     config: Config
     source: DataSource
     embeddings: ShardedEmbeddings
@@ -45,29 +48,35 @@ class SavedModel:
     position: Position
     labelled: bool
 
-    def logits(self, split: Split) -> tuple[Tensor, Tensor]:
-        """Logits [S] and labels [S] (of several tasks [S, L]) of the split's samples, in order."""
+    def logits(self, split: Split) -> tuple[Tensor, Tensor] | None:
+        """Logits [S] and labels [S] (of several tasks [S, L]) of the split's samples, in order, on rank 0. A
+        collective."""
         if self.source.num_samples(split) == 0:
             raise UserError(f"the data has no samples in split '{split}'.")
         batch_size = self.config.train.eval_batch_size or self.config.train.batch_size
-        bf16, data = self.config.train.dense_dtype == "bf16", self.config.data
-        found, labels = [], []
+        bf16, data, runtime = self.config.train.dense_dtype == "bf16", self.config.data, self.runtime
+        found = []
         with Loader(
             self.source,
             split,
             0,
             batch_size,
-            0,
-            1,
+            runtime.rank,
+            runtime.world_size,
             prefetch_batches=data.prefetch_batches,
-            threads=data.reader_threads or usual_threads(self.embeddings.device, 1),
+            threads=data.reader_threads or usual_threads(runtime.device, runtime.local_world_size),
             on_bad_id=data.on_bad_id,
+            cores=runtime.loader_cores,
             labelled=self.labelled,
         ) as batches:
             for batch in batches:
-                found.append(predict(self.dense, self.embeddings, batch, autocast=bf16).cpu())
-                labels.append(batch.labels_B[: batch.size])
-        return torch.cat(found), torch.cat(labels)
+                logits = predict(self.dense, self.embeddings, batch, autocast=bf16).cpu()
+                found.append((logits, batch.labels_B[: batch.size]))
+        by_rank = runtime.gather(found)
+        if by_rank is None:
+            return None
+        in_order = [part for parts in zip(*by_rank, strict=True) for part in parts]  # a batch's slices, rank by rank
+        return torch.cat([logits for logits, _ in in_order]), torch.cat([labels for _, labels in in_order])
 
 
 @contextmanager
@@ -79,10 +88,11 @@ def saved_model(
     labelled: bool = True,
     splits: Sequence[Split] = (),
     device: Literal["auto", "cpu", "cuda"] | None = None,
+    whole: bool = False,
 ) -> Iterator[SavedModel]:
     """checkpoint: the run's newest where none is named. data: `data.key=value`, of data other than the run's. labelled:
-    False where they may come without labels. splits: what is read of them. device: the run's where none is named. All
-    tables' weights come into this process's memory, without their optimizer's state."""
+    False where they may come without labels. splits: what is read of them. device: the run's where none is named.
+    whole: one process is to have all tables. Their weights come into memory, without their optimizer's state."""
     for override in data:
         if not override.startswith("data."):
             raise UserError(f"'{override}': the model is as it was trained; only data.key=value can be given.")
@@ -92,23 +102,37 @@ def saved_model(
     source = open_source(config.data, config.tables, labelled=labelled, splits=splits)
     tables = config.tables.model_copy(update={"optimizer": TableOptimizerConfig(name="sgd")})  # which keeps none
     with Runtime.start(config.run if device is None else config.run.model_copy(update={"device": device})) as runtime:
+        if whole and runtime.world_size > 1:
+            raise UserError("this takes one process, with all tables: start it without torchrun.")
         checkpoints = Checkpoints(run / "checkpoints", runtime)
-        if checkpoint == Path(BEST):
-            checkpoint = checkpoints.folder / BEST
-        checkpoint = behind_best(checkpoint) if checkpoint is not None else checkpoints.newest()
-        if checkpoint is None:
-            raise UserError(f"'{run}' has no checkpoint.")
-        plan = ShardingPlan({table.name: 0 for table in source.tables}, 1)
+        path, plan = runtime.from_rank_0(lambda: _chosen(checkpoints, checkpoint, source.tables, runtime.world_size))
         embeddings = ShardedEmbeddings(
-            source.tables, plan, tables, rank=0, group=runtime.group, id_group=runtime.id_group,
-            device=runtime.device,
+            source.tables, plan, tables, rank=runtime.rank, group=runtime.group, id_group=runtime.id_group,
+            device=runtime.device, initial_values=False,
         )  # fmt: skip
         labels = len(label_names_of(source))
         model = make_model(source.num_dense, embeddings.output_tables, config.model, num_labels=labels)
         dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
         state = TrainingState(runtime, checkpoints, embeddings, dense, None, trained_by=config.tables.optimizer.name)
-        position = state.resume(checkpoint)
-        yield SavedModel(config, source, embeddings, model.eval(), position, labelled)
+        position = state.resume(path)
+        yield SavedModel(runtime, config, source, embeddings, model.eval(), position, labelled)
+
+
+def _chosen(
+    checkpoints: Checkpoints, checkpoint: Path | None, tables: Sequence[TableConfig], ranks: int
+) -> tuple[Path, ShardingPlan]:
+    """The checkpoint that is asked for, and who has which tables: as when it was written, by as many ranks; by others
+    each has as many bytes."""
+    if checkpoint == Path(BEST):
+        checkpoint = checkpoints.folder / BEST
+    checkpoint = behind_best(checkpoint) if checkpoint is not None else checkpoints.newest()
+    if checkpoint is None:
+        raise UserError(f"'{checkpoints.folder.parent}' has no checkpoint.")
+    plan = plan_of(checkpoint, tables)
+    if plan is None or plan.world_size != ranks:
+        task = PlacementTask.build(tables, [TableStats(1.0)] * len(tables), Topology(ranks), batch_size=1)
+        plan = Planner("size_greedy").plan(task).plan
+    return checkpoint, plan
 
 
 class PlainModel(nn.Module):
