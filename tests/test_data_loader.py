@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
 from dlrm_autoshard.data.batch import Batch, DataError, DataSource, Split
-from dlrm_autoshard.data.loader import Loader, usual_threads
+from dlrm_autoshard.data.loader import Loader, reader_threads
 from dlrm_autoshard.data.open import open_source
 from tests.scripted_source import Scripted
 
@@ -137,7 +137,7 @@ def test_a_gpu_has_as_many_threads_that_read_as_the_host_has_cores_for(
     device: str, cores: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
-    assert usual_threads(torch.device(device), ranks) == threads
+    assert reader_threads(None, torch.device(device), ranks) == threads
 
 
 def test_reuse_goes_over_the_first_batches_in_turn() -> None:

@@ -26,9 +26,12 @@ from dlrm_autoshard.data.value_check import check_finite, check_labels
 _MOST_FOR_A_GPU = 4
 
 
-def usual_threads(device: torch.device, local_world_size: int) -> int:
-    """That read a rank's batches. One keeps ahead of steps on a CPU; a GPU's steps outrun it (distributed/GPU.md), so
-    that they get what cores the host has for each rank beside its own, up to four."""
+def reader_threads(asked: int | None, device: torch.device, local_world_size: int) -> int:
+    """That read a rank's batches: as many as the config asks for. Else one, which keeps ahead of steps on a CPU; a
+    GPU's steps outrun it (distributed/GPU.md), so that they get what cores the host has for each rank beside its own,
+    up to four."""
+    if asked is not None:
+        return asked
     cores = len(os.sched_getaffinity(0)) // local_world_size
     return 1 if device.type == "cpu" else max(1, min(_MOST_FOR_A_GPU, cores - 1))
 

@@ -18,7 +18,7 @@ from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.autoshard.sampling import steps_of_part
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import Split, label_names_of
-from dlrm_autoshard.data.loader import Loader, usual_threads
+from dlrm_autoshard.data.loader import Loader, reader_threads
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.data.statistics import measure_stats
 from dlrm_autoshard.distributed.dense import DataParallelDense
@@ -182,7 +182,7 @@ class Job:
 
     def batches(self, split: Split, epoch: int, first_sample: int = 0) -> Loader:
         """This rank's slices of an epoch."""
-        train = self.config.train
+        train, data = self.config.train, self.config.data
         return Loader(
             self.source,
             split,
@@ -191,10 +191,9 @@ class Job:
             self.runtime.rank,
             self.runtime.world_size,
             first_sample=first_sample,
-            prefetch_batches=self.config.data.prefetch_batches,
-            threads=self.config.data.reader_threads
-            or usual_threads(self.runtime.device, self.runtime.local_world_size),
-            on_bad_id=self.config.data.on_bad_id,
+            prefetch_batches=data.prefetch_batches,
+            threads=reader_threads(data.reader_threads, self.runtime.device, self.runtime.local_world_size),
+            on_bad_id=data.on_bad_id,
             cores=self.runtime.loader_cores,
             pin=self.runtime.device.type == "cuda",
             finite=split != "train" or train.on_nan == "stop",

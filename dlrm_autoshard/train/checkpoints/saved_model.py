@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dlrm_autoshard.config import Config, TableOptimizerConfig, load_config
 from dlrm_autoshard.data.batch import DataSource, Split, has_id_weights, label_names_of
-from dlrm_autoshard.data.loader import Loader, usual_threads
+from dlrm_autoshard.data.loader import Loader, reader_threads
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
@@ -64,7 +64,7 @@ class SavedModel:
             runtime.rank,
             runtime.world_size,
             prefetch_batches=data.prefetch_batches,
-            threads=data.reader_threads or usual_threads(runtime.device, runtime.local_world_size),
+            threads=reader_threads(data.reader_threads, runtime.device, runtime.local_world_size),
             on_bad_id=data.on_bad_id,
             cores=runtime.loader_cores,
             labelled=self.labelled,
