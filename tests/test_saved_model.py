@@ -14,7 +14,10 @@ import pytest
 import torch
 
 from dlrm_autoshard.commands.main import main
-from dlrm_autoshard.train.checkpoints.saved_model import saved_model
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.train.checkpoints.saved_model import saved_model, shared_out
 from tests.jobs import REPOSITORY, said_by
 
 ALONE = """
@@ -72,6 +75,17 @@ def test_what_ranks_cannot_do_is_said_once(run: Path, tmp_path: Path) -> None:
     export = ["-m", "dlrm_autoshard", "export", str(run), "--out", str(tmp_path / "model.pt2")]
     done = subprocess.run([*by_torchrun, *export], capture_output=True, text=True, timeout=200)
     assert done.returncode and "start it without torchrun" in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_a_table_that_fits_no_rank_is_split_and_what_fits_nowhere_is_said() -> None:
+    tables = [TableConfig("large", 1000, 64), TableConfig("small", 100, 16)]
+    trained = ShardingPlan({"large": 1, "small": 0}, 2)
+    assert shared_out(tables, Topology(2), trained) == trained
+    assert shared_out(tables, Topology(3), trained).rank_of.keys() == {"large", "small"}
+    rank_of = shared_out(tables, Topology(3, memory_bytes=(150_000,) * 3), trained).rank_of
+    assert {name: rank_of[name] for name in rank_of if name != "small"}.keys() == {"large[0:32]", "large[32:64]"}
+    with pytest.raises(UserError, match=r"251 KiB.* Start more ranks"):
+        shared_out(tables, Topology(1, memory_bytes=(200_000,)), trained)
 
 
 def started(*arguments: str) -> subprocess.CompletedProcess[str]:

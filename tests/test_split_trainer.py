@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -70,6 +73,15 @@ def test_a_job_with_split_tables_trains_resumes_and_exports_as_one_without(tmp_p
         for table in TABLES:
             weight = model.embeddings.storage.tensors(table["name"])["weight"]
             assert torch.equal(weight, whole(unsplit)[f"tables.{table['name']}.weight"])
+    assert np.allclose(*(predicted(tmp_path / "split", ranks) for ranks in (1, 3)), atol=1e-6)  # by 3 under OTHER
+
+
+def predicted(run: Path, ranks: int) -> np.ndarray:
+    out = run.parent / f"by_{ranks}.npy"
+    predict = ["predict", str(run), "--split=train", f"--ranks={ranks}", "--out", str(out)]
+    subprocess.run([sys.executable, "-m", "dlrm_autoshard", *predict], check=True, timeout=120, capture_output=True)
+    found: np.ndarray = np.load(out)
+    return found
 
 
 def test_a_table_that_fits_no_rank_whole_trains_exactly(tmp_path: Path) -> None:

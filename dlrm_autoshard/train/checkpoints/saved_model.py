@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from dlrm_autoshard.config import Config, TableOptimizerConfig, load_config
+from dlrm_autoshard.autoshard.initial_plan import find_topology
+from dlrm_autoshard.config import AutoshardConfig, Config, TableOptimizerConfig, load_config
 from dlrm_autoshard.data.batch import DataSource, Split, has_id_weights, label_names_of
 from dlrm_autoshard.data.loader import Loader, reader_threads
 from dlrm_autoshard.data.open import open_source
@@ -26,7 +27,7 @@ from dlrm_autoshard.distributed.predict import predict
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.model.dlrm import DenseArch, make_model
-from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.plan import PlanError, ShardingPlan, Splits, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableConfig, TableStats
@@ -105,7 +106,9 @@ def saved_model(
         if whole and runtime.world_size > 1:
             raise UserError("this takes one process, with all tables: start it without torchrun.")
         checkpoints = Checkpoints(run / "checkpoints", runtime)
-        path, plan = runtime.from_rank_0(lambda: _chosen(checkpoints, checkpoint, source.tables, runtime.world_size))
+        path = runtime.from_rank_0(lambda: _chosen(checkpoints, checkpoint))
+        topology = find_topology(AutoshardConfig(), runtime, on_host=tables.location == "managed_caching")
+        plan = runtime.from_rank_0(lambda: shared_out(source.tables, topology, plan_of(path, source.tables)))
         embeddings = ShardedEmbeddings(
             source.tables, plan, tables, rank=runtime.rank, group=runtime.group, id_group=runtime.id_group,
             device=runtime.device, initial_values=False,
@@ -118,21 +121,28 @@ def saved_model(
         yield SavedModel(runtime, config, source, embeddings, model.eval(), position, labelled)
 
 
-def _chosen(
-    checkpoints: Checkpoints, checkpoint: Path | None, tables: Sequence[TableConfig], ranks: int
-) -> tuple[Path, ShardingPlan]:
-    """The checkpoint that is asked for, and who has which tables: as when it was written, by as many ranks; by others
-    each has as many bytes."""
+def _chosen(checkpoints: Checkpoints, checkpoint: Path | None) -> Path:
+    """The one that is asked for, by its own name."""
     if checkpoint == Path(BEST):
         checkpoint = checkpoints.folder / BEST
     checkpoint = behind_best(checkpoint) if checkpoint is not None else checkpoints.newest()
     if checkpoint is None:
         raise UserError(f"'{checkpoints.folder.parent}' has no checkpoint.")
-    plan = plan_of(checkpoint, tables)
-    if plan is None or plan.world_size != ranks:
-        task = PlacementTask.build(tables, [TableStats(1.0)] * len(tables), Topology(ranks), batch_size=1)
-        plan = Planner("size_greedy").plan(task).plan
-    return checkpoint, plan
+    return checkpoint
+
+
+def shared_out(tables: Sequence[TableConfig], topology: Topology, trained: ShardingPlan | None) -> ShardingPlan:
+    """As they were trained, where that was on as many ranks; else as many bytes on each, and split by columns where one
+    fits no rank. UserError where their weights do not fit."""
+    splits = Splits(max_parts=topology.world_size, min_dim=4, optimizer="sgd")
+    task = PlacementTask.build(tables, [TableStats(1.0)] * len(tables), topology, batch_size=1, splits=splits)
+    if trained is not None and trained.world_size == topology.world_size and task.allows(trained):
+        return trained
+    try:
+        return Planner("size_greedy").plan(task).plan
+    except PlanError as error:
+        what, _, _ = str(error).partition(". ")
+        raise UserError(f"{what}. Start more ranks, on machines with more memory in all.") from error
 
 
 class PlainModel(nn.Module):
