@@ -77,7 +77,9 @@ def test_evaluations_within_an_epoch_change_no_bit_and_the_best_checkpoint_outli
     assert {path.name for path in checkpoints.iterdir()} == {"best", name, "step_00000032"}
     (tmp_path / "often" / "config.yaml").write_text(settings(tmp_path, train={"epochs": 2}).to_yaml())
     with saved_model(tmp_path / "often", Path("best")) as saved:
-        again = binary_metrics(*saved.logits("val"))
+        found = saved.logits("val")
+    assert found is not None
+    again = binary_metrics(*found)
     assert saved.position.step == best["step"] and again["auc"] == pytest.approx(best["auc"], abs=1e-6)
     assert run_and_checkpoint(str(checkpoints / "best")) == (str(tmp_path / "often"), checkpoints / name)
 
@@ -91,7 +93,9 @@ def test_a_job_whose_best_checkpoint_is_not_its_last_tells_what_that_is_worth(tm
     assert os.readlink(tmp_path / "checkpoints" / "best") == f"step_{best:08d}" and best < trained.steps
     (tmp_path / "config.yaml").write_text(ends_early.to_yaml())
     with saved_model(tmp_path, Path("best"), splits=["test"]) as saved:
-        again = binary_metrics(*saved.logits("test"))
+        found = saved.logits("test")
+    assert found is not None
+    again = binary_metrics(*found)
     assert result["best"]["test"]["auc"] == pytest.approx(again["auc"], abs=1e-6) != result["metrics"]["auc"]
     assert records(tmp_path)[-1]["step"] == trained.steps, "of metrics.jsonl the last lines are the last step's"
 
