@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
@@ -29,15 +29,30 @@ def evaluate(
     label_names: Sequence[str] = ("label",),
 ) -> dict[str, float]:
     """batches: this rank's slices, as many on every rank. Dropout is off, BatchNorm uses its running statistics."""
-    logits, labels = [], []
     with evaluating(model):
-        for batch in batches:
-            logits.append(predict(model, embeddings, batch, autocast=autocast).cpu())
-            labels.append(batch.labels_B[: batch.size])
-    gathered = runtime.gather((torch.cat(logits), torch.cat(labels)))
-    if gathered is None:
-        return {}
-    return metrics_of(torch.cat([p for p, _ in gathered]), torch.cat([y for _, y in gathered]), label_names)
+        found = gathered_logits(model, embeddings, batches, runtime, autocast=autocast)
+    return {} if found is None else metrics_of(*found, label_names)
+
+
+def gathered_logits(
+    model: DenseArch, embeddings: ShardedEmbeddings, batches: Iterable[Batch], runtime: Runtime, *, autocast: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Of a model in evaluation mode: logits [S] and labels [S] (of several tasks [S, L]) of all samples, in the data's
+    order, on rank 0. A collective. batches: as `evaluate` takes them."""
+    logits, labels = [], []
+    for batch in batches:
+        logits.append(predict(model, embeddings, batch, autocast=autocast).cpu())
+        labels.append(batch.labels_B[: batch.size])
+    by_rank = runtime.gather((torch.cat(logits), torch.cat(labels), [len(of_batch) for of_batch in logits]))
+    if by_rank is None:
+        return None
+    return _in_order((p, sizes) for p, _, sizes in by_rank), _in_order((y, sizes) for _, y, sizes in by_rank)
+
+
+def _in_order(by_rank: Iterable[tuple[Tensor, list[int]]]) -> Tensor:
+    """Each rank's samples, and how many of them are of each batch, of which ranks have slices one after the other."""
+    slices = [samples.split(sizes) for samples, sizes in by_rank]
+    return torch.cat([of_rank for of_batch in zip(*slices, strict=True) for of_rank in of_batch])
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from dlrm_autoshard.data.loader import Loader, reader_threads
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.predict import predict
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.model.dlrm import DenseArch, make_model
@@ -33,6 +32,7 @@ from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableConfig, TableStats
 from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
 from dlrm_autoshard.train.checkpoints.folder import BEST, behind_best
+from dlrm_autoshard.train.evaluation import gathered_logits
 from dlrm_autoshard.train.start_record import CONFIG
 from dlrm_autoshard.train.state import Position, TrainingState, plan_of
 
@@ -56,7 +56,6 @@ class SavedModel:
             raise UserError(f"the data has no samples in split '{split}'.")
         batch_size = self.config.train.eval_batch_size or self.config.train.batch_size
         bf16, data, runtime = self.config.train.dense_dtype == "bf16", self.config.data, self.runtime
-        found = []
         with Loader(
             self.source,
             split,
@@ -70,14 +69,7 @@ class SavedModel:
             cores=runtime.loader_cores,
             labelled=self.labelled,
         ) as batches:
-            for batch in batches:
-                logits = predict(self.dense, self.embeddings, batch, autocast=bf16).cpu()
-                found.append((logits, batch.labels_B[: batch.size]))
-        by_rank = runtime.gather(found)
-        if by_rank is None:
-            return None
-        in_order = [part for parts in zip(*by_rank, strict=True) for part in parts]  # a batch's slices, rank by rank
-        return torch.cat([logits for logits, _ in in_order]), torch.cat([labels for _, labels in in_order])
+            return gathered_logits(self.dense, self.embeddings, batches, runtime, autocast=bf16)
 
 
 @contextmanager
