@@ -6,6 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from dlrm_autoshard.commands.export import write_npz
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan, Topology
@@ -148,14 +151,48 @@ def write_batch(run: Path, path: Path, size: int) -> None:
 
 
 def test_weights_are_exported_by_name(run: Path, tmp_path: Path) -> None:
-    import torch
-
     said_by("export", str(run), "--to", "numpy", "--out", str(tmp_path / "w.npz"))
     said_by("export", str(run), "--to", "torchrec", "--out", str(tmp_path / "w.pt"))
     arrays, state = np.load(tmp_path / "w.npz"), torch.load(tmp_path / "w.pt", weights_only=True)
     assert arrays["tables.item.weight"].shape == (2000, 8)
     assert np.array_equal(arrays["tables.item.weight"], state["embedding_bags.item.weight"].numpy())
-    assert any(name.startswith("dense.over_mlp.") for name in state)
+    with saved_model(run) as saved:
+        for table in saved.source.tables:
+            weight = saved.embeddings.storage.tensors(table.name)["weight"]
+            assert np.array_equal(arrays[f"tables.{table.name}.weight"], weight.numpy())
+        dense = saved.dense.state_dict()
+    of_dense = {name.removeprefix("dense."): value for name, value in state.items() if name.startswith("dense.")}
+    assert of_dense.keys() == dense.keys() and all(torch.equal(of_dense[name], dense[name]) for name in dense)
+    assert set(arrays) == {name.replace("embedding_bags.", "tables.") for name in state}
+
+
+def test_weights_are_written_with_one_array_in_memory(tmp_path: Path) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(3):
+            assert not any(ref() is not None for ref in alive)
+            tensor = torch.full((5, 2), number, dtype=torch.bfloat16)
+            alive.append(weakref.ref(tensor))
+            yield f"t{number}", tensor
+            del tensor
+
+    with open(tmp_path / "w.npz", "wb") as file:
+        write_npz(file, tensors())
+    assert {name: array.mean() for name, array in np.load(tmp_path / "w.npz").items()} == {"t0": 0, "t1": 1, "t2": 2}
+
+
+def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    newest = max(copy.glob("checkpoints/step_*")) / "rank_00000.bin"
+    newest.write_bytes(bytes(byte ^ 1 for byte in newest.read_bytes()))
+    for form in ("numpy", "torchrec", "pt"):
+        (tmp_path / "model").write_text("of yesterday")
+        assert main(["export", str(copy), "--to", form, "--out", str(tmp_path / "model")]) == 2
+        assert "rank_00000.bin' is damaged" in capsys.readouterr().err
+        assert (tmp_path / "model").read_text() == "of yesterday"
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "model"}
 
 
 def test_what_is_no_run_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.tables import TableConfig
 from dlrm_autoshard.train.checkpoints.saved_model import saved_model
+from dlrm_autoshard.train.checkpoints.saved_weights import SavedWeights
 from tests.ranks import run_ranks
 from tests.split_plans import whole
 from tests.trainers import TABLES, config, losses, make_runtime, tensors, trainer
@@ -73,6 +74,9 @@ def test_a_job_with_split_tables_trains_resumes_and_exports_as_one_without(tmp_p
         for table in TABLES:
             weight = model.embeddings.storage.tensors(table["name"])["weight"]
             assert torch.equal(weight, whole(unsplit)[f"tables.{table['name']}.weight"])
+        weights = SavedWeights.open(tmp_path / "split", None, model.source.tables)
+    exported = {name: tensor for name, tensor in weights.tensors() if name.startswith("tables.")}
+    assert exported and all(torch.equal(tensor, whole(unsplit)[name]) for name, tensor in exported.items())
     alone, shared = (predicted(tmp_path / "split", ranks) for ranks in (1, 3))  # by 3 under OTHER
     assert np.allclose(alone, shared, atol=1e-6)
 

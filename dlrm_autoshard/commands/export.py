@@ -1,7 +1,7 @@
 """`dlrm-autoshard export RUN --to pt|numpy|torchrec`: a trained model, for programs that don't have this package.
 
 pt        a program: torch.export.load(FILE).module()(dense_BF, values, offsets) gives probabilities
-numpy     an .npz with every weight under its name
+numpy     an .npz with every weight under its name, written with one table at a time in memory
 torchrec  a state dict whose tables have the names of TorchRec's EmbeddingBagCollection
 Beside each a .json file says what goes in, and in which order (records/SCHEMA.md, model.json).
 """
@@ -10,18 +10,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
+from zipfile import ZipFile
 
 from dlrm_autoshard.commands.arguments import check_out
 from dlrm_autoshard.commands.evaluate import add_model
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.whole_file import whole_file
 from dlrm_autoshard.records.jsonl import SCHEMA
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dlrm_autoshard.train.checkpoints.saved_model import SavedModel
+    from dlrm_autoshard.config import Config
+    from dlrm_autoshard.data.batch import DataSource
 
 _ENDINGS = {"pt": ".pt2", "numpy": ".npz", "torchrec": ".pt"}
 
@@ -35,54 +40,69 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import numpy as np
-    import torch
-
-    from dlrm_autoshard.train.checkpoints.saved_model import export_plain, saved_model
-
     out = arguments.out or (arguments.model / "model").with_suffix(_ENDINGS[arguments.to])
     if out.suffix == ".json":
         raise UserError(f"--out is '{out}'; the .json file beside the model has that name. Name another.")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("export takes one process: start it without torchrun.")
     check_out(out)
-    with saved_model(
-        arguments.model, arguments.checkpoint, labelled=False, device=arguments.device or "cpu", whole=True
-    ) as saved:
-        if arguments.to == "pt":
-            export_plain(saved, out)
-        elif arguments.to == "numpy":
-            with out.open("wb") as file:
-                arrays: dict[str, Any] = {name: w.float().numpy() for name, w in weights(saved, "tables.").items()}
-                np.savez(file, **arrays)
-        else:
-            torch.save(weights(saved, "embedding_bags."), out)
-        inputs, step = inputs_of(saved), saved.position.step
+    with whole_file(out) as file:
+        step, inputs = (_program if arguments.to == "pt" else _weights)(arguments, file)
     described = out.with_suffix(".json")
     described.write_text(json.dumps({"schema": SCHEMA, "model": out.name, "step": step, **inputs}, indent=1) + "\n")
     print(f"the model of step {step}: {out}; what goes in: {described}")
     return 0
 
 
-def inputs_of(saved: SavedModel) -> dict[str, Any]:
+def _program(arguments: argparse.Namespace, file: BinaryIO) -> tuple[int, dict[str, Any]]:
+    from dlrm_autoshard.train.checkpoints.saved_model import export_plain, saved_model
+
+    model, device = (arguments.model, arguments.checkpoint), arguments.device or "cpu"
+    with saved_model(*model, labelled=False, device=device) as saved:
+        export_plain(saved, file)
+        return saved.position.step, inputs_of(saved.config, saved.source)
+
+
+def _weights(arguments: argparse.Namespace, file: BinaryIO) -> tuple[int, dict[str, Any]]:
+    import torch
+
+    from dlrm_autoshard.data.open import open_source
+    from dlrm_autoshard.train.checkpoints.saved_model import config_of
+    from dlrm_autoshard.train.checkpoints.saved_weights import SavedWeights
+
+    config = config_of(arguments.model)
+    source = open_source(config.data, config.tables, labelled=False, splits=())
+    weights = SavedWeights.open(arguments.model, arguments.checkpoint, source.tables)
+    if arguments.to == "numpy":
+        write_npz(file, weights.tensors())
+    else:
+        torch.save(dict(weights.tensors("embedding_bags.")), file)
+    return weights.step, inputs_of(config, source)
+
+
+def write_npz(file: BinaryIO, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """As np.savez does, but with one array at a time in memory; fractions as float32, for numpy has no bfloat16."""
+    from numpy.lib.format import write_array
+
+    with ZipFile(file, "w") as archive:
+        for name, tensor in tensors:
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                write_array(entry, (tensor.float() if tensor.is_floating_point() else tensor).numpy())
+            del tensor  # before the next one is read
+
+
+def inputs_of(config: Config, source: DataSource) -> dict[str, Any]:
     """What the model takes and gives, in order, and the settings of the data that it learned from."""
     from dlrm_autoshard.data.batch import has_id_weights, label_names_of
 
     tables = [
         {"name": t.name, "num_embeddings": t.num_embeddings, "embedding_dim": t.embedding_dim, "pooling": t.pooling}
-        for t in saved.source.tables
+        for t in source.tables
     ]
     return {
-        "num_dense": saved.source.num_dense,
+        "num_dense": source.num_dense,
         "tables": tables,
-        "id_weights": has_id_weights(saved.source),
-        "probabilities_of": list(label_names_of(saved.source)),
-        "data": saved.config.data.model_dump(mode="json"),
+        "id_weights": has_id_weights(source),
+        "probabilities_of": list(label_names_of(source)),
+        "data": config.data.model_dump(mode="json"),
     }
-
-
-def weights(saved: SavedModel, tables: str) -> dict[str, Tensor]:
-    """tables: what stands before a table's name. The dense part's names begin with `dense.`."""
-    found = {
-        f"{tables}{table.name}.weight": saved.embeddings.storage.tensors(table.name)["weight"].detach().cpu()
-        for table in saved.embeddings.tables
-    }
-    return found | {f"dense.{name}": value.detach().cpu() for name, value in saved.dense.state_dict().items()}

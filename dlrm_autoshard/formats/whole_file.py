@@ -1,25 +1,35 @@
 """Files that are whole, whenever a process or the machine stops.
 
 write_whole(run / "result.json", text)
+with whole_file(out) as file: np.save(file, array)
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_whole(path: Path, text: str) -> None:
-    """All of it or, in a crash or where the disk is full, what was there before. A link in its place is replaced, not
-    followed."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """All that is written to it or, in a crash or where the disk is full, what was there before. A link in its place
+    is replaced, not followed."""
     draft = path.with_name(f".{path.name}.new")
     try:
-        with open(draft, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(draft, "w+b") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-    except OSError:
+    except BaseException:
         draft.unlink(missing_ok=True)
         raise

@@ -10,6 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.train.checkpoints.manifest import DamagedCheckpoint, folder_name, read_manifest
 
 BEST = "best"
@@ -46,6 +47,15 @@ class CheckpointFolder:
                 remove(self.folder / BEST)  # a run that was copied may have a folder in the link's place
             draft.replace(self.folder / BEST)
             self.remove_old()
+
+    def asked_for(self, checkpoint: Path | None) -> Path:
+        """By its own name; the newest where none is named. UserError where there is none."""
+        if checkpoint == Path(BEST):
+            checkpoint = self.folder / BEST
+        found = behind_best(checkpoint) if checkpoint is not None else self.newest()
+        if found is None:
+            raise UserError(f"'{self.folder.parent}' has no checkpoint.")
+        return found
 
     def choose(self, asked: Path | None, *, fall_back: bool) -> tuple[Path | None, list[str]]:
         """The checkpoint to start from, with what there is to say about it.

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableConfig, TableStats
 from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
-from dlrm_autoshard.train.checkpoints.folder import BEST, behind_best
 from dlrm_autoshard.train.evaluation import gathered_logits
 from dlrm_autoshard.train.start_record import CONFIG
 from dlrm_autoshard.train.state import Position, TrainingState, plan_of
@@ -81,24 +80,19 @@ def saved_model(
     labelled: bool = True,
     splits: Sequence[Split] = (),
     device: Literal["auto", "cpu", "cuda"] | None = None,
-    whole: bool = False,
 ) -> Iterator[SavedModel]:
     """checkpoint: the run's newest where none is named. data: `data.key=value`, of data other than the run's. labelled:
     False where they may come without labels. splits: what is read of them. device: the run's where none is named.
-    whole: one process is to have all tables. Their weights come into memory, without their optimizer's state."""
+    The tables' weights come into memory, without their optimizer's state."""
     for override in data:
         if not override.startswith("data."):
             raise UserError(f"'{override}': the model is as it was trained; only data.key=value can be given.")
-    if not (run / CONFIG).exists():
-        raise UserError(f"'{run}' is no run directory: it has no {CONFIG}.")
-    config = load_config(run / CONFIG, data)
+    config = config_of(run, data)
     source = open_source(config.data, config.tables, labelled=labelled, splits=splits)
     tables = config.tables.model_copy(update={"optimizer": TableOptimizerConfig(name="sgd")})  # which keeps none
     with Runtime.start(config.run if device is None else config.run.model_copy(update={"device": device})) as runtime:
-        if whole and runtime.world_size > 1:
-            raise UserError("this takes one process, with all tables: start it without torchrun.")
         checkpoints = Checkpoints(run / "checkpoints", runtime)
-        path = runtime.from_rank_0(lambda: _chosen(checkpoints, checkpoint))
+        path = runtime.from_rank_0(lambda: checkpoints.asked_for(checkpoint))
         topology = find_topology(AutoshardConfig(), runtime, on_host=tables.location == "managed_caching")
         plan = runtime.from_rank_0(lambda: shared_out(source.tables, topology, plan_of(path, source.tables)))
         embeddings = ShardedEmbeddings(
@@ -113,14 +107,10 @@ def saved_model(
         yield SavedModel(runtime, config, source, embeddings, model.eval(), position, labelled)
 
 
-def _chosen(checkpoints: Checkpoints, checkpoint: Path | None) -> Path:
-    """The one that is asked for, by its own name."""
-    if checkpoint == Path(BEST):
-        checkpoint = checkpoints.folder / BEST
-    checkpoint = behind_best(checkpoint) if checkpoint is not None else checkpoints.newest()
-    if checkpoint is None:
-        raise UserError(f"'{checkpoints.folder.parent}' has no checkpoint.")
-    return checkpoint
+def config_of(run: Path, overrides: Sequence[str] = ()) -> Config:
+    if not (run / CONFIG).exists():
+        raise UserError(f"'{run}' is no run directory: it has no {CONFIG}.")
+    return load_config(run / CONFIG, overrides)
 
 
 def shared_out(tables: Sequence[TableConfig], topology: Topology, trained: ShardingPlan | None) -> ShardingPlan:
@@ -171,8 +161,8 @@ def _bag(table: TableConfig, saved: SavedModel) -> nn.EmbeddingBag:
     return nn.EmbeddingBag.from_pretrained(weight, mode=table.pooling)
 
 
-def export_plain(saved: SavedModel, out: Path) -> None:
-    """A program that torch.export.load(out).module() runs without this package, for any batch size."""
+def export_plain(saved: SavedModel, file: BinaryIO) -> None:
+    """A program that torch.export.load(file).module() runs without this package, for any batch size."""
     model, samples = PlainModel(saved).eval().requires_grad_(False), 3
     tables = saved.embeddings.tables
     dense = torch.zeros(samples, saved.source.num_dense)
@@ -187,4 +177,4 @@ def export_plain(saved: SavedModel, out: Path) -> None:
         shapes.append(ids)
     with torch.no_grad():
         program = torch.export.export(model, tuple(inputs), dynamic_shapes=tuple(shapes))
-    torch.export.save(program, out)
+    torch.export.save(program, file)

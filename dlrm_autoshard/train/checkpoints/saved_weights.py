@@ -1,0 +1,69 @@
+"""A trained model's weights, straight from the checkpoint and one tensor at a time: its tables need fit no machine.
+
+weights = SavedWeights.open(run, checkpoint, source.tables)
+for name, tensor in weights.tensors(): ...                # tables.item.weight, dense.over_mlp.0.weight, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder
+from dlrm_autoshard.train.checkpoints.manifest import CheckpointError, Manifest, check_shapes, read_manifest
+from dlrm_autoshard.train.checkpoints.tensor_file import read_tensors
+
+DENSE, BUFFERS = "dense.", "dense_buffers."
+"""What names in a checkpoint begin with; a module's state dict has parameters and buffers side by side."""
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """tables: what a checkpoint calls the weights of each, in the order of the data's tables."""
+
+    path: Path
+    manifest: Manifest
+    tables: dict[str, str]
+
+    @staticmethod
+    def open(run: Path, checkpoint: Path | None, tables: Sequence[TableConfig]) -> SavedWeights:
+        """checkpoint: the run's newest where none is named. CheckpointError where it has other tables."""
+        path = CheckpointFolder(run / "checkpoints").asked_for(checkpoint)
+        manifest = read_manifest(path)
+        names = {table.name: f"tables.{table.name}.weight" for table in tables}
+        wanted = {names[table.name]: (table.num_embeddings, table.embedding_dim) for table in tables}
+        is_table = {name: shape for name, shape in manifest.shapes().items() if _is_weight_of_table(name)}
+        check_shapes(path, is_table, wanted)
+        return SavedWeights(path, manifest, names)
+
+    @property
+    def step(self) -> int:
+        return self.manifest.state.step
+
+    def tensors(self, prefix: str = "tables.") -> Iterator[tuple[str, Tensor]]:
+        """prefix: what stands before a table's name. DamagedCheckpoint where a tensor's bytes are not those that were
+        written."""
+        for table, saved in self.tables.items():
+            yield f"{prefix}{table}.weight", self._read(saved)
+        for saved in self.manifest.tensors:
+            for start in (DENSE, BUFFERS):
+                if saved.startswith(start):
+                    yield DENSE + saved.removeprefix(start), self._read(saved)
+
+    def _read(self, name: str) -> Tensor:
+        saved = self.manifest.tensors[name]
+        dtype = getattr(torch, saved.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"checkpoint '{self.path}': {name} is {saved.dtype}, which is no type of numbers.")
+        tensor = torch.empty(saved.shape, dtype=dtype)
+        read_tensors(self.path, self.manifest, {name: tensor})
+        return tensor
+
+
+def _is_weight_of_table(name: str) -> bool:
+    return name.startswith("tables.") and name.endswith(".weight")
