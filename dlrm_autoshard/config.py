@@ -102,6 +102,10 @@ class DenseOptimizerConfig(Section):
     lr: PositiveFloat = 0.02
     eps: NonNegativeFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0  # sgd's
+    max_gradient_norm: PositiveFloat | None = (
+        None  # of all weights of the dense part; a longer gradient is scaled to it
+    )
 
 
 class ScheduleConfig(Section):
@@ -217,7 +221,9 @@ class Config(Section):
             raise ValueError("model.over_arch_layer_sizes must end in 1: the last layer is the logit")
         if self.checkpoint.keep_best and not self.checkpoint.enabled:
             raise ValueError("checkpoint.keep_best needs checkpoint.enabled: true")
-        schedule = self.schedule
+        dense, schedule = self.dense_optimizer, self.schedule
+        if dense.momentum and dense.name != "sgd":
+            raise ValueError(f"dense_optimizer.momentum is for sgd; dense_optimizer.name is {dense.name}")
         if schedule.decay_steps and schedule.decay_start_step < schedule.warmup_steps:
             raise ValueError(
                 f"schedule.decay_start_step is {schedule.decay_start_step}, before the warm-up ends (warmup_steps: "

@@ -97,6 +97,7 @@ CHANGES = {  # of the config: what is changed -> what is said
     "schedule={warmup_steps: 10, decay_steps: 5}": "decay_start_step is 0, before the warm-up ends (warmup_steps: 10)",
     "schedule.decay_start_step=5": "decay_start_step needs schedule.decay_steps: with 0 the rate never decays",
     "model.options={a: 1}": "model.options are for model.factory, and there is none",
+    "dense_optimizer.momentum=0.9": "dense_optimizer.momentum is for sgd; dense_optimizer.name is adagrad",
     "train.epochs.more=1": "'train.epochs' is {'more': 1}; it must be a whole number.",
     "train.epochs=" + "9" * 4_000: "'train.epochs' is 9",
     "x" * 20_000: "is not of the form section.key=value.",

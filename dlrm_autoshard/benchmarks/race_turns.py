@@ -3,7 +3,7 @@
     seconds, gains = steps_in_turns(world, folder, ["planned", "loop"])  # {"loop": [s of each round], ...}, {412: 0.1}
     in_typical_round(seconds)                                            # {"loop": 18.4, ...}
 
-Whole jobs one after the other differ by some percent under one plan; turns of a second see the same machine.
+Whole jobs one after the other differ by up to a third under one plan, as the machine does; turns of a second don't.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ class DataParallelDense:
             start = end
         self.flat.grad = self.gradient[:-2]
         self.optimizer = make_optimizer(self.flat, config)
+        self._max_norm = config.max_gradient_norm
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._kept = module.state_dict().keys() - self._views.keys() - self._frozen.keys()
         _row_by_row(self._frozen)
@@ -105,6 +106,8 @@ class DataParallelDense:
     def step(self, lr_scale: float) -> None:
         group = self.optimizer.param_groups[0]
         group["lr"] = group["initial_lr"] * lr_scale
+        if self._max_norm is not None:  # on all ranks by the same factor, of the same sum
+            nn.utils.clip_grad_norm_([self.flat], self._max_norm)
         self.optimizer.step()
         self._read_stop()
 
@@ -161,8 +164,10 @@ def make_optimizer(flat: nn.Parameter, config: DenseOptimizerConfig) -> torch.op
     one of step 1000 have the same keys. On CPU torch's fused ones, which pass over memory once."""
     fused = True if flat.device.type == "cpu" else None  # None: as torch chooses; it has no fused Adagrad on GPUs
     make: Any = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}[config.name]
-    eps = {} if config.name == "sgd" else {"eps": config.eps}
-    optimizer: torch.optim.Optimizer = make([flat], lr=config.lr, weight_decay=config.weight_decay, fused=fused, **eps)
+    own = {"momentum": config.momentum} if config.name == "sgd" else {"eps": config.eps}
+    optimizer: torch.optim.Optimizer = make([flat], lr=config.lr, weight_decay=config.weight_decay, fused=fused, **own)
+    if config.momentum:
+        optimizer.state[flat] = {"momentum_buffer": torch.zeros_like(flat.data)}
     if config.name == "adam":
         zeros = torch.zeros_like(flat.data)
         optimizer.state[flat] = {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
