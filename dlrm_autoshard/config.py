@@ -78,6 +78,7 @@ class TableOptimizerConfig(Section):
 class TablesConfig(Section):
     embedding_dim: EmbeddingDim = 16  # of tables that the data source does not give a dim
     embedding_dims: dict[str, EmbeddingDim] = {}  # table -> dim, where it differs
+    shared: dict[str, list[str]] = {}  # table -> features whose ids are its rows; else each has a table of its name
     pooling: Pooling = "sum"
     dtype: TableDtype = "fp32"
     optimizer: TableOptimizerConfig = TableOptimizerConfig()

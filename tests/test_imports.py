@@ -161,7 +161,7 @@ def test_a_step_is_read_in_two_folders_and_one_sitting() -> None:
     files, lines = read_from("dlrm_autoshard.distributed.step", "distributed", "distributed.lookup")
     behind = {f"dlrm_autoshard.distributed.{name}" for name in ("lookup.shared_memory", "recorded_passes")}
     lines -= sum(len(modules()[module].read_text().splitlines()) for module in behind)
-    assert len({*files} - behind) <= 9 and lines <= 1270, (files, lines)
+    assert len({*files} - behind) <= 9 and lines <= 1300, (files, lines)
 
 
 def test_a_start_plan_is_read_in_two_folders_and_one_sitting() -> None:

@@ -23,7 +23,7 @@ def test_reuse_is_of_the_first_steps_ids_as_they_were_and_is_not_reckoned_within
 ) -> None:
     """A step's ids lie in memory that may be used anew; reuse costs a sort, by which a short interval looks slower."""
     tables = [TableConfig("a", 100, 8), TableConfig("b[0:8]", 100, 8)]
-    owner: Any = SimpleNamespace(local_shards=tables, plan=ShardingPlan({"a": 0, "b[0:8]": 0, "b[8:16]": 1}, 2))
+    owner: Any = SimpleNamespace(local_lookups=tables, plan=ShardingPlan({"a": 0, "b[0:8]": 0, "b[8:16]": 1}, 2))
     reckoned = []
 
     def measured(*given: Any) -> Any:
@@ -43,6 +43,18 @@ def test_reuse_is_of_the_first_steps_ids_as_they_were_and_is_not_reckoned_within
     assert found["a"].mean_pooling == found["b"].mean_pooling == 2.0
     assert (found["a"].mean_reuse, found["b"].mean_reuse) == (4.0, 1.0)
     assert observer.summary() == {}
+
+
+def test_a_tables_features_are_observed_as_one() -> None:
+    """Of two features of `b[0:8]`, the second one's bags lie behind the first one's."""
+    a, b = TableConfig("a", 100, 8), TableConfig("b[0:8]", 100, 8)
+    owner: Any = SimpleNamespace(local_lookups=[a, b, b], plan=ShardingPlan({"a": 0, "b[0:8]": 0, "b[8:16]": 1}, 2))
+    observer = TableObserver(owner)
+    offsets = torch.tensor([0, 3, 4, 6, 8, 8, 12])
+    observer.observe(LocalIds(torch.tensor([7, 7, 7, 7, 1, 2, 3, 4, 1, 2, 3, 4]), offsets, batch_size=1), 2)
+    found = observer.summary()
+    assert (found["b"].mean_pooling, found["b"].mean_reuse, found["b"].features) == (4.0, 2.0, 2)
+    assert (found["a"].mean_pooling, found["a"].mean_reuse, found["a"].features) == (2.0, 4.0, 1)
 
 
 @given(

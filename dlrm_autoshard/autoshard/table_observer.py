@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dlrm_autoshard.data.features import join
 from dlrm_autoshard.distributed.moves.movable import ArrivedIds, PlacedTables
 from dlrm_autoshard.tables import Shard, TableStats, measure_table_stats
 
@@ -33,11 +34,16 @@ class TableObserver:
         afresh."""
         if self._ids is None or self._first is None:
             return {}
-        names = [Shard.parse(shard.name).table for shard in self._embeddings.local_shards]
-        pooling, reuse = self._ids / self._samples, measure_table_stats(*self._first)
+        shards = [shard.name for shard in self._embeddings.local_lookups]
+        owned = {name: number for number, name in enumerate(dict.fromkeys(shards))}
+        shard_of = [owned[name] for name in shards]  # those of one lie side by side
+        names = [Shard.parse(name).table for name in owned]
+        lengths_TB, ids_N = join(*self._first, shard_of)
+        pooling = np.bincount(shard_of, self._ids, len(owned)) / self._samples
+        reuse = measure_table_stats(lengths_TB, ids_N)
         result = {
-            name: TableStats(float(mean), seen.reuse_histogram, seen.mean_reuse, seen.batch_size)
-            for name, mean, seen in zip(names, pooling, reuse, strict=True)
+            name: TableStats(float(mean), seen.reuse_histogram, seen.mean_reuse, seen.batch_size, features)
+            for name, mean, seen, features in zip(names, pooling, reuse, np.bincount(shard_of).tolist(), strict=True)
         }
         self._samples, self._ids, self._first = 0, None, None
         return result

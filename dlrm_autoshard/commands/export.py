@@ -57,8 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _program(arguments: argparse.Namespace, file: BinaryIO) -> tuple[int, dict[str, Any]]:
     from dlrm_autoshard.train.checkpoints.saved_model import export_plain, saved_model
 
-    model, device = (arguments.model, arguments.checkpoint), arguments.device or "cpu"
-    with saved_model(*model, labelled=False, device=device) as saved:
+    with saved_model(arguments.model, arguments.checkpoint, labelled=False, device=arguments.device or "cpu") as saved:
         export_plain(saved, file)
         return saved.position.step, inputs_of(saved.config, saved.source)
 
@@ -66,13 +65,15 @@ def _program(arguments: argparse.Namespace, file: BinaryIO) -> tuple[int, dict[s
 def _weights(arguments: argparse.Namespace, file: BinaryIO) -> tuple[int, dict[str, Any]]:
     import torch
 
+    from dlrm_autoshard.data.features import Features
     from dlrm_autoshard.data.open import open_source
     from dlrm_autoshard.train.checkpoints.saved_model import config_of
     from dlrm_autoshard.train.checkpoints.saved_weights import SavedWeights
 
     config = config_of(arguments.model)
     source = open_source(config.data, config.tables, labelled=False, splits=())
-    weights = SavedWeights.open(arguments.model, arguments.checkpoint, source.tables)
+    tables = Features.of(source.tables, config.tables.shared).tables
+    weights = SavedWeights.open(arguments.model, arguments.checkpoint, tables)
     if arguments.to == "numpy":
         write_npz(file, weights.tensors())
     else:
@@ -94,9 +95,12 @@ def write_npz(file: BinaryIO, tensors: Iterable[tuple[str, Tensor]]) -> None:
 def inputs_of(config: Config, source: DataSource) -> dict[str, Any]:
     """What the model takes and gives, in order, and the settings of the data that it learned from."""
     from dlrm_autoshard.data.batch import has_id_weights, label_names_of
+    from dlrm_autoshard.data.features import shared_by
 
+    table_of = shared_by([t.name for t in source.tables], config.tables.shared)
     tables = [
         {"name": t.name, "num_embeddings": t.num_embeddings, "embedding_dim": t.embedding_dim, "pooling": t.pooling}
+        | ({"table": table_of[t.name]} if t.name in table_of else {})
         for t in source.tables
     ]
     return {

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dlrm_autoshard.config import TablesConfig
     from dlrm_autoshard.config_data import SyntheticTable
     from dlrm_autoshard.data.batch import DataSource
+    from dlrm_autoshard.data.features import Features
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.torchrec.module_file import Modules
 
@@ -24,6 +25,7 @@ def tables_of_run(run: Path, quiet: bool) -> OfRun:
     from dataclasses import replace
 
     from dlrm_autoshard.config import load_config
+    from dlrm_autoshard.data.features import Features
     from dlrm_autoshard.data.open import open_source
     from dlrm_autoshard.records.run import RunRecord
     from dlrm_autoshard.tables import Shard
@@ -38,7 +40,9 @@ def tables_of_run(run: Path, quiet: bool) -> OfRun:
             "tables in a file (`tables --from-csv FILE`)."
         )
     config = load_config(run / CONFIG)
-    pool = _measured(open_source(config.data, config.tables), record.last.batch_size, quiet)
+    source = open_source(config.data, config.tables)
+    features = Features.of(source.tables, config.tables.shared)
+    pool = _measured(source, record.last.batch_size, quiet, features)
     pooling = {Shard.parse(use.name).table: use.mean_pooling for use in record.last.tables}  # parts have their table's
     stats = [
         replace(s, mean_pooling=pooling.get(t.name, s.mean_pooling))
@@ -79,18 +83,21 @@ def pool_of_csv(path: Path, shape: TablesConfig, batch_size: int, seed: int, qui
 
 def pool_of_modules(modules: Modules, batch_size: int, seed: int, quiet: bool) -> TablePool:
     """Tables of TorchRec modules, named as `table_key` says; ids are drawn for those without statistics."""
+    from dataclasses import replace
+
     from dlrm_autoshard.config import TablesConfig
     from dlrm_autoshard.config_data import SyntheticTable
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.tables import TableConfig, TableStats
     from dlrm_autoshard.torchrec.tables import table_key
 
-    tables, known, guessed = [], {}, []
+    tables, known, guessed, features = [], {}, [], {}
     for path, rows in modules.items():
         for row in rows:
             key, dim = table_key(path, row["name"], modules), row["embedding_dim"]
             shape = (key, row["num_embeddings"], dim)
             tables.append(TableConfig(*shape, row.get("pooling", "sum"), row.get("dtype", "fp32")))
+            features[key] = max(1, len(row.get("features", ())))
             if "stats" in row:
                 known[key] = TableStats.from_json(row["stats"])
             else:
@@ -99,7 +106,7 @@ def pool_of_modules(modules: Modules, batch_size: int, seed: int, quiet: bool) -
     if guessed:
         pool = _drawn(guessed, TablesConfig(), batch_size, seed, quiet)
         known |= {table.name: stats for table, stats in zip(pool.tables, pool.stats, strict=True)}
-    return TablePool(tuple(tables), tuple(known[table.name] for table in tables))
+    return TablePool(tuple(tables), tuple(replace(known[t.name], features=features[t.name]) for t in tables))
 
 
 def _drawn(tables: list[SyntheticTable], shape: TablesConfig, batch_size: int, seed: int, quiet: bool) -> TablePool:
@@ -129,16 +136,22 @@ def pool_of_files(files: list[str], shape: TablesConfig, batch_size: int | None,
     return TablePool(source.tables, tuple(stats))
 
 
-def _measured(source: DataSource, batch_size: int, quiet: bool) -> TablePool:
-    """Statistics of each table over the first batch of the training samples."""
+def _measured(source: DataSource, batch_size: int, quiet: bool, features: Features | None = None) -> TablePool:
+    """Statistics of each table over the first batch of the training samples. features: the source's, where several
+    share a table."""
+    from dataclasses import replace
+
+    from dlrm_autoshard.data.features import Features
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.tables import measure_table_stats
 
     batch = source.read("train", 0, 0, min(batch_size, source.num_samples("train")))
-    ends = batch.lengths_TB.sum(1).cumsum(0).tolist()
+    features = features or Features.one_each(source.tables)
+    lengths_TB, values_N = features.joined(batch.lengths_TB.numpy(), batch.values_N.numpy())
+    counts, ends = features.counts, lengths_TB.sum(1).cumsum(0).tolist()
     stats = []
-    for table in with_progress(range(len(source.tables)), len(source.tables), "measuring tables", quiet):
-        first = ends[table - 1] if table else 0
-        ids = batch.values_N[first : ends[table]].numpy()
-        stats += measure_table_stats(batch.lengths_TB[table : table + 1].numpy(), ids)
-    return TablePool(source.tables, tuple(stats))
+    for number, table in with_progress(enumerate(features.tables), len(counts), "measuring tables", quiet):
+        ids = values_N[ends[number - 1] if number else 0 : ends[number]]
+        [own] = measure_table_stats(lengths_TB[number : number + 1], ids)
+        stats.append(replace(own, features=counts[table.name]))
+    return TablePool(features.tables, tuple(stats))

@@ -1,6 +1,7 @@
 """One rank's slice of a global batch, and the one method that every data source has.
 
-Ids are table-major: all of table 0's ids (sample by sample), then table 1's, the layout fbgemm's lookup takes.
+Ids are table-major: all of table 0's ids (sample by sample), then table 1's, the layout fbgemm's lookup takes. Here a
+table is a feature's, under the feature's name; which features share one says features.py.
 """
 
 from __future__ import annotations

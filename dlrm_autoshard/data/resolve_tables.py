@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.data.errors import DataError
+from dlrm_autoshard.data.features import shared_by
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.tables import TableConfig
 
@@ -26,14 +27,18 @@ class TableRows:
 
 
 def resolve_tables(rows: Sequence[TableRows], tables: TablesConfig) -> tuple[TableConfig, ...]:
-    """Dims by `tables.embedding_dims`, else by the source, else `tables.embedding_dim`."""
+    """One a feature, under the feature's name. Dims by `tables.embedding_dims`, else by the source, else
+    `tables.embedding_dim`."""
     names = [table.name for table in rows]
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
         raise DataError(f"data has more than one table named '{duplicates[0]}'. Give each its own name.")
+    shared = shared_by(names, tables.shared)
+    table_of = {name: shared.get(name, name) for name in names}
+    known = list(dict.fromkeys(table_of.values()))
     for name in tables.embedding_dims:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             raise DataError(
                 f"tables.embedding_dims names a table '{name}', which the data does not have."
                 + (f" Did you mean '{near[0]}'?" if near else "")
@@ -43,7 +48,9 @@ def resolve_tables(rows: Sequence[TableRows], tables: TablesConfig) -> tuple[Tab
             TableConfig(
                 name=table.name,
                 num_embeddings=table.num_embeddings,
-                embedding_dim=tables.embedding_dims.get(table.name, table.embedding_dim or tables.embedding_dim),
+                embedding_dim=tables.embedding_dims.get(
+                    table_of[table.name], table.embedding_dim or tables.embedding_dim
+                ),
                 pooling=tables.pooling,
                 dtype=tables.dtype,
             )

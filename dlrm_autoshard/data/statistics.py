@@ -6,26 +6,33 @@ measure_stats(source, global_batch=4096, batches=8)       # one TableStats a tab
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from dlrm_autoshard.data.batch import DataSource
+from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.tables import TableStats, measure_table_stats
 
 MOST_SAMPLES = 1 << 16
 """Read in all: a second's work, and pooling factors to half a percent."""
 
 
-def measure_stats(source: DataSource, global_batch: int, batches: int) -> tuple[TableStats, ...]:
-    """Statistics of each table from the first batches of training data, each taken as one global batch."""
+def measure_stats(
+    source: DataSource, global_batch: int, batches: int, features: Features | None = None
+) -> tuple[TableStats, ...]:
+    """Statistics of each table from the first batches of training data, each taken as one global batch. features: the
+    source's, where several share a table."""
+    features = features or Features.one_each(source.tables)
     total = source.num_samples("train")
     size = min(global_batch, total, MOST_SAMPLES)
     count = max(1, min(batches, total // size, MOST_SAMPLES // size))
     seen = []
     for index in range(count):
         batch = source.read("train", 0, index * size, (index + 1) * size)
-        seen.append(measure_table_stats(batch.lengths_TB.numpy(), batch.values_N.numpy()))
-    return tuple(_average(table) for table in zip(*seen, strict=True))
+        seen.append(measure_table_stats(*features.joined(batch.lengths_TB.numpy(), batch.values_N.numpy())))
+    counts = features.counts.values()
+    return tuple(replace(_average(table), features=n) for n, table in zip(counts, zip(*seen, strict=True), strict=True))
 
 
 def _average(stats: Sequence[TableStats]) -> TableStats:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import get_gradient_edge
 
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
+from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.lookup.bag_inputs import BagInputs, BagsError, check_alone, check_tables
 from dlrm_autoshard.distributed.lookup.embeddings import DTYPES, ShardedEmbeddings
 from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
@@ -46,15 +48,18 @@ class ShardedEmbeddingBags(nn.Module):
         exchange_dtype: str = "fp32",
         check_ids: bool = True,
         seed: int = 0,
+        features: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """optimizer: fused into the backward pass; RowwiseAdagrad() by default. plan: round robin by default.
 
         group: the ranks; torch.distributed's default group, which is made for this process alone where there is none.
         exchange_dtype: in which vectors travel between ranks: fp32, fp16 or bf16. check_ids: refuse ids beyond their
-        table (on a GPU that waits for the device). seed: of the initial weights, which no plan changes.
+        table (on a GPU that waits for the device). seed: of the initial weights, which no plan changes. features: table
+        -> those that look up its rows, in the place of one of its name.
         """
         super().__init__()
         check_tables(tables)
+        looked_up = _features_of(tables, features or {})
         if exchange_dtype not in DTYPES:
             raise BagsError(f"exchange_dtype is {exchange_dtype!r}; it must be one of {', '.join(DTYPES)}.")
         if not isinstance(optimizer, TableOptimizerConfig | None):
@@ -63,10 +68,9 @@ class ShardedEmbeddingBags(nn.Module):
             )
         if not isinstance(group, dist.ProcessGroup | None):  # torch gives a number to ranks that are not in a new group
             raise BagsError(f"group is {group!r}: this rank is not in it. Only the ranks of a group make its tables.")
+        self.features = inner = Features.of(looked_up, features or {})
         if len({table.pooling for table in tables}) > 1:  # summed by the kernel; means are taken here
-            inner = [TableConfig(t.name, t.num_embeddings, t.embedding_dim, "sum", t.dtype) for t in tables]
-        else:
-            inner = list(tables)
+            inner = Features.of([replace(feature, pooling="sum") for feature in looked_up], features or {})
         if not dist.is_initialized():
             check_alone()
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -79,7 +83,7 @@ class ShardedEmbeddingBags(nn.Module):
         plan = plan or round_robin([table.name for table in tables], Topology(self.runtime.world_size))
         plan.check_tables(table.name for table in tables)
         self.sharded = ShardedEmbeddings(
-            inner,
+            inner.tables,
             plan,
             TablesConfig(optimizer=optimizer or RowwiseAdagrad()),
             rank=self.runtime.rank,
@@ -88,10 +92,11 @@ class ShardedEmbeddingBags(nn.Module):
             device=self.device,
             exchange_dtype=exchange_dtype,
             seed=seed,
+            features=inner,
         )
         self.clock = StageClock(self.device, self.runtime.control if self.device.type == "cpu" else group)
-        self._inputs = BagInputs(self.tables, self.runtime.rank, check_ids=check_ids)
-        self._columns = _columns_as_given(self.tables, self.sharded.output_tables, self.device)
+        self._inputs = BagInputs(self.features.features, self.runtime.rank, check_ids=check_ids)
+        self._columns = _columns_as_given(self.features.features, self.sharded.output_tables, self.device)
         self._between = ExitStack()  # the stage between lookup and gradient, while it lasts
         self._heard: list[Callable[[ArrivedIds, int], None]] = []
 
@@ -120,9 +125,9 @@ class ShardedEmbeddingBags(nn.Module):
         self.sharded.set_learning_rate(lr)
 
     def split(self, pooled_BD: Tensor) -> dict[str, Tensor]:
-        """The columns of each table by its name: [B, dim] each."""
-        parts = pooled_BD.split([table.embedding_dim for table in self.tables], dim=1)
-        return {table.name: part for table, part in zip(self.tables, parts, strict=True)}
+        """The columns of each table, or of each of its features, by name: [B, dim] each."""
+        parts = pooled_BD.split([feature.embedding_dim for feature in self.features.features], dim=1)
+        return {feature.name: part for feature, part in zip(self.features.features, parts, strict=True)}
 
     def on_lookup(self, listener: Callable[[ArrivedIds, int], None]) -> None:
         """`listener(ids, B)` hears of each training lookup: the ids that reached this rank, the samples of one rank."""
@@ -137,6 +142,7 @@ class ShardedEmbeddingBags(nn.Module):
 
         ids: lengths [T, B] (or [T * B]) with `values_N`, all of table 0's ids first; or a KeyedJaggedTensor, whose keys
         are the tables' names in any order. weights_N: by which each id's row is multiplied; on every rank or on none.
+        A table's `features`, where several were named, each count as a table here, in their order.
         """
         batch = self._inputs.batch(ids, values_N, weights_N)
         training = self.training and torch.is_grad_enabled()
@@ -154,7 +160,7 @@ class ShardedEmbeddingBags(nn.Module):
         else:
             looked_up = self.sharded.lookup(local, training=False).detach()
             pooled = self._as_given(self.sharded.in_output_order(self.sharded.send_pooled(looked_up).wait()))
-        return pooled if self.sharded.tables == self.tables else self._inputs.means(pooled, batch.lengths_TB)
+        return pooled if self.sharded.features == self.features else self._inputs.means(pooled, batch.lengths_TB)
 
     def _as_given(self, pooled_BD: Tensor) -> Tensor:
         """Columns in the tables' order."""
@@ -235,6 +241,18 @@ class _Lookup(torch.autograd.Function):
         with clock.stage("bwd_compute"):
             sharded.update(ctx.edge, arrived)  # type: ignore[attr-defined]
         return None, None, None
+
+
+def _features_of(tables: Sequence[TableConfig], features: Mapping[str, Sequence[str]]) -> list[TableConfig]:
+    unknown = sorted(features.keys() - {table.name for table in tables})
+    if unknown:
+        raise BagsError(f"features are given of a table '{unknown[0]}', which is not among the tables.")
+    found = [replace(table, name=name) for table in tables for name in features.get(table.name, [table.name])]
+    names = [feature.name for feature in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise BagsError(f"two features are named '{twice}'. Give each a name of its own.")
+    return found
 
 
 def _columns_as_given(

@@ -42,6 +42,7 @@ class TaskCosts:
         world_size, topology = task.world_size, task.topology
         self._task, self._model, self._exchange, self._corrections = task, model, exchange, corrections
         summary_TK = model.summaries(task.tables, task.stats, task.batch_size)
+        summary_TK[:, DIM] *= np.array([[stat.features] for stat in task.stats])
         summary_TK[:, COST] *= corrections.table_factors_T2(task.tables)
         fused_T2 = summary_TK[:, COST] * corrections.fused_logs_T2(task.tables).astype(np.float32)
         self.summary_TK = np.concatenate([summary_TK, fused_T2], axis=1)
@@ -49,8 +50,8 @@ class TaskCosts:
         self.launch_S, self.world_size = model.launch_S, world_size
         self.factor_W2 = corrections.rank_factors_W2(world_size, topology.speed).astype(np.float32)
         self.fastest = int(self.factor_W2.sum(axis=1).argmin())
-        total_dims = float(sum(table.embedding_dim for table in task.tables))
-        base_2W2, per_dim_2W2 = exchange.lines(total_dims, task.batch_size, world_size, topology.hosts)
+        dims = float(summary_TK[:, DIM].sum())
+        base_2W2, per_dim_2W2 = exchange.lines(dims, task.batch_size, world_size, topology.hosts)
         self._exchange_W2, self.exchange_spread = corrections.exchange_factors_W2(world_size), exchange.spread
         slowest_2 = self._exchange_W2.max(axis=0)
         self.comms_base_W2, self.comms_per_dim_W2 = (
@@ -58,9 +59,8 @@ class TaskCosts:
         )
         # A table's ids go to the owner of each of its parts: they cost what as many bytes of vectors would.
         mb_T = np.array([stat.mean_pooling for stat in task.stats]) * task.batch_size / world_size * BYTES_PER_ID * 1e-6
-        again_T = np.array([table.columns[0] > 0 for table in task.tables])
         price = exchange.prices_SP[0, TRAFFIC].sum() * (1 - 1 / world_size)
-        self.ids_ms_U = task.units.sum_over_tables(mb_T * again_T * price)
+        self.ids_ms_U = task.units.sum_over_tables(mb_T * price * [table.columns[0] > 0 for table in task.tables])
 
     def device_ms(self, summaries: np.ndarray) -> np.ndarray:
         """[..., 2] forward and backward computation of devices by their summaries [..., K], on any rank."""

@@ -61,9 +61,8 @@ class IsolatedProbe:
 
     def profile(self, plan: ShardingPlan) -> StepProfile:
         """The profile from what has been measured of the plan's shards."""
-        dims = np.array(
-            [sum(self._pair(n)[0].embedding_dim for n in plan.tables_on(rank)) for rank in range(plan.world_size)]
-        )
+        pairs = [[self._pair(name) for name in plan.tables_on(rank)] for rank in range(plan.world_size)]
+        dims = np.array([sum(table.embedding_dim * stat.features for table, stat in own) for own in pairs])
         forward_ms, backward_ms = self._exchange.ms(dims.astype(np.float64), self.batch_size)
         ranks, noise = [], 0.0
         for rank in range(plan.world_size):

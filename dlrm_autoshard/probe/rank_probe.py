@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from dlrm_autoshard.costs import RankCost, StepProfile, rank_costs, stages_W4, step_cost_ms
+from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.lookup.embeddings import DTYPES
 from dlrm_autoshard.distributed.lookup.exchange import Exchange
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
@@ -207,10 +208,10 @@ class RankProbe:
         runtime = self._runtime
         if runtime.world_size == 1:
             return [0.0], [0.0]
+        features = Features.alike(self.tables, [stat.features for stat in self.stats])
         exchange = Exchange(
-            self.tables, plan, runtime.rank, runtime.group, runtime.id_group, runtime.device, self._dtype,
-            self._link,
-        )  # fmt: skip
+            features, plan, runtime.rank, runtime.group, runtime.id_group, runtime.device, self._dtype, self._link
+        )
         like = torch.empty(0, device=runtime.device)
         shapes = (self.batch_size, exchange.local_dim), (self.batch_size // runtime.world_size, exchange.total_dim)
         if runtime.device.type == "cpu":

@@ -50,7 +50,7 @@ class SimulatedCluster:
         shards, stats_of = bare.shards
         rank_T = np.array([plan.rank_of[shard.name] for shard in shards])
         done_TP = work(shards, stats_of, batch_size)
-        dims_T = np.array([float(shard.embedding_dim) for shard in shards])
+        dims_T = np.array([float(t.embedding_dim * s.features) for t, s in zip(shards, stats_of, strict=True)])
         own_W = [dims_T[rank_T == rank].sum() for rank in range(plan.world_size)]
         # A collective ends on all ranks when the slowest has sent and received.
         exchange = max(self._exchange(own, dims_T.sum(), batch_size, plan.world_size) for own in own_W)

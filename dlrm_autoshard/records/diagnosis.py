@@ -115,7 +115,7 @@ def table_work(table: TableUse, stage: str) -> float:
     if stage in ("fwd_compute", "bwd_compute"):
         return lookup_work(table.embedding_dim, table.mean_pooling)
     if stage in ("fwd_comms", "bwd_comms"):
-        return float(table.embedding_dim)  # one pooled vector per sample
+        return float(table.embedding_dim * table.features)  # a pooled vector a sample and feature
     if stage == "input_dist":
         return table.mean_pooling  # ids per sample
     return 0.0

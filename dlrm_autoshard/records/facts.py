@@ -143,6 +143,7 @@ class TableUse:
     bytes: int
     mean_pooling: float
     mean_reuse: float
+    features: int = 1
 
 
 @dataclass(frozen=True)

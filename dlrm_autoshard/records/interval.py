@@ -47,6 +47,7 @@ class TableColumns(TypedDict):
     bytes: list[Count]
     mean_pooling: list[Amount]
     mean_reuse: list[Amount]
+    features: NotRequired[list[Count]]
 
 
 class IntervalRecord(TypedDict):
@@ -107,7 +108,7 @@ class IntervalProfile(IntervalFacts):
             tables=tuple(
                 TableUse(
                     shard.name, plan.rank_of[shard.name], shard.num_embeddings, shard.embedding_dim,
-                    shard.weight_bytes, stat.mean_pooling, stat.mean_reuse,
+                    shard.weight_bytes, stat.mean_pooling, stat.mean_reuse, stat.features,
                 )
                 for parts, stat in zip(shards_by_table(tables, plan), stats, strict=True)
                 for shard in parts
@@ -163,6 +164,7 @@ class IntervalProfile(IntervalFacts):
         """FormatError names the key. Keys that are not known are left out: they follow from the others."""
         facts: dict[str, Any] = {**checked(IntervalRecord, record, extra="ignore")}
         columns, predicted = facts["tables"], facts.get("predicted")
+        columns = {"features": [1] * len(columns["name"]), **columns}
         by_stage = {"stage_ms": STAGES, "wait_ms": WAITS}
         for key, names in by_stage.items():
             missing = [name for name in names if name not in facts[key]]

@@ -112,8 +112,7 @@ class Lookup:
 
 
 class KeyedIds:
-    """`movable.ArrivedIds`, put together when they are asked for. A table's features count as one: their ids a sample,
-    and how they repeat, are the table's."""
+    """`movable.ArrivedIds`, put together when they are asked for."""
 
     def __init__(
         self,
@@ -145,6 +144,6 @@ class KeyedIds:
 
     @property
     def offsets(self) -> Tensor:
-        rows = [torch.stack([row for row, _ in parts]).sum(0) for parts in self._by_table.values()]
+        rows = [row for parts in self._by_table.values() for row, _ in parts]
         lengths = torch.cat(rows).long() if rows else torch.zeros(0, dtype=torch.int64, device=self._device)
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])

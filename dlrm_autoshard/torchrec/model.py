@@ -10,14 +10,16 @@ import torch
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 from dlrm_autoshard.plan import ShardingPlan, shard_tables
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import Shard, TableConfig
 from dlrm_autoshard.torchrec.sharding import plan_of
 from dlrm_autoshard.torchrec.tables import (
     TorchrecError,
     alike,
+    configs_of,
     embedding_bags,
     optimizer_config,
     table_configs,
+    table_key,
 )
 
 
@@ -55,6 +57,15 @@ class ShardedModel:
             for shard in shard_tables(self.tables, self.plan)
             if self.plan.rank_of[shard.name] == self.runtime.rank
         )
+
+    @property
+    def local_lookups(self) -> tuple[TableConfig, ...]:
+        counts = {
+            table_key(path, config.name, self.collections): len(config.feature_names)
+            for path, collection in self.collections.items()
+            for config in configs_of(collection)
+        }
+        return tuple(s for s in self.local_shards for _ in range(counts[Shard.parse(s.name).table]))
 
 
 PIPELINED = (

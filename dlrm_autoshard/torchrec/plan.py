@@ -41,9 +41,8 @@ def plan(
     features, or one for each module, {path: ids}. Ids a sample and how often ids repeat are what a plan rests on.
     optimizer: the tables' fused one. group: the ranks; by default all. settings: keys of the YAML's `autoshard`.
 
-    A table's features are planned as one feature with all their ids: their pooled vectors are exchanged one by one,
-    which only measured steps know. TorchrecError names the table, feature or module that can't be planned; PlanError
-    the rank without memory.
+    A table's features are planned together: all their ids, and a vector of each. TorchrecError names the table, feature
+    or module that can't be planned; PlanError the rank without memory.
     """
     config = parse_sections(tables={"optimizer": {"name": optimizer}}, autoshard={"enabled": True, **settings})
     collections = embedding_bags(module)

@@ -6,6 +6,7 @@ stats, samples = statistics([ids_by_table(collections, ids) for each rank])
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,5 +44,6 @@ def statistics(of_ranks: Sequence[IdsByTable]) -> tuple[dict[str, TableStats], i
         samples = sum(len(ids[name][0][0]) for ids in of_ranks)
         lengths_B = np.concatenate([np.sum([row for row, _ in ids[name]], axis=0) for ids in of_ranks])
         values_N = np.concatenate([values for ids in of_ranks for _, values in ids[name]])
-        [found[name]] = measure_table_stats(lengths_B[None, :], values_N)
+        [stats] = measure_table_stats(lengths_B[None, :], values_N)
+        found[name] = replace(stats, features=len(of_ranks[0][name]))
     return found, samples

@@ -18,6 +18,7 @@ from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.autoshard.sampling import steps_of_part
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import Split, label_names_of
+from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.loader import Loader, reader_threads
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.data.statistics import measure_stats
@@ -58,6 +59,7 @@ class Job:
         seed_all(config.run.seed, runtime.rank)
         self.config, self.runtime, self.run_dir = config, runtime, run_dir
         self.source, self._reading = open_source(config.data, config.tables), Lock()
+        features = Features.of(self.source.tables, config.tables.shared)
         check_settings(config, self.source, runtime.device)
         check_sizes(
             config, self.source, runtime.world_size, *free_and_sharers(runtime.device, runtime.local_world_size)
@@ -73,13 +75,13 @@ class Job:
         self.resumed_from, self.notes = runtime.from_rank_0(
             lambda: self.checkpoints.choose(checkpoint, fall_back=fall_back)
         )
-        current = plan_of(self.resumed_from, self.source.tables)
+        current = plan_of(self.resumed_from, features.tables)
         total, decides = self._count_steps(Position()), config.autoshard.reshard
         self.placement = place(
             config.autoshard,
             runtime,
-            self.source.tables,
-            partial(measure_stats, self.source, self.global_batch, config.autoshard.stats_batches),
+            features.tables,
+            partial(measure_stats, self.source, self.global_batch, config.autoshard.stats_batches, features),
             batch_size=self.global_batch,
             optimizer=config.tables.optimizer,
             exchange_dtype=config.train.exchange_dtype,
@@ -99,7 +101,7 @@ class Job:
                 "steps, are as configured."
             )
         self.embeddings = ShardedEmbeddings(
-            self.source.tables,
+            features.tables,
             self.placement.plan,
             config.tables,
             rank=runtime.rank,
@@ -109,6 +111,7 @@ class Job:
             exchange_dtype=config.train.exchange_dtype,
             seed=config.run.seed,
             initial_values=self.resumed_from is None,
+            features=features,
         )
         tables, labels = self.embeddings.output_tables, label_names_of(self.source)
         model = make_model(self.source.num_dense, tables, config.model, config.run.seed, len(labels))

@@ -21,7 +21,7 @@ def open_run(display: Display, job: Job, *, finished: bool) -> None:
     placement, step, run_dir = job.placement, job.position.step, job.run_dir
     resumed = f", resumed at step {step}" + (": nothing is left to do" if finished else "") if step else ""
     display.line(
-        f"{len(job.source.tables)} tables on {job.runtime.world_size} rank(s), {job.total_steps} steps of "
+        f"{len(job.embeddings.tables)} tables on {job.runtime.world_size} rank(s), {job.total_steps} steps of "
         f"{job.global_batch} examples{resumed}; run directory {run_dir}"
     )
     changes = changes_since_last_start(run_dir)

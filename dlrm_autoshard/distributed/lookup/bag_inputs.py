@@ -33,8 +33,8 @@ def check_tables(tables: Sequence[TableConfig]) -> None:
     for number, table in enumerate(tables):
         if table.name in names[:number]:
             raise BagsError(
-                f"two tables are named '{table.name}'. Two features that share a table: give each a table of its own, "
-                "or join their bags before."
+                f"two tables are named '{table.name}'. Of features that share a table, give the table once, and their "
+                "names as features={'TABLE': [...]}."
             )
         if table.dtype != tables[0].dtype:
             raise BagsError(
@@ -55,6 +55,7 @@ def check_alone() -> None:
 
 class BagInputs:
     def __init__(self, tables: Sequence[TableConfig], rank: int, *, check_ids: bool) -> None:
+        """tables: one a feature, under the feature's name."""
         self._tables, self._rank = tables, rank
         self._names = [table.name for table in tables]
         self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}  # of `means`
@@ -118,8 +119,8 @@ class BagInputs:
         if sorted(keys) != sorted(names):
             unknown = [key for key in keys if key not in names] or [name for name in names if name not in keys]
             raise BagsError(
-                f"the ids' keys must be the tables' names, each once; '{(unknown or keys)[0]}' is not. Two features "
-                "that share a table: give each a table of its own, or join their bags before."
+                f"the ids' keys must be the tables' names, each once; '{(unknown or keys)[0]}' is not. Of features "
+                "that share a table, give their names as features={'TABLE': [...]}."
             )
         weights_N = getattr(ids, "weights_or_none", lambda: None)()
         lengths_TB = ids.lengths().reshape(len(keys), -1)

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.lookup.device_ids import DeviceIdDistribution
 from dlrm_autoshard.distributed.lookup.exchange import Exchange, Margin, Pending
 from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
@@ -26,7 +27,7 @@ from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
 from dlrm_autoshard.distributed.tables.init import initialise as initialise
 from dlrm_autoshard.distributed.tables.storage import Storage
 from dlrm_autoshard.plan import PlanError, ShardingPlan, shard_tables
-from dlrm_autoshard.tables import Shard, TableConfig, output_order
+from dlrm_autoshard.tables import Shard, TableConfig
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -53,16 +54,22 @@ class ShardedEmbeddings:
         initial_values: bool = True,
         storage: Storage | None = None,
         streams: SideStreams | None = None,
+        features: Features | None = None,
     ) -> None:
         """shared_memory: exchange through it where the ranks are all on one host. initial_values: False where a
-        checkpoint is about to be loaded over them. storage, streams: if not the device's usual ones."""
-        self.tables = tuple(tables)
+        checkpoint is about to be loaded over them. storage, streams: if not the device's usual ones. features: that
+        look up `tables`, where several share some."""
+        self.features = features or Features.one_each(tables)
+        self.tables = self.features.tables
         self.config, self.rank, self.device = config, rank, device
         self.groups, self._exchange_dtype = (group, id_group), DTYPES[exchange_dtype]
         self._link = connect(group) if shared_memory and device.type == "cpu" else None
         self.updates = 0  # training lookups so far: fbgemm's `iter`, which must survive a rebuild
         self.learning_rate = config.optimizer.lr
-        self.storage = storage or Storage(tables, config, device)
+        counts = self.features.counts
+        self.storage = storage or Storage(
+            self.tables, config, device, features=counts if max(counts.values()) > 1 else None
+        )
         self.streams = streams or (None if device.type == "cpu" else SideStreams(device))
         self.adopt(plan)
         if initial_values:
@@ -72,13 +79,18 @@ class ShardedEmbeddings:
 
     @property
     def output_tables(self) -> tuple[TableConfig, ...]:
-        """Tables in the order of the pooled output's columns."""
-        return tuple(self.tables[i] for i in output_order(self.tables))
+        """Of each feature, in the order of the pooled output's columns, what it looks up, under its own name."""
+        return tuple(self.features.features[i] for i in self.features.output_order())
 
     @property
     def local_shards(self) -> tuple[TableConfig, ...]:
         """What this rank owns, in the order of its lookup: whole tables, and parts as tables of their own."""
         return self._exchange.local_shards
+
+    @property
+    def local_lookups(self) -> tuple[TableConfig, ...]:
+        """The same, each as often as it has features."""
+        return self._exchange.local_lookups
 
     @property
     def world_size(self) -> int:
@@ -95,7 +107,7 @@ class ShardedEmbeddings:
         self.plan = plan.ordered([table.name for table in self.tables])
         group, id_group = self.groups
         self._exchange = Exchange(
-            self.tables, self.plan, self.rank, group, id_group, self.device, self._exchange_dtype, self._link
+            self.features, self.plan, self.rank, group, id_group, self.device, self._exchange_dtype, self._link
         )
         self.storage.hold([shard.name for shard in self.local_shards])
         self._restore_counters()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.lookup.shared_memory import Put, SharedMemory
 from dlrm_autoshard.plan import ShardingPlan, shards_by_table
-from dlrm_autoshard.tables import TableConfig, output_order
 
 # Axes: B samples a rank, W ranks, D embedding dims. How ids are packed: id_distribution.py.
 
@@ -59,11 +59,10 @@ class Pending:
 class Exchange:
     """Who sends what to whom under one plan. Made anew when the plan changes; holds no rows.
 
-    batch_tables: tables in the batch's order; `output_order` of them is that of the pooled output. empty: memory for
-    what arrives, of a tensor's type and so many elements.
+    empty: memory for what arrives, of a tensor's type and so many elements.
     """
 
-    batch_tables: Sequence[TableConfig]
+    features: Features
     plan: ShardingPlan
     rank: int
     group: dist.ProcessGroup
@@ -76,37 +75,50 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self.world_size, rank_of = self.plan.world_size, self.plan.rank_of
-        by_table = shards_by_table(self.batch_tables, self.plan)
-        ordered = [(shard, number) for number in output_order(self.batch_tables) for shard in by_table[number]]
-        owned = [[(s, number) for s, number in ordered if rank_of[s.name] == rank] for rank in range(self.world_size)]
-        self.local_shards = tuple(shard for shard, _ in owned[self.rank])
-        """In the order of this rank's lookup."""
-        self.num_local = len(self.local_shards)
+        by_table, table_of = shards_by_table(self.features.tables, self.plan), self.features.table_of
+        order = self.features.output_order()
+        ordered = [(shard, feature) for feature in order for shard in by_table[table_of[feature]]]
+        # A lookup takes the features of one shard side by side, as fbgemm wants them.
+        features_of = dict[int, list[int]]()
+        for feature in order:
+            features_of.setdefault(table_of[feature], []).append(feature)
+        looked_up = [(s, feature) for table, own in features_of.items() for s in by_table[table] for feature in own]
+        owned = [[(s, f) for s, f in looked_up if rank_of[s.name] == rank] for rank in range(self.world_size)]
+        self.local_lookups = tuple(shard for shard, _ in owned[self.rank])
+        """The shard of each feature that this rank looks up, in the order of its lookup."""
+        self.local_shards = tuple(dict.fromkeys(self.local_lookups))
+        self.num_local = len(self.local_lookups)
         ends = list(itertools.accumulate(map(len, owned), initial=0))
         self.table_ranges = list(itertools.pairwise(ends))
         """Of each rank, in `owners_order`."""
         self.owners_order = [number for own in owned for _, number in own]
-        """Of each shard, the number of the table whose ids it takes: those of a split table go to each part's owner."""
+        """Of each lookup, the feature whose ids it takes, by number: a split table's go to the owner of each part."""
         self.send_order: Tensor | None = None  # where the batch's order is not the owners' already
-        if self.owners_order != list(range(len(self.batch_tables))):
+        if self.owners_order != list(range(len(self.features.features))):
             self.send_order = torch.tensor(self.owners_order, dtype=torch.int32, device=self.device)
         by_rank = [rank * self.num_local + t for t in range(self.num_local) for rank in range(self.world_size)]
         self.table_major = torch.tensor(by_rank, dtype=torch.int32, device=self.device)
-        """Of what arrives rank by rank, what is each shard's in turn."""
+        """Of what arrives rank by rank, what is each lookup's in turn."""
         self.dims = [sum(shard.embedding_dim for shard, _ in own) for own in owned]
         self.total_dim = sum(self.dims)
         # The output order, in chunks as wide as every shard's dim allows: where each chunk lies among what arrives.
         self._chunk = math.gcd(*(shard.embedding_dim for shard, _ in ordered))
+        first_chunk = dict[tuple[str, int], int]()
+        for own in owned:
+            position = 0
+            for shard, feature in own:
+                first_chunk[shard.name, feature] = position
+                position += shard.embedding_dim // self._chunk
         base, stride, column = [], [], []
-        position = [0] * self.world_size
         starts = list(itertools.accumulate(self.dims, initial=0))
-        for shard, _ in ordered:
+        for shard, feature in ordered:
             owner = rank_of[shard.name]
             for chunk in range(shard.embedding_dim // self._chunk):
                 base.append(starts[owner] // self._chunk)
                 stride.append(self.dims[owner] // self._chunk)
-                column.append(position[owner] + chunk)
-            position[owner] += shard.embedding_dim // self._chunk
+                column.append(first_chunk[shard.name, feature] + chunk)
+        self._as_looked_up = self.world_size == 1 and column == sorted(column)
+        """One rank's lookup gives the output as it is."""
         self._where = torch.tensor([base, stride, column], device=self.device)
 
     @property
@@ -115,7 +127,7 @@ class Exchange:
 
     def ids_sent(self, batch: Batch) -> int:
         """Of one batch: those of a split table once a part."""
-        if len(self.owners_order) == len(self.batch_tables):
+        if len(self.owners_order) == len(self.features.features):
             return batch.values_N.numel()
         return int(batch.lengths_TB.sum(1)[self.owners_order].sum())
 
@@ -136,7 +148,7 @@ class Exchange:
     def in_output_order(self, arrived: Tensor, margin: Margin = (0, 0), into: Tensor | None = None) -> Tensor:
         """[B, margin + D + margin] float32 in the output order, from what `send_pooled` brought; margins: anything.
         into: memory for it."""
-        if self.world_size == 1:
+        if self._as_looked_up:
             return with_margin(arrived, margin, into) if any(margin) or into is not None else arrived
         if self._ends_inside_a_chunk(margin):
             return with_margin(self.in_output_order(arrived), margin, into)
@@ -153,7 +165,7 @@ class Exchange:
     def send_gradients(self, gradient_BD: Tensor, margin: Margin = (0, 0)) -> Pending:
         """Gradients of the pooled output, as `in_output_order` gave it, to the owners; arrives as [W * B, D_local],
         times `gradient_scale(W * B)`."""
-        if self.world_size == 1:
+        if self._as_looked_up:
             return Pending(None, without_margin(gradient_BD, margin))
         if self._ends_inside_a_chunk(margin):
             gradient_BD, margin = without_margin(gradient_BD, margin), (0, 0)
@@ -163,6 +175,8 @@ class Exchange:
             gradient_BD = (gradient_BD * scale).clamp_(-65504, 65504)  # fp16's largest: infinity would ruin the row
         chunks = gradient_BD.to(self.dtype).view(-1, self._chunk)
         _, rows = self._layout(batch_size, margin)
+        if self.world_size == 1:
+            return Pending(None, chunks.index_select(0, rows[0]).view(batch_size, -1))
         return self.all_to_all(
             "vectors",
             self.empty(chunks, self.world_size * batch_size * self.local_dim),

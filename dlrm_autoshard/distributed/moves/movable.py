@@ -25,7 +25,12 @@ class PlacedTables(Protocol):
     def plan(self) -> ShardingPlan: ...
     @property
     def local_shards(self) -> tuple[TableConfig, ...]:
-        """What this rank owns, in the order in which its lookups are observed."""
+        """What this rank owns, each once."""
+        ...
+
+    @property
+    def local_lookups(self) -> tuple[TableConfig, ...]:
+        """The shard that each lookup is of, in the order in which they are observed: one a feature."""
         ...
 
     @property
@@ -35,7 +40,7 @@ class PlacedTables(Protocol):
 
 
 class ArrivedIds(Protocol):
-    """Ids that reached this rank in a step: those of its shards, in the order of `local_shards`."""
+    """Ids that reached this rank in a step: those of its lookups, in the order of `local_lookups`."""
 
     @property
     def values_N(self) -> Tensor: ...

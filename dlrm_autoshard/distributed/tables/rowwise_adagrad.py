@@ -26,9 +26,9 @@ from torch.autograd.function import once_differentiable
 
 
 class RowwiseAdagradTbe(Tbe):
-    """fbgemm takes its plain loop where several features look up one table. So the update is told of two features a
-    table, the second of which has no columns and no ids. That loop adds a row's gradients in the order of samples, as
-    the generated code does; a row's squares it adds one after the other, so weights differ in their last bits.
+    """fbgemm takes its plain loop for a table that several features look up. So the update is told of one more feature
+    of each table, which has no columns and no ids. That loop adds a row's gradients in the order of samples, as the
+    generated code does; a row's squares it adds one after the other, so weights differ in their last bits.
     """
 
     def forward(self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:
@@ -44,34 +44,50 @@ class RowwiseAdagradTbe(Tbe):
 
     def update(self, gradient_BD: Tensor, values_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> None:
         samples, offsets = len(gradient_BD), offsets.to(values_N.dtype)
-        starts_T2B = offsets[:-1].view(-1, 1, samples).repeat(1, 2, 1)
-        starts_T2B[:, 1] = offsets[samples::samples, None]
+        told_of, added, last = self._one_more
+        starts = offsets[:-1].view(-1, samples).index_select(0, told_of)
+        starts[added] = offsets[samples::samples, None][last]
         torch.ops.fbgemm.split_embedding_backward_codegen_rowwise_adagrad_cpu(
             grad_output=gradient_BD,
             host_weights=self.weights_host,
             indices=values_N,
-            offsets=torch.cat([starts_T2B.flatten(), offsets[-1:]]),
+            offsets=torch.cat([starts.flatten(), offsets[-1:]]),
             pooling_mode=self.pooling_mode.value,
             indice_weights=torch.empty(0) if weights_N is None else weights_N,
             momentum1_host=self.momentum1_host,
             learning_rate_tensor=self.learning_rate_tensor,
-            **self._two_features,
+            **self._told,
         )
 
     @cached_property
-    def _two_features(self) -> dict[str, Any]:
+    def _one_more(self) -> tuple[Tensor, slice | list[int], slice | list[int]]:
+        """[told of] the feature that each one is told as, the added one as its table's last; which are the added ones;
+        and which features are the last of their table."""
+        table_of = self.feature_table_map
+        last = [f for f, table in enumerate(table_of) if f + 1 == len(table_of) or table_of[f + 1] != table]
+        told_of = sorted([*range(len(table_of)), *last])
+        added = [feature + number + 1 for number, feature in enumerate(last)]
+        if len(last) == len(table_of):  # as slices, which take less time
+            return torch.tensor(told_of), slice(1, None, 2), slice(None)
+        return torch.tensor(told_of), added, last
+
+    @cached_property
+    def _told(self) -> dict[str, Any]:
         """What of the update's arguments is the same in every step."""
-        placements = torch.zeros(2 * len(self.weights_offsets), dtype=torch.int32)
+        told_of, added, _ = self._one_more
+        placements = torch.zeros(len(told_of), dtype=torch.int32)
+        starts = self.D_offsets[told_of]
+        starts[added] = self.D_offsets[told_of + 1][added]
         return {
             "weights_placements": placements,
-            "weights_offsets": self.weights_offsets.repeat_interleave(2),
-            "D_offsets": self.D_offsets.repeat_interleave(2)[1:],
+            "weights_offsets": self.weights_offsets[told_of],
+            "D_offsets": torch.cat([starts, self.D_offsets[-1:]]),
             "max_D": self.max_D,
-            "hash_size_cumsum": self.hash_size_cumsum.repeat_interleave(2)[:-1],
+            "hash_size_cumsum": torch.cat([self.hash_size_cumsum[told_of], self.hash_size_cumsum[-1:]]),
             "total_hash_size_bits": self.total_hash_size_bits,
             "stochastic_rounding": False,
             "momentum1_placements": placements,
-            "momentum1_offsets": self.momentum1_offsets.repeat_interleave(2),
+            "momentum1_offsets": self.momentum1_offsets[told_of],
             "eps": self.optimizer_args.eps,
         }
 

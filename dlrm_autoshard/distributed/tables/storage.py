@@ -6,7 +6,7 @@ storage.hold(["user", "item[0:64]"])   # these shards can be looked up, in this 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -61,11 +61,14 @@ class Storage:
         config: TablesConfig,
         device: torch.device,
         allocate: Allocate | None = None,
+        features: Mapping[str, int] | None = None,
     ) -> None:
-        """allocate: gives each table's tensors. None: the device's memory on a GPU, reserved memory on CPU."""
+        """allocate: gives each table's tensors. None: the device's memory on a GPU, reserved memory on CPU.
+        features: how many look up rows of each table, where several share some."""
         check_optimizer(config.optimizer.name, device)
         self._tables, self._config, self._device = {table.name: table for table in tables}, config, device
         self._dtype, self._pooling = shared_format(tables)
+        self._features = features
         self._allocate, self.in_pieces = allocate, allocate is None and device.type == "cpu"
         """in_pieces: memory is taken and given back piece by piece, not table by table."""
         self._places = Places(tables)
@@ -170,7 +173,8 @@ class Storage:
             self.lookup = self._build()
             self._row_cache = RowCache(self.lookup, self._device) if self._caches_rows else None
             if self._device.type != "cpu":
-                self._no_weight_gradients = torch.zeros(len(names), dtype=torch.int32, device=self._device)
+                lookups = len(self._table_of() or names)
+                self._no_weight_gradients = torch.zeros(lookups, dtype=torch.int32, device=self._device)
 
     def overwritten(self) -> None:
         """Somebody has written into what `tensors` gave: rows that the device caches are older."""
@@ -247,7 +251,15 @@ class Storage:
             self._device,
             self._config.location,
             self._config.cache_load_factor,
+            self._table_of(),
         )
+
+    def _table_of(self) -> list[int] | None:
+        """Of each lookup, the number of the held shard; None where each has one."""
+        if self._features is None:
+            return None
+        counts = [self._features[Shard.parse(name).table] for name in self._held]
+        return [number for number, count in enumerate(counts) for _ in range(count)]
 
 
 def shared_format(tables: Sequence[TableConfig]) -> tuple[TableDtype, str]:

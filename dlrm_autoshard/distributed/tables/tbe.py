@@ -55,13 +55,16 @@ def make_tbe(
     device: torch.device,
     location: str = "device",
     cache_load_factor: float = 0.2,
+    table_of: Sequence[int] | None = None,
 ) -> Tbe:
     """A fused lookup of tables of these (rows, dim).
 
     memory: of `weights` and each optimizer state: a flat tensor, and where each table starts, in elements from the
     tensor's first. location: `device`, or `managed_caching`: weights in host memory that the device reads, and a
-    cache on the device for `cache_load_factor` of all rows.
+    cache on the device for `cache_load_factor` of all rows. table_of: of each feature, where several share a table;
+    those of one lie side by side.
     """
+    table_of = list(range(len(shapes)) if table_of is None else table_of)
     kind, place, compute = Tbe, _LOCATIONS[location], ComputeDevice.CUDA
     if device.type == "cpu":
         place, compute = EmbeddingLocation.HOST, ComputeDevice.CPU
@@ -80,15 +83,16 @@ def make_tbe(
         stochastic_rounding=False,
         prefetch_pipeline=place is EmbeddingLocation.MANAGED_CACHING,
         device=device,
+        feature_table_map=table_of,
     )
-    _resize(tbe, [rows for rows, _ in shapes])
+    _resize(tbe, [rows for rows, _ in shapes], table_of)
     for name, (flat, offsets) in memory.items():
-        _point(tbe, name, flat, offsets)
+        _point(tbe, name, flat, [offsets[table] for table in table_of], offsets)
     if place is EmbeddingLocation.MANAGED_CACHING:
         rows = [count for count, _ in shapes]
         tbe._backward_pre_hooks.clear()  # the next line adds it again, and twice would unlock each cached row twice
         tbe._apply_cache_state(
-            construct_cache_state(rows, [place] * len(rows), list(range(len(rows)))),
+            construct_cache_state(rows, [place] * len(rows), table_of),
             CacheAlgorithm.LRU,
             cache_load_factor,
             cache_sets=0,
@@ -146,18 +150,19 @@ class RowCache:
         self._tbe.lxu_cache_locking_counter.zero_()
 
 
-def _resize(tbe: Any, rows: Sequence[int]) -> None:
-    ends = torch.cumsum(torch.tensor([0, *rows]), 0)
-    tbe.total_hash_size = int(ends[-1])
+def _resize(tbe: Any, rows: Sequence[int], table_of: Sequence[int]) -> None:
+    starts = torch.cumsum(torch.tensor([0, *rows]), 0)
+    tbe.total_hash_size = int(starts[-1])
     tbe.total_hash_size_bits = tbe.total_hash_size.bit_length()
-    tbe.hash_size_cumsum = ends.to(tbe.current_device)
-    tbe.rows_per_table = torch.tensor(rows, device=tbe.current_device)
+    tbe.hash_size_cumsum = starts[[*table_of, len(rows)]].to(tbe.current_device)  # of features, and the end
+    tbe.rows_per_table = torch.tensor([rows[table] for table in table_of], device=tbe.current_device)
     tbe.embedding_specs = [(count, *spec[1:]) for count, spec in zip(rows, tbe.embedding_specs, strict=True)]
 
 
-def _point(tbe: Any, name: str, flat: Tensor, offsets: Sequence[int]) -> None:
+def _point(tbe: Any, name: str, flat: Tensor, offsets: Sequence[int], of_tables: Sequence[int]) -> None:
+    """offsets: of each feature."""
     suffix = _SUFFIXES.get(EmbeddingLocation(getattr(tbe, f"{name}_physical_placements")[0]), "uvm")
     value = torch.nn.Parameter(flat, requires_grad=name == "weights") if suffix == "host" else flat
     setattr(tbe, f"{name}_{suffix}", value)
     setattr(tbe, f"{name}_offsets", torch.tensor(offsets, device=tbe.current_device))
-    setattr(tbe, f"{name}_physical_offsets", list(offsets))
+    setattr(tbe, f"{name}_physical_offsets", list(of_tables))

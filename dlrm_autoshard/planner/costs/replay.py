@@ -122,8 +122,8 @@ def shards_of(profile: StepProfile) -> list[ShardSample]:
 
 def comms_of(profile: StepProfile) -> CommsSample:
     dims = [0] * profile.plan.world_size
-    for shard in profile.shards[0]:
-        dims[profile.plan.rank_of[shard.name]] += shard.embedding_dim
+    for shard, stat in zip(*profile.shards, strict=True):
+        dims[profile.plan.rank_of[shard.name]] += shard.embedding_dim * stat.features
     return CommsSample(
         dims=tuple(dims),
         batch_size=profile.batch_size,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dlrm_autoshard.autoshard.initial_plan import find_topology
 from dlrm_autoshard.config import AutoshardConfig, Config, TableOptimizerConfig, load_config
 from dlrm_autoshard.data.batch import DataSource, Split, has_id_weights, label_names_of
+from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.loader import Loader, reader_threads
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.dense import DataParallelDense
@@ -89,15 +90,16 @@ def saved_model(
             raise UserError(f"'{override}': the model is as it was trained; only data.key=value can be given.")
     config = config_of(run, data)
     source = open_source(config.data, config.tables, labelled=labelled, splits=splits)
+    features = Features.of(source.tables, config.tables.shared)
     tables = config.tables.model_copy(update={"optimizer": TableOptimizerConfig(name="sgd")})  # which keeps none
     with Runtime.start(config.run if device is None else config.run.model_copy(update={"device": device})) as runtime:
         checkpoints = Checkpoints(run / "checkpoints", runtime)
         path = runtime.from_rank_0(lambda: checkpoints.asked_for(checkpoint))
         topology = find_topology(AutoshardConfig(), runtime, on_host=tables.location == "managed_caching")
-        plan = runtime.from_rank_0(lambda: shared_out(source.tables, topology, plan_of(path, source.tables)))
+        plan = runtime.from_rank_0(lambda: shared_out(features.tables, topology, plan_of(path, features.tables)))
         embeddings = ShardedEmbeddings(
-            source.tables, plan, tables, rank=runtime.rank, group=runtime.group, id_group=runtime.id_group,
-            device=runtime.device, initial_values=False,
+            features.tables, plan, tables, rank=runtime.rank, group=runtime.group, id_group=runtime.id_group,
+            device=runtime.device, initial_values=False, features=features,
         )  # fmt: skip
         labels = len(label_names_of(source))
         model = make_model(source.num_dense, embeddings.output_tables, config.model, num_labels=labels)
@@ -130,8 +132,8 @@ def shared_out(tables: Sequence[TableConfig], topology: Topology, trained: Shard
 class PlainModel(nn.Module):
     """The same predictions from torch's own modules: probabilities [B] (or [B, L]) = model(dense_BF, values, offsets).
 
-    values, offsets: one tensor a table, in the order of the data's tables, as nn.EmbeddingBag takes them; `weights`
-    after them where the data's ids have some.
+    values, offsets: one tensor a feature, in the order of the data's, as nn.EmbeddingBag takes them; `weights` after
+    them where the data's ids have some.
     """
 
     def __init__(self, saved: SavedModel) -> None:
@@ -140,19 +142,18 @@ class PlainModel(nn.Module):
         for weight in self.dense.parameters():  # out of the one buffer that ranks reduce: torch exports whole storages
             weight.data = weight.data.clone()
         self.margin = saved.dense.margin
-        names = [table.name for table in saved.embeddings.tables]
-        self.order = [names.index(table.name) for table in saved.embeddings.output_tables]
+        self.order, self.table_of = saved.embeddings.features.output_order(), saved.embeddings.features.table_of
         self.bags = nn.ModuleList(_bag(table, saved) for table in saved.embeddings.tables)
 
     def forward(
         self, dense_BF: Tensor, values: list[Tensor], offsets: list[Tensor], weights: list[Tensor] | None = None
     ) -> Tensor:
         pooled = [
-            bag(ids, offsets[table], None if weights is None else weights[table])
-            for table, (bag, ids) in enumerate(zip(self.bags, values, strict=True))
+            self.bags[table](values[feature], offsets[feature], None if weights is None else weights[feature])
+            for feature, table in enumerate(self.table_of)
         ]
         before, after = (dense_BF.new_zeros(dense_BF.shape[0], columns) for columns in self.margin)
-        pooled_BD = torch.cat([before, *(pooled[table] for table in self.order), after], 1)
+        pooled_BD = torch.cat([before, *(pooled[feature] for feature in self.order), after], 1)
         return torch.sigmoid(self.dense.top(self.dense.bottom(dense_BF), pooled_BD))
 
 
@@ -164,14 +165,14 @@ def _bag(table: TableConfig, saved: SavedModel) -> nn.EmbeddingBag:
 def export_plain(saved: SavedModel, file: BinaryIO) -> None:
     """A program that torch.export.load(file).module() runs without this package, for any batch size."""
     model, samples = PlainModel(saved).eval().requires_grad_(False), 3
-    tables = saved.embeddings.tables
+    features = saved.embeddings.features.features
     dense = torch.zeros(samples, saved.source.num_dense)
-    values = [torch.zeros(2 * samples + number, dtype=torch.int64) for number in range(len(tables))]
-    offsets = [torch.arange(samples) * 2 for _ in tables]
+    values = [torch.zeros(2 * samples + number, dtype=torch.int64) for number in range(len(features))]
+    offsets = [torch.arange(samples) * 2 for _ in features]
     batch = torch.export.Dim("batch", min=2)
-    ids = [{0: torch.export.Dim(f"ids_{number}", min=2)} for number in range(len(tables))]
+    ids = [{0: torch.export.Dim(f"ids_{number}", min=2)} for number in range(len(features))]
     inputs: list[Any] = [dense, values, offsets]
-    shapes: list[Any] = [{0: batch}, ids, [{0: batch} for _ in tables]]
+    shapes: list[Any] = [{0: batch}, ids, [{0: batch} for _ in features]]
     if has_id_weights(saved.source):
         inputs.append([torch.ones(len(of_table)) for of_table in values])
         shapes.append(ids)

@@ -1,0 +1,102 @@
+"""Which table each of the data's features looks up rows of: one of its own, or one that several share.
+
+features = Features.of(source.tables, {"item": ["bought", "clicked"]})
+features.tables, features.table_of                # (user, item), (0, 1, 1): of `user`, `bought`, `clicked`
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dlrm_autoshard.data.errors import DataError
+from dlrm_autoshard.tables import TableConfig
+
+
+@dataclass(frozen=True)
+class Features:
+    """features: in the batch's order, each of its table's shape, under its own name. tables: each once, in the order of
+    their first features. table_of: of each feature, the number of its table."""
+
+    features: tuple[TableConfig, ...]
+    tables: tuple[TableConfig, ...]
+    table_of: tuple[int, ...]
+
+    @staticmethod
+    def of(features: Sequence[TableConfig], shared: Mapping[str, Sequence[str]]) -> Features:
+        """shared: table -> its features, where there are several. DataError where they cannot be of one table."""
+        table_named = shared_by([feature.name for feature in features], shared)
+        tables: dict[str, TableConfig] = {}
+        for feature in features:
+            name = table_named.get(feature.name, feature.name)
+            table = tables.setdefault(name, replace(feature, name=name))
+            if replace(feature, name=name) != table:
+                raise DataError(
+                    f"tables.shared: '{feature.name}' has {_shape(feature)}, a feature before it of table '{name}' "
+                    f"{_shape(table)}. All features of a table have as many: ids mean the same rows."
+                )
+        numbers = {name: number for number, name in enumerate(tables)}
+        table_of = tuple(numbers[table_named.get(feature.name, feature.name)] for feature in features)
+        return Features(tuple(features), tuple(tables.values()), table_of)
+
+    @staticmethod
+    def one_each(tables: Sequence[TableConfig]) -> Features:
+        return Features(tuple(tables), tuple(tables), tuple(range(len(tables))))
+
+    @staticmethod
+    def alike(tables: Sequence[TableConfig], counts: Sequence[int]) -> Features:
+        """So many of each table."""
+        table_of = tuple(number for number, count in enumerate(counts) for _ in range(count))
+        return Features(tuple(tables[number] for number in table_of), tuple(tables), table_of)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Features of each table, by its name."""
+        number_of = Counter(self.table_of)
+        return {table.name: number_of[number] for number, table in enumerate(self.tables)}
+
+    def output_order(self) -> list[int]:
+        """Numbers of the features by dim, those of one table side by side: the order of the pooled output's columns,
+        whatever the plan."""
+        return sorted(range(len(self.features)), key=lambda i: (self.features[i].embedding_dim, self.table_of[i]))
+
+    def joined(self, lengths_FB: np.ndarray, values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of each table the ids of all its features: lengths [T, B], and ids table by table."""
+        return join(lengths_FB, values_N, self.table_of)
+
+
+def join(lengths_FB: np.ndarray, values_N: np.ndarray, table_of: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """As `Features.joined`: each sample's bags of one table as one bag."""
+    if list(table_of) == list(range(len(lengths_FB))):
+        return lengths_FB, values_N
+    by_table = np.argsort(table_of, kind="stable")
+    lengths_TB = np.zeros((max(table_of, default=-1) + 1, lengths_FB.shape[1]), lengths_FB.dtype)
+    np.add.at(lengths_TB, list(table_of), lengths_FB)
+    ids_of = np.split(values_N, lengths_FB.sum(axis=1).cumsum()[:-1])
+    return lengths_TB, np.concatenate([ids_of[feature] for feature in by_table] or [values_N])
+
+
+def shared_by(features: Sequence[str], shared: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Feature -> its table, of those that share one. DataError names what is no feature, or in two tables."""
+    table_named: dict[str, str] = {}
+    for table, names in shared.items():
+        if table in features and table not in names:
+            raise DataError(
+                f"tables.shared: '{table}' is a feature with a table of that name. Name the table otherwise."
+            )
+        for name in names:
+            if name not in features:
+                near = difflib.get_close_matches(name, features, n=1, cutoff=0.0)
+                meant = f" Did you mean '{near[0]}'?" if near else ""
+                raise DataError(f"tables.shared.{table} names a feature '{name}', which the data does not have.{meant}")
+            if table_named.setdefault(name, table) != table:
+                raise DataError(f"tables.shared: '{name}' is in '{table_named[name]}' and in '{table}'.")
+    return table_named
+
+
+def _shape(table: TableConfig) -> str:
+    return f"{table.num_embeddings:,} rows of {table.embedding_dim}"
