@@ -128,6 +128,28 @@ def test_what_is_done_is_not_done_again_and_what_fails_is_said(tmp_path: Path, m
     assert "calm, seed 0, heuristic: missing: it does not fit" in notes
 
 
+def test_a_job_beside_other_work_runs_once_more_and_both_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one counts, though it took longer."""
+    ran: list[str] = []
+
+    def run_arm(arm: str, world: World, folder: Path) -> dict[str, Any]:
+        ran.append(arm)
+        return finished(10.0 * len(ran), steps_seconds=5.0)
+
+    monkeypatch.setattr(race, "run_arm", run_arm)
+    monkeypatch.setattr(race, "other_work", lambda: nullcontext({"load_beside": 0.4 if len(ran) < 2 else 0.05}))
+    arms: race_arms.Arms = {"calm": ("loop", "planned")}
+    done = race.race(tmp_path, arms, 1, TINY)
+    first, second = sorted(done["calm"][0].values(), key=lambda run: run["seconds"])
+    assert ran[0] == ran[1] and len(ran) == 3
+    assert (first["seconds"], first["disturbed"]) == (20.0, {"seconds": 10.0, "load_beside": 0.4})
+    assert second["seconds"] == 30.0 and "disturbed" not in second
+    notes = race_summary.summarise(done, arms, 1)["notes"]
+    assert f"calm, seed 0, {ran[0]}: took 10 s beside other work (0.4 cores), and ran once more" in notes
+
+
 def test_an_interrupted_race_says_what_is_missing_and_has_the_figures_of_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

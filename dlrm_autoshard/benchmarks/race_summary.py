@@ -96,6 +96,11 @@ def _say_world(name: str, by_seed: Mapping[int, Mapping[str, dict[str, Any]]], f
                 found.notes.append(f"{name}, seed {seed}, {arm}: missing: {run['missing']}")
             elif run.get("load_beside", 0.0) > BESIDE:
                 found.notes.append(f"{name}, seed {seed}, {arm}: other work took {run['load_beside']} cores")
+            if first := run.get("disturbed"):
+                said = (
+                    f"took {first['seconds']:.0f} s beside other work ({first['load_beside']} cores), and ran once more"
+                )
+                found.notes.append(f"{name}, seed {seed}, {arm}: {said}")
     by_arm = {arm: [of_arms[arm] for of_arms in by_seed.values()] for arm in next(iter(by_seed.values()))}
     ended = {arm: [run for run in runs if "seconds" in run] for arm, runs in by_arm.items()}
     for arm, runs in ended.items():
