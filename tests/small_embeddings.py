@@ -49,6 +49,24 @@ def make(rank: int, plan: ShardingPlan, optimizer: str, dtype: str, tables: list
     return ShardedEmbeddings(typed, plan, config, rank=rank, group=world(), id_group=ids, device=torch.device("cpu"))
 
 
+def train_step(embeddings: ShardedEmbeddings, batch: Batch) -> torch.Tensor:
+    """The pooled vectors before an update whose gradient is a tenth of their sines."""
+    local = embeddings.lookup(embeddings.distribute(batch).finish())
+    pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait())
+    found = pooled.clone()
+    embeddings.update(local, embeddings.send_gradients(torch.sin(pooled) / 10).wait())
+    return found
+
+
+def own_tensors(embeddings: ShardedEmbeddings) -> dict[str, torch.Tensor]:
+    """Copies of this rank's rows and optimizer state: `item.weight`."""
+    return {
+        f"{name}.{key}": value.clone()
+        for name in embeddings.plan.tables_on(embeddings.rank)
+        for key, value in embeddings.storage.tensors(name).items()
+    }
+
+
 def resident() -> int:
     """Bytes of this process that are in memory now."""
     return int(psutil.Process().memory_info().rss)

@@ -12,7 +12,7 @@ from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 from tests.ranks import run_ranks
-from tests.small_embeddings import TABLES, global_batch
+from tests.small_embeddings import TABLES, global_batch, own_tensors, train_step
 
 STEPS = 4
 
@@ -26,17 +26,8 @@ def train(rank: int, world_size: int, plan: ShardingPlan, optimizer: str, dtype:
     embeddings = ShardedEmbeddings(
         tables, plan, config, rank=rank, group=group, id_group=dist.new_group(), device=torch.device("cpu")
     )
-    result: dict[str, torch.Tensor] = {}
-    for step in range(STEPS):
-        batch = global_batch(step, world_size)[rank]
-        local = embeddings.lookup(embeddings.distribute(batch).finish())
-        pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait())
-        result[f"pooled{step}"] = pooled.clone()
-        embeddings.update(local, embeddings.send_gradients(torch.sin(pooled) / 10).wait())
-    for name in embeddings.plan.tables_on(rank):
-        for key, value in embeddings.storage.tensors(name).items():
-            result[f"{name}.{key}"] = value.clone()
-    return result
+    result = {f"pooled{step}": train_step(embeddings, global_batch(step, world_size)[rank]) for step in range(STEPS)}
+    return result | own_tensors(embeddings)
 
 
 def reference(world_size: int) -> dict[str, torch.Tensor]:

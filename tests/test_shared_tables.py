@@ -29,7 +29,7 @@ from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import Shard, TableConfig
 from tests.jobs import said_by
 from tests.ranks import run_ranks
-from tests.small_embeddings import global_batch
+from tests.small_embeddings import global_batch, own_tensors, train_step
 from tests.trainers import config, losses, make_runtime, tensors, trainer
 
 SHARED = {"item": ["bought", "clicked", "seen"]}
@@ -54,9 +54,8 @@ def embeddings_of(rank: int, plan: ShardingPlan, optimizer: str) -> ShardedEmbed
     assert group is not None
     how = TablesConfig(optimizer=TableOptimizerConfig(name=optimizer, lr=0.1, per_part=True))  # type: ignore[arg-type]
     return ShardedEmbeddings(
-        LEARNED.tables, plan, how, rank=rank, group=group, id_group=dist.new_group(), device=torch.device("cpu"),
-        features=LEARNED,
-    )  # fmt: skip
+        LEARNED, plan, how, rank=rank, group=group, id_group=dist.new_group(), device=torch.device("cpu")
+    )
 
 
 def steps(rank: int, world_size: int, optimizer: str, plans: list[dict[str, int]]) -> dict[str, Tensor]:
@@ -67,15 +66,8 @@ def steps(rank: int, world_size: int, optimizer: str, plans: list[dict[str, int]
         if number:
             reshard(embeddings, ShardingPlan(plan, world_size), group=dist.new_group())
         for step in range(2 * number, 2 * number + 2):
-            batch = global_batch(step, world_size, FEATURES)[rank]
-            local = embeddings.lookup(embeddings.distribute(batch).finish())
-            pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait())
-            found[f"pooled{step}"] = pooled.clone()
-            embeddings.update(local, embeddings.send_gradients(torch.sin(pooled) / 10).wait())
-    for name in embeddings.plan.tables_on(rank):
-        for key, value in embeddings.storage.tensors(name).items():
-            found[f"{name}.{key}"] = value.clone()
-    return found
+            found[f"pooled{step}"] = train_step(embeddings, global_batch(step, world_size, FEATURES)[rank])
+    return found | own_tensors(embeddings)
 
 
 def bags_of(batch: Batch) -> list[tuple[Tensor, Tensor]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dlrm_autoshard.data.errors import DataError
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import TableConfig, output_order
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,10 @@ class Features:
         return {table.name: number_of[number] for number, table in enumerate(self.tables)}
 
     def output_order(self) -> list[int]:
-        """Numbers of the features by dim, those of one table side by side: the order of the pooled output's columns,
-        whatever the plan."""
-        return sorted(range(len(self.features)), key=lambda i: (self.features[i].embedding_dim, self.table_of[i]))
+        """Numbers of the features in their tables' `output_order`, those of one table side by side: the order of the
+        pooled output's columns, whatever the plan."""
+        place = {table: number for number, table in enumerate(output_order(self.tables))}
+        return sorted(range(len(self.features)), key=lambda feature: place[self.table_of[feature]])
 
     def joined(self, lengths_FB: np.ndarray, values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of each table the ids of all its features: lengths [T, B], and ids table by table."""

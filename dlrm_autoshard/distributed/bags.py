@@ -83,7 +83,7 @@ class ShardedEmbeddingBags(nn.Module):
         plan = plan or round_robin([table.name for table in tables], Topology(self.runtime.world_size))
         plan.check_tables(table.name for table in tables)
         self.sharded = ShardedEmbeddings(
-            inner.tables,
+            inner,
             plan,
             TablesConfig(optimizer=optimizer or RowwiseAdagrad()),
             rank=self.runtime.rank,
@@ -92,7 +92,6 @@ class ShardedEmbeddingBags(nn.Module):
             device=self.device,
             exchange_dtype=exchange_dtype,
             seed=seed,
-            features=inner,
         )
         self.clock = StageClock(self.device, self.runtime.control if self.device.type == "cpu" else group)
         self._inputs = BagInputs(self.features.features, self.runtime.rank, check_ids=check_ids)

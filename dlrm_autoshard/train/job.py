@@ -101,7 +101,7 @@ class Job:
                 "steps, are as configured."
             )
         self.embeddings = ShardedEmbeddings(
-            features.tables,
+            features,
             self.placement.plan,
             config.tables,
             rank=runtime.rank,
@@ -111,7 +111,6 @@ class Job:
             exchange_dtype=config.train.exchange_dtype,
             seed=config.run.seed,
             initial_values=self.resumed_from is None,
-            features=features,
         )
         tables, labels = self.embeddings.output_tables, label_names_of(self.source)
         model = make_model(self.source.num_dense, tables, config.model, config.run.seed, len(labels))

@@ -40,7 +40,7 @@ class ShardedEmbeddings:
 
     def __init__(
         self,
-        tables: Sequence[TableConfig],
+        tables: Sequence[TableConfig] | Features,
         plan: ShardingPlan,
         config: TablesConfig,
         *,
@@ -54,12 +54,11 @@ class ShardedEmbeddings:
         initial_values: bool = True,
         storage: Storage | None = None,
         streams: SideStreams | None = None,
-        features: Features | None = None,
     ) -> None:
         """shared_memory: exchange through it where the ranks are all on one host. initial_values: False where a
-        checkpoint is about to be loaded over them. storage, streams: if not the device's usual ones. features: that
-        look up `tables`, where several share some."""
-        self.features = features or Features.one_each(tables)
+        checkpoint is about to be loaded over them. storage, streams: if not the device's usual ones. tables: with
+        what looks them up, where features share some."""
+        self.features = tables if isinstance(tables, Features) else Features.one_each(tables)
         self.tables = self.features.tables
         self.config, self.rank, self.device = config, rank, device
         self.groups, self._exchange_dtype = (group, id_group), DTYPES[exchange_dtype]

@@ -98,8 +98,8 @@ def saved_model(
         topology = find_topology(AutoshardConfig(), runtime, on_host=tables.location == "managed_caching")
         plan = runtime.from_rank_0(lambda: shared_out(features.tables, topology, plan_of(path, features.tables)))
         embeddings = ShardedEmbeddings(
-            features.tables, plan, tables, rank=runtime.rank, group=runtime.group, id_group=runtime.id_group,
-            device=runtime.device, initial_values=False, features=features,
+            features, plan, tables, rank=runtime.rank, group=runtime.group, id_group=runtime.id_group,
+            device=runtime.device, initial_values=False,
         )  # fmt: skip
         labels = len(label_names_of(source))
         model = make_model(source.num_dense, embeddings.output_tables, config.model, num_labels=labels)
