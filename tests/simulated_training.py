@@ -19,6 +19,7 @@ import pytest
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval
+from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import AutoshardConfig, ReshardConfig
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
@@ -35,8 +36,9 @@ BATCH, STEPS, DENSE_MS = 2048, 500, 4.0
 
 @pytest.fixture(autouse=True)
 def unhurried_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never cut short by the clock, so that a slow machine decides as a fast one does."""
+    """Never cut short by the clock, nor left out, so that a slow machine decides as a fast one does."""
     monkeypatch.setattr(thresholds, "SEARCH_SHARE", 1000.0)
+    monkeypatch.setattr(SearchTrigger, "looked", lambda *_: None)
 
 
 _STARTS: dict[Any, tuple[Planner, SimulatedCluster, ShardingPlan]] = {}

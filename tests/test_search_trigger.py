@@ -146,6 +146,43 @@ def test_a_change_that_was_noticed_is_searched_for_once_though_its_few_noisy_ste
     assert trigger.reason_not_to_search() is None
 
 
+def looks_of(trigger: SearchTrigger, steps: range, seconds: float, second_ms: float = 21.0) -> list[int]:
+    """After which of these steps it learns and decides, where that takes so long."""
+    found = []
+    for step in steps:
+        now = interval(20, second_ms, step)
+        if trigger.reason_not_to_look(now) is None:
+            trigger.see(now, [1.0, 1.0])
+            trigger.looked(seconds, "kept")
+            found.append(step)
+    return found
+
+
+def test_looks_are_the_rarer_the_longer_nothing_changes_and_come_at_once_when_something_does() -> None:
+    trigger = SearchTrigger(0.01)
+    calm = looks_of(trigger, range(100, 3201, 100), seconds=0.02)
+    apart = np.diff(calm)
+    assert calm[:2] == [100, 200] and 8 <= len(calm) <= 16 and max(apart) <= 600
+    assert (np.diff(apart) >= -100).all() and apart[-3:].mean() > 2 * apart[:3].mean()
+    assert (
+        trigger.reason_not_to_look(interval(20, 21, calm[-1] + 100))
+        == f"nothing has changed since step {calm[-1]:,} (kept)"
+    )
+    assert looks_of(trigger, range(3300, 3601, 100), 0.02, second_ms=30.0)[:2] == [3300, 3400]
+
+
+@given(st.floats(0, 1e4), st.integers(1, 10**6), st.integers(0, 10**6), st.floats(1, 40))
+def test_it_looks_where_something_changed_whatever_that_takes(
+    seconds: float, apart: int, left: int, second_ms: float
+) -> None:
+    trigger = SearchTrigger(0.01)
+    looks_of(trigger, range(100, 1000, 100), seconds)
+    noticed = replace(interval(20, 21, 900 + apart, left), changed_steps=5)
+    assert trigger.reason_not_to_look(noticed) is None
+    if abs(second_ms - 21) > 5:
+        assert trigger.reason_not_to_look(interval(20, second_ms, 900 + apart, left)) is None
+
+
 def test_it_does_not_search_where_balance_would_save_little_or_no_steps_are_left() -> None:
     trigger = SearchTrigger(0.02)
     trigger.see(interval(20, 20.2), [1.0, 1.0])

@@ -71,6 +71,12 @@ class Controller:
         if interval.samples < thresholds.LEAST_SAMPLES:
             few = f"too few steps were timed to judge by ({interval.samples}); lower profile.every_steps"
             return self._written(replace(base, why=few))
+        in_question = self._unproven is not None or self.chooser.target is not None
+        unchanged = None if in_question else self.trigger.reason_not_to_look(interval)
+        if unchanged is not None:
+            self.chooser.history.intervals += 1
+            seconds = interval.gather_seconds + time.perf_counter() - started
+            return self._written(replace(base, why=unchanged, decide_seconds=seconds))
         profile = interval.profile
         task = replace(self.task, stats=profile.stats, batch_size=profile.batch_size)
         error_before = prediction_error(self.planner.predict(task, plan), profile.ranks)
@@ -98,6 +104,7 @@ class Controller:
         if decision.new_plan is not None:
             self._judge_last_move(task, interval)  # its last chance
             decision = replace(decision, shift=self._shift(decision, task, interval, plan))
+        self.trigger.looked(time.perf_counter() - started, decision.why)
         decision = replace(decision, decide_seconds=interval.gather_seconds + time.perf_counter() - started)
         self.chooser.history.intervals += 1
         if decision.new_plan is None:

@@ -1,7 +1,8 @@
-"""When resharding searches for a better plan, and how far intervals scatter: nothing is spent where nothing is to gain.
+"""When resharding learns and searches, and how far intervals scatter: nothing is spent where nothing is to gain.
 
 trigger = SearchTrigger(min_gain=0.02, budget_seconds=20)
-trigger.see(interval, slowness, learned)     # every interval; slowness: of each rank, times longer for the same work
+trigger.reason_not_to_look(interval)         # "nothing has changed since step 400", or None: learn from it, and
+trigger.see(interval, slowness, learned)     # slowness: of each rank, times longer for the same work
 trigger.reason_not_to_search()               # "even perfect balance would save 1%, below min_gain 2%", or None
 """
 
@@ -16,6 +17,7 @@ from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Interval, percent
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, balance_gain
 
+UNCHANGED = "nothing has changed"
 HALVES_SECONDS = 0.3
 """That telling whether a half is worth measuring may take in any case: a cost of all tables anew, and a search."""
 
@@ -35,11 +37,36 @@ class SearchTrigger:
         self.balance_gain = 0.0  # part of the step time that perfect balance would save
         self._error = 0.0  # standard error of that, by the interval's own steps
         self._alike = 0  # intervals in a row like the one seen last
+        self._alike_since = 0  # the step after which the first of them ended
+        self._looks = [0.0]  # seconds that learning and deciding took, of the last ones
         self._seen: Interval | None = None
         self._settled: StepProfile | None = None  # what was measured when last a search found nothing better
         self._best_then = ""
         self._expected = self._expected_then = 0.0  # `balance_gain` by all that was learned; when a search had settled
         self._gain_then = 0.0  # what the best candidate saved then
+
+    def reason_not_to_look(self, interval: Interval) -> str | None:
+        """Where learning from this interval and deciding on it would take more than it is worth, for it is like the
+        last that was looked at.
+
+        Of what has lasted for t steps the next change is as far off as not. Looks that are k steps apart see it k / 2
+        steps late, each of which takes longer by what there is to gain, g; that and looks that take c steps cost least
+        together with k = sqrt(2 c t / g). A change that shows at once is noticed by the sampled steps themselves.
+        """
+        last = self._seen
+        if last is None or interval.changed_steps is not None or interval.remaining_steps <= 0:
+            return None
+        since, apart = interval.step - self._alike_since, interval.step - last.step
+        look_steps, gain = 1000 * median(self._looks) / interval.step_ms, max(self.balance_gain, self.min_gain)
+        if apart**2 * gain >= 2 * look_steps * since or differ(last.profile, interval.profile):
+            return None
+        return f"{UNCHANGED} since step {last.step:,}" + (f" ({self._best_then})" if self._best_then else "")
+
+    def looked(self, seconds: float, why: str = "") -> None:
+        """What learning and deciding took, and why tables stayed."""
+        _keep(self._looks, seconds)
+        if not why.startswith(UNCHANGED):
+            self._best_then = why
 
     def see(
         self,
@@ -64,7 +91,7 @@ class SearchTrigger:
             _keep(self.differences, abs(interval.throughput / last.throughput - 1))
             _keep(self.gain_differences, abs(self.balance_gain - last_gain))
         else:
-            self._alike = 1
+            self._alike, self._alike_since = 1, interval.step
         if self._settled is not None and (changed or differ(self._settled, interval.profile) or self._has_drifted):
             self._settled, self._spent = None, 0.0
 
@@ -114,7 +141,7 @@ class SearchTrigger:
             return f"{most}, give or take {percent(margin)}: not surely a gain"
         if self.seconds_to_gain <= thresholds.MOVE_SECONDS:
             return f"at most {self.seconds_to_gain:.2g} s to gain in the {steps} steps left"
-        return None if self.search_seconds > 0 else f"nothing has changed ({self._best_then})"
+        return None if self.search_seconds > 0 else f"{UNCHANGED} ({self._best_then})"
 
     def searched(self, seconds: float) -> None:
         """A search took so long; there may be two after an interval. `search_anew` or `found_nothing` says what came of
@@ -126,7 +153,7 @@ class SearchTrigger:
         self._settled, self._spent = None, 0.0
 
     def found_nothing(self, best: str, gain: float = 0.0) -> None:
-        """gain: of the best that was found, a part of a step."""
+        """best: what is to be said of the best that was found; gain: it saves, a part of a step."""
         if self._settled is None:
             self._expected_then = self._expected
         self._settled, self._best_then, self._gain_then = self._now.profile, best, max(0.0, gain)
