@@ -80,6 +80,7 @@ class TablesConfig(Section):
     embedding_dims: dict[str, EmbeddingDim] = {}  # table -> dim, where it differs
     shared: dict[str, list[str]] = {}  # table -> features whose ids are its rows; else each has a table of its name
     pooling: Pooling = "sum"
+    poolings: dict[str, Pooling] = {}  # table -> pooling, where it differs
     dtype: TableDtype = "fp32"
     optimizer: TableOptimizerConfig = TableOptimizerConfig()
     location: Literal["device", "managed_caching"] = "device"  # managed_caching: CUDA, tables larger than the device
@@ -104,9 +105,7 @@ class DenseOptimizerConfig(Section):
     eps: NonNegativeFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0  # sgd's
-    max_gradient_norm: PositiveFloat | None = (
-        None  # of all weights of the dense part; a longer gradient is scaled to it
-    )
+    max_gradient_norm: PositiveFloat | None = None  # of all dense weights; a longer gradient is scaled to it
 
 
 class ScheduleConfig(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -90,16 +90,22 @@ def plain_loop(world_size: int, tables: tuple[TableConfig, ...]) -> tuple[list[f
 
 
 def our_loop(
-    rank: int, world_size: int, tables: tuple[TableConfig, ...], moves: list[ShardingPlan], keyed: bool
+    rank: int, world_size: int, tables: tuple[TableConfig, ...], moves: list[ShardingPlan], how: str = "given"
 ) -> tuple[list[float], dict[str, Tensor]]:
     bags = ShardedEmbeddingBags(tables, optimizer=SGD(lr=0.5))
     tower = DistributedDataParallel(Tower(sum(t.embedding_dim for t in tables)))
     optimizer = torch.optim.SGD(tower.parameters(), lr=0.5)
     losses = []
-    for step in range(STEPS):
-        ids = ids_of(rank, step)
-        pooled = bags(KeyedIds(*ids)) if keyed else bags(*ids)
-        loss = nn.functional.binary_cross_entropy_with_logits(tower(pooled), labels_of(rank, step))
+
+    def pooled() -> Iterator[tuple[int, Tensor]]:
+        if how == "ahead":
+            yield from ((step, bags(ids)) for step, ids in bags.ahead(range(STEPS), lambda step: ids_of(rank, step)))
+        else:
+            given = (ids_of(rank, step) for step in range(STEPS))
+            yield from enumerate(bags(KeyedIds(*ids)) if how == "keyed" else bags(*ids) for ids in given)
+
+    for step, pooled_BD in pooled():
+        loss = nn.functional.binary_cross_entropy_with_logits(tower(pooled_BD), labels_of(rank, step))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -132,12 +138,14 @@ class KeyedIds:
 
 
 @pytest.mark.parametrize("tables", [SUMS, TABLES], ids=["sums", "sums and means"])
-@pytest.mark.parametrize(("world_size", "keyed"), [(1, False), (2, False), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("world_size", "how"), [(1, "given"), (1, "ahead"), (2, "given"), (2, "keyed"), (2, "ahead"), (3, "given")]
+)
 def test_a_plain_loop_trains_as_embedding_bags_in_one_process(
-    world_size: int, keyed: bool, tables: tuple[TableConfig, ...]
+    world_size: int, how: str, tables: tuple[TableConfig, ...]
 ) -> None:
     expected, weights = plain_loop(world_size, tables)
-    ranks = run_ranks(our_loop, world_size, tables, [], keyed)
+    ranks = run_ranks(our_loop, world_size, tables, [], how)
     losses = [ranks[i % world_size][0][i // world_size] for i in range(len(expected))]
     assert losses == pytest.approx(expected, abs=1e-5)
     for _, own in ranks:
@@ -145,11 +153,12 @@ def test_a_plain_loop_trains_as_embedding_bags_in_one_process(
             torch.testing.assert_close(value, weights[name], atol=1e-5, rtol=1e-5)
 
 
-def test_moves_between_steps_change_no_bit() -> None:
+@pytest.mark.parametrize("how", ["given", "ahead"])
+def test_moves_between_steps_change_no_bit(how: str) -> None:
     names = [table.name for table in TABLES]
     owners = ((1, 1, 1, 1), (0, 1, 0, 0), (0, 0, 0, 1))
     plans = [ShardingPlan(dict(zip(names, ranks, strict=True)), 2) for ranks in owners]
-    still, moved = run_ranks(our_loop, 2, TABLES, [], False), run_ranks(our_loop, 2, TABLES, plans, False)
+    still, moved = run_ranks(our_loop, 2, TABLES, []), run_ranks(our_loop, 2, TABLES, plans, how)
     assert [losses for losses, _ in still] == [losses for losses, _ in moved]
     one, other = ({name: value for _, own in ranks for name, value in own.items()} for ranks in (still, moved))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
@@ -266,6 +275,48 @@ def test_stages_of_two_lookups_in_a_step_do_not_overlap() -> None:
         assert all(end <= start for (_, _, end), (_, start, _) in itertools.pairwise(in_order)), in_order
 
 
+def sent_in_any_order(rank: int, world_size: int) -> list[bool]:
+    """Whether what is sent and looked up in each way gives what it gives at once: two batches ahead, one of which is
+    looked up twice; an evaluation and a move between; one that is never looked up."""
+    bags = ShardedEmbeddingBags(TABLES, optimizer=SGD(lr=0.1))
+    one, other, dropped = (bags.send(*ids_of(rank, step)) for step in range(3))
+    with torch.no_grad():
+        expected = [bags(*ids_of(rank, step)) for step in (0, 1)]
+        found = [bags(other), bags(one), bags(other)]
+        bags.send(*ids_of(rank, 2))
+        owners = {name: 1 - owner for name, owner in bags.plan.rank_of.items()}
+        bags.move_to(ShardingPlan(owners, world_size))
+        moved = [bags(one), bags(*ids_of(rank, 1))]
+    assert dropped.arrived is None
+    pairs = zip([expected[1], expected[0], expected[1], *expected], [*found, *moved], strict=True)
+    return [torch.equal(a, b) for a, b in pairs]
+
+
+def test_ids_are_sent_and_looked_up_in_any_order() -> None:
+    assert all(all(equal) for equal in run_ranks(sent_in_any_order, 2))
+
+
+def sampled_ahead(rank: int, world_size: int) -> list[list[str]]:
+    """The stages of three steps, all but the first sampled, by the time at which they begin."""
+    bags, found = ShardedEmbeddingBags(SUMS, optimizer=SGD(lr=0.1)), []
+    batches = bags.ahead(range(4), lambda step: ids_of(rank, step))
+    for step in range(3):
+        with bags.clock.step(sampled=step > 0):
+            _, ids = next(batches)
+            bags(ids).sum().backward()
+        spans = sorted(bags.clock.spans, key=lambda span: span[1])
+        assert all(end <= start for (_, _, end), (_, start, _) in itertools.pairwise(spans)), spans
+        found.append([name for name, _, _ in spans])
+    return found
+
+
+def test_a_sampled_step_has_the_time_of_the_next_batchs_ids_apart() -> None:
+    for first, *sampled in run_ranks(sampled_ahead, 2):
+        assert not first
+        for stages in sampled:
+            assert stages[-2:] == ["input_dist_wait", "input_dist"] and stages.count("input_dist") == 1
+
+
 def saved_bytes(rank: int, world_size: int) -> tuple[int, int]:
     """Of what torch.save writes, and of the tensors in it."""
     bags = ShardedEmbeddingBags(SUMS, optimizer=RowwiseAdagrad(lr=0.1))
@@ -357,6 +408,8 @@ def test_ranks_without_a_process_group_do_not_train_apart(monkeypatch: pytest.Mo
         (lambda: ShardedEmbeddingBags([A, B])(LENGTHS), "or one KeyedJaggedTensor"),
         (lambda: ShardedEmbeddingBags(TABLES)(KeyedIds(*ids_of(0, 0)), None, VALUES.float()), "which brings its own"),
         (lambda: ShardedEmbeddingBags([A, B])(LENGTHS, VALUES, torch.ones(8).requires_grad_()), "a gradient"),
+        (lambda: ShardedEmbeddingBags([A])(ShardedEmbeddingBags([A, B]).send(LENGTHS, VALUES)), "were sent by other"),
+        (lambda: [bags(bags.send(LENGTHS, VALUES), VALUES) for bags in [ShardedEmbeddingBags([A, B])]], "with them"),
         (settings(pinnd={"a": 0}), "unknown key 'autoshard.pinnd'. Did you mean 'autoshard.pinned'?"),
         (settings(every_steps=0), "'autoshard.reshard.every_steps' is 0; it must be more than 0"),
         (settings(sample_every=0), "'profile.every_steps' is 0"),

@@ -140,6 +140,7 @@ def test_each_row_is_read_once_in_an_order_that_only_seed_and_epoch_decide(
         ("data.tables=[{column: price, num_embeddings: 9}]", "it must hold whole numbers or text, or lists of them"),
         ("data.train=[nowhere.parquet]", "there is no file 'nowhere.parquet'"),
         ("tables.pooling=mean", "ids with weights are summed"),
+        ("tables.poolings={history: mean}", "the pooling of 'history' is mean"),
     ],
 )
 def test_what_is_wrong_is_named(change: str, said: str, clicks: Path) -> None:

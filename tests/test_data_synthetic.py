@@ -157,7 +157,8 @@ def test_dims_come_from_the_table_then_from_the_config() -> None:
     data = SyntheticData(source="synthetic", tables=tables)
     dims = [table.embedding_dim for table in open_source(data, TablesConfig(embedding_dim=8)).tables]
     assert dims == [8, 32]
-    overridden = open_source(data, TablesConfig(embedding_dims={"b": 64})).tables
+    overridden = open_source(data, TablesConfig(embedding_dims={"b": 64}, poolings={"a": "mean"})).tables
+    assert [table.pooling for table in overridden[:2]] == ["mean", "sum"]
     assert [table.embedding_dim for table in overridden] == [16, 64]
 
 

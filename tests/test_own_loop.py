@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dlrm_autoshard as das
+from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.moves.reshard import ReshardRefused
 from dlrm_autoshard.errors import UserError
 from tests.ranks import run_ranks
@@ -70,10 +71,13 @@ def both_loops(rank: int, world_size: int, folder: Path) -> tuple[list[float], d
     dense_optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     autoshard = das.Autoshard(bags, every_steps=10, sample_every=3, run_dir=folder / "own", budget_seconds=2.0)
     order = [made.embeddings.tables.index(table) for table in tables]
-    for batch in batches:
+
+    def ids_of(batch: Batch) -> tuple[Tensor, Tensor]:
         parts = batch.values_N.split(batch.lengths_TB.sum(1).tolist())
-        pooled = bags(batch.lengths_TB[order], torch.cat([parts[i] for i in order]))
-        loss = nn.functional.binary_cross_entropy_with_logits(model(batch.dense_BF, pooled), batch.labels_B)
+        return batch.lengths_TB[order], torch.cat([parts[i] for i in order])
+
+    for batch, ids in bags.ahead(batches, ids_of):
+        loss = nn.functional.binary_cross_entropy_with_logits(model(batch.dense_BF, bags(ids)), batch.labels_B)
         dense_optimizer.zero_grad()
         loss.backward()
         dense_optimizer.step()

@@ -38,10 +38,10 @@ assert not any(name.startswith("dlrm_autoshard") or name.startswith("fbgemm") fo
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trained on two ranks; dims of 16 and 8, bags that are empty."""
+    """Trained on two ranks; dims of 16 and 8, bags that are empty, a table that averages and others that sum."""
     folder = tmp_path_factory.mktemp("trained")
     command = [sys.executable, "-m", "dlrm_autoshard", "train", "debug_cpu", "--ranks=2", "train.epochs=1"]
-    command.append("tables.embedding_dims={item: 8}")
+    command += ["tables.embedding_dims={item: 8}", "tables.poolings={clicked: mean}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=200, cwd=folder)
     return folder / "runs/debug_cpu"
 

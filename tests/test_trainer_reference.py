@@ -46,7 +46,7 @@ def reference(settings: Config, global_batch: int, weights: dict[str, Tensor]) -
         for table, ids, lengths in zip(source.tables, per_table, batch.lengths_TB.long(), strict=True):
             offsets = lengths.cumsum(0) - lengths
             weight = weights[f"tables.{table.name}.weight"]
-            pooled.append(nn.functional.embedding_bag(ids, weight, offsets, mode=settings.tables.pooling))
+            pooled.append(nn.functional.embedding_bag(ids, weight, offsets, mode=table.pooling))
         logits = dlrm(settings, weights, batch.dense_BF, dict(zip(source.tables, pooled, strict=True)))
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels_B)
         for weight in weights.values():
@@ -94,18 +94,21 @@ def dlrm(settings: Config, weights: dict[str, Tensor], dense: Tensor, pooled: di
 def test_equals_one_process_of_plain_pytorch(world_size: int, tmp_path: Path) -> None:
     """Losses and weights, over more than one epoch whose last batch is uneven, whatever lives where."""
     ranks = {1: "0000", 2: "0110", 3: "2022", 4: "3133"}[world_size]  # 3 and 4: with ranks that own no table
-    wanted: list[tuple[str, str, str]] = [("dot", "sum", ranks)]
+    wanted: list[tuple[str, str, dict[str, str], str]] = [("dot", "sum", {}, ranks)]
     if world_size == 2:
-        wanted += [("cat", "mean", "1010"), ("dcn", "sum", "1111")]
+        some = {"shop": "mean", "tag": "mean"}
+        wanted += [("cat", "mean", {}, "1010"), ("dcn", "sum", {}, "1111"), ("dot", "sum", some, "1010")]
+    if world_size == 3:
+        wanted += [("dot", "mean", {"item": "sum"}, ranks)]
     runs = {}
-    for interaction, pooling, placement in wanted:
-        runs[interaction] = config(
+    for number, (interaction, pooling, poolings, placement) in enumerate(wanted):
+        runs[f"{number} {interaction}"] = config(
             model={
                 "interaction": interaction,
                 "dcn_low_rank_dim": 6,
                 "dense_arch_layer_sizes": [12, 6 if interaction == "cat" else 8],  # 6: tables' dims are multiples of 4
             },
-            tables={"pooling": pooling, "optimizer": {"name": "sgd", "lr": 0.2}},
+            tables={"pooling": pooling, "poolings": poolings, "optimizer": {"name": "sgd", "lr": 0.2}},
             data={"train_samples": 8 * world_size * 12 - 3},
             train={"epochs": 3, "max_steps": STEPS},
             autoshard={"placement": plan_file(tmp_path, placement, world_size)},

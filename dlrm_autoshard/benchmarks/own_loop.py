@@ -63,7 +63,7 @@ def _both(rank: int, world_size: int, workload: Workload, folder: Path, rounds: 
     replicas = [DistributedDataParallel(Whole(workload))]
     optimizer = torch.optim.SGD(replicas[0].parameters(), lr=DENSE_LR)
     autoshard = Autoshard(bags, every_steps=10**6, sample_every=10**6, run_dir=folder, budget_seconds=5.0)
-    upcoming = itertools.cycle(batches)
+    upcoming = bags.ahead(itertools.cycle(batches), lambda batch: (batch.lengths_TB, batch.values_N))
     losses: dict[str, list[torch.Tensor]] = {"trainer": [], "own": []}
 
     def trainer() -> None:
@@ -73,9 +73,8 @@ def _both(rank: int, world_size: int, workload: Workload, folder: Path, rounds: 
 
     def own() -> None:
         for _ in range(STEPS):
-            batch = next(upcoming)
-            pooled = bags(batch.lengths_TB, batch.values_N)
-            loss = binary_cross_entropy_with_logits(replicas[0](batch.dense_BF, pooled), batch.labels_B)
+            batch, ids = next(upcoming)
+            loss = binary_cross_entropy_with_logits(replicas[0](batch.dense_BF, bags(ids)), batch.labels_B)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -23,10 +23,11 @@ def check_form(batch: Batch, source: DataSource, samples: int, where: str) -> No
         expected["loss_weights_B"] = (tuple(batch.labels_B.shape), _REAL)
     if batch.weights_N is not None:
         expected["weights_N"] = (tuple(batch.values_N.shape), _REAL)
-        if any(table.pooling == "mean" for table in source.tables):
+        averaged = next((table.name for table in source.tables if table.pooling == "mean"), None)
+        if averaged is not None:
             raise DataError(
-                f"{where} gives weights_N, but ids with weights are summed and tables.pooling is mean. Set it to sum, "
-                "or leave the weights out."
+                f"{where} gives weights_N, but ids with weights are summed, and the pooling of '{averaged}' is mean. "
+                "Set tables.pooling or tables.poolings to sum, or leave the weights out."
             )
     for name, (shape, dtypes) in expected.items():
         tensor = getattr(batch, name)

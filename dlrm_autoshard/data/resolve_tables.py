@@ -28,7 +28,7 @@ class TableRows:
 
 def resolve_tables(rows: Sequence[TableRows], tables: TablesConfig) -> tuple[TableConfig, ...]:
     """One a feature, under the feature's name. Dims by `tables.embedding_dims`, else by the source, else
-    `tables.embedding_dim`."""
+    `tables.embedding_dim`; poolings by `tables.poolings`, else `tables.pooling`."""
     names = [table.name for table in rows]
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
@@ -36,13 +36,14 @@ def resolve_tables(rows: Sequence[TableRows], tables: TablesConfig) -> tuple[Tab
     shared = shared_by(names, tables.shared)
     table_of = {name: shared.get(name, name) for name in names}
     known = list(dict.fromkeys(table_of.values()))
-    for name in tables.embedding_dims:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            raise DataError(
-                f"tables.embedding_dims names a table '{name}', which the data does not have."
-                + (f" Did you mean '{near[0]}'?" if near else "")
-            )
+    for key, by_table in (("embedding_dims", tables.embedding_dims), ("poolings", tables.poolings)):
+        for name in by_table:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+                raise DataError(
+                    f"tables.{key} names a table '{name}', which the data does not have."
+                    + (f" Did you mean '{near[0]}'?" if near else "")
+                )
     try:
         return tuple(
             TableConfig(
@@ -51,7 +52,7 @@ def resolve_tables(rows: Sequence[TableRows], tables: TablesConfig) -> tuple[Tab
                 embedding_dim=tables.embedding_dims.get(
                     table_of[table.name], table.embedding_dim or tables.embedding_dim
                 ),
-                pooling=tables.pooling,
+                pooling=tables.poolings.get(table_of[table.name], tables.pooling),
                 dtype=tables.dtype,
             )
             for table in rows

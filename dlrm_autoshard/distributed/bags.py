@@ -2,16 +2,17 @@
 
 bags = ShardedEmbeddingBags(tables, optimizer=RowwiseAdagrad(lr=0.02))       # ranks: torch.distributed's
 pooled_BD = bags.forward(lengths_TB, values_N)       # or with weights_N; or a KeyedJaggedTensor; called as a module
+for batch, ids in bags.ahead(batches, ids_of): bags(ids)                     # the next batch's ids travel meanwhile
 bags.plan; bags.table_lr = 0.01; bags.state_dict()                           # of the tables that this rank owns
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import replace
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.data.features import Features
-from dlrm_autoshard.distributed.lookup.bag_inputs import BagInputs, BagsError, check_alone, check_tables
+from dlrm_autoshard.distributed.lookup.bag_inputs import BagInputs, BagsError, check_alone, check_tables, features_of
 from dlrm_autoshard.distributed.lookup.embeddings import DTYPES, ShardedEmbeddings
+from dlrm_autoshard.distributed.lookup.exchange import Pending
 from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
+from dlrm_autoshard.distributed.lookup.sent_ids import IdsAhead, SentIds
 from dlrm_autoshard.distributed.moves.movable import ArrivedIds
 from dlrm_autoshard.distributed.moves.reshard import ReshardStats, reshard
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
@@ -32,6 +35,8 @@ from dlrm_autoshard.distributed.tables.optimizers import RowwiseAdagrad
 from dlrm_autoshard.distributed.tables.saved_parts import assembled
 from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
 from dlrm_autoshard.tables import Shard, TableConfig
+
+AnyBatch = TypeVar("AnyBatch")
 
 
 class ShardedEmbeddingBags(nn.Module):
@@ -59,7 +64,7 @@ class ShardedEmbeddingBags(nn.Module):
         """
         super().__init__()
         check_tables(tables)
-        looked_up = _features_of(tables, features or {})
+        looked_up = features_of(tables, features or {})
         if exchange_dtype not in DTYPES:
             raise BagsError(f"exchange_dtype is {exchange_dtype!r}; it must be one of {', '.join(DTYPES)}.")
         if not isinstance(optimizer, TableOptimizerConfig | None):
@@ -68,9 +73,7 @@ class ShardedEmbeddingBags(nn.Module):
             )
         if not isinstance(group, dist.ProcessGroup | None):  # torch gives a number to ranks that are not in a new group
             raise BagsError(f"group is {group!r}: this rank is not in it. Only the ranks of a group make its tables.")
-        self.features = inner = Features.of(looked_up, features or {})
-        if len({table.pooling for table in tables}) > 1:  # summed by the kernel; means are taken here
-            inner = Features.of([replace(feature, pooling="sum") for feature in looked_up], features or {})
+        self.features = Features.of(looked_up, features or {})
         if not dist.is_initialized():
             check_alone()
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -83,7 +86,7 @@ class ShardedEmbeddingBags(nn.Module):
         plan = plan or round_robin([table.name for table in tables], Topology(self.runtime.world_size))
         plan.check_tables(table.name for table in tables)
         self.sharded = ShardedEmbeddings(
-            inner,
+            self.features,
             plan,
             TablesConfig(optimizer=optimizer or RowwiseAdagrad()),
             rank=self.runtime.rank,
@@ -98,6 +101,7 @@ class ShardedEmbeddingBags(nn.Module):
         self._columns = _columns_as_given(self.features.features, self.sharded.output_tables, self.device)
         self._between = ExitStack()  # the stage between lookup and gradient, while it lasts
         self._heard: list[Callable[[ArrivedIds, int], None]] = []
+        self._ahead = IdsAhead(self.clock)
 
     # -- what people ask -----------------------------------------------------------------------------------------------
 
@@ -134,6 +138,7 @@ class ShardedEmbeddingBags(nn.Module):
 
     def move_to(self, plan: ShardingPlan, *, checksums: bool = False) -> ReshardStats:
         """Makes `plan` the live one, between steps, on every rank; no bit of the model changes. See `reshard`."""
+        self._ahead.arrive(timed=False)
         return reshard(self.sharded, plan, group=self.runtime.control, checksums=checksums)
 
     def forward(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> Tensor:
@@ -143,31 +148,64 @@ class ShardedEmbeddingBags(nn.Module):
         are the tables' names in any order. weights_N: by which each id's row is multiplied; on every rank or on none.
         A table's `features`, where several were named, each count as a table here, in their order.
         """
-        batch = self._inputs.batch(ids, values_N, weights_N)
+        sent = self._given(ids, values_N, weights_N)
         training = self.training and torch.is_grad_enabled()
-        clock = self.clock
         if training:
             self._between.close()  # of a lookup before, which no backward pass has followed yet
-            clock.barrier("input_dist")
-        with clock.stage("input_dist") if training else nullcontext():
-            local = self.sharded.distribute(batch).finish()
+        local = sent.arrived or self._ahead.bring(sent, timed=training)
         if training:
             for listener in self._heard:
-                listener(local, batch.padded_size)
+                listener(local, local.batch_size)
             anchor = torch.zeros((), device=self.device, requires_grad=True)
-            pooled: Tensor = _Lookup.apply(anchor, self, local)
+            pooled: Tensor = _Lookup.apply(anchor, self, local, sent.batch.lengths_TB)
         else:
-            looked_up = self.sharded.lookup(local, training=False).detach()
-            pooled = self._as_given(self.sharded.in_output_order(self.sharded.send_pooled(looked_up).wait()))
-        return pooled if self.sharded.features == self.features else self._inputs.means(pooled, batch.lengths_TB)
+            pooled = self._arrived(self.sharded.lookup(local, training=False), sent.batch.lengths_TB)
+        return pooled
 
-    def _as_given(self, pooled_BD: Tensor) -> Tensor:
-        """Columns in the tables' order."""
+    def send(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> SentIds:
+        """Sends ids, given as to `forward`, to their tables' owners: they travel during the backward pass that follows.
+        On every rank; `forward` takes what this returns in their place. Tables may have moved meanwhile."""
+        sent = self._given(ids, values_N, weights_N)
+        self._ahead.send(sent)
+        return sent
+
+    def ahead(
+        self, batches: Iterable[AnyBatch], ids_of: Callable[[AnyBatch], Any]
+    ) -> Iterator[tuple[AnyBatch, SentIds]]:
+        """Batches with their ids, which are sent one batch ahead; give them to `forward`. ids_of: of a batch, what
+        `forward` takes: a tuple (lengths_TB, values_N), or with weights_N, or a KeyedJaggedTensor."""
+        waiting: deque[tuple[AnyBatch, SentIds]] = deque()
+        for batch in batches:
+            ids = ids_of(batch)
+            waiting.append((batch, self.send(*ids) if isinstance(ids, tuple) else self.send(ids)))
+            if len(waiting) > 1:
+                yield waiting.popleft()
+        yield from waiting
+
+    def _given(self, ids: Any, values_N: Tensor | None, weights_N: Tensor | None) -> SentIds:
+        if not isinstance(ids, SentIds):
+            return SentIds(self._inputs.batch(ids, values_N, weights_N), self.sharded)
+        if ids.embeddings is not self.sharded:
+            raise BagsError("these ids were sent by other ShardedEmbeddingBags. Give each what its own `send` returns.")
+        if values_N is not None or weights_N is not None:
+            raise BagsError("ids that were sent already have their values and weights with them.")
+        return ids
+
+    def _arrived(self, looked_up: Tensor, lengths_TB: Tensor) -> Tensor:
+        """Pooled vectors of this rank's samples, from what each rank has looked up; columns in the tables' order."""
+        pooled_BD = self.sharded.in_output_order(self.sharded.send_pooled(looked_up).wait())
+        if self.sharded.means is not None:
+            self.sharded.means.divide_(pooled_BD, lengths_TB)
         return pooled_BD if self._columns is None else pooled_BD.index_select(1, self._columns[0])
 
-    def _as_exchanged(self, gradient_BD: Tensor) -> Tensor:
-        """And back."""
-        return gradient_BD if self._columns is None else gradient_BD.index_select(1, self._columns[1])
+    def _send_back(self, gradient_BD: Tensor, lengths_TB: Tensor) -> Pending:
+        """Their gradients, to those who have looked them up: a mean over ranks, as DDP takes it of the dense part's."""
+        gradient_BD = gradient_BD / self.sharded.world_size
+        if self._columns is not None:
+            gradient_BD = gradient_BD.index_select(1, self._columns[1])
+        if self.sharded.means is not None:
+            self.sharded.means.divide_(gradient_BD, lengths_TB)
+        return self.sharded.send_gradients(gradient_BD.contiguous())
 
     # -- checkpoints: keys that no plan changes ------------------------------------------------------------------------
 
@@ -217,41 +255,33 @@ class _Lookup(torch.autograd.Function):
     """Lookup and exchange forward; gradients to their owners and the fused update backward."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, anchor: Tensor, bags: ShardedEmbeddingBags, ids: LocalIds) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, anchor: Tensor, bags: ShardedEmbeddingBags, ids: LocalIds, lengths_TB: Tensor
+    ) -> Tensor:
         sharded, clock = bags.sharded, bags.clock
         with clock.stage("fwd_compute"), torch.enable_grad():
             local = sharded.lookup(ids)
         clock.barrier("fwd_comms")
         with clock.stage("fwd_comms"):
-            pooled = bags._as_given(sharded.in_output_order(sharded.send_pooled(local).wait()))
-        ctx.bags, ctx.edge = bags, get_gradient_edge(local)  # type: ignore[attr-defined]
+            pooled = bags._arrived(local, lengths_TB)
+        ctx.bags, ctx.edge, ctx.lengths_TB = bags, get_gradient_edge(local), lengths_TB  # type: ignore[attr-defined]
         bags._between.enter_context(clock.stage("dense_fwd"))
         return pooled
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient_BD: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: FunctionCtx, gradient_BD: Tensor) -> tuple[None, None, None, None]:
         bags: ShardedEmbeddingBags = ctx.bags  # type: ignore[attr-defined]
         sharded, clock = bags.sharded, bags.clock
         bags._between.close()
         clock.barrier("bwd_comms")
-        with clock.stage("bwd_comms"):  # a mean over ranks, as DDP takes it of the dense part's
-            gradient_BD = bags._as_exchanged(gradient_BD / sharded.world_size)
-            arrived = sharded.send_gradients(gradient_BD.contiguous()).wait()
+        with clock.stage("bwd_comms"):
+            gradients = bags._send_back(gradient_BD, ctx.lengths_TB)  # type: ignore[attr-defined]
+            bags._ahead.send_values()
+            arrived = gradients.wait()
         with clock.stage("bwd_compute"):
             sharded.update(ctx.edge, arrived)  # type: ignore[attr-defined]
-        return None, None, None
-
-
-def _features_of(tables: Sequence[TableConfig], features: Mapping[str, Sequence[str]]) -> list[TableConfig]:
-    unknown = sorted(features.keys() - {table.name for table in tables})
-    if unknown:
-        raise BagsError(f"features are given of a table '{unknown[0]}', which is not among the tables.")
-    found = [replace(table, name=name) for table in tables for name in features.get(table.name, [table.name])]
-    names = [feature.name for feature in found]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise BagsError(f"two features are named '{twice}'. Give each a name of its own.")
-    return found
+        bags._ahead.arrive(timed=True)
+        return None, None, None, None
 
 
 def _columns_as_given(

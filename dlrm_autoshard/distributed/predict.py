@@ -16,6 +16,8 @@ def predict(model: DenseArch, embeddings: ShardedEmbeddings, batch: Batch, *, au
     batch = embeddings.dense_on_device(batch)
     local = embeddings.lookup(embeddings.distribute(batch).finish(), training=False)
     pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait(), model.margin)
+    if embeddings.means is not None:
+        embeddings.means.divide_(pooled, batch.lengths_TB, model.margin)
     with torch.autocast(embeddings.device.type, torch.bfloat16, enabled=autocast):
         logits = model.top(model.bottom(batch.dense_BF), pooled)
     return logits[: batch.size].float()

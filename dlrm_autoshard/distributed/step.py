@@ -113,6 +113,8 @@ class TrainStep:
                 passes.bottom(batch)
             with clock.stage("fwd_comms"):
                 pooled = embeddings.in_output_order(vectors.wait(), model.margin, passes.place)
+                if embeddings.means is not None:
+                    embeddings.means.divide_(pooled, batch.lengths_TB, model.margin)
                 del vectors
             with clock.stage("dense_fwd"):
                 self._loss = passes.top(pooled)
@@ -128,6 +130,8 @@ class TrainStep:
                 pooled_gradient = passes.backward_top()
             clock.barrier("bwd_comms")
             with clock.stage("bwd_comms"):
+                if embeddings.means is not None:  # of a copy: what a graph gives is compared with what kernels give
+                    pooled_gradient = embeddings.means.divide_(pooled_gradient.clone(), batch.lengths_TB, model.margin)
                 gradients = self._settle(embeddings.send_gradients(pooled_gradient, model.margin))
                 del pooled_gradient
             with clock.stage("dense_bwd"):

@@ -42,11 +42,12 @@ class ParquetSource:
         except ImportError as error:
             raise DataError("data.source 'parquet' needs pyarrow. Install it with: pip install pyarrow") from error
         self.id_weights = any(table.weights for table in data.tables)
-        if tables.pooling == "mean" and self.id_weights:
-            raise DataError("data.tables: ids with weights are summed; tables.pooling is mean.")
         self.num_dense = len(data.dense)
         self.label_names = tuple(data.labels)
         self.tables = resolve_tables([TableRows(table.column, table.num_embeddings) for table in data.tables], tables)
+        averaged = next((table.name for table in self.tables if table.pooling == "mean"), None)
+        if averaged is not None and self.id_weights:
+            raise DataError(f"data.tables: ids with weights are summed; the pooling of '{averaged}' is mean.")
         self._labelled = labelled
         if not labelled:
             data = data.model_copy(update={"labels": {}, "sample_weight": None, "shuffle": False})

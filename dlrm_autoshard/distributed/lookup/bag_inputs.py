@@ -6,7 +6,7 @@ batch = BagInputs(tables, rank, check_ids=True).batch(lengths_TB, values_N)     
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,19 @@ def check_tables(tables: Sequence[TableConfig]) -> None:
             )
 
 
+def features_of(tables: Sequence[TableConfig], features: Mapping[str, Sequence[str]]) -> list[TableConfig]:
+    """A table under the name of each feature that looks it up; BagsError where names do not fit."""
+    unknown = sorted(features.keys() - {table.name for table in tables})
+    if unknown:
+        raise BagsError(f"features are given of a table '{unknown[0]}', which is not among the tables.")
+    found = [replace(table, name=name) for table in tables for name in features.get(table.name, [table.name])]
+    names = [feature.name for feature in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise BagsError(f"two features are named '{twice}'. Give each a name of its own.")
+    return found
+
+
 def check_alone() -> None:
     """BagsError where this process is one of several ranks: each would train tables of its own."""
     ranks = int(os.environ.get("WORLD_SIZE", 1))
@@ -58,7 +71,6 @@ class BagInputs:
         """tables: one a feature, under the feature's name."""
         self._tables, self._rank = tables, rank
         self._names = [table.name for table in tables]
-        self._on_device: dict[torch.device, tuple[Tensor, Tensor]] = {}  # of `means`
         self._check = IdCheck(tables, "error", "Fix the ids, or the table's rows.") if check_ids else None
 
     def batch(self, ids: Any, values_N: Tensor | None, weights_N: Tensor | None) -> Batch:
@@ -97,18 +109,6 @@ class BagInputs:
             return batch
         host = replace(batch, lengths_TB=batch.lengths_TB.cpu(), values_N=values_N.cpu())
         return self._check(host, lambda sample: f"sample {sample} of rank {self._rank}'s batch")
-
-    def means(self, pooled_BD: Tensor, lengths_TB: Tensor) -> Tensor:
-        """Of sums: tables that take the mean are divided by their bags' lengths."""
-        device = pooled_BD.device
-        if device not in self._on_device:
-            dims = torch.tensor([table.embedding_dim for table in self._tables])
-            mean = torch.tensor([table.pooling == "mean" for table in self._tables])
-            table_of_D = torch.arange(len(dims)).repeat_interleave(dims)
-            self._on_device[device] = mean[:, None].to(device), table_of_D.to(device)
-        mean_T1, table_of_D = self._on_device[device]
-        divisor_TB = torch.where(mean_T1, lengths_TB.to(device).clamp(min=1), 1)
-        return pooled_BD / divisor_TB.T.index_select(1, table_of_D)
 
     def _of_keys(self, ids: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """(lengths [T, B], values, weights) of a KeyedJaggedTensor, in the tables' order."""

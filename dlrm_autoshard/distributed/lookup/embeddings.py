@@ -22,6 +22,7 @@ from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.lookup.device_ids import DeviceIdDistribution
 from dlrm_autoshard.distributed.lookup.exchange import Exchange, Margin, Pending
 from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
+from dlrm_autoshard.distributed.lookup.means import Means
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
 from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
 from dlrm_autoshard.distributed.tables.init import initialise as initialise
@@ -60,6 +61,7 @@ class ShardedEmbeddings:
         what looks them up, where features share some."""
         self.features = tables if isinstance(tables, Features) else Features.one_each(tables)
         self.tables = self.features.tables
+        self.means = Means.where_mixed(self.features, device)  # of pooled vectors and their gradients, for the caller
         self.config, self.rank, self.device = config, rank, device
         self.groups, self._exchange_dtype = (group, id_group), DTYPES[exchange_dtype]
         self._link = connect(group) if shared_memory and device.type == "cpu" else None

@@ -24,7 +24,7 @@ from dlrm_autoshard.distributed.tables.memory import (
     on_host_for,
 )
 from dlrm_autoshard.distributed.tables.tbe import RowCache, Tbe, make_tbe
-from dlrm_autoshard.tables import Shard, TableConfig, TableDtype, TableOptimizer
+from dlrm_autoshard.tables import Pooling, Shard, TableConfig, TableDtype, TableOptimizer
 
 _DTYPES: dict[TableDtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
 _CACHE_SLOT, _CACHE_ROW = 16, 4
@@ -49,7 +49,7 @@ def check_optimizer(optimizer: TableOptimizer, device: torch.device) -> None:
 
 
 class Storage:
-    """One dtype and pooling for all tables, as one fused lookup has one. Names are those of shards.
+    """One dtype for all tables, as one fused lookup has one, which sums where poolings differ. Names are of shards.
 
     On CPU memory is reserved (memory.py): arriving tables are received in place, departing ones give their pages
     back while they are sent. On a GPU each table is an allocation. Either way what stays stays where it is.
@@ -262,8 +262,9 @@ class Storage:
         return [number for number, count in enumerate(counts) for _ in range(count)]
 
 
-def shared_format(tables: Sequence[TableConfig]) -> tuple[TableDtype, str]:
-    formats = {(table.dtype, table.pooling) for table in tables}
-    if len(formats) != 1:
-        raise StorageError(f"all tables must share one dtype and pooling; these have {sorted(formats)}.")
-    return formats.pop()
+def shared_format(tables: Sequence[TableConfig]) -> tuple[TableDtype, Pooling]:
+    """Of one lookup in all of them: where some sum and others average, it sums (lookup/means.py)."""
+    dtypes, poolings = {table.dtype for table in tables}, {table.pooling for table in tables}
+    if len(dtypes) != 1:
+        raise StorageError(f"all tables must share one dtype; these have {sorted(dtypes)}.")
+    return dtypes.pop(), poolings.pop() if len(poolings) == 1 else "sum"

@@ -1,0 +1,34 @@
+"""Means where some tables sum and others average: fbgemm's one lookup sums all, and bags are divided by their lengths.
+
+means = Means.where_mixed(features, device)          # None: the lookup pools as all tables ask
+means.divide_(pooled_BD, batch.lengths_TB); means.divide_(gradient_BD, batch.lengths_TB)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.data.features import Features
+
+
+class Means:
+    def __init__(self, features: Features, device: torch.device) -> None:
+        order = features.output_order()
+        dims = torch.tensor([features.features[i].embedding_dim for i in order])
+        self._feature_of_D = torch.tensor(order).repeat_interleave(dims).to(device)
+        self._averages_F1 = torch.tensor([[feature.pooling == "mean"] for feature in features.features]).to(device)
+
+    @staticmethod
+    def where_mixed(features: Features, device: torch.device) -> Means | None:
+        return Means(features, device) if len({table.pooling for table in features.tables}) > 1 else None
+
+    def divide_(self, vectors_BD: Tensor, lengths_FB: Tensor, margin: tuple[int, int] = (0, 0)) -> Tensor:
+        """In place, pooled vectors in the output order, or gradients of them, by the lengths of their bags; empty bags
+        stay zero. margin: columns before and after the vectors, which are left as they are."""
+        lengths_FB = lengths_FB.to(vectors_BD.device, non_blocking=True)
+        divisor_BF = torch.where(self._averages_F1, lengths_FB.clamp(min=1), 1).T.float()
+        before, after = margin
+        within = vectors_BD[:, before : vectors_BD.shape[1] - after]
+        within.div_(divisor_BF.index_select(1, self._feature_of_D))
+        return vectors_BD
