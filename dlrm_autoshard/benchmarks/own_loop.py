@@ -1,7 +1,7 @@
 """A loop of one's own through the public API (our module, DDP, torch's optimizer, Autoshard) against our trainer's.
 
 Both on one workload's batches, tables, plan and dense part, in the same two ranks, a few steps of each in turn; both
-send the next batch's ids ahead, the trainer's step overlaps the rest, too, as it comes. Their losses are compared too: they must be the same to the bit.
+send the next batch's ids ahead, the trainer's step overlaps the rest, too. Their losses must be the same to the bit.
 """
 
 from __future__ import annotations
