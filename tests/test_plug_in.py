@@ -132,7 +132,7 @@ def test_what_custom_data_gets_wrong_is_said_before_training(tmp_path: Path) -> 
     (tmp_path / "clicks.py").write_text(weighted.replace("WEIGHTS", "6"))
     opened(path=str(tmp_path / "clicks.npz"))
     tables = TablesConfig(pooling="mean")
-    with pytest.raises(DataError, match=r"gives weights_N, .* tables\.pooling is mean"):
+    with pytest.raises(DataError, match=r"gives weights_N, .* the pooling of 'table_0' is mean"):
         opened(path=str(tmp_path / "clicks.npz"))
     (tmp_path / "clicks.py").write_text("class Clicks:\n    def __init__(self, tables): pass\n")
     with pytest.raises(DataError, match="has no tables and no num_dense"):

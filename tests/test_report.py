@@ -420,10 +420,13 @@ def test_splitting_a_table_is_no_drift_of_the_data() -> None:
 
 def test_where_nothing_moved_the_verdict_says_why(tmp_path: Path) -> None:
     record = RunRecord.load(write_run(tmp_path / "run", ranks=2, epochs=3))
-    kept = replace(record, decisions=record.decisions[-1:])
+    told = record.decisions[-1]
+    later = [{**told, "step": step, "text": f"kept: {why}"} for step, why in
+             ((400, "nothing has changed since step 300"), (500, "no steps are left"))]  # fmt: skip
+    kept = replace(record, decisions=(told, *later))
     assert (
         autoshard_in_one_line(kept)
-        == "no move in 1 decision (at step 300: best candidate 1.2% faster, below min_gain 2%)"
+        == "no move in 3 decisions (at step 300: best candidate 1.2% faster, below min_gain 2%)"
     )
 
 

@@ -153,7 +153,7 @@ def looks_of(trigger: SearchTrigger, steps: range, seconds: float, second_ms: fl
         now = interval(20, second_ms, step)
         if trigger.reason_not_to_look(now) is None:
             trigger.see(now, [1.0, 1.0])
-            trigger.looked(seconds, "kept")
+            trigger.looked(seconds)
             found.append(step)
     return found
 
@@ -164,10 +164,8 @@ def test_looks_are_the_rarer_the_longer_nothing_changes_and_come_at_once_when_so
     apart = np.diff(calm)
     assert calm[:2] == [100, 200] and 8 <= len(calm) <= 16 and max(apart) <= 600
     assert (np.diff(apart) >= -100).all() and apart[-3:].mean() > 2 * apart[:3].mean()
-    assert (
-        trigger.reason_not_to_look(interval(20, 21, calm[-1] + 100))
-        == f"nothing has changed since step {calm[-1]:,} (kept)"
-    )
+    said = trigger.reason_not_to_look(interval(20, 21, calm[-1] + 100))
+    assert said == f"nothing has changed since step {calm[-1]:,}"
     assert looks_of(trigger, range(3300, 3601, 100), 0.02, second_ms=30.0)[:2] == [3300, 3400]
 
 

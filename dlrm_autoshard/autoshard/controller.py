@@ -104,7 +104,7 @@ class Controller:
         if decision.new_plan is not None:
             self._judge_last_move(task, interval)  # its last chance
             decision = replace(decision, shift=self._shift(decision, task, interval, plan))
-        self.trigger.looked(time.perf_counter() - started, decision.why)
+        self.trigger.looked(time.perf_counter() - started)
         decision = replace(decision, decide_seconds=interval.gather_seconds + time.perf_counter() - started)
         self.chooser.history.intervals += 1
         if decision.new_plan is None:

@@ -17,7 +17,6 @@ from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Interval, percent
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile, balance_gain
 
-UNCHANGED = "nothing has changed"
 HALVES_SECONDS = 0.3
 """That telling whether a half is worth measuring may take in any case: a cost of all tables anew, and a search."""
 
@@ -60,13 +59,11 @@ class SearchTrigger:
         look_steps, gain = 1000 * median(self._looks) / interval.step_ms, max(self.balance_gain, self.min_gain)
         if apart**2 * gain >= 2 * look_steps * since or differ(last.profile, interval.profile):
             return None
-        return f"{UNCHANGED} since step {last.step:,}" + (f" ({self._best_then})" if self._best_then else "")
+        return f"nothing has changed since step {last.step:,}"
 
-    def looked(self, seconds: float, why: str = "") -> None:
-        """What learning and deciding took, and why tables stayed."""
+    def looked(self, seconds: float) -> None:
+        """That learning and deciding took."""
         _keep(self._looks, seconds)
-        if not why.startswith(UNCHANGED):
-            self._best_then = why
 
     def see(
         self,
@@ -141,7 +138,7 @@ class SearchTrigger:
             return f"{most}, give or take {percent(margin)}: not surely a gain"
         if self.seconds_to_gain <= thresholds.MOVE_SECONDS:
             return f"at most {self.seconds_to_gain:.2g} s to gain in the {steps} steps left"
-        return None if self.search_seconds > 0 else f"{UNCHANGED} ({self._best_then})"
+        return None if self.search_seconds > 0 else f"nothing has changed ({self._best_then})"
 
     def searched(self, seconds: float) -> None:
         """A search took so long; there may be two after an interval. `search_anew` or `found_nothing` says what came of

@@ -117,5 +117,6 @@ def _thousands(rate: float) -> str:
 def _last_reason(decisions: tuple[Mapping[str, Any], ...]) -> str:
     """Why tables stayed, and when: the last reason that says something of the plan, not of the run's end."""
     reasons = [(d.get("step"), str(d.get("text") or d.get("action")).removeprefix("kept: ")) for d in decisions]
-    step, reason = next((found for found in reversed(reasons) if found[1] != "no steps are left"), reasons[-1])
+    silent = ("no steps are left", "nothing has changed since")
+    step, reason = next((found for found in reversed(reasons) if not found[1].startswith(silent)), reasons[-1])
     return reason if step is None else f"at step {step:,}: {reason}"
