@@ -55,6 +55,8 @@ setup(
         "cuda": ["torch==2.13.0", "fbgemm-gpu==1.8.0"],
         "tensorboard": ["tensorboard"],
         "parquet": ["pyarrow"],
+        # What torchrec needs but fbgemm: it asks for the CUDA package, so it is installed with --no-deps.
+        "torchrec": ["iopath", "pyre-extensions", "tensordict", "tqdm"],
         "dev": [
             "pyarrow",
             "pytest",

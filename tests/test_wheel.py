@@ -3,9 +3,10 @@
 That it trains beside installed packages, in a folder of one's own, is in test_readme.py.
 """
 
+import re
+import shlex
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -39,14 +40,19 @@ def test_it_holds_every_module_config_and_data_file_and_nothing_of_the_tests(whe
     assert wheel.stat().st_size < 2 * 2**20
 
 
+@pytest.fixture(scope="module")
+def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those of an environment that pip alone has filled: torch and fbgemm are fetched, by pip's own settings."""
+    folder = tmp_path_factory.mktemp("bare")
+    run([sys.executable, "-m", "venv", str(folder / "env")])
+    programs = folder / "env" / "bin"
+    run([str(programs / "python"), "-m", "pip", "install", "--quiet", f"{wheel}[cpu]"])
+    return programs
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_a_bare_environment_gets_all_it_needs_from_pip_and_trains(wheel: Path, tmp_path: Path) -> None:
-    """torch and fbgemm are fetched, by pip's own settings."""
-    started = time.monotonic()
-    run([sys.executable, "-m", "venv", str(tmp_path / "env")])
-    programs = tmp_path / "env" / "bin"
-    run([str(programs / "python"), "-m", "pip", "install", "--quiet", f"{wheel}[cpu]"])
+def test_a_bare_environment_gets_all_it_needs_from_pip_and_trains(programs: Path, tmp_path: Path) -> None:
     run([str(programs / "dlrm-autoshard"), "doctor"])
     for command in ("configs", "train debug_cpu --ranks=2 train.max_steps=30", "report runs/latest --html"):
         done = subprocess.run(
@@ -55,4 +61,13 @@ def test_a_bare_environment_gets_all_it_needs_from_pip_and_trains(wheel: Path, t
         )  # fmt: skip
         assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
     assert (tmp_path / "runs/debug_cpu/report.html").exists()
-    print(f"bare environment, from nothing to a trained model: {time.monotonic() - started:.0f} s")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_the_readmes_line_installs_torchrec_there(wheel: Path, programs: Path) -> None:
+    (line,) = re.findall(r"`(pip install \"\.\[[^`]*torchrec==[^`]*)`", (REPOSITORY / "README.md").read_text())
+    for command in line.replace('".[', f'"{wheel}[').split(" && "):
+        run([str(programs / "python"), "-m", *shlex.split(command), "--quiet"])
+    run([str(programs / "python"), "-c", "import torchrec.distributed, dlrm_autoshard as das; das.torchrec.Autoshard"])
+    run([str(programs / "dlrm-autoshard"), "doctor"])  # fbgemm is still the one that torch and this machine need
