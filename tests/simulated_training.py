@@ -126,8 +126,8 @@ class Training:
         if decision.new_plan is not None:
             moves = self.plan.moves_to(decision.new_plan)
             self.plan = decision.new_plan
-            moved = sum(self.bytes_of[Shard.parse(move.table).table] for move in moves)
-            decision = self.controller.moved(moved, 0.1 + moved / 1e9)
+            made = [move.record(self.bytes_of[Shard.parse(move.table).table]) for move in moves]
+            decision = self.controller.moved(made, 0.1 + sum(move["bytes"] for move in made) / 1e9)
         return decision
 
     def run(self, intervals: int) -> list[str]:

@@ -98,10 +98,10 @@ def test_a_table_whose_parts_are_taken_back_counts_once() -> None:
         ShardingPlan({"a": 0, "b": 1}, 4),
         ShardingPlan({f"a[{4 * i}:{4 * i + 4}]": i for i in range(4)} | {"b": 1}, 4),
     )
-    move = Decision(
-        0, 0, "moved", predicted_gain=0.1, measured_gain=-0.1, tables_moved=1, new_plan=split, old_plan=whole
-    )
-    assert _taken_back(Decision(1, 1, "kept"), move).text.startswith("moved back 1 table, ")
+    move = Decision(0, 0, "moved", predicted_gain=0.1, measured_gain=-0.1, new_plan=split, old_plan=whole)
+    moves = tuple(move.record(16) for move in split.moves_to(whole))
+    back = replace(_taken_back(Decision(1, 1, "kept"), move), moves=moves)
+    assert len(moves) == 3 and back.text.startswith("moved back 1 table, 48 bytes")
 
 
 def test_nothing_moves_to_a_plan_that_is_forbidden_by_now() -> None:

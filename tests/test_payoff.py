@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given
@@ -12,9 +13,10 @@ from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, gains, moving
 from dlrm_autoshard.autoshard.payoff import MoveCost, caution_after, measured_gain, reason_to_stay, saved_on_average
 from dlrm_autoshard.costs import RankCost, StepProfile
-from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.plan import MoveRecord, ShardingPlan
 
 PLAN = ShardingPlan({"a": 0}, 1)
+MOVED = MoveRecord(shard="a", from_rank=0, to_rank=1, bytes=412 << 20)
 COST = MoveCost(bytes_per_second=1e9, fixed_seconds=0.1)
 PROPOSAL = Proposal(PLAN, gain=0.148, uncertainty=0.01, tables=7, bytes=412 << 20)
 
@@ -162,10 +164,8 @@ def test_measured_gain_is_a_part_of_the_step_time() -> None:
 def test_texts_read_as_in_the_records() -> None:
     assert moving(7, 412 << 20) == "7 tables, 412 MiB" and moving(1, 2048).startswith("1 table,")
     assert gains(0.148, 0.139) == "predicted gain 14.8%, measured 13.9%"
-    moved = Decision(
-        0, 500, "moved", predicted_gain=0.148, tables_moved=7, bytes_moved=412 << 20, move_seconds=0.312, new_plan=PLAN
-    )
-    assert moved.text == "moved 7 tables, 412 MiB, 0.31 s: predicted gain 14.8%"
+    moved = Decision(0, 500, "moved", predicted_gain=0.148, moves=(MOVED,), move_seconds=0.312, new_plan=PLAN)
+    assert moved.text == "moved 1 table, 412 MiB, 0.31 s: predicted gain 14.8%"
     judged = dataclasses.replace(
         moved, measured_gain=-0.021, why="slower than before, but so would the old plan be now"
     )
@@ -179,3 +179,13 @@ def test_a_decision_s_text_is_made_when_it_is_written() -> None:
     assert record["text"] == decision.text and record["action"] == "refused" and record["plan"] is None
     assert "why" not in record and "new_plan" not in record and record["uncertainty"] == 0.02
     assert Decision.from_state_dict(decision.state_dict()) == decision
+
+
+def test_a_decision_says_which_shards_went_from_where_to_where() -> None:
+    decision = Decision(3, 500, "moved", moves=(MOVED,), new_plan=PLAN, old_plan=PLAN)
+    assert decision.to_json()["moves"] == ({"shard": "a", "from_rank": 0, "to_rank": 1, "bytes": 412 << 20},)
+    assert decision.to_json()["bytes_moved"] == 412 << 20
+    saved = json.loads(json.dumps(decision.state_dict()))
+    assert Decision.from_state_dict(saved) == decision
+    older = {name: value for name, value in saved.items() if name != "moves"} | {"bytes_moved": 7}
+    assert Decision.from_state_dict(older) == dataclasses.replace(decision, moves=())

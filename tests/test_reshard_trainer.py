@@ -18,6 +18,8 @@ from dlrm_autoshard.config import Config
 from dlrm_autoshard.distributed.moves import agree as reshard_agree
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.records.run import RunRecord
+from dlrm_autoshard.train.journal import result_of
 from tests.ranks import run_ranks
 from tests.trainers import TABLES, config, losses, make_runtime, plan_file, records, tensors, trainer
 
@@ -119,7 +121,14 @@ def test_tables_move_in_training_and_no_bit_changes(tmp_path: Path) -> None:
     assert [d["epoch"] for d in decisions] == [0, 1, 2]
     assert all(d["bytes_moved"] > 0 and d["move_seconds"] > 0 and d["text"].startswith("moved ") for d in decisions[:1])
     assert decisions[0]["measured_gain"] is not None and decisions[-1]["measured_gain"] is None
-    assert len(list((tmp_path / "resharded" / "plan").glob("step_*.json"))) >= 3
+    plans = [ShardingPlan.load(path) for path in sorted((tmp_path / "resharded" / "plan").glob("step_*.json"))]
+    assert len(plans) >= 3
+    for before, after, decision in zip(plans, plans[1:], decisions, strict=False):
+        went = {(move["shard"], move["from_rank"], move["to_rank"]) for move in decision["moves"]}
+        assert went == {(move.table, move.source, move.destination) for move in before.moves_to(after)}
+        assert sum(move["bytes"] for move in decision["moves"]) == decision["bytes_moved"]
+    record = RunRecord.load(tmp_path / "resharded")
+    assert [move["moves"] for move in result_of(record, plans[-1], {})["moves"]] == [d["moves"] for d in decisions]
     last = ShardingPlan.from_json(
         json.loads(sorted((tmp_path / "resharded" / "plan").glob("step_*.json"))[-1].read_text())
     )

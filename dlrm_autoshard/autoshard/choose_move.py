@@ -252,7 +252,6 @@ def _moved(base: Decision, proposal: Proposal, plan: ShardingPlan) -> Decision:
         action="moved",
         predicted_gain=proposal.gain,
         uncertainty=proposal.uncertainty,
-        tables_moved=proposal.tables,
         new_plan=proposal.plan,
         old_plan=plan,
     )

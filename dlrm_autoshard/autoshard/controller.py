@@ -1,7 +1,7 @@
 """What resharding decides, on rank 0: after each interval learn from it, judge the last move, decide on the next.
 
     decision = controller.decide(interval, plan)
-    controller.moved(stats.bytes, stats.seconds)      # of `reshard` to decision.new_plan; or controller.refused(why)
+    controller.moved(stats.moves, stats.seconds)      # of `reshard` to decision.new_plan; or controller.refused(why)
 
 Knows nothing of ranks that run, so a simulated cluster can stand in for them.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from dlrm_autoshard.autoshard.payoff import measured_gain
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.costs import prediction_error, stages_W4, step_cost_ms
-from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.plan import MoveRecord, ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import ShardTimer
@@ -120,12 +120,12 @@ class Controller:
         by_K = seen_of(stages_W4(then), then_ms) - seen_of(stages_W4(now), interval.step_ms)
         return Shift(tuple(by_K.tolist()), self.trigger.gain_scatter if move.uncertainty is None else move.uncertainty)
 
-    def moved(self, num_bytes: int, seconds: float) -> Decision:
-        """The last decision has been carried out on all ranks."""
+    def moved(self, moves: Sequence[MoveRecord], seconds: float) -> Decision:
+        """The last decision has been carried out on all ranks, by these moves."""
         decision, self._pending = self._pending, None
         assert decision is not None and decision.old_plan is not None, "there is no decision to carry out"
-        self.chooser.moved(decision.old_plan, num_bytes, seconds, in_parts=decision.part_of is not None)
-        decision = replace(decision, bytes_moved=num_bytes, move_seconds=seconds)
+        decision = replace(decision, moves=tuple(moves), move_seconds=seconds)
+        self.chooser.moved(decision.old_plan, decision.bytes_moved, seconds, in_parts=decision.part_of is not None)
         if decision.action == "moved":
             self._unproven, self._ranks_changed, self._since_move = decision, False, None
         return self._written(decision)
@@ -228,7 +228,6 @@ def _taken_back(base: Decision, move: Decision) -> Decision:
         base,
         action="rolled_back",
         why=f"it was {gains(move.predicted_gain, move.measured_gain)}",
-        tables_moved=move.tables_moved,
         new_plan=move.old_plan,
         old_plan=move.new_plan,
     )

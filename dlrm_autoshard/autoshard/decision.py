@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +17,8 @@ import numpy as np
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.costs import COMPUTE, IQR_OF_NORMAL, StepProfile, balance_gain, balance_gains, step_cost_ms
 from dlrm_autoshard.formats.words import count, gib
-from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.plan import MoveRecord, ShardingPlan
+from dlrm_autoshard.tables import Shard
 
 Action = Literal["kept", "moved", "rolled_back", "refused"]
 
@@ -120,7 +121,8 @@ class Decision:
     why: the reason where tables stay; of a move, what else is to be said. new_plan, old_plan: what the ranks are to
     adopt and to leave; None where they keep theirs. balance_gain: what perfect balance would save, given the ranks'
     speeds (`costs.balance_gain`). error_before, error_after: of the cost model on the interval's
-    stages, before it had seen them and after. part_of: the larger move that this one is a part of, in words.
+    stages, before it had seen them and after. moves: what travelled, once it has. part_of: the larger move that this
+    one is a part of, in words.
     decide_seconds: for which training stood still to learn and decide, the move itself apart. throughput_error: of the
     one before, a part of it, by the steps that were timed. shift: what is expected to be seen of the next steps. Both
     are in no record.
@@ -133,8 +135,7 @@ class Decision:
     predicted_gain: float | None = None
     uncertainty: float | None = None
     measured_gain: float | None = None
-    tables_moved: int = 0
-    bytes_moved: int = 0
+    moves: tuple[MoveRecord, ...] = ()
     move_seconds: float = 0.0
     part_of: str | None = None
     paid_back_after_steps: int | None = None
@@ -150,6 +151,15 @@ class Decision:
     shift: Shift | None = None
 
     @property
+    def tables_moved(self) -> int:
+        """Number of tables; shards of one count once."""
+        return len({Shard.parse(move["shard"]).table for move in self.moves})
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(move["bytes"] for move in self.moves)
+
+    @property
     def text(self) -> str:
         """The decision in plain words, with its numbers."""
         if self.action in ("kept", "refused"):
@@ -160,19 +170,22 @@ class Decision:
         return "; ".join([done + gain, *(said for said in (self.why, self.part_of) if said)])
 
     def to_json(self) -> dict[str, Any]:
-        left_out = ("new_plan", "old_plan", "shift", "throughput_error", "why", "tables_moved")
+        left_out = ("new_plan", "old_plan", "shift", "throughput_error", "why")
         record = {name: value for name, value in vars(self).items() if name not in left_out}
-        return {**record, "text": self.text, "plan": None if self.new_plan is None else self.new_plan.fingerprint}
+        plan = None if self.new_plan is None else self.new_plan.fingerprint
+        return {**record, "bytes_moved": self.bytes_moved, "text": self.text, "plan": plan}
 
     def state_dict(self) -> dict[str, Any]:
         """All fields, as JSON, but for what is only of the next steps."""
-        fields = {name: v.to_json() if isinstance(v, ShardingPlan) else v for name, v in vars(self).items()}
-        return fields | {"shift": None}
+        state = {name: v.to_json() if isinstance(v, ShardingPlan) else v for name, v in vars(self).items()}
+        return state | {"shift": None}
 
     @staticmethod
     def from_state_dict(state: Mapping[str, Any]) -> Decision:
         plans = {name: ShardingPlan.from_json(state[name]) for name in ("new_plan", "old_plan") if state[name]}
-        return Decision(**{**state, **plans})
+        moves = tuple(state.get("moves", ()))
+        known = {field.name for field in fields(Decision)}
+        return Decision(**{**{name: value for name, value in state.items() if name in known}, **plans, "moves": moves})
 
 
 def moving(tables: int, num_bytes: int) -> str:

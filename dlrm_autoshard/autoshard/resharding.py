@@ -70,7 +70,7 @@ class Resharding:
         if self._runtime.rank == 0:
             write_plan(self._run_dir, decision.step, self._embeddings.plan)
         return self._runtime.from_rank_0(
-            lambda: controller.moved(stats.bytes, stats.seconds) if controller else decision
+            lambda: controller.moved(stats.moves, stats.seconds) if controller else decision
         )
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -102,7 +102,7 @@ class RandomMoves:
         self.moved += stats.bytes
         if self._kill:
             self._kill.at("after a move", self.step)
-        return Decision(0, self.step, "moved", tables_moved=len(stats.moves), bytes_moved=stats.bytes, new_plan=plan)
+        return Decision(0, self.step, "moved", moves=stats.moves, new_plan=plan)
 
     def plan_at(self, step: int) -> ShardingPlan:
         draw = np.random.default_rng([self._seed, step])

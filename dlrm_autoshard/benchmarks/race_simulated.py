@@ -233,9 +233,9 @@ def _loop(
             decision = controller.decide(now, plan)
             if decision.new_plan is None:
                 continue
-            moved = sum(bytes_of[move.table] for move in plan.moves_to(decision.new_plan))
-            seconds = MOVE_SECONDS + moved / MOVE_BYTES_PER_SECOND
-            controller.moved(moved, seconds)
+            made = [move.record(bytes_of[move.table]) for move in plan.moves_to(decision.new_plan)]
+            seconds = MOVE_SECONDS + sum(move["bytes"] for move in made) / MOVE_BYTES_PER_SECOND
+            controller.moved(made, seconds)
             moves, moving = moves + 1, moving + seconds
             false += step_ms(epoch, decision.new_plan) > step_ms(epoch, plan)
             plan = decision.new_plan

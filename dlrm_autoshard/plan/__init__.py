@@ -3,6 +3,7 @@
 from dlrm_autoshard.plan.constraints import Constraints, Splits, Topology, check_plan, round_robin
 from dlrm_autoshard.plan.sharding_plan import (
     Move,
+    MoveRecord,
     PlanError,
     PlanRecord,
     ShardingPlan,
@@ -14,6 +15,7 @@ from dlrm_autoshard.plan.sharding_plan import (
 __all__ = [
     "Constraints",
     "Move",
+    "MoveRecord",
     "PlanError",
     "PlanRecord",
     "ShardingPlan",

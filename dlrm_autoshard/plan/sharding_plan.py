@@ -33,6 +33,15 @@ class PlanRecord(TypedDict):
     rank_of: dict[Name, Count]
 
 
+class MoveRecord(TypedDict):
+    """A `Move` that was made, as JSON. bytes: weights and optimizer state that travelled."""
+
+    shard: Name
+    from_rank: Count
+    to_rank: Count
+    bytes: Count
+
+
 class PlanError(UserError):
     """A plan that cannot be: its message says what, how much, and what to try."""
 
@@ -49,6 +58,9 @@ class Move:
     destination: int
     leaves: str | None = None
     arrives: str | None = None
+
+    def record(self, num_bytes: int) -> MoveRecord:
+        return MoveRecord(shard=self.table, from_rank=self.source, to_rank=self.destination, bytes=num_bytes)
 
 
 @dataclass(frozen=True)

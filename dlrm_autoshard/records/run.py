@@ -18,6 +18,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, NotReadable, checked, parse_json, read_bytes
 from dlrm_autoshard.formats.numbers import Count, Number
 from dlrm_autoshard.formats.yaml_file import read_yaml
+from dlrm_autoshard.plan import MoveRecord
 from dlrm_autoshard.records.facts import RankInterval
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, read_jsonl, shown
@@ -160,6 +161,7 @@ class DecisionRecord(TypedDict, total=False):
     balance_gain: Number | None
     measured_gain: Number | None
     bytes_moved: Count | None
+    moves: list[MoveRecord] | None
     decide_seconds: Number | None
     move_seconds: Number | None
     paid_back_after_steps: Number | None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_autoshard.distributed.moves.reshard import PAGE, ReshardRefused, ReshardStats
-from dlrm_autoshard.distributed.moves.transfer import checksums_of, in_common_order, row_sizes, transfer
+from dlrm_autoshard.distributed.moves.transfer import checksums_of, in_common_order, records_of, row_sizes, transfer
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.words import gib
@@ -63,7 +63,7 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
     if len(set(runtime.all_gather(plan.fingerprint))) > 1:
         raise ReshardRefused("the ranks were told to make different moves; broadcast one plan to all of them")
     if not changes:
-        return ReshardStats((), 0, time.perf_counter() - started)
+        return ReshardStats((), time.perf_counter() - started)
     changed = _modules_of(sharded, changes)
     old = _shards(sharded, changed)
     facts = _agree(sharded, changed, old, plan)
@@ -104,8 +104,7 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
         follow(sharded.optimizer, old_parameters[path], table_parameters(module))
         sharded.model.plan.plan[path] = module.module_sharding_plan
     sharded.plan = plan
-    moved = sum(rows * row for move in moves for rows, row in between.row_bytes(move.table).values())
-    return ReshardStats(moves, moved, time.perf_counter() - started)
+    return ReshardStats(records_of(moves, between), time.perf_counter() - started)
 
 
 class _Between:

@@ -94,7 +94,7 @@ def result_of(
         "throughput": speeds[-1] if speeds else None,
         "plan": plan.to_json(),
         "moves": [
-            {key: d.get(key) for key in ("step", "action", "bytes_moved", "predicted_gain", "measured_gain")}
+            {key: d.get(key) for key in ("step", "action", "moves", "bytes_moved", "predicted_gain", "measured_gain")}
             for d in moves
         ],
         "seconds": {phase: round(value, 3) for phase, value in seconds.items()},

@@ -18,10 +18,11 @@ from dlrm_autoshard.distributed.moves.transfer import (
     ReshardError,
     checksums_of,
     in_common_order,
+    records_of,
     row_sizes,
     transfer,
 )
-from dlrm_autoshard.plan import Move, PlanError, ShardingPlan
+from dlrm_autoshard.plan import MoveRecord, PlanError, ShardingPlan
 
 __all__ = ["ReshardError", "ReshardRefused", "ReshardStats", "reshard"]
 
@@ -30,11 +31,15 @@ PAGE = 4096
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """What a move took: bytes over all ranks, and seconds of it all (agreement, transfer, adoption)."""
+    """What went from rank to rank, and the seconds that it took (agreement, transfer, adoption)."""
 
-    moves: tuple[Move, ...]
-    bytes: int
+    moves: tuple[MoveRecord, ...]
     seconds: float
+
+    @property
+    def bytes(self) -> int:
+        """Over all ranks."""
+        return sum(move["bytes"] for move in self.moves)
 
 
 def reshard(
@@ -82,8 +87,7 @@ def reshard(
 
     embeddings.adopt(new_plan)
     _together(group, "adopting the new plan")
-    moved = sum(rows * row for move in moves for rows, row in storage.row_bytes(move.table).values())
-    return ReshardStats(moves, moved, time.perf_counter() - started)
+    return ReshardStats(records_of(moves, storage), time.perf_counter() - started)
 
 
 def _all_have_arrived(

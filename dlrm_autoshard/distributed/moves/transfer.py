@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.plan import Move
+from dlrm_autoshard.plan import Move, MoveRecord
 from dlrm_autoshard.tables import Shard, TableConfig
 
 IN_FLIGHT = 4
@@ -64,6 +64,12 @@ class Chunk:
 
 def row_sizes(storage: Storage, moves: Sequence[Move]) -> RowSizes:
     return {move.table: storage.row_bytes(move.table) for move in moves}
+
+
+def records_of(moves: Sequence[Move], storage: Storage) -> tuple[MoveRecord, ...]:
+    """Returns the moves with the bytes that each of them carries."""
+    sizes = row_sizes(storage, moves)
+    return tuple(move.record(sum(rows * row for rows, row in sizes[move.table].values())) for move in moves)
 
 
 def in_common_order(moves: Sequence[Move], sizes: RowSizes, chunk_bytes: int) -> list[Chunk]:
