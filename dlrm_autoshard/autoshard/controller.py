@@ -124,8 +124,8 @@ class Controller:
         """The last decision has been carried out on all ranks, by these moves."""
         decision, self._pending = self._pending, None
         assert decision is not None and decision.old_plan is not None, "there is no decision to carry out"
-        decision = replace(decision, moves=tuple(moves), move_seconds=seconds)
-        self.chooser.moved(decision.old_plan, decision.bytes_moved, seconds, in_parts=decision.part_of is not None)
+        old_plan, decision = decision.old_plan, replace(decision, moves=tuple(moves), move_seconds=seconds)
+        self.chooser.moved(old_plan, decision.bytes_moved, seconds, in_parts=decision.part_of is not None)
         if decision.action == "moved":
             self._unproven, self._ranks_changed, self._since_move = decision, False, None
         return self._written(decision)
