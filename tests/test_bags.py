@@ -242,9 +242,11 @@ def test_groups_of_ranks_train_each_for_itself() -> None:
 
 
 def train_in_overlapping_groups(rank: int, world_size: int) -> list[Tensor]:
-    """Rank 0 is in one group more than rank 1 when the two make theirs."""
-    dist.new_group([0, 2])
+    """Rank 0 is in more groups than rank 1 when the two make theirs: torch's own, and those of other bags."""
+    other = dist.new_group([0, 2])
     group = dist.new_group([0, 1])
+    if rank != 1:
+        assert ShardedEmbeddingBags(SUMS, group=other).runtime.broadcast(rank) == 0
     if rank == 2:
         with pytest.raises(BagsError, match="this rank is not in it"):
             ShardedEmbeddingBags(SUMS, group=group)

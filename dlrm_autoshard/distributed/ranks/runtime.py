@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
 from dlrm_autoshard.config import RunConfig
 from dlrm_autoshard.distributed.ranks.cores import take_cores
+from dlrm_autoshard.distributed.ranks.groups import group_beside
 from dlrm_autoshard.distributed.ranks.heartbeats import Heartbeats
 from dlrm_autoshard.distributed.ranks.rendezvous import fresh_store
 from dlrm_autoshard.errors import UserError
@@ -160,41 +160,22 @@ class Runtime:
 
 
 def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
-    """The ranks of a group that somebody else has made, with groups of our own beside it. Collective, of these ranks
-    alone: others may be making theirs."""
-    ranks = dist.get_process_group_ranks(group)
-    _in_as_many_groups(group, device)
-    control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    hosts: list[str] = [""] * len(ranks)
+    """Return the place of this rank in a group that somebody else has made, with groups of our own beside it.
+    Collective over these ranks alone: others may be making theirs."""
+    control = group_beside(group, "gloo")
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    hosts: list[str] = [""] * world_size
     dist.all_gather_object(hosts, platform.node(), group=control)
-    rank = dist.get_rank(group)
     return Runtime(
         rank=rank,
-        world_size=len(ranks),
+        world_size=world_size,
         local_world_size=hosts.count(hosts[rank]),
         device=device,
         group=group,
         # So that ids never queue behind vectors; beside nccl, gloo carries what the host must know of them.
-        id_group=dist.new_group(
-            ranks,
-            backend="cpu:gloo,cuda:nccl" if dist.get_backend(group) == "nccl" else None,
-            use_local_synchronization=True,
-        ),
+        id_group=group_beside(group, "cpu:gloo,cuda:nccl" if "cuda:nccl" in dist.get_backend_config(group) else "gloo"),
         control=control,
     )
-
-
-def _in_as_many_groups(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Every rank of it in as many as the others. torch puts that number into the name of a group that only its own
-    ranks make, and ranks that name one differently wait for each other in vain."""
-    own = len(_world.pg_names)
-    where = torch.device("cpu")
-    if dist.get_backend(group) == "nccl":
-        where = device if device.type == "cuda" else torch.device("cuda")  # the current one
-    most = torch.tensor(own, device=where)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    for _ in range(int(most) - own):  # a group of this rank alone is nobody else's affair
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
