@@ -26,6 +26,12 @@ def in_a_sentence(error: BaseException) -> str | None:
     return None
 
 
+def in_words(error: BaseException) -> str:
+    """Returns what to tell another rank of an error here: its sentence, or its kind and text."""
+    said = in_a_sentence(error)
+    return f"{type(error).__name__}: {error}".rstrip(": ") if said is None else said
+
+
 def printable(text: str) -> str:
     """The text without what would steer a terminal: `\\x1b` in the place of an escape character."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -501,9 +501,9 @@ def test_torchrec_form_of_a_plan() -> None:
 def test_torchrec_numbers_gpus_on_each_host_anew() -> None:
     pool = synthetic_pool(4, seed=0, batch_size=64)
     plan = ShardingPlan({f"t_{i}": i for i in range(4)}, 4)
-    record = torchrec_plan(plan, pool.tables, device="cuda", ranks_per_host=2)["embedding_bag_collection"]
+    record = torchrec_plan(plan, pool.tables, device="cuda", local_ranks=[0, 1, 2, 0])["embedding_bag_collection"]
     places = [record[f"t_{i}"]["sharding_spec"]["shards"][0]["placement"] for i in range(4)]
-    assert places == ["rank:0/cuda:0", "rank:1/cuda:1", "rank:2/cuda:0", "rank:3/cuda:1"]
+    assert places == ["rank:0/cuda:0", "rank:1/cuda:1", "rank:2/cuda:2", "rank:3/cuda:0"]
 
 
 def test_torchrec_itself_shards_by_our_plan() -> None:

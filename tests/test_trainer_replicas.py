@@ -17,9 +17,10 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.errors import DataError
 from dlrm_autoshard.data.value_check import check_labels
 from dlrm_autoshard.distributed.dense import DataParallelDense
+from dlrm_autoshard.distributed.ranks.agreement import DisagreementError
 from dlrm_autoshard.model.dlrm import DenseArch
 from dlrm_autoshard.tables import TableConfig
-from dlrm_autoshard.train.agreement import DisagreementError, agree, agree_on_dense, check_shared
+from dlrm_autoshard.train.agreement import agree, agree_on_dense, check_shared
 from dlrm_autoshard.train.state import TrainError
 from tests.ranks import run_ranks
 from tests.trainers import config, losses, make_runtime, records, tensors, trainer

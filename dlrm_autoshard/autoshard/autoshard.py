@@ -21,10 +21,12 @@ from dlrm_autoshard.autoshard.decision import Decision
 from dlrm_autoshard.autoshard.initial_plan import Placement, place
 from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.autoshard.table_observer import TableObserver
-from dlrm_autoshard.config import parse_sections
+from dlrm_autoshard.config import Config, parse_sections
 from dlrm_autoshard.distributed.moves.movable import ArrivedIds, MovableBags
 from dlrm_autoshard.distributed.moves.reshard import ReshardRefused
+from dlrm_autoshard.distributed.ranks.agreement import agree
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.yaml_file import flat
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.interval import epochs_file
 from dlrm_autoshard.records.jsonl import forget_after
@@ -58,13 +60,23 @@ class Autoshard:
         other keys of the YAML's `autoshard:` section; with enabled=False it only profiles: tables stay where
         they are, unless a `placement` is named.
         """
-        section = {"enabled": True, **settings}
-        if isinstance(given := section.get("reshard", {}), dict):
-            for key in ("every_steps", "every_epochs"):
-                if key in given:
-                    raise UserError(f"reshard.{key} was given: here Autoshard's own `every_steps` says when to decide.")
-            section["reshard"] = {**given, "every_steps": every_steps}
-        config = parse_sections(profile={"every_steps": sample_every}, autoshard=section)
+
+        def parsed() -> Config:
+            section = {"enabled": True, **settings}
+            if isinstance(given := section.get("reshard", {}), dict):
+                for key in ("every_steps", "every_epochs"):
+                    if key in given:
+                        raise UserError(
+                            f"reshard.{key} was given: here Autoshard's own `every_steps` says when to decide."
+                        )
+                section["reshard"] = {**given, "every_steps": every_steps}
+            return parse_sections(profile={"every_steps": sample_every}, autoshard=section)
+
+        config = bags.runtime.on_all(parsed)
+        own = {"run_dir": str(run_dir), "sample_every": sample_every, "total_steps": total_steps}
+        own["state"] = None if state is None else f"of step {state['steps']}"
+        facts = dict(flat({"autoshard": config.autoshard.model_dump(mode="json"), "Autoshard's argument": own}))
+        agree(bags.runtime, {key.replace("argument.", ""): value for key, value in facts.items()})
         self.settings, self._profile = config.autoshard, config.profile
         self.run_dir, self.steps, self._every = Path(run_dir), 0, every_steps
         self._bags, self._runtime, self._total = bags, bags.runtime, total_steps

@@ -120,7 +120,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.format == "torchrec":
         shapes = {arguments.module: pool.tables} if modules is None else shapes_in(modules)
-        record: dict[str, Any] = plan_record(result.plan, shapes, arguments.device, arguments.ranks_per_host)
+        numbers = range(arguments.devices)
+        local_ranks = [rank % (arguments.ranks_per_host or arguments.devices) for rank in numbers]
+        record: dict[str, Any] = plan_record(result.plan, shapes, arguments.device, local_ranks)
         if arguments.out is not None and arguments.out.suffix == ".py":
             arguments.out.write_text(python_source(record))
         else:

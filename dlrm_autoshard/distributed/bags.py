@@ -22,18 +22,19 @@ from torch.autograd.graph import get_gradient_edge
 
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.data.features import Features
-from dlrm_autoshard.distributed.lookup.bag_inputs import BagInputs, BagsError, check_alone, check_tables, features_of
-from dlrm_autoshard.distributed.lookup.embeddings import DTYPES, ShardedEmbeddings
+from dlrm_autoshard.distributed.lookup.bag_inputs import BagInputs, BagsError, check_alone, features_given
+from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.lookup.exchange import Pending
 from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
 from dlrm_autoshard.distributed.lookup.sent_ids import IdsAhead, SentIds
 from dlrm_autoshard.distributed.moves.movable import ArrivedIds
 from dlrm_autoshard.distributed.moves.reshard import ReshardStats, reshard
+from dlrm_autoshard.distributed.ranks.agreement import agree, facts_of
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.tables.optimizers import RowwiseAdagrad
 from dlrm_autoshard.distributed.tables.saved_parts import assembled
-from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
+from dlrm_autoshard.plan import PlanError, ShardingPlan, Topology, round_robin
 from dlrm_autoshard.tables import Shard, TableConfig
 
 AnyBatch = TypeVar("AnyBatch")
@@ -56,39 +57,46 @@ class ShardedEmbeddingBags(nn.Module):
         features: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         """optimizer: fused into the backward pass; RowwiseAdagrad() by default. plan: round robin by default.
+        UserError, on every rank, where ranks are not given the same.
 
         group: the ranks; torch.distributed's default group, which is made for this process alone where there is none.
+        device: the current GPU where NCCL carries the group's tensors, else the CPU.
         exchange_dtype: in which vectors travel between ranks: fp32, fp16 or bf16. check_ids: refuse ids beyond their
         table (on a GPU that waits for the device). seed: of the initial weights, which no plan changes. features: table
         -> those that look up its rows, in the place of one of its name.
         """
         super().__init__()
-        check_tables(tables)
-        looked_up = features_of(tables, features or {})
-        if exchange_dtype not in DTYPES:
-            raise BagsError(f"exchange_dtype is {exchange_dtype!r}; it must be one of {', '.join(DTYPES)}.")
-        if not isinstance(optimizer, TableOptimizerConfig | None):
-            raise BagsError(
-                f"optimizer is {optimizer!r}; it must be a RowwiseAdagrad(lr), Adagrad(lr), SGD(lr) or Adam(lr)."
-            )
         if not isinstance(group, dist.ProcessGroup | None):  # torch gives a number to ranks that are not in a new group
             raise BagsError(f"group is {group!r}: this rank is not in it. Only the ranks of a group make its tables.")
-        self.features = Features.of(looked_up, features or {})
         if not dist.is_initialized():
             check_alone()
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         group = group or dist.group.WORLD
         assert group is not None
-        self.device, self.exchange_dtype = torch.device(device or "cpu"), exchange_dtype
+        self.runtime = runtime_of(group, device)
+        self.device, self.exchange_dtype = self.runtime.device, exchange_dtype
         self.shared_memory = True
-        self.runtime = runtime_of(group, self.device)
+
+        def checked() -> tuple[Features, TableOptimizerConfig, ShardingPlan]:
+            own = RowwiseAdagrad() if optimizer is None else optimizer
+            found = features_given(tables, features or {}, exchange_dtype, own)
+            names = [table.name for table in tables]
+            taken = plan or round_robin(names, Topology(self.world_size))
+            taken.check_tables(names)
+            if taken.world_size != self.world_size:
+                raise PlanError(f"the plan is for {taken.world_size} ranks, and the group has {self.world_size}.")
+            return found, own, taken
+
+        self.features, optimizer, plan = self.runtime.on_all(checked)
         self.tables = tuple(tables)
-        plan = plan or round_robin([table.name for table in tables], Topology(self.runtime.world_size))
-        plan.check_tables(table.name for table in tables)
+        own = {f"the optimizer's {key}": value for key, value in optimizer.model_dump().items()}
+        own |= {f"features['{name}']": ", ".join(named) for name, named in (features or {}).items()}
+        own |= {"exchange_dtype": exchange_dtype, "seed": seed, "device": self.device.type, "torch": torch.__version__}
+        agree(self.runtime, facts_of(self.tables, plan) | own)
         self.sharded = ShardedEmbeddings(
             self.features,
             plan,
-            TablesConfig(optimizer=optimizer or RowwiseAdagrad()),
+            TablesConfig(optimizer=optimizer),
             rank=self.runtime.rank,
             group=group,
             id_group=self.runtime.id_group,
@@ -112,11 +120,11 @@ class ShardedEmbeddingBags(nn.Module):
 
     @property
     def rank(self) -> int:
-        return self.sharded.rank
+        return self.runtime.rank
 
     @property
     def world_size(self) -> int:
-        return self.sharded.world_size
+        return self.runtime.world_size
 
     @property
     def table_lr(self) -> float:

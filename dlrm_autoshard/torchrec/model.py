@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.distributed.ranks.agreement import agree, facts_of
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 from dlrm_autoshard.plan import ShardingPlan, shard_tables
 from dlrm_autoshard.tables import Shard, TableConfig
@@ -31,12 +32,14 @@ class ShardedModel:
         self.model, self.optimizer = model, optimizer
         self.collections = embedding_bags(model.module)
         self.environment = _check(self.collections)
-        self.device: torch.device = model.device
         self.model_tables = table_configs(self.collections)
         self.tables: tuple[TableConfig, ...] = alike(self.model_tables)
-        self.runtime = runtime_of(self.environment.process_group, self.device)
+        self.runtime = runtime_of(self.environment.process_group, model.device)
+        self.device: torch.device = self.runtime.device
         self.plan: ShardingPlan = plan_of(model.plan, self.collections, self.runtime.world_size)
         self.config: TablesConfig = optimizer_config(_fused_optimizer(self.collections))
+        facts = facts_of(self.model_tables, self.plan)
+        agree(self.runtime, facts | {"the tables' optimizer": self.config.optimizer.name, "device": self.device.type})
         self.check_splits(self.plan)
         self.last_features: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         """What each module was called with last, by its path."""

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_autoshard.distributed.moves.reshard import PAGE, ReshardRefused, ReshardStats
 from dlrm_autoshard.distributed.moves.transfer import checksums_of, in_common_order, records_of, row_sizes, transfer
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
+from dlrm_autoshard.distributed.ranks.groups import by_nccl
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.plan import Move, ShardingPlan
@@ -70,7 +70,7 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
     sharded.check_splits(plan)
     pooled = _pooled(sharded, changed)
     _restore(sharded, changed, facts)  # the lookup has counted as an iteration
-    record = plan_record(plan, shapes_of(sharded.collections), sharded.device.type, runtime.local_world_size)
+    record = plan_record(plan, shapes_of(sharded.collections), sharded.device.type, runtime.local_ranks)
     sharding = to_sharding_plan(record).plan
     fresh, failure = _try(lambda: {path: rebuilt(module, sharding[path]) for path, module in changed.items()})
     if fresh is not None:
@@ -81,7 +81,7 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
     new = _shards(sharded, fresh)
     between = _Between(sharded, old, new, facts)
     sums_before = checksums_of(between, changes, at="source")
-    carrier = runtime.group if dist.get_backend(runtime.group) == "nccl" else runtime.control
+    carrier = runtime.group if by_nccl(runtime.group) and sharded.device.type == "cuda" else runtime.control
     transfer(between, in_common_order(changes, row_sizes(between, changes), CHUNK_BYTES), carrier)
     for name in old.keys() & new.keys():
         for tensor, value in new[name].tensors.items():

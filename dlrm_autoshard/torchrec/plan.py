@@ -13,7 +13,9 @@ from torch import nn
 
 from dlrm_autoshard.autoshard.initial_plan import place
 from dlrm_autoshard.config import parse_sections
+from dlrm_autoshard.distributed.ranks.agreement import agree, facts_of
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
+from dlrm_autoshard.formats.yaml_file import flat
 from dlrm_autoshard.tables import TableOptimizer
 from dlrm_autoshard.torchrec.plan_format import to_sharding_plan
 from dlrm_autoshard.torchrec.sharding import plan_record, shapes_of
@@ -50,9 +52,10 @@ def plan(
     group = group or dist.group.WORLD
     if group is None:
         raise TorchrecError("there are no ranks to plan for: call torch.distributed.init_process_group before.")
-    where = torch.device(device)
-    runtime = runtime_of(group, where)
-    gathered = runtime.gather(ids_by_table(collections, ids))
+    runtime = runtime_of(group, device)
+    given = flat({"tables": {"optimizer": optimizer}, "autoshard": config.autoshard.model_dump(mode="json")})
+    agree(runtime, facts_of(tables) | dict(given) | {"seed": seed})
+    gathered = runtime.gather(runtime.on_all(lambda: ids_by_table(collections, ids)))
     stats, batch_size = runtime.from_rank_0(lambda: statistics(gathered or []))
     placement = place(
         config.autoshard,
@@ -65,7 +68,7 @@ def plan(
         shared_memory=False,
         seed=seed,
     )
-    record = plan_record(placement.plan, shapes_of(collections), where.type, runtime.local_world_size)
+    record = plan_record(placement.plan, shapes_of(collections), runtime.device.type, runtime.local_ranks)
     sharding_plan = to_sharding_plan(record)
     setattr(sharding_plan, PLACEMENT, placement)
     return sharding_plan

@@ -21,10 +21,11 @@ def torchrec_plan(
     tables: Sequence[TableConfig],
     module: str = DEFAULT_MODULE,
     device: str = "cpu",
-    ranks_per_host: int | None = None,
+    local_ranks: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Table-wise sharding of tables that are whole, column-wise of those that are split; fused kernels. device: 'cpu'
-    or 'cuda', which TorchRec numbers on each host anew; ranks_per_host: all of them by default.
+    or 'cuda', which TorchRec numbers on each host anew. local_ranks: each rank's number on its host, which is that of
+    its GPU; by default all ranks are on one host.
 
     Plain JSON, {module: {table: {sharding_type, compute_kernel, ranks, sharding_spec}}}, so that making one needs no
     torchrec; `to_sharding_plan` turns it into torchrec's own classes.
@@ -41,9 +42,7 @@ def torchrec_plan(
                         {
                             "shard_offsets": [0, shard.columns[0]],
                             "shard_sizes": [shard.num_embeddings, shard.embedding_dim],
-                            "placement": _placement(
-                                plan.rank_of[shard.name], device, ranks_per_host or plan.world_size
-                            ),
+                            "placement": _placement(plan.rank_of[shard.name], device, local_ranks),
                         }
                         for shard in shards
                     ]
@@ -104,5 +103,6 @@ sharding_plan = ShardingPlan(
 '''
 
 
-def _placement(rank: int, device: str, ranks_per_host: int) -> str:
-    return f"rank:{rank}/cpu" if device == "cpu" else f"rank:{rank}/cuda:{rank % ranks_per_host}"
+def _placement(rank: int, device: str, local_ranks: Sequence[int] | None) -> str:
+    number = rank if local_ranks is None else local_ranks[rank]
+    return f"rank:{rank}/cpu" if device == "cpu" else f"rank:{rank}/cuda:{number}"

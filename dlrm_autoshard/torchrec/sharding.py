@@ -1,6 +1,6 @@
 """Our plans as TorchRec's of a model's modules, and back.
 
-record = plan_record(plan, shapes_of(collections), "cpu", ranks_per_host=8)      # JSON, as plan_format.py has it
+record = plan_record(plan, shapes_of(collections), "cpu", [0, 1, 0])             # JSON, as plan_format.py has it
 plan = plan_of(sharding_plan, collections, world_size)                   # refuses other ways to shard
 """
 
@@ -19,16 +19,20 @@ _KERNEL, _SHARDINGS = "fused", ("table_wise", "column_wise")
 
 
 def plan_record(
-    plan: ShardingPlan, modules: Mapping[str, Sequence[TableConfig]], device: str, ranks_per_host: int | None = None
+    plan: ShardingPlan,
+    modules: Mapping[str, Sequence[TableConfig]],
+    device: str,
+    local_ranks: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """{module: {table: sharding}} of all modules. modules: of each its tables, by their names in it."""
+    """{module: {table: sharding}} of all modules. modules: of each its tables, by their names in it.
+    local_ranks: each rank's number on its host; all ranks on one host by default."""
     record: dict[str, Any] = {}
     for path, tables in modules.items():
         own = {}
         for table in tables:
             for shard in plan.parts_of(table_key(path, table.name, modules)):
                 own[str(replace(shard, table=table.name))] = plan.rank_of[str(shard)]
-        record |= torchrec_plan(ShardingPlan(own, plan.world_size), tables, path, device, ranks_per_host)
+        record |= torchrec_plan(ShardingPlan(own, plan.world_size), tables, path, device, local_ranks)
     return record
 
 

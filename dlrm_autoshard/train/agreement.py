@@ -17,8 +17,8 @@ import torch
 import dlrm_autoshard
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.distributed.dense import DataParallelDense
+from dlrm_autoshard.distributed.ranks.agreement import DisagreementError, difference
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
-from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.yaml_file import flat
 
 _NOTE = ".seen_by_all_ranks"
@@ -26,22 +26,18 @@ _PATIENCE_SECONDS = 10.0
 """That a network file system may take to show one host what another has written."""
 
 
-class DisagreementError(UserError):
-    """Ranks that do not train the same thing, or not in the same place."""
-
-
 def agree(config: Config, runtime: Runtime) -> None:
     """DisagreementError where configs, dlrm_autoshard's code or torch differ between ranks."""
     mine = {**dict(flat(config.model_dump(mode="json"))), "dlrm_autoshard": code_digest(), "torch": torch.__version__}
     everybody = runtime.all_gather((platform.node(), mine))
-    _, first = everybody[0]
-    for rank, (host, other) in enumerate(everybody):
-        for key in {**first, **other}:
-            if first.get(key) != other.get(key):
-                cure = "Install one version everywhere" if key in ("dlrm_autoshard", "torch") else "Give all one config"
-                raise DisagreementError(
-                    f"rank {rank} on '{host}' has {key} {other.get(key)!r}, rank 0 has {first.get(key)!r}. {cure}."
-                )
+    found = difference([facts for _, facts in everybody])
+    if found is not None:
+        cure = "Install one version everywhere" if found.fact in ("dlrm_autoshard", "torch") else "Give all one config"
+        rank = found.ranks[0]
+        raise DisagreementError(
+            f"rank {rank} on '{everybody[rank][0]}' has {found.fact} {found.value!r}, rank 0 has {found.first!r}. "
+            f"{cure}."
+        )
 
 
 def agree_on_dense(dense: DataParallelDense, runtime: Runtime) -> None:

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlrm_autoshard.config import TableOptimizerConfig
 from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.id_check import IdCheck
+from dlrm_autoshard.distributed.lookup.embeddings import DTYPES
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.tables import TableConfig
 
@@ -23,6 +26,21 @@ WHOLE = (torch.int32, torch.int64)
 
 class BagsError(UserError):
     """Tables or ids that cannot be looked up: the message says which, and what to change."""
+
+
+def features_given(
+    tables: Sequence[TableConfig], features: Mapping[str, Sequence[str]], exchange_dtype: str, optimizer: object
+) -> Features:
+    """Returns the tables with what looks them up; BagsError names what `ShardedEmbeddingBags` cannot be made of."""
+    check_tables(tables)
+    looked_up = features_of(tables, features)
+    if exchange_dtype not in DTYPES:
+        raise BagsError(f"exchange_dtype is {exchange_dtype!r}; it must be one of {', '.join(DTYPES)}.")
+    if not isinstance(optimizer, TableOptimizerConfig):
+        raise BagsError(
+            f"optimizer is {optimizer!r}; it must be a RowwiseAdagrad(lr), Adagrad(lr), SGD(lr) or Adam(lr)."
+        )
+    return Features.of(looked_up, features)
 
 
 def check_tables(tables: Sequence[TableConfig]) -> None:

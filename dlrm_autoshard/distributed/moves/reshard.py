@@ -22,6 +22,7 @@ from dlrm_autoshard.distributed.moves.transfer import (
     row_sizes,
     transfer,
 )
+from dlrm_autoshard.distributed.ranks.groups import by_nccl
 from dlrm_autoshard.plan import MoveRecord, PlanError, ShardingPlan
 
 __all__ = ["ReshardError", "ReshardRefused", "ReshardStats", "reshard"]
@@ -79,8 +80,8 @@ def reshard(
     sums_before = checksums_of(embeddings, moves, at="source") if checksums else {}
     if by_host:
         storage.leave_device({*embeddings.plan.tables_on(embeddings.rank)} - {*new_plan.tables_on(embeddings.rank)})
-    step_group, _ = embeddings.groups
-    carrier = step_group if dist.get_backend(step_group) == "nccl" and not by_host else group
+    (step_group, _), on_gpu = embeddings.groups, embeddings.device.type == "cuda"
+    carrier = step_group if by_nccl(step_group) and on_gpu and not by_host else group
     transfer(embeddings, in_common_order(changes, row_sizes(storage, changes), chunk_bytes), carrier)
     sums_after = checksums_of(embeddings, moves, at="destination") if checksums else {}
     _all_have_arrived(sums_before, sums_after, group)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_autoshard.distributed.ranks.groups import by_nccl
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import Move, MoveRecord
 from dlrm_autoshard.tables import Shard, TableConfig
@@ -108,7 +109,7 @@ def transfer(embeddings: Embeddings, chunks: Sequence[Chunk], group: dist.Proces
     """
     rank = embeddings.rank
     views, sent = _Views(embeddings.storage), _Sent(embeddings.storage, chunks)
-    carrier = embeddings.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    carrier = embeddings.device if by_nccl(group) else torch.device("cpu")
     under_way: deque[tuple[dist.Work, Chunk, Tensor]] = deque()
 
     def finish_oldest() -> None:

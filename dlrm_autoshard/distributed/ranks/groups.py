@@ -1,6 +1,7 @@
-"""More process groups of the same ranks, which meet by a name of ours.
+"""What a process group that somebody else has made can do, and more groups of its ranks, which meet by a name of ours.
 
-    control = group_beside(group, "gloo")
+    device = device_for(group, None)             # where tables go: a GPU where NCCL carries its tensors, else the CPU
+    control = group_beside(group, "gloo")        # waits as long as the group
 
 torch names a group that only its own ranks make by a hash over a count that every rank keeps for itself, and each
 release counts something else. Ranks whose counts differ (one is in a group more) wait for each other in vain. Our name
@@ -12,14 +13,18 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from dlrm_autoshard.errors import UserError
 
 # Backends as torch sees them: gloo and NCCL, that meet where `pg_options`, a store, says.
 _GLOO, _NCCL = "dlrm_autoshard_gloo", "dlrm_autoshard_nccl"
 
 
-def group_beside(group: dist.ProcessGroup, backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Make another group of the same ranks. Collective over these ranks alone: others may be making theirs.
+def group_beside(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
+    """Make another group of the same ranks, with the same timeout. Collective over these ranks alone: others may be
+    making theirs.
 
     backend: "gloo", or "cpu:gloo,cuda:nccl".
     """
@@ -29,7 +34,7 @@ def group_beside(group: dist.ProcessGroup, backend: str, timeout: timedelta | No
     return dist.new_group(
         dist.get_process_group_ranks(group),
         backend=backend.replace("gloo", _GLOO).replace("nccl", _NCCL),
-        timeout=timeout,
+        timeout=timeout_of(group),
         pg_options=dist.PrefixStore(f"dlrm_autoshard/group/{made}", store),
         use_local_synchronization=True,
     )
@@ -57,3 +62,40 @@ def _nccl(made: Any, store: dist.Store) -> Any:
     options.global_ranks_in_group = made.global_ranks_in_group
     options.group_name = made.group_id
     return dist.ProcessGroupNCCL(dist.PrefixStore("cuda", store), made.group_rank, made.group_size, options)
+
+
+def by_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether NCCL carries its GPU tensors: by whatever name it was made, or by none ("cpu:gloo,cuda:nccl")."""
+    return _backend(group, "cuda") == "nccl"
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Returns how long its exchanges wait for a rank; the shortest, where GPU and host tensors have one each."""
+    timeouts = [group._get_backend(device).options._timeout for device in group._device_types]
+    return min(timeouts, default=dist.default_pg_timeout)
+
+
+def device_for(group: dist.ProcessGroup, wanted: torch.device | str | None) -> torch.device:
+    """Returns the device that is wanted, a GPU with its number; None: the current GPU where NCCL carries its tensors,
+    else the CPU. UserError where the group cannot carry tensors of it."""
+    if wanted is None:
+        wanted = "cuda" if by_nccl(group) and torch.cuda.is_available() else "cpu"
+    device = torch.device(wanted)
+    if device.type == "cuda" and device.index is None:
+        if not torch.cuda.is_available():
+            raise UserError("device is 'cuda', but torch sees no GPU. Run `dlrm-autoshard doctor`, or use the CPU.")
+        device = torch.device("cuda", torch.cuda.current_device())
+    if _backend(group, device.type) is None:
+        there = " and ".join(f"'{name}'" for name in ("cpu", "cuda") if _backend(group, name) is not None)
+        raise UserError(
+            f"device is '{device.type}', and the process group carries tensors of {there} only: give device={there}, "
+            'or call init_process_group("cpu:gloo,cuda:nccl").'
+        )
+    return device
+
+
+def _backend(group: dist.ProcessGroup, device: str) -> str | None:
+    """By what it carries tensors of these devices; None where it does not."""
+    if torch.device(device) not in group._device_types:
+        return None
+    return str(group._get_backend(torch.device(device)).name())

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from dlrm_autoshard.config import RunConfig
 from dlrm_autoshard.distributed.ranks.cores import take_cores
-from dlrm_autoshard.distributed.ranks.groups import group_beside
+from dlrm_autoshard.distributed.ranks.groups import by_nccl, device_for, group_beside
 from dlrm_autoshard.distributed.ranks.heartbeats import Heartbeats
 from dlrm_autoshard.distributed.ranks.rendezvous import fresh_store
-from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.errors import UserError, in_words
 
 T = TypeVar("T")
 Outcome = tuple[Any, UserError | None]
@@ -40,7 +40,7 @@ class Runtime:
     """rank, world_size: as torchrun numbers them. group carries tensors of the step; id_group carries the next
     batch's ids (and host tensors beside device ones), so that the two never queue behind each other. control is gloo
     on every device: small objects. heartbeats: of all ranks; told the step. loader_cores: for threads that read data;
-    None where they may run where they like."""
+    None where they may run where they like. local_ranks: each rank's number on its host; None: not known."""
 
     rank: int
     world_size: int
@@ -51,6 +51,7 @@ class Runtime:
     control: dist.ProcessGroup
     heartbeats: Heartbeats | None = None
     loader_cores: frozenset[int] | None = None
+    local_ranks: tuple[int, ...] | None = None
 
     @staticmethod
     @contextlib.contextmanager
@@ -158,11 +159,35 @@ class Runtime:
     def barrier(self) -> None:
         dist.barrier(group=self.control)
 
+    def on_all(self, attempt: Callable[[], T]) -> T:
+        """Returns what `attempt` returns here. Collective: where it raises on any rank, every rank raises, naming that
+        rank, so that none is left waiting."""
+        return on_all(self.control, attempt)
 
-def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
+
+def on_all(group: dist.ProcessGroup, attempt: Callable[[], T]) -> T:
+    """Does what `Runtime.on_all` does, for the ranks of a gloo group."""
+    value: T | None = None
+    failure: Exception | None = None
+    try:
+        value = attempt()
+    except Exception as error:
+        failure = error
+    said: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, None if failure is None else in_words(failure), group=group)
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise UserError(f"rank {rank} cannot go on: {text}")
+    return value  # type: ignore[return-value]
+
+
+def runtime_of(group: dist.ProcessGroup, wanted: torch.device | str | None) -> Runtime:
     """Return the place of this rank in a group that somebody else has made, with groups of our own beside it.
-    Collective over these ranks alone: others may be making theirs."""
+    Collective over these ranks alone: others may be making theirs. wanted: as `device_for` takes it."""
     control = group_beside(group, "gloo")
+    device = on_all(control, lambda: device_for(group, wanted))
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     hosts: list[str] = [""] * world_size
     dist.all_gather_object(hosts, platform.node(), group=control)
@@ -173,8 +198,9 @@ def runtime_of(group: dist.ProcessGroup, device: torch.device) -> Runtime:
         device=device,
         group=group,
         # So that ids never queue behind vectors; beside nccl, gloo carries what the host must know of them.
-        id_group=group_beside(group, "cpu:gloo,cuda:nccl" if "cuda:nccl" in dist.get_backend_config(group) else "gloo"),
+        id_group=group_beside(group, "cpu:gloo,cuda:nccl" if by_nccl(group) else "gloo"),
         control=control,
+        local_ranks=tuple(hosts[:number].count(host) for number, host in enumerate(hosts)),
     )
 
 
