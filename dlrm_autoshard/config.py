@@ -275,16 +275,34 @@ def parse_sections(**sections: Any) -> Config:
 
 def _apply(record: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {show(override)} is not of the form section.key=value.")
     *sections, last = key.split(".")
+    if not equals or not all((*sections, last)):
+        raise ConfigError(
+            f"override {show(override)} is not of the form section.key=value. There are no blanks around '=', and a "
+            "value that has some needs quotes."
+        )
+    inside: Any = record
     for section in sections:
-        if record.get(section) is None:
-            record[section] = {}
-        record = record[section]
-        if not isinstance(record, dict):
-            raise ConfigError(f"override {show(override)}: {show(section)} is a value, not a section.")
+        if isinstance(inside, dict) and inside.get(section) is None:
+            inside[section] = {}
+        inside = inside[_place(inside, section, override)]
+    place = _place(inside, last, override)
     try:
-        record[last] = parse_yaml(text)
+        inside[place] = parse_yaml(text)
     except FormatError as error:
         raise ConfigError(f"override {show(override)}: {show(text)} {error}.") from error
+
+
+def _place(inside: Any, name: str, override: str) -> str | int:
+    """Returns `name` as a key of a section, or as a place in a list: data.tables.0.num_embeddings."""
+    if isinstance(inside, list) and name.isdecimal() and int(name[:9]) < len(inside):
+        return int(name)
+    if isinstance(inside, list):
+        raise ConfigError(f"override {show(override)}: there is no item {show(name)}; {_items(len(inside))}.")
+    if not isinstance(inside, dict):
+        raise ConfigError(f"override {show(override)}: {show(inside)} is a value, no section with a key {show(name)}.")
+    return name
+
+
+def _items(number: int) -> str:
+    return "the list is empty" if number == 0 else f"items are 0 to {number - 1}"

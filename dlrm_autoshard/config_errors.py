@@ -8,6 +8,7 @@ sentences(Config, error)
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -16,6 +17,63 @@ import pydantic
 from dlrm_autoshard.formats.sentences import sentence, show
 
 _LONGEST_KEY = 200  # characters that a message repeats
+_ALIKE, _ALIKE_ELSEWHERE = 0.76, 0.85
+"""Least similarity of a key and its misspelling: in its own section, and in others, where more keys are alike by
+chance."""
+
+FOREIGN = {
+    "pretrained pretrained_path init_from load_from warm_start": (
+        "starting from other weights is not supported; --resume RUN goes on from a checkpoint of this trainer"
+    ),
+    "pos_weight scale_pos_weight class_weight class_weights": (
+        "weights of classes are not supported; of parquet files data.sample_weight weighs rows, data.labels tasks"
+    ),
+    "row_wise rowwise table_row_wise": "no table is split by rows; autoshard.splits is about columns",
+    "column_wise table_wise sharding sharding_type sharding_types": (
+        "the planner chooses what is split; autoshard.splits sets bounds, autoshard.pinned says where a table lies"
+    ),
+    "data_parallel replicated ddp fsdp strategy": (
+        "not supported; each table lies on one rank, or is split by columns, and the dense part is always data parallel"
+    ),
+    "tables.weight_decay tables.optimizer.weight_decay data.tables.weight_decay tables.optimizer.momentum": (
+        "tables have no weight decay and no momentum; dense_optimizer has both"
+    ),
+    "data.tables.lr data.tables.optimizer data.tables.dtype": "all tables have the same (section 'tables')",
+    "l1 l2 regularization": "not supported for tables; the dense part has dense_optimizer.weight_decay",
+    "gradient_accumulation gradient_accumulation_steps accumulate_grad_batches accumulation_steps": (
+        "not supported; a larger train.batch_size has the same effect"
+    ),
+    "grad_clip gradient_clipping clip_grad clip_grad_norm max_norm": (
+        "the dense part has dense_optimizer.max_gradient_norm; tables have none"
+    ),
+    "fp8 int8 quantization quantize": "not supported; see train.exchange_dtype, train.dense_dtype and tables.dtype",
+    "amp mixed_precision precision bf16 fp16": "see train.dense_dtype, train.exchange_dtype and tables.dtype",
+    "early_stop early_stop_metric early_stop_patience early_stopping_patience": (
+        "write train.early_stopping: {metric: auc, patience: 3}"
+    ),
+    "lr learning_rate": "there are two, tables.optimizer.lr and dense_optimizer.lr",
+    "optimizer": "there are two, tables.optimizer.name and dense_optimizer.name",
+    "dropout batch_norm activation": "not supported; model.factory takes a dense part of your own",
+    "model.name model.type model.arch": "there are model.interaction (dot, cat, dcn) and model.factory",
+    "hidden_size hidden_units layers num_layers mlp": (
+        "there are model.dense_arch_layer_sizes and model.over_arch_layer_sizes"
+    ),
+    "loss loss_fn criterion": "not supported; the loss is binary cross-entropy",
+    "sampler negative_sampling": "not supported; samples are taken as the data have them",
+    "freeze frozen trainable requires_grad ema": "not supported",
+    "init initializer init_std": "not supported; a table starts from values that its name and run.seed give",
+    "compile torch_compile": "not supported; train.cuda_graphs is for GPUs",
+    "compute_kernel uvm": "there is tables.location",
+    "workers num_workers": "there is data.reader_threads",
+    "checkpoint_dir output_dir save_dir log_dir": "all of a run lies in run.dir/run.name",
+    "num_epochs max_epochs": "there is train.epochs",
+    "steps num_steps max_iters": "there is train.max_steps",
+    "warmup": "there is schedule.warmup_steps",
+    "gpus num_gpus num_ranks world_size nproc nproc_per_node": "the number of ranks is an option: --ranks N",
+}
+"""Words of other trainers -> what to do here. With a section before it a word stands for that section's key alone."""
+
+_FOREIGN = {word: said for words, said in FOREIGN.items() for word in words.split()}
 
 
 def sentences(model: type[pydantic.BaseModel], error: pydantic.ValidationError) -> list[str]:
@@ -33,15 +91,25 @@ def sentences(model: type[pydantic.BaseModel], error: pydantic.ValidationError) 
     return [said for key, said in found.items() if not any(other.startswith(f"{key}.") for other in found)]
 
 
+def unknown_key(keys: Sequence[str], key: str) -> str:
+    """Returns what to say of a key that is none of `keys`, after the key: what is nearest, or what there is."""
+    key = _without_numbers(key)
+    foreign = _FOREIGN.get(key) or _FOREIGN.get(key.rpartition(".")[2].lower().replace("-", "_"))
+    if foreign is not None:
+        return f": {foreign}."
+    return f".{_did_you_mean(nearest_key(keys, key)) or _keys_there(keys, key)}"
+
+
 def nearest_key(keys: Sequence[str], key: str) -> str | None:
-    """The known key most like an unknown one: in its own section first, then anywhere, least nested first."""
+    """Returns the known key of which an unknown one may be a misspelling, or which it is in another section; None where
+    it resembles none. Its own section goes first, then the least nested."""
     section, _, last = key.rpartition(".")
     keys = sorted(keys, key=lambda known: known.count("."))
     own = [known for known in keys if known.rpartition(".")[0] == section]
-    for candidates in (own, keys):
+    for candidates, least in ((own, _ALIKE), (keys, _ALIKE_ELSEWHERE)):
         names = {known.rpartition(".")[2]: known for known in reversed(candidates)}
-        close = difflib.get_close_matches(last, names, n=1, cutoff=0.6)
-        if close:
+        close = difflib.get_close_matches(last, names, n=1, cutoff=least)
+        if close and (candidates is own or close[0][0] == last[0]):
             return names[close[0]]
     return None
 
@@ -49,7 +117,9 @@ def nearest_key(keys: Sequence[str], key: str) -> str | None:
 def _sentence(key: str, detail: Mapping[str, Any], known: Sequence[str], sources: Sequence[str]) -> str:
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"unknown key '{key}'.{_did_you_mean(nearest_key(known, key)) or _keys_there(known, key)}"
+        return f"unknown key '{key}'{unknown_key(known, key)}"
+    if kind == "invalid_key":
+        return f"the key {show(value)} must be text; no key here is a number."
     if kind == "union_tag_not_found":
         return f"'{key}.source' is missing; it must be {_one_of(sources)}."
     if kind == "union_tag_invalid":
@@ -60,11 +130,31 @@ def _sentence(key: str, detail: Mapping[str, Any], known: Sequence[str], sources
     if kind == "literal_error":
         allowed = [part.strip(" '") for part in context["expected"].replace(" or ", ", ").split(",")]
         return f"'{key}' is {show(value)}; it must be {_one_of(allowed)}.{_nearest(value, allowed)}"
-    if kind == "model_type":
-        return f"'{key}' is {show(value)}; it is a section.{_keys_there(known, key + '.')}"
+    if kind in ("model_type", "model_attributes_type"):  # the latter of a union, as `data:` is one
+        return f"'{key}' is {show(value)}; it is a section.{_section_instead(key, value, known, sources)}"
+    if kind == "list_type" and isinstance(value, dict):
+        return f"'{key}' is {show(value)}; it must be a list: each item begins with '- '."
     if kind == "value_error":  # written by the config's own checks, as a whole sentence
         return detail["msg"].removeprefix("Value error, ").rstrip(".") + "."
     return sentence(key, detail)
+
+
+def _section_instead(key: str, value: object, known: Sequence[str], sources: Sequence[str]) -> str:
+    """Returns what to say to somebody who gave `value` where a section is wanted."""
+    if isinstance(value, bool) and f"{key}.enabled" in known:
+        return _did_you_mean(f"{key}.enabled")
+    if isinstance(value, str) and re.match(r"\w+:\S", value):
+        return f" A blank is missing after the colon: {value.replace(':', ': ', 1)}"
+    if key == "data":
+        return f" Its key 'source' must be {_one_of(sources)}."
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        return " Its lines are 'key: value', without '- '."
+    return _keys_there(known, _without_numbers(key) + ".")
+
+
+def _without_numbers(key: str) -> str:
+    """data.tables.0.name -> data.tables.name"""
+    return ".".join(part for part in key.split(".") if not part.isdecimal()) or key
 
 
 def _key(location: Sequence[str | int], tag: str | int | None) -> str:

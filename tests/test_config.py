@@ -1,5 +1,6 @@
 """The YAML file: what is right is read as people mean it, what is wrong is an error with key, value and remedy."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_autoshard.config import Config, ConfigError, load_config, parse_config
+from dlrm_autoshard.config_data import SyntheticData
+from dlrm_autoshard.config_errors import FOREIGN, _all_keys
 
 CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.yaml"))
 
@@ -102,12 +105,57 @@ def test_overrides_replace_the_files_values_and_reach_sections_that_it_lacks(tmp
             "data.source=criteoo",
             "it must be one of synthetic, movielens, criteo, dlrm_datasets, parquet, custom. Did you mean 'criteo'?",
         ),
+        (
+            "data=movielens",
+            "'data' is 'movielens'; it is a section. Its key 'source' must be one of synthetic, movielens",
+        ),
+        ("data=source:movielens", "it is a section. A blank is missing after the colon: source: movielens"),
+        ("train=[epochs: 3]", "it is a section. Its lines are 'key: value', without '- '."),
+        ("checkpoint=false", "'checkpoint' is False; it is a section. Did you mean 'checkpoint.enabled'?"),
+        ("train.batch_size='64'", "'train.batch_size' is '64'; it must be a whole number, without quotes."),
+        ("train..epochs=3", "override 'train..epochs=3' is not of the form section.key=value."),
+        ("train.epochs.more=1", "'train.epochs' is {'more': 1}; it must be a whole number."),
         ("train", "override 'train' is not of the form section.key=value."),
         ("train.epochs=[1", "override 'train.epochs=[1': '[1' is not YAML: line 1, column 3"),
     ],
 )
 def test_what_is_wrong_is_said_with_key_value_and_what_is_allowed(override: str, expected: str, tmp_path: Path) -> None:
     assert expected in complaint(tmp_path, override)
+
+
+MADE_UP = {"data": {"source": "synthetic", "tables": [{"name": "a", "num_embeddings": 5}]}}
+
+
+def test_an_override_reaches_into_a_list_by_the_name_that_complaints_use(tmp_path: Path) -> None:
+    text = yaml.safe_dump(MADE_UP)
+    data = load(tmp_path, text, "data.tables.0.num_embeddings=7").data
+    assert isinstance(data, SyntheticData) and data.tables[0].num_embeddings == 7
+    assert "'data.tables.0.num_embeddings' is 0" in complaint(tmp_path, "data.tables.0.num_embeddings=0", text=text)
+    assert "there is no item '1'; items are 0 to 0" in complaint(tmp_path, "data.tables.1.name=b", text=text)
+
+
+ELSEWHERE = """
+model.pretrained train.pos_weight tables.row_wise autoshard.column_wise autoshard.data_parallel tables.weight_decay
+tables.optimizer.weight_decay data.tables.0.weight_decay train.gradient_accumulation train.fp8 train.early_stop_metric
+model.activation model.batch_norm train.num_workers tables.sharding_type tables.dim tables.rows tables.trainable
+train.steps train.evaluate train.save_dir train.loss_fn model.layers model.type model.hidden_size data.path data.target
+train.amp train.l2 train.project train.verbose train.ema train.backend train.mixed_precision train.log_dir model.init
+model.name data.train_path train.negative_sampling data.format train.compile tables.compute_kernel
+"""
+
+
+@pytest.mark.parametrize("key", ELSEWHERE.split())
+def test_of_what_other_trainers_have_no_unrelated_key_is_suggested(key: str, tmp_path: Path) -> None:
+    said = complaint(tmp_path, f"{key}=1", text=yaml.safe_dump(MADE_UP))
+    assert f"unknown key '{key}'" in said and "Did you mean" not in said
+
+
+def test_what_is_said_of_other_trainers_words_names_keys_that_are_there() -> None:
+    keys = set(_all_keys(Config))
+    named = {key for said in FOREIGN.values() for key in re.findall(r"\b(?:[a-z_]+\.)+[a-z_]+", said)}
+    assert named and named <= keys
+    words = [word for words in FOREIGN for word in words.split()]
+    assert len(set(words)) == len(words) and not keys & set(words)
 
 
 def test_all_wrong_keys_are_named_at_once(tmp_path: Path) -> None:

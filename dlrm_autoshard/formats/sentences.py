@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,9 +44,18 @@ def sentence(key: str, detail: Mapping[str, Any], section: str = ALLOWED["dict_t
     if kind == "dict_type":
         return f"{named} {show(value)}; it must be {section}."
     if kind in ALLOWED:
-        return f"{named} {show(value)}; it must be {ALLOWED[kind].format(**context)}."
+        bounds = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in context.items()}
+        quoted = ", without quotes" if kind in ("int_type", "float_type") and _is_quoted_number(value) else ""
+        return f"{named} {show(value)}; it must be {ALLOWED[kind].format(**bounds)}{quoted}."
     said = str(detail["msg"]).removeprefix("Value error, ").rstrip(".")
     return f"{named} {show(value)}: {said[:1].lower()}{said[1:]}."
+
+
+def _is_quoted_number(value: object) -> bool:
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
 
 
 def dotted(location: Sequence[str | int]) -> str:

@@ -18,6 +18,17 @@ MOST_BYTES = 2**20
 _MOST_NODES = 2**20  # with every alias counted as often as it is used
 
 
+_REMEDIES = {
+    r"found character '\t'": "indent by blanks, not by tabs",
+    "mapping values are not allowed here": "is the line indented as its neighbours are? text with ': ' needs quotes",
+    "found another document": "one '---' at most",
+    "that cannot start any token": "text that begins so needs quotes",
+    "could not determine a constructor": "no tags such as !!python are read",
+    "found '<stream end>'": "something is open at the end; a shell cuts what has blanks unless it is in quotes",
+}
+"""PyYAML's words -> what to do."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads 1e-3 as a string and lets the last of two equal keys win."""
 
@@ -62,7 +73,9 @@ def parse_yaml(text: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         said = str(getattr(error, "problem", None) or error).strip()
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise NotReadable(f"is not YAML: {where}{said.partition(chr(10))[0]}") from error
+        said = said.partition("\n")[0]
+        remedy = next((f" ({remedy})" for words, remedy in _REMEDIES.items() if words in said), "")
+        raise NotReadable(f"is not YAML: {where}{said}{remedy}") from error
     except RecursionError as error:
         raise NotReadable("nests its values too deeply") from error
     except NotReadable:
