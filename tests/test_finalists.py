@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dlrm_autoshard import Planner, RankCost, ShardingPlan, StepProfile
 from dlrm_autoshard.benchmarks.cost_oracle import CostOracle
 from dlrm_autoshard.benchmarks.planner_oracle import BATCH, started
-from dlrm_autoshard.costs import COMPUTE, PLANNED_STAGES
+from dlrm_autoshard.costs import COMPUTE, IQR_OF_NORMAL, PLANNED_STAGES
 from dlrm_autoshard.plan import Topology
 from dlrm_autoshard.planner.costs.cost_model import COST
 from dlrm_autoshard.planner.costs.replay import CommsSample
@@ -149,6 +149,28 @@ def measured_in(task: PlacementTask, steps: int | None) -> tuple[int, PlanResult
 
     result = planner.plan(task, measure=measure, measure_plans=3, steps=steps)
     return len(asked), result
+
+
+def test_what_is_expected_of_a_measured_plan_stays_within_its_measurements_noise() -> None:
+    """Whatever the model thinks: here plans cost what no model of ours can say, each a factor of its own."""
+    task, planner = some_task(16, 4, seed=3), Planner("auto", seed=0)
+    costs, factors = planner.costs.costs_of(task), dict[str, float]()
+
+    def measure(plans: Sequence[ShardingPlan]) -> list[StepProfile]:
+        profiles = []
+        for plan in plans:
+            rank_U = task.ranks_from(plan)
+            factor = factors.setdefault(plan.fingerprint, 0.6 + 0.35 * (len(factors) % 4))
+            profiles.append(profile_of(task, factor * costs.rank_ms(rank_U), rank_U, noise=0.04))
+        return profiles
+
+    result = planner.plan(task, measure=measure, measure_plans=6)
+    measured = [one for one in result.candidates if one.measured_ms is not None and one.expected_ms is not None]
+    assert len(measured) > 2
+    within = 2 * 0.04 / IQR_OF_NORMAL + 1e-9
+    assert all(abs(one.expected_ms / one.measured_ms - 1) <= within for one in measured)  # type: ignore[operator]
+    fastest = min(one.measured_ms for one in measured)  # type: ignore[type-var]
+    assert result.chosen.measured_ms <= fastest * (1 + 2 * within)  # type: ignore[operator]
 
 
 def test_a_job_too_short_for_what_measuring_saves_measures_no_plan() -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -214,6 +215,20 @@ def test_small_instances_are_within_one_per_cent_of_the_exact_optimum(
     result = like(fitted, "auto").plan(task)
     optimum = exact_optimum(costs_of(fitted, task), devices)
     assert optimum * 0.9999 <= result.predicted_ms <= optimum * 1.01
+
+
+@pytest.mark.parametrize(("hosts", "seed"), [((0, 0, 1, 1), 5), ((0, 1, 1, 1), 6), ((0, 1, 1, 2), 7)])
+def test_so_are_small_instances_on_several_hosts(hosts: tuple[int, ...], seed: int) -> None:
+    """The link between hosts is slow: what is best depends on what the slowest host sends."""
+    task = some_task(8, 4, seed)
+    task = replace(task, topology=replace(task.topology, hosts=hosts))
+    costs = Planner("search", seed=0).costs.costs_of(task)
+    every_PU = all_placements(len(task.units), 4)
+    inside_PWU = (every_PU[:, None, :] == np.arange(4)[:, None]).astype(np.float32)
+    sums_PWK = inside_PWU @ costs.summary_UK
+    optimum = float(costs.total_ms(costs.stages(sums_PWK), sums_PWK).min())
+    found = costs.step_ms(search(task, costs))
+    assert optimum * 0.9999 <= found <= optimum * 1.01
 
 
 def test_auto_is_never_worse_than_any_heuristic_under_its_evidence(fitted: Planner) -> None:

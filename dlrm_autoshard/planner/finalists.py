@@ -27,6 +27,8 @@ STEPS_MEASURED = 15
 """That measuring a plan takes as long as, until one was measured: two rounds of five, exchanges, and drawing ids."""
 RIVALS = 8
 """Placements of each search that compete to be measured next: the best by prediction is often one that is flattered."""
+MOST_OFF = 2.0
+"""Standard errors of a plan's own measurement by which what is expected of it may differ from that."""
 Measure = Callable[[Sequence[ShardingPlan]], list[StepProfile]]
 
 
@@ -128,8 +130,11 @@ def order(candidate: Candidate) -> tuple[bool, float]:
 
 
 def _judged(candidate: Candidate, expected_ms: float, profile: StepProfile | None) -> Candidate:
+    """Returns the candidate with what is expected of it. The posterior knows by other plans what a measurement's noise
+    hides, and nothing beyond that: where the two disagree by more, the model is wrong, not the measurement."""
     if profile is None:
         return replace(candidate, expected_ms=expected_ms)
-    return replace(
-        candidate, expected_ms=expected_ms, measured_ms=step_cost_ms(profile.ranks), measured_source=profile.source
-    )
+    measured_ms = step_cost_ms(profile.ranks)
+    off = MOST_OFF * profile.standard_error * measured_ms
+    expected_ms = min(max(expected_ms, measured_ms - off), measured_ms + off)
+    return replace(candidate, expected_ms=expected_ms, measured_ms=measured_ms, measured_source=profile.source)

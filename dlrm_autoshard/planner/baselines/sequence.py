@@ -190,12 +190,13 @@ class SequenceTrainer:
             counts[rows, taken] += 1
             free[rows, taken] -= mdp.bytes[step]
             ranks[:, unit] = taken
-        stages = mdp.costs.stages(sums) / mdp.share
-        compute_ED = stages[..., COMPUTE].sum(axis=-1)
+        stages = mdp.costs.stages(sums)
+        compute_ED = stages[..., COMPUTE].sum(axis=-1) / mdp.share
+        cost_E = mdp.costs.total_ms(stages, sums) / mdp.share
         played = Played(
             ranks,
             overflow,
-            torch.from_numpy(np.where(overflow, -1.0, 0.0) - stages.max(axis=1).sum(axis=1)).float(),
+            torch.from_numpy(np.where(overflow, -1.0, 0.0) - cost_E).float(),
             torch.stack(log_probs),
             torch.stack(entropies),
             states_UH,

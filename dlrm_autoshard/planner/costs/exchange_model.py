@@ -1,19 +1,24 @@
-"""What an exchange of pooled vectors takes: a latency, one more for each peer, and prices of the bytes that travel.
+"""Predicts what an exchange of pooled vectors takes: a latency, one more a peer, and prices of the bytes that travel.
 
-    model.ms(dims_W, batch_size=4096, hosts=(0, 0, 1, 1))    # [2] forward, backward; hosts: of each rank
+    model.ms(dims_W, batch_size=4096, hosts=(0, 0, 1, 1))    # [2] forward, backward; hosts: the host of each rank
 
 A collective ends on all ranks when the slowest has sent and received, so one figure a plan and stage is fitted: by the
-most that a rank sends, the most that one receives, and what travels in all. README.md says why.
+most that a rank sends, the most that one receives, and what travels in all. With several hosts the slowest link between
+them comes on top. README.md says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from dlrm_autoshard.planner.costs.least_squares import fit_nonnegative
 from dlrm_autoshard.planner.costs.replay import CommsSample
+
+# Axes: S stages (forward, backward), P prices, W ranks, H hosts, L links (each host's way out, then each one's way in),
+# N samples.
 
 BYTES_PER_VALUE = 4
 PRIOR = np.array([0.15, 0.05, 0.30, 0.05, 0.10])
@@ -25,66 +30,65 @@ TRAFFIC, MOST_RECEIVED = slice(2, 5), 4
 NVLINK = (0.03, 0.005, 0.003, 0.0005, 0.001)
 """The same between GPUs of one host. Nobody has measured it here: half of the 450 GB/s a direction of an H100's or
 H200's data sheet, in the proportions of the above."""
-PRIOR_HOST = 0.60
-"""ms per MB that leaves a host for another."""
-PULL, PULL_BETWEEN_HOSTS, PULL_HOST = 0.002, 2.0, 0.05
-"""How many measurements a price's prior counts as; the second where ranks are on several hosts. Between hosts the link
-is what nobody knows: before plans differ enough to tell the prices apart, a slow exchange is put down to it."""
+PRIOR_LINK = 0.60
+"""ms per MB that crosses a host's link in one direction."""
+PULL, PULL_BETWEEN_HOSTS, PULL_LINK, PULL_ALIKE = 0.002, 0.1, 0.01, 0.01
+"""How many measurements a prior counts as: that of the prices within one host, the same where ranks are on several
+hosts, that of a link, and the belief that all links are alike. The link is what nobody knows: before plans differ
+enough to tell the prices apart, a slow exchange is put down to it."""
+MOST_PASSES, ROUNDS, OTHER = 20, 4, (0.25, 4.0)
+"""Refits with the slowest links found anew, which settle after two to five. Rounds in which one link at a time is tried
+at these multiples of its price, where links that are alike do not explain what was measured."""
 
 UNMEASURED, MEASURED = 0.5, 0.1
-"""Standard deviation of the logarithm of what all exchanges are off by: those of another machine, of this one's."""
+"""Standard deviation of the logarithm of the error that all exchanges share: unmeasured here, and measured."""
 STEADY = 0.03
 """Noise from which a measurement counts half: a prior's proportions must not bend to one that is noisier."""
 
 
 class ExchangeModel:
-    """prices_SP: forward and backward, in the order of `exchange_work`, those of hosts last. spread: how far it may be
-    off, `UNMEASURED` or `MEASURED`."""
+    """Prices of exchanges. prices_SP: in the order of `exchange_work`. spread: how far all may be off together,
+    `UNMEASURED` or `MEASURED`."""
 
     def __init__(self) -> None:
         self.prior_SP = np.stack([PRIOR, PRIOR])
         self.prices_SP, self.spread = self.prior_SP, UNMEASURED
-        self._hosts: tuple[int, ...] | None = None  # of the ranks that the prices of hosts are for
+        self._link_SL: np.ndarray | None = None
+        self._hosts: tuple[int, ...] | None = None  # the ranks' hosts that `_link_SL` was fitted for
 
     def ms(self, dims_W: np.ndarray, batch_size: int, hosts: Sequence[int] | None = None) -> np.ndarray:
-        """[2] forward and backward exchange of ranks that own `dims_W`; 0 of one rank alone.
+        """Returns [2] ms of the forward and the backward exchange of ranks that own `dims_W`; 0 for one rank.
 
         hosts: number of each rank's host; None: all ranks are on one.
         """
         if len(dims_W) == 1:
             return np.zeros(2)
-        work_P = exchange_work(dims_W, batch_size, hosts)
-        ms: np.ndarray = self._prices_for(hosts, len(work_P)) @ work_P
+        ms: np.ndarray = self.prices_SP @ exchange_work(dims_W, batch_size)
+        if (several := several_hosts(hosts)) is not None:
+            dims_H = _by_host(several) @ dims_W
+            ms = ms + self.link_ms(dims_H, batch_size, several).max(axis=-2)
         return ms
 
-    def lines(
-        self, total_dims: float, batch_size: int, world_size: int, hosts: Sequence[int] | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """([2, W, 2], [2, W, 2]): what each rank's sending (0) and receiving (1) takes if it owns no dims, and what
-        each dim adds; forward and backward.
+    def link_ms(self, dims_H: np.ndarray, batch_size: int, hosts: Sequence[int]) -> np.ndarray:
+        """Returns [..., H, 2] ms that the busier direction of each host's link takes, forward and backward, where hosts
+        own `dims_H` [..., H] and all dims are placed. The exchange takes as long as the slowest of them."""
+        ms_SL = self._link_prices(tuple(hosts)) * crossing_mb(dims_H, batch_size, hosts)[..., None, :]
+        slower: np.ndarray = np.maximum(*np.split(ms_SL, 2, axis=-1))
+        return np.swapaxes(slower, -1, -2)
 
-        The exchange is the slowest rank's sending plus the slowest one's receiving, so a search need not know other
-        ranks' dims. Only with several hosts is that an approximation: ranks of the same host are taken to own as much
-        as the rank itself and the others to share the rest, as they do where plans are balanced.
-        """
-        base_2W2, per_dim_2W2 = np.zeros((2, world_size, 2)), np.zeros((2, world_size, 2))
-        if world_size == 1:
-            return base_2W2, per_dim_2W2
-        host_W = np.zeros(world_size, dtype=int) if hosts is None else np.array(hosts)
-        mb_per_dim = _mb_per_dim(batch_size, world_size)
-        for host in np.unique(host_W):
-            mates_W = host_W == host
-            at = []
-            for dims in (0.0, 1.0):
-                left = (total_dims - dims * mates_W.sum()) / max(1, world_size - mates_W.sum())
-                work_P = exchange_work(np.where(mates_W, dims, left), batch_size, hosts)
-                sent, mean = dims * (world_size - 1), total_dims * (1 - 1 / world_size)
-                work_P[TRAFFIC] = sent * mb_per_dim, mean * mb_per_dim, 0.0
-                at.append(self._prices_for(hosts, len(work_P)) @ work_P)
-            receiving_2 = self._prices_for(hosts, len(work_P))[:, MOST_RECEIVED] * mb_per_dim
-            base_2W2[0, mates_W], base_2W2[1, mates_W] = at[0], receiving_2 * total_dims
-            per_dim_2W2[0, mates_W], per_dim_2W2[1, mates_W] = at[1] - at[0], -receiving_2
-        return base_2W2, per_dim_2W2
+    def lines(self, total_dims: float, batch_size: int, world_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns ([2, 2], [2, 2]): ms of a rank's sending (0) and receiving (1) if it owns no dims, and what each dim
+        adds; forward and backward. The slowest rank's sending plus the slowest one's receiving is the exchange within
+        one host, so a search need not know other ranks' dims."""
+        base_22, per_dim_22 = np.zeros((2, 2)), np.zeros((2, 2))
+        if world_size > 1:
+            mb, none = _mb_per_dim(batch_size, world_size), np.zeros(world_size)
+            fixed_P = exchange_work(none, batch_size)
+            fixed_P[TRAFFIC.start + 1] = total_dims * (1 - 1 / world_size) * mb
+            receiving_2 = self.prices_SP[:, MOST_RECEIVED] * mb
+            base_22[:] = self.prices_SP @ fixed_P, receiving_2 * total_dims
+            per_dim_22[:] = self.prices_SP[:, TRAFFIC.start] * (world_size - 1) * mb, -receiving_2
+        return base_22, per_dim_22
 
     def fit(self, samples: Sequence[CommsSample], weights: Sequence[float]) -> None:
         """Fits the prices to the slowest rank of each measured exchange, in relative error. Prices that the samples
@@ -92,63 +96,154 @@ class ExchangeModel:
         kept = [(s, w) for s, w in zip(samples, weights, strict=True) if s.world_size > 1 and sum(s.dims) > 0]
         if not kept:
             return
-        self._hosts = hosts = _several(kept[-1][0].hosts)
-        # Prices of hosts can only be learned from ranks on the same hosts.
-        kept = [(s, w) for s, w in kept if _several(s.hosts) in (None, hosts)]
-        size = len(PRIOR) + (0 if hosts is None else len(set(hosts)))
-        work_NP = np.zeros((len(kept), size))
-        for row, (sample, _) in zip(work_NP, kept, strict=True):
-            work_P = exchange_work(np.array(sample.dims, dtype=np.float64), sample.batch_size, _several(sample.hosts))
-            row[: len(work_P)] = work_P
+        hosts = several_hosts(kept[-1][0].hosts)
+        # Prices of links can only be learned from ranks on the same hosts.
+        kept = [(s, w) for s, w in kept if several_hosts(s.hosts) in (None, hosts)]
+        work_NP = np.stack([exchange_work(np.array(s.dims, dtype=np.float64), s.batch_size) for s, _ in kept])
+        crossing_NL = np.zeros((len(kept), 0 if hosts is None else 2 * len(set(hosts))))
+        if hosts is not None:
+            inside_HW = _by_host(hosts)
+            for row_L, (sample, _) in zip(crossing_NL, kept, strict=True):
+                if several_hosts(sample.hosts) == hosts:
+                    row_L[:] = crossing_mb(inside_HW @ np.array(sample.dims), sample.batch_size, hosts)
         ms_NS = np.array([[max(s.fwd_comms_ms), max(s.bwd_comms_ms)] for s, _ in kept])
         weight_N = np.array([weight / (1 + (s.noise / STEADY) ** 2) for s, weight in kept])
-        prior_SP = self._prices_for(hosts, size, prior=True)
-        pull_P = np.full(size, PULL if hosts is None else PULL_BETWEEN_HOSTS)
-        pull_P[len(PRIOR) :] = PULL_HOST
-        fitted = []
-        for stage, prior_P in enumerate(prior_SP):
-            scale = _weighted_median(ms_NS[:, stage] / (work_NP @ prior_P), weight_N)
-            # Between hosts prices are only scaled down: what takes longer than they say is put down to the link.
-            prior_P = prior_P * (scale if hosts is None else min(1.0, scale))
-            fitted.append(fit_nonnegative(work_NP, ms_NS[:, stage], weight_N, prior_P, pull_P))
-        self.prices_SP, self.spread = np.stack(fitted), MEASURED
+        fitted = [
+            _fitted(work_NP, crossing_NL, ms_N, weight_N, prior_P)
+            for ms_N, prior_P in zip(ms_NS.T, self.prior_SP, strict=True)
+        ]
+        self.prices_SP, self.spread = np.stack([prices_P for prices_P, _ in fitted]), MEASURED
+        self._hosts, self._link_SL = hosts, np.stack([link_L for _, link_L in fitted])
 
     def load_prices(self, prices: Sequence[Sequence[float]]) -> None:
-        """Prices that were fitted elsewhere, as the prior from now on."""
-        self.prior_SP = np.zeros((2, len(PRIOR)))  # without the last in states of older versions
+        """Takes prices that were fitted elsewhere as the prior from now on; links are each job's own."""
+        self.prior_SP = np.zeros((2, len(PRIOR)))  # states of older versions lack the last column
         for row_P, fitted in zip(self.prior_SP, prices, strict=True):
-            row_P[: len(fitted)] = fitted[: len(PRIOR)]  # those of hosts are this job's own
-        self.prices_SP, self._hosts, self.spread = self.prior_SP, None, UNMEASURED
+            row_P[: len(fitted)] = fitted[: len(PRIOR)]
+        self.prices_SP, self.spread = self.prior_SP, UNMEASURED
+        self._hosts, self._link_SL = None, None
 
-    def _prices_for(self, hosts: Sequence[int] | None, size: int, *, prior: bool = False) -> np.ndarray:
-        known = self.prior_SP if prior or (size > len(PRIOR) and _several(hosts) != self._hosts) else self.prices_SP
-        count = size - known.shape[1]
-        return known[:, :size] if count <= 0 else np.concatenate([known, np.full((2, count), PRIOR_HOST / count)], 1)
+    def _link_prices(self, hosts: tuple[int, ...]) -> np.ndarray:
+        """Returns [2, L] ms per MB."""
+        if self._link_SL is not None and hosts == self._hosts:
+            return self._link_SL
+        return np.full((2, 2 * len(set(hosts))), PRIOR_LINK)
 
 
-def exchange_work(dims_W: np.ndarray, batch_size: int, hosts: Sequence[int] | None = None) -> np.ndarray:
-    """[P]: one exchange, peers, MB that the rank with most dims sends, that ranks receive on average, that the rank
-    with fewest dims receives; then, where there are several hosts, MB that leave each of them. (What enters a host, and
-    what goes from one to another, are proportional to sums of these: from plans alone they cannot be told apart.)"""
+def exchange_work(dims_W: np.ndarray, batch_size: int) -> np.ndarray:
+    """Returns [P]: one exchange, peers, MB that the rank with most dims sends, that ranks receive on average, and that
+    the rank with fewest dims receives."""
     world_size, total = len(dims_W), float(dims_W.sum())
     mb_per_dim = _mb_per_dim(batch_size, world_size)
     sent, mean = dims_W.max() * (world_size - 1), total * (1 - 1 / world_size)
     work = [1.0, world_size - 1.0, sent * mb_per_dim, mean * mb_per_dim, (total - dims_W.min()) * mb_per_dim]
-    hosts = _several(hosts)
-    if hosts is None:
-        return np.array(work)
-    inside_HW = np.array(hosts) == np.unique(hosts)[:, None]
-    return np.concatenate([work, inside_HW @ dims_W * mb_per_dim * (world_size - inside_HW.sum(axis=1))])
+    return np.array(work)
+
+
+def crossing_mb(dims_H: np.ndarray, batch_size: int, hosts: Sequence[int]) -> np.ndarray:
+    """Returns [..., 2 H]: MB of vectors that leave each host, then MB that enter each, where hosts own `dims_H`
+    [..., H]. Gradients go the other way round, by as much."""
+    ranks_H = np.bincount(hosts)
+    leaving = dims_H * (len(hosts) - ranks_H)
+    entering = (dims_H.sum(axis=-1, keepdims=True) - dims_H) * ranks_H
+    crossing: np.ndarray = np.concatenate([leaving, entering], axis=-1) * _mb_per_dim(batch_size, len(hosts))
+    return crossing
+
+
+def several_hosts(hosts: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Returns the ranks' hosts, numbered from 0 in the order of ranks; None where all ranks are on one host."""
+    if hosts is None or len(set(hosts)) == 1:
+        return None
+    numbers = list(dict.fromkeys(hosts))
+    return tuple(numbers.index(host) for host in hosts)
+
+
+def _fitted(
+    work_NP: np.ndarray, crossing_NL: np.ndarray, ms_N: np.ndarray, weight_N: np.ndarray, prior_P: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ([P], [L]) prices of one stage."""
+    links, busiest_N = crossing_NL.shape[1], crossing_NL.max(axis=1, initial=0)
+    scale = _weighted_median(ms_N / (work_NP @ prior_P + PRIOR_LINK * busiest_N), weight_N)
+    if not links:
+        return fit_nonnegative(work_NP, ms_N, weight_N, prior_P * scale, PULL), np.zeros(0)
+    # Between hosts prices are only scaled down: what takes longer than they say is put down to the links.
+    prior_P, prior_link = prior_P * min(1.0, scale), PRIOR_LINK * min(1.0, scale)
+    pull = np.append(np.full(len(prior_P), PULL_BETWEEN_HOSTS), PULL_LINK)
+    columns = np.column_stack([work_NP, busiest_N])
+    *prices, alike = fit_nonnegative(columns, ms_N, weight_N, np.append(prior_P, prior_link), pull)
+    links_alike = np.full(links, alike)
+    samples = _Samples(work_NP, crossing_NL, ms_N, weight_N, np.concatenate([prior_P, links_alike]))
+    best = samples.priced(np.array(prices), links_alike)
+    if best.error > STEADY:  # alike links do not explain it: which ones are slower, or faster?
+        groups = [*np.eye(links, dtype=bool), np.arange(links) < links // 2]  # each link, and all ways out
+        for _ in range(ROUNDS):
+            known_L = np.where(best.link_L > 0, best.link_L, prior_link)
+            starts = [known_L * np.where(some_L, by, 1.0) for some_L in groups for by in OTHER]
+            other = min((samples.fitted(start_L) for start_L in starts), key=lambda fit: fit.error)
+            if other.error > best.error * 0.99:
+                break
+            best = other
+    return best.prices_P, best.link_L
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Prices of one stage; error: RMS, relative."""
+
+    prices_P: np.ndarray
+    link_L: np.ndarray
+    error: float
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """One stage of the measured exchanges. prior: of the prices within a host, then of each link."""
+
+    work_NP: np.ndarray
+    crossing_NL: np.ndarray
+    ms_N: np.ndarray
+    weight_N: np.ndarray
+    prior: np.ndarray
+
+    def priced(self, prices_P: np.ndarray, link_L: np.ndarray) -> _Fit:
+        predicted_N = self.work_NP @ prices_P + (self.crossing_NL * link_L).max(axis=1)
+        squares = self.weight_N @ (predicted_N / self.ms_N - 1) ** 2
+        return _Fit(prices_P, link_L, float(np.sqrt(squares / self.weight_N.sum())))
+
+    def fitted(self, link_L: np.ndarray) -> _Fit:
+        """Returns the best fit that is found from these prices of links.
+
+        Which link a sample waits for follows from the prices, and the prices from that: both are found in turn. A link
+        that no sample waits for costs what links alike would, but no more than it may without being waited for.
+        """
+        prices, links = self.work_NP.shape[1], len(link_L)
+        pull = np.repeat([PULL_BETWEEN_HOSTS, PULL_ALIKE], [prices, links])
+        best, seen = _Fit(self.prior[:prices], link_L, np.inf), set[bytes]()
+        while len(seen) < MOST_PASSES:
+            slowest_N = (self.crossing_NL * link_L).argmax(axis=1)
+            if slowest_N.tobytes() in seen:
+                break
+            seen.add(slowest_N.tobytes())
+            waited_NL = np.where(slowest_N[:, None] == np.arange(links), self.crossing_NL, 0.0)
+            columns = np.concatenate([self.work_NP, waited_NL], axis=1)
+            found = fit_nonnegative(columns, self.ms_N, self.weight_N, self.prior, pull)
+            link_L = found[prices:]
+            waited_N1 = (waited_NL @ link_L)[:, None]
+            most_L = (waited_N1 / np.maximum(self.crossing_NL, 1e-12)).min(axis=0)
+            link_L = np.where(waited_NL.any(axis=0), link_L, np.minimum(link_L, most_L))
+            best = min(best, self.priced(found[:prices], link_L), key=lambda fit: fit.error)
+        return best
+
+
+def _by_host(hosts: tuple[int, ...]) -> np.ndarray:
+    """Returns [H, W]: whether a rank is on a host."""
+    inside: np.ndarray = np.array(hosts) == np.arange(max(hosts) + 1)[:, None]
+    return inside.astype(np.float64)
 
 
 def _mb_per_dim(batch_size: int, world_size: int) -> float:
-    """That a rank with one dim sends to each other."""
+    """Returns MB that a rank with one dim sends to each other."""
     return batch_size / world_size * BYTES_PER_VALUE * 1e-6
-
-
-def _several(hosts: Sequence[int] | None) -> tuple[int, ...] | None:
-    """None where all ranks are on one host."""
-    return tuple(hosts) if hosts is not None and len(set(hosts)) > 1 else None
 
 
 def _weighted_median(values: np.ndarray, weights: np.ndarray) -> float:

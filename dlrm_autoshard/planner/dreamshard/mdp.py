@@ -155,5 +155,5 @@ class EstimatedMDP:
             free[rows, action] -= self.bytes[step]
             chosen[:, self.order[step]] = action
             actions[step] = action
-        cost_E = stages.max(axis=1).sum(axis=1) * self.share
+        cost_E = self.costs.total_ms(stages * self.share, sums)
         return Rollout(self, inputs_seen, legals, actions, cost_E, overflow)

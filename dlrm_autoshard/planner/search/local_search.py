@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 
+from dlrm_autoshard.planner.costs.cost_model import DIM
 from dlrm_autoshard.planner.feasible import feasible
 from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.search.moving import Moving
@@ -18,7 +19,7 @@ from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from dlrm_autoshard.planner.units import Room
 
-# Axes: U units, W ranks, N candidates, K summary columns, 4 stages.
+# Axes: U units, W ranks, H hosts, N candidates, K summary columns, 4 stages.
 
 MOST_RANKS = 32
 """Ranks tried as destinations: the least loaded ones. All of them where there are no more."""
@@ -56,10 +57,10 @@ def optima(
     """Local search from a legal placement until nothing helps, then `kicks` times from a shaken copy of the best. All
     placements that it ended at, each once, the best first. moving: what counts beside the step, if anything.
 
-    The step takes the sum over stages of the slowest rank, so only the slowest rank of some stage is worth relieving: a
-    round takes each of those (at most four), evaluates every move of one of its units to another rank and the promising
-    swaps, and takes the best. When none helps, units that moved for nothing return, where moving counts; then a few
-    random kicks are tried from the best placement so far.
+    The step takes the sum over stages of the slowest rank, and over directions of the slowest host's link, so only such
+    ranks are worth relieving: a round takes each of them, evaluates every move of one of its units to another rank and
+    the promising swaps, and takes the best. When none helps, units that moved for nothing return, where moving counts;
+    then a few random kicks are tried from the best placement so far.
     """
     alone_U = costs.alone_ms()
     best = _Search(task, costs, rank_U, alone_U, moving)
@@ -108,12 +109,21 @@ class _Search:
         self.room = Room(task.units, rank_U)
         if (self.room.free_W < 0).any():
             self.room = Room(task.units, feasible(task))
-        self.sums_WK = costs.sums(self.room.rank_U)
-        self.ms_W4 = costs.stage_ms(self.sums_WK, np.arange(task.world_size))
+        self._sum_up()
+
+    def _sum_up(self) -> None:
+        self.sums_WK = self.costs.sums(self.room.rank_U)
+        self.ms_W4 = self.costs.stage_ms(self.sums_WK, np.arange(self.task.world_size))
 
     @property
     def step_ms(self) -> float:
-        return float(self.ms_W4.max(axis=0).sum())
+        return float(self.costs.total_ms(self.ms_W4, self.sums_WK))
+
+    def _slow_ranks(self) -> list[int]:
+        """Returns the slowest rank of each stage, then the ranks of the hosts whose links are slowest."""
+        host_H2, host_W = self.costs.host_ms(self.costs.host_dims(self.sums_WK)), self.costs.host_W
+        behind_W = np.isin(host_W, host_H2.argmax(axis=0)) & (len(host_H2) > 1)
+        return list(dict.fromkeys([*self.ms_W4.argmax(axis=0).tolist(), *np.flatnonzero(behind_W).tolist()]))
 
     @property
     def total_ms(self) -> float:
@@ -124,8 +134,7 @@ class _Search:
         for _ in range(most_moves or 20 * len(self.task.units)):
             if late(deadline):
                 return
-            slow_ranks = dict.fromkeys(self.ms_W4.argmax(axis=0).tolist())
-            if not any(self._relieve(rank) for rank in slow_ranks) and not self._send_home():
+            if not any(self._relieve(rank) for rank in self._slow_ranks()) and not self._send_home():
                 return
 
     def _relieve(self, source: int) -> bool:
@@ -161,13 +170,15 @@ class _Search:
 
         summary = self.costs.summary_UK
         change_NK = summary[out] - np.where((back >= 0)[:, None], summary[back], 0)
-        source_N4, to_N4, step_N = self._ms_after(source, change_NK, to)
+        source_N4, to_N4, host_NH2, step_N = self._ms_after(source, change_NK, to)
         if self.moving is not None:
             step_N += self.moving.ms(out, to) - self.moving.ms(out, source)
             step_N += np.where(back >= 0, self.moving.ms(back, source) - self.moving.ms(back, to), 0.0)
         # Where several ranks are equally slow, one relief does not show in the step yet: it shows in the squares.
         squares_N = (source_N4**2).sum(axis=1) + (to_N4**2).sum(axis=1) - (self.ms_W4[to] ** 2).sum(axis=1)
-        step_now, squares_now = self.step_ms, float((self.ms_W4[source] ** 2).sum())
+        squares_N += (host_NH2**2).sum(axis=(1, 2))
+        host_H2 = self.costs.host_ms(self.costs.host_dims(self.sums_WK))
+        step_now, squares_now = self.step_ms, float((self.ms_W4[source] ** 2).sum() + (host_H2**2).sum())
         small = 1e-6 * step_now
         better = (step_N < step_now - small) | (
             (step_N <= step_now + 1e-3 * small) & (squares_N < squares_now * 0.9999)
@@ -190,7 +201,7 @@ class _Search:
         for source in np.unique(rank_U[rank_U != home_U]).tolist():
             out = np.flatnonzero((rank_U == source) & (home_U != source))
             to, summary_NK = home_U[out], self.costs.summary_UK[out]
-            source_N4, to_N4, step_N = self._ms_after(source, summary_NK, to)
+            source_N4, to_N4, _, step_N = self._ms_after(source, summary_NK, to)
             saved_N = self.moving.ms(out, source) - self.moving.ms(out, to) - (step_N - self.step_ms)
             best = int(saved_N.argmax())
             returns.append((float(saved_N[best]), source, int(out[best]), source_N4[best], to_N4[best]))
@@ -203,13 +214,20 @@ class _Search:
 
     def _ms_after(
         self, source: int, change_NK: np.ndarray, to: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """([N, 4] of `source`, [N, 4] of ranks `to`, [N] of the step), once so much has gone from it to them."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Returns ms ([N, 4] of `source`, [N, 4] of ranks `to`, [N, H, 2] of hosts' links, [N] of the step), once
+        summaries `change_NK` have gone from `source` to `to`."""
         sums_NK = np.concatenate([self.sums_WK[source] - change_NK, self.sums_WK[to] + change_NK])
         ranks_N = np.concatenate([np.full(len(to), source), to])
         source_N4, to_N4 = np.split(self.costs.stage_ms(sums_NK, ranks_N), 2)
         rest_N4 = self._slowest_without(source)[to]
-        return source_N4, to_N4, np.maximum(np.maximum(source_N4, to_N4), rest_N4).sum(axis=1)
+        step_N = np.maximum(np.maximum(source_N4, to_N4), rest_N4).sum(axis=1)
+        dims_NH = np.tile(self.costs.host_dims(self.sums_WK), (len(to), 1))
+        moved_N, number_N = change_NK[:, DIM.start], np.arange(len(to))
+        dims_NH[:, self.costs.host_W[source]] -= moved_N
+        dims_NH[number_N, self.costs.host_W[to]] += moved_N
+        host_NH2 = self.costs.host_ms(dims_NH)
+        return source_N4, to_N4, host_NH2, step_N + host_NH2.max(axis=1).sum(axis=1)
 
     def _destinations(self, source: int) -> np.ndarray:
         others = np.flatnonzero(self.task.units.allowed_UW.any(axis=0) & (np.arange(self.task.world_size) != source))
@@ -262,5 +280,4 @@ class _Search:
             before = self.room.remove(int(unit))
             legal = np.flatnonzero(self.room.legal_W(int(unit)))
             self.room.place(int(unit), int(generator.choice(legal)) if len(legal) else before)
-        self.sums_WK = self.costs.sums(self.room.rank_U)
-        self.ms_W4 = self.costs.stage_ms(self.sums_WK, np.arange(self.task.world_size))
+        self._sum_up()

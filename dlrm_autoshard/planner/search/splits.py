@@ -172,12 +172,13 @@ def _placed(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: f
         legal = np.flatnonzero(room.legal_W(unit))
         if len(legal) == 0:
             return None
-        after_NW4 = np.repeat(ms_W4[None], len(legal), axis=0)
-        after_NW4[np.arange(len(legal)), legal] = costs.stage_ms(sums_WK[legal] + costs.summary_UK[unit], legal)
-        best = int(after_NW4.max(axis=1).sum(axis=1).argmin())
+        after_NW4, after_NWK = (np.repeat(now[None], len(legal), axis=0) for now in (ms_W4, sums_WK))
+        number_N = np.arange(len(legal))
+        after_NWK[number_N, legal] += costs.summary_UK[unit]
+        after_NW4[number_N, legal] = costs.stage_ms(after_NWK[number_N, legal], legal)
+        best = int(costs.total_ms(after_NW4, after_NWK).argmin())
         room.place(unit, int(legal[best]))
-        sums_WK[legal[best]] += costs.summary_UK[unit]
-        ms_W4 = after_NW4[best]
+        sums_WK, ms_W4 = after_NWK[best], after_NW4[best]
     rank_U = improve(halved, costs, room.rank_U, deadline=deadline, most_moves=FEW_MOVES)
     return Splitted(halved, costs, rank_U, costs.step_ms(rank_U))
 
