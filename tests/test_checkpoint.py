@@ -19,8 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
-from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder
+from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder, run_and_checkpoint
 from dlrm_autoshard.train.checkpoints.manifest import CheckpointError, DamagedCheckpoint, SavedState, read_manifest
 from tests.ranks import RankError, run_ranks
 from tests.trainers import make_runtime
@@ -319,6 +320,32 @@ def test_the_newest_is_that_of_the_highest_step_however_long_its_name(tmp_path: 
     assert folder.newest() == tmp_path / "step_100000000"
     folder.remove_old()
     assert [path.name for path in tmp_path.iterdir()] == ["step_100000000"]
+
+
+@pytest.mark.parametrize("name", ["step_²", "step_" + "9" * 200, "step_٣", "step_7", "step_0000000٣", "step_-0000007"])
+def test_what_has_nearly_a_checkpoints_name_is_none(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    folder = CheckpointFolder(tmp_path)
+    assert folder.newest() is None and folder.choose(None, fall_back=True) == (None, [])
+    assert folder.set_aside_after(0) == []
+    folder.remove_old()
+    assert (tmp_path / name).is_dir()
+    for asked in (tmp_path / name, tmp_path / ("step_" + "9" * 5000)):
+        with pytest.raises(CheckpointError):
+            folder.choose(asked, fall_back=True)
+
+
+@pytest.mark.parametrize("place", ["/etc", "..", "nowhere", "step_²", "step_00000005/../step_00000005", "."])
+def test_a_best_that_leads_elsewhere_is_none(place: str, tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    (folder.folder / "step_00000005").mkdir(parents=True)
+    (folder.folder / "best").symlink_to(place)
+    assert folder.best() is None
+    for ask in (lambda: folder.asked_for(Path("best")), lambda: run_and_checkpoint(str(folder.folder / "best"))):
+        with pytest.raises(UserError, match=r"best' is a link to '.*', which is no checkpoint beside it"):
+            ask()
+    folder.point_best_at(5)
+    assert folder.best() == folder.folder / "step_00000005"
 
 
 def test_a_copied_run_may_have_a_folder_in_the_place_of_the_link_to_its_best(tmp_path: Path) -> None:

@@ -51,6 +51,12 @@ def test_every_way_to_write_a_thousandth_is_that_number(text: str, tmp_path: Pat
     assert load(tmp_path, "data: {source: movielens}\n", f"tables.optimizer.lr={text}").tables.optimizer.lr == 0.001
 
 
+@pytest.mark.parametrize("seed", ["9" * 5000, "0x" + "f" * 5000, "-0b" + "1" * 20000, "1_0" * 3000])
+def test_a_number_of_thousands_of_digits_is_a_sentence(seed: str, tmp_path: Path) -> None:
+    said = complaint(tmp_path, f"run.seed={seed}"), complaint(tmp_path, text=f"data: {{source: movielens}}\na: {seed}")
+    assert all("over 4,300 digits" in sentence and len(sentence) < 400 for sentence in said)
+
+
 @settings(deadline=None)
 @given(st.floats(min_value=1e-12, max_value=1e12))
 def test_a_number_survives_the_saved_yaml(lr: float) -> None:

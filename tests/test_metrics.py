@@ -48,6 +48,17 @@ def test_predictions_that_are_not_finite_have_no_metrics_and_are_never_the_best(
     assert selection.best is not None and selection.best.step == 2
 
 
+def test_samples_are_ranked_by_logits_however_large_they_are() -> None:
+    """Sigmoid is exactly 1 from 37 on, in double precision, and exactly 0 below -745."""
+    labels = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    assert metrics_of(torch.tensor([40.0, 50.0, 1.0, 2.0]), labels, ["label"])["auc"] == 1.0
+    assert binary_metrics(torch.tensor([-900.0, -800.0, -901.0, -902.0]), labels)["auc"] == 1.0
+    assert binary_metrics(torch.tensor([40.0, 40.0, 1.0, 50.0]), labels)["auc"] == 0.5, "what ties ties"
+    scale = torch.linspace(-1000, 1000, 501)
+    some = (torch.arange(501) * 7919 % 13 < 5).float()
+    assert binary_metrics(scale, some)["auc"] == binary_metrics(scale / 1000, some)["auc"], "their order is all"
+
+
 def test_a_task_whose_predictions_are_not_finite_leaves_no_mean_of_the_others() -> None:
     """Of tasks with AUCs of 1 and 0.5 the mean is 0.75; it must not rise to 1 where the second one breaks."""
     logits, labels = torch.tensor([[-1.0, 0.0], [1.0, float("inf")]]), torch.tensor([[0.0, 0.0], [1.0, 1.0]])

@@ -139,6 +139,21 @@ def test_what_custom_data_gets_wrong_is_said_before_training(tmp_path: Path) -> 
         opened()
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+def test_weights_that_are_trained_must_be_float32(dtype: str, tmp_path: Path) -> None:
+    """Others were rounded in silence, or ended in torch's own words. What is frozen may be of any type."""
+    path = tmp_path / "other.py"
+    path.write_text(
+        "import torch\nfrom dlrm_autoshard import DenseArch\n\n\nclass Arch(DenseArch):\n"
+        "    def __init__(self, num_dense, tables, frozen=False):\n        super().__init__()\n"
+        f"        self.layer = torch.nn.Linear(2, 1).to(torch.{dtype})\n"
+        "        self.layer.requires_grad_(not frozen)\n"
+    )
+    with pytest.raises(UserError, match=rf"gives layer\.weight as {dtype}; .* must be float32.*dense_dtype: bf16"):
+        make_model(3, (), ModelConfig(factory=f"{path}:Arch"))
+    make_model(3, (), ModelConfig(factory=f"{path}:Arch", options={"frozen": True}))
+
+
 def test_a_dense_part_must_be_one(tmp_path: Path) -> None:
     path = tmp_path / "other.py"
     path.write_text("import torch\ndef made(num_dense, tables): return torch.nn.Module()\n")

@@ -71,6 +71,13 @@ def test_ranks_that_share_the_tables_say_what_one_process_says(run: Path, tmp_pa
     np.testing.assert_allclose(np.load(tmp_path / "shared.npy"), np.load(tmp_path / "alone.npy"), atol=1e-6, rtol=0)
 
 
+def test_predictions_are_probabilities_or_the_logits_that_rank_them(run: Path, tmp_path: Path) -> None:
+    said_by("predict", str(run), "--out", str(tmp_path / "p.npy"))
+    said_by("predict", str(run), "--logits", "--out", str(tmp_path / "l.npy"))
+    logits = torch.from_numpy(np.load(tmp_path / "l.npy"))
+    assert float(logits.min()) < 0 and np.array_equal(np.load(tmp_path / "p.npy"), logits.sigmoid().numpy())
+
+
 def test_what_ranks_cannot_do_is_said_once(run: Path, tmp_path: Path) -> None:
     no_samples = started("evaluate", str(run), "--ranks=2", "--split=val")
     assert no_samples.returncode == 2 and no_samples.stderr.count("no samples in split 'val'") == 1

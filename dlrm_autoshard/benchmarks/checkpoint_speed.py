@@ -18,8 +18,9 @@ import torch.distributed.checkpoint as dcp
 from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.paired import median_with_interval, paired_ratio
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
+from dlrm_autoshard.formats.step_names import step_name
 from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
-from dlrm_autoshard.train.checkpoints.manifest import SavedState, folder_name
+from dlrm_autoshard.train.checkpoints.manifest import SavedState
 
 TITLE = "a checkpoint of 2 GiB on 2 ranks: seconds to write and to read, beside torch.distributed.checkpoint"
 ROUGH_TIME = "2 min"
@@ -58,7 +59,7 @@ def measure(rank: int, world_size: int, folder: Path, rounds: int, tables: int) 
     world = dist.group.WORLD
     assert world is not None
     checkpoints = Checkpoints(folder / "ours", runtime_of(world, torch.device("cpu")))
-    path, theirs = checkpoints.folder / folder_name(0), folder / "dcp"
+    path, theirs = checkpoints.folder / step_name(0), folder / "dcp"
 
     def write_and_read(arm: str) -> dict[str, float]:
         if arm == "dcp":

@@ -30,6 +30,9 @@ def add_parser(subparsers: Any) -> None:
     add_model(predict)
     add_split(predict)
     predict.add_argument("--out", type=Path, required=True, metavar="FILE", help="float32, one a sample and label")
+    predict.add_argument(
+        "--logits", action="store_true", help="instead of probabilities, which are all 1 where logits are large"
+    )
     predict.set_defaults(run=run_predict)
 
 
@@ -97,6 +100,6 @@ def run_predict(arguments: argparse.Namespace) -> int:
         return 0
     logits, _ = found
     with arguments.out.open("wb") as file:
-        np.save(file, logits.sigmoid().numpy())
+        np.save(file, (logits if arguments.logits else logits.sigmoid()).numpy())
     print(f"{len(logits):,} predictions: {arguments.out}")
     return 0

@@ -45,7 +45,17 @@ class _Loader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Refuses what Python cannot print again, in any of YAML's bases."""
+        try:
+            value: int = super().construct_yaml_int(node)
+            str(value)
+        except ValueError as error:
+            raise NotReadable("holds a number of over 4,300 digits, or one that is none") from error
+        return value
 
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )

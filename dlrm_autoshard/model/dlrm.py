@@ -52,6 +52,13 @@ def make_model(
             f"model.factory: '{config.factory}' gives a {type(made).__name__}; it must give a "
             "dlrm_autoshard.DenseArch, which is an nn.Module with `bottom` and `top`."
         )
+    for name, parameter in made.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise plug_in.PlugInError(
+                f"model.factory: '{config.factory}' gives {name} as {str(parameter.dtype).removeprefix('torch.')}; "
+                "weights that are trained must be float32. Leave `.to(...)`, or its dtype, out; for products of bf16 "
+                "set train.dense_dtype: bf16."
+            )
     return made
 
 

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from dlrm_autoshard.errors import UserError, printable
 from dlrm_autoshard.formats.json_file import NotReadable, parse_json
+from dlrm_autoshard.formats.step_names import step_in
 
 # A line counts once its newline is on disk. What follows the last newline is a torn line: reading ignores it and the
 # next append writes over it. Each file has one writer.
@@ -79,8 +80,8 @@ def forget_after(run_dir: Path, step: int) -> None:
         for path in run_dir.glob(name):
             change_jsonl(path, lambda record: record if is_before(record) else None)
     for path in run_dir.glob("plan/step_*.json"):
-        digits = path.stem.removeprefix("step_")
-        if digits.isdecimal() and int(digits) > step:
+        of = step_in(path.stem)
+        if of is not None and of > step:
             path.unlink()
 
 

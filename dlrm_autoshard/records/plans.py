@@ -9,20 +9,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.step_names import step_in, step_name
 from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.jsonl import lost_where_full
 
 
 def write_plan(run_dir: Path, step: int, plan: ShardingPlan) -> None:
-    path = run_dir / "plan" / f"step_{step:08d}.json"
+    path = run_dir / "plan" / f"{step_name(step)}.json"
     with lost_where_full(path):
         write_whole(path, plan.as_text())
 
 
 def last_plan(run: Path) -> Path:
     """The file of the plan that a run ended with, or is at."""
-    plans = sorted((run / "plan").glob("step_*.json"))
+    found = (run / "plan").glob("step_*.json")
+    plans = sorted((path for path in found if step_in(path.stem) is not None), key=lambda path: step_in(path.stem) or 0)
     if not plans:
         raise UserError(f"'{run}' is no run: it has no plan.")
     return plans[-1]

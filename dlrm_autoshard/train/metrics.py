@@ -43,13 +43,15 @@ def binary_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
 
     logits, labels = logits.double(), labels.double()
     predictions = torch.sigmoid(logits)
+    # Ranked by logits: sigmoid is exactly 1 from 37 on, and would tie what the model tells apart.
+    order, rank_N = logits.unique(return_inverse=True)
     # From logits: a sure and wrong prediction costs what it costs, where log(1 - sigmoid) would be cut off at 100.
     logloss = float(torch.nn.functional.binary_cross_entropy_with_logits(logits, labels))
     result = {"logloss": logloss, "accuracy": float(binary_accuracy(predictions, labels.long()))}
     base = labels.mean()
     if 0 < base < 1:
         entropy = float(torch.nn.functional.binary_cross_entropy(base.expand_as(labels), labels))
-        result["auc"] = float(binary_auroc(predictions, labels.long()))
+        result["auc"] = float(binary_auroc(rank_N.double() / len(order), labels.long()))
         result["ne"] = logloss / entropy
     if base > 0:
         result["calibration"] = float(predictions.mean() / base)

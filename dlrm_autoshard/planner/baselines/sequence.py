@@ -268,7 +268,7 @@ def mlp(sizes: Sequence[int], generator: torch.Generator) -> nn.Sequential:
     """Linear layers with ReLU between them, initialised from `generator` (He for the hidden ones)."""
     layers: list[nn.Module] = []
     for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
-        linear = nn.Linear(fan_in, fan_out)
+        linear = nn.utils.skip_init(nn.Linear, fan_in, fan_out)  # which would draw from torch's own generator
         nn.init.normal_(linear.weight, std=(2.0 / fan_in) ** 0.5, generator=generator)
         nn.init.zeros_(linear.bias)
         layers += [linear] if i == len(sizes) - 2 else [linear, nn.ReLU()]

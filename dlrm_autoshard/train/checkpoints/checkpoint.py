@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
+from dlrm_autoshard.formats.step_names import step_name
 from dlrm_autoshard.train.checkpoints.digest import ALGORITHM
 from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder, remove, sync
 from dlrm_autoshard.train.checkpoints.manifest import (
@@ -32,7 +33,6 @@ from dlrm_autoshard.train.checkpoints.manifest import (
     SavedTensor,
     bytes_digest,
     check_shapes,
-    folder_name,
     name_and_columns,
     read_extra,
     read_manifest,
@@ -75,7 +75,7 @@ class Checkpoints(CheckpointFolder):
         """Returns the final path. tensors: each by one rank, or by several alike.
         extra: JSON of any size, rank 0's. CheckpointError, with no draft left, where it cannot be written."""
         self.finish()
-        final, text = self.folder / folder_name(state.step), json.dumps(extra).encode()
+        final, text = self.folder / step_name(state.step), json.dumps(extra).encode()
         if not self._asynchronous:
             self._write(tensors, state, text, final)
             return final

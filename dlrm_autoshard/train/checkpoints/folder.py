@@ -11,7 +11,8 @@ import shutil
 from pathlib import Path
 
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.train.checkpoints.manifest import DamagedCheckpoint, folder_name, read_manifest
+from dlrm_autoshard.formats.step_names import step_in, step_name
+from dlrm_autoshard.train.checkpoints.manifest import DamagedCheckpoint, read_manifest
 
 BEST = "best"
 """Beside the checkpoints: a link to the best one."""
@@ -31,14 +32,13 @@ class CheckpointFolder:
 
     def best(self) -> Path | None:
         """The checkpoint that `point_best_at` named."""
-        link = self.folder / BEST
-        path = link.with_name(os.readlink(link)) if link.is_symlink() else None
+        path = _named_by(self.folder / BEST)
         return path if path in self._whole() else None
 
     def point_best_at(self, step: int) -> None:
         """The checkpoint of `step`, if there is one, is kept until another is the best. `best` beside it is a link,
         replaced whole or not at all."""
-        path = self.folder / folder_name(step)
+        path = self.folder / step_name(step)
         if path in self._whole() and path != self.best():
             draft = self.folder / f"{BEST}.tmp"
             draft.unlink(missing_ok=True)
@@ -126,13 +126,27 @@ def behind_latest(run: Path) -> Path:
 
 
 def behind_best(path: Path) -> Path:
-    """The checkpoint itself, where `path` is the link to a run's best."""
-    return path.with_name(os.readlink(path)) if path.name == BEST and path.is_symlink() else path
+    """Returns the checkpoint itself where `path` is the link to a run's best. UserError where that leads elsewhere."""
+    if path.name != BEST or not path.is_symlink():
+        return path
+    found = _named_by(path)
+    if found is None:
+        raise UserError(
+            f"'{path}' is a link to '{os.readlink(path)}', which is no checkpoint beside it. Name a checkpoint."
+        )
+    return found
+
+
+def _named_by(link: Path) -> Path | None:
+    """Returns the checkpoint beside the link that the link names, if it names one."""
+    name = os.readlink(link) if link.is_symlink() else ""
+    return None if step_in(name) is None else link.with_name(name)
 
 
 def step_of(path: Path) -> int:
-    digits = path.name.removeprefix("step_")
-    return int(digits) if digits.isdigit() else -1
+    """Returns the step of a checkpoint by its folder's name; -1 where that is no checkpoint's."""
+    step = step_in(path.name)
+    return -1 if step is None else step
 
 
 def sync(path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pydantic
 from pydantic import NonNegativeInt
 
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.step_names import step_name
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import Shard
 from dlrm_autoshard.train.checkpoints.digest import ALGORITHMS
@@ -128,7 +130,7 @@ def name_and_columns(key: str) -> tuple[str, tuple[int, int] | None]:
 def read_manifest(path: Path) -> Manifest:
     """Of the checkpoint `path`. DamagedCheckpoint names the key or the file that is not as it was written."""
     file = path / MANIFEST
-    if not file.exists() and (path / "state.json").exists():
+    if not os.path.exists(file) and os.path.exists(path / "state.json"):  # which bear names that are too long
         raise CheckpointError(
             f"checkpoint '{path}' is of an earlier format, which this version does not read (it executed code). "
             "Continue it with the version that wrote it, or start a new run."
@@ -157,7 +159,7 @@ def read_manifest(path: Path) -> Manifest:
         raise DamagedCheckpoint(f"checkpoint file '{file}': {key} is wrong ({first['msg']}).") from error
     if manifest.algorithm not in ALGORITHMS:
         raise CheckpointError(f"checkpoint '{path}' has digests of {manifest.algorithm!r}: pip install xxhash.")
-    if path.name != folder_name(manifest.state.step):
+    if path.name != step_name(manifest.state.step):
         raise DamagedCheckpoint(
             f"checkpoint file '{file}': state.step is {manifest.state.step}, not that of its folder."
         )
@@ -178,10 +180,6 @@ def read_extra(path: Path, manifest: Manifest) -> Any:
     if bytes_digest(data) != manifest.extra:
         raise DamagedCheckpoint(f"checkpoint file '{file}' is damaged: its digest is not that of its contents.")
     return json.loads(data)
-
-
-def folder_name(step: int) -> str:
-    return f"step_{step:08d}"
 
 
 def check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,0 +1,20 @@
+"""Names of checkpoints and plans in a run directory, by the step that they are of.
+
+step_name(640)                  # "step_00000640"
+step_in("step_00000640")        # 640; None where a name is not what step_name writes
+"""
+
+from __future__ import annotations
+
+import re
+
+_NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,17})", re.ASCII)
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_in(name: str) -> int | None:
+    found = _NAME.fullmatch(name)
+    return None if found is None else int(found[1])
