@@ -38,7 +38,8 @@ class Tower(DenseArch):
 
 def generators() -> tuple[object, ...]:
     """The state of everybody's generators: Python's, NumPy's and torch's."""
-    return random.getstate(), np.random.get_state(legacy=True)[1].tobytes(), torch.get_rng_state().tolist()  # type: ignore[union-attr]
+    numpy_state = np.random.get_state(legacy=False)["state"]
+    return random.getstate(), numpy_state["key"].tolist(), numpy_state["pos"], torch.get_rng_state().tolist()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -48,7 +49,7 @@ def test_no_planner_draws_from_generators_that_are_not_its_own(algorithm: str) -
     assert generators() == before
 
 
-def train(rank: int, world_size: int, folder: Path) -> list[object]:
+def train(rank: int, world_size: int, folder: Path) -> list[tuple[object, ...]]:
     """The generators' state of a job that measures plans and tables, and of one that does not."""
     runtime, found = make_runtime(rank, world_size), []
     plan = plan_file(folder, "0110", world_size)
