@@ -82,7 +82,7 @@ def sentences(model: type[pydantic.BaseModel], error: pydantic.ValidationError) 
     for detail in error.errors():
         sources = _sources(model)
         tag = next((part for part in detail["loc"][1:2] if detail["loc"][0] == "data" and part in sources), None)
-        known = list(_all_keys(model, source=sources.get(tag)))
+        known = list(all_keys(model, source=sources.get(tag)))
         key = _key(detail["loc"], tag)
         # Of a union's members (a number, or a list of them) all complain; one that the value nearly fits says more.
         if key not in found or detail["type"] not in ("list_type", "dict_type"):
@@ -94,10 +94,14 @@ def sentences(model: type[pydantic.BaseModel], error: pydantic.ValidationError) 
 def unknown_key(keys: Sequence[str], key: str) -> str:
     """Returns what to say of a key that is none of `keys`, after the key: what is nearest, or what there is."""
     key = _without_numbers(key)
-    foreign = _FOREIGN.get(key) or _FOREIGN.get(key.rpartition(".")[2].lower().replace("-", "_"))
-    if foreign is not None:
+    if foreign := in_other_words(key):
         return f": {foreign}."
     return f".{_did_you_mean(nearest_key(keys, key)) or _keys_there(keys, key)}"
+
+
+def in_other_words(key: str) -> str | None:
+    """Returns what to do here where other trainers have this key."""
+    return _FOREIGN.get(key) or _FOREIGN.get(key.rpartition(".")[2].lower().replace("-", "_"))
 
 
 def nearest_key(keys: Sequence[str], key: str) -> str | None:
@@ -171,7 +175,7 @@ def _keys_there(known: Sequence[str], key: str) -> str:
     return f" {what} {', '.join(there)}." if there else ""
 
 
-def _all_keys(
+def all_keys(
     model: type[pydantic.BaseModel], prefix: str = "", source: type[pydantic.BaseModel] | None = None
 ) -> Iterator[str]:
     """Dotted names of all keys; of the `data:` section only those of `source`, where it is known."""
@@ -179,7 +183,7 @@ def _all_keys(
         yield prefix + name
         options = _models(info.annotation)
         for option in [source] if source is not None and source in options else options:
-            yield from _all_keys(option, f"{prefix}{name}.")
+            yield from all_keys(option, f"{prefix}{name}.")
 
 
 def _models(annotation: Any) -> list[type[pydantic.BaseModel]]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dlrm_autoshard.config import Config, ConfigError, load_config, parse_config
 from dlrm_autoshard.config_data import SyntheticData
-from dlrm_autoshard.config_errors import FOREIGN, _all_keys
+from dlrm_autoshard.config_errors import FOREIGN, all_keys
 
 CONFIGS = sorted(Path(__file__).parents[1].glob("configs/*.yaml"))
 
@@ -157,7 +157,7 @@ def test_of_what_other_trainers_have_no_unrelated_key_is_suggested(key: str, tmp
 
 
 def test_what_is_said_of_other_trainers_words_names_keys_that_are_there() -> None:
-    keys = set(_all_keys(Config))
+    keys = set(all_keys(Config))
     named = {key for said in FOREIGN.values() for key in re.findall(r"\b(?:[a-z_]+\.)+[a-z_]+", said)}
     assert named and named <= keys
     words = [word for words in FOREIGN for word in words.split()]

@@ -29,6 +29,11 @@ FILES = {
     "header.csv": "table,num_embeddings\nuser,500\n",
     "nothing.csv": "name,num_embeddings\n",
     "file": "",
+    "binary.yaml": "\udcff\udcfe\x00",
+    "indent.yaml": "data:\n  source: synthetic\n   tables: []\n",
+    "number.yaml": "data: {source: movielens}\n3: 4\n",
+    "runs/done/config.yaml": TINY_CONFIG,
+    "runs/done/environment.json": "{}",
 }
 IN_MILLIONS = '{"name": "user", "num_embeddings": 4000000000, "embedding_dim": 128}'
 
@@ -108,6 +113,31 @@ CHANGES = {  # of the config: what is changed -> what is said
 if not Path("/dev/nvidia0").exists():
     CHANGES["run.device=cuda"] = "torch sees no GPU"
 COMMANDS = {  # what follows dlrm-autoshard -> what is said
+    "trian config.yaml": "there is no command 'trian'. Did you mean 'train'?",
+    "help": "there is no command 'help'. `dlrm-autoshard --help` lists all.",
+    "train debgu_cpu": "there is no file 'debgu_cpu', and no config of that name. Did you mean 'debug_cpu'?",
+    "train configs/debgu_cpu.yaml": "Did you mean 'debug_cpu'?",
+    "train nowhere": "The package has criteo_kaggle, debug_cpu, demo, ",
+    "train runs": "'runs' is a folder. Name a YAML file, or a config of the package.",
+    "train runs/done": "`dlrm-autoshard train runs/done/config.yaml --resume runs/done` goes on with it.",
+    "train config.yaml --device cuda": "no option '--device'. Settings are written without dashes: run.device=cuda",
+    "train config.yaml --batch-size=64": "without dashes: train.batch_size=64",
+    "train config.yaml --train.epochs 3": "without dashes: train.epochs=3",
+    "train config.yaml --lr 0.1": "There are two, tables.optimizer.lr and dense_optimizer.lr.",
+    "train config.yaml --nproc_per_node=2": "The number of ranks is an option: --ranks N.",
+    "train config.yaml --rnaks 2": "there is no option '--rnaks'. Did you mean '--ranks'?",
+    "train --config config.yaml": "there is no option '--config'. The YAML file is named without it.",
+    "train config.yaml train.epochs 3": "'train.epochs' is not of the form section.key=value. There are no blanks",
+    "train binary.yaml": "config file 'binary.yaml' is not text: byte 0, in line 1, is no UTF-8.",
+    "train indent.yaml": "line 3, column 10: mapping values are not allowed here (is the line indented as",
+    "train number.yaml": "the key 3 must be text; no key here is a number.",
+    "evaluate config.yaml": "'config.yaml' is a file. Name a run's directory, such as runs/latest.",
+    "evaluate config.yaml --ranks 2": "'config.yaml' is a file. Name a run's directory, such as runs/latest.",
+    "predict runs/done/config.yaml --out x.npy": "is a file. Name a run's directory, such as runs/done.",
+    "evaluate none --batch-size 3": "there is no option '--batch-size'. --help lists all.",
+    "export file": "'file' is a file. Name a run's directory, such as runs/latest.",
+    "export none": "'none' is no run directory: it has no config.yaml.",
+    "configs debgu_cpu": "there is no config 'debgu_cpu'. Did you mean 'debug_cpu'?",
     "train none.yaml": "none.yaml",
     "train empty.yaml": "has no sections; it needs at least 'data:'.",
     "train list.yaml": "has no sections; it needs at least 'data:'.",
@@ -122,7 +152,7 @@ COMMANDS = {  # what follows dlrm-autoshard -> what is said
     "train config.yaml --nodes 2 --job ads --head node0:abc": "--head is 'node0:abc'; it has the form HOST:PORT",
     "plan --tables tables.json --devices 2 --out .": "--out '.' is a folder. Name a file in it.",
     "bench train-wemb --out .": "--out '.' is a folder. Name a file in it.",
-    "evaluate none model.interaction=cat": "only data.key=value can be given",
+    "evaluate runs/done model.interaction=cat": "only data.key=value can be given",
     "train config.yaml --ranks 1 --resume run.name=nobody": "there is no run 'nobody' with a checkpoint in 'runs'",
     "train config.yaml --ranks 1 --resume=none": "'none' is no run directory: it has no checkpoints.",
     "train config.yaml --ranks 1 train.batch_size=100000000 data.train_samples=1000000000000": "a batch of 100,000,000",
@@ -165,7 +195,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[Sequence[str], tup
     """Of each mistake: exit status, standard output, standard error."""
     folder = tmp_path_factory.mktemp("mistakes")
     for name, text in FILES.items():
-        (folder / name).write_text(text)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, errors="surrogateescape")
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     ended = subprocess.run(
@@ -174,6 +205,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[Sequence[str], tup
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert not list(folder.glob("runs/*/checkpoints/step_*")), "none of them trains"
+    assert not (folder / "none").exists(), "what is not there is not made"
     return dict(zip(MISTAKES, map(json.loads, ended.stdout.splitlines()), strict=True))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     source = shipped_configs().get(Path(arguments.name).stem)
     if source is None:
-        raise UserError(f"there is no config '{arguments.name}'; there are {', '.join(shipped_configs())}.")
+        raise UserError(f"there is no config '{arguments.name}'.{_shipped(arguments.name)}")
     out = arguments.out or Path(source.name)
     if out.exists():
         raise UserError(f"'{out}' exists already. Name another file with --out.")
@@ -46,6 +47,20 @@ def find_config(given: str) -> Path:
     if path.exists() and not path.is_dir():
         return path
     shipped = shipped_configs().get(path.stem)
-    if shipped is None or path.suffix not in ("", ".yaml"):
-        raise UserError(f"there is no file '{given}', and no such config: {', '.join(shipped_configs())} are shipped.")
-    return shipped
+    if shipped is not None and path.suffix in ("", ".yaml"):
+        return shipped
+    if given and (path / "config.yaml").is_file():
+        raise UserError(
+            f"'{given}' is a folder, perhaps a run's: `dlrm-autoshard train {path / 'config.yaml'} --resume {given}` "
+            "goes on with it."
+        )
+    if given and path.is_dir():
+        raise UserError(f"'{given}' is a folder. Name a YAML file, or a config of the package.{_shipped(given)}")
+    raise UserError(f"there is no file '{given}', and no config of that name.{_shipped(given)}")
+
+
+def _shipped(given: str) -> str:
+    """Returns the shipped config of which `given` may be a misspelling; else all of them."""
+    names = list(shipped_configs())
+    close = difflib.get_close_matches(Path(given).stem, names, n=1)
+    return f" Did you mean '{close[0]}'?" if close else f" The package has {', '.join(names)}."

@@ -49,7 +49,7 @@ def add_model(parser: argparse.ArgumentParser, device: str = "the run's") -> Non
 def add_split(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", choices=["test", "val", "train"], default="test", help="default: test")
     parser.add_argument("--ranks", type=positive, default=1, metavar="N", help="processes that share the tables")
-    parser.add_argument("overrides", nargs="*", metavar="data.key=value", help="other data than the run's")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="data.key=value", help="other data than the run's")
 
 
 def on_ranks(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -57,6 +57,9 @@ def on_ranks(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse
 
     @wraps(command)
     def started(arguments: argparse.Namespace) -> int:
+        from dlrm_autoshard.train.start_record import check_run
+
+        check_run(arguments.model)
         if "RANK" in os.environ:
             signal.signal(signal.SIGINT, leave)
         elif arguments.ranks > 1:

@@ -40,11 +40,14 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from dlrm_autoshard.train.start_record import check_run
+
     out = arguments.out or (arguments.model / "model").with_suffix(_ENDINGS[arguments.to])
     if out.suffix == ".json":
         raise UserError(f"--out is '{out}'; the .json file beside the model has that name. Name another.")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("export takes one process: start it without torchrun.")
+    check_run(arguments.model)
     check_out(out)
     with whole_file(out) as file:
         step, inputs = (_program if arguments.to == "pt" else _weights)(arguments, file)

@@ -7,10 +7,12 @@ exit status. Modules are imported only by name here and import heavy things (tor
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dlrm_autoshard import __version__
 from dlrm_autoshard.distributed.ranks.launch import complain
@@ -34,6 +36,7 @@ COMMAND_MODULES: tuple[str, ...] = (
 )
 
 
+_ALL, _HELP = " `dlrm-autoshard --help` lists all.", " --help lists all."
 _WHAT = "Trains recommendation models over several ranks; places, measures and moves their embedding tables."
 
 
@@ -43,12 +46,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in COMMAND_MODULES:
         importlib.import_module(module).add_parser(subparsers)
-    arguments, rest = parser.parse_known_args(argv)
-    arguments.words = sys.argv[1:] if argv is None else list(argv)
-    if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words and not words[0].startswith("-") and words[0] not in subparsers.choices:
+        complain(f"dlrm-autoshard: there is no command '{words[0]}'.{_nearest(words[0], subparsers.choices) or _ALL}")
+        return 2
+    arguments, rest = parser.parse_known_args(words)
+    arguments.words = words
+    unknown = next((word for word in rest if word.startswith("-")), None)
+    if unknown is not None:
+        options = re.findall(r"--[\w-]+", subparsers.choices[arguments.command].format_usage())
+        setting = getattr(arguments, "setting_instead", lambda option, value: "")
+        following = rest[rest.index(unknown) + 1 :]
+        instead = _nearest(unknown, options) or setting(unknown, following[0] if following else "...")
+        complain(f"dlrm-autoshard {arguments.command}: there is no option '{unknown}'.{instead or _HELP}")
+        return 2
+    if rest and not hasattr(arguments, "overrides"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # of a job's settings; argparse takes positional arguments up to the first option only
-        arguments.overrides += rest
+        arguments.overrides = [*arguments.overrides, *rest]
     try:
         status = int(arguments.run(arguments) or 0)
         sys.stdout.flush()  # here, where a reader who has gone can still be forgiven
@@ -66,6 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not getattr(error, "said_here", False):  # by the rank that is why this one failed
             complain(f"dlrm-autoshard {arguments.command}: {text}")
         return 2
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.75)
+    return f" Did you mean '{close[0]}'?" if close else ""
 
 
 if __name__ == "__main__":

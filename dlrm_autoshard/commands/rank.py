@@ -38,13 +38,15 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         metavar="RUN|CHECKPOINT",
         help="from RUN's newest checkpoint, or from this one of a run; without a name, of the newest run",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="section.key=value", help="settings that replace the file's"
+    )
 
 
 def sort_settings(arguments: argparse.Namespace) -> None:
     """`--resume train.epochs=3`: the override is no directory."""
     if arguments.resume and "=" in arguments.resume and not Path(arguments.resume).exists():
-        arguments.overrides.insert(0, arguments.resume)
+        arguments.overrides = [arguments.resume, *arguments.overrides]
         arguments.resume = ""
 
 

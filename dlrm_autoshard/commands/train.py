@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines that run this same line")
     parser.add_argument("--head", metavar="HOST:PORT", help="a free port on one of the machines: with --nodes")
     parser.add_argument("--job", default="", metavar="ID", help=_JOB)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, setting_instead=setting_instead)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,6 +71,22 @@ def run(arguments: argparse.Namespace) -> int:
         job=arguments.job,
         restarts=arguments.restarts,
     )
+
+
+def setting_instead(option: str, value: str) -> str:
+    """Returns what to say to somebody who gave a key of the config as an option: `--epochs 3` for train.epochs=3."""
+    from dlrm_autoshard.config import Config
+    from dlrm_autoshard.config_errors import all_keys, in_other_words, nearest_key
+
+    name, equals, after = option.lstrip("-").replace("-", "_").partition("=")
+    keys = list(all_keys(Config))
+    key = name if name in keys else nearest_key(keys, name)
+    if name == "config":
+        return " The YAML file is named without it."
+    if said := in_other_words(name):
+        return f" {said[0].upper()}{said[1:]}."
+    value = after if equals else value
+    return f" Settings are written without dashes: {key}={value}" if key else " Settings are written section.key=value."
 
 
 def default_ranks(device: str = "auto") -> int:

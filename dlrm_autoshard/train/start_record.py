@@ -25,6 +25,15 @@ from dlrm_autoshard.train.run_directory import RunDirectoryError, job_of_this_pr
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 
 
+def check_run(run: Path) -> None:
+    """UserError where `run` is not the directory of a run."""
+    if run.is_file():
+        such_as = run.parent if (run.parent / ENVIRONMENT).is_file() else "runs/latest"
+        raise RunDirectoryError(f"'{run}' is a file. Name a run's directory, such as {such_as}.")
+    if not (run / CONFIG).exists():
+        raise RunDirectoryError(f"'{run}' is no run directory: it has no {CONFIG}.")
+
+
 def record_start(run: Path, config: Config, world_size: int) -> None:
     """Writes down what this start runs with. A start that fails before (another model's checkpoint, say) leaves the
     run as it was; one that is killed in here leaves the earlier start's files or its own.

@@ -33,7 +33,7 @@ from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableConfig, TableStats
 from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
 from dlrm_autoshard.train.evaluation import gathered_logits
-from dlrm_autoshard.train.start_record import CONFIG
+from dlrm_autoshard.train.start_record import CONFIG, check_run
 from dlrm_autoshard.train.state import Position, TrainingState, plan_of
 
 
@@ -110,8 +110,7 @@ def saved_model(
 
 
 def config_of(run: Path, overrides: Sequence[str] = ()) -> Config:
-    if not (run / CONFIG).exists():
-        raise UserError(f"'{run}' is no run directory: it has no {CONFIG}.")
+    check_run(run)
     return load_config(run / CONFIG, overrides)
 
 
