@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from dlrm_autoshard.formats.sentences import show
 
 
 class Section(pydantic.BaseModel):
@@ -90,13 +93,14 @@ class DlrmDatasetsData(DataSection):
 class ParquetTable(Section):
     column: str  # of whole numbers or text, or of lists of them; the table has its name
     num_embeddings: Annotated[int, Field(gt=0, le=2**40)]
-    hash: bool = False  # whole numbers too; text always is
+    # true: 7 and "7" get one row; false: whole numbers are rows. Default: as the first file has it, true for text.
+    hash: bool | None = None
     weights: str | None = None  # a column like it, of numbers by which its ids' rows are multiplied
 
 
 class ParquetData(DataSection):
     source: Literal["parquet"]
-    train: list[str] = Field(min_length=1)  # files, or patterns such as day_*.parquet
+    train: list[str] = Field(min_length=1)  # files, folders of them, or patterns such as day_*.parquet, **/*.parquet
     val: list[str] = []
     test: list[str] = []
     labels: dict[str, PositiveFloat] = Field(min_length=1)  # column -> its task's weight in the loss
@@ -106,6 +110,33 @@ class ParquetData(DataSection):
     shuffle: bool = True  # train's row groups, and rows among so many of them:
     shuffle_row_groups: PositiveInt = 4
     seed: int = 0
+
+    @pydantic.model_validator(mode="after")
+    def _each_column_has_one_part(self) -> ParquetData:
+        """A label that the model is given, too, is learned in a step, and missing where it predicts."""
+        tables = [table.column for table in self.tables]
+        weights = [table.weights for table in self.tables if table.weights is not None]
+        weighs = [] if self.sample_weight is None else [self.sample_weight]
+        for part, columns in (
+            ("data.dense", self.dense),
+            ("data.tables", tables),
+            ("the weights of data.tables", weights),
+            ("data.sample_weight", weighs),
+        ):
+            for column in columns:
+                if column in self.labels:
+                    raise ValueError(
+                        f"column {show(column)} is in data.labels and in {part}: the model would be told what it is "
+                        "to predict. Take it out of one"
+                    )
+        for part, columns in (("data.dense", self.dense), ("data.tables", tables)):
+            for column, times in Counter(columns).items():
+                if times > 1:
+                    raise ValueError(f"column {show(column)} is in {part} {times} times. Name it once")
+        for table in self.tables:
+            if table.weights == table.column:
+                raise ValueError(f"column {show(table.column)} of data.tables is to weigh its own ids. Name another")
+        return self
 
 
 class CustomData(DataSection):

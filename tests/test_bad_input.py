@@ -96,7 +96,8 @@ def test_an_id_out_of_range_stops_all_ranks_with_one_sentence(criteo: Path) -> N
     said = [line for line in ended.stderr.splitlines() if line.startswith("[rank")]
     assert said == [
         "[rank 1] table 't_cat_3' has 40 rows (ids 0 to 39), but sample 359 (from 0) of split 'train' in epoch 0 has "
-        "id 40. Fix the data or the table's rows, or set data.on_bad_id to 'clip' or 'hash'."
+        f"id 40: row 359 (from 0) of '{criteo.parent}/day_0_*'. Fix the data or the table's rows, or set "
+        "data.on_bad_id to 'clip' or 'hash'."
     ]
     assert "exitcode  : 2" in ended.stderr and "dlrm_autoshard/" not in ended.stderr.replace(said[0], "")
 

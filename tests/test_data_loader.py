@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
 from dlrm_autoshard.data.batch import Batch, DataError, DataSource, Split
 from dlrm_autoshard.data.loader import Loader, reader_threads
 from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.data.statistics import measure_stats
 from tests.scripted_source import Scripted
 
 
@@ -205,7 +207,11 @@ def test_a_batch_whose_ids_have_not_one_weight_each_is_refused(num_weights: int)
     ("name", "wrong", "says"),
     [
         ("weights_N", lambda batch: batch.weights_N.double(), r"float64 \[4\]; .* must be float32 \[4\]"),
-        ("values_N", lambda batch: batch.values_N.double(), r"float64 \[4\]; .* must be int32 or int64 \[4\]"),
+        (
+            "values_N",
+            lambda batch: batch.values_N.double(),
+            r"float64 \[4\]; .* must be int32 or int64 or uint64 \[4\]",
+        ),
         ("lengths_TB", lambda batch: batch.lengths_TB.long(), r"int64 \[2, 4\]; .* must be int32 \[2, 4\]"),
         ("labels_B", lambda batch: batch.labels_B.double(), r"float64 \[4\]; .* must be float32 \[4\]"),
         ("dense_BF", lambda batch: batch.dense_BF[:3], r"float32 \[3, 1\]; .* must be float32 \[4, 1\]"),
@@ -232,6 +238,29 @@ def test_bad_ids_are_repaired_where_asked(on_bad_id: str, repaired: list[int]) -
     source = Scripted(rows=100, ids={0: -1, 1: 100, 2: 2**40})
     batch = next(iter(Loader(source, "train", 0, 4, 0, 1, on_bad_id=on_bad_id)))  # type: ignore[arg-type]
     assert batch.values_N.tolist() == repaired
+
+
+@pytest.mark.parametrize(("on_bad_id", "repaired"), [("clip", [99, 99, 2]), ("hash", [2**63 % 100, 0, 2])])
+def test_unsigned_ids_of_63_bits_and_more_are_what_they_say(on_bad_id: str, repaired: list[int]) -> None:
+    source = Scripted(rows=100, ids={0: 2**63, 1: 2**64 - 16})
+    source.dtype = torch.uint64
+    loader = Loader(source, "train", 0, 3, 0, 1, on_bad_id=on_bad_id)  # type: ignore[arg-type]
+    batch = next(iter(loader))
+    assert batch.values_N.tolist() == repaired and batch.values_N.dtype == torch.int32
+    with pytest.raises(DataError, match=r"sample 0 \(from 0\) .* has id 9223372036854775808: data source 'Scripted'"):
+        next(iter(Loader(source, "train", 0, 3, 0, 1)))
+
+
+@pytest.mark.parametrize("on_bad_id", ["clip", "hash", "error"])
+def test_statistics_see_ids_as_training_does(on_bad_id: Any) -> None:
+    source = Scripted(rows=100, ids={0: -1, 1: 10**12})
+    if on_bad_id == "error":
+        with pytest.raises(DataError, match=r"table 'user' has 100 rows .* sample 0 .* has id -1: data source"):
+            measure_stats(source, 50, 1)
+        return
+    stats = measure_stats(source, 50, 1, on_bad_id=on_bad_id)[1]
+    repaired = [0, 99] if on_bad_id == "clip" else [99, 10**12 % 100]
+    assert stats.mean_reuse == pytest.approx(50 / len({*repaired, *range(2, 50)}))
 
 
 def test_ids_travel_as_int32_unless_a_table_is_too_long_for_it() -> None:

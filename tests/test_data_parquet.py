@@ -132,12 +132,12 @@ def test_each_row_is_read_once_in_an_order_that_only_seed_and_epoch_decide(
     [
         ("data.dense=[agee]", "has no column 'agee'. Did you mean 'age'?"),
         ("data.dense=[country]", "column 'country' holds dictionary"),
-        ("data.labels={age: 1}", "row 2: label 'age' is 2; it must be 0 or 1"),
+        ("data.labels={age: 1}; data.dense=[price]", "row 2: label 'age' is 2; it must be 0 or 1"),
         (
             "data.tables=[{column: history, num_embeddings: 9, weights: user}]",
             "has other lengths than 'history'",
         ),
-        ("data.tables=[{column: price, num_embeddings: 9}]", "it must hold whole numbers or text, or lists of them"),
+        ("data.tables=[{column: price, num_embeddings: 9}]", "row 1: 'price' is 0.1: ids are whole numbers"),
         ("data.train=[nowhere.parquet]", "there is no file 'nowhere.parquet'"),
         ("tables.pooling=mean", "ids with weights are summed"),
         ("tables.poolings={history: mean}", "the pooling of 'history' is mean"),
@@ -145,7 +145,7 @@ def test_each_row_is_read_once_in_an_order_that_only_seed_and_epoch_decide(
 )
 def test_what_is_wrong_is_named(change: str, said: str, clicks: Path) -> None:
     with pytest.raises(DataError) as caught:
-        opened(clicks, "data.shuffle=false", change).read("train", 0, 0, 4)
+        opened(clicks, "data.shuffle=false", *change.split("; ")).read("train", 0, 0, 4)
     assert said in str(caught.value)
 
 

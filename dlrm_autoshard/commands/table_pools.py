@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from dlrm_autoshard.commands.arguments import with_progress
 from dlrm_autoshard.commands.planning import OfRun
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.words import some_of
 
 if TYPE_CHECKING:
     from dlrm_autoshard.config import TablesConfig
     from dlrm_autoshard.config_data import SyntheticTable
     from dlrm_autoshard.data.batch import DataSource
     from dlrm_autoshard.data.features import Features
+    from dlrm_autoshard.data.id_check import OnBadId
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.torchrec.module_file import Modules
 
@@ -42,7 +44,7 @@ def tables_of_run(run: Path, quiet: bool) -> OfRun:
     config = load_config(run / CONFIG)
     source = open_source(config.data, config.tables)
     features = Features.of(source.tables, config.tables.shared)
-    pool = _measured(source, record.last.batch_size, quiet, features)
+    pool = _measured(source, record.last.batch_size, quiet, features, config.data.on_bad_id)
     pooling = {Shard.parse(use.name).table: use.mean_pooling for use in record.last.tables}  # parts have their table's
     stats = [
         replace(s, mean_pooling=pooling.get(t.name, s.mean_pooling))
@@ -132,20 +134,34 @@ def pool_of_files(files: list[str], shape: TablesConfig, batch_size: int | None,
         )
     stats = []
     for table in with_progress(range(len(source.tables)), len(source.tables), "measuring tables", quiet):
-        stats += measure_table_stats(*source.bags(0, size, slice(table, table + 1)))
+        lengths_TB, ids = source.bags(0, size, slice(table, table + 1))
+        if (least := int(ids.min(initial=0))) < 0:
+            raise UserError(
+                f"table '{source.tables[table].name}' of {some_of(files)} has id {least}; ids are 0 or more."
+            )
+        stats += measure_table_stats(lengths_TB, ids)
     return TablePool(source.tables, tuple(stats))
 
 
-def _measured(source: DataSource, batch_size: int, quiet: bool, features: Features | None = None) -> TablePool:
+def _measured(
+    source: DataSource,
+    batch_size: int,
+    quiet: bool,
+    features: Features | None = None,
+    on_bad_id: OnBadId = "error",
+) -> TablePool:
     """Statistics of each table over the first batch of the training samples. features: the source's, where several
     share a table."""
     from dataclasses import replace
 
+    from dlrm_autoshard.data.checked_read import Stretch
     from dlrm_autoshard.data.features import Features
+    from dlrm_autoshard.data.id_check import IdCheck
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.tables import measure_table_stats
 
-    batch = source.read("train", 0, 0, min(batch_size, source.num_samples("train")))
+    stretch = Stretch(source, "train", 0, 0, min(batch_size, source.num_samples("train")))
+    batch = stretch.checked(stretch.read(), IdCheck(source.tables, on_bad_id))
     features = features or Features.one_each(source.tables)
     lengths_TB, values_N = features.joined(batch.lengths_TB.numpy(), batch.values_N.numpy())
     counts, ends = features.counts, lengths_TB.sum(1).cumsum(0).tolist()

@@ -85,7 +85,8 @@ class DataSource(Protocol):
 
     reuse_batches: None, or the loader goes over the first so many global batches in turn (for benchmarks). One with
     several tasks has `label_names`, too (see `label_names_of`); one whose `read` several threads may call at once says
-    `parallel_reads = True`.
+    `parallel_reads = True`. What people should know of it at a job's start may be sentences in `remarks`, and the files
+    of each split a number in `num_files`. A source's ids may be uint64, too: see id_check.py.
     """
 
     tables: tuple[TableConfig, ...]

@@ -7,7 +7,7 @@ import torch
 from dlrm_autoshard.data.batch import Batch, DataSource
 from dlrm_autoshard.data.errors import DataError
 
-_WHOLE, _REAL = (torch.int32, torch.int64), (torch.float32,)
+_WHOLE, _REAL = (torch.int32, torch.int64, torch.uint64), (torch.float32,)
 
 
 def check_form(batch: Batch, source: DataSource, samples: int, where: str) -> None:

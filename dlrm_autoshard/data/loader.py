@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dlrm_autoshard.data.batch import Batch, DataSource, Split
-from dlrm_autoshard.data.form_check import check_form
+from dlrm_autoshard.data.checked_read import Stretch
 from dlrm_autoshard.data.id_check import IdCheck, OnBadId
 from dlrm_autoshard.data.value_check import check_finite, check_labels
 
@@ -119,12 +119,6 @@ class Loader:
         finally:
             reader.shutdown(wait=True, cancel_futures=True)
 
-    def _place(self, sample: int) -> str:
-        """A source that has files says which: by a method `place(split, epoch, sample)`."""
-        if hasattr(self._source, "place"):
-            return str(self._source.place(self._split, self._epoch, sample))
-        return f"data source '{type(self._source).__name__}'"
-
     def _read(self, start: int) -> Batch:
         num_samples = min(self._global_batch, self._last_sample - start)
         if self._source.reuse_batches is not None:
@@ -132,22 +126,13 @@ class Loader:
         share = -(-num_samples // self._world_size)
         first = start + min(num_samples, self._rank * share)
         last = start + min(num_samples, (self._rank + 1) * share)
+        stretch = Stretch(self._source, self._split, self._epoch, first, last)
         with self._reading:
-            batch = self._source.read(self._split, self._epoch, first, last)
-
-        def describe(sample: int) -> str:
-            return f"sample {first + sample} (from 0) of split '{self._split}' in epoch {self._epoch}"
-
-        named = f"data source '{type(self._source).__name__}', from {describe(0)},"
-
-        def place(sample: int) -> str:
-            return self._place(first + sample)
-
-        check_form(batch, self._source, last - first, named)
-        batch = self._check(batch, describe)
+            batch = stretch.read()
+        batch = stretch.checked(batch, self._check)
         if self._finite:
-            check_finite(batch, describe, place)
+            check_finite(batch, stretch.sample, stretch.place)
         if self._labelled:
-            check_labels(batch, describe, place)
+            check_labels(batch, stretch.sample, stretch.place)
         batch = batch.padded_to(share, num_samples)
         return batch.pinned() if self._pin else batch

@@ -21,6 +21,7 @@ from dlrm_autoshard.data.sources.dlrm_datasets import DlrmDatasetsSource
 from dlrm_autoshard.data.sources.movielens import MovielensSource
 from dlrm_autoshard.data.sources.parquet import ParquetSource
 from dlrm_autoshard.data.sources.synthetic import SyntheticSource
+from dlrm_autoshard.formats.words import count
 
 
 def open_source(
@@ -35,6 +36,24 @@ def open_source(
     if "train" in splits and labelled and source.num_samples("train") == 0:
         raise DataError(f"data.source '{data.source}' has no samples in split 'train': there is nothing to train on.")
     return source
+
+
+def settled(data: DataConfig, source: DataSource) -> DataConfig:
+    """The section with what it leaves open as the source's files have it: so runs record it, and go on by it."""
+    if not (isinstance(data, ParquetData) and isinstance(source, ParquetSource)):
+        return data
+    tables = [table.model_copy(update={"hash": source.hashed[table.column]}) for table in data.tables]
+    return data.model_copy(update={"tables": tables})
+
+
+def found(source: DataSource) -> str:
+    """How many samples each split has, and in how many files, where the source has some."""
+    files = getattr(source, "num_files", {})
+    said = []
+    for split in SPLITS:
+        if (samples := source.num_samples(split)) or files.get(split):
+            said.append(f"{split} {count(samples, 'sample')}" + (f" in {count(files[split], 'file')}" if files else ""))
+    return f"data: {', '.join(said)}"
 
 
 def _opened(data: DataConfig, tables: TablesConfig, labelled: bool, splits: Sequence[Split]) -> DataSource:

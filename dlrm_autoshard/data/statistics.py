@@ -1,6 +1,8 @@
 """What the data does to tables, measured before training begins.
 
 measure_stats(source, global_batch=4096, batches=8)       # one TableStats a table
+
+Ids are counted as training will see them: checked, or repaired.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from dataclasses import replace
 import numpy as np
 
 from dlrm_autoshard.data.batch import DataSource
+from dlrm_autoshard.data.checked_read import Stretch
 from dlrm_autoshard.data.features import Features
+from dlrm_autoshard.data.id_check import IdCheck, OnBadId
 from dlrm_autoshard.tables import TableStats, measure_table_stats
 
 MOST_SAMPLES = 1 << 16
@@ -19,7 +23,12 @@ MOST_SAMPLES = 1 << 16
 
 
 def measure_stats(
-    source: DataSource, global_batch: int, batches: int, features: Features | None = None
+    source: DataSource,
+    global_batch: int,
+    batches: int,
+    features: Features | None = None,
+    *,
+    on_bad_id: OnBadId = "error",
 ) -> tuple[TableStats, ...]:
     """Statistics of each table from the first batches of training data, each taken as one global batch. features: the
     source's, where several share a table."""
@@ -27,9 +36,10 @@ def measure_stats(
     total = source.num_samples("train")
     size = min(global_batch, total, MOST_SAMPLES)
     count = max(1, min(batches, total // size, MOST_SAMPLES // size))
-    seen = []
+    seen, check = [], IdCheck(source.tables, on_bad_id)
     for index in range(count):
-        batch = source.read("train", 0, index * size, (index + 1) * size)
+        stretch = Stretch(source, "train", 0, index * size, (index + 1) * size)
+        batch = stretch.checked(stretch.read(), check)
         seen.append(measure_table_stats(*features.joined(batch.lengths_TB.numpy(), batch.values_N.numpy())))
     counts = features.counts.values()
     return tuple(replace(_average(table), features=n) for n, table in zip(counts, zip(*seen, strict=True), strict=True))

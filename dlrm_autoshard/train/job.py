@@ -20,7 +20,7 @@ from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import Split, label_names_of
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.loader import Loader, reader_threads
-from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.data.open import open_source, settled
 from dlrm_autoshard.data.statistics import measure_stats
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
@@ -57,8 +57,9 @@ class Job:
         """checkpoint: to start from; None: the newest. fall_back: where that is damaged, to the one before it."""
         joined = time.time()
         seed_all(config.run.seed, runtime.rank)
-        self.config, self.runtime, self.run_dir = config, runtime, run_dir
         self.source, self._reading = open_source(config.data, config.tables), Lock()
+        config = config.model_copy(update={"data": settled(config.data, self.source)})
+        self.config, self.runtime, self.run_dir = config, runtime, run_dir
         features = Features.of(self.source.tables, config.tables.shared)
         check_settings(config, self.source, runtime.device)
         check_sizes(
@@ -75,13 +76,21 @@ class Job:
         self.resumed_from, self.notes = runtime.from_rank_0(
             lambda: self.checkpoints.choose(checkpoint, fall_back=fall_back)
         )
+        self.notes += getattr(self.source, "remarks", [])
         current = plan_of(self.resumed_from, features.tables)
         total, decides = self._count_steps(Position()), config.autoshard.reshard
         self.placement = place(
             config.autoshard,
             runtime,
             features.tables,
-            partial(measure_stats, self.source, self.global_batch, config.autoshard.stats_batches, features),
+            partial(
+                measure_stats,
+                self.source,
+                self.global_batch,
+                config.autoshard.stats_batches,
+                features,
+                on_bad_id=config.data.on_bad_id,
+            ),
             batch_size=self.global_batch,
             optimizer=config.tables.optimizer,
             exchange_dtype=config.train.exchange_dtype,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dlrm_autoshard.data.open import found
 from dlrm_autoshard.report.plan_table import (
     candidate_table,
     rank_table,
@@ -24,6 +25,7 @@ def open_run(display: Display, job: Job, *, finished: bool) -> None:
         f"{len(job.embeddings.tables)} tables on {job.runtime.world_size} rank(s), {job.total_steps} steps of "
         f"{job.global_batch} examples{resumed}; run directory {run_dir}"
     )
+    display.line(found(job.source))
     changes = changes_since_last_start(run_dir)
     if changes:
         display.line(f"changed since its last start: {', '.join(changes)}")

@@ -39,7 +39,7 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
                 check_shared(run_dir, runtime)
                 fall_back = resume is None or own is not None
                 trainer = Trainer(config, runtime, run_dir, signals, checkpoint, fall_back=fall_back)
-                runtime.from_rank_0(lambda: record_start(run_dir, config, runtime.world_size))
+                runtime.from_rank_0(lambda: record_start(run_dir, trainer.config, runtime.world_size))
                 # Before it says that --resume was obeyed: a kill in between must not leave later checkpoints.
                 trainer.notes += runtime.from_rank_0(trainer.set_later_aside)
                 runtime.from_rank_0(lambda: write_job(run_dir, job, resume))

@@ -8,8 +8,6 @@ ranks, with no state saved. Each rank decodes all row groups, for its samples ma
 
 from __future__ import annotations
 
-import glob
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
@@ -22,7 +20,9 @@ from dlrm_autoshard.config_data import ParquetData
 from dlrm_autoshard.data.batch import SPLITS, Batch, DataError, Split
 from dlrm_autoshard.data.hashing import key_of, permutation
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
-from dlrm_autoshard.data.sources.parquet_columns import RowGroup, Rows, check_columns, naming, read_row_group
+from dlrm_autoshard.data.sources.parquet_columns import RowGroup, Rows, open_file, read_row_group
+from dlrm_autoshard.data.sources.parquet_files import check_trained_on_once, parquet_files
+from dlrm_autoshard.data.sources.parquet_types import kind_of_ids
 
 
 class ParquetSource:
@@ -30,7 +30,7 @@ class ParquetSource:
     bag, among the dense features 0, and refused among labels and sample weights. `label_names` has a task each; one
     label is [B], several are [B, L]. labelled: False reads neither labels nor sample weights, which the files need not
     have then; labels come as NaN, and train's rows, too, in the order of the files. splits: whose files are opened; the
-    others have no samples."""
+    others have no samples. hashed: `hash` of each column of `tables`, where it was not said as the files have it."""
 
     reuse_batches: int | None = None
 
@@ -51,14 +51,21 @@ class ParquetSource:
         self._labelled = labelled
         if not labelled:
             data = data.model_copy(update={"labels": {}, "sample_weight": None, "shuffle": False})
-        self._data = data
-        patterns: dict[Split, list[str]] = {"train": data.train, "val": data.val, "test": data.test}
-        paths = {split: _files(patterns[split]) if split in splits else [] for split in SPLITS}
-        _trained_on_once(paths)
+        names: dict[Split, list[str]] = {"train": data.train, "val": data.val, "test": data.test}
+        paths = {split: parquet_files(names[split], f"data.{split}") if split in splits else [] for split in SPLITS}
+        check_trained_on_once(paths)
         self._groups = {
-            split: tuple(group for path in of_split for group in _row_groups(path, data))
+            split: tuple(group for path in of_split for group in open_file(path, data))
             for split, of_split in paths.items()
         }
+        self._data = _settled(data, self._groups)
+        self.hashed = {table.column: table.hash for table in self._data.tables}
+        self.remarks = [
+            f"column '{column}' is in data.dense and in data.tables: the model sees its ids as amounts, too."
+            for column in data.dense
+            if column in self.hashed
+        ]
+        self.num_files = {split: len(of_split) for split, of_split in paths.items()}
         self._decoded = lru_cache(maxsize=2)(self._decode)  # a batch may lie in two windows
         self._order = lru_cache(maxsize=2)(permutation)
 
@@ -123,36 +130,21 @@ class ParquetSource:
         return Rows.joined([read_row_group(group, self._data) for group in groups])
 
 
-def _files(patterns: Sequence[str]) -> list[str]:
-    """In the order of the patterns, and by name where one stands for several."""
-    found = []
-    for pattern in patterns:
-        paths = sorted(glob.glob(pattern))
-        if not paths:
-            raise DataError(f"data: there is no file '{pattern}'.")
-        found += paths
-    return found
-
-
-def _trained_on_once(paths: Mapping[Split, Sequence[str]]) -> None:
-    """DataError where a file is among those to train on twice, or among others, too."""
-    real = {split: [os.path.realpath(path) for path in paths[split]] for split in paths}
-    for split in paths:
-        for number, path in enumerate(real[split]):
-            if split != "train" and path in real["train"]:
+def _settled(data: ParquetData, groups: Mapping[Split, Sequence[RowGroup]]) -> ParquetData:
+    """The section with `hash` of each table said, as the first file has it that has ids there. DataError names a file
+    of text where whole numbers are rows: "7" would be another row than 7."""
+    tables = []
+    for table in data.tables:
+        of_files = {group.path: group.type_of(table.column) for split in SPLITS for group in groups[split]}
+        said, first = table.hash, ""
+        for path, kind in of_files.items():
+            found = kind_of_ids(kind)
+            if found == "text" and said is False:
                 raise DataError(
-                    f"data.train and data.{split} both name '{paths[split][number]}': metrics would be of samples that "
-                    "were trained on. Take it out of one."
+                    f"'{path}': column '{table.column}' holds {kind}, and its ids are rows as they are{first}. Store "
+                    "whole numbers there, too, or train with its hash: true in data.tables, by which 7 and '7' are one."
                 )
-            if path in real[split][:number]:
-                raise DataError(f"data.{split} names '{paths[split][number]}' twice. Take it out of one pattern.")
-
-
-def _row_groups(path: str, data: ParquetData) -> tuple[RowGroup, ...]:
-    import pyarrow.parquet as pq
-
-    with naming(path):
-        file = pq.ParquetFile(path)
-        check_columns(path, file.schema_arrow, data)
-        counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-    return tuple(RowGroup(path, number, rows) for number, rows in enumerate(counts) if rows)
+            if said is None and found != "nothing":
+                said, first = found == "text", f", for '{path}' holds {kind}"
+        tables.append(table.model_copy(update={"hash": said}))
+    return data.model_copy(update={"tables": tables})

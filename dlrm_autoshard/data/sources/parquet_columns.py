@@ -1,34 +1,51 @@
 """A parquet file's columns as arrays: labels, dense features, and a bag of ids a row and table.
 
-rows = read_row_group(RowGroup("day_0.parquet", number=3, rows=65536), config.data)
+rows = read_row_group(open_file("day_0.parquet", config.data)[3], config.data)
 rows.take(np.array([5, 17]))              # DataError names file, row group and column where something is wrong
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from dlrm_autoshard.config_data import ParquetData, ParquetTable
-from dlrm_autoshard.data.errors import DataError
-from dlrm_autoshard.data.hashing import mix64
+from dlrm_autoshard.data.errors import BadValue, DataError
+from dlrm_autoshard.data.id_check import OnBadId, signed
+from dlrm_autoshard.data.sources.parquet_types import (
+    hashed,
+    is_number,
+    is_number_or_list,
+    kind_of_ids,
+    lengths_of,
+    nan_as_null,
+    numbers,
+    values_of,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 
 @dataclass(frozen=True)
 class RowGroup:
+    """types: of the file's columns that are read, by name, as they were when it was opened."""
+
     path: str
     number: int
     rows: int
+    types: tuple[tuple[str, pa.DataType], ...]
+
+    def type_of(self, column: str) -> pa.DataType:
+        return dict(self.types)[column]
 
 
 @dataclass(frozen=True)
@@ -87,41 +104,73 @@ def naming(what: str) -> Iterator[None]:
         raise DataError(f"'{what}' cannot be read as parquet: {said}") from error
 
 
-def check_columns(path: str, schema: pa.Schema, data: ParquetData) -> None:
-    import pyarrow.types as kinds
+def open_file(path: str, data: ParquetData) -> tuple[RowGroup, ...]:
+    """Its row groups that have rows. DataError where a column is missing, or of a type that it cannot have."""
+    import pyarrow.parquet as pq
 
-    def number(kind: pa.DataType) -> bool:
-        return bool(kinds.is_integer(kind) or kinds.is_floating(kind) or kinds.is_boolean(kind))
+    with naming(path):
+        file = pq.ParquetFile(path)
+        _check_columns(path, file.schema_arrow, data)
+        types = tuple((name, file.schema_arrow.field(name).type) for name in _columns(data))
+        counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+    return tuple(RowGroup(path, number, rows, types) for number, rows in enumerate(counts) if rows)
 
-    def ids(kind: pa.DataType) -> bool:
-        inner = kind.value_type if kinds.is_list(kind) or kinds.is_large_list(kind) else kind
-        inner = inner.value_type if kinds.is_dictionary(inner) else inner
-        return bool(kinds.is_integer(inner) or kinds.is_string(inner) or kinds.is_large_string(inner))
 
-    def numbers(kind: pa.DataType) -> bool:
-        return bool((kinds.is_list(kind) or kinds.is_large_list(kind)) and number(kind.value_type)) or number(kind)
-
+def _check_columns(path: str, schema: pa.Schema, data: ParquetData) -> None:
     plain = [*data.labels, *data.dense, *([data.sample_weight] if data.sample_weight is not None else [])]
-    wanted = [(name, number, "numbers") for name in plain]
-    wanted += [(table.column, ids, "whole numbers or text, or lists of them") for table in data.tables]
-    wanted += [(table.weights, numbers, "numbers, or lists of them") for table in data.tables if table.weights]
+    weights = [table.weights for table in data.tables if table.weights is not None]
+    wanted: list[tuple[str, Callable[[pa.DataType], object], str]] = [(name, is_number, "numbers") for name in plain]
+    wanted += [(table.column, kind_of_ids, "whole numbers or text, or lists of them") for table in data.tables]
+    wanted += [(name, is_number_or_list, "numbers, or lists of them") for name in weights]
     for name, fits, words in wanted:
-        if name not in schema.names:
+        times = schema.names.count(name)
+        if times == 0:
             near = difflib.get_close_matches(name, schema.names, n=1)
             raise DataError(f"'{path}' has no column '{name}'." + (f" Did you mean '{near[0]}'?" if near else ""))
-        if not fits(schema.field(name).type):
-            raise DataError(f"'{path}': column '{name}' holds {schema.field(name).type}; it must hold {words}.")
+        if times > 1:
+            raise DataError(f"'{path}' has {times} columns named '{name}'. Write it anew with each name once.")
+        if not fits(kind := schema.field(name).type):
+            raise DataError(
+                f"'{path}': column '{name}' holds {kind}; it must hold {words}. Write it anew with the column cast to "
+                "one of these."
+            )
+
+
+def _columns(data: ParquetData) -> list[str]:
+    """Those to read, by name."""
+    weights = [table.weights for table in data.tables if table.weights is not None]
+    weights += [data.sample_weight] if data.sample_weight is not None else []
+    return sorted({*data.labels, *data.dense, *(table.column for table in data.tables), *weights})
+
+
+def _check_unchanged(group: RowGroup, file: pq.ParquetFile) -> None:
+    """DataError where the file is no longer what it was when it was opened."""
+    schema = file.schema_arrow
+    for name, before in group.types:
+        now = schema.field(name).type if schema.names.count(name) == 1 else None
+        if now != before:
+            what = f"column '{name}' held {before} then, and " + ("is not there now" if now is None else f"{now} now")
+            break
+    else:
+        rows = file.metadata.row_group(group.number).num_rows if group.number < file.num_row_groups else 0
+        if rows == group.rows:
+            return
+        what = f"row group {group.number} had {group.rows:,} rows then, and has {rows:,} now"
+    raise DataError(
+        f"'{group.path}' has been replaced since this job opened it: {what}. Put the file back and continue "
+        "(--resume), or start anew with the files as they are."
+    )
 
 
 def read_row_group(group: RowGroup, data: ParquetData) -> Rows:
     import pyarrow.parquet as pq
 
-    weights = [table.weights for table in data.tables if table.weights is not None]
-    columns = {*data.labels, *data.dense, *(table.column for table in data.tables), *weights}
-    columns |= {data.sample_weight} if data.sample_weight is not None else set()
     where = f"{group.path}, row group {group.number}"
     with naming(where):
-        read = pq.ParquetFile(group.path).read_row_group(group.number, sorted(columns), use_threads=False)
+        file = pq.ParquetFile(group.path)
+        _check_unchanged(group, file)
+        columns = [name for name, _ in group.types]
+        read = file.read_row_group(group.number, columns, use_threads=False)
         if read.num_rows != group.rows:
             raise DataError(f"'{where}' has {read.num_rows} rows where the file's footer says {group.rows}.")
         arrays = {name: read.column(name).combine_chunks() for name in columns}
@@ -137,23 +186,16 @@ def read_row_group(group: RowGroup, data: ParquetData) -> Rows:
             if not (np.isfinite(loss_weights) & (loss_weights >= 0)).all():
                 raise DataError(f"'{where}': '{data.sample_weight}' holds a weight that is negative or not finite.")
         return Rows(
-            _stacked([_numbers(arrays[name]) for name in data.dense], group.rows),
+            _stacked([numbers(arrays[name]) for name in data.dense], group.rows),
             labels,
             loss_weights,
-            tuple(_bags(where, arrays, table) for table in data.tables),
+            tuple(_bags(where, arrays, table, data.on_bad_id) for table in data.tables),
         )
 
 
 def _stacked(columns: Sequence[NDArray[np.float32]], rows: int) -> NDArray[np.float32]:
     """[R, columns], of which there may be none."""
     return np.stack(columns, 1) if columns else np.zeros((rows, 0), np.float32)
-
-
-def _numbers(array: pa.Array) -> NDArray[np.float32]:
-    import pyarrow as pa
-
-    found: NDArray[np.float32] = array.cast(pa.float32(), safe=False).fill_null(0).to_numpy(zero_copy_only=False)
-    return found
 
 
 def _without_nulls(where: str, column: str, array: pa.Array) -> NDArray[np.float32]:
@@ -164,43 +206,32 @@ def _without_nulls(where: str, column: str, array: pa.Array) -> NDArray[np.float
             f"'{where}', row {row}: '{column}' is null, as in {array.null_count} of {len(array)} rows. Leave such rows "
             "out, or fill in what they should have."
         )
-    return _numbers(array)
+    return numbers(array)
 
 
-def _flat(where: str, column: str, array: pa.Array) -> tuple[NDArray[np.int32], pa.Array]:
-    """Lengths of bags, and what is in them."""
-    import pyarrow.compute as pc
-    import pyarrow.types as kinds
-
-    if kinds.is_list(array.type) or kinds.is_large_list(array.type):
-        lengths, inner = pc.list_value_length(array).fill_null(0), array.flatten()
-    else:
-        lengths, inner = array.is_valid(), array.drop_null()
-    if inner.null_count:
-        raise DataError(f"'{where}': column '{column}' has a null in a list. Leave it out of the list.")
-    return lengths.to_numpy(zero_copy_only=False).astype(np.int32), inner
+@contextmanager
+def _naming_value(where: str, column: str, array: pa.Array) -> Iterator[None]:
+    """A BadValue of the column becomes a DataError that names its row."""
+    try:
+        yield
+    except BadValue as bad:
+        row = int(np.searchsorted(lengths_of(array).cumsum(dtype=np.int64), bad.place, side="right"))
+        raise DataError(f"'{where}', row {row}: '{column}' is {bad}.") from bad
 
 
-def _bags(where: str, arrays: dict[str, pa.Array], table: ParquetTable) -> Bags:
-    import pyarrow.types as kinds
-
-    lengths_R, ids = _flat(where, table.column, arrays[table.column])
-    rows = np.uint64(table.num_embeddings)
-    if kinds.is_dictionary(ids.type):
-        ids = ids.dictionary_decode()
-    if not kinds.is_integer(ids.type):
-        encoded = ids.dictionary_encode()
-        hashes = [xxhash.xxh3_64_intdigest(word.encode()) for word in encoded.dictionary.to_pylist()]
-        rows_of_words = (np.array(hashes, np.uint64) % rows).astype(np.int64)
-        numbers_N = rows_of_words[encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)]
-    else:
-        numbers_N = ids.to_numpy(zero_copy_only=False).astype(np.int64)
+def _bags(where: str, arrays: dict[str, pa.Array], table: ParquetTable, on_bad_id: OnBadId) -> Bags:
+    column = nan_as_null(arrays[table.column])
+    lengths_R = lengths_of(column)
+    with _naming_value(where, table.column, column):
+        ids, rows = values_of(column), table.num_embeddings
         if table.hash:
-            numbers_N = (mix64(numbers_N.astype(np.uint64)) % rows).astype(np.int64)
-    weights_N = None
-    if table.weights is not None:
-        lengths, weights = _flat(where, table.weights, arrays[table.weights])
-        if not np.array_equal(lengths, lengths_R):
-            raise DataError(f"'{where}': '{table.weights}' has other lengths than '{table.column}'.")
-        weights_N = _numbers(weights)
-    return Bags(lengths_R, numbers_N, weights_N)
+            ids_N = hashed(ids, rows)
+        else:
+            ids_N = signed(whole_numbers(ids), rows, on_bad_id).astype(np.int64, copy=False)
+    if table.weights is None:
+        return Bags(lengths_R, ids_N, None)
+    weights = arrays[table.weights]
+    if not np.array_equal(lengths_of(weights), lengths_R):
+        raise DataError(f"'{where}': '{table.weights}' has other lengths than '{table.column}'.")
+    with _naming_value(where, table.weights, weights):
+        return Bags(lengths_R, ids_N, numbers(values_of(weights)))

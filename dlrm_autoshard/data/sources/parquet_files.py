@@ -1,0 +1,85 @@
+"""Which files `data.train`, `val` and `test` of parquet data mean: paths, folders, `~`, `file://`, patterns with `**`.
+
+parquet_files(["~/clicks/**/*.parquet"], "data.train")      # ['/home/me/clicks/a.parquet', ...], by name
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from dlrm_autoshard.data.batch import Split
+from dlrm_autoshard.data.errors import DataError
+
+_SUFFIXES = (".parquet", ".parq", ".pq")
+
+
+def parquet_files(names: Sequence[str], key: str) -> list[str]:
+    """The files in the order of the names; by name where one stands for several. DataError where one stands for none.
+
+    key: of the config, for the error."""
+    return [path for name in names for path in _files(name, key)]
+
+
+def _files(name: str, key: str) -> list[str]:
+    path = _local(name, key)
+    if os.path.isdir(path):
+        if not (inside := _in_folder(path)):
+            raise DataError(
+                f"{key}: the folder '{path}' has no file that ends in {', '.join(_SUFFIXES)}. Name other files by a "
+                f"pattern, such as {path.rstrip('/')}/*."
+            )
+        return inside
+    if os.path.exists(path):  # whatever its name holds: `clicks[1].parquet` is no pattern where there is such a file
+        return [path]
+    found = glob.glob(path, recursive=True)
+    # A folder that matches means its files, which `**` matches as well.
+    files = {file for match in found for file in (_in_folder(match) if os.path.isdir(match) else [match])}
+    if not files:
+        raise DataError(f"{key}: there is no file '{name}'.")
+    return sorted(files)
+
+
+def _local(name: str, key: str) -> str:
+    """The path in this machine's file system that a path with `~` or a `file://` URL means."""
+    if "\0" in name:
+        raise DataError(f"{key}: {name!r} is no file's name.")
+    scheme, separator, _ = name.partition("://")
+    if separator and scheme.isalnum():
+        if scheme.lower() != "file":
+            raise DataError(f"{key}: '{name}' is a URL; only files are read. Copy it to a disk, or mount {scheme}://.")
+        url = urlsplit(name.replace("#", "%23").replace("?", "%3F"))  # in a file's name they are characters
+        if url.netloc not in ("", "localhost"):
+            raise DataError(f"{key}: '{name}' names the host '{url.netloc}'. Write file:/// and the whole path.")
+        return url2pathname(url.path)
+    return os.path.expanduser(name)
+
+
+def _in_folder(folder: str) -> list[str]:
+    """Its parquet files at any depth, but for what begins with `.` or `_`: what Spark has not finished, say."""
+    found = sorted(glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True))  # it follows links
+    return [path for path in found if path.lower().endswith(_SUFFIXES) and os.path.isfile(path) and _own(path, folder)]
+
+
+def _own(path: str, folder: str) -> bool:
+    return not any(part.startswith("_") for part in Path(path).relative_to(folder).parts)
+
+
+def check_trained_on_once(paths: Mapping[Split, Sequence[str]]) -> None:
+    """DataError where a file is among those to train on twice, or among others, too."""
+    seen: dict[Split, set[str]] = {split: set() for split in paths}
+    for split in paths:
+        for path in paths[split]:
+            real = os.path.realpath(path)
+            if split != "train" and real in seen["train"]:
+                raise DataError(
+                    f"data.train and data.{split} both name '{path}': metrics would be of samples that were trained "
+                    "on. Take it out of one."
+                )
+            if real in seen[split]:
+                raise DataError(f"data.{split} names '{path}' twice. Take it out of one pattern.")
+            seen[split].add(real)
