@@ -157,11 +157,12 @@ def test_a_decision_is_read_in_one_folder_and_one_sitting() -> None:
 
 def test_a_step_is_read_in_two_folders_and_one_sitting() -> None:
     """From a batch to updated weights; behind it are how ranks of one host exchange (`shared_memory`), how a GPU
-    records the dense part (`recorded_passes`), means where only some tables average (`means`), and where tables lie
-    (`distributed.tables`)."""
+    records the dense part (`recorded_passes`), means where only some tables average (`means`), what ranks tell
+    each other of a batch (`note`), and where tables lie (`distributed.tables`)."""
     files, lines = read_from("dlrm_autoshard.distributed.step", "distributed", "distributed.lookup")
     behind = {
-        f"dlrm_autoshard.distributed.{name}" for name in ("lookup.shared_memory", "lookup.means", "recorded_passes")
+        f"dlrm_autoshard.distributed.{name}"
+        for name in ("lookup.shared_memory", "lookup.means", "lookup.note", "recorded_passes")
     }
     lines -= sum(len(modules()[module].read_text().splitlines()) for module in behind)
     assert len({*files} - behind) <= 9 and lines <= 1300, (files, lines)

@@ -7,11 +7,11 @@ is known when its transfer is queued. Axes: T tables, B samples a rank, W ranks,
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.lookup.exchange import Exchange, Pending
 from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
+from dlrm_autoshard.distributed.lookup.note import NOTE, agreed, note_of
 from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
 
 
@@ -28,15 +28,7 @@ class DeviceIdDistribution:
         if e.world_size > 1:
             counts_T = batch.lengths_TB.cpu().sum(1)[e.owners_order]
             self._leaving = [int(counts_T[first:end].sum()) for first, end in e.table_ranges]
-            self._arriving_WT = counts_T.new_empty(e.world_size * e.num_local)
-            self._counting = dist.all_to_all_single(
-                self._arriving_WT,
-                counts_T,
-                [e.num_local] * e.world_size,
-                [end - first for first, end in e.table_ranges],
-                group=e.id_group,
-                async_op=True,
-            )
+            self._counting = e.send_lengths(counts_T, 1, note_of(batch, counts_T))  # host tensors: by gloo
         with streams.travel():
             if e.send_order is not None:
                 self._lengths, self._values, self._weights = torch.ops.fbgemm.permute_2D_sparse_data(
@@ -50,9 +42,10 @@ class DeviceIdDistribution:
         e = self._exchange
         if e.world_size == 1:
             return
-        self._counting.wait()
-        arriving = self._arriving_WT.view(e.world_size, e.num_local).sum(1).tolist()
+        arrived = self._counting.wait().view(e.world_size, -1)
+        arriving = arrived[:, NOTE:].sum(1).tolist()
         with self._streams.travel():
+            self._values = agreed(arrived, self._values)
             received = self._values.new_empty(sum(arriving))
             self._values_pending = e.all_to_all("values", received, self._values, arriving, self._leaving)
             if self._weights is not None:

@@ -101,6 +101,7 @@ class Exchange:
         """Of what arrives rank by rank, what is each lookup's in turn."""
         self.dims = [sum(shard.embedding_dim for shard, _ in own) for own in owned]
         self.total_dim = sum(self.dims)
+        self.dtype = self.dtype if self.world_size > 1 else torch.float32  # nothing travels, so nothing is rounded
         # The output order, in chunks as wide as every shard's dim allows: where each chunk lies among what arrives.
         self._chunk = math.gcd(*(shard.embedding_dim for shard, _ in ordered))
         first_chunk = dict[tuple[str, int], int]()
@@ -192,18 +193,22 @@ class Exchange:
     def gradient_scale(self, global_batch: int) -> float:
         """Gradients are shares of a mean over the global batch, so in fp16 they would fall below its smallest steps:
         they travel times a power of two near the batch, which is exact. Other formats have exponents to spare."""
-        if self.dtype != torch.float16 or self.world_size == 1:
+        if self.dtype != torch.float16:
             return 1.0
         return float(2 ** int(math.log2(global_batch)))
 
-    def send_lengths(self, lengths: Tensor, batch_size: int) -> Pending:
-        """[T, B] of bags in `owners_order`, to the owners; arrives flat, as [W, T_local, B]."""
+    def send_lengths(self, lengths: Tensor, batch_size: int, note: Tensor | None = None) -> Pending:
+        """[T, B] of bags in `owners_order`, to the owners; arrives flat, as [W, T_local, B]. note: to every rank before
+        them, of their type: arrives as [W, len(note) + T_local * B]."""
+        note = lengths.new_empty(0) if note is None else note
+        flat, extra = lengths.reshape(-1), len(note)
+        own = [flat[first * batch_size : end * batch_size] for first, end in self.table_ranges]
         return self.all_to_all(
             "lengths",
-            lengths.new_empty(self.world_size * self.num_local * batch_size),
-            lengths.reshape(-1),
-            [self.num_local * batch_size] * self.world_size,
-            [(end - first) * batch_size for first, end in self.table_ranges],
+            lengths.new_empty(self.world_size * (extra + self.num_local * batch_size)),
+            lambda rank, into: torch.cat([note, own[rank]], out=into),
+            [extra + self.num_local * batch_size] * self.world_size,
+            [extra + (end - first) * batch_size for first, end in self.table_ranges],
         )
 
     def all_to_all(

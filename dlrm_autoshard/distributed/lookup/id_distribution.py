@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.lookup.exchange import Exchange, Pending
+from dlrm_autoshard.distributed.lookup.note import NOTE, agreed, note_of
 
 # Ids are copied by table (a table's ids lie side by side), from the batch straight to where they are sent from, and
 # from where they arrive straight into the owner's order. Axes: T tables, B samples a rank, W ranks, N ids.
@@ -43,7 +44,7 @@ class IdDistribution:
         self._counts: list[int] = batch.lengths_TB.sum(1).tolist()
         if e.send_order is not None:
             self._lengths = batch.lengths_TB.index_select(0, e.send_order)
-        self._lengths_pending = e.send_lengths(self._lengths, self._batch_size)
+        self._lengths_pending = e.send_lengths(self._lengths, self._batch_size, note_of(batch, self._lengths))
         self._values_pending: Pending | None = None
         self._weights_pending: Pending | None = None
 
@@ -51,7 +52,9 @@ class IdDistribution:
         e = self._exchange
         if e.world_size == 1:
             return
-        self._received_lengths = self._lengths_pending.wait().view(e.world_size, e.num_local, self._batch_size)
+        arrived = self._lengths_pending.wait().view(e.world_size, -1)
+        self._values = agreed(arrived, self._values)
+        self._received_lengths = arrived[:, NOTE:].view(e.world_size, e.num_local, self._batch_size)
         self._arriving: list[list[int]] = self._received_lengths.sum(2).tolist()
         self._values_pending = self._send("values", self._values)
         if self._weights is not None:

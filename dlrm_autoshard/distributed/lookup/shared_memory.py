@@ -18,6 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,19 @@ from dlrm_autoshard.errors import UserError
 
 CHANNELS = ("lengths", "values", "weights", "vectors", "reduce", "reduced")
 _REGION_BYTES = 1 << 34  # of address space; memory is taken only where something was written
-_READY, _DONE = 0, 1
-_MESSAGE = struct.Struct("<BBqq")  # channel, READY or DONE, first byte, number of bytes
+_READY, _DONE, _OUT_OF_STEP = 0, 1, 2
+_MESSAGE = struct.Struct("<BBqqq")  # channel, what of it, number of the exchange, first byte, number of bytes
+_DOES = {
+    **dict.fromkeys(("lengths", "values", "weights"), "looks a batch up"),
+    "vectors": "is in a lookup or a backward pass that rank {} is not in",
+    **dict.fromkeys(("reduce", "reduced"), "adds up dense gradients"),
+}
 Put = Callable[[int, Tensor], object]
 """Writes what a rank is to get into the one-dimensional tensor given."""
+
+
+class OutOfStep(UserError):
+    """Ranks that do not look up and go backward in one order."""
 
 
 class RankGone(RuntimeError):
@@ -53,6 +63,7 @@ class SharedMemory:
         self._memories, self._sockets = memories, sockets
         self._inbox: dict[tuple[int, int, int], deque[tuple[int, int]]] = defaultdict(deque)
         self._readers: dict[int, list[int]] = {}  # channel -> ranks whose DONE is owed
+        self._begun = [0] * len(CHANNELS)  # exchanges that this rank has written for
 
     def all_to_all(
         self, channel: str, received: Tensor, sent: Tensor | Put, receive_splits: list[int], send_splits: list[int]
@@ -121,6 +132,7 @@ class SharedMemory:
         number = CHANNELS.index(channel)
         for rank in self._readers.pop(number, ()):
             self._await(rank, number, _DONE)
+        self._begun[number] += 1
         start, size = number * _REGION_BYTES, numel * dtype.itemsize
         if size > _REGION_BYTES:
             raise UserError(f"{size / 2**30:.1f} GiB is more than one exchange can hold; lower train.batch_size.")
@@ -131,7 +143,7 @@ class SharedMemory:
         number = CHANNELS.index(channel)
         first = part.data_ptr() - self._memories[self.rank].data_ptr()
         self._readers.setdefault(number, []).append(rank)
-        self._send(rank, _MESSAGE.pack(number, _READY, first, part.nbytes))
+        self._send(rank, _MESSAGE.pack(number, _READY, self._begun[number], first, part.nbytes))
 
     def read(self, channel: str, rank: int, dtype: torch.dtype) -> Tensor:
         """What `rank` has for this one: a view of its memory, until `done`."""
@@ -139,7 +151,7 @@ class SharedMemory:
         return self._memories[rank][first : first + size].view(dtype)
 
     def done(self, channel: str, rank: int) -> None:
-        self._send(rank, _MESSAGE.pack(CHANNELS.index(channel), _DONE, 0, 0))
+        self._send(rank, _MESSAGE.pack(CHANNELS.index(channel), _DONE, 0, 0, 0))
 
     @property
     def _others(self) -> list[int]:
@@ -159,14 +171,33 @@ class SharedMemory:
                 message = b""
             if len(message) < _MESSAGE.size:
                 raise RankGone(f"rank {rank} has ended: its connection closed. Its own output says why.")
-            number, kind, first, size = _MESSAGE.unpack(message)
+            number, kind, exchange, first, size = _MESSAGE.unpack(message)
+            if kind == _OUT_OF_STEP:
+                raise OutOfStep(_out_of_step(size, number, rank, first))
+            if exchange > self._begun[number]:
+                self._say_out_of_step(rank, number, channel)
             self._inbox[rank, number, kind].append((first, size))
         return waiting.popleft()
+
+    def _say_out_of_step(self, rank: int, does: int, awaited: int) -> NoReturn:
+        """Tells all ranks. A rank's messages come in the order in which it sends them, and all ranks send in one order:
+        so what that one has begun, and this one has not, comes after what this one waits for, or that never comes."""
+        for other in self._others:
+            self._send(other, _MESSAGE.pack(does, _OUT_OF_STEP, 0, awaited, rank))
+        raise OutOfStep(_out_of_step(rank, does, self.rank, awaited))
 
     def _send(self, rank: int, message: bytes) -> None:
         # A rank that has left needs no message: it may have finished. If it owes one, the wait for that will tell.
         with contextlib.suppress(ConnectionError):
             self._sockets[rank].sendall(message)
+
+
+def _out_of_step(rank: int, does: int, waiting: int, awaited: int) -> str:
+    return (
+        f"rank {rank} {_DOES[CHANNELS[does]].format(waiting)}, and rank {waiting} waits for its {CHANNELS[awaited]}: "
+        "they are out of step. All ranks must look up as many batches, and all or none of them call backward() after "
+        "each: a loss that one rank leaves out, all must leave out."
+    )
 
 
 def _copies(sent: Tensor, splits: list[int]) -> Put:

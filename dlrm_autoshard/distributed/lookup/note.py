@@ -1,0 +1,40 @@
+"""What a rank tells all others of its batch, with the lengths of its bags: some might otherwise wait in vain.
+
+note_of(batch, lengths_TB)                       # the first NOTE numbers that are sent to each rank
+values_N = agreed(arrived, values_N)             # UserError on every rank, or on none
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.errors import UserError
+
+NOTE = 3
+
+
+def note_of(batch: Batch, like: Tensor) -> Tensor:
+    """Returns whether the ids have weights, whether they are int64, and the number of samples; like: in its type."""
+    return like.new_tensor([batch.weights_N is not None, batch.values_N.dtype == torch.int64, batch.padded_size])
+
+
+def agreed(arrived: Tensor, values_N: Tensor) -> Tensor:
+    """Returns the ids in the type that all ranks send: int64 where any has that. UserError, on all of them, where ranks
+    differ in what they must have alike. arrived: [W, NOTE + ...], each rank's note first."""
+    said = arrived[:, :NOTE].tolist()
+    (weighted, _, samples), wide = said[0], any(own[1] for own in said)
+    for rank, (weights, _, size) in enumerate(said):
+        if weights != weighted:
+            one, other = (rank, 0) if weights else (0, rank)
+            raise UserError(
+                f"rank {one} looks ids up with weights, and rank {other} without: give weights on all ranks or on none "
+                "(weights of 1 change nothing)."
+            )
+        if size != samples:
+            raise UserError(
+                f"rank {rank} looks up {size:,} samples, and rank 0 {samples:,}: all ranks look up as many samples in "
+                "a step."
+            )
+    return values_N.long() if wide else values_N
