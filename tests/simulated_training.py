@@ -19,9 +19,10 @@ import pytest
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval
+from dlrm_autoshard.autoshard.move_worth import TimedSteps
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import AutoshardConfig, ReshardConfig
-from dlrm_autoshard.costs import step_cost_ms
+from dlrm_autoshard.costs import StepProfile, stages_W4, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask, Splits
@@ -106,7 +107,7 @@ class Training:
         changed_steps: int | None = None,
         moves_since: int = 0,
         *,
-        before_change: float | None = None,
+        before_change: TimedSteps | None = None,
         early: bool = False,
         slower: float = 1.0,
         noise: float | None = None,
@@ -120,7 +121,8 @@ class Training:
         self.step += STEPS
         interval = Interval(
             self.step // STEPS, self.step, profile, 1000 * BATCH / step_ms, self.total - self.step,
-            changed_steps=changed_steps, moves_since=moves_since, before_change=before_change, early=early,
+            timed_SW4=self.timed(profile), changed_steps=changed_steps, moves_since=moves_since,
+            before_change=before_change, early=early,
         )  # fmt: skip
         decision = self.controller.decide(interval, self.plan, self.measure_shards)
         if decision.new_plan is not None:
@@ -129,6 +131,13 @@ class Training:
             made = [move.record(self.bytes_of[Shard.parse(move.table).table]) for move in moves]
             decision = self.controller.moved(made, 0.1 + sum(move["bytes"] for move in made) / 1e9)
         return decision
+
+    def timed(self, profile: StepProfile, count: int = 6) -> np.ndarray:
+        """[S, W, 4] sampled steps about the profile."""
+        ranks_W4 = stages_W4(profile.ranks)
+        draw_S = np.random.default_rng([self.step, count]).standard_normal((count, *ranks_W4.shape))
+        timed: np.ndarray = ranks_W4 * np.exp(self.cluster.noise * draw_S)
+        return timed
 
     def run(self, intervals: int) -> list[str]:
         return [self.interval().action for _ in range(intervals)]

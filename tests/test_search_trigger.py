@@ -29,11 +29,10 @@ def interval(first: float, second: float, step: int = 100, left: int = 10_000, d
     return Interval(0, step, profile, 64_000 / (max(first, second) + dense), left)
 
 
-def test_what_slows_all_ranks_is_scatter_of_throughput_and_none_of_gains() -> None:
+def test_what_slows_all_ranks_is_no_scatter_of_gains() -> None:
     trigger = SearchTrigger(0.02)
     for factor in (1.0, 1.03, 1.0, 1.03):
         trigger.see(interval(20 * factor, 20 * factor), [1.0, 1.0])
-    assert trigger.scatter > 0.015
     assert trigger.gain_scatter <= 0.005
 
 

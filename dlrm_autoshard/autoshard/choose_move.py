@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from dlrm_autoshard.autoshard import thresholds
-from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, gains, moving
+from dlrm_autoshard.autoshard.decision import Decision, Interval, Proposal, moving
 from dlrm_autoshard.autoshard.move_history import History
 from dlrm_autoshard.autoshard.partial_move import first_part, movable
 from dlrm_autoshard.autoshard.payoff import MoveCost, reason_to_stay, saved_on_average, seconds_saved
@@ -210,7 +210,7 @@ class MoveChooser:
         cost_ms, legal = self.planner.step_costs(task), partial(self._may_be, task)
         moving_bytes = self._moving(task, plan, whole.plan)
         part = first_part(plan, whole.plan, moving_bytes, limit, cost_ms, legal, task.constraints)
-        said = f"{moving(whole.tables, whole.bytes)}: {gains(whole.gain)}"
+        said = f"{moving(whole.tables, whole.bytes)}: predicted gain {whole.gain:.1%}"
         if isinstance(part, str):
             return replace(base, why=f"it moves {said}, at most {gib(limit)} may move at a time, and {part}")
         self.target = whole.plan

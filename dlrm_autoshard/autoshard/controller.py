@@ -16,8 +16,8 @@ from typing import Any
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.choose_move import MoveChooser
-from dlrm_autoshard.autoshard.decision import Decision, Interval, Shift, gains, percent, seen_of
-from dlrm_autoshard.autoshard.payoff import measured_gain
+from dlrm_autoshard.autoshard.decision import Decision, Interval, Shift, seen_of
+from dlrm_autoshard.autoshard.move_worth import TimedSteps, worth_of
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.costs import prediction_error, stages_W4, step_cost_ms
@@ -45,7 +45,10 @@ class Controller:
         self._pending: Decision | None = None  # not yet carried out
         self._unproven: Decision | None = None  # carried out, gain not yet measured
         self._ranks_changed = False  # since it was
-        self._since_move: float | None = None  # examples/s since it was, as far as nothing else changed
+        self._steps: TimedSteps | None = None  # of the live plan, since something else changed last
+        self._change_began: int | None = None  # the step after which that was seen, where it was in mid-interval
+        self._before: TimedSteps | None = None  # of the plan that the unproven move left, just before it
+        self._after: TimedSteps | None = None  # since that move, as far as nothing else changed
         self._last_step = -1  # after which there was a decision
 
     # -- one interval ------------------------------------------------------------------------------------------------
@@ -55,19 +58,10 @@ class Controller:
         may be asked."""
         started = time.perf_counter()
         self._last_step = interval.step
-        if interval.changed_steps is None or interval.moves_since:
-            self._since_move = interval.throughput
-        elif self._since_move is None:
-            self._since_move = interval.before_change
         if self._unproven is not None and self._unproven.new_plan != plan:
             self._unproven = None  # a job that was resumed may have placed its tables anew
-        base = Decision(
-            interval.epoch,
-            interval.step,
-            "kept",
-            throughput_before=interval.throughput,
-            throughput_error=interval.profile.standard_error,
-        )
+        self._keep(interval)
+        base = Decision(interval.epoch, interval.step, "kept", throughput_before=interval.throughput)
         if interval.samples < thresholds.LEAST_SAMPLES:
             few = f"too few steps were timed to judge by ({interval.samples}); lower profile.every_steps"
             return self._written(replace(base, why=few))
@@ -86,13 +80,16 @@ class Controller:
         slow_W = self.planner.rank_slowness(task.world_size, task.topology.speed)
         slowness = [math.inf if w in task.topology.excluded else float(slow) for w, slow in enumerate(slow_W)]
         self.trigger.see(interval, slowness, learned, one_host=len(task.topology.ranks_by_host) == 1)
+        if not self.trigger.is_as_before:
+            self._steps = interval.timed
         base = replace(base, balance_gain=self.trigger.balance_gain, error_before=error_before, error_after=error_after)
         if measure_shards is not None:  # also where a search has settled: it is worth more the longer a change lasts
             self.chooser.learn_halves(task, interval, plan, measure_shards)
         no_search = self.trigger.reason_not_to_search()
-        self._ranks_changed |= self.planner.costs.ranks_changed
-        if self._since_move is None and not self._ranks_changed:  # what came with a move is its own doing
-            self._since_move = interval.throughput
+        if self._after is None or self._change_began is None:  # else the move is judged by the steps up to the change
+            self._ranks_changed |= self.planner.costs.ranks_changed
+        if self._after is None and not self._ranks_changed:  # what came with a move is its own doing
+            self._after = interval.timed
         mistake = None if interval.early else self._judge_last_move(task, interval)  # few steps tell little of it
         if mistake is not None:
             self.chooser.give_up()
@@ -127,7 +124,8 @@ class Controller:
         old_plan, decision = decision.old_plan, replace(decision, moves=tuple(moves), move_seconds=seconds)
         self.chooser.moved(old_plan, decision.bytes_moved, seconds, in_parts=decision.part_of is not None)
         if decision.action == "moved":
-            self._unproven, self._ranks_changed, self._since_move = decision, False, None
+            self._unproven, self._ranks_changed, self._before = decision, False, self._steps
+        self._steps = self._after = None
         return self._written(decision)
 
     def refused(self, why: str) -> Decision:
@@ -139,57 +137,58 @@ class Controller:
 
     # -- the last move -----------------------------------------------------------------------------------------------
 
+    def _keep(self, interval: Interval) -> None:
+        """Adds an interval's timed steps to those of the live plan since something else changed last."""
+        steps, began = interval.timed, None
+        if interval.changed_steps is not None and not interval.moves_since:
+            began = interval.step - interval.changed_steps
+        new_change = began is not None and began != self._change_began
+        self._change_began = began
+        if self._unproven is not None and began is None:
+            self._after = steps.after(self._after)
+        elif self._after is None:
+            self._after = interval.before_change
+        self._steps = steps if new_change else steps.after(self._steps)
+
     def _judge_last_move(self, task: PlacementTask, interval: Interval) -> Decision | None:
-        """Completes its record. Returned where it was a mistake that it pays to take back."""
-        move, throughput = self._unproven, self._since_move
-        if move is None or throughput is None:
+        """Completes its record. Returns it where it was a mistake that it pays to take back: where something else has
+        changed since, that is no question of the move, and the old plan is a candidate like others."""
+        move, before, after = self._unproven, self._before, self._after
+        if move is None or before is None or after is None:
             return None
         self._unproven = None
         new_plan, old_plan = move.new_plan, move.old_plan
-        assert new_plan is not None and old_plan is not None and move.throughput_before is not None
-        gain = measured_gain(move.throughput_before, throughput)
-        saved_seconds = gain * interval.profile.batch_size / move.throughput_before
-        mistake, why = self._is_mistake(move, throughput, task, interval)
+        assert new_plan is not None and old_plan is not None and move.predicted_gain is not None
+        [back] = self.chooser.proposals(task, interval, new_plan, [old_plan])
+        instead = None
+        if self._ranks_changed or not before.alike(after):
+            [gain] = self.planner.gains(task, new_plan, [old_plan])
+            instead = 1 - gain.mean, gain.std
+        worth = worth_of(
+            before,
+            after,
+            predicted=(move.predicted_gain, move.uncertainty or 0.0),
+            scatter=self.trigger.gain_scatter,
+            instead=instead,
+        )
+        saved_ms = worth.saved_ms(after.step_ms)
+        pays_back = not worth.doubt and saved_ms > 0
         move = replace(
             move,
-            why=why,
-            measured_gain=gain,
-            throughput_after=throughput,
-            paid_back_after_steps=round(move.move_seconds / saved_seconds) if saved_seconds > 0 else None,
+            measured_gain=worth.gain,
+            measured_low=worth.low,
+            measured_high=worth.high,
+            doubt=worth.doubt or None,
+            paid_back_after_steps=round(1000 * move.move_seconds / saved_ms) if pays_back else None,
         )
         self._written(move)
+        back = replace(back, gain=-saved_ms / after.step_ms, uncertainty=worth.uncertainty)
+        mistake = instead is None and not worth.incomparable and self.chooser.pays(back, interval)
         may_be = task.splits_enough(old_plan) and task.allows(old_plan)
         if not (mistake and self.config.reshard.rollback and may_be):
             return None
         self.chooser.history.rolled_back.append(new_plan.fingerprint)
         return move
-
-    def _is_mistake(
-        self, move: Decision, throughput: float, task: PlacementTask, interval: Interval
-    ) -> tuple[bool, str]:
-        """Whether it pays to take it back, and what is to be said of one that is slower and stays.
-
-        Two estimates tell what that would save: throughput before and after, of all there is to a step, but also of
-        how slow the machine happens to be; and what shards cost by now. Steps are not slower by the move where ranks
-        have become slower or faster since, or where by those costs the old plan is surely worse; else both estimates
-        are weighed, each as it is sure.
-        """
-        assert move.new_plan is not None and move.old_plan is not None and move.throughput_before is not None
-        saved = measured_gain(throughput, move.throughput_before)
-        error = math.hypot(self.trigger.scatter, move.throughput_error, interval.profile.standard_error)
-        if saved <= error:
-            return False, ""
-        so_would_the_old = "slower than before, but so would the old plan be now"
-        if self._ranks_changed:
-            return False, so_would_the_old
-        [back] = self.chooser.proposals(task, interval, move.new_plan, [move.old_plan])
-        if back.gain < -thresholds.SURE * back.uncertainty:
-            return False, so_would_the_old
-        back = back.weighed_with(saved, error)
-        if self.chooser.pays(back, interval):
-            return True, ""
-        margin = percent(thresholds.SURE * back.uncertainty)
-        return False, f"slower than before, but the old plan would save {percent(back.gain)}, give or take {margin}"
 
     def _written(self, decision: Decision) -> Decision:
         self.log.write(decision.to_json())
@@ -202,10 +201,15 @@ class Controller:
             "last_step": self._last_step,
             "unproven": None if self._unproven is None else self._unproven.state_dict(),
             "ranks_changed": self._ranks_changed,
-            "since_move": self._since_move,
+            "change_began": self._change_began,
+            **{key: steps and steps.to_json() for key, steps in self._timed_steps.items()},
             "trigger": self.trigger.state_dict(),
             "chooser": self.chooser.state_dict(),
         }
+
+    @property
+    def _timed_steps(self) -> dict[str, TimedSteps | None]:
+        return {"steps": self._steps, "before": self._before, "after": self._after}
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_ranks: bool = True) -> None:
         """Brings the log to what it was then, too: later decisions will be made again. same_ranks: False where the
@@ -217,17 +221,18 @@ class Controller:
             self._written(unproven)
         if same_ranks:
             self._unproven, self._ranks_changed = unproven, state.get("ranks_changed", False)
-            self._since_move = state.get("since_move")
+            self._change_began = state.get("change_began")
+            self._steps, self._before, self._after = (TimedSteps.from_json(state.get(key)) for key in self._timed_steps)
             self.trigger.load_state_dict(state["trigger"])
             self.chooser.load_state_dict(state["chooser"])
 
 
 def _taken_back(base: Decision, move: Decision) -> Decision:
-    assert move.predicted_gain is not None and move.new_plan is not None and move.old_plan is not None
+    assert move.new_plan is not None and move.old_plan is not None
     return replace(
         base,
         action="rolled_back",
-        why=f"it was {gains(move.predicted_gain, move.measured_gain)}",
+        why=f"it was {move.gains}",
         new_plan=move.old_plan,
         old_plan=move.new_plan,
     )

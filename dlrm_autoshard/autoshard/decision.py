@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
 
 from dlrm_autoshard.autoshard import thresholds
-from dlrm_autoshard.costs import COMPUTE, IQR_OF_NORMAL, StepProfile, balance_gain, balance_gains, step_cost_ms
+from dlrm_autoshard.autoshard.move_worth import TimedSteps
+from dlrm_autoshard.costs import COMPUTE, IQR_OF_NORMAL, StepProfile, balance_gain, balance_gains, stages_W4, step_cost_ms
 from dlrm_autoshard.formats.words import count, gib
 from dlrm_autoshard.plan import MoveRecord, ShardingPlan
-from dlrm_autoshard.tables import Shard
+from dlrm_autoshard.records.decisions import worth_in_words
+from dlrm_autoshard.tables import Shard, lookup_work
 
 Action = Literal["kept", "moved", "rolled_back", "refused"]
 
@@ -28,8 +30,9 @@ class Interval:
     """What was measured over an interval that ends after `step`; throughput over all ranks, in examples/s. samples:
     steps whose stages were timed, timed_SW4: each of them, in ms. remaining_steps: that are to come. changed_steps:
     since the ranks' times changed, where they did so in mid-interval; moves_since: that were made since then;
-    before_change: throughput of the interval that ended by it, up to there, where this is the next one. early: it ended
-    before its time, to be decided on soon. gather_seconds: for which training stood still until all this was known."""
+    before_change: timed steps of the interval that ended by it, up to there, where this is the next one. early: it
+    ended before its time, to be decided on soon. core_share: the least part of the time for which a rank had its core;
+    None: not known. gather_seconds: for which training stood still until all this was known."""
 
     epoch: int
     step: int
@@ -40,13 +43,25 @@ class Interval:
     timed_SW4: np.ndarray = field(default_factory=lambda: np.zeros((0, 1, 4)), repr=False, compare=False)
     changed_steps: int | None = None
     moves_since: int = 0
-    before_change: float | None = None
+    before_change: TimedSteps | None = None
     early: bool = False
+    core_share: float | None = None
     gather_seconds: float = 0.0
 
     @property
     def step_ms(self) -> float:
         return 1000 * self.profile.batch_size / self.throughput
+
+    @property
+    def timed(self) -> TimedSteps:
+        """What its sampled steps cost; where they were not kept one by one, the typical step."""
+        timed_S = self.timed_SW4.max(axis=1).sum(axis=1).tolist() or [step_cost_ms(self.profile.ranks)]
+        lookups = [
+            lookup_work(table.embedding_dim, stat.mean_pooling)
+            for table, stat in zip(self.profile.tables, self.profile.stats, strict=True)
+        ]
+        work_ms = float(stages_W4(self.profile.ranks)[:, COMPUTE].sum())
+        return TimedSteps(tuple(timed_S), self.step_ms, work_ms, self.core_share, tuple(lookups))
 
     @property
     def planned_part(self) -> float:
@@ -91,12 +106,6 @@ class Proposal:
     parts: int = 1
     largest: int = 0
 
-    def weighed_with(self, gain: float, uncertainty: float) -> Proposal:
-        """By another estimate of the same gain, too: each counts for as much as it is sure, errors being normal."""
-        own, other = max(self.uncertainty, 1e-9) ** -2, max(uncertainty, 1e-9) ** -2
-        mean = (own * self.gain + other * gain) / (own + other)
-        return replace(self, gain=mean, uncertainty=(own + other) ** -0.5)
-
 
 def seen_of(stages_W4: np.ndarray, step_ms: float) -> np.ndarray:
     """[1 + W], parts of the step: what perfect balance would save, and how much longer each rank computes than they do
@@ -122,10 +131,10 @@ class Decision:
     adopt and to leave; None where they keep theirs. balance_gain: what perfect balance would save, given the ranks'
     speeds (`costs.balance_gain`). error_before, error_after: of the cost model on the interval's
     stages, before it had seen them and after. moves: what travelled, once it has. part_of: the larger move that this
-    one is a part of, in words.
-    decide_seconds: for which training stood still to learn and decide, the move itself apart. throughput_error: of the
-    one before, a part of it, by the steps that were timed. shift: what is expected to be seen of the next steps. Both
-    are in no record.
+    one is a part of, in words. measured_low, measured_high: 90% interval of measured_gain; doubt: why that says nothing
+    (`move_worth.Worth`).
+    decide_seconds: for which training stood still to learn and decide, the move itself apart. shift: what is expected
+    to be seen of the next steps; it is in no record.
     """
 
     epoch: int
@@ -135,6 +144,9 @@ class Decision:
     predicted_gain: float | None = None
     uncertainty: float | None = None
     measured_gain: float | None = None
+    measured_low: float | None = None
+    measured_high: float | None = None
+    doubt: str | None = None
     moves: tuple[MoveRecord, ...] = ()
     move_seconds: float = 0.0
     part_of: str | None = None
@@ -143,8 +155,6 @@ class Decision:
     error_before: float | None = None
     error_after: float | None = None
     throughput_before: float | None = None
-    throughput_after: float | None = None
-    throughput_error: float = 0.0
     decide_seconds: float = 0.0
     new_plan: ShardingPlan | None = None
     old_plan: ShardingPlan | None = None
@@ -166,11 +176,20 @@ class Decision:
             return f"{self.action}: {self.why}"
         verb = "moved" if self.action == "moved" else "moved back"
         done = f"{verb} {moving(self.tables_moved, self.bytes_moved)}, {self.move_seconds:.2f} s"
-        gain = "" if self.predicted_gain is None else f": {gains(self.predicted_gain, self.measured_gain)}"
+        gain = "" if self.predicted_gain is None else f": {self.gains}"
         return "; ".join([done + gain, *(said for said in (self.why, self.part_of) if said)])
 
+    @property
+    def gains(self) -> str:
+        """'predicted gain 14.8%, measured 13.9% (11.2 to 16.6%)'; or why that is not known."""
+        assert self.predicted_gain is not None
+        predicted, measured = f"predicted gain {self.predicted_gain:.1%}", worth_in_words(vars(self))
+        if self.doubt:
+            return f"{predicted}, what it gained is not known: {self.doubt}"
+        return predicted if measured is None else f"{predicted}, measured {measured}"
+
     def to_json(self) -> dict[str, Any]:
-        left_out = ("new_plan", "old_plan", "shift", "throughput_error", "why")
+        left_out = ("new_plan", "old_plan", "shift", "why")
         record = {name: value for name, value in vars(self).items() if name not in left_out}
         plan = None if self.new_plan is None else self.new_plan.fingerprint
         return {**record, "bytes_moved": self.bytes_moved, "text": self.text, "plan": plan}
@@ -191,12 +210,6 @@ class Decision:
 def moving(tables: int, num_bytes: int) -> str:
     """'7 tables, 412 MiB'"""
     return f"{count(tables, 'table')}, {gib(num_bytes)}"
-
-
-def gains(predicted: float, measured: float | None = None) -> str:
-    """'predicted gain 14.8%, measured 13.9%'"""
-    text = f"predicted gain {predicted:.1%}"
-    return text if measured is None else f"{text}, measured {measured:.1%}"
 
 
 def percent(part: float) -> str:

@@ -24,6 +24,7 @@ from dlrm_autoshard.autoshard.change_watch import ChangeWatch
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval, error_of_median
 from dlrm_autoshard.autoshard.initial_plan import Placement, reshards
+from dlrm_autoshard.autoshard.move_worth import TimedSteps
 from dlrm_autoshard.autoshard.resharding import MoveTo, Resharding
 from dlrm_autoshard.autoshard.sampling import Sampling
 from dlrm_autoshard.autoshard.table_observer import TableObserver
@@ -44,12 +45,12 @@ from dlrm_autoshard.tables import TableStats
 @dataclass(frozen=True)
 class Carried:
     """Of one interval, into the next: what showed a change. timed: sampled steps; samples: this rank's real ones of the
-    other steps, which took so many seconds. before: throughput up to there, on rank 0."""
+    other steps, which took so many seconds. before: the timed steps up to there, on rank 0."""
 
     timed: int = 0
     samples: int = 0
     seconds: float = 0.0
-    before: float | None = None
+    before: TimedSteps | None = None
 
 
 class Intervals:
@@ -146,8 +147,14 @@ class Intervals:
         since = self._samples - samples, self._seconds - seconds
         record, profile, timed_SW4 = self._recorded(number, step)
         if early and (timed := self._sampling.cut()) is not None:
-            before = self._runtime.gather(samples / seconds if seconds > 0 else 0.0)
-            self._carried = Carried(timed, *since, sum(before or ()) or None)
+            throughput = sum(self._runtime.gather(samples / seconds if seconds > 0 else 0.0) or ())
+            before = None
+            if record is not None and profile is not None and throughput > 0 and len(timed_SW4) > timed:
+                one = Interval(
+                    number, step, profile, throughput, 0, timed_SW4=timed_SW4[:-timed], core_share=record.core_share
+                )
+                before = one.timed
+            self._carried = Carried(timed, *since, before)
             return record, None
         if not early:
             self._sampling.ended(step - self.first_step)
@@ -158,7 +165,8 @@ class Intervals:
                 changed_steps, moves_since = self._sampling.since_change(step)
                 interval = Interval(
                     number, step, profile, record.throughput, remaining_steps, record.samples, timed_SW4,
-                    changed_steps, moves_since, self._before_change, early, time.perf_counter() - started,
+                    changed_steps, moves_since, self._before_change, early, record.core_share,
+                    time.perf_counter() - started,
                 )  # fmt: skip
         if self.resharding is None or not (early or self.resharding.is_due(number)):
             return record, None

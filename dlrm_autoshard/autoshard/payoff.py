@@ -86,8 +86,3 @@ def caution_after(min_gain: float, moves_ago: Iterable[int], left_ago: int | Non
     """
     ago = [*moves_ago, *([] if left_ago is None else [left_ago]), *([0] if rolled_back else [])]
     return min_gain * sum(max(0.0, 1 - past / thresholds.MEMORY) for past in ago)
-
-
-def measured_gain(throughput_before: float, throughput_after: float) -> float:
-    """Part of the step time saved, from examples/s."""
-    return 1 - throughput_before / throughput_after

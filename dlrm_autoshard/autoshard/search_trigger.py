@@ -22,16 +22,14 @@ HALVES_SECONDS = 0.3
 
 
 class SearchTrigger:
-    """Two scatters: `scatter`, of throughput, by which a move that was made is judged, and `gain_scatter`, of what
-    perfect balance would save, by which predicted gains are. A machine that is slower for a while is slower for all
-    ranks: throughput then says little, and which rank waits for which still much.
+    """Gains are judged by `gain_scatter`, of what perfect balance would save. A machine that is slower for a while is
+    slower for all ranks: throughput then says little, and which rank waits for which still much.
     """
 
     def __init__(self, min_gain: float, budget_seconds: float = float("inf")) -> None:
         """budget_seconds: that a search may take after an interval, at most."""
         self.min_gain, self.budget_seconds = min_gain, budget_seconds
-        self.differences: list[float] = []  # of throughput between intervals in which nothing changed
-        self.gain_differences: list[float] = []  # of `balance_gain`, likewise
+        self.gain_differences: list[float] = []  # of `balance_gain` between intervals in which nothing changed
         self._took = self._spent = 0.0  # seconds: of this interval's searches, and of those that found nothing here
         self.balance_gain = 0.0  # part of the step time that perfect balance would save
         self._error = 0.0  # standard error of that, by the interval's own steps
@@ -85,7 +83,6 @@ class SearchTrigger:
         )
         if last is not None and not changed and not differ(last.profile, interval.profile):
             self._alike = min(self._alike + 1, thresholds.MEMORY)
-            _keep(self.differences, abs(interval.throughput / last.throughput - 1))
             _keep(self.gain_differences, abs(self.balance_gain - last_gain))
         else:
             self._alike, self._alike_since = 1, interval.step
@@ -99,9 +96,9 @@ class SearchTrigger:
         return grown > max(self.min_gain - self._gain_then, self.min_gain / 2)
 
     @property
-    def scatter(self) -> float:
-        """Relative difference of throughput to be expected between intervals in which nothing changes."""
-        return _typical(self.differences)
+    def is_as_before(self) -> bool:
+        """Whether the interval seen last is like the one before it."""
+        return self._alike > 1
 
     @property
     def gain_scatter(self) -> float:
@@ -163,10 +160,10 @@ class SearchTrigger:
 
     def state_dict(self) -> dict[str, Any]:
         """What was found in earlier searches is not kept, so that a job that goes on searches again."""
-        return {"differences": list(self.differences), "gain_differences": list(self.gain_differences)}
+        return {"gain_differences": list(self.gain_differences)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.differences, self.gain_differences = list(state["differences"]), list(state["gain_differences"])
+        self.gain_differences = list(state["gain_differences"])
 
 
 def differ(one: StepProfile, other: StepProfile) -> bool:

@@ -1,9 +1,10 @@
-"""decisions.jsonl: one line a decision, at most one a step.
+"""decisions.jsonl: one line a decision, at most one a step; and what a line says of its gains, in words.
 
 log = DecisionLog(run / "decisions.jsonl")
 log.write({"step": 500, "action": "moved", ..., "measured_gain": None})    # on disk at once
 log.write({"step": 500, "action": "moved", ..., "measured_gain": 0.14})    # in its place, an interval later
 log.forget_after(400)                                                      # going on from an earlier checkpoint
+worth_in_words(line)                                                       # "14% (11 to 17%)", or None
 """
 
 from __future__ import annotations
@@ -29,3 +30,19 @@ class DecisionLog:
 
     def forget_after(self, step: int) -> None:
         change_jsonl(self.path, lambda line: line if int(line.get("step", -1)) <= step else None)
+
+
+def worth_in_words(decision: Mapping[str, Any]) -> str | None:
+    """Returns the part of a step that a move saved, with its interval; None where it is in doubt or not measured.
+
+    The terminal, the report and the page say a move's worth in these words only."""
+    gain, low, high = (decision.get(f"measured_{key}") for key in ("gain", "low", "high"))
+    if decision.get("doubt") or gain is None or low is None or high is None:
+        return None
+    return interval_in_words(gain, low, high)
+
+
+def interval_in_words(part: float, low: float, high: float) -> str:
+    """'18.2% (15.0 to 21.4%)'"""
+    shown = [f"{round(100 * value, 1) + 0.0:.1f}" for value in (part, low, high)]
+    return f"{shown[0]}% ({shown[1]} to {shown[2]}%)"

@@ -139,6 +139,10 @@ def table_costs_ms(profile: IntervalFacts) -> dict[str, float]:
     return costs
 
 
+NOTABLE_DRIFT = 0.05
+"""Part of the lookups: statistics of a few sampled batches differ by one or two hundredths by themselves."""
+
+
 def drift(earlier: IntervalFacts, later: IntervalFacts) -> float:
     """Part of the values looked up that went to other tables than before: half the sum of the shares' changes."""
     shares = []
@@ -149,8 +153,15 @@ def drift(earlier: IntervalFacts, later: IntervalFacts) -> float:
             work[name] = work.get(name, 0.0) + table_work(table, "fwd_compute")
         total = sum(work.values()) or 1.0
         shares.append({name: part / total for name, part in work.items()})
-    before, after = shares
-    return sum(abs(before.get(name, 0.0) - after.get(name, 0.0)) for name in before | after) / 2
+    names = list(shares[0] | shares[1])
+    before, after = ([share.get(name, 0.0) for name in names] for share in shares)
+    return moved_part(before, after)
+
+
+def moved_part(before: Sequence[float], after: Sequence[float]) -> float:
+    """Part of the values looked up that is elsewhere, or that there was not before. Both: by table."""
+    total = sum(before) + sum(after)
+    return sum(abs(a - b) for a, b in zip(before, after, strict=True)) / total if total else 0.0
 
 
 def stage_summary(profile: IntervalFacts) -> dict[str, dict[str, float]]:

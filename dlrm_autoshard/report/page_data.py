@@ -13,15 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, imbalance
-from dlrm_autoshard.records.diagnosis import drift, table_costs_ms
+from dlrm_autoshard.records.decisions import worth_in_words
+from dlrm_autoshard.records.diagnosis import NOTABLE_DRIFT, drift, table_costs_ms
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import comms_imbalance, compute_imbalance, step_time, total_wait_ms
 from dlrm_autoshard.report.verdict import what_is_left, who_is_slow
 
 Columns = dict[str, list[Any]]
-NOTABLE_DRIFT = 0.05
-"""Part of the lookups: statistics of a few sampled batches differ by one or two hundredths by themselves."""
 METRICS = {"logloss": "Log loss", "loss": "Training loss, weighted or over all labels", "auc": "AUC"}
 """Those that are drawn."""
 MOST_POINTS = 400
@@ -59,8 +58,8 @@ def event_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
         action = str(decision.get("action")).replace("_", " ")
         if action == "kept" or decision.get("step") is None:
             continue
-        before, after = decision.get("throughput_before"), decision.get("throughput_after")
-        note = f"{after / before - 1:+.0%}" if before and after else None
+        worth = worth_in_words(decision)
+        note = worth and f"saves {worth}"
         yield {"step": decision["step"], "event": action, "note": note, "text": str(decision.get("text"))}
     for earlier, later in itertools.pairwise(record.intervals):
         moved = drift(earlier, later)
