@@ -19,7 +19,6 @@ import pytest
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval
-from dlrm_autoshard.autoshard.move_worth import TimedSteps
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import AutoshardConfig, ReshardConfig
 from dlrm_autoshard.costs import StepProfile, stages_W4, step_cost_ms
@@ -30,6 +29,7 @@ from dlrm_autoshard.probe.calibration import ShardTimer
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.jsonl import read_jsonl
+from dlrm_autoshard.records.move_worth import TimedSteps
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 
 BATCH, STEPS, DENSE_MS = 2048, 500, 4.0

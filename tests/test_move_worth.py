@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dlrm_autoshard.autoshard.move_worth import TimedSteps, shift, worth_of
+from dlrm_autoshard.records.move_worth import TimedSteps, shift, worth_of
 
 DENSE_MS = 10.0
 

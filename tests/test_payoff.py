@@ -151,11 +151,11 @@ def test_knowing_is_worth_what_the_moves_save_that_are_made_then(
 def test_texts_read_as_in_the_records() -> None:
     assert moving(7, 412 << 20) == "7 tables, 412 MiB" and moving(1, 2048).startswith("1 table,")
     moved = Decision(0, 500, "moved", predicted_gain=0.148, moves=(MOVED,), move_seconds=0.312, new_plan=PLAN)
-    assert moved.text == "moved 1 table, 412 MiB, 0.31 s: predicted gain 14.8%"
+    assert moved.text == "moved 1 table, 412 MiB, 0.31 s: predicted gain 14.8%; 'a' from rank 0 to 1"
     judged = dataclasses.replace(moved, measured_gain=-0.021, measured_low=-0.04, measured_high=-0.0001)
-    assert judged.text == f"{moved.text}, measured -2.1% (-4.0 to 0.0%)"
+    assert "gain 14.8%, measured -2.1% (-4.0 to 0.0%); 'a' from" in judged.text
     doubted = dataclasses.replace(judged, doubt="too few steps were sampled")
-    assert doubted.text == f"{moved.text}, what it gained is not known: too few steps were sampled"
+    assert "gain 14.8%, what it gained is not known: too few steps were sampled; 'a' from" in doubted.text
     assert Decision(0, 500, "kept", "no steps are left").text == "kept: no steps are left"
 
 

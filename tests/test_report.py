@@ -367,13 +367,22 @@ def test_stragglers_of_earlier_epochs_and_what_autoshard_did_are_told(tmp_path: 
     ]
     first, *_ = moves = [decision for decision in record.decisions if decision["action"] == "moved"]
     one = replace(record, decisions=(first,))
-    assert autoshard_in_one_line(one) == "1 move, 30.0k -> 34.0k examples/s (+13%), paid back after 80 steps"
-    two = tuple({**move, "measured_gain": gain} for move, gain in zip(moves, (0.121, 0.078), strict=True))
-    assert autoshard_in_one_line(replace(record, decisions=two)) == (
-        "2 moves, 12.1% and 7.8% of a step saved, each against the interval before it, paid back after 80 and 80 steps"
+    assert autoshard_in_one_line(one) == (
+        "1 move ('cat_1' from rank 1 to 0): saved 13.9% (11.2 to 16.6%) of a step, paid back after 80 steps"
     )
-    and_back = (two[0], {"action": "kept"}, two[1], {"action": "rolled_back"}, {**first, "measured_gain": -0.0001})
-    assert "12.1% and 0.0% of a step" in autoshard_in_one_line(replace(record, decisions=and_back))
+    two = (first, {**moves[1], "measured_gain": 0.078, "measured_low": 0.05, "measured_high": 0.1})
+    assert autoshard_in_one_line(replace(record, decisions=two)) == (
+        "2 moves: saved 13.9% (11.2 to 16.6%) and 7.8% (5.0 to 10.0%) of a step, paid back after 80 and 80 steps"
+    )
+    even = {**first, "measured_gain": -0.0001, "paid_back_after_steps": None}
+    and_back = (two[0], {"action": "kept"}, two[1], {"action": "rolled_back"}, even)
+    assert "saved 13.9% (11.2 to 16.6%) and 0.0% (11.2" in autoshard_in_one_line(replace(record, decisions=and_back))
+    doubted = {**first, "doubt": "a rank had its core for 60% of the time", "paid_back_after_steps": None}
+    said = "what it saved is not known (a rank had its core for 60% of the time)"
+    assert autoshard_in_one_line(replace(record, decisions=(doubted,))).endswith(f": {said}")
+    assert "what 1 of them saved is not known (no interval followed)" in autoshard_in_one_line(
+        replace(record, decisions=(first, {"action": "moved"}))
+    )
 
 
 def test_what_it_cost_is_told_beside_what_the_whole_took(tmp_path: Path) -> None:
@@ -398,7 +407,7 @@ def test_a_run_that_cannot_move_tables_says_how_to_let_them_where_it_matters(tmp
 
 def test_the_verdict_does_not_praise_or_blame_a_speed_that_was_left(tmp_path: Path) -> None:
     record = RunRecord.load(write_run(tmp_path / "run", ranks=4, epochs=6))
-    move = {"action": "moved", "throughput_before": 50_000.0, "throughput_after": 45_000.0}
+    move = {"action": "moved", "measured_gain": 0.1, "measured_low": 0.05, "measured_high": 0.15}
     taken_back = replace(record, decisions=(move, {"action": "rolled_back"}, {"action": "kept"}))
     assert autoshard_in_one_line(taken_back) == "1 move, 1 taken back, the last move among them"
 

@@ -93,8 +93,13 @@ def test_decisions_have_the_columns_of_which_something_is_known(tmp_path: Path) 
         )
         for decided in (whole, kept)
     }
-    assert "paid back after, steps" in sections[whole["action"]] and ">and after<" in sections[whole["action"]]
-    assert "examples/s before" in sections["kept"] and ">and after<" not in sections["kept"]
+    assert (
+        "paid back after, steps" in sections[whole["action"]] and "13.9% (11.2 to 16.6%)" in sections[whole["action"]]
+    )
+    assert "examples/s before" in sections["kept"] and "gain, measured" not in sections["kept"]
+    doubted = replace(record, decisions=({**whole, "doubt": "few steps"},))
+    body = next(body for key, _, body in page_sections(doubted, set()) if key == "decisions")
+    assert "<td>in doubt</td>" in body and "13.9%" not in body
 
 
 @needs_chromium

@@ -17,7 +17,6 @@ from typing import Any
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.choose_move import MoveChooser
 from dlrm_autoshard.autoshard.decision import Decision, Interval, Shift, seen_of
-from dlrm_autoshard.autoshard.move_worth import TimedSteps, worth_of
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.costs import prediction_error, stages_W4, step_cost_ms
@@ -26,6 +25,7 @@ from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import ShardTimer
 from dlrm_autoshard.records.decisions import DecisionLog
+from dlrm_autoshard.records.move_worth import TimedSteps, worth_of
 
 
 class Controller:

@@ -15,11 +15,19 @@ from typing import Any, Literal
 import numpy as np
 
 from dlrm_autoshard.autoshard import thresholds
-from dlrm_autoshard.autoshard.move_worth import TimedSteps
-from dlrm_autoshard.costs import COMPUTE, IQR_OF_NORMAL, StepProfile, balance_gain, balance_gains, stages_W4, step_cost_ms
+from dlrm_autoshard.costs import (
+    COMPUTE,
+    IQR_OF_NORMAL,
+    StepProfile,
+    balance_gain,
+    balance_gains,
+    stages_W4,
+    step_cost_ms,
+)
 from dlrm_autoshard.formats.words import count, gib
 from dlrm_autoshard.plan import MoveRecord, ShardingPlan
-from dlrm_autoshard.records.decisions import worth_in_words
+from dlrm_autoshard.records.decisions import moves_in_words, worth_in_words
+from dlrm_autoshard.records.move_worth import TimedSteps
 from dlrm_autoshard.tables import Shard, lookup_work
 
 Action = Literal["kept", "moved", "rolled_back", "refused"]
@@ -177,7 +185,8 @@ class Decision:
         verb = "moved" if self.action == "moved" else "moved back"
         done = f"{verb} {moving(self.tables_moved, self.bytes_moved)}, {self.move_seconds:.2f} s"
         gain = "" if self.predicted_gain is None else f": {self.gains}"
-        return "; ".join([done + gain, *(said for said in (self.why, self.part_of) if said)])
+        which = moves_in_words(vars(self))
+        return "; ".join([done + gain, *(said for said in (which, self.why, self.part_of) if said)])
 
     @property
     def gains(self) -> str:

@@ -24,7 +24,6 @@ from dlrm_autoshard.autoshard.change_watch import ChangeWatch
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval, error_of_median
 from dlrm_autoshard.autoshard.initial_plan import Placement, reshards
-from dlrm_autoshard.autoshard.move_worth import TimedSteps
 from dlrm_autoshard.autoshard.resharding import MoveTo, Resharding
 from dlrm_autoshard.autoshard.sampling import Sampling
 from dlrm_autoshard.autoshard.table_observer import TableObserver
@@ -39,6 +38,7 @@ from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.facts import RankInterval, rank_file
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import append_jsonl
+from dlrm_autoshard.records.move_worth import TimedSteps
 from dlrm_autoshard.tables import TableStats
 
 

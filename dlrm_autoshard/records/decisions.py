@@ -1,10 +1,11 @@
-"""decisions.jsonl: one line a decision, at most one a step; and what a line says of its gains, in words.
+"""decisions.jsonl: one line a decision, at most one a step; and what a line says of its moves, in words.
 
 log = DecisionLog(run / "decisions.jsonl")
 log.write({"step": 500, "action": "moved", ..., "measured_gain": None})    # on disk at once
 log.write({"step": 500, "action": "moved", ..., "measured_gain": 0.14})    # in its place, an interval later
 log.forget_after(400)                                                      # going on from an earlier checkpoint
-worth_in_words(line)                                                       # "14% (11 to 17%)", or None
+worth_in_words(line)                                                       # "14.0% (11.2 to 16.8%)", or None
+moves_in_words(line)                                                       # "'ad' from rank 1 to 0"
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dlrm_autoshard.formats.words import some_of
 from dlrm_autoshard.records.jsonl import SCHEMA, append_jsonl, change_jsonl, lost_where_full, read_jsonl
 
 
@@ -40,6 +42,17 @@ def worth_in_words(decision: Mapping[str, Any]) -> str | None:
     if decision.get("doubt") or gain is None or low is None or high is None:
         return None
     return interval_in_words(gain, low, high)
+
+
+def moves_in_words(decision: Mapping[str, Any], most: int = 3) -> str:
+    """ "'ad' and 'user[0:32]' from rank 1 to 0", of the shards that moved; "" where the record does not say which."""
+    by_way: dict[tuple[int, int], list[str]] = {}
+    for move in decision.get("moves") or ():
+        by_way.setdefault((move["from_rank"], move["to_rank"]), []).append(move["shard"])
+    ways = sorted(by_way, key=lambda way: (-len(by_way[way]), way))
+    said = [f"{some_of(by_way[way], most)} from rank {way[0]} to {way[1]}" for way in ways[:most]]
+    left = sum(len(by_way[way]) for way in ways[most:])
+    return ", ".join([*said, *([f"{left} more elsewhere"] if left else [])])
 
 
 def interval_in_words(part: float, low: float, high: float) -> str:

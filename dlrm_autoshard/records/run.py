@@ -160,6 +160,9 @@ class DecisionRecord(TypedDict, total=False):
     predicted_gain: Number | None
     balance_gain: Number | None
     measured_gain: Number | None
+    measured_low: Number | None
+    measured_high: Number | None
+    doubt: str | None
     bytes_moved: Count | None
     moves: list[MoveRecord] | None
     decide_seconds: Number | None
@@ -168,7 +171,6 @@ class DecisionRecord(TypedDict, total=False):
     error_before: Number | None
     error_after: Number | None
     throughput_before: Number | None
-    throughput_after: Number | None
 
 
 class TrainKeys(TypedDict, total=False):

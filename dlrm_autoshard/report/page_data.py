@@ -157,13 +157,19 @@ def _metric_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
                 yield {"step": line["step"], "split": split, "metric": name, "value": line[name]}
 
 
+MEASURED = {"measured": "gain", "low": "low", "high": "high"}
+"""Columns of what a move saved, by the record's key."""
+
+
 def _decision_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
     for decision in record.decisions:
-        gains = {kind: decision.get(f"{kind}_gain") for kind in ("predicted", "measured")}
+        gains = {"predicted": decision.get("predicted_gain")}
+        known = worth_in_words(decision) is not None
+        gains |= {key: decision[f"measured_{of}"] if known else None for key, of in MEASURED.items()}
         yield {
             "step": decision.get("step"),
             "action": str(decision.get("action")).replace("_", " "),
-            **{kind: None if gain is None else 100 * gain for kind, gain in gains.items()},
+            **{key: None if gain is None else 100 * gain for key, gain in gains.items()},
         }
 
 

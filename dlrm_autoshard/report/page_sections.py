@@ -13,6 +13,7 @@ from typing import Any
 
 from dlrm_autoshard.costs import STAGES
 from dlrm_autoshard.formats.words import gib
+from dlrm_autoshard.records.decisions import worth_in_words
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.chart_style import LETTERS, SEGMENTS
 from dlrm_autoshard.report.comparison import side_by_side
@@ -71,8 +72,9 @@ def _verdict(record: RunRecord, drawn: set[str]) -> str:
     said = "".join(f"<p>{escape(sentence)}</p>" for sentence in verdict(record))
     speed = (
         _figure("speed", "Speed over the run",
-                "Examples a second of all ranks, over every step, sampled or not. Marked: tables moved (with the "
-                "change of speed), a move taken back, and drift, where the data look up other tables than before.")
+                "Examples a second of all ranks, over every step, sampled or not. Marked: tables moved (with what that "
+                "saved of a step, where it is known), a move taken back, and drift, where the data look up other "
+                "tables than before.")
         if "speed" in drawn else ""
     )  # fmt: skip
     bullets = "".join(f"<li>{escape(sentence)}</li>" for sentence in details(record)[1 if record.intervals else 0 :])
@@ -178,7 +180,8 @@ def _prediction(record: RunRecord) -> str:
 def _decisions(record: RunRecord, drawn: set[str]) -> str:
     figure = (
         _figure("decisions", "Gain, predicted and measured",
-                "Open marks: predicted gain of the best candidate. Filled marks: what was measured after a move.")
+                "Open marks: predicted gain of the best candidate. Filled marks: what a move saved, with its 90% "
+                "interval, where that is known.")
         if "decisions" in drawn else ""
     )  # fmt: skip
     cells = [_decision_cells(decision) for decision in record.decisions]
@@ -203,9 +206,8 @@ def _decisions(record: RunRecord, drawn: set[str]) -> str:
 def _decision_cells(decision: Mapping[str, Any]) -> dict[str, str]:
     return {
         "examples/s before": _rate(decision.get("throughput_before")),
-        "and after": _rate(decision.get("throughput_after")),
         "gain, predicted": _part(decision.get("predicted_gain"), "+.1%"),
-        "gain, measured": _part(decision.get("measured_gain"), "+.1%"),
+        "gain, measured": worth_in_words(decision) or ("in doubt" if decision.get("doubt") else NOTHING),
         "moved": gib(decision["bytes_moved"]) if decision.get("bytes_moved") else NOTHING,
         "seconds": _cell(decision.get("move_seconds") or None),
         "paid back after, steps": _cell(decision.get("paid_back_after_steps")),

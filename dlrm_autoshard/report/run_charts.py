@@ -103,19 +103,19 @@ def metric(name: str, splits: list[str]) -> Layers:
 
 
 def decisions() -> Layers:
-    """Open marks: predicted gain; filled: measured; shape: what was done."""
+    """Open marks: predicted gain; filled: measured, on their interval; shape: what was done."""
     y = alt.Y("predicted:Q", title="gain, % of the step", axis=alt.Axis(tickCount=5))
     shape = alt.Shape(
         "action:N", title=None, scale=palette(ACTIONS, ["triangle-up", "circle", "triangle-down", "cross"])
     )
     tips = [tip("step:Q", "step", ",d"), tip("action:N", "decision")]
-    tips += [tip(f"{kind}:Q", f"{kind}, %", ".1f") for kind in ("predicted", "measured")]
+    tips += [tip(f"{kind}:Q", f"{kind}, %", ".1f") for kind in ("predicted", "measured", "low", "high")]
     guess = mark().transform_filter("isValid(datum.predicted)").mark_point(size=95, strokeWidth=1.8, color=BLUE)
     known = mark().transform_filter("isValid(datum.measured)")
-    link = known.transform_filter("isValid(datum.predicted)").mark_rule(color="#888")
+    interval = known.mark_rule(color=INK, strokeWidth=1.5)
     return alt.layer(
         mark().mark_rule(color=GREY).encode(y=alt.datum(0)),
-        link.encode(x=step_axis(), y=y, y2="measured:Q"),
+        interval.encode(x=step_axis(), y="low:Q", y2="high:Q", tooltip=tips),
         guess.encode(x=step_axis(), y=y, shape=shape, tooltip=tips),
         known.mark_point(size=95, filled=True, color=INK).encode(
             x=step_axis(), y="measured:Q", shape=shape, tooltip=tips

@@ -1,7 +1,7 @@
 """A run's verdict: what autoshard did to its speed, who is slowest and why, what placement could save.
 
 for sentence in verdict(record): print(sentence)
-autoshard_in_one_line(record)      # "1 move, 23.9k -> 28.8k examples/s (+21%), paid back after 12 steps"
+autoshard_in_one_line(record)      # "1 move ('ad' from rank 1 to 0): saved 18.2% (15.0 to 21.4%) of a step, paid ..."
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dlrm_autoshard.formats.words import count
+from dlrm_autoshard.records.decisions import moves_in_words, worth_in_words
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 
@@ -35,8 +36,7 @@ def verdict(record: RunRecord) -> list[str]:
 
 
 def autoshard_in_one_line(record: RunRecord) -> str:
-    """What resharding did: the speed before and after a move, or of several what each saved. Between the first of
-    several and the last one anything may have become slower or faster by itself."""
+    """What resharding did, and what each move was worth: never the speed before and after, which has other causes."""
     done = Counter(str(decision.get("action")) for decision in record.decisions)
     moves = [decision for decision in record.decisions if decision.get("action") == "moved"]
     others = [
@@ -48,23 +48,21 @@ def autoshard_in_one_line(record: RunRecord) -> str:
         kept = f"no move in {count(len(record.decisions), 'decision')}"
         return ", ".join([kept, *others]) + f" ({_last_reason(record.decisions)})"
     parts = [count(len(moves), "move"), *others]
+    if len(moves) == 1 and (which := moves_in_words(moves[0])):
+        parts[0] += f" ({which})"
     actions = [decision.get("action") for decision in record.decisions]
     if "rolled_back" in actions and actions[::-1].index("rolled_back") < actions[::-1].index("moved"):
-        return ", ".join([*parts, "the last move among them"])  # whose speed was left
-    if len(moves) == 1:
-        before, after = (moves[0].get(f"throughput_{when}") for when in ("before", "after"))
-        told = (
-            before and after and f"{_thousands(before)} -> {_thousands(after)} examples/s ({after / before - 1:+.0%})"
-        )
-    else:
-        told = _gains_told(record.decisions)
-    if not told:
-        return ", ".join([*parts, "what that gained was not measured: no interval followed"])
-    parts.append(told)
-    paid = [steps for decision in moves if (steps := decision.get("paid_back_after_steps")) is not None]
+        return ", ".join([*parts, "the last move among them"])
+    stayed = [
+        move
+        for move, (action, following) in zip(record.decisions, itertools.pairwise([*actions, None]), strict=True)
+        if action == "moved" and following != "rolled_back"
+    ]
+    told = _worth_told(stayed)
+    paid = [move["paid_back_after_steps"] for move in stayed if move.get("paid_back_after_steps") is not None]
     if paid:
-        parts.append(f"paid back after {' and '.join(f'{steps:,}' for steps in paid[:4])} steps")
-    return ", ".join(parts)
+        told += f", paid back after {' and '.join(f'{steps:,}' for steps in paid[:4])} steps"
+    return f"{', '.join(parts)}: {told}"
 
 
 def who_is_slow(profile: IntervalProfile) -> list[str]:
@@ -95,23 +93,19 @@ def what_is_left(profile: IntervalProfile, gain: float | None = None) -> list[st
     return [f"In the last interval perfect balance would have saved {gain:.1%} of a step more, at most."]
 
 
-def _gains_told(decisions: Sequence[Mapping[str, Any]]) -> str | None:
-    """Of moves that were not taken back."""
-    actions = [decision.get("action") for decision in decisions] + [None]
-    known = [
-        float(move["measured_gain"])
-        for move, (action, following) in zip(decisions, itertools.pairwise(actions), strict=True)
-        if action == "moved" and following != "rolled_back" and move.get("measured_gain") is not None
-    ]
-    if not known:
-        return None
-    each = " and ".join(f"{round(100 * gain, 1) + 0.0:.1f}%" for gain in known)
-    told = each if len(known) <= 3 else f"{100 * min(known):.1f} to {100 * max(known):.1f}%"
-    return f"{told} of a step saved, each against the interval before it"
-
-
-def _thousands(rate: float) -> str:
-    return f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.0f}"
+def _worth_told(moves: Sequence[Mapping[str, Any]], most: int = 3) -> str:
+    """What moves saved, as far as it is known; of the last of the others why it is not."""
+    known = [worth for move in moves if (worth := worth_in_words(move))]
+    said = []
+    if known:
+        more = f" and {len(known) - most} more" if len(known) > most else ""
+        said.append(f"saved {' and '.join(known[:most])}{more} of a step")
+    unknown = [move for move in moves if worth_in_words(move) is None]
+    if unknown:
+        doubt = unknown[-1].get("doubt") or "no interval followed"
+        which = "what it saved" if len(moves) == 1 else f"what {len(unknown)} of them saved"
+        said.append(f"{which} is not known ({doubt})")
+    return "; ".join(said)
 
 
 def _last_reason(decisions: tuple[Mapping[str, Any], ...]) -> str:

@@ -22,6 +22,12 @@ from dlrm_autoshard.report.verdict import autoshard_in_one_line
 from dlrm_autoshard.train.callbacks import Callback, metric_scalars, profile_scalars
 from dlrm_autoshard.train.selection import BestSoFar
 
+_OF_MOVES = (
+    *("step", "action", "moves", "bytes_moved", "predicted_gain"),
+    *("measured_gain", "measured_low", "measured_high", "doubt"),
+)
+"""Keys of a decision that the result has of each move."""
+
 
 class Journal:
     """Does nothing on ranks where it is not `active`."""
@@ -93,9 +99,6 @@ def result_of(
         "best": best and {"metric": best.metric, "value": best.value, "step": best.step, "test": best_on_test},
         "throughput": speeds[-1] if speeds else None,
         "plan": plan.to_json(),
-        "moves": [
-            {key: d.get(key) for key in ("step", "action", "moves", "bytes_moved", "predicted_gain", "measured_gain")}
-            for d in moves
-        ],
+        "moves": [{key: d.get(key) for key in _OF_MOVES} for d in moves],
         "seconds": {phase: round(value, 3) for phase, value in seconds.items()},
     }

@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.formats.words import count
 from dlrm_autoshard.records.decisions import interval_in_words
 from dlrm_autoshard.records.diagnosis import NOTABLE_DRIFT, STARVED_BELOW, moved_part
 
-
-MOST_STEPS = 200
-"""That are compared: more tell no more, and are of longer ago."""
+NINETY = 1.64
+"""Standard deviations on either side that hold 90% of normal errors."""
+LEAST_STEPS, MOST_STEPS = 3, 200
+"""Steps under either plan that are compared: fewer have no quartiles; more tell no more, and are of longer ago."""
 OTHER_WORK = 0.25
 """By so much (a logarithm) two plans' computing, all ranks together, differs only where the machine or the data are not
 the same: with both of two ranks at work it was 0.1 more than with one of them, on cores that share their memory."""
@@ -98,7 +98,7 @@ class Worth:
     @property
     def uncertainty(self) -> float:
         """Standard deviation."""
-        return (self.high - self.low) / 2 / thresholds.SURE
+        return (self.high - self.low) / 2 / NINETY
 
 
 def worth_of(
@@ -119,13 +119,13 @@ def worth_of(
         saved_ms, low_ms, high_ms = shift(np.array(before.cost_ms), after_ms)
     else:
         middle = float(np.median(after_ms))
-        saved_ms, margin_ms = (instead[0] - 1) * middle, thresholds.SURE * instead[1] * middle
+        saved_ms, margin_ms = (instead[0] - 1) * middle, NINETY * instead[1] * middle
         low_ms, high_ms = saved_ms - margin_ms, saved_ms + margin_ms
     old_step_ms = max(after.step_ms + saved_ms, 1e-9)
-    gain, margin = saved_ms / old_step_ms, thresholds.SURE * scatter
+    gain, margin = saved_ms / old_step_ms, NINETY * scatter
     low = gain - math.hypot((saved_ms - low_ms) / old_step_ms, margin)
     high = gain + math.hypot((high_ms - saved_ms) / old_step_ms, margin)
-    foreseen, unsure = predicted[0], thresholds.SURE * predicted[1]
+    foreseen, unsure = predicted[0], NINETY * predicted[1]
     disagrees = ""
     if foreseen - unsure > high or foreseen + unsure < low:
         told = interval_in_words(gain, low, high)
@@ -135,7 +135,7 @@ def worth_of(
 
 def _incomparable(before: TimedSteps, after: TimedSteps) -> str:
     counts = len(before.cost_ms), len(after.cost_ms)
-    if min(counts) < thresholds.LEAST_SAMPLES:
+    if min(counts) < LEAST_STEPS:
         return f"too few steps were sampled to tell: {counts[0]} before it and {counts[1]} after"
     shares = [steps.core_share for steps in (before, after) if steps.core_share is not None]
     if shares and min(shares) < STARVED_BELOW:
@@ -151,5 +151,5 @@ def shift(before: np.ndarray, after: np.ndarray) -> tuple[float, float, float]:
     """
     pairs = np.sort(np.subtract.outer(before, after), axis=None)
     spread = math.sqrt(len(pairs) * (len(before) + len(after) + 1) / 12)  # of the rank sum
-    cut = min(max(0, math.floor(len(pairs) / 2 - thresholds.SURE * spread)), (len(pairs) - 1) // 2)
+    cut = min(max(0, math.floor(len(pairs) / 2 - NINETY * spread)), (len(pairs) - 1) // 2)
     return float(np.median(pairs)), float(pairs[cut]), float(pairs[-1 - cut])
