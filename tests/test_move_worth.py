@@ -46,12 +46,12 @@ def test_where_the_data_changed_the_old_plan_costs_what_all_that_was_learned_say
 
 
 def test_a_number_is_in_doubt_where_it_is_not_what_was_predicted_or_steps_do_not_compare() -> None:
-    foreseen = {"predicted": (0.2, 0.01)}
-    assert "not what was predicted, give or take 1.6%" in worth_of(steps(10), steps(10), **foreseen).doubt
+    foreseen = (0.2, 0.01)
+    assert "not what was predicted, give or take 1.6%" in worth_of(steps(10), steps(10), predicted=foreseen).doubt
     assert not worth_of(steps(10), steps(10), predicted=(0.2, 0.2)).doubt, "within both intervals"
-    shared = worth_of(steps(15), steps(10, core=0.6), **foreseen)
+    shared = worth_of(steps(15), steps(10, core=0.6), predicted=foreseen)
     assert shared.incomparable == "in the 16 sampled steps compared a rank had its core for 60% of the time"
-    assert "2 before it and 8 after" in worth_of(steps(15, count=2), steps(10), **foreseen).incomparable
+    assert "2 before it and 8 after" in worth_of(steps(15, count=2), steps(10), predicted=foreseen).incomparable
 
 
 @pytest.mark.parametrize("count", [3, 4, 12])
