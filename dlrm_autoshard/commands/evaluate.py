@@ -93,16 +93,18 @@ def run(arguments: argparse.Namespace) -> int:
 def run_predict(arguments: argparse.Namespace) -> int:
     import numpy as np
 
+    from dlrm_autoshard.data.batch import label_names_of
     from dlrm_autoshard.train.checkpoints.saved_model import saved_model
 
     check_out(arguments.out)
     model, device = (arguments.model, arguments.checkpoint, arguments.overrides), arguments.device
     with saved_model(*model, labelled=False, splits=[arguments.split], device=device) as saved:
-        found = saved.logits(arguments.split)
+        found, labels = saved.logits(arguments.split), label_names_of(saved.source)
     if found is None:
         return 0
     logits, _ = found
     with arguments.out.open("wb") as file:
         np.save(file, (logits if arguments.logits else logits.sigmoid()).numpy())
-    print(f"{len(logits):,} predictions: {arguments.out}")
+    of_labels = f" of {', '.join(labels)}" if len(labels) > 1 else ""  # in the order of the file's columns
+    print(f"{len(logits):,} predictions{of_labels}: {arguments.out}")
     return 0

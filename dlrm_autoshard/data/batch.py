@@ -84,7 +84,8 @@ class DataSource(Protocol):
     arithmetic on positions, with no reader state to save.
 
     reuse_batches: None, or the loader goes over the first so many global batches in turn (for benchmarks). One with
-    several tasks has `label_names`, too (see `label_names_of`); one whose `read` several threads may call at once says
+    several tasks has `label_names`, too (see `label_names_of`); one that names its dense columns has `dense_names`, by
+    which a model finds them again in another order; one whose `read` several threads may call at once says
     `parallel_reads = True`. What people should know of it at a job's start may be sentences in `remarks`, and the files
     of each split a number in `num_files`. A source's ids may be uint64, too: see id_check.py.
     """

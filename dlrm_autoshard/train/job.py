@@ -35,7 +35,7 @@ from dlrm_autoshard.train.checkpoints.manifest import DamagedCheckpoint
 from dlrm_autoshard.train.random_state import seed_all
 from dlrm_autoshard.train.selection import Selection
 from dlrm_autoshard.train.start_checks import check_settings, check_sizes, free_and_sharers
-from dlrm_autoshard.train.state import Position, TrainingState, plan_of
+from dlrm_autoshard.train.state import Position, TrainingState, in_trained_order, plan_of
 
 
 class Job:
@@ -60,7 +60,6 @@ class Job:
         self.source, self._reading = open_source(config.data, config.tables), Lock()
         config = config.model_copy(update={"data": settled(config.data, self.source)})
         self.config, self.runtime, self.run_dir = config, runtime, run_dir
-        features = Features.of(self.source.tables, config.tables.shared)
         check_settings(config, self.source, runtime.device)
         check_sizes(
             config, self.source, runtime.world_size, *free_and_sharers(runtime.device, runtime.local_world_size)
@@ -77,6 +76,11 @@ class Job:
             lambda: self.checkpoints.choose(checkpoint, fall_back=fall_back)
         )
         self.notes += getattr(self.source, "remarks", [])
+        given, shared = self.source, config.tables.shared
+        self.source, columns = in_trained_order(given, shared, self.resumed_from)
+        if self.source is not given:
+            self.notes.append("The config has columns in another order than the checkpoint, whose order is kept.")
+        features = Features.of(self.source.tables, shared)
         current = plan_of(self.resumed_from, features.tables)
         total, decides = self._count_steps(Position()), config.autoshard.reshard
         self.placement = place(
@@ -154,6 +158,7 @@ class Job:
             self.checkpoints,
             self.embeddings,
             self.dense,
+            columns,
             self.intervals,
             Selection(config.checkpoint.keep_best, config.train.early_stopping),
         )

@@ -7,7 +7,7 @@ position = state.resume(checkpoint)                          # weights, both opt
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from dlrm_autoshard.autoshard.intervals import Intervals
+from dlrm_autoshard.data.batch import DataSource
+from dlrm_autoshard.data.columns import Columns, in_order
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
@@ -45,13 +47,14 @@ class Position:
 
 @dataclass
 class TrainingState:
-    """Every method is a collective. trained_by: the tables' optimizer, of which checkpoints hold the state, where only
-    weights are loaded."""
+    """Every method is a collective. columns: of the data, in the model's order. trained_by: the tables' optimizer, of
+    which checkpoints hold the state, where only weights are loaded."""
 
     runtime: Runtime
     checkpoints: Checkpoints
     embeddings: ShardedEmbeddings
     dense: DataParallelDense
+    columns: Columns
     intervals: Intervals | None
     selection: Selection = field(default_factory=Selection)
     trained_by: TableOptimizer | None = None
@@ -68,6 +71,7 @@ class TrainingState:
             epoch=position.epoch,
             sample=position.sample,
             plan=self.embeddings.plan.to_json(),
+            columns=self.columns,
             table_updates=self.embeddings.updates,
             optimizer_steps=self.dense.optimizer_steps,
         )
@@ -82,7 +86,7 @@ class TrainingState:
 
     def load_weights(self, checkpoint: Path) -> tuple[SavedState, Any]:
         """The model's and its optimizers', and nothing else; what else is in the checkpoint is returned."""
-        state, extra = self.checkpoints.load(checkpoint, self.tensors(), self._shapes())
+        state, extra = self.checkpoints.load(checkpoint, self.tensors(), self._shapes(), self.columns)
         self.embeddings.storage.overwritten()
         self.embeddings.set_updates(state.table_updates)
         self.dense.set_optimizer_steps(state.optimizer_steps)
@@ -143,6 +147,17 @@ class TrainingState:
 def all_finite(tensor: Tensor) -> bool:
     """Without a copy of the tensor's size."""
     return not tensor.numel() or all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor.detach()))
+
+
+def in_trained_order(
+    source: DataSource, shared: Mapping[str, Sequence[str]], checkpoint: Path | None
+) -> tuple[DataSource, Columns]:
+    """Returns the source with its columns in the order in which the checkpoint's model takes them, and that order: the
+    source's own where there is no checkpoint."""
+    wanted = None if checkpoint is None else read_manifest(checkpoint).state.columns
+    if wanted is not None:
+        source = in_order(source, wanted, shared, f"checkpoint '{checkpoint}'")
+    return source, Columns.of(source, shared)
 
 
 def plan_of(checkpoint: Path | None, tables: Sequence[TableConfig]) -> ShardingPlan | None:

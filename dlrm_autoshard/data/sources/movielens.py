@@ -64,6 +64,7 @@ class MovielensSource:
     """
 
     num_dense = 5
+    dense_names = ("time", "hour_sin", "hour_cos", "weekday_sin", "weekday_cos")
     reuse_batches: int | None = None
 
     def __init__(self, data: MovielensData, tables: TablesConfig) -> None:

@@ -42,7 +42,7 @@ class ParquetSource:
         except ImportError as error:
             raise DataError("data.source 'parquet' needs pyarrow. Install it with: pip install pyarrow") from error
         self.id_weights = any(table.weights for table in data.tables)
-        self.num_dense = len(data.dense)
+        self.num_dense, self.dense_names = len(data.dense), tuple(data.dense)
         self.label_names = tuple(data.labels)
         self.tables = resolve_tables([TableRows(table.column, table.num_embeddings) for table in data.tables], tables)
         averaged = next((table.name for table in self.tables if table.pooling == "mean"), None)

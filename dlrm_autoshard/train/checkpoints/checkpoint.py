@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_autoshard.data.columns import Columns
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.formats.step_names import step_name
 from dlrm_autoshard.train.checkpoints.digest import ALGORITHM
@@ -32,6 +33,7 @@ from dlrm_autoshard.train.checkpoints.manifest import (
     SavedState,
     SavedTensor,
     bytes_digest,
+    check_columns,
     check_shapes,
     name_and_columns,
     read_extra,
@@ -152,9 +154,14 @@ class Checkpoints(CheckpointFolder):
     # -- loading -----------------------------------------------------------------------------------------------------
 
     def load(
-        self, path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        columns: Columns | None = None,
     ) -> tuple[SavedState, Any]:
         """Fills `tensors` (this rank's) in place; returns (state, extra). shapes: of every (whole) tensor of the model.
+        columns: of its data, in its order.
 
         CheckpointError, with nothing loaded, where it is of another model; DamagedCheckpoint, on all ranks and perhaps
         with some tensors loaded, where its bytes are not those that were written.
@@ -163,6 +170,7 @@ class Checkpoints(CheckpointFolder):
         def check() -> tuple[Manifest, Any]:
             manifest = read_manifest(path)
             check_shapes(path, manifest.shapes(), shapes)
+            check_columns(path, manifest.state.columns, columns)
             for key, tensor in tensors.items():
                 name, _ = name_and_columns(key)
                 if str(tensor.dtype) != f"torch.{manifest.tensors[name].dtype}":

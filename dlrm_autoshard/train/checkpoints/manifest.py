@@ -1,6 +1,6 @@
 """The one file that says what a checkpoint holds, and the digest of every byte of it: manifest.json, plain JSON.
 
-{"schema": 2, "digest": ..., "state": {"step": 640, ...}, "files": {"rank_00000.bin": 8192, "extra.json": 90},
+{"schema": 4, "digest": ..., "state": {"step": 640, ...}, "files": {"rank_00000.bin": 8192, "extra.json": 90},
  "tensors": {"tables.user.weight": {"dtype": "float32", "shape": [943, 32], "chunks": [...]}}, ...}
 """
 
@@ -16,16 +16,18 @@ from typing import Any
 import pydantic
 from pydantic import NonNegativeInt
 
+from dlrm_autoshard.data.columns import Columns
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.sentences import show
 from dlrm_autoshard.formats.step_names import step_name
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import Shard
 from dlrm_autoshard.train.checkpoints.digest import ALGORITHMS
 
 MANIFEST, EXTRA = "manifest.json", "extra.json"
-SCHEMA, SPLIT_SCHEMA = 2, 3
-"""Of a checkpoint; the second where ranks wrote columns of a table. 1 was torch.distributed.checkpoint's own format,
-which holds pickles."""
+SCHEMA = 4
+"""Of a checkpoint. 2 and 3 did not name the columns of the data; 1 was torch.distributed.checkpoint's own format, which
+holds pickles."""
 
 
 class CheckpointError(UserError):
@@ -65,12 +67,13 @@ class SavedTensor(_Strict):
 
 
 class SavedState(_Strict):
-    """How far training had come. plan: that of the ranks that wrote it."""
+    """How far training had come. plan: that of the ranks that wrote it. columns: of the data, in the model's order."""
 
     step: NonNegativeInt
     epoch: NonNegativeInt = 0
     sample: NonNegativeInt = 0
     plan: dict[str, Any] | None = None
+    columns: Columns | None = None
     table_updates: NonNegativeInt = 0
     optimizer_steps: NonNegativeInt = 0
 
@@ -112,9 +115,7 @@ class Manifest(_Strict):
             tensors[name] = SavedTensor(
                 dtype=part.dtype, shape=shape, chunks=(others.chunks if others else []) + chunks
             )
-        split = any(chunk.columns for tensor in tensors.values() for chunk in tensor.chunks)
-        schema = SPLIT_SCHEMA if split else SCHEMA
-        return Manifest(schema=schema, state=state, algorithm=algorithm, files=files, extra=extra, tensors=tensors)
+        return Manifest(schema=SCHEMA, state=state, algorithm=algorithm, files=files, extra=extra, tensors=tensors)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
@@ -131,10 +132,7 @@ def read_manifest(path: Path) -> Manifest:
     """Of the checkpoint `path`. DamagedCheckpoint names the key or the file that is not as it was written."""
     file = path / MANIFEST
     if not os.path.exists(file) and os.path.exists(path / "state.json"):  # which bear names that are too long
-        raise CheckpointError(
-            f"checkpoint '{path}' is of an earlier format, which this version does not read (it executed code). "
-            "Continue it with the version that wrote it, or start a new run."
-        )
+        raise _of_an_earlier_format(path, "it executed code")
     try:
         record = json.loads(file.read_bytes())
     except OSError as error:
@@ -144,10 +142,11 @@ def read_manifest(path: Path) -> Manifest:
     if not isinstance(record, dict):
         raise DamagedCheckpoint(f"checkpoint file '{file}' is damaged: it is not a JSON object.")
     digest = record.pop("digest", None)
-    if record.get("schema") not in (SCHEMA, SPLIT_SCHEMA):
+    if record.get("schema") in (2, 3):
+        raise _of_an_earlier_format(path, "it does not say in which order it takes the data's columns")
+    if record.get("schema") != SCHEMA:
         raise DamagedCheckpoint(
-            f"checkpoint file '{file}': schema is {record.get('schema')!r}; this version reads {SCHEMA} and "
-            f"{SPLIT_SCHEMA}."
+            f"checkpoint file '{file}': schema is {show(record.get('schema'))}; this version reads {SCHEMA}."
         )
     if digest != _digest(record):
         raise DamagedCheckpoint(f"checkpoint file '{file}' is damaged: its digest is not that of its contents.")
@@ -171,6 +170,13 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def _of_an_earlier_format(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint '{path}' is of an earlier format, which this version does not read ({why}). Continue it with the "
+        "version that wrote it, or start a new run."
+    )
+
+
 def read_extra(path: Path, manifest: Manifest) -> Any:
     file = path / EXTRA
     try:
@@ -191,6 +197,15 @@ def check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mappi
     ]
     differences = [f"{name} is not in it" for name in missing] + [f"{name} is not in the model" for name in foreign]
     check_same(path, other + differences)
+
+
+def check_columns(path: Path, saved: Columns | None, wanted: Columns | None) -> None:
+    """CheckpointError where a model that takes its columns in the order `wanted` cannot go on from the checkpoint."""
+    if wanted is not None and saved != wanted:
+        raise CheckpointError(
+            f"checkpoint '{path}' takes the data's columns in another order than this job's first checkpoint did: "
+            f"{saved}; here {wanted}. Resume from it by name: --resume {path}"
+        )
 
 
 def check_same(path: Path, differences: Sequence[str]) -> None:

@@ -34,7 +34,7 @@ from dlrm_autoshard.tables import TableConfig, TableStats
 from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
 from dlrm_autoshard.train.evaluation import gathered_logits
 from dlrm_autoshard.train.start_record import CONFIG, check_run
-from dlrm_autoshard.train.state import Position, TrainingState, plan_of
+from dlrm_autoshard.train.state import Position, TrainingState, in_trained_order, plan_of
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,12 @@ def saved_model(
             raise UserError(f"'{override}': the model is as it was trained; only data.key=value can be given.")
     config = config_of(run, data)
     source = open_source(config.data, config.tables, labelled=labelled, splits=splits)
-    features = Features.of(source.tables, config.tables.shared)
     tables = config.tables.model_copy(update={"optimizer": TableOptimizerConfig(name="sgd")})  # which keeps none
     with Runtime.start(config.run if device is None else config.run.model_copy(update={"device": device})) as runtime:
         checkpoints = Checkpoints(run / "checkpoints", runtime)
         path = runtime.from_rank_0(lambda: checkpoints.asked_for(checkpoint))
+        source, columns = in_trained_order(source, config.tables.shared, path)
+        features = Features.of(source.tables, config.tables.shared)
         topology = find_topology(AutoshardConfig(), runtime, on_host=tables.location == "managed_caching")
         plan = runtime.from_rank_0(lambda: shared_out(features.tables, topology, plan_of(path, features.tables)))
         embeddings = ShardedEmbeddings(
@@ -104,7 +105,8 @@ def saved_model(
         labels = len(label_names_of(source))
         model = make_model(source.num_dense, embeddings.output_tables, config.model, num_labels=labels)
         dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
-        state = TrainingState(runtime, checkpoints, embeddings, dense, None, trained_by=config.tables.optimizer.name)
+        trained_by = config.tables.optimizer.name
+        state = TrainingState(runtime, checkpoints, embeddings, dense, columns, None, trained_by=trained_by)
         position = state.resume(path)
         yield SavedModel(runtime, config, source, embeddings, model.eval(), position, labelled)
 

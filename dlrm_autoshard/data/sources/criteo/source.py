@@ -62,6 +62,7 @@ class CriteoSource:
     """
 
     num_dense = NUM_INTEGERS
+    dense_names = tuple(f"I{number}" for number in range(1, NUM_INTEGERS + 1))
     reuse_batches: int | None = None
     parallel_reads = True
 
