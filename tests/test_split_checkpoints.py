@@ -17,6 +17,7 @@ from dlrm_autoshard.tables import Shard, TableConfig
 from dlrm_autoshard.train.checkpoints import tensor_file
 from dlrm_autoshard.train.checkpoints.digest import ALGORITHM
 from dlrm_autoshard.train.checkpoints.manifest import (
+    SCHEMA,
     DamagedCheckpoint,
     Manifest,
     SavedState,
@@ -102,14 +103,15 @@ def test_a_checkpoint_without_splits_is_written_as_before(tmp_path: Path) -> Non
     rows = {table.name: torch.zeros(table.num_embeddings) for table in TABLES}
     saved_by(plan, tmp_path / "step_00000003", rows)
     record = json.loads((tmp_path / "step_00000003" / "manifest.json").read_text())
-    assert record["schema"] == 2 and "columns" not in json.dumps(record)
+    chunks = [chunk for tensor in record["tensors"].values() for chunk in tensor["chunks"]]
+    assert record["schema"] == SCHEMA and chunks and not any("columns" in chunk for chunk in chunks)
 
 
 def test_columns_that_nobody_wrote_are_named(tmp_path: Path) -> None:
     plan = ShardingPlan({"user": 0, "item[0:8]": 0, "item[8:44]": 1}, 2)
     rows = {table.name: torch.zeros(table.num_embeddings) for table in shard_tables(TABLES, plan)}
     manifest = saved_by(plan, tmp_path / "step_00000003", rows)
-    assert json.loads((tmp_path / "step_00000003" / "manifest.json").read_text())["schema"] == 3
+    assert json.loads((tmp_path / "step_00000003" / "manifest.json").read_text())["schema"] == SCHEMA
     item = manifest.tensors["tables.item.weight"]
     lost = item.model_copy(update={"chunks": [chunk for chunk in item.chunks if chunk.columns != [0, 8]]})
     manifest = manifest.model_copy(update={"tensors": {**manifest.tensors, "tables.item.weight": lost}})
