@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,27 @@ def load(place: str, key: str) -> Callable[..., Any]:
     if not callable(found):
         raise PlugInError(f"{key}: '{where}' has no function or class '{name}'.")
     return found
+
+
+def lies_in(place: str, folder: Path) -> bool:
+    """Whether loading `place` would execute code that lies in the folder. Executes none of it."""
+    where, root = place.rpartition(":")[0], folder.resolve()
+    if where.endswith(".py"):
+        return Path(where).resolve().is_relative_to(root)
+    for end in [*re.finditer(r"\.|$", where)]:  # a package's own code runs before its modules are looked for
+        try:
+            found = importlib.util.find_spec(where[: end.start()])
+        except (ImportError, ValueError):
+            return False  # `load` says what is wrong with it
+        if found is None:
+            return False
+        places = [
+            *([found.origin] if found.has_location and found.origin else []),
+            *(found.submodule_search_locations or ()),
+        ]
+        if any(Path(one).resolve().is_relative_to(root) for one in places):
+            return True
+    return False
 
 
 def call(function: Callable[..., Any], key: str, *given: Any, **options: Any) -> Any:

@@ -48,7 +48,7 @@ def files(folder: Path) -> None:
     for number, name in enumerate(("train", "val", "test")):
         draw, rows = np.random.default_rng(number), 600 if name == "train" else 200
         ids = {table["column"]: draw.integers(0, 30, rows) for table in TABLES}
-        dense = {column: draw.normal(size=rows) for column in DENSE}
+        dense = {column: draw.normal(size=rows) for column in [*DENSE, "extra"]}
         click = (ids["user"] % 2) + (dense["x"] > 0) + (ids["seen"] % 3 == 0) >= 2
         buy = (ids["item"] % 3 == 0) | (dense["price"] > 1)
         bags = {"user": pa.array([[int(one), int(one + 1) % 30] for one in ids["user"]])}
@@ -147,7 +147,7 @@ def test_it_is_evaluated_and_predicts_as_it_was(keys: tuple[str, ...], trained: 
             {"data.dense": ["x", "price"]},
             r"other dense columns: 'x', 'price', 'age', .* have 'x', 'price' \('age' is missing",
         ),
-        ({"data.dense": ["x", "price", "buy"]}, r"'age' is missing, 'buy' is new"),
+        ({"data.dense": ["x", "price", "extra"]}, r"'age' is missing, 'extra' is new"),
         (
             {"data.tables": TABLES[1:]},
             r"tables.shared|other features .*: 'user', 'item', 'seen', 'shop', .*'user' is missing",

@@ -14,7 +14,9 @@ from dlrm_autoshard.commands.arguments import ALGORITHM_NAMES
 from dlrm_autoshard.commands.compare_planners import Outcome, summarise
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.commands.planning import planner_of
-from dlrm_autoshard.config import Algorithm
+from dlrm_autoshard.config import Algorithm, load_config
+from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.data.statistics import measure_stats
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.dreamshard.drawn_tasks import TaskSet, draw_tasks
@@ -340,6 +342,9 @@ def run_of(tmp_path: Path, optimizer: str) -> Path:
         f"data: {{source: synthetic, train_samples: 2048, tables: {tables}}}\n"
         f"tables: {{embedding_dim: 64, optimizer: {{name: {optimizer}}}}}\n"
     )
+    config = load_config(path / "config.yaml")
+    source = open_source(config.data, config.tables)
+    TablePool(source.tables, measure_stats(source, 2048, 1)).save(path / "plan" / "tables.json")
     return path
 
 

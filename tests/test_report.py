@@ -22,6 +22,7 @@ from dlrm_autoshard.report.page_data import page_data
 from dlrm_autoshard.report.summary import summary, what_it_cost, who_was_slow
 from dlrm_autoshard.report.verdict import autoshard_in_one_line, left_to_save, verdict
 from dlrm_autoshard.tables import TableConfig, TableStats
+from dlrm_autoshard.train.journal import Journal
 from tests.report_records import make_profile, make_ranks, make_tables, write_run
 
 # -- who is slow, and why ----------------------------------------------------------------------------------------------
@@ -175,11 +176,25 @@ def test_records_beyond_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for step in (1, 1, 5, 6):
         append_jsonl(path, {"step": step})
-    append_jsonl(path, {"step": 5, "split": "val"})  # made again: its checkpoint came first
+    append_jsonl(path, {"step": 5, "split": "val"})
     forget_after(tmp_path, 5)
     append_jsonl(path, {"step": 6, "again": True})
-    assert [(line["step"], "again" in line) for line in read_jsonl(path)] == [
-        (1, False), (1, False), (5, False), (6, True)
+    assert [(line["step"], line.get("split"), "again" in line) for line in read_jsonl(path)] == [
+        (1, None, False), (1, None, False), (5, None, False), (5, "val", False), (6, None, True)
+    ]  # fmt: skip
+
+
+def test_an_evaluation_that_is_made_again_after_a_resume_takes_the_earlier_ones_place(tmp_path: Path) -> None:
+    """A kill may come between: until the new one is there the old one is."""
+    path = tmp_path / "metrics.jsonl"
+    for split in ("train", "val", "test"):
+        append_jsonl(path, {"step": 5, "epoch": 0, "split": split, "auc": 0.1})
+    journal = Journal(tmp_path, active=True, resumed_at=5)
+    journal.metrics(5, 0, "val", {"auc": 0.2})
+    journal.metrics(6, 0, "val", {"auc": 0.3})
+    journal.metrics(6, 0, "train", {"auc": 0.4})
+    assert [(line["step"], line["split"], line["auc"]) for line in read_jsonl(path)] == [
+        (5, "train", 0.1), (5, "test", 0.1), (5, "val", 0.2), (6, "val", 0.3), (6, "train", 0.4)
     ]  # fmt: skip
     forget_after(tmp_path / "nothing", 1)
     assert not (tmp_path / "nothing").exists()

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
+from dlrm_autoshard import plug_in
 from dlrm_autoshard.commands.export import write_npz
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.errors import UserError
@@ -157,6 +159,43 @@ def write_batch(run: Path, path: Path, size: int) -> None:
     np.savez(path, **arrays)
 
 
+def test_each_export_says_what_goes_in_and_what_is_in_it(run: Path, tmp_path: Path) -> None:
+    for form, name in (("pt", "model.pt2"), ("numpy", "model.npz"), ("torchrec", "model.pt")):
+        said_by("export", str(run), "--to", form, "--out", str(tmp_path / name))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["model.npz", "model.npz.json", "model.pt", "model.pt.json", "model.pt2", "model.pt2.json"]
+    program = json.loads((tmp_path / "model.pt2.json").read_text())
+    dense, values, offsets = program["inputs"]
+    assert (dense["name"], dense["shape"], dense["dtype"]) == ("dense_BF", ["B", program["num_dense"]], "float32")
+    features = ["user", "item", "clicked", "country", "coupon"]
+    for argument, size in ((values, "N"), (offsets, "B")):
+        assert argument["list"] == [{"name": name, "shape": [size], "dtype": "int64"} for name in features]
+    assert program["outputs"] == [{"name": "probabilities", "shape": ["B"], "dtype": "float32", "columns": ["label"]}]
+    arrays = np.load(tmp_path / "model.npz")
+    weights = json.loads((tmp_path / "model.npz.json").read_text())
+    assert weights["model"] == "model.npz" and "inputs" not in weights
+    told = {tensor["name"]: (tuple(tensor["shape"]), tensor["dtype"]) for tensor in weights["tensors"]}
+    assert told == {name: (array.shape, array.dtype.name) for name, array in arrays.items()}
+
+
+@pytest.mark.filterwarnings("ignore:No complete tensor found:UserWarning")  # of torch.export, of itself
+def test_a_table_that_is_split_on_one_rank_is_exported_whole(tmp_path: Path) -> None:
+    plan = {"user": 0, "item[0:8]": 0, "item[8:16]": 0, "clicked": 0, "country": 0, "coupon": 0}
+    (tmp_path / "plan.json").write_text(json.dumps({"schema": 1, "world_size": 1, "rank_of": plan}))
+    command = [sys.executable, "-m", "dlrm_autoshard", "train", "debug_cpu", "--ranks=1", "train.max_steps=4"]
+    command += ["tables.optimizer.name=adagrad", f"autoshard.placement={tmp_path / 'plan.json'}"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=200, cwd=tmp_path)
+    run = tmp_path / "runs" / "debug_cpu"
+    said_by("predict", str(run), "--out", str(tmp_path / "ours.npy"))
+    said_by("export", str(run), "--out", str(tmp_path / "model.pt2"))
+    write_batch(run, tmp_path / "batch.npz", 50)
+    batch, model = np.load(tmp_path / "batch.npz"), torch.export.load(tmp_path / "model.pt2").module()
+    tables = [name[4:] for name in batch if name.startswith("ids_")]
+    given = [[torch.from_numpy(batch[f"{kind}_{table}"]) for table in tables] for kind in ("ids", "offsets")]
+    alone = model(torch.from_numpy(batch["dense"]), *given)
+    np.testing.assert_allclose(alone.numpy(), np.load(tmp_path / "ours.npy")[:50], atol=1e-6, rtol=0)
+
+
 def test_weights_are_exported_by_name(run: Path, tmp_path: Path) -> None:
     said_by("export", str(run), "--to", "numpy", "--out", str(tmp_path / "w.npz"))
     said_by("export", str(run), "--to", "torchrec", "--out", str(tmp_path / "w.pt"))
@@ -206,6 +245,56 @@ def test_what_is_no_run_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["evaluate", str(REPOSITORY / "configs")]) == 2
     said = capsys.readouterr().err
     assert said.endswith("configs' is no run directory: it has no config.yaml.\n") and said.count("\n") == 1
+
+
+OWN = """
+import pathlib
+from dlrm_autoshard import DenseArch
+
+pathlib.Path("executed").touch()
+raise SystemExit("it was executed")
+"""
+
+
+@pytest.mark.parametrize("key", ["data.factory", "model.factory"])
+def test_code_that_lies_in_a_run_is_executed_by_none_that_only_reads_it(
+    key: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever was sent a run reads its records, and is asked before its code runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    copy = tmp_path / "sent"
+    shutil.copytree(run, copy)
+    (copy / "code").mkdir()
+    for file in ("own.py", "code/__init__.py", "code/own.py"):
+        (copy / file).write_text(OWN)
+    (tmp_path / "link.py").symlink_to(copy / "own.py")
+    record = yaml.safe_load((copy / "config.yaml").read_text())
+    for place in ("sent/own.py:F", f"{tmp_path}/link.py:F", "sent.own:F", "sent.code.own:F"):
+        section, name = key.split(".")
+        changed = {"source": "custom"} if section == "data" else record["model"]
+        (copy / "config.yaml").write_text(yaml.safe_dump({**record, section: {**changed, name: place}}))
+        for command in (["evaluate"], ["predict", "--out", "p.npy"], ["export"], ["export", "--to", "numpy"]):
+            assert main([*command, str(copy)]) == 2, command
+            said = capsys.readouterr().err
+            assert f"{key} is '{place}'" in said and "add --trust" in said
+        for command in (["explain", str(copy)], ["plan", str(copy)], ["tables", "--from-run", str(copy), "--json"]):
+            assert main(command) == 0, command
+        capsys.readouterr()
+        with pytest.raises(SystemExit, match="it was executed"):
+            main(["evaluate", str(copy), "--trust"])
+        assert (tmp_path / "executed").exists()
+        (tmp_path / "executed").unlink()
+        assert not (copy / "model.pt2").exists() and not (copy / "model.npz").exists()
+        for loaded in [name for name in sys.modules if name == "sent" or name.startswith("sent.")]:
+            del sys.modules[loaded]
+
+
+def test_code_beside_a_run_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not plug_in.lies_in("clicks.py:Clicks", tmp_path / "runs" / "mine")
+    assert not plug_in.lies_in("json:loads", tmp_path) and not plug_in.lies_in("no.such.module:F", tmp_path)
+    assert plug_in.lies_in("runs/mine/../mine/clicks.py:Clicks", tmp_path / "runs" / "mine")
 
 
 def test_a_run_can_be_planned_for_and_explained(run: Path, tmp_path: Path) -> None:

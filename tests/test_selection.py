@@ -178,6 +178,16 @@ def test_the_best_checkpoint_is_known_again_after_a_stop_in_mid_epoch(tmp_path: 
         assert (step, before, after) == (7, False, True)
 
 
+def test_a_run_that_is_given_more_steps_keeps_the_evaluation_that_its_best_is_named_by(tmp_path: Path) -> None:
+    """The end of a job is evaluated wherever it falls; nothing is due there once the job goes on."""
+    grows = settings(train={"epochs": 1, "max_steps": 10, "eval_every_steps": None}, data={"test_samples": 60})
+    run_ranks(run_in_pieces, 2, tmp_path, grows, [7], timeout=90)
+    lines = [(line["step"], line["split"]) for line in records(tmp_path) if line["split"] != "train"]
+    assert lines == [(7, "val"), (7, "test"), (10, "val"), (10, "test")]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["best"]["step"], "val") in lines and result["best"]["step"] in (7, 10)
+
+
 def stopped_in_an_evaluation(rank: int, world_size: int, folder: Path) -> str:
     """Between epochs, while the best checkpoint is written."""
     seldom = settings(

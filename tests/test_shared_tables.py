@@ -216,7 +216,7 @@ def test_a_job_plans_moves_saves_and_exports_a_shared_table_once(tmp_path: Path)
     (run / "config.yaml").write_text(config(tmp_path, **SETTINGS, train={"epochs": 3, "max_steps": 30}).to_yaml())
     said_by("export", str(run), "--to", "numpy", "--out", str(tmp_path / "w.npz"))
     assert torch.equal(torch.from_numpy(np.load(tmp_path / "w.npz")["tables.item.weight"]), weights["fixed"])
-    inputs = json.loads((tmp_path / "w.json").read_text())
+    inputs = json.loads((tmp_path / "w.npz.json").read_text())
     assert [(t["name"], t.get("table")) for t in inputs["tables"]] == [
         ("user", None), ("bought", "item"), ("tag", None), ("clicked", "item"),
     ]  # fmt: skip

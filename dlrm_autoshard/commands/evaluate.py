@@ -36,17 +36,20 @@ def add_parser(subparsers: Any) -> None:
     predict.set_defaults(run=run_predict)
 
 
-def add_model(parser: argparse.ArgumentParser, device: str = "the run's") -> None:
+def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="one of its checkpoints, or best (default: the newest)"
     )
     parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], help=f"that the tables' weights fit on (default: {device})"
+        "--trust", action="store_true", help="run Python that lies in RUN and that its config names, as when it trained"
     )
 
 
 def add_split(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], help="that the tables' weights fit on (default: the run's)"
+    )
     parser.add_argument("--split", choices=["test", "val", "train"], default="test", help="default: test")
     parser.add_argument("--ranks", type=positive, default=1, metavar="N", help="processes that share the tables")
     parser.add_argument("overrides", nargs="*", default=[], metavar="data.key=value", help="other data than the run's")
@@ -77,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.train.metrics import metrics_of
 
     model, device = (arguments.model, arguments.checkpoint, arguments.overrides), arguments.device
-    with saved_model(*model, splits=[arguments.split], device=device) as saved:
+    with saved_model(*model, splits=[arguments.split], device=device, trust=arguments.trust) as saved:
         found, names, step = saved.logits(arguments.split), label_names_of(saved.source), saved.position.step
     if found is None:
         return 0
@@ -98,7 +101,8 @@ def run_predict(arguments: argparse.Namespace) -> int:
 
     check_out(arguments.out)
     model, device = (arguments.model, arguments.checkpoint, arguments.overrides), arguments.device
-    with saved_model(*model, labelled=False, splits=[arguments.split], device=device) as saved:
+    splits, trust = [arguments.split], arguments.trust
+    with saved_model(*model, labelled=False, splits=splits, device=device, trust=trust) as saved:
         found, labels = saved.logits(arguments.split), label_names_of(saved.source)
     if found is None:
         return 0

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     of_run, plan_file = None, arguments.plan
     if arguments.plan.is_dir():
-        of_run, plan_file = tables_of_run(arguments.plan, quiet=arguments.json), last_plan(arguments.plan)
+        of_run, plan_file = tables_of_run(arguments.plan), last_plan(arguments.plan)
         pool = of_run.pool
     elif not arguments.plan.exists():
         raise UserError(f"there is no plan file and no run '{arguments.plan}'.")

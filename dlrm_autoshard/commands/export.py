@@ -3,7 +3,7 @@
 pt        a program: torch.export.load(FILE).module()(dense_BF, values, offsets) gives probabilities
 numpy     an .npz with every weight under its name, written with one table at a time in memory
 torchrec  a state dict whose tables have the names of TorchRec's EmbeddingBagCollection
-Beside each a .json file says what goes in, and in which order (records/SCHEMA.md, model.json).
+Beside each FILE.json says what goes in, or is in it, and in which order (records/SCHEMA.md, FILE.json).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from zipfile import ZipFile
@@ -19,7 +19,7 @@ from zipfile import ZipFile
 from dlrm_autoshard.commands.arguments import check_out
 from dlrm_autoshard.commands.evaluate import add_model
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.formats.whole_file import whole_file
+from dlrm_autoshard.formats.whole_file import whole_file, write_whole
 from dlrm_autoshard.records.jsonl import SCHEMA
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _ENDINGS = {"pt": ".pt2", "numpy": ".npz", "torchrec": ".pt"}
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("export", help="a trained model, for programs without this package")
-    add_model(parser, device="cpu")
+    add_model(parser)
     parser.add_argument("--to", choices=list(_ENDINGS), default="pt", help="form of the file (default: pt)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN/model with the form's ending")
     parser.set_defaults(run=run)
@@ -43,45 +43,57 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.train.start_record import check_run
 
     out = arguments.out or (arguments.model / "model").with_suffix(_ENDINGS[arguments.to])
-    if out.suffix == ".json":
-        raise UserError(f"--out is '{out}'; the .json file beside the model has that name. Name another.")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("export takes one process: start it without torchrun.")
     check_run(arguments.model)
     check_out(out)
     with whole_file(out) as file:
-        step, inputs = (_program if arguments.to == "pt" else _weights)(arguments, file)
-    described = out.with_suffix(".json")
-    described.write_text(json.dumps({"schema": SCHEMA, "model": out.name, "step": step, **inputs}, indent=1) + "\n")
-    print(f"the model of step {step}: {out}; what goes in: {described}")
+        described = _written(arguments, file)
+    description = out.with_name(f"{out.name}.json")
+    write_whole(description, json.dumps({"schema": SCHEMA, "model": out.name, **described}, indent=1) + "\n")
+    print(f"the model of step {described['step']}: {out}; what goes in: {description}")
     return 0
 
 
-def _program(arguments: argparse.Namespace, file: BinaryIO) -> tuple[int, dict[str, Any]]:
-    from dlrm_autoshard.train.checkpoints.saved_model import export_plain, saved_model
-
-    with saved_model(arguments.model, arguments.checkpoint, labelled=False, device=arguments.device or "cpu") as saved:
-        export_plain(saved, file)
-        return saved.position.step, inputs_of(saved.config, saved.source)
-
-
-def _weights(arguments: argparse.Namespace, file: BinaryIO) -> tuple[int, dict[str, Any]]:
+def _written(arguments: argparse.Namespace, file: BinaryIO) -> dict[str, Any]:
+    """Writes the model and returns what there is to say about it."""
     import torch
 
     from dlrm_autoshard.data.features import Features
     from dlrm_autoshard.data.open import open_source
+    from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder
+    from dlrm_autoshard.train.checkpoints.plain_model import PlainModel, call_of, export_plain
     from dlrm_autoshard.train.checkpoints.saved_model import config_of
     from dlrm_autoshard.train.checkpoints.saved_weights import SavedWeights
+    from dlrm_autoshard.train.state import in_trained_order
 
-    config = config_of(arguments.model)
+    config = config_of(arguments.model, trust=arguments.trust)
+    path = CheckpointFolder(arguments.model / "checkpoints").asked_for(arguments.checkpoint)
     source = open_source(config.data, config.tables, labelled=False, splits=())
-    tables = Features.of(source.tables, config.tables.shared).tables
-    weights = SavedWeights.open(arguments.model, arguments.checkpoint, tables)
-    if arguments.to == "numpy":
-        write_npz(file, weights.tensors())
+    source, _ = in_trained_order(source, config.tables.shared, path)
+    features = Features.of(source.tables, config.tables.shared)
+    weights = SavedWeights.open(path, features.tables)
+    described: dict[str, Any]
+    if arguments.to == "pt":
+        export_plain(PlainModel(weights, source, features, config.model), source, file)
+        described = call_of(source)
     else:
-        torch.save(dict(weights.tensors("embedding_bags.")), file)
-    return weights.step, inputs_of(config, source)
+        described = {"tensors": []}
+        prefix = "tables." if arguments.to == "numpy" else "embedding_bags."
+        tensors = _described(weights.tensors(prefix), described["tensors"])
+        if arguments.to == "numpy":
+            write_npz(file, tensors)
+        else:
+            torch.save(dict(tensors), file)
+    return {"step": weights.step, **described, **inputs_of(config, source)}
+
+
+def _described(tensors: Iterable[tuple[str, Tensor]], into: list[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Notes each tensor's name, shape and type as it passes, and keeps none."""
+    for name, tensor in tensors:
+        into.append({"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")})
+        yield name, tensor
+        del tensor
 
 
 def write_npz(file: BinaryIO, tensors: Iterable[tuple[str, Tensor]]) -> None:

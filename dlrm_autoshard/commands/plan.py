@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.of_run is not None:
         if arguments.devices is None:
             arguments.devices = ShardingPlan.load(last_plan(arguments.of_run)).world_size
-        of_run = tables_of_run(arguments.of_run, quiet=arguments.json)
+        of_run = tables_of_run(arguments.of_run)
         pool = of_run.pool
     elif arguments.devices is None:
         raise UserError("--devices N is missing: how many ranks to place the tables on.")

@@ -27,11 +27,12 @@ STATE_FILE = "planner.json"
 
 @dataclass(frozen=True)
 class OfRun:
-    """The tables of a run, its settings, and each rank's host by name."""
+    """The tables of a run, its settings, each rank's host by name, and its global batch."""
 
     pool: TablePool
     config: Config
     hosts: tuple[str, ...]
+    batch_size: int
 
 
 def topology_of(devices: int, memory_gib: float | None) -> Topology:
@@ -82,7 +83,7 @@ def task_of(
     splits = splits_of(settings, optimizer)
     return pool.task(
         Topology(devices, memory_asked(settings, devices), excluded=frozenset(settings.exclude_ranks), hosts=hosts),
-        arguments.batch_size,
+        arguments.batch_size or (None if of_run is None else of_run.batch_size),
         constraints_of(settings),
         replace(splits, allowed=splits.allowed or may_split),
     )

@@ -14,21 +14,20 @@ if TYPE_CHECKING:
     from dlrm_autoshard.config import TablesConfig
     from dlrm_autoshard.config_data import SyntheticTable
     from dlrm_autoshard.data.batch import DataSource
-    from dlrm_autoshard.data.features import Features
-    from dlrm_autoshard.data.id_check import OnBadId
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.torchrec.module_file import Modules
 
 _MOST_BYTES = 1 << 24
 
 
-def tables_of_run(run: Path, quiet: bool) -> OfRun:
-    """With reuse as in its first global batch and pooling as last measured."""
+def tables_of_run(run: Path) -> OfRun:
+    """Returns a run's tables, by its records alone: none of its data are read, nor is code that its config names run.
+    Pooling is as last measured, reuse as when its job started."""
     from dataclasses import replace
 
     from dlrm_autoshard.config import load_config
-    from dlrm_autoshard.data.features import Features
-    from dlrm_autoshard.data.open import open_source
+    from dlrm_autoshard.planner.dreamshard.pool import TablePool
+    from dlrm_autoshard.records.plans import TABLES
     from dlrm_autoshard.records.run import RunRecord
     from dlrm_autoshard.tables import Shard
     from dlrm_autoshard.train.start_record import CONFIG
@@ -38,19 +37,22 @@ def tables_of_run(run: Path, quiet: bool) -> OfRun:
         raise UserError(f"'{run}' has no profiled epoch (profile.enabled: false), so nothing is known of its tables.")
     if not (run / CONFIG).exists():
         raise UserError(
-            f"'{run}' has no {CONFIG}: it is of a training loop of its own, whose data cannot be read again. List its "
+            f"'{run}' has no {CONFIG}: it is of a training loop of its own, whose settings are not known. List its "
             "tables in a file (`tables --from-csv FILE`)."
         )
-    config = load_config(run / CONFIG)
-    source = open_source(config.data, config.tables)
-    features = Features.of(source.tables, config.tables.shared)
-    pool = _measured(source, record.last.batch_size, quiet, features, config.data.on_bad_id)
+    if not (run / TABLES).exists():
+        raise UserError(
+            f"'{run}' has no {TABLES}, which says what its tables are like; jobs of earlier versions left none. Resume "
+            "it, or list its tables in a file (`tables --from-csv FILE`)."
+        )
+    pool = TablePool.load(run / TABLES)
     pooling = {Shard.parse(use.name).table: use.mean_pooling for use in record.last.tables}  # parts have their table's
     stats = [
         replace(s, mean_pooling=pooling.get(t.name, s.mean_pooling))
         for t, s in zip(pool.tables, pool.stats, strict=True)
     ]
-    return OfRun(replace(pool, stats=tuple(stats)), config, record.last.hosts)
+    last = record.last
+    return OfRun(replace(pool, stats=tuple(stats)), load_config(run / CONFIG), last.hosts, last.batch_size)
 
 
 def pool_of_csv(path: Path, shape: TablesConfig, batch_size: int, seed: int, quiet: bool) -> TablePool:
@@ -143,31 +145,15 @@ def pool_of_files(files: list[str], shape: TablesConfig, batch_size: int | None,
     return TablePool(source.tables, tuple(stats))
 
 
-def _measured(
-    source: DataSource,
-    batch_size: int,
-    quiet: bool,
-    features: Features | None = None,
-    on_bad_id: OnBadId = "error",
-) -> TablePool:
-    """Statistics of each table over the first batch of the training samples. features: the source's, where several
-    share a table."""
-    from dataclasses import replace
-
-    from dlrm_autoshard.data.checked_read import Stretch
-    from dlrm_autoshard.data.features import Features
-    from dlrm_autoshard.data.id_check import IdCheck
+def _measured(source: DataSource, batch_size: int, quiet: bool) -> TablePool:
+    """Returns statistics of each table over the first batch of the training samples."""
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.tables import measure_table_stats
 
-    stretch = Stretch(source, "train", 0, 0, min(batch_size, source.num_samples("train")))
-    batch = stretch.checked(stretch.read(), IdCheck(source.tables, on_bad_id))
-    features = features or Features.one_each(source.tables)
-    lengths_TB, values_N = features.joined(batch.lengths_TB.numpy(), batch.values_N.numpy())
-    counts, ends = features.counts, lengths_TB.sum(1).cumsum(0).tolist()
-    stats = []
-    for number, table in with_progress(enumerate(features.tables), len(counts), "measuring tables", quiet):
+    batch = source.read("train", 0, 0, min(batch_size, source.num_samples("train")))
+    lengths_TB, values_N = batch.lengths_TB.numpy(), batch.values_N.numpy()
+    ends, stats = lengths_TB.sum(1).cumsum(0).tolist(), []
+    for number, _ in with_progress(enumerate(source.tables), len(source.tables), "measuring tables", quiet):
         ids = values_N[ends[number - 1] if number else 0 : ends[number]]
-        [own] = measure_table_stats(lengths_TB[number : number + 1], ids)
-        stats.append(replace(own, features=counts[table.name]))
-    return TablePool(features.tables, tuple(stats))
+        stats += measure_table_stats(lengths_TB[number : number + 1], ids)
+    return TablePool(source.tables, tuple(stats))

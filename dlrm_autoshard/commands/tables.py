@@ -89,7 +89,7 @@ def _pool(arguments: argparse.Namespace) -> TablePool:
     if arguments.synthetic is not None:
         return _made_up(arguments)
     if arguments.from_run is not None:
-        return tables_of_run(arguments.from_run, quiet=arguments.json).pool
+        return tables_of_run(arguments.from_run).pool
     low, high = arguments.dim or (16, 16)
     if low < high:
         raise UserError(f"--dim is {range_text(arguments.dim)}: only --synthetic draws dims; give one of all tables.")

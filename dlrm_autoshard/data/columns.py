@@ -1,10 +1,7 @@
 """The order of a model's columns: of the features, dense columns and labels that it learned from.
 
 columns = Columns.of(source, config.tables.shared)           # as checkpoints name them
-source = in_order(source, columns, shared, "checkpoint 'c'") # the same samples, in the order of the checkpoint
-
-Weights are mapped to columns by this order alone, so a source is put in the model's order where it is opened, and all
-that reads from it sees no other.
+source = in_order(source, columns, shared, "checkpoint 'c'") # the same samples
 """
 
 from __future__ import annotations
@@ -49,15 +46,21 @@ class Columns(pydantic.BaseModel):
     def of(source: DataSource, shared: Mapping[str, Sequence[str]]) -> Columns:
         """shared: as `tables.shared` in the config."""
         features = Features.of(source.tables, shared)
-        dense = getattr(source, "dense_names", None)
-        if dense is not None and len(dense) != source.num_dense:
-            raise DataError(f"the data source has {source.num_dense} dense columns, and {len(dense)} dense_names.")
+        dense = dense_names_of(source)
         return Columns(
             features=[feature.name for feature in features.features],
             tables=[features.tables[number].name for number in features.table_of],
             dense=None if dense is None else list(dense),
             labels=list(label_names_of(source)),
         )
+
+
+def dense_names_of(source: DataSource) -> tuple[str, ...] | None:
+    """Returns a name for each dense column, where the source gives them names."""
+    names = getattr(source, "dense_names", None)
+    if names is not None and len(names) != source.num_dense:
+        raise DataError(f"the data source has {source.num_dense} dense columns, and {len(names)} dense_names.")
+    return None if names is None else tuple(names)
 
 
 def in_order(source: DataSource, wanted: Columns, shared: Mapping[str, Sequence[str]], model: str) -> DataSource:

@@ -70,11 +70,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def forget_after(run_dir: Path, step: int) -> None:
     """Removes records that reach beyond `step` (-1: all), which a run will make again, and later plans: the last one is
-    the live one. Evaluations at `step` itself go too: they come after the checkpoint."""
+    the live one. Evaluations at `step` itself stay: those that are made again take their place (`Journal`)."""
 
     def is_before(record: dict[str, Any]) -> bool:
-        reached = int(record.get("end_step", record.get("step", -1)))
-        return reached < step or (reached == step and record.get("split") not in ("val", "test"))
+        return int(record.get("end_step", record.get("step", -1))) <= step
 
     for name in ("costs/*.jsonl", "metrics.jsonl", "decisions.jsonl", "plan/evidence.jsonl"):
         for path in run_dir.glob(name):

@@ -14,6 +14,9 @@ from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.jsonl import lost_where_full
 
+TABLES = Path("plan") / "tables.json"
+"""In a run: its tables and what the data did to them when the job started, in the form of the planning commands."""
+
 
 def write_plan(run_dir: Path, step: int, plan: ShardingPlan) -> None:
     path = run_dir / "plan" / f"{step_name(step)}.json"

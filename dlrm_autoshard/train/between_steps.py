@@ -50,7 +50,8 @@ class BetweenSteps(Job):
         random = random_state(runtime.device)
         runtime.from_rank_0(lambda: callbacks.extend(make(run_dir, config) for make in factories))
         restore_random_state(random, runtime.device)  # whatever they drew: they are made anew at each start
-        self.journal = Journal(run_dir, callbacks, active=runtime.rank == 0)
+        resumed_at = None if self.resumed_from is None else self.position.step
+        self.journal = Journal(run_dir, callbacks, active=runtime.rank == 0, resumed_at=resumed_at)
         self.seconds = dict.fromkeys(("total", "evaluation", "checkpoints", "resharding"), 0.0)  # of this start
         self.watch = LossWatch(runtime, self.step, self.state)
         self.display = Display(runtime.rank == 0, self.total_steps, self.position.step, config.run.log_level)

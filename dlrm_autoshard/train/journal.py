@@ -16,7 +16,7 @@ from typing import Any
 from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.interval import IntervalProfile
-from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl
+from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, change_jsonl
 from dlrm_autoshard.records.run import RESULT, RunRecord
 from dlrm_autoshard.report.verdict import autoshard_in_one_line
 from dlrm_autoshard.train.callbacks import Callback, metric_scalars, profile_scalars
@@ -32,12 +32,21 @@ _OF_MOVES = (
 class Journal:
     """Does nothing on ranks where it is not `active`."""
 
-    def __init__(self, run_dir: Path, callbacks: Sequence[Callback] = (), *, active: bool) -> None:
-        self._run_dir, self._callbacks, self._active = run_dir, callbacks, active
+    def __init__(
+        self, run_dir: Path, callbacks: Sequence[Callback] = (), *, active: bool, resumed_at: int | None = None
+    ) -> None:
+        """resumed_at: the step after which an earlier start may have evaluated already."""
+        self._run_dir, self._callbacks, self._active, self._resumed_at = run_dir, callbacks, active, resumed_at
 
     def metrics(self, step: int, epoch: int, split: str, metrics: Mapping[str, float]) -> None:
         if self._active:
             line = {"step": step, "epoch": epoch, "split": split, **metrics}
+            if step == self._resumed_at and split != "train":  # made again: it takes the earlier one's place
+                earlier = (step, split)
+                change_jsonl(
+                    self._run_dir / "metrics.jsonl",
+                    lambda old: None if (old.get("step"), old.get("split")) == earlier else old,
+                )
             append_jsonl(self._run_dir / "metrics.jsonl", line)
             self._tell(step, metric_scalars(line))
 

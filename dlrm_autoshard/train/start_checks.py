@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
+from torch import nn
 
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.config_data import SyntheticData
@@ -29,6 +30,23 @@ def check_settings(config: Config, source: DataSource, device: torch.device) -> 
             "has no val samples (choosing by the test split would make its metrics too good)."
         )
     check_optimizer(config.tables.optimizer.name, device)
+
+
+def check_batch_norm(model: nn.Module, samples: int, first: int, global_batch: int, world_size: int) -> None:
+    """UserError where an epoch's last batch gives a rank one sample, of which BatchNorm can make no statistics. first:
+    the sample from which the epoch at hand goes on."""
+    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        return
+    for start in (0, first):
+        last = (samples - start) % global_batch or global_batch
+        share = -(-last // world_size)
+        rank = next((r for r in range(world_size) if min(last, (r + 1) * share) - r * share == 1), None)
+        if rank is not None:
+            raise UserError(
+                f"the model has BatchNorm, and the last of {samples:,} training samples come to 1 on rank {rank} (a "
+                f"batch of {last} on {world_size} rank(s)), of which it can make no statistics. Change "
+                "train.batch_size, or leave a sample out."
+            )
 
 
 def free_and_sharers(device: torch.device, host_ranks: int) -> tuple[int, int]:

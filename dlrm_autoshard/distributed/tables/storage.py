@@ -24,6 +24,7 @@ from dlrm_autoshard.distributed.tables.memory import (
     on_host_for,
 )
 from dlrm_autoshard.distributed.tables.tbe import RowCache, Tbe, make_tbe
+from dlrm_autoshard.formats.words import some_of
 from dlrm_autoshard.tables import Pooling, Shard, TableConfig, TableDtype, TableOptimizer
 
 _DTYPES: dict[TableDtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16}
@@ -76,6 +77,7 @@ class Storage:
             tensor: self._memory_for(tensor) for tensor in ("weight", *state_shapes(tables[0], config.optimizer.name))
         }
         self._held: tuple[str, ...] = ()
+        self._claimed: set[str] = set()
         self._cache_is_newer = False
         self.lookup: Tbe | None = None
         self._row_cache: RowCache | None = None
@@ -115,7 +117,13 @@ class Storage:
             self._row_cache.take_back()
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Live views {weight, momentum1, ...} of a shard that is held or about to be."""
+        """Returns live views {weight, momentum1, ...} of a shard that is held, or claimed and about to be. StorageError
+        where it is neither: fresh memory would pass for its values."""
+        if name not in self._held and name not in self._claimed:
+            raise StorageError(
+                f"'{name}' is not on this rank, which holds {some_of(self._held) or 'nothing'}. Ask the rank that the "
+                "plan gives it to."
+            )
         self._flush()
         return {tensor: memory.view(name) for tensor, memory in self._memory.items()}
 
@@ -125,12 +133,13 @@ class Storage:
         return self._tables[Shard.parse(name).table].shard(name) if whole is None else whole
 
     def claim(self, names: Iterable[str]) -> str | None:
-        """Takes places in reserved memory for shards that are to arrive. A sentence, and none taken, where one has
-        none."""
+        """Takes places for shards that are to arrive, in reserved memory where that is used. Returns a sentence, and
+        none is taken, where one has none."""
         names = list(names)
         try:
             for name in names if self.in_pieces else ():
                 self._places.of(name)
+            self._claimed.update(names)
         except StorageError as error:
             self.give_up(names)
             return str(error)
@@ -139,6 +148,7 @@ class Storage:
     def give_up(self, names: Iterable[str]) -> None:
         """Of what `claim` took: these shards do not arrive."""
         for name in names:
+            self._claimed.discard(name)
             self._places.free(name)
 
     def shape(self, name: str, tensor: str) -> tuple[int, ...]:
@@ -157,8 +167,9 @@ class Storage:
         return sizes
 
     def hold(self, names: Sequence[str]) -> None:
-        """All of `names` have been asked for by `tensors`, which is where their values were put."""
+        """Makes `names` what this rank holds. Values of those that arrived lie in their `tensors` already."""
         self._flush()
+        self._claimed.difference_update(names)
         if self.lookup is not None and self._held == tuple(names):
             return  # a move of others: what the device caches stays
         self.lookup = self._row_cache = None  # with its rows, before there is another

@@ -1,8 +1,7 @@
-"""A trained model, read from a run: to evaluate, to predict with, and of one process to take elsewhere.
+"""A trained model, read from a run: to evaluate, and to predict with.
 
 with saved_model(Path("runs/mine"), splits=["test"]) as model:
     model.logits("test")                         # [S] logits and [S] labels
-export = PlainModel(model)                       # an nn.Module of nn.EmbeddingBags and the dense part
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from dlrm_autoshard import plug_in
 from dlrm_autoshard.autoshard.initial_plan import find_topology
 from dlrm_autoshard.config import AutoshardConfig, Config, TableOptimizerConfig, load_config
-from dlrm_autoshard.data.batch import DataSource, Split, has_id_weights, label_names_of
+from dlrm_autoshard.data.batch import DataSource, Split, label_names_of
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.loader import Loader, reader_threads
 from dlrm_autoshard.data.open import open_source
@@ -81,14 +80,15 @@ def saved_model(
     labelled: bool = True,
     splits: Sequence[Split] = (),
     device: Literal["auto", "cpu", "cuda"] | None = None,
+    trust: bool = False,
 ) -> Iterator[SavedModel]:
     """checkpoint: the run's newest where none is named. data: `data.key=value`, of data other than the run's. labelled:
     False where they may come without labels. splits: what is read of them. device: the run's where none is named.
-    The tables' weights come into memory, without their optimizer's state."""
+    trust: as `config_of` takes it. The tables' weights come into memory, without their optimizer's state."""
     for override in data:
         if not override.startswith("data."):
             raise UserError(f"'{override}': the model is as it was trained; only data.key=value can be given.")
-    config = config_of(run, data)
+    config = config_of(run, data, trust=trust)
     source = open_source(config.data, config.tables, labelled=labelled, splits=splits)
     tables = config.tables.model_copy(update={"optimizer": TableOptimizerConfig(name="sgd")})  # which keeps none
     with Runtime.start(config.run if device is None else config.run.model_copy(update={"device": device})) as runtime:
@@ -111,9 +111,19 @@ def saved_model(
         yield SavedModel(runtime, config, source, embeddings, model.eval(), position, labelled)
 
 
-def config_of(run: Path, overrides: Sequence[str] = ()) -> Config:
+def config_of(run: Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Config:
+    """Returns a run's settings. UserError where they name Python that lies in the run, which whoever made the run wrote
+    and a reader may never have seen, and `trust` is not given."""
     check_run(run)
-    return load_config(run / CONFIG, overrides)
+    config = load_config(run / CONFIG, overrides)
+    places = {"data.factory": getattr(config.data, "factory", None), "model.factory": config.model.factory}
+    for key, place in places.items():
+        if place is not None and not trust and plug_in.lies_in(place, run):
+            raise UserError(
+                f"{run / CONFIG}: {key} is '{place}', Python that lies in the run's own directory and would be "
+                "executed. Read it; where you trust it, add --trust."
+            )
+    return config
 
 
 def shared_out(tables: Sequence[TableConfig], topology: Topology, trained: ShardingPlan | None) -> ShardingPlan:
@@ -128,55 +138,3 @@ def shared_out(tables: Sequence[TableConfig], topology: Topology, trained: Shard
     except PlanError as error:
         what, _, _ = str(error).partition(". ")
         raise UserError(f"{what}. Start more ranks, on machines with more memory in all.") from error
-
-
-class PlainModel(nn.Module):
-    """The same predictions from torch's own modules: probabilities [B] (or [B, L]) = model(dense_BF, values, offsets).
-
-    values, offsets: one tensor a feature, in the order of the data's, as nn.EmbeddingBag takes them; `weights` after
-    them where the data's ids have some.
-    """
-
-    def __init__(self, saved: SavedModel) -> None:
-        super().__init__()
-        self.dense = saved.dense.cpu()
-        for weight in self.dense.parameters():  # out of the one buffer that ranks reduce: torch exports whole storages
-            weight.data = weight.data.clone()
-        self.margin = saved.dense.margin
-        self.order, self.table_of = saved.embeddings.features.output_order(), saved.embeddings.features.table_of
-        self.bags = nn.ModuleList(_bag(table, saved) for table in saved.embeddings.tables)
-
-    def forward(
-        self, dense_BF: Tensor, values: list[Tensor], offsets: list[Tensor], weights: list[Tensor] | None = None
-    ) -> Tensor:
-        pooled = [
-            self.bags[table](values[feature], offsets[feature], None if weights is None else weights[feature])
-            for feature, table in enumerate(self.table_of)
-        ]
-        before, after = (dense_BF.new_zeros(dense_BF.shape[0], columns) for columns in self.margin)
-        pooled_BD = torch.cat([before, *(pooled[feature] for feature in self.order), after], 1)
-        return torch.sigmoid(self.dense.top(self.dense.bottom(dense_BF), pooled_BD))
-
-
-def _bag(table: TableConfig, saved: SavedModel) -> nn.EmbeddingBag:
-    weight = saved.embeddings.storage.tensors(table.name)["weight"].float().cpu().clone()  # of a storage of its own
-    return nn.EmbeddingBag.from_pretrained(weight, mode=table.pooling)
-
-
-def export_plain(saved: SavedModel, file: BinaryIO) -> None:
-    """A program that torch.export.load(file).module() runs without this package, for any batch size."""
-    model, samples = PlainModel(saved).eval().requires_grad_(False), 3
-    features = saved.embeddings.features.features
-    dense = torch.zeros(samples, saved.source.num_dense)
-    values = [torch.zeros(2 * samples + number, dtype=torch.int64) for number in range(len(features))]
-    offsets = [torch.arange(samples) * 2 for _ in features]
-    batch = torch.export.Dim("batch", min=2)
-    ids = [{0: torch.export.Dim(f"ids_{number}", min=2)} for number in range(len(features))]
-    inputs: list[Any] = [dense, values, offsets]
-    shapes: list[Any] = [{0: batch}, ids, [{0: batch} for _ in features]]
-    if has_id_weights(saved.source):
-        inputs.append([torch.ones(len(of_table)) for of_table in values])
-        shapes.append(ids)
-    with torch.no_grad():
-        program = torch.export.export(model, tuple(inputs), dynamic_shapes=tuple(shapes))
-    torch.export.save(program, file)

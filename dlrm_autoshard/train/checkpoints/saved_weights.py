@@ -1,6 +1,6 @@
 """A trained model's weights, straight from the checkpoint and one tensor at a time: its tables need fit no machine.
 
-weights = SavedWeights.open(run, checkpoint, source.tables)
+weights = SavedWeights.open(checkpoint, features.tables)
 for name, tensor in weights.tensors(): ...                # tables.item.weight, dense.over_mlp.0.weight, ...
 """
 
@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlrm_autoshard.tables import TableConfig
-from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder
 from dlrm_autoshard.train.checkpoints.manifest import CheckpointError, Manifest, check_shapes, read_manifest
 from dlrm_autoshard.train.checkpoints.tensor_file import read_tensors
 
@@ -31,9 +30,8 @@ class SavedWeights:
     tables: dict[str, str]
 
     @staticmethod
-    def open(run: Path, checkpoint: Path | None, tables: Sequence[TableConfig]) -> SavedWeights:
-        """checkpoint: the run's newest where none is named. CheckpointError where it has other tables."""
-        path = CheckpointFolder(run / "checkpoints").asked_for(checkpoint)
+    def open(path: Path, tables: Sequence[TableConfig]) -> SavedWeights:
+        """path: a checkpoint. CheckpointError where it has other tables."""
         manifest = read_manifest(path)
         names = {table.name: f"tables.{table.name}.weight" for table in tables}
         wanted = {names[table.name]: (table.num_embeddings, table.embedding_dim) for table in tables}
@@ -54,6 +52,25 @@ class SavedWeights:
             for start in (DENSE, BUFFERS):
                 if saved.startswith(start):
                     yield DENSE + saved.removeprefix(start), self._read(saved)
+
+    def table(self, name: str) -> Tensor:
+        """Returns the weights of a table, all of its columns."""
+        return self._read(self.tables[name])
+
+    def load(self, dense: nn.Module) -> None:
+        """Fills the dense part's parameters and buffers. CheckpointError where it is of another model."""
+        kept = dense.state_dict().keys()
+        wanted = {f"{DENSE}{name}": parameter for name, parameter in dense.named_parameters()}
+        wanted |= {f"{BUFFERS}{name}": buffer for name, buffer in dense.named_buffers() if name in kept}
+        saved = {
+            name: tuple(tensor.shape)
+            for name, tensor in self.manifest.tensors.items()
+            if name.startswith((DENSE, BUFFERS))
+        }
+        check_shapes(self.path, saved, {name: tuple(tensor.shape) for name, tensor in wanted.items()})
+        with torch.no_grad():
+            for name, tensor in wanted.items():
+                tensor.copy_(self._read(name))
 
     def _read(self, name: str) -> Tensor:
         saved = self.manifest.tensors[name]
