@@ -165,7 +165,8 @@ def test_other_columns_are_refused_naming_both_orders(
 
 
 def test_features_that_look_up_another_table_are_refused(trained: Path) -> None:
-    shared = settings(trained, **{"tables.shared": {"things": ["seen", "user"]}})
+    other: dict[str, Any] = {"tables.shared": {"things": ["seen", "user"]}}
+    shared = settings(trained, **other)
     source, was = (open_source(one.data, one.tables) for one in (shared, settings(trained)))
     wanted = Columns.of(was, settings(trained).tables.shared)
     with pytest.raises(DataError, match=r"'user' up in table 'user', and tables.shared says 'things' here"):

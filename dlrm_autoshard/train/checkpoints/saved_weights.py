@@ -60,7 +60,7 @@ class SavedWeights:
     def load(self, dense: nn.Module) -> None:
         """Fills the dense part's parameters and buffers. CheckpointError where it is of another model."""
         kept = dense.state_dict().keys()
-        wanted = {f"{DENSE}{name}": parameter for name, parameter in dense.named_parameters()}
+        wanted: dict[str, Tensor] = {f"{DENSE}{name}": parameter for name, parameter in dense.named_parameters()}
         wanted |= {f"{BUFFERS}{name}": buffer for name, buffer in dense.named_buffers() if name in kept}
         saved = {
             name: tuple(tensor.shape)
