@@ -8,6 +8,7 @@ stages of the slowest rank*, not the slowest rank's sum.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -46,6 +47,8 @@ STAGES = (
 )
 DENSE_STAGES = ("dense_fwd", "dense_bwd", "dense_optim")
 """The same work on every rank."""
+COLLECTIVES = ("input_dist", "fwd_comms", "bwd_comms", "grad_allreduce")
+"""What ranks exchange: a rank alone has none of these stages."""
 COMPUTE_STAGES = ("fwd_compute", "bwd_compute", *DENSE_STAGES)
 """What a rank computes by itself, and so stretches when its core is shared."""
 WAITS = ("input_dist_wait", "fwd_comms_wait", "bwd_comms_wait", "grad_allreduce_wait")
@@ -277,6 +280,14 @@ class StageTime:
     @property
     def typical_ms(self) -> float:
         return self.median_ms if self.mean_ms is None else self.mean_ms
+
+    @property
+    def error_ms(self) -> float | None:
+        """Standard error of the typical time; None of fewer than three steps, which have no quartiles."""
+        if self.samples < 3:
+            return None
+        few = math.sqrt(1 + 1 / self.samples) * (1 + 1.2 / (self.samples - 2))  # about Student's t
+        return few * self.iqr_ms / IQR_OF_NORMAL * math.sqrt(math.pi / 2 / self.samples)
 
     def to_json(self) -> dict[str, float]:
         return asdict(self)

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
+from statistics import NormalDist
 from typing import Any, Literal
 
 from dlrm_autoshard.costs import COMPUTE_STAGES, PLANNED_STAGES, STAGES, StageTime, imbalance
+from dlrm_autoshard.formats.words import count
+from dlrm_autoshard.records.decisions import interval_in_words
 from dlrm_autoshard.records.facts import IntervalFacts, TableUse
 from dlrm_autoshard.tables import Shard, lookup_work
 
@@ -24,23 +27,30 @@ Cause = Literal["load", "starved of CPU", "slow data"]
 
 NOTABLE_EXCESS = 0.03
 """Of the step: ranks closer together than this have no straggler worth naming."""
+NINETY = 1.64
+"""Standard deviations on either side that hold 90% of normal errors."""
+NEARLY_ALL = 0.8
+"""Of a rank's time in its slowest stage: a table with more of it limits every plan."""
 STARVED_BELOW = 0.9
 """CPU time / wall time under which a rank did not have its core to itself."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that others wait for most.
+    """The rank that others surely wait for most.
 
-    excess_ms: what the step would save if this rank took the mean time in the stages in which it is slowest.
-    stage: where most of that arises. tables: its largest tables there with their share of the rank's time in that
-    stage, estimated from lookups and dims (no table is timed alone); empty where tables are not the reason.
+    excess_ms: what the step would save if this rank took the mean time in the stages in which it is surely slowest;
+    low_ms, high_ms: its 90% interval. stage: where most of that arises. tables: its largest tables there with their
+    share of the rank's time in that stage, estimated from lookups and dims (no table is timed alone); empty where
+    tables are not the reason.
     """
 
     rank: int
     cause: Cause
     stage: str
     excess_ms: float
+    low_ms: float
+    high_ms: float
     stage_ms: float
     stage_mean_ms: float
     cpu_share: float | None
@@ -49,8 +59,9 @@ class Straggler:
     @property
     def sentence(self) -> str:
         who = (
-            f"rank {self.rank} holds the others up by {self.excess_ms:.3g} ms a step, most of it in {self.stage} "
-            f"({self.stage_ms:.3g} ms; the ranks' mean is {self.stage_mean_ms:.3g})"
+            f"rank {self.rank} holds the others up by {self.excess_ms:.3g} ms a step ({self.low_ms:.3g} to "
+            f"{self.high_ms:.3g}), most of it in {self.stage} ({self.stage_ms:.3g} ms; the ranks' mean is "
+            f"{self.stage_mean_ms:.3g})"
         )
         if self.cause == "starved of CPU":
             return (
@@ -62,7 +73,7 @@ class Straggler:
         if not self.tables:
             return f"{who}: not because of its tables."
         named = ", ".join(f"'{name}' ({share:.0%})" for name, share in self.tables)
-        return f"{who}: too much work, by lookups and dims mostly {named}."
+        return f"{who}: too much work, by lookups and dims mostly {named}{alone_limits(self.tables)}."
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "tables": [[name, share] for name, share in self.tables], "sentence": self.sentence}
@@ -73,14 +84,25 @@ MOST_NAMED = 3
 
 
 def find_straggler(profile: IntervalFacts) -> Straggler | None:
-    """None where there is one rank, no step was sampled, or the ranks are as good as even."""
-    excess = {stage: [t - sum(times) / len(times) for t in times] for stage, times in profile.stage_ms.items()}
-    held_up = [0.0] * profile.world_size
-    for by_rank in excess.values():
-        slowest = max(range(profile.world_size), key=lambda rank: by_rank[rank])
-        held_up[slowest] += by_rank[slowest]
-    rank = max(range(profile.world_size), key=lambda r: held_up[r])
-    if not profile.samples or held_up[rank] < NOTABLE_EXCESS * profile.step_ms:
+    """None where there is one rank, ranks are as good as even, or too few steps were sampled to be sure who is slow.
+
+    A stage counts where its slowest rank is further above the mean than sampled steps scatter by themselves: with one
+    error in twenty over all stages and ranks together (Bonferroni).
+    """
+    ranks = profile.world_size
+    if not profile.samples or ranks == 1:
+        return None
+    sure = NormalDist().inv_cdf(1 - 0.05 / (ranks * len(STAGES)))
+    held_up, variance, excess = [0.0] * ranks, [0.0] * ranks, dict[str, list[float]]()
+    for stage, times in profile.stage_ms.items():
+        excess[stage] = [time - sum(times) / ranks for time in times]
+        slowest = max(range(ranks), key=lambda rank: times[rank])
+        error = error_of_excess(profile, stage, slowest)
+        if excess[stage][slowest] > sure * error:
+            held_up[slowest] += excess[stage][slowest]
+            variance[slowest] += error**2
+    rank = max(range(ranks), key=lambda r: held_up[r])
+    if held_up[rank] < NOTABLE_EXCESS * profile.step_ms:
         return None
     stage = max(STAGES, key=lambda name: excess[name][rank])
     times = profile.stage_ms[stage]
@@ -90,8 +112,74 @@ def find_straggler(profile: IntervalFacts) -> Straggler | None:
     elif _is_starved(profile, rank):
         cause = "starved of CPU"
     tables = shares_of_stage(profile.tables, rank, stage)[:MOST_NAMED] if cause == "load" else ()
-    mean = sum(times) / len(times)
-    return Straggler(rank, cause, stage, held_up[rank], times[rank], mean, profile.cpu_share[rank], tuple(tables))
+    margin = NINETY * math.sqrt(variance[rank])
+    return Straggler(
+        rank, cause, stage, held_up[rank], held_up[rank] - margin, held_up[rank] + margin,
+        times[rank], sum(times) / ranks, profile.cpu_share[rank], tuple(tables),
+    )  # fmt: skip
+
+
+def error_of_excess(profile: IntervalFacts, stage: str, rank: int) -> float:
+    """Standard error of how far a rank lies above the ranks' mean, in ms; infinite where nobody knows."""
+    errors = profile.error_ms.get(stage)
+    if errors is None:
+        return math.inf
+    others = sum(error**2 for error in errors) - errors[rank] ** 2
+    return math.sqrt((errors[rank] * (1 - 1 / len(errors))) ** 2 + others / len(errors) ** 2)
+
+
+def who_is_slow(profile: IntervalFacts) -> str | None:
+    """A sentence on who holds the others up, and why; the terminal, the page and `explain` all say this one. None where
+    there is nobody to wait for, or nothing was sampled."""
+    if profile.world_size == 1 or profile.samples == 0:
+        return None
+    straggler = find_straggler(profile)
+    if straggler is not None:
+        return straggler.sentence[0].upper() + straggler.sentence[1:]
+    apart = sum(max(times) - sum(times) / len(times) for times in profile.stage_ms.values())
+    if apart < NOTABLE_EXCESS * profile.step_ms:
+        return "No rank holds the others up: their differences are below 3% of the step."
+    return (
+        f"Nobody can be said to hold the others up: in {count(profile.samples, 'sampled step')} the ranks differ by no "
+        "more than such steps do by themselves."
+    )
+
+
+def alone_limits(tables: Sequence[tuple[str, float]]) -> str:
+    """The end of a sentence on a rank's tables in its slowest stage, largest first, with their shares of it: whether
+    one of them is nearly all of it, so that no plan could be better."""
+    if not tables or tables[0][1] <= NEARLY_ALL:
+        return ""
+    if Shard.parse(tables[0][0]).columns is None:
+        return ": whole tables cannot be spread further, so this table alone limits the plan"
+    return ": this part alone limits the plan, and only narrower parts would spread it further"
+
+
+@dataclass(frozen=True)
+class Balance:
+    """What perfect balance of what placement decides would save, as a part of a step, with its 90% interval."""
+
+    gain: float
+    low: float
+    high: float
+
+    def sentence(self, when: str, samples: int) -> str:
+        steps = count(samples, "sampled step")
+        if not math.isfinite(self.low):
+            return f"In {when} {steps} cannot tell what perfect balance would have saved."
+        if self.low <= 0:
+            most = f"at most {max(0.0, self.high):.1%} of a step"
+            return f"In {when} perfect balance would have saved nothing that {steps} can tell from noise ({most})."
+        return f"In {when} perfect balance would have saved {interval_in_words(*astuple(self))} of a step."
+
+
+def balance_of(profile: IntervalFacts, gain: float | None = None) -> Balance:
+    """gain: where more is known than the profile says: the ranks' speeds, by which decisions are made."""
+    gain = profile.balance_gain if gain is None else gain
+    slowest = {stage: times.index(max(times)) for stage, times in profile.stage_ms.items()}
+    variance = sum(error_of_excess(profile, stage, slowest[stage]) ** 2 for stage in PLANNED_STAGES)
+    margin = NINETY * math.sqrt(variance) / max(profile.mean_step_ms, 1e-9)
+    return Balance(gain, gain - margin, gain + margin)
 
 
 def _is_starved(profile: IntervalFacts, rank: int) -> bool:

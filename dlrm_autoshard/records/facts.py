@@ -8,7 +8,7 @@ mine = RankInterval(epoch=0, first_step=0, end_step=64, rank=1, host="a", device
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class RankRecord(TypedDict):
 class RankInterval:
     """One rank's epoch: steps [first_step, end_step), timed on sampled steps.
 
-    stages: time in each of costs.STAGES and costs.WAITS; one that is not there took no time.
+    stages: time in each of costs.STAGES and costs.WAITS; one that is not there was not measured.
     step_ms: of a typical sampled step, from the first stage to the last: the sum of its stages and waits.
     throughput: examples/s of this rank's share of the batch over the whole epoch, sampled or not.
     cpu_share: CPU time / wall time of the stages that compute; well below 1 means that something else had the rank's
@@ -119,7 +119,7 @@ class RankInterval:
             "schema": SCHEMA,
             **record,
             "tables": list(self.tables),
-            **{name: self.ms(name) for name in STAGES},
+            **{name: self.ms(name) if name in self.stages else None for name in STAGES},
             "wait": self.wait_ms,
             "detail": {name: time.to_json() for name, time in self.stages.items()},
         }
@@ -150,9 +150,10 @@ class TableUse:
 class IntervalFacts:
     """All ranks' epoch, column by column: `stage_ms["fwd_compute"][r]` is rank r's in a typical step.
 
-    stage_ms has every one of costs.STAGES and wait_ms every one of costs.WAITS. noise: relative spread of the
-    sampled steps' planned stages, on the noisiest rank. predicted: what the planner had expected of this plan, if it
-    had been asked.
+    stage_ms has every one of costs.STAGES and wait_ms every one of costs.WAITS; unmeasured: stages that no rank timed,
+    as in a custom loop, which are 0 there. error_ms: standard errors of stage_ms, as far as they are known. noise:
+    relative spread of the sampled steps' planned stages, on the noisiest rank. predicted: what the planner had expected
+    of this plan, if it had been asked.
     """
 
     epoch: int
@@ -172,6 +173,8 @@ class IntervalFacts:
     noise: float
     tables: tuple[TableUse, ...]
     predicted: tuple[RankCost, ...] | None = None
+    error_ms: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    unmeasured: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.costs import (
+    COLLECTIVES,
     PLANNED_STAGES,
     STAGES,
     WAITS,
@@ -57,7 +58,7 @@ class IntervalRecord(TypedDict):
     first_step: Count
     end_step: Count
     batch_size: Count
-    stage_ms: dict[str, list[Finite]]
+    stage_ms: dict[str, list[Finite] | None]
     wait_ms: dict[str, list[Finite]]
     step_ms_by_rank: list[Amount]
     throughput_by_rank: list[Amount]
@@ -70,6 +71,7 @@ class IntervalRecord(TypedDict):
     noise: Amount
     tables: TableColumns
     predicted: NotRequired[list[CostRecord] | None]
+    error_ms: NotRequired[dict[str, list[Amount]]]
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,11 @@ class IntervalProfile(IntervalFacts):
                 for shard in parts
             ),
             predicted=None if predicted is None else tuple(predicted),
+            error_ms={name: errors for name in STAGES if (errors := _errors_ms(ranks, name))},
+            unmeasured=tuple(
+                name for name in STAGES
+                if not any(name in rank.stages for rank in ranks) and (len(ranks) > 1 or name not in COLLECTIVES)
+            ),
         )  # fmt: skip
 
     @property
@@ -131,14 +138,15 @@ class IntervalProfile(IntervalFacts):
         return None if self.predicted is None else prediction_bias(self.predicted, self.measured)
 
     def to_json(self) -> dict[str, Any]:
-        facts = {field.name: getattr(self, field.name) for field in fields(self)}
+        facts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unmeasured"}
         columns = {field.name: [getattr(t, field.name) for t in self.tables] for field in fields(TableUse)}
         straggler = self.straggler
         return {
             "schema": SCHEMA,
             **facts,
-            "stage_ms": dict(self.stage_ms),
+            "stage_ms": {name: None if name in self.unmeasured else times for name, times in self.stage_ms.items()},
             "wait_ms": dict(self.wait_ms),
+            "error_ms": dict(self.error_ms),
             "tables": columns,
             "predicted": None if self.predicted is None else [cost.to_json() for cost in self.predicted],
             # What follows from the facts, for readers without this package.
@@ -165,13 +173,18 @@ class IntervalProfile(IntervalFacts):
         facts: dict[str, Any] = {**checked(IntervalRecord, record, extra="ignore")}
         columns, predicted = facts["tables"], facts.get("predicted")
         columns = {"features": [1] * len(columns["name"]), **columns}
-        by_stage = {"stage_ms": STAGES, "wait_ms": WAITS}
-        for key, names in by_stage.items():
-            missing = [name for name in names if name not in facts[key]]
-            if missing:
-                raise FormatError(f"'{key}' lacks {', '.join(missing)}.")
-            facts[key] = {name: tuple(facts[key][name]) for name in names}
+        missing = [name for name in WAITS if name not in facts["wait_ms"]]
+        if missing:
+            raise FormatError(f"'wait_ms' lacks {', '.join(missing)}.")
+        facts["unmeasured"] = tuple(name for name in STAGES if facts["stage_ms"].get(name) is None)
+        zeros = (0.0,) * len(facts["hosts"])
+        facts["stage_ms"] = {name: tuple(facts["stage_ms"].get(name) or zeros) for name in STAGES}
+        facts["wait_ms"] = {name: tuple(facts["wait_ms"][name]) for name in WAITS}
+        facts["error_ms"] = {
+            name: tuple(errors) for name, errors in facts.get("error_ms", {}).items() if name in STAGES
+        }
         ranks = {"predicted": predicted or facts["hosts"], **facts["stage_ms"], **facts["wait_ms"]}
+        ranks |= {f"error_ms.{name}": errors for name, errors in facts["error_ms"].items()}
         ranks |= {key: value for key, value in facts.items() if isinstance(value, list) and key != "predicted"}
         _same_length("ranks", "step_ms_by_rank", ranks)
         _same_length("tables", "name", columns)
@@ -185,6 +198,13 @@ class IntervalProfile(IntervalFacts):
         values["tables"] = tuple(TableUse(*row) for row in rows)
         values["predicted"] = None if predicted is None else tuple(RankCost.from_json(cost) for cost in predicted)
         return IntervalProfile(**values)
+
+
+def _errors_ms(ranks: Sequence[RankInterval], stage: str) -> tuple[float, ...]:
+    """By rank; () where one did not time it often enough to know."""
+    errors = [rank.stages[stage].error_ms for rank in ranks if stage in rank.stages]
+    known = tuple(error for error in errors if error is not None)
+    return known if len(known) == len(ranks) else ()
 
 
 def _same_length(of_what: str, key: str, lists: Any) -> None:

@@ -19,10 +19,8 @@ import numpy as np
 
 from dlrm_autoshard.formats.words import count
 from dlrm_autoshard.records.decisions import interval_in_words
-from dlrm_autoshard.records.diagnosis import NOTABLE_DRIFT, STARVED_BELOW, moved_part
+from dlrm_autoshard.records.diagnosis import NINETY, NOTABLE_DRIFT, STARVED_BELOW, moved_part
 
-NINETY = 1.64
-"""Standard deviations on either side that hold 90% of normal errors."""
 LEAST_STEPS, MOST_STEPS = 3, 200
 """Steps under either plan that are compared: fewer have no quartiles; more tell no more, and are of longer ago."""
 OTHER_WORK = 0.25

@@ -19,6 +19,7 @@ from dlrm_autoshard.formats.json_file import FormatError, NotReadable, checked, 
 from dlrm_autoshard.formats.numbers import Count, Number
 from dlrm_autoshard.formats.yaml_file import read_yaml
 from dlrm_autoshard.plan import MoveRecord
+from dlrm_autoshard.records.diagnosis import Balance, balance_of
 from dlrm_autoshard.records.facts import RankInterval
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, read_jsonl, shown
@@ -98,6 +99,16 @@ class RunRecord:
 
     def _is_part(self, profile: IntervalProfile) -> bool:
         return sum(other.epoch == profile.epoch for other in self.intervals) > 1
+
+    def balance(self, profile: IntervalProfile) -> Balance | None:
+        """What perfect balance would have saved in one of its intervals: the figure that autoshard decided by, which
+        knows the ranks' speeds, where it decided on that interval. None where nothing was sampled, or is to be placed.
+
+        The terminal, the page and `explain` all tell this one."""
+        if profile.world_size == 1 or profile.samples == 0:
+            return None
+        decided = [d.get("balance_gain") for d in self.decisions if d.get("step") == profile.end_step]
+        return balance_of(profile, decided[-1] if decided else None)
 
     def metrics_of(self, split: str) -> list[Mapping[str, Any]]:
         return [line for line in self.metrics if line.get("split") == split]

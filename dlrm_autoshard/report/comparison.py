@@ -33,12 +33,18 @@ def _of_samples(figure: Callable[[IntervalProfile], float]) -> Callable[[RunReco
     return lambda record: figure(record.last) if record.intervals and record.last.samples else None
 
 
+def _balance(record: RunRecord) -> float | None:
+    balance = record.balance(record.last) if record.intervals else None
+    return None if balance is None else 100 * balance.gain
+
+
 def _metric(name: str) -> Callable[[RunRecord], float | None]:
     return lambda record: (record.final_metrics() or ("", {}))[1].get(name)
 
 
 def _slowest(stage: str) -> Callable[[RunRecord], float | None]:
-    return _of_samples(lambda profile: max(profile.stage_ms[stage]))
+    measured = _of_samples(lambda profile: max(profile.stage_ms[stage]))
+    return lambda record: None if record.intervals and stage in record.last.unmeasured else measured(record)
 
 
 def _phases(phase: str) -> Callable[[RunRecord], float | None]:
@@ -52,7 +58,7 @@ FIGURES: dict[str, Callable[[RunRecord], float | None]] = {
     "examples/s": _of_last(lambda profile: profile.throughput),
     "step ms": _of_last(lambda profile: profile.mean_step_ms),
     "sampled step ms": _of_samples(lambda profile: profile.step_ms),
-    "sampled step at perfect balance, ms": _of_samples(lambda profile: profile.balanced_ms),
+    "perfect balance would save, % of a step": lambda record: _balance(record),
     "max/mean of embedding compute": _of_samples(compute_imbalance),
     **{f"{stage}, slowest rank, ms": _slowest(stage) for stage in STAGES},
     "waits, mean over ranks, ms": _of_samples(lambda profile: sum(total_wait_ms(profile)) / profile.world_size),

@@ -14,11 +14,11 @@ from typing import Any
 
 from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, imbalance
 from dlrm_autoshard.records.decisions import worth_in_words
-from dlrm_autoshard.records.diagnosis import NOTABLE_DRIFT, drift, table_costs_ms
+from dlrm_autoshard.records.diagnosis import NOTABLE_DRIFT, drift, table_costs_ms, who_is_slow
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.report.summary import comms_imbalance, compute_imbalance, step_time, total_wait_ms
-from dlrm_autoshard.report.verdict import what_is_left, who_is_slow
+from dlrm_autoshard.report.summary import balanced_ms, comms_imbalance, compute_imbalance, step_time, total_wait_ms
+from dlrm_autoshard.report.verdict import left_to_save
 
 Columns = dict[str, list[Any]]
 METRICS = {"logloss": "Log loss", "loss": "Training loss, weighted or over all labels", "auc": "AUC"}
@@ -71,18 +71,19 @@ def event_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
 def _epoch_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
     for at, profile in enumerate(record.intervals):
         bias, sampled = profile.prediction_bias, profile.samples > 0
+        sentences = [step_time(record, profile), who_is_slow(profile), *left_to_save(record, profile)]
         yield {
             "at": at,
             "label": record.label(profile),
             "step": profile.end_step,
             "mean_step_ms": profile.mean_step_ms,
             "step_ms": profile.step_ms if sampled else None,
-            "balanced_ms": profile.balanced_ms if sampled else None,
+            "balanced_ms": balanced_ms(record, profile) if sampled else None,
             "embedding compute": compute_imbalance(profile) if sampled else None,
             "communication": comms_imbalance(profile) if sampled else None,
             "memory": imbalance(profile.peak_memory_bytes),
             "error": None if bias is None else 100 * bias,
-            "text": " ".join([step_time(record, profile), *who_is_slow(profile), *what_is_left(profile)]),
+            "text": " ".join(filter(None, sentences)),
         }
 
 
@@ -99,7 +100,7 @@ def _rank_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
             yield {
                 "at": at,
                 "rank": rank,
-                **{stage: profile.stage_ms[stage][rank] for stage in STAGES},
+                **{stage: _or_none(profile, stage, profile.stage_ms[stage][rank]) for stage in STAGES},
                 "wait": waits[rank],
                 "step_ms": profile.step_ms_by_rank[rank],
                 "cpu": None if share is None else 100 * share,
@@ -108,10 +109,15 @@ def _rank_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
             }
 
 
+def _or_none(profile: IntervalProfile, stage: str, ms: float) -> float | None:
+    return None if stage in profile.unmeasured else ms
+
+
 def _stage_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
     """Of every stage the spread over ranks; "wait" is all waits of a rank together."""
     for at, profile in _sampled(record):
-        for stage, times in [*profile.stage_ms.items(), ("wait", total_wait_ms(profile))]:
+        measured = {stage: times for stage, times in profile.stage_ms.items() if stage not in profile.unmeasured}
+        for stage, times in [*measured.items(), ("wait", total_wait_ms(profile))]:
             slowest = times.index(max(times))
             mean = sum(times) / len(times)
             yield {"at": at, "stage": stage, "min": min(times), "mean": mean, "max": times[slowest], "slowest": slowest}

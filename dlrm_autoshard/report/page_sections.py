@@ -7,6 +7,7 @@ Aggregates come first; every rank and every table are in tables that open on dem
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -19,7 +20,7 @@ from dlrm_autoshard.report.chart_style import LETTERS, SEGMENTS
 from dlrm_autoshard.report.comparison import side_by_side
 from dlrm_autoshard.report.page_data import METRICS
 from dlrm_autoshard.report.summary import compute_imbalance, details
-from dlrm_autoshard.report.verdict import autoshard_in_one_line, left_to_save, verdict
+from dlrm_autoshard.report.verdict import autoshard_in_one_line, verdict
 
 NOTHING = "\N{EN DASH}"
 STAGE_MEANINGS = {
@@ -87,7 +88,7 @@ def _key_figures(record: RunRecord) -> str:
         last = record.last
         shown = [
             ("Step, last interval", f"{last.mean_step_ms:.3g} ms", "mean of all steps"),
-            ("Placement could save", f"{left_to_save(record):.1%}", "of a step, at perfect balance"),
+            *_balance_figure(record),
             ("Examples a second", f"{last.throughput:,.0f}", "all ranks"),
             ("Embedding compute", f"{compute_imbalance(last):.2f}", "slowest / mean"),
             ("Largest rank's tables", gib(max(last.table_bytes)), f"of {gib(sum(last.table_bytes))}"),
@@ -97,6 +98,15 @@ def _key_figures(record: RunRecord) -> str:
         shown.append(("AUC", f"{found[1]['auc']:.4f}", {"val": "validation"}.get(found[0], found[0])))
     cells = "".join(f"<div><dt>{t}</dt><dd>{escape(v)} <small>{escape(n)}</small></dd></div>" for t, v, n in shown)
     return f'<dl class="figures">{cells}</dl>' if cells else ""
+
+
+def _balance_figure(record: RunRecord) -> list[tuple[str, str, str]]:
+    balance = record.balance(record.last)
+    if balance is None or not math.isfinite(balance.high):
+        return []
+    if balance.low <= 0:
+        return [("Placement could save", "nothing sure", f"at most {max(0.0, balance.high):.1%} of a step")]
+    return [("Placement could save", f"{balance.gain:.1%}", f"{balance.low:.1%} to {balance.high:.1%} of a step")]
 
 
 def _over_time(unit: str) -> str:

@@ -61,11 +61,16 @@ def step_time(record: RunRecord, profile: IntervalProfile) -> str:
     took = f"{when} a step took {profile.mean_step_ms:.3g} ms ({profile.throughput:,.0f} examples/s)."
     if profile.samples == 0:
         return f"{took} {why_unsampled(profile)}"
-    left = f", of which {profile.balanced_ms:.3g} ms would be left at perfect balance" if profile.world_size > 1 else ""
     return (
         f"{took} Sampled, with barriers and nothing overlapped, it took {profile.step_ms:.3g} ms "
-        f"({count(profile.samples, 'sampled step')}){left}."
+        f"({count(profile.samples, 'sampled step')})."
     )
+
+
+def balanced_ms(record: RunRecord, profile: IntervalProfile) -> float:
+    """The sampled step without what perfect balance would save."""
+    balance = record.balance(profile)
+    return profile.step_ms - (0.0 if balance is None else balance.gain * profile.mean_step_ms)
 
 
 def why_unsampled(profile: IntervalProfile) -> str:

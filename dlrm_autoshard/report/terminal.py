@@ -22,7 +22,7 @@ from dlrm_autoshard.records.diagnosis import stage_summary, table_costs_ms, wait
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.comparison import side_by_side
-from dlrm_autoshard.report.summary import compute_imbalance, summary, total_wait_ms
+from dlrm_autoshard.report.summary import balanced_ms, compute_imbalance, summary, total_wait_ms
 
 _CAUSES = {"load": "load", "starved of CPU": "CPU", "slow data": "data"}
 MOST_ROWS = 8
@@ -66,6 +66,9 @@ def _stages(profile: IntervalProfile, when: str) -> Table:
     worst = profile.straggler.stage if profile.straggler else None
     for stage in STAGES:
         row = found[stage]
+        if stage in profile.unmeasured:
+            table.add_row(stage, "not measured", "", "", "", "", style="dim")
+            continue
         table.add_row(
             stage, f"{row['mean_ms']:.2f}", f"{row['max_ms']:.2f}", str(int(row["slowest_rank"])),
             f"{row['imbalance']:.2f}", f"{row['max_ms'] / profile.slowest_sum_ms:.0%}",
@@ -146,7 +149,8 @@ def _epochs(record: RunRecord) -> Table:
                 metrics = line
         blame = "-" if straggler is None else f"{straggler.rank}: {_CAUSES[straggler.cause]}"
         quality = [f"{metrics[name]:.4f}" if metrics.get(name) is not None else "-" for name in ("auc", "logloss")]
-        sampled = (f"{profile.step_ms:.3g}", f"{profile.balanced_ms:.3g}", f"{compute_imbalance(profile):.2f}")
+        even = balanced_ms(record, profile)
+        sampled = (f"{profile.step_ms:.3g}", f"{even:.3g}", f"{compute_imbalance(profile):.2f}")
         table.add_row(
             record.label(profile),
             f"{profile.mean_step_ms:.3g}", *(sampled if profile.samples else "---"), blame,

@@ -13,6 +13,7 @@ from typing import Any
 
 from dlrm_autoshard.formats.words import count
 from dlrm_autoshard.records.decisions import moves_in_words, worth_in_words
+from dlrm_autoshard.records.diagnosis import who_is_slow
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 
@@ -26,9 +27,9 @@ def verdict(record: RunRecord) -> list[str]:
     if record.intervals and record.last.world_size == 1:
         said.append("One rank has all tables: there is nothing to place.")
     elif record.intervals:
-        left = left_to_save(record)
-        said += [*who_is_slow(record.last), *what_is_left(record.last, left)]
-        if not record.decisions and left >= _WORTH_SAYING:
+        said += [*filter(None, [who_is_slow(record.last)]), *left_to_save(record)]
+        balance = record.balance(record.last)
+        if not record.decisions and balance is not None and balance.low > 0 and balance.gain >= _WORTH_SAYING:
             said.append("Tables stayed where they were put at the start (autoshard.enabled, autoshard.reshard).")
             if record.config:
                 said[-1] += " What another plan would gain: dlrm-autoshard explain RUN."
@@ -65,32 +66,11 @@ def autoshard_in_one_line(record: RunRecord) -> str:
     return f"{', '.join(parts)}: {told}"
 
 
-def who_is_slow(profile: IntervalProfile) -> list[str]:
-    if profile.world_size == 1 or profile.samples == 0:
-        return []
-    if profile.straggler is None:
-        return ["No rank holds the others up: their differences are below 3% of the step."]
-    said = profile.straggler.sentence
-    return [said[0].upper() + said[1:]]
-
-
-def left_to_save(record: RunRecord) -> float:
-    """The part of the last interval's step that perfect balance would save: the figure that autoshard decided by, which
-    knows the ranks' speeds, where it decided on that interval."""
-    for decision in reversed(record.decisions):
-        if decision.get("step") == record.last.end_step and decision.get("balance_gain") is not None:
-            return float(decision["balance_gain"])
-    return record.last.balance_gain
-
-
-def what_is_left(profile: IntervalProfile, gain: float | None = None) -> list[str]:
-    """gain: what perfect balance would save of a step, where more is known than the profile says."""
-    if profile.world_size == 1 or profile.samples == 0:
-        return []
-    gain = profile.balance_gain if gain is None else gain
-    if gain < 0.001:
-        return ["In the last interval perfect balance would have saved nothing more."]
-    return [f"In the last interval perfect balance would have saved {gain:.1%} of a step more, at most."]
+def left_to_save(record: RunRecord, profile: IntervalProfile | None = None) -> list[str]:
+    """What perfect balance would have saved in an interval (the last, where none is named), in a sentence."""
+    profile = profile or record.last
+    balance = record.balance(profile)
+    return [] if balance is None else [balance.sentence(record.span(profile), profile.samples)]
 
 
 def _worth_told(moves: Sequence[Mapping[str, Any]], most: int = 3) -> str:
