@@ -21,8 +21,11 @@ from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.dreamshard.drawn_tasks import TaskSet, draw_tasks
 from dlrm_autoshard.planner.dreamshard.pool import TablePool, reuse_shares, synthetic_pool
+from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.measured import Costs
+from dlrm_autoshard.records.run import RunRecord
+from dlrm_autoshard.report.summary import summary
 from dlrm_autoshard.tables import NUM_REUSE_BINS, TableConfig, TableStats
 from dlrm_autoshard.torchrec.plan_format import to_sharding_plan, torchrec_plan
 from tests.report_records import write_run
@@ -264,8 +267,8 @@ def test_a_split_plan_is_explained_by_memory_by_parts_and_with_the_option_that_p
         return " ".join(run(capsys, "explain", tmp_path / plan, "--tables", tmp_path / "t.json", *asked)["explanation"])
 
     free = said("--pin", "small=1")
-    assert "`dlrm-autoshard plan --per-part` would move 1 table for" in free, free
-    assert "`dlrm-autoshard plan` would move 1 table for" in said("--pin", "small=1", "--optimizer", "adagrad")
+    assert "`dlrm-autoshard plan --per-part` would move 1 table, which" in free, free
+    assert "`dlrm-autoshard plan` would move 1 table, which" in said("--pin", "small=1", "--optimizer", "adagrad")
     assert "on one of their ranks, it would make the step cost" in free and "room" not in free
     needed = PlacementTask.build(tables, (TableStats(300.0), TableStats(1.0)), Topology(2), batch_size=512).table_bytes
     tight = said("--memory-gib", 0.9 * needed["big"] / 2**30)
@@ -334,8 +337,10 @@ def test_memory_is_more_than_nothing_and_less_than_everything(
 
 
 def run_of(tmp_path: Path, optimizer: str) -> Path:
-    """On two ranks, a table each."""
+    """On two ranks, a table each. Its times are made up, so no step of it was sampled."""
     path = write_run(tmp_path / optimizer, ranks=2, epochs=1, tables=2)
+    costs = path / "costs" / "epochs.jsonl"
+    costs.write_text(costs.read_text().replace('"samples": 20', '"samples": 0').replace('"samples":20', '"samples":0'))
     ShardingPlan({"cat_0": 0, "cat_1": 1}, 2).save(path / "plan" / "step_00000000.json")
     tables = "[{name: cat_0, num_embeddings: 1000}, {name: cat_1, num_embeddings: 100000}]"
     (path / "config.yaml").write_text(
@@ -366,6 +371,41 @@ def test_a_run_is_planned_for_and_explained_with_its_own_optimizer(
     assert len(set(needs)) == 3, needs
     asked_otherwise = run(capsys, "explain", runs["adagrad"], "--optimizer", "sgd")["explanation"]
     assert needs[0] in asked_otherwise
+
+
+def test_a_run_is_explained_in_the_words_and_by_the_figures_of_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Measured: who is slow, what balance would save; and the costs of other plans rest on what was measured."""
+    path = run_of(tmp_path, "adagrad")
+    costs = path / "costs" / "epochs.jsonl"
+    costs.write_text(costs.read_text().replace('"samples":0', '"samples":20'))
+    RunRecord.load(path).last.plan.save(path / "plan" / "step_00000000.json")
+    found = run(capsys, "explain", path)
+    told = summary(RunRecord.load(path))
+    assert found["explanation"][0] in told and found["explanation"][0].startswith("Rank 1 holds the others up by")
+    assert found["explanation"][1] in told and "perfect balance would have saved" in found["explanation"][1]
+    assert "1 interval of the run measured" in found["costs_from"]
+    slowest = max(cost["fwd_compute"] for cost in found["predicted"])
+    assert slowest == pytest.approx(max(RunRecord.load(path).last.stage_ms["fwd_compute"]), rel=0.3)
+
+
+def test_a_plan_file_says_by_which_costs_it_was_made_and_is_explained_by_them(
+    tables_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fitted").mkdir()
+    (tmp_path / "fitted" / "planner.json").write_text(json.dumps(Planner(seed=0).state_dict()))
+    asked = ["--tables", tables_file]
+    out = tmp_path / "plan.json"
+    made = run(capsys, "plan", *asked, "--devices", "2", "--fitted", tmp_path / "fitted", "--out", out)
+    assert ShardingPlan.load(out) == ShardingPlan.from_json(made["plan"])
+    explained = run(capsys, "explain", out, *asked)
+    assert explained["predicted"] == made["predicted"] and explained["costs_from"] == made["costs_from"]
+    (tmp_path / "fitted" / "planner.json").unlink()
+    (tmp_path / "fitted").rmdir()
+    explained = run(capsys, "explain", out, *asked)
+    said = [sentence for sentence in explained["explanation"] if "made by other costs" in sentence]
+    assert explained["predicted"] != made["predicted"] and made["costs_from"] in said[0] and "fitted'" in said[0]
 
 
 def asking(path: Path, *settings: str) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlrm_autoshard.commands.arguments import add_asked
-from dlrm_autoshard.commands.planning import planner_of, task_of
+from dlrm_autoshard.commands.planning import learn_from, planner_of, task_of
 from dlrm_autoshard.commands.table_pools import tables_of_run
 from dlrm_autoshard.errors import UserError
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from dlrm_autoshard.costs import RankCost
     from dlrm_autoshard.plan import PlanError, ShardingPlan
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
-    from dlrm_autoshard.planner.result import PlanResult
+    from dlrm_autoshard.planner.result import Gain, PlanResult
     from dlrm_autoshard.planner.task import PlacementTask
+    from dlrm_autoshard.records.run import RunRecord
 
 
 def add_parser(subparsers: Any) -> None:
@@ -34,9 +35,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from dlrm_autoshard.costs import step_cost_ms
     from dlrm_autoshard.plan import PlanError, ShardingPlan
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
+    from dlrm_autoshard.planner.result import Gain
     from dlrm_autoshard.records.plans import last_plan
+    from dlrm_autoshard.records.run import RunRecord
     from dlrm_autoshard.report.plan_table import what_splits_would_save
 
     of_run, plan_file = None, arguments.plan
@@ -51,16 +55,28 @@ def run(arguments: argparse.Namespace) -> int:
         pool = TablePool.load(arguments.tables)
     plan = ShardingPlan.load(plan_file).ordered([table.name for table in pool.tables])
     task = task_of(pool, of_run, plan.world_size, arguments, may_split=bool(plan.split_tables))
-    planner = planner_of("auto", 0, arguments.fitted, optimizer=task.splits.optimizer)
+    fitted, made_otherwise = (arguments.fitted, None) if of_run else costs_asked(plan_file, arguments.fitted)
+    planner = planner_of("auto", 0, fitted, optimizer=task.splits.optimizer)
+    measured, step_part = list[str](), 1.0
+    if of_run is not None:
+        record = RunRecord.load(arguments.plan)
+        learn_from(planner, record, of_run, task)
+        if record.last.plan == plan and (measured := measured_of(record)):
+            step_part = step_cost_ms(record.last.measured) / max(record.last.mean_step_ms, 1e-9)
     costs = planner.predict(task, plan)
     better: PlanResult | PlanError
+    gain = Gain(0.0, 0.0)
     try:
         better = planner.plan(task)
+        [gain] = planner.gains(task, plan, [better.plan])
     except PlanError as error:  # no plan is as asked; this one is explained all the same
         better = error
     task = task.split_as(plan)
     pool, table_bytes = replace(pool, tables=task.tables, stats=task.stats), dict(task.table_bytes)
-    sentences = explain(plan, pool, costs, table_bytes, task.topology.memory_bytes)
+    sentences = measured or predicted_of(plan, pool, costs)
+    sentences += memory_of(plan, table_bytes, task.topology.memory_bytes)
+    if made_otherwise:
+        sentences.append(made_otherwise)
     try:
         replace(task, topology=replace(task.topology, memory_bytes=None)).check(plan)  # of memory it was said
     except PlanError as error:
@@ -71,18 +87,19 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         own = of_run is not None and of_run.config.tables.optimizer.per_part
         per_part = bool(plan.split_tables) and task.splits.optimizer == "rowwise_adagrad" and not own
-        sentences.append(compare(plan, costs, better.plan, better.predicted_ms, per_part))
+        gain = Gain(gain.mean * step_part, gain.std * step_part)
+        sentences.append(compare(plan, better.plan, gain, "a step" if measured else "these stages", per_part))
         splits = what_splits_would_save(better)
         if splits is not None:
             sentences.append(f"{splits[0].upper()}{splits[1:]}.")
     if arguments.json:
-        record = {
+        found = {
             "plan": plan.to_json(),
             "predicted": [cost.to_json() for cost in costs],
             "explanation": sentences,
             "costs_from": planner.costs.costs_from,
         }
-        print(json.dumps(record, indent=1))
+        print(json.dumps(found, indent=1))
         return 0
     from rich.console import Console
 
@@ -96,49 +113,78 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def explain(
-    plan: ShardingPlan,
-    pool: TablePool,
-    costs: Sequence[RankCost],
-    table_bytes: dict[str, int],
-    memory: Sequence[int] | None,
-) -> list[str]:
-    """Sentences: how balanced, which stage and rank the step waits for and for which table, what memory says."""
+def costs_asked(plan_file: Path, fitted: Path | None) -> tuple[Path | None, str | None]:
+    """The directory of the costs to explain a plan file by: what is asked for, else what the plan was made by; and a
+    sentence where these are not the same."""
+    from dlrm_autoshard.plan import costs_of_plan
+
+    made_by = costs_of_plan(plan_file)
+    if made_by is None:
+        return fitted, None
+    of_plan = None if made_by["fitted"] is None else Path(made_by["fitted"])
+    if fitted is None and of_plan is not None and of_plan.is_dir():
+        return of_plan, None
+    asked = None if fitted is None else fitted.resolve()
+    if asked == of_plan:
+        return fitted, None
+    where = "the shipped costs" if of_plan is None else f"'{of_plan}'"
+    return fitted, f"The plan was made by other costs than these: {made_by['costs_from']} ({where})."
+
+
+def measured_of(record: RunRecord) -> list[str]:
+    """What the run's last interval measured under the plan, in the words of `report`."""
+    from dlrm_autoshard.records.diagnosis import who_is_slow
+    from dlrm_autoshard.report.verdict import left_to_save
+
+    return [sentence for sentence in (who_is_slow(record.last), *left_to_save(record)) if sentence]
+
+
+def predicted_of(plan: ShardingPlan, pool: TablePool, costs: Sequence[RankCost]) -> list[str]:
+    """Where nothing was measured: how balanced the plan is predicted to be, which stage and rank a step waits for, and
+    for which table."""
     from dlrm_autoshard.costs import PLANNED_STAGES, balanced_cost_ms, imbalance, step_cost_ms
-    from dlrm_autoshard.formats.words import gib
-    from dlrm_autoshard.plan import bytes_per_rank
-    from dlrm_autoshard.tables import lookup_work
+    from dlrm_autoshard.records.diagnosis import alone_limits, shares_of_stage
+    from dlrm_autoshard.records.facts import TableUse
 
     step, bound = step_cost_ms(costs), balanced_cost_ms(costs)
     sentences = [
-        f"The step costs {step:.2f} ms; spread evenly the same work would cost {bound:.2f} ms, so imbalance takes "
-        f"{step - bound:.2f} ms ({100 * (step - bound) / step:.0f}%)."
+        f"These stages are predicted to cost {step:.2f} ms a step; spread evenly the same work would cost {bound:.2f} "
+        f"ms, so imbalance takes {step - bound:.2f} ms ({100 * (step - bound) / step:.0f}%)."
     ]
     lost = {
         stage: max(c.stage(stage) for c in costs) - sum(c.stage(stage) for c in costs) / len(costs)
         for stage in PLANNED_STAGES
     }
     worst = max(lost, key=lambda stage: lost[stage])
-    if lost[worst] > 0.01 * step:
-        rank = max(range(len(costs)), key=lambda r: costs[r].stage(worst))
-        values = [c.stage(worst) for c in costs]
+    if lost[worst] <= 0.01 * step:
+        return [*sentences, "No stage is predicted to be out of balance by more than 1% of them."]
+    rank = max(range(len(costs)), key=lambda r: costs[r].stage(worst))
+    values = [c.stage(worst) for c in costs]
+    sentences.append(
+        f"Most of that is {worst}: rank {rank} takes {values[rank]:.2f} ms, {imbalance(values):.2f} times the mean."
+    )
+    uses = [
+        TableUse(table.name, plan.rank_of[table.name], table.num_embeddings, table.embedding_dim, table.weight_bytes,
+                 stat.mean_pooling, stat.mean_reuse, stat.features)
+        for table, stat in zip(pool.tables, pool.stats, strict=True)
+    ]  # fmt: skip
+    shares = shares_of_stage(uses, rank, worst)
+    if shares:
+        name, share = shares[0]
+        use = next(use for use in uses if use.name == name)
         sentences.append(
-            f"Most of that is {worst}: rank {rank} takes {values[rank]:.2f} ms, {imbalance(values):.2f} times the mean."
+            f"Its heaviest table there is '{name}' (dim {use.embedding_dim}, {use.mean_pooling:.1f} ids a sample), "
+            f"{share:.0%} of the rank's work{alone_limits(shares)}."
         )
-        of = {t.name: (t, s) for t, s in zip(pool.tables, pool.stats, strict=True)}
-        work = {name: lookup_work(t.embedding_dim, s.mean_pooling) for name, (t, s) in of.items()}
-        heaviest = max(plan.tables_on(rank), key=lambda name: work[name], default=None)
-        if heaviest is not None:
-            table, stat = of[heaviest]
-            share = work[heaviest] / max(sum(work[n] for n in plan.tables_on(rank)), 1e-12)
-            sentences.append(
-                f"Its heaviest table is '{heaviest}' (dim {table.embedding_dim}, {stat.mean_pooling:.1f} ids a "
-                f"sample), "
-                f"{100 * share:.0f}% of the rank's values looked up"
-                f"{_alone_limits(heaviest) if share > 0.8 else '.'}"
-            )
-    else:
-        sentences.append("No stage is out of balance by more than 1% of the step.")
+    return sentences
+
+
+def memory_of(plan: ShardingPlan, table_bytes: dict[str, int], memory: Sequence[int] | None) -> list[str]:
+    """What tables take on the fullest rank, and whether they fit."""
+    from dlrm_autoshard.formats.words import gib
+    from dlrm_autoshard.plan import bytes_per_rank
+
+    sentences = []
     used = bytes_per_rank(plan, table_bytes)
     fullest = max(range(len(used)), key=lambda r: used[r] / (max(memory[r], 1) if memory else 1))  # of what it has
     if memory is None:
@@ -156,15 +202,6 @@ def explain(
     if empty:
         sentences.append(f"{len(empty)} of {plan.world_size} ranks own no table.")
     return sentences
-
-
-def _alone_limits(name: str) -> str:
-    """Of a table, or a part of one, that is nearly all of the slowest rank's work."""
-    from dlrm_autoshard.tables import Shard
-
-    if Shard.parse(name).columns is None:
-        return ": whole tables cannot be spread further, so this table alone limits the plan."
-    return ": this part alone limits the plan, and only narrower parts would spread it further."
 
 
 def why_split(task: PlacementTask, plan: ShardingPlan, step_ms: Callable[[ShardingPlan], float]) -> list[str]:
@@ -193,19 +230,24 @@ def why_split(task: PlacementTask, plan: ShardingPlan, step_ms: Callable[[Shardi
     return sentences
 
 
-def compare(
-    plan: ShardingPlan, costs: Sequence[RankCost], better: ShardingPlan, better_ms: float, per_part: bool = False
-) -> str:
-    """per_part: tables may be split only because `plan` is told so."""
-    from dlrm_autoshard.costs import step_cost_ms
+def compare(plan: ShardingPlan, better: ShardingPlan, gain: Gain, of_what: str, per_part: bool = False) -> str:
+    """What the planner's own plan would save, with its 90% interval. per_part: tables may be split only because `plan`
+    is told so."""
     from dlrm_autoshard.formats.words import count
+    from dlrm_autoshard.records.decisions import interval_in_words
+    from dlrm_autoshard.records.diagnosis import NINETY
     from dlrm_autoshard.tables import Shard
 
-    gain = 1 - better_ms / step_cost_ms(costs)
-    if gain < 0.005:
+    low, high = gain.mean - NINETY * gain.std, gain.mean + NINETY * gain.std
+    if gain.mean < 0.005:
         return "The planner finds nothing that is predicted to be more than 0.5% better."
+    told = interval_in_words(gain.mean, low, high)
+    if low <= 0:
+        return (
+            f"The planner finds nothing that is surely better: the best plan is predicted to save {told} of {of_what}."
+        )
     tables = {Shard.parse(move.table).table for move in plan.moves_to(better)}
     return (
-        f"`dlrm-autoshard plan{' --per-part' if per_part else ''}` would move {count(len(tables), 'table')} for a "
-        f"predicted {better_ms:.2f} ms ({100 * gain:.1f}% less)."
+        f"`dlrm-autoshard plan{' --per-part' if per_part else ''}` would move {count(len(tables), 'table')}, which is "
+        f"predicted to save {told} of {of_what}."
     )

@@ -18,7 +18,7 @@ from dlrm_autoshard.commands.arguments import (
     seed,
     write_json,
 )
-from dlrm_autoshard.commands.planning import planner_of, task_of
+from dlrm_autoshard.commands.planning import learn_from, planner_of, task_of
 from dlrm_autoshard.commands.table_pools import pool_of_modules, tables_of_run
 from dlrm_autoshard.errors import UserError
 
@@ -71,8 +71,10 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.plan import ShardingPlan
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
+    from dlrm_autoshard.planner.planner import ALGORITHMS
     from dlrm_autoshard.probe.measured import Costs
     from dlrm_autoshard.records.plans import last_plan
+    from dlrm_autoshard.records.run import RunRecord
     from dlrm_autoshard.torchrec.module_file import Modules, load_modules, shapes_in
     from dlrm_autoshard.torchrec.plan_format import python_source
     from dlrm_autoshard.torchrec.sharding import plan_record
@@ -112,6 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
         optimizer=task.splits.optimizer,
         device=arguments.device,
     )
+    if arguments.of_run is not None and of_run is not None:
+        learn_from(planner, RunRecord.load(arguments.of_run), of_run, task)
     costs = Costs("measured", planner.costs.exchange)
     result = planner.plan(
         task,
@@ -130,7 +134,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         record = result.to_json()
         if arguments.out is not None:
-            result.plan.save(arguments.out)
+            fitted = arguments.fitted if arguments.algorithm in ALGORITHMS else Path(arguments.algorithm)
+            where = None if fitted is None else str(fitted.resolve())
+            result.plan.save(arguments.out, {"costs_from": result.costs_from, "fitted": where})
     if arguments.json:
         print(json.dumps(record, indent=1))
     else:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.words import count
 
 if TYPE_CHECKING:
     from dlrm_autoshard.config import Config
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.planner.planner import Planner
     from dlrm_autoshard.planner.task import PlacementTask
+    from dlrm_autoshard.records.run import RunRecord
     from dlrm_autoshard.tables import TableOptimizer
 
 STATE_FILE = "planner.json"
+_MOST_INTERVALS, _LEAST_SAMPLES = 6, 3
+"""The last intervals of a run that are learned from, and sampled steps that one must have."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,32 @@ def pins_of(pins: Sequence[str]) -> dict[str, int]:
             raise UserError(f"--pin '{pin}' is not of the form TABLE=RANK, such as --pin user=0.")
         pinned[table] = int(rank)
     return pinned
+
+
+def learn_from(planner: Planner, record: RunRecord, of_run: OfRun, task: PlacementTask) -> None:
+    """What a run's last intervals measured corrects the costs, as it did in the run itself; not where another optimizer
+    or another number of ranks is asked for."""
+    from dlrm_autoshard.costs import StepProfile
+    from dlrm_autoshard.tables import Shard
+
+    if task.splits.optimizer != of_run.config.tables.optimizer.name or task.world_size != record.last.world_size:
+        return
+    kept = [profile for profile in record.intervals[-_MOST_INTERVALS:] if profile.samples >= _LEAST_SAMPLES]
+    pool = of_run.pool
+    for profile in kept:
+        uses = {Shard.parse(use.name).table: use for use in profile.tables}
+        if uses.keys() != {table.name for table in pool.tables} or profile.world_size != task.world_size:
+            continue
+        stats = tuple(
+            replace(stat, mean_pooling=uses[table.name].mean_pooling)
+            for table, stat in zip(pool.tables, pool.stats, strict=True)
+        )
+        noise, ranks = profile.noise / profile.samples**0.5, profile.measured
+        planner.costs.observe(
+            StepProfile(profile.plan, pool.tables, stats, profile.batch_size, ranks, "measured", noise), task.topology
+        )
+    if kept:
+        planner.costs.costs_from += f", and what {count(len(kept), 'interval')} of the run measured"
 
 
 def planner_of(

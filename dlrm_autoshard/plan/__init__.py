@@ -4,10 +4,12 @@ from dlrm_autoshard.plan.constraints import Constraints, Splits, Topology, check
 from dlrm_autoshard.plan.sharding_plan import (
     Move,
     MoveRecord,
+    PlanCosts,
     PlanError,
     PlanRecord,
     ShardingPlan,
     bytes_per_rank,
+    costs_of_plan,
     shard_tables,
     shards_by_table,
 )
@@ -16,6 +18,7 @@ __all__ = [
     "Constraints",
     "Move",
     "MoveRecord",
+    "PlanCosts",
     "PlanError",
     "PlanRecord",
     "ShardingPlan",
@@ -23,6 +26,7 @@ __all__ = [
     "Topology",
     "bytes_per_rank",
     "check_plan",
+    "costs_of_plan",
     "round_robin",
     "shard_tables",
     "shards_by_table",

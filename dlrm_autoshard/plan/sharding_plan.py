@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from typing_extensions import TypedDict
+from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, checked, read_json
@@ -25,12 +25,21 @@ from dlrm_autoshard.formats.words import some_of
 from dlrm_autoshard.tables import Shard, TableConfig
 
 
+class PlanCosts(TypedDict):
+    """By which costs a plan was made: in words, and the directory of `fit` that they are of; null: the shipped ones."""
+
+    costs_from: str
+    fitted: str | None
+
+
 class PlanRecord(TypedDict):
-    """A plan as JSON. rank_of: each shard's owner, tables in canonical order. schema: 2 where a table is split."""
+    """A plan as JSON. rank_of: each shard's owner, tables in canonical order. schema: 2 where a table is split.
+    made_by: of a plan that `plan` made."""
 
     schema: Literal[1, 2]
     world_size: Ranks
     rank_of: dict[Name, Count]
+    made_by: NotRequired[PlanCosts]
 
 
 class MoveRecord(TypedDict):
@@ -169,13 +178,14 @@ class ShardingPlan:
             raise PlanError(f"this is no sharding plan: {error}") from error
         return ShardingPlan(plan["rank_of"], plan["world_size"])
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, made_by: PlanCosts | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.as_text())
+        path.write_text(self.as_text(made_by))
 
-    def as_text(self) -> str:
+    def as_text(self, made_by: PlanCosts | None = None) -> str:
         """A plan file's."""
-        return json.dumps(self.to_json(), indent=1) + "\n"
+        record = self.to_json() | ({} if made_by is None else {"made_by": made_by})
+        return json.dumps(record, indent=1) + "\n"
 
     @staticmethod
     def load(path: Path) -> ShardingPlan:
@@ -186,6 +196,11 @@ class ShardingPlan:
             raise PlanError(str(error)) from error
         except PlanError as error:
             raise PlanError(f"plan file '{path}': {error}") from error
+
+
+def costs_of_plan(path: Path) -> PlanCosts | None:
+    """By which costs the plan in a file was made, if it says so."""
+    return read_json(path, PlanRecord, "plan file").get("made_by")
 
 
 def _check_parts(table: str, parts: Sequence[Shard]) -> None:
