@@ -433,6 +433,14 @@ def test_json_holds_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert found["summary"] == summary(RunRecord.load(run))
 
 
+def test_a_last_interval_of_a_step_or_two_does_not_hide_what_is_known(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run", epochs=2))
+    short = replace(record.last, first_step=200, end_step=202, samples=1, error_ms={})
+    grown = replace(record, intervals=(*record.intervals, short), decisions=())
+    assert verdict(grown)[0] == who_is_slow(record.last) and "perfect balance would have saved" in verdict(grown)[1]
+    assert "202 steps." in " ".join(summary(grown))
+
+
 def test_csv_has_a_row_for_every_epoch_rank_and_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", ranks=2, epochs=3)
     assert main(["report", str(run), "--csv"]) == 0

@@ -84,8 +84,8 @@ def _verdict(record: RunRecord, drawn: set[str]) -> str:
 
 def _key_figures(record: RunRecord) -> str:
     shown: list[tuple[str, str, str]] = []
-    if record.intervals and record.last.samples:
-        last = record.last
+    if record.intervals and record.told.samples:
+        last = record.told
         shown = [
             ("Step, last interval", f"{last.mean_step_ms:.3g} ms", "mean of all steps"),
             *_balance_figure(record),
@@ -101,7 +101,7 @@ def _key_figures(record: RunRecord) -> str:
 
 
 def _balance_figure(record: RunRecord) -> list[tuple[str, str, str]]:
-    balance = record.balance(record.last)
+    balance = record.balance(record.told)
     if balance is None or not math.isfinite(balance.high):
         return []
     if balance.low <= 0:

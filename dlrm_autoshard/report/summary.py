@@ -23,16 +23,16 @@ def details(record: RunRecord) -> list[str]:
     if record.intervals:
         sentences += [
             where_it_ran(record),
-            step_time(record, record.last),
+            step_time(record, record.told),
             *who_was_slow(record),
             *what_it_cost(record),
-            *all_starved(record.last),
+            *all_starved(record.told),
         ]
-        if record.last.prediction_bias is not None:
-            sentences.append(prediction(record.last))
-        if record.last.samples and abs(record.last.accounted - 1) > 0.03:
+        if record.told.prediction_bias is not None:
+            sentences.append(prediction(record.told))
+        if record.told.samples and abs(record.told.accounted - 1) > 0.03:
             sentences.append(
-                f"Stages and waits add up to {record.last.accounted:.0%} of the step: read the stages with care."
+                f"Stages and waits add up to {record.told.accounted:.0%} of the step: read the stages with care."
             )
     else:
         sentences.append("Profiling was off (profile.enabled: false), so there are metrics but no costs.")
@@ -82,9 +82,10 @@ def why_unsampled(profile: IntervalProfile) -> str:
 
 
 def who_was_slow(record: RunRecord) -> list[str]:
-    """The earlier intervals' stragglers, neighbours with the same one and the same cause drawn together."""
+    """Stragglers of the intervals before the one that is told; neighbours with the same one and the same cause are
+    drawn together."""
     runs: list[tuple[str, list[IntervalProfile]]] = []
-    for profile in record.intervals[:-1]:
+    for profile in record.intervals[: record.intervals.index(record.told)]:
         straggler = profile.straggler
         who = f"rank {straggler.rank} ({straggler.cause})" if straggler else ""
         if runs and runs[-1][0] == who:

@@ -27,8 +27,8 @@ def verdict(record: RunRecord) -> list[str]:
     if record.intervals and record.last.world_size == 1:
         said.append("One rank has all tables: there is nothing to place.")
     elif record.intervals:
-        said += [*filter(None, [who_is_slow(record.last)]), *left_to_save(record)]
-        balance = record.balance(record.last)
+        said += [*filter(None, [who_is_slow(record.told)]), *left_to_save(record)]
+        balance = record.balance(record.told)
         if not record.decisions and balance is not None and balance.low > 0 and balance.gain >= _WORTH_SAYING:
             said.append("Tables stayed where they were put at the start (autoshard.enabled, autoshard.reshard).")
             if record.config:
@@ -68,7 +68,7 @@ def autoshard_in_one_line(record: RunRecord) -> str:
 
 def left_to_save(record: RunRecord, profile: IntervalProfile | None = None) -> list[str]:
     """What perfect balance would have saved in an interval (the last, where none is named), in a sentence."""
-    profile = profile or record.last
+    profile = profile or record.told
     balance = record.balance(profile)
     return [] if balance is None else [balance.sentence(record.span(profile), profile.samples)]
 
