@@ -19,6 +19,7 @@ from dlrm_autoshard.config_data import DataConfig, EmbeddingDim, Section
 from dlrm_autoshard.config_errors import sentences
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError
+from dlrm_autoshard.formats.local_path import LocalPath
 from dlrm_autoshard.formats.sentences import show
 from dlrm_autoshard.formats.yaml_file import parse_yaml, read_yaml
 from dlrm_autoshard.tables import Pooling, TableDtype, TableOptimizer
@@ -42,7 +43,7 @@ class ConfigError(UserError):
 
 class RunConfig(Section):
     name: str = "run"  # the run directory is <dir>/<name>
-    dir: str = "runs"
+    dir: LocalPath = "runs"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_rank: PositiveInt = 1  # on CPU more than one makes fbgemm's backward erratic
@@ -179,11 +180,11 @@ class SplitsConfig(Section):
 
 class AutoshardConfig(Section):
     enabled: bool = False
-    placement: str | None = None  # at the start: round_robin, or a plan file; null: the planner's where that is enabled
+    placement: LocalPath | None = None  # at the start: round_robin, or a plan file; null: the planner's, if enabled
     algorithm: Algorithm = "auto"
     memory_gib: Annotated[list[PositiveFloat] | PositiveFloat | None, Field(union_mode="left_to_right")] = None
     budget_seconds: PositiveFloat = 20.0  # of planning at the start; less where the plan serves for few steps
-    cache_dir: str | None = "auto"  # of costs measured here, for later jobs; auto: run.dir/.costs; null: nowhere
+    cache_dir: LocalPath | None = "auto"  # of costs measured here, for later jobs; auto: run.dir/.costs; null: nowhere
     measure_plans: NonNegativeInt = 12  # finalists that are measured on the running ranks, at most, where that pays
     pinned: dict[str, NonNegativeInt] = {}  # by tables (all of their parts), or by parts: `item[0:64]`
     together: list[list[str]] = []

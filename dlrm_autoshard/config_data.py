@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from dlrm_autoshard.formats.local_path import LocalPath
 from dlrm_autoshard.formats.sentences import show
 
 
@@ -66,14 +67,14 @@ class SyntheticData(DataSection):
 
 class MovielensData(DataSection):
     source: Literal["movielens"]
-    dir: str = "data/movielens-100k"
+    dir: LocalPath = "data/movielens-100k"
     split: Literal["random", "time"] = "random"  # time: test on the newest 10% of ratings (harder)
     seed: int = 0
 
 
 class CriteoData(DataSection):
     source: Literal["criteo"]
-    dir: str
+    dir: LocalPath
     train_days: list[NonNegativeInt] | None = None  # default: all days but test_days; []: all of test_days is test
     test_days: list[NonNegativeInt] | None = None  # half val, half test; default: all but train_days, or the last day
     multi_hot: bool = False  # read day_*_sparse_multi_hot.npz
@@ -83,7 +84,7 @@ class CriteoData(DataSection):
 
 class DlrmDatasetsData(DataSection):
     source: Literal["dlrm_datasets"]
-    files: list[str]
+    files: list[LocalPath]
     tables: list[NonNegativeInt] | None = None  # default: all tables of the file
     num_embeddings: list[PositiveInt] | None = None  # rows of the chosen tables; default: largest id + 1, rounded up
     num_dense: NonNegativeInt = 13  # the traces have none: so many are made up

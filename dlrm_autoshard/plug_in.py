@@ -12,12 +12,15 @@ import importlib.util
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from dlrm_autoshard.errors import UserError
+
+_MARK = "__loaded_by_dlrm_autoshard__"
 
 
 class PlugInError(UserError):
@@ -31,6 +34,7 @@ def load(place: str, key: str) -> Callable[..., Any]:
     if not (colon and where and name):
         raise PlugInError(f"{key} is '{place}'; it has the form file.py:name or package.module:name.")
     module = _from_file(Path(where), key) if where.endswith(".py") else _from_module(where, key)
+    setattr(module, _MARK, True)
     found = getattr(module, name, None)
     if not callable(found):
         raise PlugInError(f"{key}: '{where}' has no function or class '{name}'.")
@@ -70,6 +74,33 @@ def call(function: Callable[..., Any], key: str, *given: Any, **options: Any) ->
     return function(*given, **options)
 
 
+def own_traceback(error: BaseException) -> str | None:
+    """Returns the error with the frames from users' own code on, innermost last, without those of ours that led there;
+    None where it came through nothing that `load` has loaded."""
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((number for number, frame in enumerate(frames) if _is_loaded(frame.filename)), None)
+    if first is None:
+        return None
+    said = "".join(traceback.format_exception_only(error)).rstrip()
+    shown = "".join(traceback.format_list(frames[first:])).rstrip()
+    return f"{said}\nTraceback from where your own code is called:\n{shown}"
+
+
+def _is_loaded(file: str) -> bool:
+    """Whether it is the file of a module that `load` has loaded, or one beside it or of its package."""
+    for module in [module for module in sys.modules.values() if _MARK in getattr(module, "__dict__", ())]:
+        own = module.__file__ or "?"
+        beside = Path(file).is_relative_to(Path(own).parent)
+        packaged = _of_a_library(own) and bool(module.__package__)
+        if file == own or (beside and (packaged or not _of_a_library(file))):
+            return True
+    return False
+
+
+def _of_a_library(file: str) -> bool:
+    return "lib/python" in file
+
+
 def _from_file(path: Path, key: str) -> ModuleType:
     if not path.is_file():
         raise PlugInError(f"{key}: there is no file '{path}' (from '{Path.cwd()}').")
@@ -78,6 +109,7 @@ def _from_file(path: Path, key: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    setattr(module, _MARK, True)  # before it runs: it may fail then
     sys.modules[name] = module  # dataclasses and pickle look their module up
     if str(path.parent.resolve()) not in sys.path:
         sys.path.append(str(path.parent.resolve()))  # it may import its neighbours

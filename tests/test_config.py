@@ -196,3 +196,30 @@ def test_a_file_that_is_not_there_or_not_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\x00")
     with pytest.raises(ConfigError, match=r"binary.yaml' is not text: byte 0"):
         load_config(tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize(
+    ("key", "given", "meant"),
+    [
+        ("run.dir", "file:///data/my%20runs", "/data/my runs"),
+        ("run.dir", "file://localhost/data", "/data"),
+        ("run.dir", "~/runs", str(Path.home() / "runs")),
+        ("autoshard.cache_dir", "file:/costs", "/costs"),
+        ("autoshard.placement", "round_robin", "round_robin"),
+        ("run.dir", "C:/runs", "C:/runs"),
+    ],
+)
+def test_a_path_is_taken_as_it_is_meant(key: str, given: str, meant: str) -> None:
+    section, name = key.split(".")
+    config = parse_config({"data": {"source": "movielens"}, section: {name: given}})
+    assert getattr(getattr(config, section), name) == meant
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/runs", "gs://bucket/runs", "hdfs://name/runs", "file://other/runs"])
+@pytest.mark.parametrize("key", ["run.dir", "autoshard.cache_dir", "autoshard.placement", "data.dir"])
+def test_a_url_is_no_path(key: str, url: str) -> None:
+    section, name = key.split(".")
+    record = {"data": {"source": "movielens"}}
+    record.setdefault(section, {})[name] = url
+    with pytest.raises(ConfigError, match=rf"'{key}' is '{url}': (a URL, .*rclone mount|a file of the host 'other')"):
+        parse_config(record)

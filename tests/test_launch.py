@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,20 @@ def test_overrides_may_stand_anywhere_also_after_resume(config: Path, tmp_path: 
     assert resumed.returncode == 0, resumed.stderr
     assert [line["step"] for line in metrics(tmp_path / "runs" / "job", "test")][-1] == 20
     assert not (tmp_path / "runs" / "job-2").exists()
+
+
+def test_damaged_records_block_no_resume(config: Path, tmp_path: Path) -> None:
+    assert run([sys.executable, TRAIN, "--config", str(config), "train.max_steps=10"]).returncode == 0
+    records = [
+        tmp_path / "runs/job" / name for name in ("metrics.jsonl", "costs/epochs.jsonl", "costs/rank_00000.jsonl")
+    ]
+    for path in records:
+        path.write_bytes(b"\0\0\0\n[1]\n" + path.read_bytes() + b'{"schema":1,"step":null,"end_step":1e999}\n')
+    done = run([sys.executable, TRAIN, "--config", str(config), "--resume", "train.max_steps=20"])
+    assert done.returncode == 0, done.stderr
+    for path in records:
+        assert f"'{path}' is damaged: 3 lines, the first line 1 moved to '{path}.damaged'" in done.stdout
+    assert json.loads((tmp_path / "runs/job/result.json").read_text())["steps"] == 20
 
 
 def command(ranks: int, *arguments: str, restarts: int = 0) -> list[str]:
@@ -106,6 +121,25 @@ def test_a_killed_rank_comes_back_and_training_ends_as_if_nothing_had_happened(c
     assert metrics(tmp_path / "runs/job", "test")[-1] == end_of_an_undisturbed_job(2, tmp_path)
 
 
+def test_a_run_directory_that_is_renamed_meanwhile_is_made_again_as_one_that_can_be_continued(
+    config: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "runs/job"
+    settings = ("--config", str(config), "checkpoint.every_steps=100", "train.epochs=50")
+    with started([sys.executable, TRAIN, *settings], tmp_path) as job:
+        until(lambda: steps_saved(run_dir)[-1:] >= [100])
+        run_dir.rename(tmp_path / "runs/moved")
+        until(lambda: steps_saved(run_dir)[-1:] >= [300])
+        job.process.send_signal(signal.SIGTERM)
+        assert job.ends_within(60) == 128 + signal.SIGTERM
+        said = job.said()
+    assert said.count(f"'{run_dir}' was renamed or removed while this job writes to it.") == 1
+    last = steps_saved(run_dir)[-1]
+    assert {"config.yaml", "environment.json", "job.json"} <= {path.name for path in run_dir.iterdir()}
+    more = run([sys.executable, TRAIN, *settings, "--resume", f"train.max_steps={last + 5}"])
+    assert more.returncode == 0 and f"resumed at step {last}" in more.stdout, more.stderr
+
+
 # What goes wrong ----------------------------------------------------------------------------------------------------
 
 
@@ -141,6 +175,52 @@ def test_a_bug_keeps_its_traceback(config: Path, tmp_path: Path) -> None:
     done = run([sys.executable, TRAIN, "--config", str(config)], PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
     assert done.returncode == 1
     assert "Traceback" in done.stderr and "ValueError: a bug" in done.stderr
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("only root may mount one")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+FAILS_ON_A_FULL_DISK = """
+import os, pathlib, sys
+from dlrm_autoshard.distributed.ranks.launch import complain, recorded
+open({count!r}, "a").write("x")
+with open({disk!r} + "/filler", "ab", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(4096))
+    except OSError:
+        pass
+def fail():
+    raise RuntimeError("a bug")
+if {bug}:
+    recorded(fail)()
+complain("no space is left")
+sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize("bug", [False, True])
+def test_a_full_disk_that_holds_temporary_files_costs_neither_the_sentence_nor_restarts(
+    bug: bool, small_disk: Path, tmp_path: Path
+) -> None:
+    fails = FAILS_ON_A_FULL_DISK.format(count=str(tmp_path / "count"), disk=str(small_disk), bug=bug)
+    launcher = "import sys; from dlrm_autoshard.distributed.ranks.launch import launch\n"
+    launcher += f"sys.exit(launch(['-c', {fails!r}], 1, restarts=1))"
+    done = run([sys.executable, "-c", launcher], TMPDIR=str(small_disk), PYTHONPATH=str(REPOSITORY))
+    assert (tmp_path / "count").read_text() == "xx", done.stderr
+    if bug:
+        assert done.returncode == 1 and done.stderr.count("Traceback") == 2, "one of the bug at each start"
+    else:
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert "[rank 0] no space is left\n" in done.stderr
 
 
 # Scripts ------------------------------------------------------------------------------------------------------------

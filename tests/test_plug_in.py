@@ -159,3 +159,57 @@ def test_a_dense_part_must_be_one(tmp_path: Path) -> None:
     path.write_text("import torch\ndef made(num_dense, tables): return torch.nn.Module()\n")
     with pytest.raises(UserError, match=r"gives a Module; it must give a dlrm_autoshard\.DenseArch"):
         make_model(3, (), ModelConfig(factory=f"{path}:made"))
+
+
+RAISES = """
+import torch
+from dlrm_autoshard import DenseArch
+class Source:
+    def __init__(self, tables, **options):
+        self.lost()
+    def lost(self):
+        raise KeyError("clicks of day 3")
+class Tower(DenseArch):
+    def __init__(self, *given, **options):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+    def bottom(self, dense):
+        return self.layer(torch.zeros(2, 5))
+class Tracker:
+    def __init__(self, run_dir, config): pass
+    def scalars(self, step, values): raise ConnectionError("no dashboard answers")
+    def finish(self, result): raise AssertionError("it is told nothing more")
+"""
+SYNTHETIC = {"source": "synthetic", "train_samples": 300, "tables": [{"name": "a", "num_embeddings": 50}]}
+
+
+def own_job(folder: Path, **sections: object) -> subprocess.CompletedProcess[str]:
+    (folder / "mine.py").write_text(RAISES)
+    run = {"device": "cpu", "pin_cores": False, "name": "job"}
+    (folder / "own.yaml").write_text(yaml.safe_dump({"run": run, "data": SYNTHETIC, **sections}))
+    command = [sys.executable, "-m", "dlrm_autoshard", "train", "own.yaml", "--ranks=1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=folder, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "lines"),
+    [
+        ({"data": {"source": "custom", "factory": "mine.py:Source"}}, "KeyError: 'clicks of day 3'", 10),
+        ({"model": {"factory": "mine.py:Tower"}}, "RuntimeError: mat1 and mat2 shapes cannot be multiplied", 20),
+    ],
+)
+def test_an_error_in_code_of_ones_own_shows_its_own_frames(
+    sections: dict[str, object], error: str, lines: int, tmp_path: Path
+) -> None:
+    done = own_job(tmp_path, **sections)
+    assert done.returncode == 1
+    assert done.stderr.startswith(error) and "mine.py" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) < lines and f"{ROOT}/dlrm_autoshard" not in done.stderr, done.stderr
+
+
+def test_a_callback_that_fails_ends_no_training(tmp_path: Path) -> None:
+    done = own_job(tmp_path, callbacks=["mine.py:Tracker"], train={"batch_size": 64, "log_every_steps": 1})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Tracker fails, and is told nothing more: ConnectionError: no dashboard answers") == 1
+    assert (tmp_path / "runs/job/result.json").exists()

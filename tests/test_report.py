@@ -1,6 +1,8 @@
 """Records of a run: what they say about stragglers, that they survive crashes, and how they are read back."""
 
+import errno
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +15,12 @@ from hypothesis import strategies as st
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, WAITS, RankCost, StageTime
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.diagnosis import drift, table_costs_ms, who_is_slow
 from dlrm_autoshard.records.facts import RankInterval, rank_file
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, forget_after, read_jsonl
+from dlrm_autoshard.records.plans import write_plan
 from dlrm_autoshard.records.run import RESULT, RunRecord
 from dlrm_autoshard.report.comparison import side_by_side
 from dlrm_autoshard.report.page_data import page_data
@@ -347,15 +351,74 @@ def test_a_future_schema_is_a_clear_error(tmp_path: Path, file: str, capsys: pyt
     assert f"has schema {SCHEMA + 6}" in said and "update dlrm_autoshard" in said and Path(file).name in said
 
 
-def test_a_damaged_line_is_named(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    damaged = epochs_file(run).read_bytes().replace(b'"stage_ms":{', b'"stage_ms":{{', 1)
-    epochs_file(run).write_bytes(damaged)
-    with pytest.raises(ReportError, match=r"epochs\.jsonl', line 1 is damaged"):
-        RunRecord.load(run)
-    epochs_file(run).write_text('{"schema":1,"epoch":0}\n')
-    with pytest.raises(ReportError, match=r"epochs\.jsonl', epoch 0: this is not an interval's profile: .* is missing"):
-        RunRecord.load(run)
+DAMAGED = [
+    b"\0" * 40,
+    b"null",
+    b"[1]",
+    b'{"schema":1,"step":null}',
+    b'{"schema":1,"step":1e999}',
+    b'{"schema":1,"step":"7"}',
+]
+
+
+@pytest.mark.parametrize("file", ["costs/epochs.jsonl", "metrics.jsonl", "costs/rank_00001.jsonl", "decisions.jsonl"])
+def test_damaged_lines_are_left_out_of_a_report_with_a_warning(
+    tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", epochs=3)
+    whole = RunRecord.load(run)
+    lines = (run / file).read_bytes().splitlines()
+    (run / file).write_bytes(b"".join(line + b"\n" for line in [lines[0], *DAMAGED, *lines[1:]]))
+    assert replace(RunRecord.load(run), config={}) == replace(whole, config={})
+    [said] = [record.getMessage() for record in caplog.records]
+    assert f"{file}' is damaged: 6 lines, the first line 2 left out: it is not JSON (line 1, column 1" in said
+    assert main(["report", str(run)]) == 0
+
+
+def test_a_line_of_the_wrong_kind_is_left_out_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = write_run(tmp_path / "run", epochs=2)
+    append_jsonl(epochs_file(run), {"epoch": 7})
+    assert [profile.epoch for profile in RunRecord.load(run).intervals] == [0, 1]
+    assert "line 3 left out: " in caplog.text and "is missing" in caplog.text
+
+
+def test_damaged_lines_are_set_aside_where_a_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = ("metrics.jsonl", "decisions.jsonl", "costs/epochs.jsonl", "costs/rank_00000.jsonl", "plan/evidence.jsonl")
+    newer = b'{"schema":99,"step":1}'
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        good = b'{"schema":1,"step":%d}'
+        lines = [good % 1, *DAMAGED, newer, good % 2, good % 9]
+        (tmp_path / name).write_bytes(b"".join(line + b"\n" for line in lines) + b'{"torn')
+    forget_after(tmp_path, 5)
+    for name in names:
+        assert [line["step"] for line in read_jsonl(tmp_path / name)] == [1, 2]
+        assert (tmp_path / f"{name}.damaged").read_bytes().splitlines() == [*DAMAGED, newer]
+        assert f"{name}' is damaged: 7 lines, the first line 2 moved to '{tmp_path / name}.damaged'" in caplog.text
+    caplog.clear()
+    forget_after(tmp_path, 5)
+    assert not caplog.records, "said once"
+    log = DecisionLog(tmp_path / "decisions.jsonl")
+    with log.path.open("ab") as file:
+        file.write(DAMAGED[0] + b"\n")
+    log.write({"step": 2, "action": "kept"})
+    log.write({"step": 3, "action": "kept"})
+    assert [(line["step"], line.get("action")) for line in read_jsonl(log.path)] == [
+        (1, None),
+        (2, "kept"),
+        (3, "kept"),
+    ]
+
+
+def test_a_record_that_cannot_be_rewritten_or_read_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("metrics.jsonl", "decisions.jsonl"):
+        (tmp_path / name).mkdir()
+    forget_after(tmp_path, 5)
+    append_jsonl(tmp_path / "metrics.jsonl", {"step": 1})
+    DecisionLog(tmp_path / "decisions.jsonl").write({"step": 1})
+    assert len(caplog.records) == 5 and all("cannot be" in record.getMessage() for record in caplog.records)
 
 
 def test_a_run_without_profiling_still_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -598,3 +661,20 @@ def test_the_page_and_the_last_decision_name_one_figure_for_perfect_balance(tmp_
     assert page["epochs"]["balanced_ms"][-1] == pytest.approx(left, rel=1e-3)
     earlier = replace(record, decisions=tuple({**decision, "step": 0} for decision in decided))
     assert f"{record.last.balance_gain:.1%}"[:-1] in left_to_save(earlier)[0]
+
+
+def test_records_that_a_failing_disk_does_not_take_are_lost_with_a_warning_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    append_jsonl(tmp_path / "metrics.jsonl", {"step": 9})
+
+    def read_only(_: int) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "fsync", read_only)
+    append_jsonl(tmp_path / "metrics.jsonl", {"step": 10})
+    DecisionLog(tmp_path / "decisions.jsonl").write({"step": 10})
+    write_plan(tmp_path, 10, ShardingPlan({"a": 0}, 1))
+    forget_after(tmp_path, 5)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) >= 4 and all("cannot be" in line and line.endswith("Read-only file system") for line in said)

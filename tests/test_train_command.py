@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.jobs import REPOSITORY, free_port, until
+from tests.jobs import REPOSITORY, free_port, steps_saved, until
 
 CONFIG = """
 data:
@@ -98,6 +99,75 @@ def test_two_machines_run_the_same_line(config: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_a_lost_terminals_hangups_end_a_job_with_a_checkpoint_of_its_last_step(
+    ranks: int, config: Path, tmp_path: Path
+) -> None:
+    """The kernel, the shell and the launcher each send one; and nothing can be written to the terminal any more."""
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "dlrm_autoshard", "train", str(config), f"--ranks={ranks}"]
+    with (tmp_path / "said").open("w") as said:
+        job = subprocess.Popen(
+            [*command, "checkpoint.every_steps=100", "train.epochs=50", "checkpoint.asynchronous=false"],
+            stdin=end, stdout=end, stderr=said, env=ENVIRONMENT, start_new_session=True,
+        )  # fmt: skip
+    os.close(end)
+    try:
+        until(lambda: steps_saved(tmp_path / "runs/job")[-1:] >= [100])
+        os.close(terminal)
+        for _ in range(3):
+            os.killpg(job.pid, signal.SIGHUP)
+            time.sleep(0.02)
+        job.wait(60)
+    finally:
+        job.kill()
+    assert job.returncode == 128 + signal.SIGHUP
+    last = steps_saved(tmp_path / "runs/job")[-1]
+    assert last % 100, "its last step, and not one of those at which checkpoints are due"
+    assert f"stopped by SIGHUP after step {last}. --resume continues" in (tmp_path / "said").read_text()
+
+
+def test_nohup_is_obeyed(config: Path, tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        command = ["nohup", sys.executable, "-m", "dlrm_autoshard", "train", str(config), f"--ranks={ranks}"]
+        steps = "train.max_steps=250"
+        job = subprocess.Popen(
+            [*command, "checkpoint.every_steps=50", steps, f"run.name=job{ranks}"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env=ENVIRONMENT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            until((tmp_path / f"runs/job{ranks}/checkpoints/step_00000050").exists)
+            os.killpg(job.pid, signal.SIGHUP)
+            assert job.wait(60) == 0
+        finally:
+            job.kill()
+
+
+def output(where: str) -> int:
+    """A file descriptor that nothing can be written to."""
+    if where == "a full disk":
+        return os.open("/dev/full", os.O_WRONLY)
+    end, there = os.pipe() if where == "a pipe without a reader" else pty.openpty()
+    os.close(end)
+    return there
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("where", ["a full disk", "a pipe without a reader", "a terminal that is gone", "closed"])
+def test_output_is_no_condition_of_training(where: str, ranks: int, config: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dlrm_autoshard", "train", str(config), f"--ranks={ranks}"]
+    command += ["train.max_steps=20", "train.log_every_steps=1"]
+    if where == "closed":
+        done = subprocess.run(["bash", "-c", 'exec "$@" <&- >&- 2>&-', "-", *command], timeout=90, env=ENVIRONMENT)
+    else:
+        there = output(where)
+        done = subprocess.run(command, stdout=there, stderr=there, timeout=90, env=ENVIRONMENT)
+        os.close(there)
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "runs/job/result.json").read_text())["steps"] == 20
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_ends_in_one_sentence(ranks: int, config: Path, tmp_path: Path) -> None:
     """As a terminal sends it: to every process of the foreground group."""
     command = [sys.executable, "-m", "dlrm_autoshard", "train", str(config), f"--ranks={ranks}", "--job=nightly"]
@@ -116,6 +186,32 @@ def test_ctrl_c_ends_in_one_sentence(ranks: int, config: Path, tmp_path: Path) -
     assert said.count("\n") == 1 and "stopped by SIGINT after step " in said and "--resume continues from" in said
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family)
     assert json.loads((tmp_path / "runs/job/job.json").read_text())["job"] == ["id nightly"]
+
+
+@pytest.mark.parametrize("broken", ["altair does not import", "PYTHONOPTIMIZE=2", "the page is not drawn"])
+def test_a_page_that_cannot_be_drawn_is_a_sentence_after_the_result(broken: str, config: Path, tmp_path: Path) -> None:
+    environment = dict(ENVIRONMENT)
+    if broken == "PYTHONOPTIMIZE=2":
+        environment["PYTHONOPTIMIZE"] = "2"
+    elif broken == "altair does not import":
+        (tmp_path / "altair.py").write_text("raise TypeError('another version of something')\n")
+        environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{REPOSITORY}"
+    else:
+        spoil = "import dlrm_autoshard.report.html as page\ndef draw(*given): raise IndexError('a bug')\n"
+        (tmp_path / "late.py").write_text(spoil + "page.write_html = draw\n")
+    command = [sys.executable, "-m", "dlrm_autoshard", "train", str(config), "--ranks=1", "train.max_steps=20"]
+    if broken == "the page is not drawn":
+        start = "import sys, late\nfrom dlrm_autoshard.commands.main import main\nsys.exit(main(sys.argv[1:]))"
+        command[1:3] = ["-c", start]
+        environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{REPOSITORY}"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "no report.html: " in done.stdout and "Traceback" not in done.stdout
+    assert json.loads((tmp_path / "runs/job/result.json").read_text())["steps"] == 20
+    if broken != "the page is not drawn":
+        command[3:] = ["report", str(tmp_path / "runs/job"), "--html"]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=tmp_path, env=environment)
+        assert asked.returncode == 2 and asked.stderr.count("\n") == 1 and "altair" in asked.stderr
 
 
 def test_a_rank_that_is_killed_is_named_in_a_sentence(config: Path, tmp_path: Path) -> None:

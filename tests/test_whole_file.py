@@ -30,3 +30,13 @@ def test_a_link_in_its_place_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").symlink_to(tmp_path / "elsewhere")
     write_whole(tmp_path / "file", "new")
     assert (tmp_path / "elsewhere").read_text() == "kept" and (tmp_path / "file").read_text() == "new"
+
+
+def test_a_link_in_the_place_of_the_file_or_its_draft_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in ("page.html", ".page.html.new"):
+        (tmp_path / name).symlink_to(precious)
+    write_whole(tmp_path / "page.html", "drawn")
+    assert precious.read_text() == "mine" and (tmp_path / "page.html").read_text() == "drawn"
+    assert not (tmp_path / "page.html").is_symlink() and not (tmp_path / ".page.html.new").exists()

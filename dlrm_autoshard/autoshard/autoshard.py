@@ -26,10 +26,13 @@ from dlrm_autoshard.distributed.moves.movable import ArrivedIds, MovableBags
 from dlrm_autoshard.distributed.moves.reshard import ReshardRefused
 from dlrm_autoshard.distributed.ranks.agreement import agree
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.local_path import checked_path
 from dlrm_autoshard.formats.yaml_file import flat
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.records.folder import REPLACED, RunFolder
 from dlrm_autoshard.records.interval import epochs_file
 from dlrm_autoshard.records.jsonl import forget_after
+from dlrm_autoshard.report.drawing import last_page
 from dlrm_autoshard.tables import TableStats
 
 LOG = logging.getLogger("dlrm_autoshard")
@@ -78,7 +81,7 @@ class Autoshard:
         facts = dict(flat({"autoshard": config.autoshard.model_dump(mode="json"), "Autoshard's argument": own}))
         agree(bags.runtime, {key.replace("argument.", ""): value for key, value in facts.items()})
         self.settings, self._profile = config.autoshard, config.profile
-        self.run_dir, self.steps, self._every = Path(run_dir), 0, every_steps
+        self.run_dir, self.steps, self._every = checked_path(Path(run_dir), "run_dir"), 0, every_steps
         self._bags, self._runtime, self._total = bags, bags.runtime, total_steps
         self._observer = TableObserver(bags.sharded)
         self._intervals: Intervals | None = None
@@ -88,6 +91,7 @@ class Autoshard:
         self._step = ExitStack()  # the step that is being timed
         bags.on_lookup(self._hear)
         self._runtime.from_rank_0(lambda: self._claim(state))
+        self._folder = None if self._runtime.rank else RunFolder(self.run_dir)
         if state is not None:
             self.steps = state["steps"]
 
@@ -105,6 +109,8 @@ class Autoshard:
             intervals.count(self.steps, self._samples)
             whole = self.steps % self._every == 0
             if whole or intervals.is_due(self.steps):
+                if self._folder is not None and self._folder.was_replaced():
+                    LOG.warning(REPLACED, self.run_dir)
                 left = self.steps if self._total is None else max(0, self._total - self.steps)
                 with self._random_numbers_kept():
                     number = (self.steps - 1) // self._every
@@ -128,14 +134,17 @@ class Autoshard:
                 self._intervals.exclude(time.perf_counter() - started)
 
     def finish(self) -> Path | None:
-        """Writes the report of the intervals so far; its path, on rank 0."""
+        """Writes the report of the intervals so far; returns its path, on rank 0. Where it cannot be drawn, None, and a
+        warning says why."""
         self._step.close()
         if self._runtime.rank or not epochs_file(self.run_dir).exists():
             return None
         from dlrm_autoshard.records.run import RunRecord
-        from dlrm_autoshard.report.html import write_html  # the plotting library, which training has no use for
 
-        return write_html(self.run_dir, RunRecord.load(self.run_dir))
+        path, sentence = last_page(self.run_dir, RunRecord.read(self.run_dir))
+        if path is None:
+            LOG.warning("%s", sentence)
+        return path
 
     def state_dict(self) -> dict[str, Any]:
         """Of an interval's end, or before the first step: what was learned and decided, the same on every rank, as

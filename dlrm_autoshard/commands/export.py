@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -18,6 +17,7 @@ from zipfile import ZipFile
 
 from dlrm_autoshard.commands.arguments import check_out
 from dlrm_autoshard.commands.evaluate import add_model
+from dlrm_autoshard.distributed.ranks.launcher_numbers import launcher_number
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.whole_file import whole_file, write_whole
 from dlrm_autoshard.records.jsonl import SCHEMA
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.train.start_record import check_run
 
     out = arguments.out or (arguments.model / "model").with_suffix(_ENDINGS[arguments.to])
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if launcher_number("WORLD_SIZE", 1) > 1:
         raise UserError("export takes one process: start it without torchrun.")
     check_run(arguments.model)
     check_out(out)

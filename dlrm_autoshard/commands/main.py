@@ -13,10 +13,13 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from dlrm_autoshard import __version__
 from dlrm_autoshard.distributed.ranks.launch import complain
 from dlrm_autoshard.errors import in_a_sentence
+from dlrm_autoshard.formats.local_path import checked_path
+from dlrm_autoshard.plug_in import own_traceback
 
 COMMAND_MODULES: tuple[str, ...] = (
     "dlrm_autoshard.commands.train",
@@ -65,6 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:  # of a job's settings; argparse takes positional arguments up to the first option only
         arguments.overrides = [*arguments.overrides, *rest]
     try:
+        for name, value in vars(arguments).items():
+            if isinstance(value, Path):
+                setattr(arguments, name, checked_path(value, name))
+            elif isinstance(value, list) and value and isinstance(value[0], Path):
+                setattr(arguments, name, [checked_path(path, name) for path in value])
         status = int(arguments.run(arguments) or 0)
         sys.stdout.flush()  # here, where a reader who has gone can still be forgiven
         return status
@@ -77,7 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         text = in_a_sentence(error)
         if text is None:
-            raise
+            theirs = own_traceback(error)
+            if theirs is None:
+                raise
+            complain(f"dlrm-autoshard {arguments.command}: {theirs}")
+            return 1
         if not getattr(error, "said_here", False):  # by the rank that is why this one failed
             complain(f"dlrm-autoshard {arguments.command}: {text}")
         return 2

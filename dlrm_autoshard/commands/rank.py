@@ -1,6 +1,7 @@
 """One rank of a training job: what `dlrm-autoshard train` and `torchrun launch/train.py` start.
 
-What people can fix (config, data, plan, packages) ends in a sentence and exit status 2, all else in a traceback.
+What people can fix (config, data, plan, packages) ends in a sentence and exit status 2; an error in code of theirs in
+its traceback from there on, all else in the whole one, with exit status 1.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dlrm_autoshard.commands.streams import keep_training_without_output
 from dlrm_autoshard.distributed.ranks.launch import complain, leave, recorded
 from dlrm_autoshard.errors import UserError, in_a_sentence
+from dlrm_autoshard.formats.local_path import checked_path
+from dlrm_autoshard.plug_in import own_traceback
 
 if TYPE_CHECKING:
     from dlrm_autoshard.config import Config
@@ -48,16 +52,19 @@ def sort_settings(arguments: argparse.Namespace) -> None:
     if arguments.resume and "=" in arguments.resume and not Path(arguments.resume).exists():
         arguments.overrides = [arguments.resume, *arguments.overrides]
         arguments.resume = ""
+    if arguments.resume:
+        arguments.resume = str(checked_path(Path(arguments.resume), "--resume"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    keep_training_without_output()
     signal.signal(signal.SIGINT, leave)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone would be told with torch's own stack
     from dlrm_autoshard.commands.environment_checks import require_pair
     from dlrm_autoshard.config import load_config
 
-    arguments = parse(argv)
     try:
+        arguments = parse(argv)
         require_pair()
         config = load_config(arguments.config, arguments.overrides)
     except UserError as error:
@@ -83,7 +90,11 @@ def _train(config: Config, resume: str | None) -> int:
     except Exception as error:
         text = in_a_sentence(error)
         if text is None:
-            raise
+            theirs = own_traceback(error)
+            if theirs is None:
+                raise
+            complain(theirs)
+            return 1
         complain(text)
         return 2
     return 0

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.records.run import RunRecord
+from dlrm_autoshard.report.drawing import drawing
 from dlrm_autoshard.report.summary import summary
 
 
@@ -44,13 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"report takes one run or two, not {len(arguments.runs)}.")
     records = told_apart(arguments.runs, [RunRecord.load(path) for path in arguments.runs])
     if arguments.html:
-        from dlrm_autoshard.report.html import write_comparison, write_html
+        with drawing():
+            from dlrm_autoshard.report.html import write_comparison, write_html
 
-        if len(records) == 2:
-            name = "-and-".join(record.name for record in records).replace("/", "-")
-            print(write_comparison(Path(f"{name}.html"), *records))
-        else:
-            print(write_html(arguments.runs[0], records[0]))
+            if len(records) == 2:
+                name = "-and-".join(record.name for record in records).replace("/", "-")
+                print(write_comparison(Path(f"{name}.html"), *records))
+            else:
+                print(write_html(arguments.runs[0], records[0]))
     elif arguments.json:
         whole = [{**record.to_json(), "summary": summary(record)} for record in records]
         json.dump(whole[0] if len(whole) == 1 else whole, sys.stdout, indent=1)

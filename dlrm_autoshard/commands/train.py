@@ -16,6 +16,7 @@ from typing import Any
 
 from dlrm_autoshard.commands import rank
 from dlrm_autoshard.commands.configs import find_config
+from dlrm_autoshard.commands.streams import keep_training_without_output
 from dlrm_autoshard.errors import UserError
 
 _JOB = "a name that only this job has: a start under it goes on from its newest checkpoint (needed with --nodes)"
@@ -52,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--head is for several machines: say how many with --nodes, and name the --job.")
     if arguments.head and not re.fullmatch(r"\S+:\d{1,5}", arguments.head):
         raise UserError(f"--head is '{arguments.head}'; it has the form HOST:PORT, such as node0:29400.")
+    keep_training_without_output()
     signal.signal(signal.SIGINT, leave)  # until the ranks run
     require_pair()
     path = find_config(arguments.config)

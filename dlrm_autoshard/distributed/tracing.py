@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,17 +15,26 @@ import torch
 
 from dlrm_autoshard.distributed.stage_clock import StageClock
 
+LOG = logging.getLogger("dlrm_autoshard")
 _STEP = "dlrm_step"
 
 
 @contextlib.contextmanager
 def traced(path: Path, clock: StageClock) -> Iterator[None]:
-    """Runs the body (one sampled step) under the profiler and writes the trace to `path`."""
+    """Runs the body (one sampled step) under the profiler and writes the trace to `path`. A trace that cannot be
+    written is lost, with a warning."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profiler, torch.profiler.record_function(_STEP):
         yield
+    try:
+        _write(path, profiler, clock)
+    except (OSError, RuntimeError, ValueError, StopIteration) as error:  # a full disk, by a file that is cut short
+        LOG.warning("a trace is lost: '%s' cannot be written: %s", path, error)
+
+
+def _write(path: Path, profiler: torch.profiler.profile, clock: StageClock) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
     trace = json.loads(path.read_text())

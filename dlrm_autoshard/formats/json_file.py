@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -69,7 +70,7 @@ def parse_json(content: bytes) -> Any:
     """Its value. NotReadable with the line, or the key that is there twice."""
     try:
         text = text_of(content)
-        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
         if "\\u" in text:  # halves of a pair are no text: nothing could print or save them
             json.dumps(value, ensure_ascii=False).encode()
         return value
@@ -111,6 +112,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise NotReadable(f"has the key '{twice}' twice in one object")
     return found
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise NotReadable(f"holds {digits[:20]}, which is beyond all numbers that are computed with")
+    return number
 
 
 def _no_constant(name: str) -> float:

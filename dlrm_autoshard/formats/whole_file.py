@@ -19,13 +19,20 @@ def write_whole(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
+def no_link(path: str, flags: int) -> int:
+    """An `opener` for `open` that follows no link: an OSError where there is one."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """All that is written to it or, in a crash or where the disk is full, what was there before. A link in its place
-    is replaced, not followed."""
+    """Holds all that is written to it or, in a crash or where the disk is full, what was there before. A link in its
+    place, or in its draft's, is replaced, not followed."""
     draft = path.with_name(f".{path.name}.new")
     try:
-        with open(draft, "w+b") as file:
+        if draft.is_symlink():
+            draft.unlink()
+        with open(draft, "w+b", opener=no_link) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -10,12 +10,13 @@ moves_in_words(line)                                                       # "'a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dlrm_autoshard.formats.words import some_of
-from dlrm_autoshard.records.jsonl import SCHEMA, append_jsonl, change_jsonl, lost_where_full, read_jsonl
+from dlrm_autoshard.records.jsonl import SCHEMA, append_jsonl, change_jsonl, lost_if_unwritable
 
 
 class DecisionLog:
@@ -24,14 +25,23 @@ class DecisionLog:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Adds a decision, or puts it in the place of that of the same step."""
-        if all(line.get("step") != record["step"] for line in read_jsonl(self.path)):
-            return append_jsonl(self.path, record)
-        new = {"schema": SCHEMA, **record}
-        with lost_where_full(self.path):
-            change_jsonl(self.path, lambda line: new if line.get("step") == record["step"] else line)
+        written = False
+
+        def change(line: dict[str, Any]) -> Mapping[str, Any]:
+            nonlocal written
+            if line.get("step") != record["step"]:
+                return line
+            written = True
+            return {"schema": SCHEMA, **record}
+
+        with lost_if_unwritable(self.path):
+            change_jsonl(self.path, change)
+        if not written:
+            append_jsonl(self.path, record)
 
     def forget_after(self, step: int) -> None:
-        change_jsonl(self.path, lambda line: line if int(line.get("step", -1)) <= step else None)
+        with contextlib.suppress(OSError):  # `jsonl.forget_after` says so
+            change_jsonl(self.path, lambda line: line if int(line.get("step", -1)) <= step else None)
 
 
 def worth_in_words(decision: Mapping[str, Any]) -> str | None:

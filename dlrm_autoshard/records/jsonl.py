@@ -3,28 +3,33 @@
 append_jsonl(run / "metrics.jsonl", {"schema": 1, "step": 50, "epoch": 0, "split": "train", "logloss": 0.61})
 read_jsonl(run / "metrics.jsonl")           # [{"schema": 1, ...}]
 forget_after(run, 300)                      # a run that resumes at step 300 forgets what it did beyond it
+
+Records help to understand a run, and nothing else rests on them: a line that cannot be read is left out with a warning,
+and kept in `metrics.jsonl.damaged` by whoever rewrites the file; a line that cannot be written is lost with a warning.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from dlrm_autoshard.errors import UserError, printable
 from dlrm_autoshard.formats.json_file import NotReadable, parse_json
 from dlrm_autoshard.formats.step_names import step_in
+from dlrm_autoshard.formats.whole_file import no_link, whole_file
+from dlrm_autoshard.formats.words import count
 
 # A line counts once its newline is on disk. What follows the last newline is a torn line: reading ignores it and the
 # next append writes over it. Each file has one writer.
 
 LOG = logging.getLogger("dlrm_autoshard")
+T = TypeVar("T")
 SCHEMA = 1
 """Of every record in a run directory. It grows when a key changes its meaning or goes; new keys don't change it."""
 
@@ -33,10 +38,14 @@ class ReportError(UserError):
     """A run directory or record that cannot be reported on: the message says which file, what is wrong, what to try."""
 
 
+class NewerSchema(ReportError):
+    """A record that a newer version of this package has written."""
+
+
 def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
     """Adds one line and waits until it is on disk. NaN and infinities become null: JSON has no word for them."""
     line = _line({"schema": SCHEMA, **record})
-    with lost_where_full(path):
+    with lost_if_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a+b") as file:
             file.truncate(_whole_lines_end(file))
@@ -46,26 +55,39 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def lost_where_full(path: Path) -> Iterator[None]:
-    """A record that a full disk does not take is lost, with a warning: training is worth more."""
+def lost_if_unwritable(path: Path) -> Iterator[None]:
+    """Loses a record that a full or failing disk does not take, with a warning: training is worth more."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
         LOG.warning("a record is lost: '%s' cannot be written: %s", path, error.strerror)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; [] where there is no such file. ReportError names the line that is damaged or too new."""
+    """Returns all whole lines, as `read_records` does."""
+    return read_records(path, lambda record: record)
+
+
+def read_records(path: Path, kind: Callable[[dict[str, Any]], T]) -> list[T]:
+    """Returns what `kind` makes of each whole line; [] where there is no such file.
+
+    Lines that are damaged, or that `kind` refuses with a UserError, are left out, with a warning. ReportError where a
+    line is of a newer version, or the file cannot be read."""
     try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return []
+        lines = _whole_lines(path)
     except OSError as error:
         raise ReportError(f"'{path}' cannot be read: {error.strerror}.") from error
-    *lines, _torn = text.split(b"\n")
-    return [_parse(line, f"'{path}', line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    made, damaged = [], []
+    for number, line in lines:
+        try:
+            made.append(kind(_parse(line)))
+        except NewerSchema as error:
+            raise ReportError(f"'{path}', line {number} {error}") from error
+        except UserError as error:
+            damaged.append((number, error))
+    if damaged:
+        _warn(path, damaged, "left out")
+    return made
 
 
 def forget_after(run_dir: Path, step: int) -> None:
@@ -77,7 +99,10 @@ def forget_after(run_dir: Path, step: int) -> None:
 
     for name in ("costs/*.jsonl", "metrics.jsonl", "decisions.jsonl", "plan/evidence.jsonl"):
         for path in run_dir.glob(name):
-            change_jsonl(path, lambda record: record if is_before(record) else None)
+            try:
+                change_jsonl(path, lambda record: record if is_before(record) else None)
+            except OSError as error:
+                LOG.warning("'%s' keeps what it says of later steps: it cannot be rewritten: %s", path, error.strerror)
     for path in run_dir.glob("plan/step_*.json"):
         of = step_in(path.stem)
         if of is not None and of > step:
@@ -85,36 +110,65 @@ def forget_after(run_dir: Path, step: int) -> None:
 
 
 def change_jsonl(path: Path, change: Callable[[dict[str, Any]], Mapping[str, Any] | None]) -> None:
-    """Every record becomes what `change` makes of it, or goes where that is None; all at once or, in a crash, not."""
-    records = read_jsonl(path)
+    """Replaces every record by what `change` makes of it, or drops it where that is None: all at once or, in a crash,
+    none. Lines that cannot be read go to a file `.damaged` beside this one."""
+    records, damaged = [], []
+    for number, line in _whole_lines(path):
+        try:
+            records.append(_parse(line))
+        except UserError as error:
+            damaged.append((number, error, line))
     kept = [new for record in records if (new := change(record)) is not None]
-    if kept == records:
+    if kept == records and not damaged:
         return
-    draft = path.with_name(path.name + ".tmp")
-    with open(draft, "wb") as file:
+    if damaged:
+        aside = path.with_name(path.name + ".damaged")
+        with open(aside, "ab", opener=no_link) as file:
+            file.writelines(line + b"\n" for _, _, line in damaged)
+            file.flush()
+            os.fsync(file.fileno())
+        _warn(path, [(number, error) for number, error, _ in damaged], f"moved to '{aside}'")
+    with whole_file(path) as file:
         file.writelines(_line(record) for record in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
     return json.dumps(_finite(record), allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
+def _whole_lines(path: Path) -> list[tuple[int, bytes]]:
+    """Returns the lines that are not empty, with their numbers from 1 on."""
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    *lines, _torn = text.split(b"\n")
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """UserError, without the place, where it is no record of this version."""
     try:
         record = shown(parse_json(line))
     except NotReadable as error:
-        raise ReportError(f"{where} is damaged: it {error}. Remove that line to read the rest.") from error
+        raise ReportError(f"it {error}") from error
     if not isinstance(record, dict) or type(record.get("schema")) is not int:
-        raise ReportError(f"{where} is not a record: it has no 'schema' number.")
+        raise ReportError("it is no record: it has no 'schema' number")
     if record["schema"] > SCHEMA:
-        raise ReportError(
-            f"{where} has schema {record['schema']}; this version of dlrm_autoshard reads up to {SCHEMA}. "
+        raise NewerSchema(
+            f"has schema {record['schema']}; this version of dlrm_autoshard reads up to {SCHEMA}. "
             "The run was made by a newer version: update dlrm_autoshard to read it."
         )
+    for key in ("step", "end_step"):
+        if key in record and (type(record[key]) is not int or record[key] < 0):
+            raise ReportError(f"it is no record: its '{key}' is no number of steps")
     return record
+
+
+def _warn(path: Path, damaged: Sequence[tuple[int, UserError]], what_became: str) -> None:
+    number, error = damaged[0]
+    first = f"line {number}" if len(damaged) == 1 else f"{count(len(damaged), 'line')}, the first line {number}"
+    LOG.warning("'%s' is damaged: %s %s: %s", path, first, what_became, error)
 
 
 def shown(value: Any) -> Any:

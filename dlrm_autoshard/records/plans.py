@@ -12,7 +12,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.step_names import step_in, step_name
 from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.records.jsonl import lost_where_full
+from dlrm_autoshard.records.jsonl import lost_if_unwritable
 
 TABLES = Path("plan") / "tables.json"
 """In a run: its tables and what the data did to them when the job started, in the form of the planning commands."""
@@ -20,7 +20,7 @@ TABLES = Path("plan") / "tables.json"
 
 def write_plan(run_dir: Path, step: int, plan: ShardingPlan) -> None:
     path = run_dir / "plan" / f"{step_name(step)}.json"
-    with lost_where_full(path):
+    with lost_if_unwritable(path):
         write_whole(path, plan.as_text())
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from typing_extensions import Required, TypedDict
 
-from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, NotReadable, checked, parse_json, read_bytes
 from dlrm_autoshard.formats.numbers import Count, Number
 from dlrm_autoshard.formats.yaml_file import read_yaml
@@ -22,9 +21,8 @@ from dlrm_autoshard.plan import MoveRecord
 from dlrm_autoshard.records.diagnosis import Balance, balance_of
 from dlrm_autoshard.records.facts import RankInterval
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
-from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, read_jsonl, shown
+from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, read_records, shown
 
-T = TypeVar("T")
 RESULT = "result.json"
 """In the directory of a run that has finished."""
 
@@ -50,28 +48,39 @@ class RunRecord:
 
     @staticmethod
     def load(run_dir: Path) -> RunRecord:
+        """ReportError where there is nothing to report on."""
+        record = RunRecord.read(run_dir)
+        record.check_reportable(run_dir)
+        return record
+
+    @staticmethod
+    def read(run_dir: Path) -> RunRecord:
+        """Returns all that the directory holds."""
         if not run_dir.is_dir():
             raise ReportError(f"'{run_dir}' is not a directory. Name a run's directory, such as runs/movielens.")
         config = _config(run_dir / "config.yaml")
-        metrics = _lines(run_dir / "metrics.jsonl", _of_kind(MetricsRecord), "a line of metrics")
-        intervals = _lines(epochs_file(run_dir), IntervalProfile.from_json, "an interval's profile")
-        if not intervals and not (metrics and config.get("profile", {}).get("enabled") is False):
-            raise ReportError(_why_nothing(run_dir, config, metrics))
+        metrics = tuple(read_records(run_dir / "metrics.jsonl", _of_kind(MetricsRecord)))
+        intervals = tuple(read_records(epochs_file(run_dir), IntervalProfile.from_json))
         complete = {(interval.epoch, interval.end_step) for interval in intervals}
         files = sorted((run_dir / "costs").glob("rank_*.jsonl"))
-        ranks = [rank for path in files for rank in _lines(path, RankInterval.from_json, "a rank's interval")]
+        ranks = [rank for path in files for rank in read_records(path, RankInterval.from_json)]
         return RunRecord(
             name=run_dir.resolve().name,
             config=config,
             intervals=intervals,
             ranks=tuple(rank for rank in ranks if (rank.epoch, rank.end_step) in complete),
             metrics=metrics,
-            decisions=_lines(run_dir / "decisions.jsonl", _of_kind(DecisionRecord), "a decision"),
+            decisions=tuple(read_records(run_dir / "decisions.jsonl", _of_kind(DecisionRecord))),
             environment=_object(run_dir / "environment.json", "environment"),
             starts=1 + sum(1 for _ in run_dir.glob("starts/*")),
             finished=(run_dir / RESULT).exists(),
             seconds=_seconds(run_dir / RESULT),
         )
+
+    def check_reportable(self, run_dir: Path) -> None:
+        """ReportError where there is nothing to report on."""
+        if not self.intervals and not (self.metrics and self.config.get("profile", {}).get("enabled") is False):
+            raise ReportError(_why_nothing(run_dir, self.config, self.metrics))
 
     @property
     def last(self) -> IntervalProfile:
@@ -228,18 +237,6 @@ def _object(path: Path, what: str) -> dict[str, Any]:
 def _seconds(path: Path) -> dict[str, float]:
     found = _object(path, "result").get("seconds")
     return {k: v for k, v in found.items() if isinstance(v, (int, float))} if isinstance(found, dict) else {}
-
-
-def _lines(path: Path, kind: Callable[[Any], T], what: str) -> tuple[T, ...]:
-    """A file's records as `kind` makes them. what: one of them, for messages."""
-    made = []
-    for line in read_jsonl(path):
-        try:
-            made.append(kind(line))
-        except UserError as error:
-            place = " ".join(f"{key} {line[key]}" for key in ("epoch", "step") if isinstance(line.get(key), int))
-            raise ReportError(f"'{path}', {place or 'a line'}: this is not {what}: {error}") from error
-    return tuple(made)
 
 
 def _of_kind(kind: Any) -> Callable[[Any], Mapping[str, Any]]:

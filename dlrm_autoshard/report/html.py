@@ -32,15 +32,13 @@ from dlrm_autoshard.report.summary import where_it_ran
 
 def write_html(run_dir: Path, record: RunRecord) -> Path:
     path = run_dir / "report.html"
-    draft = path.with_name("report.html.tmp")
-    draft.write_text(render_html(record), encoding="utf-8")
-    draft.replace(path)
+    write_whole(path, render_html(record))
     return path
 
 
 def write_comparison(path: Path, one: RunRecord, other: RunRecord) -> Path:
     """Two runs on one page."""
-    path.write_text(render_comparison(one, other), encoding="utf-8")
+    write_whole(path, render_comparison(one, other))
     return path
 
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import Batch, Split, label_names_of
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
+from dlrm_autoshard.records.folder import REPLACED, RunFolder
+from dlrm_autoshard.records.jsonl import lost_if_unwritable
 from dlrm_autoshard.train.callbacks import Callback, Factory, find_callbacks
 from dlrm_autoshard.train.checkpoints.folder import step_of
 from dlrm_autoshard.train.checkpoints.manifest import CheckpointError
-from dlrm_autoshard.train.display import Display, describe
+from dlrm_autoshard.train.display import LOG, Display, describe
 from dlrm_autoshard.train.evaluation import evaluate
 from dlrm_autoshard.train.job import Job
 from dlrm_autoshard.train.journal import Journal
@@ -57,6 +60,8 @@ class BetweenSteps(Job):
         self.display = Display(runtime.rank == 0, self.total_steps, self.position.step, config.run.log_level)
         self.metrics: Mapping[str, float] = {}
         self.selection = self.state.selection
+        self.write_start: Callable[[], None] = lambda: None  # on rank 0: what a run's directory needs to be continued
+        self._run_folder = RunFolder(run_dir)
         self.timetable = Timetable(self)
 
     # -- evaluations -------------------------------------------------------------------------------------------------
@@ -82,13 +87,21 @@ class BetweenSteps(Job):
         selection.add(step, self.metrics)
         if best:
             with self.timed("checkpoints"):
-                self.runtime.from_rank_0(lambda: self.checkpoints.point_best_at(step))
+                self.runtime.from_rank_0(partial(self._point_best_at, step))
         watched = selection.watched
         if watched is not None and selection.stop:
             self.display.line(
                 f"step {step}  training ends early: {watched.worse} evaluations in a row were no better than "
                 f"{watched.metric} {watched.value:.5f} of step {watched.step} (train.early_stopping)"
             )
+
+    def _point_best_at(self, step: int) -> None:
+        try:
+            self.checkpoints.point_best_at(step)
+        except OSError as error:
+            if self.config.checkpoint.on_error == "stop":
+                raise
+            LOG.warning("step %d  checkpoints/best cannot be written: %s", step, error.strerror)
 
     def know_best_again(self) -> None:
         """Where the job goes on from the checkpoint that is the best: how good it is, later checkpoints know."""
@@ -156,6 +169,7 @@ class BetweenSteps(Job):
     def save(self) -> None:
         """Unless this step's is there: what was evaluated since is evaluated again by whoever goes on from it."""
         if self.config.checkpoint.enabled:
+            self.keep_folder()
             with self.timed("checkpoints"):
                 self.written(self.checkpoints.finish)
                 newest = self.checkpoints.latest()
@@ -196,5 +210,14 @@ class BetweenSteps(Job):
         self.intervals.exclude(seconds)
         self.display.exclude(seconds)
 
+    def keep_folder(self) -> None:
+        """Says, on rank 0, where the run's directory was renamed or removed, and makes it again."""
+        if self.runtime.rank == 0 and self._run_folder.was_replaced():
+            LOG.warning(REPLACED, self.run_dir)
+            with lost_if_unwritable(self.run_dir):
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+                self.write_start()
+
     def log_metrics(self, split: str, metrics: Mapping[str, float], epoch: int | None = None) -> None:
+        self.keep_folder()
         self.journal.metrics(self.position.step, self.position.epoch if epoch is None else epoch, split, metrics)

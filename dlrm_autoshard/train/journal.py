@@ -8,20 +8,25 @@ for sentence in journal.finish(plan, seconds, best): ...
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dlrm_autoshard.errors import UserError, in_a_sentence
 from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.plug_in import own_traceback
 from dlrm_autoshard.records.interval import IntervalProfile
-from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, append_jsonl, change_jsonl
+from dlrm_autoshard.records.jsonl import SCHEMA, append_jsonl, change_jsonl, lost_if_unwritable
 from dlrm_autoshard.records.run import RESULT, RunRecord
+from dlrm_autoshard.report.drawing import last_page
 from dlrm_autoshard.report.verdict import autoshard_in_one_line
 from dlrm_autoshard.train.callbacks import Callback, metric_scalars, profile_scalars
 from dlrm_autoshard.train.selection import BestSoFar
 
+LOG = logging.getLogger("dlrm_autoshard")
 _OF_MOVES = (
     *("step", "action", "moves", "bytes_moved", "predicted_gain"),
     *("measured_gain", "measured_low", "measured_high", "doubt"),
@@ -36,18 +41,16 @@ class Journal:
         self, run_dir: Path, callbacks: Sequence[Callback] = (), *, active: bool, resumed_at: int | None = None
     ) -> None:
         """resumed_at: the step after which an earlier start may have evaluated already."""
-        self._run_dir, self._callbacks, self._active, self._resumed_at = run_dir, callbacks, active, resumed_at
+        self._run_dir, self._callbacks, self._active, self._resumed_at = run_dir, list(callbacks), active, resumed_at
 
     def metrics(self, step: int, epoch: int, split: str, metrics: Mapping[str, float]) -> None:
         if self._active:
-            line = {"step": step, "epoch": epoch, "split": split, **metrics}
+            path, line = self._run_dir / "metrics.jsonl", {"step": step, "epoch": epoch, "split": split, **metrics}
             if step == self._resumed_at and split != "train":  # made again: it takes the earlier one's place
                 earlier = (step, split)
-                change_jsonl(
-                    self._run_dir / "metrics.jsonl",
-                    lambda old: None if (old.get("step"), old.get("split")) == earlier else old,
-                )
-            append_jsonl(self._run_dir / "metrics.jsonl", line)
+                with lost_if_unwritable(path):
+                    change_jsonl(path, lambda old: None if (old.get("step"), old.get("split")) == earlier else old)
+            append_jsonl(path, line)
             self._tell(step, metric_scalars(line))
 
     def profile(self, record: IntervalProfile) -> None:
@@ -61,30 +64,36 @@ class Journal:
         best: BestSoFar | None = None,
         best_on_test: Mapping[str, float] | None = None,
     ) -> list[str]:
-        """Writes the result and the report. Returns last words: what moves gained, and where the report is.
+        """Writes the result, then the report. Returns last words: what moves gained, and where the report is; of what
+        cannot be written or drawn a sentence, for the model is trained whatever becomes of its picture.
 
         seconds: by phase (`result.json` in SCHEMA.md). best: evaluation on val, where something is chosen by it.
         best_on_test: that checkpoint's metrics there, where it is not the last.
         """
         if not self._active:
             return []
-        from dlrm_autoshard.report.html import write_html  # the plotting library, which training has no use for
-
         try:
-            record = RunRecord.load(self._run_dir)
+            record = replace(RunRecord.read(self._run_dir), finished=True)
             result = result_of(record, plan, seconds, best, best_on_test)
             write_whole(self._run_dir / RESULT, json.dumps(result, indent=1) + "\n")
-            for callback in self._callbacks:
-                callback.finish(result)
-            report = f"report: {write_html(self._run_dir, replace(record, finished=True))}"
-        except (ReportError, OSError) as error:
-            missing = "report.html" if (self._run_dir / RESULT).exists() else f"{RESULT} and no report.html"
-            return [f"no {missing}: {error}"]
+        except (UserError, OSError) as error:
+            return [f"no {RESULT} and no report.html: {in_a_sentence(error) or error}"]
+        self._call(lambda callback: callback.finish(result))
+        _, report = last_page(self._run_dir, record)
         return [autoshard_in_one_line(record), report] if record.decisions else [report]
 
     def _tell(self, step: int, values: Mapping[str, float]) -> None:
-        for callback in self._callbacks:
-            callback.scalars(step, values)
+        self._call(lambda callback: callback.scalars(step, values))
+
+    def _call(self, tell: Callable[[Callback], None]) -> None:
+        """Callbacks are told, and are no condition of training: one that fails is told no more."""
+        for callback in tuple(self._callbacks):
+            try:
+                tell(callback)
+            except Exception as error:  # of a service that is down for a while, most often
+                self._callbacks.remove(callback)
+                what = own_traceback(error) or f"{type(error).__name__}: {error}"
+                LOG.warning("callbacks: %s fails, and is told nothing more: %s", type(callback).__name__, what)
 
 
 def result_of(

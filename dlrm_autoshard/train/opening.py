@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dlrm_autoshard.data.open import found
 from dlrm_autoshard.planner.dreamshard.pool import TablePool
-from dlrm_autoshard.records.jsonl import lost_where_full
+from dlrm_autoshard.records.jsonl import lost_if_unwritable
 from dlrm_autoshard.records.plans import TABLES
 from dlrm_autoshard.report.plan_table import (
     candidate_table,
@@ -34,7 +34,7 @@ def open_run(display: Display, job: Job, *, finished: bool) -> None:
         display.line(f"changed since its last start: {', '.join(changes)}")
     result = placement.result
     placement.save(run_dir, step)
-    with lost_where_full(run_dir / TABLES):
+    with lost_if_unwritable(run_dir / TABLES):
         TablePool(tuple(placement.task.tables), tuple(placement.task.stats)).save(run_dir / TABLES)
     predicted = None if result is None else result.predicted
     task = replace(placement.task, stats=job.intervals.stats).split_as(placement.plan)

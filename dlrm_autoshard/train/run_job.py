@@ -5,14 +5,23 @@ torchrun --nproc_per_node=2 launch/train.py --config configs/debug_cpu.yaml     
 
 from __future__ import annotations
 
+from collections.abc import Set
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.ranks.signs_of_life import RankFailure
 from dlrm_autoshard.train.agreement import agree, check_shared
 from dlrm_autoshard.train.checkpoints.folder import run_and_checkpoint
-from dlrm_autoshard.train.run_directory import claimed_run_dir, job_of_this_process, run_that_obeyed, write_job
+from dlrm_autoshard.train.run_directory import (
+    claimed_run_dir,
+    job_of_this_process,
+    lock_directory,
+    run_that_obeyed,
+    write_job,
+)
 from dlrm_autoshard.train.start_record import record_start
 from dlrm_autoshard.train.stop_signals import Stopped, StopSignals
 from dlrm_autoshard.train.trainer import Trainer, TrainResult
@@ -23,7 +32,7 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
 
     resume: None starts a new run; "" continues the newest run of the config's name; else the run directory to continue,
     or a checkpoint in one. A job that is started again continues by itself, past checkpoints that are damaged, whatever
-    its first start resumed. SIGINT and SIGTERM end it with a checkpoint, and raise `Stopped`.
+    its first start resumed. SIGINT, SIGTERM and SIGHUP end it with a checkpoint, and raise `Stopped`.
     """
     with StopSignals() as signals, ExitStack() as held:
         try:
@@ -40,6 +49,7 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
                 fall_back = resume is None or own is not None
                 trainer = Trainer(config, runtime, run_dir, signals, checkpoint, fall_back=fall_back)
                 runtime.from_rank_0(lambda: record_start(run_dir, trainer.config, runtime.world_size))
+                trainer.write_start = partial(_write_start_again, run_dir, config, runtime.world_size, job, resume)
                 # Before it says that --resume was obeyed: a kill in between must not leave later checkpoints.
                 trainer.notes += runtime.from_rank_0(trainer.set_later_aside)
                 runtime.from_rank_0(lambda: write_job(run_dir, job, resume))
@@ -52,3 +62,10 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
             raise stopped from failure
         trainer.write_report()  # only now: no rank waits for it, or takes the one that writes it for hung
         return result
+
+
+def _write_start_again(run_dir: Path, config: Config, world_size: int, job: Set[str], resume: str | None) -> None:
+    """In a directory that was made anew: all that continuing the run takes, and the lock, until this process ends."""
+    lock_directory(run_dir)
+    record_start(run_dir, config, world_size)
+    write_job(run_dir, job, resume)

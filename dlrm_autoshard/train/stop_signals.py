@@ -1,4 +1,5 @@
-"""Ctrl-C, and a scheduler's SIGTERM: the ranks finish the step they are in, write a checkpoint and end.
+"""Ctrl-C, a scheduler's SIGTERM, a lost terminal's SIGHUP: the ranks finish the step they are in, write a checkpoint
+and end.
 
 with signals.postponed():                    # between steps only, so that what is saved is whole
     dense.stop_asked = signals.received is not None
@@ -16,7 +17,7 @@ from typing import Any
 # wish to stop travels with the dense gradients of every step: all ranks read the same sum, and stop after the same
 # step.
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
@@ -36,7 +37,8 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        taken = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]  # it is by nohup
+        self._before = {number: signal.signal(number, self._handle) for number in taken}
         return self
 
     def __exit__(
@@ -46,6 +48,8 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == self.received == signal.SIGHUP:
+            return  # a lost terminal sends it by several ways: nobody has lost patience
         again, self.received = self.received is not None, number
         if again or not self._postponed:
             raise Stopped(number)

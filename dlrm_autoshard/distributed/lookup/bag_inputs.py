@@ -5,7 +5,6 @@ batch = BagInputs(tables, rank, check_ids=True).batch(lengths_TB, values_N)     
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.id_check import IdCheck
 from dlrm_autoshard.distributed.lookup.embeddings import DTYPES
+from dlrm_autoshard.distributed.ranks.launcher_numbers import launcher_number
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.tables import TableConfig
 
@@ -76,7 +76,7 @@ def features_of(tables: Sequence[TableConfig], features: Mapping[str, Sequence[s
 
 def check_alone() -> None:
     """BagsError where this process is one of several ranks: each would train tables of its own."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = launcher_number("WORLD_SIZE", 1)
     if ranks > 1:
         raise BagsError(
             f"{ranks} ranks were started, and this one has no process group, so its tables would be its alone: call "

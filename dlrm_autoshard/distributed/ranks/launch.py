@@ -7,6 +7,8 @@ complain("tables.embedding_dim is 6")                                           
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import functools
 import hashlib
 import json
 import logging
@@ -14,19 +16,24 @@ import os
 import signal
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
+from typing_extensions import ParamSpec
+
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.whole_file import write_whole
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _CHECKPOINT_SECONDS = 300  # that ranks have to write their last checkpoint after a signal, before they are killed
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -52,6 +59,13 @@ def launch(
 
     if nodes > 1:  # else torch 2.13 sends a machine that joins later to a store that is gone
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # it is by nohup
+
+        def hang_up(number: int, frame: FrameType | None) -> None:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it comes by several ways; the ranks write a checkpoint now
+            raise SignalException("the terminal is gone", signal.SIGHUP)
+
+        signal.signal(signal.SIGHUP, hang_up)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # with more threads a rank, fbgemm's CPU backward becomes erratic
     config = LaunchConfig(
         min_nodes=nodes,
@@ -62,6 +76,7 @@ def launch(
         rdzv_endpoint=head or "localhost:0",
         max_restarts=restarts,
         shutdown_timeout=_CHECKPOINT_SECONDS,
+        signals_to_handle="SIGTERM,SIGINT,SIGQUIT",
     )
     logging.disable(logging.ERROR)  # the launcher's own messages: what happened is said below, in a sentence
     try:
@@ -110,20 +125,42 @@ def complain(message: str) -> None:
     if error_file is None:
         print(message, file=sys.stderr, flush=True)
         return
-    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-    Path(error_file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
     # All error files of this machine, restarts included, share this folder: there its ranks agree who speaks.
     said = Path(error_file).parents[2] / f"said_{hashlib.sha256(message.encode()).hexdigest()[:16]}"
-    with contextlib.suppress(FileExistsError):
+    try:
         said.open("x").close()
-        print(f"[rank {os.environ['RANK']}] {message}", file=sys.stderr, flush=True)
+        first = True
+    except OSError as error:  # of a full disk: better said by each than by none
+        first = not isinstance(error, FileExistsError)
+    if first:
+        print(f"[rank {os.environ.get('RANK')}] {message}", file=sys.stderr, flush=True)
+    _leave_to_launcher(message, message)
 
 
-def recorded(function: Callable[..., T]) -> Callable[..., T | None]:
-    """The function, whose uncaught exceptions' text reaches the launcher."""
-    from torch.distributed.elastic.multiprocessing.errors import record
+def _leave_to_launcher(message: str, trace: str) -> None:
+    """Writes the error file that torchrun reads: whole or, where the disk is full, not at all, for torchrun ends on one
+    that it cannot read, whatever restarts were asked for."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file is not None:
+        extra = {"py_callstack": trace, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            write_whole(Path(error_file), json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
-    return record(function)
+
+def recorded(function: Callable[P, T]) -> Callable[P, T]:
+    """Returns the function, whose uncaught exceptions' text reaches the launcher."""
+
+    @functools.wraps(function)
+    def call(*given: P.args, **named: P.kwargs) -> T:
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # without standard error
+            faulthandler.enable()  # a crash in a library shows where
+        try:
+            return function(*given, **named)
+        except Exception as error:
+            _leave_to_launcher(f"{type(error).__name__}: {error}", traceback.format_exc())
+            raise
+
+    return call
 
 
 def leave(number: int, frame: FrameType | None) -> None:

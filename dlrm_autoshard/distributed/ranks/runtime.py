@@ -24,6 +24,7 @@ from dlrm_autoshard.config import RunConfig
 from dlrm_autoshard.distributed.ranks.cores import take_cores
 from dlrm_autoshard.distributed.ranks.groups import by_nccl, device_for, group_beside
 from dlrm_autoshard.distributed.ranks.heartbeats import Heartbeats
+from dlrm_autoshard.distributed.ranks.launcher_numbers import launcher_number
 from dlrm_autoshard.distributed.ranks.rendezvous import fresh_store
 from dlrm_autoshard.errors import UserError, in_words
 
@@ -65,8 +66,14 @@ class Runtime:
                 "this process has a process group already, and the trainer starts its own: train in a process of its "
                 "own, or use ShardedEmbeddingBags and Autoshard in the loop that you have."
             )
-        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        local_rank, local_world_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        rank, world_size = launcher_number("RANK", 0), launcher_number("WORLD_SIZE", 1)
+        local_rank, local_world_size = launcher_number("LOCAL_RANK", 0), launcher_number("LOCAL_WORLD_SIZE", 1)
+        if rank >= world_size or ("RANK" not in os.environ and world_size > 1):
+            raise RuntimeFailure(
+                f"RANK is {os.environ.get('RANK', 'not set')} and WORLD_SIZE {os.environ.get('WORLD_SIZE', 'not set')} "
+                "in this process's environment; ranks count from 0, below WORLD_SIZE. Unset both, and start ranks with "
+                "`dlrm-autoshard train` or torchrun."
+            )
         device = choose_device(config.device, local_rank)
         if config.threads_per_rank > (os.cpu_count() or 1):
             raise RuntimeFailure(

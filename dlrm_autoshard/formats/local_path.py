@@ -1,0 +1,54 @@
+"""Paths that people name: in this machine's file systems, and no URL that would become a folder named `s3:`.
+
+local_path("file:///data/runs")             # /data/runs
+local_path("~/runs")                        # /home/ada/runs
+local_path("s3://bucket/runs")              # UserError: what to do instead
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import unquote
+
+from pydantic import AfterValidator
+
+from dlrm_autoshard.errors import UserError
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.IGNORECASE | re.DOTALL)  # a `Path` leaves one slash of two
+
+
+def local_path(path: str) -> str:
+    """Returns the path that it means, where it begins with `~` or `file:///`. UserError where it is another URL."""
+    found = _URL.match(path)
+    if os.path.exists(path):
+        return path
+    if found is None:
+        return os.path.expanduser(path)
+    scheme, rest = found[1].lower(), found[2]
+    if scheme == "file":
+        if path[len("file") :].startswith("://") and not path.startswith("///", len("file:")):
+            host, _, rest = rest.partition("/")
+            if host != "localhost":
+                raise UserError(f"a file of the host '{host}'; write file:/// and the whole path")
+        return "/" + unquote(rest)
+    raise UserError(
+        f"a URL, and only this machine's file systems are read and written. Mount {scheme}:// in one (rclone mount, "
+        "s3fs, gcsfuse), or name a local folder and copy it there meanwhile (rclone sync, aws s3 sync, gcloud storage "
+        "rsync)"
+    )
+
+
+LocalPath = Annotated[str, AfterValidator(local_path)]
+"""In a config."""
+
+
+def checked_path(path: Path, name: str) -> Path:
+    """`local_path` of a command's argument. name: for messages."""
+    try:
+        return Path(local_path(str(path)))
+    except UserError as error:
+        given = str(path).replace(":/", "://", 1)
+        raise UserError(f"'{name}' is '{given}': {error}.") from error
