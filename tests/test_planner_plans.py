@@ -207,6 +207,20 @@ def test_a_slow_rank_gets_less_work(fitted: Planner) -> None:
         assert pooled[1] < 0.75 * pooled[0]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_tables_that_fill_all_memory_are_placed(seed: int) -> None:
+    """30 tables of odd sizes on 4 ranks whose memory they fill to the last byte: one placement, or hardly more."""
+    draw = np.random.default_rng(seed)
+    table_bytes = {f"table_{i}": int(size) for i, size in enumerate(draw.lognormal(20, 1.5, size=30))}
+    tables, stats = some_tables(30, seed)
+    tables = [replace(table, name=name) for table, name in zip(tables, table_bytes, strict=True)]
+    rank_T = draw.integers(4, size=30)
+    at_T = list(zip(table_bytes.values(), rank_T.tolist(), strict=True))
+    memory = tuple(sum(size for size, at in at_T if at == rank) for rank in range(4))
+    task = PlacementTask.build(tables, stats, Topology(4, memory), batch_size=BATCH, table_bytes=table_bytes)
+    task.check(task.plan_from(feasible(task)))
+
+
 @pytest.mark.parametrize(("tables", "devices", "seed"), [(12, 2, 0), (12, 3, 1), (12, 4, 2), (9, 4, 3), (5, 4, 4)])
 def test_small_instances_are_within_one_per_cent_of_the_exact_optimum(
     fitted: Planner, tables: int, devices: int, seed: int

@@ -12,16 +12,18 @@ import numpy as np
 from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.plan import PlanError
 from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.planner.tight_fit import tight_fit
 from dlrm_autoshard.planner.units import Room, Units
 
 SEARCH_STEPS = 20_000
 
 
 def feasible(task: PlacementTask) -> np.ndarray:
-    """One rank a unit; PlanError where none is legal (or none was found; the message says which).
+    """Returns one rank a unit; PlanError where none is legal (or none was found; the message says which).
 
     Largest unit first to the rank with most room, then to the tightest rank that takes it, each with a repair step
-    (make room by sending one smaller unit elsewhere); then a depth-first search with a bound on its steps.
+    (make room by sending one smaller unit elsewhere); then a depth-first search with a bound on its steps; then sets of
+    units that fill a rank.
     """
     units = task.units
     _check_each_fits(task)
@@ -43,6 +45,8 @@ def feasible(task: PlacementTask) -> np.ndarray:
         if stuck is None:
             return room.rank_U
     found, exhausted = _depth_first(units, order)
+    if found is None and not exhausted:
+        found = tight_fit(units)
     if found is not None:
         return found
     raise _nothing_fits(task, room, stuck if stuck is not None else order[-1], exhausted)
