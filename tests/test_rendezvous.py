@@ -6,7 +6,10 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
+from dlrm_autoshard.config import RunConfig
 from dlrm_autoshard.distributed.ranks.rendezvous import RendezvousFailed, fresh_store
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
+from dlrm_autoshard.errors import UserError
 from tests.ranks import RankError, run_ranks
 
 
@@ -41,7 +44,40 @@ def test_a_rank_that_stays_away_is_named() -> None:
         run_ranks(one_stays_away, 2, agent.port, 0, timeout=30)
 
 
-def test_a_rank_that_is_told_of_no_meeting_place_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(RendezvousFailed, match=r"at MASTER_ADDR:.*MASTER_ADDR expected, but not set"):
-        fresh_store(1, 2, timedelta(seconds=2))
+@pytest.mark.parametrize(
+    ("host", "port"),
+    [("", "29500"), ("127.0.0.1", ""), ("127.0.0.1", "abc"), ("127.0.0.1", "0"), ("127.0.0.1", "99999")],
+)
+def test_a_rank_that_is_told_of_no_meeting_place_says_so(host: str, port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(RendezvousFailed, match=f"MASTER_ADDR is '{host}' and MASTER_PORT '{port}'; launchers set them"):
+        fresh_store(0, 2, timedelta(seconds=2))
+    monkeypatch.delenv("MASTER_PORT")
+    with pytest.raises(RendezvousFailed, match="MASTER_PORT ''"):
+        fresh_store(0, 2, timedelta(seconds=2))
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "abc"},
+            "the environment variable WORLD_SIZE is 'abc'; launchers set it to a whole",
+        ),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1'; launchers set it to a whole number, 0 or more"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is '0'; launchers set it to a whole number, 1 or more"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1.5"}, "LOCAL_RANK is '1.5'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 and WORLD_SIZE 2 .*; ranks count from 0"),
+        ({"WORLD_SIZE": "4"}, "RANK is not set and WORLD_SIZE 4 "),
+    ],
+)
+def test_what_launchers_cannot_have_set_is_a_sentence(
+    environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=said), Runtime.start(RunConfig(device="cpu", pin_cores=False)):
+        pass

@@ -8,6 +8,7 @@ only this start knows. Restart counts would not do: each machine's torchrun coun
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import time
 from datetime import timedelta
@@ -16,6 +17,7 @@ from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.sentences import show
 
 
 class RendezvousFailed(UserError):
@@ -29,6 +31,13 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     rank 0: answers every number it sees             name/7f3a = c09e      (a stale one's answer: read by nobody)
     rank 1: "got c09e"                               here/c09e/1
     """
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not (host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 2**16):
+        raise RendezvousFailed(
+            f"RANK is set in this process's environment, but MASTER_ADDR is {show(host)} and MASTER_PORT {show(port)}; "
+            "launchers set them to rank 0's host and a free port there. Start ranks with `dlrm-autoshard train` or "
+            "torchrun, or unset RANK to train alone."
+        )
     try:
         shared, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
         store = PrefixStore("dlrm_autoshard", shared)
@@ -43,10 +52,9 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> Store:
     except RendezvousFailed:
         raise
     except (DistError, ValueError) as error:  # of the network; of the environment
-        where = ":".join(os.environ.get(key) or key for key in ("MASTER_ADDR", "MASTER_PORT"))
         raise RendezvousFailed(
-            f"rank {rank} of {world_size} has not met the others at {where}: {str(error).splitlines()[0]}. Is rank 0 "
-            "there, and can this host reach it? See what rank 0 says, or raise run.collective_timeout_seconds."
+            f"rank {rank} of {world_size} has not met the others at {host}:{port}: {str(error).splitlines()[0]}. Is "
+            "rank 0 there, and can this host reach it? See what rank 0 says, or raise run.collective_timeout_seconds."
         ) from error
     return PrefixStore(name, shared)
 
