@@ -17,8 +17,8 @@ from zipfile import ZipFile
 
 from dlrm_autoshard.commands.arguments import check_out
 from dlrm_autoshard.commands.evaluate import add_model
-from dlrm_autoshard.distributed.ranks.launcher_numbers import launcher_number
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.launcher_numbers import launcher_number
 from dlrm_autoshard.formats.whole_file import whole_file, write_whole
 from dlrm_autoshard.records.jsonl import SCHEMA
 

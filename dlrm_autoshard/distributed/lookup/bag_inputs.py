@@ -17,8 +17,8 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.id_check import IdCheck
 from dlrm_autoshard.distributed.lookup.embeddings import DTYPES
-from dlrm_autoshard.distributed.ranks.launcher_numbers import launcher_number
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.launcher_numbers import launcher_number
 from dlrm_autoshard.tables import TableConfig
 
 WHOLE = (torch.int32, torch.int64)

@@ -24,9 +24,9 @@ from dlrm_autoshard.config import RunConfig
 from dlrm_autoshard.distributed.ranks.cores import take_cores
 from dlrm_autoshard.distributed.ranks.groups import by_nccl, device_for, group_beside
 from dlrm_autoshard.distributed.ranks.heartbeats import Heartbeats
-from dlrm_autoshard.distributed.ranks.launcher_numbers import launcher_number
 from dlrm_autoshard.distributed.ranks.rendezvous import fresh_store
 from dlrm_autoshard.errors import UserError, in_words
+from dlrm_autoshard.formats.launcher_numbers import launcher_number
 
 T = TypeVar("T")
 Outcome = tuple[Any, UserError | None]
