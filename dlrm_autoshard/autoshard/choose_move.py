@@ -22,7 +22,8 @@ from dlrm_autoshard.autoshard.partial_move import first_part, movable
 from dlrm_autoshard.autoshard.payoff import MoveCost, reason_to_stay, saved_on_average, seconds_saved
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import ReshardConfig
-from dlrm_autoshard.formats.words import gib
+from dlrm_autoshard.formats.json_file import FormatError, made
+from dlrm_autoshard.formats.words import gib, some_of
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import Gain
@@ -241,9 +242,17 @@ class MoveChooser:
         return {"history": asdict(self.history), "move_cost": asdict(self.move_cost), "target": target, "left": left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.history, self.move_cost = History(**state["history"]), MoveCost(**state["move_cost"])
-        self.target = None if state["target"] is None else ShardingPlan.from_json(state["target"])
-        self.left = [ShardingPlan.from_json(plan) for plan in state.get("left", [])]
+        """FormatError names the key that is wrong."""
+        self.history, self.move_cost = made(History, state["history"]), made(MoveCost, state["move_cost"])
+        self.target = None if state["target"] is None else self._known(ShardingPlan.from_json(state["target"]))
+        self.left = [self._known(ShardingPlan.from_json(plan)) for plan in state.get("left", [])]
+
+    def _known(self, plan: ShardingPlan) -> ShardingPlan:
+        """FormatError where it is of other tables."""
+        tables, known = ({Shard.parse(name).table for name in names} for names in (plan.rank_of, self.bytes_of))
+        if tables != known:
+            raise FormatError(f"a plan is of other tables: {some_of(tables ^ known)}.")
+        return plan
 
 
 def _moved(base: Decision, proposal: Proposal, plan: ShardingPlan) -> Decision:

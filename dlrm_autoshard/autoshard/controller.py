@@ -12,7 +12,10 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.choose_move import MoveChooser
@@ -20,12 +23,39 @@ from dlrm_autoshard.autoshard.decision import Decision, Interval, Shift, seen_of
 from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.costs import prediction_error, stages_W4, step_cost_ms
+from dlrm_autoshard.formats.json_file import checked
+from dlrm_autoshard.formats.numbers import Amount, Count
 from dlrm_autoshard.plan import MoveRecord, ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import ShardTimer
 from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.move_worth import TimedSteps, worth_of
+
+
+class _Trigger(TypedDict):
+    gain_differences: list[Amount]
+
+
+class _Chooser(TypedDict):
+    history: dict[str, Any]
+    move_cost: dict[str, Any]
+    target: dict[str, Any] | None
+    left: NotRequired[list[dict[str, Any]]]
+
+
+class ControllerRecord(TypedDict):
+    """What `Controller.state_dict` gives."""
+
+    last_step: Annotated[int, Field(ge=-1, lt=2**63)]
+    unproven: dict[str, Any] | None
+    ranks_changed: NotRequired[bool]
+    change_began: NotRequired[Count | None]
+    steps: NotRequired[dict[str, Any] | None]
+    before: NotRequired[dict[str, Any] | None]
+    after: NotRequired[dict[str, Any] | None]
+    trigger: _Trigger
+    chooser: _Chooser
 
 
 class Controller:
@@ -214,17 +244,18 @@ class Controller:
     def load_state_dict(self, state: Mapping[str, Any], *, same_ranks: bool = True) -> None:
         """Brings the log to what it was then, too: later decisions will be made again. same_ranks: False where the
         state is of another number of ranks, and says nothing about these."""
-        self._last_step = state["last_step"]
+        record = checked(ControllerRecord, state, extra="ignore")
+        unproven = None if record["unproven"] is None else Decision.from_state_dict(record["unproven"])
+        if same_ranks:
+            self._unproven, self._ranks_changed = unproven, record.get("ranks_changed", False)
+            self._change_began = record.get("change_began")
+            self._steps, self._before, self._after = (TimedSteps.from_json(state.get(key)) for key in self._timed_steps)
+            self.trigger.load_state_dict(record["trigger"])
+            self.chooser.load_state_dict(record["chooser"])
+        self._last_step = record["last_step"]
         self.log.forget_after(self._last_step)
-        unproven = None if state["unproven"] is None else Decision.from_state_dict(state["unproven"])
         if unproven is not None:
             self._written(unproven)
-        if same_ranks:
-            self._unproven, self._ranks_changed = unproven, state.get("ranks_changed", False)
-            self._change_began = state.get("change_began")
-            self._steps, self._before, self._after = (TimedSteps.from_json(state.get(key)) for key in self._timed_steps)
-            self.trigger.load_state_dict(state["trigger"])
-            self.chooser.load_state_dict(state["chooser"])
 
 
 def _taken_back(base: Decision, move: Decision) -> Decision:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ from dlrm_autoshard.costs import (
     stages_W4,
     step_cost_ms,
 )
+from dlrm_autoshard.formats.json_file import made
 from dlrm_autoshard.formats.words import count, gib
 from dlrm_autoshard.plan import MoveRecord, ShardingPlan
 from dlrm_autoshard.records.decisions import moves_in_words, worth_in_words
@@ -210,10 +211,10 @@ class Decision:
 
     @staticmethod
     def from_state_dict(state: Mapping[str, Any]) -> Decision:
-        plans = {name: ShardingPlan.from_json(state[name]) for name in ("new_plan", "old_plan") if state[name]}
-        moves = tuple(state.get("moves", ()))
-        known = {field.name for field in fields(Decision)}
-        return Decision(**{**{name: value for name, value in state.items() if name in known}, **plans, "moves": moves})
+        """FormatError names the key that is wrong."""
+        plans = {name: ShardingPlan.from_json(state[name]) for name in ("new_plan", "old_plan") if state.get(name)}
+        rest = {name: value for name, value in state.items() if name not in (*plans, "shift")}
+        return replace(made(Decision, rest), **plans)
 
 
 def moving(tables: int, num_bytes: int) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.change_watch import ChangeWatch
@@ -32,6 +33,8 @@ from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile
 from dlrm_autoshard.distributed.moves.movable import ArrivedIds, PlacedTables
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
+from dlrm_autoshard.formats.json_file import FormatError, checked
+from dlrm_autoshard.formats.numbers import Ranks
 from dlrm_autoshard.plan import shard_tables
 from dlrm_autoshard.probe.rank_probe import MID_RUN_BUFFER_GIB, RankProbe
 from dlrm_autoshard.records.decisions import DecisionLog
@@ -39,7 +42,7 @@ from dlrm_autoshard.records.facts import RankInterval, rank_file
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import append_jsonl
 from dlrm_autoshard.records.move_worth import TimedSteps
-from dlrm_autoshard.tables import TableStats
+from dlrm_autoshard.tables import StatsRecord, TableStats
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,15 @@ class Carried:
     samples: int = 0
     seconds: float = 0.0
     before: TimedSteps | None = None
+
+
+class IntervalsRecord(TypedDict):
+    """What `Intervals.state_dict` gives."""
+
+    stats: list[StatsRecord]
+    world_size: NotRequired[Ranks]
+    planner: NotRequired[dict[str, Any] | None]
+    resharding: NotRequired[dict[str, Any] | None]
 
 
 class Intervals:
@@ -255,12 +267,17 @@ class Intervals:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.stats = tuple(TableStats.from_json(stats) for stats in state["stats"])
-        same_ranks = state.get("world_size", self._runtime.world_size) == self._runtime.world_size
-        if self._placement.planner is not None and state.get("planner") and same_ranks:  # else the start knows better
-            self._placement.planner.load_state_dict(state["planner"])
-        if self.resharding is not None and state.get("resharding"):
-            self.resharding.load_state_dict(state["resharding"])
+        """FormatError names the key that is wrong."""
+        record = checked(IntervalsRecord, state, extra="ignore")
+        if len(record["stats"]) != len(self._embeddings.tables):
+            raise FormatError(f"'stats' is of {len(record['stats'])} tables, not of {len(self._embeddings.tables)}.")
+        self.stats = tuple(TableStats.from_json(stats) for stats in record["stats"])
+        same_ranks = record.get("world_size", self._runtime.world_size) == self._runtime.world_size
+        planner, resharding = record.get("planner"), record.get("resharding")
+        if self._placement.planner is not None and planner and same_ranks:  # else the start knows better
+            self._placement.planner.load_state_dict(planner)
+        if self.resharding is not None and resharding:
+            self.resharding.load_state_dict(resharding)
 
 
 def peak_memory(device: torch.device) -> int:

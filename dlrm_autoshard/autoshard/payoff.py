@@ -11,18 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decision import Interval, Proposal, percent
 from dlrm_autoshard.formats.words import gib
+
+Price = Annotated[float, Field(gt=0, le=1e18)]
 
 
 @dataclass(frozen=True)
 class MoveCost:
     """What moving takes: a fixed time (agreement, new lookups, caches to warm) and a price per byte."""
 
-    bytes_per_second: float = thresholds.MOVE_BYTES_PER_SECOND
-    fixed_seconds: float = thresholds.MOVE_SECONDS
+    bytes_per_second: Price = thresholds.MOVE_BYTES_PER_SECOND
+    fixed_seconds: Price = thresholds.MOVE_SECONDS
 
     def seconds(self, num_bytes: int, parts: int = 1) -> float:
         return parts * self.fixed_seconds + num_bytes / self.bytes_per_second

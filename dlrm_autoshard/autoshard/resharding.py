@@ -81,4 +81,4 @@ class Resharding:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.controller is not None:
-            self.controller.load_state_dict(state, same_ranks=state["world_size"] == self._runtime.world_size)
+            self.controller.load_state_dict(state, same_ranks=state.get("world_size") == self._runtime.world_size)

@@ -9,7 +9,7 @@ trigger.reason_not_to_search()               # "even perfect balance would save 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -162,7 +162,7 @@ class SearchTrigger:
         """What was found in earlier searches is not kept, so that a job that goes on searches again."""
         return {"gain_differences": list(self.gain_differences)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.gain_differences = list(state["gain_differences"])
 
 

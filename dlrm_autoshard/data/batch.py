@@ -45,6 +45,11 @@ class Batch:
     def padded_size(self) -> int:
         return self.labels_B.shape[0]
 
+    def real_rows(self, values: Tensor) -> Tensor:
+        """Returns the rows of real samples: padding belongs in no statistics, such as BatchNorm's. A rank with none but
+        padding passes it on, and learns nothing from it: its loss is a sum over nothing."""
+        return values[: self.size] if 0 < self.size < self.padded_size else values
+
     def pinned(self) -> Batch:
         """The same in memory from which a GPU copies without making anybody wait."""
         pinned: dict[str, Any] = {

@@ -28,15 +28,14 @@ class DensePasses:
 
     def bottom(self, batch: Batch) -> None:
         with self._autocast(batch):
-            self._bottom = self.model.bottom(real_rows(batch.dense_BF, batch))
+            self._bottom = self.model.bottom(batch.real_rows(batch.dense_BF))
         self._batch = batch
 
     def top(self, pooled: Tensor) -> Tensor:
         """pooled: with the model's margin, and written to."""
         with self._autocast(self._batch):
-            self._leaves = self._bottom.detach().requires_grad_(), pooled.detach().requires_grad_()
-            bottom, vectors = self._leaves
-            self._loss = share_of_loss(self.model.top(bottom, real_rows(vectors, self._batch)), self._batch)
+            leaves = self._leaves = self._bottom.detach().requires_grad_(), pooled.detach().requires_grad_()
+            self._loss = share_of_loss(self.model.top(leaves[0], self._batch.real_rows(leaves[1])), self._batch)
         return self._loss.detach()
 
     def backward_top(self) -> Tensor:
@@ -60,19 +59,12 @@ class DensePasses:
         return torch.autocast(batch.dense_BF.device.type, torch.bfloat16, enabled=self._bf16)
 
 
-def real_rows(values: Tensor, batch: Batch) -> Tensor:
-    """Returns the rows of real samples: padding belongs in no statistics, such as BatchNorm's. A rank with none but
-    padding passes it on, and learns nothing from it: its loss is a sum over nothing."""
-    return values[: batch.size] if 0 < batch.size < batch.padded_size else values
-
-
 def share_of_loss(logits_B: Tensor, batch: Batch) -> Tensor:
     """This rank's share of the global mean loss, of which a sample's is the weighted sum over its tasks: summed over
     ranks it is the mean over the global batch."""
-    labels_B = real_rows(batch.labels_B, batch)
-    if logits_B.shape not in (labels_B.shape, batch.labels_B.shape):
+    if logits_B.shape not in (batch.labels_B.shape, batch.real_rows(batch.labels_B).shape):
         raise UserError(
-            f"the model gives logits of shape {list(logits_B.shape)} for labels of shape {list(labels_B.shape)}: "
+            f"the model gives logits of shape {list(logits_B.shape)} for labels of shape {list(batch.labels_B.shape)}: "
             "one is needed for each label. A data source with several names them, as `label_names`."
         )
     real = slice(0, batch.size)

@@ -94,10 +94,23 @@ def checked(kind: type[T], value: Any, *, extra: Extra = "forbid") -> T:
         found: T = _adapter(kind).validate_python(value, strict=True, extra=extra)  # type: ignore[arg-type]  # it is hashable
         return found
     except pydantic.ValidationError as error:
-        details = error.errors()
-        said = [sentence(dotted(detail["loc"]), detail, "an object, {...}") for detail in details[:_MOST_SAID]]
-        more = f" And {len(details) - len(said)} more." if len(details) > len(said) else ""
-        raise FormatError(" ".join(said) + more) from None
+        raise FormatError(_sentences(error)) from None
+
+
+def made(kind: type[T], record: Any) -> T:
+    """Returns the dataclass that was saved as this JSON, its types and bounds checked as `checked` does."""
+    try:
+        found: T = _adapter(kind).validate_json(json.dumps(record), strict=True)
+        return found
+    except pydantic.ValidationError as error:
+        raise FormatError(_sentences(error)) from None
+
+
+def _sentences(error: pydantic.ValidationError) -> str:
+    details = error.errors()
+    said = [sentence(dotted(detail["loc"]), detail, "an object, {...}") for detail in details[:_MOST_SAID]]
+    more = f" And {len(details) - len(said)} more." if len(details) > len(said) else ""
+    return " ".join(said) + more
 
 
 @functools.cache  # building one takes longer than most checks

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dlrm_autoshard.formats.json_file import made
 from dlrm_autoshard.formats.words import count
 from dlrm_autoshard.records.decisions import interval_in_words
 from dlrm_autoshard.records.diagnosis import NINETY, NOTABLE_DRIFT, STARVED_BELOW, moved_part
@@ -70,7 +71,7 @@ class TimedSteps:
     def from_json(record: Mapping[str, Any] | None) -> TimedSteps | None:
         if record is None:
             return None
-        return TimedSteps(**{**record, "cost_ms": tuple(record["cost_ms"]), "lookups": tuple(record["lookups"])})
+        return made(TimedSteps, record)
 
 
 @dataclass(frozen=True)

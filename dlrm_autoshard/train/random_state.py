@@ -5,10 +5,15 @@ from __future__ import annotations
 import base64
 import random
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
+
+from dlrm_autoshard.formats.json_file import FormatError, checked
+from dlrm_autoshard.formats.numbers import Finite
 
 
 def seed_all(seed: int, rank: int) -> None:
@@ -30,6 +35,42 @@ def random_state(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         state["cuda"] = _text(torch.cuda.get_rng_state(device))
     return state
+
+
+class _NumpyWords(TypedDict):
+    key: list[Annotated[int, Field(ge=0, lt=2**32)]]
+    pos: Annotated[int, Field(ge=0, le=624)]
+
+
+class _NumpyState(TypedDict):
+    bit_generator: Literal["MT19937"]
+    state: _NumpyWords
+    has_gauss: Annotated[int, Field(ge=0, le=1)]
+    gauss: Finite
+
+
+class RandomState(TypedDict):
+    """What `random_state` gives, as JSON."""
+
+    python: list[Any]
+    numpy: _NumpyState
+    torch: Annotated[str, Field(max_length=10**6)]
+    cuda: NotRequired[Annotated[str, Field(max_length=10**6)]]
+
+
+def check_random_state(state: Any) -> None:
+    """FormatError where it is none. The generators stay as they are: it is given to others."""
+    found = checked(RandomState, state)
+    version, words, gauss = found["python"] if len(found["python"]) == 3 else (None, [], None)
+    numpy_state, key = found["numpy"], np.array(found["numpy"]["state"]["key"], np.uint32)
+    try:
+        random.Random().setstate((version, tuple(words), gauss))
+        np.random.RandomState().set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
+        torch.Generator().set_state(_tensor(found["torch"]))
+    except (TypeError, ValueError, RuntimeError, OverflowError, KeyError) as error:
+        raise FormatError(
+            f"it is no state of a random number generator ({str(error).partition(chr(10))[0]})."
+        ) from None
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:

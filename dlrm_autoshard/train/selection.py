@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dlrm_autoshard.config import ChoiceMetric, EarlyStopping
+from dlrm_autoshard.formats.json_file import made
 
 
 @dataclass
@@ -78,7 +79,7 @@ class Selection:
         for key, best in self._parts().items():
             saved = state.get(key)
             if best is not None and saved is not None and saved["metric"] == best.metric:
-                setattr(self, key, BestSoFar(**saved))
+                setattr(self, key, made(BestSoFar, saved))
         if self.kept is not None and self.kept.step != best_step:
             self.kept = BestSoFar(self.kept.metric)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.data.batch import DataSource
@@ -23,17 +24,32 @@ from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.tables.storage import state_shapes
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.formats.json_file import FormatError, checked
+from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer
 from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
 from dlrm_autoshard.train.checkpoints.folder import step_of
-from dlrm_autoshard.train.checkpoints.manifest import CheckpointError, SavedState, check_same, read_manifest
-from dlrm_autoshard.train.random_state import random_state, restore_random_state
+from dlrm_autoshard.train.checkpoints.manifest import (
+    EXTRA,
+    CheckpointError,
+    DamagedCheckpoint,
+    SavedState,
+    check_same,
+    read_manifest,
+)
+from dlrm_autoshard.train.random_state import check_random_state, random_state, restore_random_state
 from dlrm_autoshard.train.selection import Selection
 
 
 class TrainError(UserError):
     """Training that cannot go on: the message says at which step, on which rank, and what to try."""
+
+
+class ExtraRecord(TypedDict):
+    """extra.json, without what `Intervals.state_dict` gives."""
+
+    random: list[dict[str, Any]]
+    selection: NotRequired[dict[str, dict[str, Any]]]
 
 
 @dataclass
@@ -94,13 +110,26 @@ class TrainingState:
 
     def resume(self, checkpoint: Path) -> Position:
         state, extra = self.load_weights(checkpoint)
-        if self.runtime.rank < len(extra["random"]):
-            restore_random_state(extra["random"][self.runtime.rank], self.runtime.device)
-        if self.intervals is not None:
-            self.intervals.load_state_dict(extra)
         best = self.runtime.broadcast(self.checkpoints.best())
-        self.selection.load_state_dict(extra.get("selection", {}), None if best is None else step_of(best))
+        self.checkpoints.on_all_ranks(lambda: self._remember(checkpoint, extra, best))
         return Position(state.epoch, state.sample, state.step)
+
+    def _remember(self, checkpoint: Path, extra: Any, best: Path | None) -> None:
+        """What a checkpoint holds beside tensors. DamagedCheckpoint where it is not what a job writes."""
+        try:
+            record = checked(ExtraRecord, extra, extra="ignore")
+            for state in record["random"]:
+                check_random_state(state)
+            if self.intervals is not None:
+                self.intervals.load_state_dict(extra)
+            self.selection.load_state_dict(record.get("selection", {}), None if best is None else step_of(best))
+            if self.runtime.rank < len(record["random"]):
+                restore_random_state(record["random"][self.runtime.rank], self.runtime.device)
+        except (FormatError, PlanError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            raise DamagedCheckpoint(
+                f"checkpoint file '{checkpoint / EXTRA}' holds what no job of this version writes: {said[:500]}"
+            ) from error
 
     def last_good(self, before: int) -> str:
         """A sentence: the newest checkpoint of a step below `before`, and what to try."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dlrm_autoshard.data.columns import Columns
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.step_names import step_name
 from dlrm_autoshard.train.checkpoints.digest import ALGORITHM
 from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder, remove, sync
@@ -180,16 +181,16 @@ class Checkpoints(CheckpointFolder):
                     )
             return manifest, read_extra(path, manifest)
 
-        manifest, extra = self._on_all_ranks(check)
-        self._on_all_ranks(lambda: read_tensors(path, manifest, tensors))
+        manifest, extra = self.on_all_ranks(check)
+        self.on_all_ranks(lambda: read_tensors(path, manifest, tensors))
         return manifest.state, extra
 
-    def _on_all_ranks(self, action: Callable[[], T]) -> T:
+    def on_all_ranks(self, action: Callable[[], T]) -> T:
         """Its result here; where it fails on any rank, the first such rank's error on every one."""
         result, failure = None, None
         try:
             result = action()
-        except CheckpointError as error:
+        except UserError as error:
             failure = error
         failures = [error for error in self._ranks.all_gather(failure) if error is not None]
         if failures:

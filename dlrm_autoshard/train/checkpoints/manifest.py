@@ -11,13 +11,14 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
-from pydantic import NonNegativeInt
+from pydantic import Field, NonNegativeInt
 
 from dlrm_autoshard.data.columns import Columns
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.numbers import Count
 from dlrm_autoshard.formats.sentences import show
 from dlrm_autoshard.formats.step_names import step_name
 from dlrm_autoshard.plan import ShardingPlan
@@ -69,13 +70,13 @@ class SavedTensor(_Strict):
 class SavedState(_Strict):
     """How far training had come. plan: that of the ranks that wrote it. columns: of the data, in the model's order."""
 
-    step: NonNegativeInt
-    epoch: NonNegativeInt = 0
-    sample: NonNegativeInt = 0
+    step: Count
+    epoch: Count = 0
+    sample: Count = 0
     plan: dict[str, Any] | None = None
     columns: Columns | None = None
-    table_updates: NonNegativeInt = 0
-    optimizer_steps: NonNegativeInt = 0
+    table_updates: Count = 0
+    optimizer_steps: Annotated[int, Field(ge=0, le=2**53)] = 0
 
     @pydantic.field_validator("plan")
     @classmethod
@@ -185,7 +186,10 @@ def read_extra(path: Path, manifest: Manifest) -> Any:
         raise DamagedCheckpoint(f"checkpoint file '{file}' cannot be read: {error.strerror}.") from error
     if bytes_digest(data) != manifest.extra:
         raise DamagedCheckpoint(f"checkpoint file '{file}' is damaged: its digest is not that of its contents.")
-    return json.loads(data)
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpoint(f"checkpoint file '{file}' holds no JSON that a job writes ({error}).") from error
 
 
 def check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:

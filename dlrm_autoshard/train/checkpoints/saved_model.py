@@ -107,7 +107,8 @@ def saved_model(
         dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
         trained_by = config.tables.optimizer.name
         state = TrainingState(runtime, checkpoints, embeddings, dense, columns, None, trained_by=trained_by)
-        position = state.resume(path)
+        saved, _ = state.load_weights(path)
+        position = Position(saved.epoch, saved.sample, saved.step)
         yield SavedModel(runtime, config, source, embeddings, model.eval(), position, labelled)
 
 
