@@ -1,26 +1,31 @@
-"""extra.json with right digests and wrong content, as a faulty disk does not make it but people and programs do: it is
+"""A checkpoint's JSON with right digests and wrong content, as a faulty disk does not make it but people and programs do: it is
 a sentence that names the file, on every rank, and the checkpoint before it is offered; or it is loaded."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.tables import TableConfig
 from dlrm_autoshard.train.checkpoints.manifest import (
     EXTRA,
     MANIFEST,
-    DamagedCheckpoint,
+    CheckpointError,
     Manifest,
+    _digest,
     bytes_digest,
     read_extra,
     read_manifest,
 )
+from dlrm_autoshard.train.checkpoints.saved_weights import SavedWeights
 from dlrm_autoshard.train.trainer import Trainer
 from tests.mutations import mutated
 from tests.ranks import run_ranks
@@ -29,13 +34,34 @@ from tests.trainers import config, make_runtime, plan_file, tensors, trainer
 IN_CI = 60  # a minute takes 600
 
 
-def rewritten(checkpoint: Path, extra: bytes) -> None:
-    """As if a job had written it so."""
+def rewritten(checkpoint: Path, extra: bytes, manifest: bytes) -> None:
+    """As if a job had written it so. manifest: without its digest."""
     (checkpoint / EXTRA).write_bytes(extra)
-    record = json.loads((checkpoint / MANIFEST).read_text())
+    try:
+        record = json.loads(manifest)
+        (checkpoint / MANIFEST).write_text(json.dumps({**record, "digest": _digest(record)}))
+    except (ValueError, TypeError, RecursionError):  # not an object
+        (checkpoint / MANIFEST).write_bytes(manifest)
+
+
+def with_extra(manifest: bytes, extra: bytes) -> bytes:
+    record = json.loads(manifest)
     record = {**record, "extra": bytes_digest(extra), "files": {**record["files"], EXTRA: len(extra)}}
-    record.pop("digest")
-    (checkpoint / MANIFEST).write_bytes(Manifest.model_validate(record).to_bytes())
+    return json.dumps(record).encode()
+
+
+def changed(content: bytes, manifest: bytes, number: int) -> tuple[bytes, bytes]:
+    """Three in four times what extra.json holds, else the manifest."""
+    draw = random.Random(number)
+    if number % 4:
+        extra = mutated(content, draw, is_json=True)
+        return extra, with_extra(manifest, extra)
+    return content, mutated(manifest, draw, is_json=True)
+
+
+def manifest_of(checkpoint: Path) -> bytes:
+    record = json.loads((checkpoint / MANIFEST).read_text())
+    return json.dumps({key: value for key, value in record.items() if key != "digest"}).encode()
 
 
 def settings(folder: Path) -> Any:
@@ -56,16 +82,16 @@ def load_all(rank: int, world_size: int, folder: Path, count: int) -> list[str]:
         before = tensors(made)
         newest = made.checkpoints.latest()
         assert newest is not None
-        content, said = (newest / EXTRA).read_bytes(), []
+        content, manifest, said = (newest / EXTRA).read_bytes(), manifest_of(newest), []
         dist.barrier()
         for number in range(count):
             if rank == 0:
-                rewritten(newest, mutated(content, random.Random(number), is_json=True))
+                rewritten(newest, *changed(content, manifest, number))
             dist.barrier()
             said.append(attempt(made, newest))
             dist.barrier()
         if rank == 0:
-            rewritten(newest, content)
+            rewritten(newest, content, manifest)
         dist.barrier()
         assert attempt(made, newest) == "", "what the job itself has written"
         assert all((value == before[name]).all() for name, value in tensors(made).items())
@@ -76,7 +102,16 @@ def load_all(rank: int, world_size: int, folder: Path, count: int) -> list[str]:
 def attempt(made: Trainer, checkpoint: Path) -> str:
     try:
         made.state.resume(checkpoint)
-    except DamagedCheckpoint as error:
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def exported(checkpoint: Path, tables: Sequence[TableConfig]) -> str:
+    try:
+        for _, _ in SavedWeights.open(checkpoint, tables).tensors():
+            pass
+    except CheckpointError as error:
         return str(error)
     return ""
 
@@ -86,7 +121,13 @@ def test_whatever_it_holds_is_loaded_or_a_sentence_on_every_rank(tmp_path: Path)
     assert first == second, "ranks agree"
     assert sum(sentence != "" for sentence in first) > IN_CI // 4
     for sentence in filter(None, first):
-        assert EXTRA in sentence and len(sentence) < 1000 and "Traceback" not in sentence
+        assert "checkpoint" in sentence and len(sentence) < 2000 and "Traceback" not in sentence
+    newest = max((tmp_path / "run" / "checkpoints").glob("step_*"))
+    content, manifest = (newest / EXTRA).read_bytes(), manifest_of(newest)
+    source = open_source(settings(tmp_path).data, settings(tmp_path).tables)
+    for number in range(0, 4 * IN_CI, 4):
+        rewritten(newest, *changed(content, manifest, number))
+        assert len(exported(newest, source.tables)) < 2000
 
 
 @pytest.mark.parametrize("content", [b"", b"[" * 100_000, b"9" * 5000, b"\xff", b"{", b"1e999999, "])

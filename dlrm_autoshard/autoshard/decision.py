@@ -212,7 +212,9 @@ class Decision:
     @staticmethod
     def from_state_dict(state: Mapping[str, Any]) -> Decision:
         """FormatError names the key that is wrong."""
-        plans = {name: ShardingPlan.from_json(state[name]) for name in ("new_plan", "old_plan") if state.get(name)}
+        plans: dict[str, Any] = {
+            name: ShardingPlan.from_json(state[name]) for name in ("new_plan", "old_plan") if state.get(name)
+        }
         rest = {name: value for name, value in state.items() if name not in (*plans, "shift")}
         return replace(made(Decision, rest), **plans)
 

@@ -100,7 +100,7 @@ def checked(kind: type[T], value: Any, *, extra: Extra = "forbid") -> T:
 def made(kind: type[T], record: Any) -> T:
     """Returns the dataclass that was saved as this JSON, its types and bounds checked as `checked` does."""
     try:
-        found: T = _adapter(kind).validate_json(json.dumps(record), strict=True)
+        found: T = _adapter(kind).validate_json(json.dumps(record), strict=True)  # type: ignore[arg-type]  # it is hashable
         return found
     except pydantic.ValidationError as error:
         raise FormatError(_sentences(error)) from None

@@ -51,8 +51,8 @@ class Chunk(_Strict):
     """
 
     file: str = pydantic.Field(pattern=r"^rank_\d{5}\.bin$")
-    offset: NonNegativeInt
-    bytes: NonNegativeInt
+    offset: Count
+    bytes: Count
     digest: str
     columns: list[NonNegativeInt] | None = pydantic.Field(default=None, min_length=2, max_length=2)
 
