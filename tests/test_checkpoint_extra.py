@@ -1,5 +1,5 @@
-"""A checkpoint's JSON with right digests and wrong content, as a faulty disk does not make it but people and programs do: it is
-a sentence that names the file, on every rank, and the checkpoint before it is offered; or it is loaded."""
+"""A checkpoint's JSON with right digests and wrong content, as faulty disks do not make it but people and programs do:
+it is a sentence that names the checkpoint, on every rank; or it is loaded."""
 
 from __future__ import annotations
 
