@@ -126,6 +126,8 @@ class TrainingState:
             if self.runtime.rank < len(record["random"]):
                 restore_random_state(record["random"][self.runtime.rank], self.runtime.device)
         except (FormatError, PlanError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            if isinstance(error, UserError) and not isinstance(error, FormatError | PlanError):
+                raise  # of a file of records, say
             said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             raise DamagedCheckpoint(
                 f"checkpoint file '{checkpoint / EXTRA}' holds what no job of this version writes: {said[:500]}"
