@@ -156,18 +156,18 @@ def read_manifest(path: Path) -> Manifest:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise DamagedCheckpoint(f"checkpoint file '{file}': {key} is wrong ({first['msg']}).") from error
+        raise DamagedCheckpoint(f"checkpoint file '{file}': {key[:200]} is wrong ({first['msg'][:200]}).") from error
     if manifest.algorithm not in ALGORITHMS:
-        raise CheckpointError(f"checkpoint '{path}' has digests of {manifest.algorithm!r}: pip install xxhash.")
+        raise CheckpointError(f"checkpoint '{path}' has digests of {show(manifest.algorithm)}: pip install xxhash.")
     if path.name != step_name(manifest.state.step):
         raise DamagedCheckpoint(
             f"checkpoint file '{file}': state.step is {manifest.state.step}, not that of its folder."
         )
     for name, size in manifest.files.items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
+        found = os.path.getsize(path / name) if os.path.isfile(path / name) else None
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes"
-            raise DamagedCheckpoint(f"checkpoint file '{path / name}' {what}; {size} were written.")
+            raise DamagedCheckpoint(f"checkpoint file '{path / name[:200]}' {what}; {size} were written.")
     return manifest
 
 
@@ -216,8 +216,9 @@ def check_same(path: Path, differences: Sequence[str]) -> None:
     """CheckpointError where there are any between a checkpoint and the model."""
     if differences:
         more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
+        said = "; ".join(difference[:300] for difference in differences[:5])
         raise CheckpointError(
-            f"checkpoint '{path}' is of another model: {'; '.join(differences[:5])}{more}. Nothing was loaded. "
+            f"checkpoint '{path}' is of another model: {said}{more}. Nothing was loaded. "
             "Use the config it was made with (config.yaml in its run directory), or start a new run."
         )
 
