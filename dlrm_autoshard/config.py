@@ -179,7 +179,7 @@ class SplitsConfig(Section):
 
 
 class AutoshardConfig(Section):
-    enabled: bool = False
+    enabled: bool = True  # the planner places tables, and they move; false, and on one rank: round robin, for good
     placement: LocalPath | None = None  # at the start: round_robin, or a plan file; null: the planner's, if enabled
     algorithm: Algorithm = "auto"
     memory_gib: Annotated[list[PositiveFloat] | PositiveFloat | None, Field(union_mode="left_to_right")] = None

@@ -27,13 +27,29 @@ class PlugInError(UserError):
     """Users' code that can't be found or called: the message names the key, the place, and what is wrong with it."""
 
 
-def load(place: str, key: str) -> Callable[..., Any]:
-    """The callable at `place`; key: where the YAML names it, for messages. What fails in the code itself is raised as
-    it is: its traceback says more than we could."""
+def check_place(place: str, key: str) -> tuple[str, str]:
+    """Returns the module's file or name, and what to take from it; PlugInError where there is no such module. None of
+    its code is run. key: where the YAML names it, for messages."""
     where, colon, name = place.rpartition(":")
     if not (colon and where and name):
         raise PlugInError(f"{key} is '{place}'; it has the form file.py:name or package.module:name.")
-    module = _from_file(Path(where), key) if where.endswith(".py") else _from_module(where, key)
+    if where.endswith(".py"):
+        if not Path(where).is_file():
+            raise PlugInError(f"{key}: there is no file '{where}' (from '{Path.cwd()}').")
+    else:
+        if str(Path.cwd()) not in sys.path:  # as for `python -m`, whoever started this process
+            sys.path.append(str(Path.cwd()))
+        top = where.partition(".")[0]
+        if not top or (top not in sys.modules and importlib.util.find_spec(top) is None):
+            raise _no_module(where, key)
+    return where, name
+
+
+def load(place: str, key: str) -> Callable[..., Any]:
+    """The callable at `place`; key: where the YAML names it, for messages. What fails in the code itself is raised as
+    it is: its traceback says more than we could."""
+    where, name = check_place(place, key)
+    module = _from_file(Path(where)) if where.endswith(".py") else _from_module(where, key)
     setattr(module, _MARK, True)
     found = getattr(module, name, None)
     if not callable(found):
@@ -101,9 +117,7 @@ def _of_a_library(file: str) -> bool:
     return "lib/python" in file
 
 
-def _from_file(path: Path, key: str) -> ModuleType:
-    if not path.is_file():
-        raise PlugInError(f"{key}: there is no file '{path}' (from '{Path.cwd()}').")
+def _from_file(path: Path) -> ModuleType:
     where = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]  # files of one name are several modules
     name = f"dlrm_autoshard_plug_in.{path.stem}_{where}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -123,6 +137,10 @@ def _from_module(name: str, key: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # found, but it imports what isn't there
-        raise PlugInError(
-            f"{key}: Python finds no module '{name}'. Install it, add its folder to PYTHONPATH, or name its file."
-        ) from None
+        raise _no_module(name, key) from None
+
+
+def _no_module(name: str, key: str) -> PlugInError:
+    return PlugInError(
+        f"{key}: Python finds no module '{name}'. Install it, add its folder to PYTHONPATH, or name its file."
+    )

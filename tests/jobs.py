@@ -29,6 +29,7 @@ data:
     - {name: c, num_embeddings: 9}
 train: {batch_size: 64, epochs: 2}
 profile: {enabled: false}
+autoshard: {enabled: false}
 """
 TINY_CONFIG = """
 run: {name: job, device: cpu, pin_cores: false, dir: runs}
@@ -41,6 +42,7 @@ data:
     - {name: item, num_embeddings: 50, mean_pooling: 3.0}
 train: {batch_size: 64}
 profile: {enabled: false}
+autoshard: {enabled: false}
 """
 """For commands that are run in a folder of their own: its runs lie in `runs` there, and it takes a second."""
 

@@ -75,6 +75,7 @@ def criteo(tmp_path: Path) -> Path:
         f"data: {{source: criteo, dir: {tmp_path}}}\n"
         "train: {batch_size: 32, log_every_steps: 1}\n"
         "profile: {enabled: false}\n"
+        "autoshard: {enabled: false}\n"
     )
     return path
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dlrm_autoshard.autoshard import thresholds
-from dlrm_autoshard.autoshard.initial_plan import check_settings, find_topology
+from dlrm_autoshard.autoshard.asked import check_settings
+from dlrm_autoshard.autoshard.initial_plan import find_topology
 from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.plan import PlanError

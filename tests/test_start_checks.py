@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from dlrm_autoshard.config import parse_config
+from dlrm_autoshard.config import Config, parse_config
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.train.job import Job
+from dlrm_autoshard.train.opening import doubts_of
 from dlrm_autoshard.train.start_checks import check_sizes, free_and_sharers
 
 LONG_BAGS = """
@@ -54,3 +59,40 @@ def test_on_a_gpu_it_is_the_gpus_memory_that_counts(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as each rank sees it under --gpus-per-task=1
     assert free_and_sharers(torch.device("cuda", 0), 1) == (3 << 30, 1)
     assert free_and_sharers(torch.device("cpu"), 4)[1] == 4
+
+
+def job(config: Config, steps: int, interval: int, samples: int = 10_000, ranks: int = 2) -> Job:
+    """What is asked of a job that is about to start."""
+    return SimpleNamespace(  # type: ignore[return-value]
+        config=config,
+        source=SimpleNamespace(num_samples=lambda split: samples),
+        runtime=SimpleNamespace(world_size=ranks),
+        global_batch=config.train.batch_size * ranks,
+        total_steps=steps,
+        position=SimpleNamespace(step=0),
+        interval_steps=interval,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "about", "said"),
+    [
+        ({}, {"steps": 1000, "interval": 100}, None),
+        ({}, {"steps": 100, "interval": 100}, r"after 100 steps, and 100 are left. Set autoshard.reshard.every_steps"),
+        ({}, {"steps": 3, "interval": 100}, r"an epoch has 3 steps, and the first 5 are never measured"),
+        ({"profile": {"enabled": False}}, {"steps": 1000, "interval": 100}, r"nothing is measured \(profile.enabled"),
+        ({"autoshard": {"enabled": False}}, {"steps": 3, "interval": 100}, None),
+        ({}, {"steps": 3, "interval": 100, "ranks": 1}, None),
+        (
+            {"autoshard": {"enabled": False}},
+            {"steps": 2, "interval": 1, "samples": 30},
+            r"A step takes 64 samples \(32 on each of 2 ranks\), and there are 30: an epoch is one step",
+        ),
+    ],
+)
+def test_what_is_surely_not_wanted_is_doubted_in_a_sentence(
+    sections: dict[str, Any], about: dict[str, int], said: str | None
+) -> None:
+    config = parse_config({"data": {"source": "movielens"}, "train": {"batch_size": 32}, **sections})
+    doubts = doubts_of(job(config, **about))
+    assert (doubts == []) if said is None else re.search(said, " ".join(doubts))

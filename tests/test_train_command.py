@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.jobs import REPOSITORY, free_port, steps_saved, until
+from dlrm_autoshard.commands.rank import check
+from dlrm_autoshard.config import load_config
+from tests.jobs import REPOSITORY, free_port, steps_saved, torchrun, until
 
 CONFIG = """
 data:
@@ -23,6 +26,7 @@ data:
     - {name: a, num_embeddings: 500}
     - {name: b, num_embeddings: 50, mean_pooling: 3.0}
 train: {batch_size: 64, epochs: 2}
+autoshard: {enabled: false}
 profile: {enabled: false}
 """
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -62,11 +66,66 @@ def test_it_trains_on_two_ranks_from_anywhere_and_says_nothing_but_what_training
     assert again == first and metrics.read_text() == told
 
 
+WRONG = {
+    "run.device=cuda": "run.device is 'cuda', but torch sees no GPU.",
+    "callbacks=[tensorbord]": "callbacks: 'tensorbord' is none of tensorboard, wandb, mlflow, nor of the form",
+    "model.factory=tower.py:Tower": "model.factory: there is no file 'tower.py'",
+    "autoshard.pinned={a: 7}": "autoshard.pinned puts table 'a' on rank 7, but there are 2 ranks (0 to 1).",
+    "checkpoint.keep_best=auc": "this data has no val samples",
+    "run.dir=mine.yaml/runs": "run directory 'mine.yaml/runs' cannot be made: Not a directory.",
+}
+if Path("/dev/nvidia0").exists():
+    del WRONG["run.device=cuda"]
+
+
+def test_all_that_is_wrong_is_said_at_once_before_a_rank_runs(config: Path, tmp_path: Path) -> None:
+    done = dlrm("train", "mine.yaml", "--ranks=2", *WRONG, cwd=tmp_path)
+    assert done.returncode == 2 and "[rank" not in done.stderr and not done.stdout
+    assert done.stderr.count("\n") == len(WRONG), done.stderr
+    assert all(said in done.stderr for said in WRONG.values()), done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.yaml"}
+
+
+def test_ranks_that_torchrun_started_say_it_once(config: Path, tmp_path: Path) -> None:
+    command = torchrun(2, "--config", str(config), "callbacks=[nothing]", "autoshard.exclude_ranks=[5]")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=ENVIRONMENT)
+    assert done.returncode != 0
+    for said in ("callbacks: 'nothing' is none of", "autoshard.exclude_ranks names rank 5, but there are 2 ranks"):
+        assert done.stderr.partition("Root Cause")[0].count(said) == 1, done.stderr
+
+
+def test_more_ranks_than_cores_are_warned_of_before_they_start(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})
+    check(load_config(config, ["run.device=cpu"]), ranks=3)
+    assert capfd.readouterr().err == "3 ranks share 1 core, and wait for one another: fewer train faster.\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "placement"),
+    [
+        (["--ranks=2"], "planned in [\\d.]+ s by 'auto'; tables may move while it trains"),
+        (["--ranks=2", "autoshard.enabled=false"], r"round robin; tables stay there \(autoshard.enabled is false\)"),
+        (["--ranks=1"], "one rank holds all tables"),
+    ],
+)
+def test_the_start_says_how_tables_are_placed_and_whether_they_may_move(
+    arguments: list[str], placement: str, config: Path, tmp_path: Path
+) -> None:
+    config.write_text(config.read_text().replace("autoshard: {enabled: false}\nprofile: {enabled: false}\n", ""))
+    done = dlrm("train", "mine.yaml", "train.max_steps=9", *arguments, cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert re.search(f"^placement: {placement}$", done.stdout, re.MULTILINE), done.stdout
+    assert ("No table" in done.stdout) == ("may move" in placement), "9 steps are too few to decide by"
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["nobody.yaml"], "dlrm-autoshard train: there is no file 'nobody.yaml', and no such config: "),
-        (["mine.yaml", "--ranks=2", "autoshard.placement=no.json"], "] plan file 'no.json' cannot be read: No such"),
+        (["nobody.yaml"], "dlrm-autoshard train: there is no file 'nobody.yaml', and no config of that name. "),
+        (["mine.yaml", "--ranks=2", "autoshard.memory_gib=0.00001"], "] rank 0 needs "),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], sentence: str, config: Path, tmp_path: Path) -> None:
@@ -251,7 +310,7 @@ def test_the_shipped_configs_are_listed_and_copied(tmp_path: Path) -> None:
     again = dlrm("configs", "debug_cpu", cwd=tmp_path)
     assert again.returncode == 2 and "exists already" in again.stderr
     unknown = dlrm("configs", "nobody", cwd=tmp_path)
-    assert unknown.returncode == 2 and "there are " in unknown.stderr
+    assert unknown.returncode == 2 and "The package has criteo_kaggle, " in unknown.stderr
 
 
 def test_the_version_is_the_packages(tmp_path: Path) -> None:

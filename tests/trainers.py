@@ -44,8 +44,8 @@ def config(run_dir: Path | str = "runs", **sections: Any) -> Config:
     }
     for section, values in sections.items():
         record[section] = {**record.get(section, {}), **values}
-    autoshard = record.setdefault("autoshard", {})  # steps of milliseconds are noise: decisions when they are due
-    autoshard["reshard"] = {"on_change": False, **autoshard.get("reshard", {})}
+    autoshard = record["autoshard"] = {"enabled": False, **record.get("autoshard", {})}
+    autoshard["reshard"] = {"on_change": False, **autoshard.get("reshard", {})}  # steps of milliseconds are noise
     return parse_config(record)
 
 

@@ -14,31 +14,41 @@ from pathlib import Path
 import torch
 
 from dlrm_autoshard.autoshard import thresholds
+from dlrm_autoshard.autoshard.asked import (
+    check_settings,
+    constraints_of,
+    given_plan,
+    memory_asked,
+    reshards,
+    splits_of,
+)
 from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
 from dlrm_autoshard.distributed.lookup.shared_memory import host_id
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.distributed.ranks.runtime import Runtime, name_of
-from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, round_robin
+from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.result import PlanResult
-from dlrm_autoshard.planner.task import PlacementTask, Splits
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.calibration import cost_log, keep_profiles, start_costs
 from dlrm_autoshard.probe.hardware import hardware_fingerprint
 from dlrm_autoshard.probe.rank_probe import RankProbe
 from dlrm_autoshard.probe.shipped_costs import start_warm
 from dlrm_autoshard.records.jsonl import append_jsonl
 from dlrm_autoshard.records.plans import write_plan
-from dlrm_autoshard.tables import Shard, TableConfig, TableStats, memory_bytes
+from dlrm_autoshard.tables import TableConfig, TableStats, memory_bytes
 
 
 @dataclass(frozen=True)
 class Placement:
-    """task: what was to be placed, and where. planner and result are rank 0's, where there is a planner."""
+    """task: what was to be placed, and where. planner and result are rank 0's, where there is a planner. why: this
+    plan, in words."""
 
     plan: ShardingPlan
     task: PlacementTask
     planner: Planner | None
     result: PlanResult | None
+    why: str
 
     def save(self, run_dir: Path, step: int) -> None:
         """The plan and, where it was planned, on what evidence; rank 0's task."""
@@ -89,15 +99,16 @@ def place(
         constraints=constraints_of(settings),
         splits=splits_of(settings, optimizer),
     )
+    places = settings.enabled and runtime.world_size > 1  # one rank holds all tables, whoever plans
     planner = None
-    if settings.enabled and runtime.rank == 0:
+    if places and runtime.rank == 0:
         planner = Planner(settings.algorithm, seed=seed)
     settled = current if current is not None and current.world_size == runtime.world_size else None
     if settled is not None and not stays and not (task.splits_enough(settled) and task.allows(settled)):
         settled = None  # other memory, constraints, splits or optimizer than when it was made
-    planning = settings.enabled and settled is None
+    planning = places and settled is None
     probe = None
-    if planning and settings.measure_plans > 0 and runtime.world_size > 1:
+    if planning and settings.measure_plans > 0:
         probe = RankProbe.at_start(runtime, task, optimizer.name, exchange_dtype, shared_memory)
 
     def decide() -> tuple[ShardingPlan, PlanResult | None]:
@@ -133,40 +144,27 @@ def place(
     plan, result = runtime.from_rank_0(decide, None if probe is None else probe.on_rank_zero)
     if not stays:
         task.check(plan)
-    return Placement(plan, task, planner, result)
+    return Placement(plan, task, planner, result, _why(settings, runtime.world_size, settled, result))
 
 
-def reshards(settings: AutoshardConfig, world_size: int) -> bool:
-    """Whether tables may move while training goes on."""
-    return settings.enabled and settings.reshard.enabled and world_size > 1
+def _why(settings: AutoshardConfig, world_size: int, settled: ShardingPlan | None, result: PlanResult | None) -> str:
+    """Returns why tables lie as they do, and whether they stay there. result: rank 0's."""
+    if world_size == 1:
+        return "one rank holds all tables"
+    stays = "tables may move while it trains"
+    if not reshards(settings, world_size):
+        key = "autoshard.reshard.enabled" if settings.enabled else "autoshard.enabled"
+        stays = f"tables stay there ({key} is false)"
+    if settled is not None:
+        return f"as before; {stays}"
+    if result is not None:
+        return f"planned in {result.seconds:.1f} s by '{result.algorithm}'; {stays}"
+    if settings.placement not in (None, "round_robin"):
+        return f"by '{settings.placement}' (autoshard.placement); {stays}"
+    return f"round robin; {stays}"
 
 
-# -- what is to be placed, and where ---------------------------------------------------------------------------------
-
-
-def check_settings(settings: AutoshardConfig, tables: list[str], world_size: int) -> None:
-    """PlanError that names the key, where one names a table or a rank that does not exist."""
-    named = {"pinned": list(settings.pinned)}
-    named |= {key: [table for group in getattr(settings, key) for table in group] for key in ("together", "apart")}
-    for key, names in named.items():
-        unknown = [name for name in names if Shard.parse(name).table not in tables]
-        if unknown:
-            some = ", ".join(tables[:8]) + (", ..." if len(tables) > 8 else "")
-            raise PlanError(
-                f"autoshard.{key} names table '{unknown[0]}', which the model does not have; it has {some}."
-            )
-    ranks = f"but there are {world_size} ranks (0 to {world_size - 1})"
-    for table, rank in settings.pinned.items():
-        if rank >= world_size:
-            raise PlanError(f"autoshard.pinned puts table '{table}' on rank {rank}, {ranks}.")
-    for rank in settings.exclude_ranks:
-        if rank >= world_size:
-            raise PlanError(f"autoshard.exclude_ranks names rank {rank}, {ranks}.")
-    if isinstance(settings.memory_gib, list) and len(settings.memory_gib) != world_size:
-        raise PlanError(
-            f"autoshard.memory_gib has {len(settings.memory_gib)} entries, but there are {world_size} ranks. "
-            "Give one for each rank, or a single number for all."
-        )
+# -- where it is to be placed ------------------------------------------------------------------------------------------
 
 
 def find_topology(
@@ -183,31 +181,3 @@ def find_topology(
     ids = [host for host, _ in places]
     hosts = tuple(list(dict.fromkeys(ids)).index(one) for one in ids)
     return Topology(runtime.world_size, memory, excluded=frozenset(settings.exclude_ranks), hosts=hosts)
-
-
-def memory_asked(settings: AutoshardConfig, world_size: int) -> tuple[int, ...] | None:
-    """Bytes for tables on each rank, where the settings say so."""
-    gib = settings.memory_gib
-    if gib is None:
-        return None
-    return tuple(int(own * 2**30) for own in (gib if isinstance(gib, list) else [gib] * world_size))
-
-
-def constraints_of(settings: AutoshardConfig) -> Constraints:
-    return Constraints(settings.pinned, tuple(map(tuple, settings.together)), tuple(map(tuple, settings.apart)))
-
-
-def splits_of(settings: AutoshardConfig, optimizer: TableOptimizerConfig) -> Splits:
-    return Splits(settings.splits.max_parts, settings.splits.min_dim, optimizer.splits_tables, optimizer.name)
-
-
-def given_plan(placement: str | None, task: PlacementTask) -> ShardingPlan:
-    """Of a plan file, which must respect memory and constraints (PlanError names it); without one, round-robin."""
-    if placement is None or placement == "round_robin":
-        return round_robin(task.names, task.topology)
-    plan = ShardingPlan.load(Path(placement))
-    try:
-        task.check(plan)
-    except PlanError as error:
-        raise PlanError(f"plan file '{placement}': {error}") from error
-    return plan

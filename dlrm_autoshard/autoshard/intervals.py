@@ -21,10 +21,11 @@ import torch
 from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.autoshard import thresholds
+from dlrm_autoshard.autoshard.asked import reshards
 from dlrm_autoshard.autoshard.change_watch import ChangeWatch
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval, error_of_median
-from dlrm_autoshard.autoshard.initial_plan import Placement, reshards
+from dlrm_autoshard.autoshard.initial_plan import Placement
 from dlrm_autoshard.autoshard.resharding import MoveTo, Resharding
 from dlrm_autoshard.autoshard.sampling import Sampling
 from dlrm_autoshard.autoshard.table_observer import TableObserver

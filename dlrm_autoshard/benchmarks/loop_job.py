@@ -130,7 +130,7 @@ def settings(
             "train": {"batch_size": JOB.batch_size // WORLD_SIZE, "epochs": epochs},
             "checkpoint": {"enabled": False},
             "profile": dict(profile),
-            "autoshard": {"cache_dir": None, **autoshard},
+            "autoshard": {"enabled": False, "cache_dir": None, **autoshard},
         }
     )
 

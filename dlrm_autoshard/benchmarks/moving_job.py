@@ -81,7 +81,7 @@ def settings(
             "train": {"batch_size": 64, "epochs": 1 + steps // 40, "max_steps": steps, "log_every_steps": 1},
             "checkpoint": {"enabled": checkpoints, "every_steps": CHECKPOINT_EVERY if checkpoints else None},
             "profile": {"enabled": False},
-            "autoshard": {"reshard": {"every_steps": move_every}},
+            "autoshard": {"enabled": False, "reshard": {"every_steps": move_every}},
         }
     )
 

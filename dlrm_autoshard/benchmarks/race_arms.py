@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from dlrm_autoshard.autoshard.initial_plan import memory_asked
+from dlrm_autoshard.autoshard.asked import memory_asked
 from dlrm_autoshard.benchmarks.harness import BenchError
 from dlrm_autoshard.benchmarks.loop_job import profiling_seconds
 from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec

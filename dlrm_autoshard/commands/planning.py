@@ -60,7 +60,7 @@ def task_of(
     """These tables on so many ranks. of_run: where they are a run's, whose memory, pins, groups, excluded ranks, splits
     and optimizer hold where the arguments ask nothing else, and its hosts where it had as many ranks. may_split:
     whatever the optimizer is."""
-    from dlrm_autoshard.autoshard.initial_plan import check_settings, constraints_of, memory_asked, splits_of
+    from dlrm_autoshard.autoshard.asked import check_settings, constraints_of, memory_asked, splits_of
     from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
     from dlrm_autoshard.plan import Topology
 

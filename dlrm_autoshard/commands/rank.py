@@ -18,15 +18,20 @@ from dlrm_autoshard.commands.streams import keep_training_without_output
 from dlrm_autoshard.distributed.ranks.launch import complain, leave, recorded
 from dlrm_autoshard.errors import UserError, in_a_sentence
 from dlrm_autoshard.formats.local_path import checked_path
+from dlrm_autoshard.formats.words import count
 from dlrm_autoshard.plug_in import own_traceback
 
 if TYPE_CHECKING:
     from dlrm_autoshard.config import Config
 
 
+_PLACE = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}  # of a rank, as torchrun says it
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a DLRM as a YAML file says.")
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the YAML file")
+    parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)  # by whoever started this rank
     add_settings(parser)
     arguments = parser.parse_intermixed_args(argv)
     sort_settings(arguments)
@@ -56,6 +61,20 @@ def sort_settings(arguments: argparse.Namespace) -> None:
         arguments.resume = str(checked_path(Path(arguments.resume), "--resume"))
 
 
+def check(config: Config, ranks: int, resume: str | None = None) -> None:
+    """Before the ranks of a job on this host run: UserError where it cannot start as its config says, a line where it
+    can, and had better not. On several hosts the ranks check, so that all hear of what one host lacks."""
+    import torch
+
+    from dlrm_autoshard.train.start_checks import check_start
+
+    check_start(config, ranks, resume)
+    cores = len(os.sched_getaffinity(0))
+    if ranks > cores and (config.run.device == "cpu" or not torch.cuda.is_available()):
+        shared = count(cores, "core")
+        print(f"{ranks} ranks share {shared}, and wait for one another: fewer train faster.", file=sys.stderr)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     keep_training_without_output()
     signal.signal(signal.SIGINT, leave)
@@ -67,6 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parse(argv)
         require_pair()
         config = load_config(arguments.config, arguments.overrides)
+        ranks, here, number = (int(os.environ.get(name, alone)) for name, alone in _PLACE.items())
+        if not arguments.checked and ranks == here and number == 0:
+            check(config, ranks)
     except UserError as error:
         complain(str(error))
         return 2

@@ -58,10 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
     require_pair()
     path = find_config(arguments.config)
     config = load_config(path, arguments.overrides)
-    own = ["--config", str(path), *arguments.overrides]
+    own = ["--checked", "--config", str(path), *arguments.overrides]
     if arguments.resume is not None:
         own.append(f"--resume={arguments.resume}")
     ranks = arguments.ranks or default_ranks(config.run.device)
+    if arguments.nodes == 1:
+        rank.check(config, ranks, None if arguments.job else arguments.resume)  # a job's earlier start may have obeyed
     if ranks == arguments.nodes == 1 and not arguments.restarts and not arguments.job:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         return rank.main(own)

@@ -7,6 +7,7 @@ They get what the run's files get, so what a dashboard shows is what the report 
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.plug_in import call, load
+from dlrm_autoshard.plug_in import call, check_place, load
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.report.summary import total_wait_ms
 
@@ -92,20 +93,29 @@ Factory = Callable[[Path, Config], Callback]
 READY: dict[str, Factory] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
 
 
-def find_callbacks(names: Sequence[str]) -> list[Factory]:
-    """What makes each of them, in time for a mistake to cost nothing. UserError where one is not installed or not
-    there."""
-    found: list[Factory] = []
+def check_callbacks(names: Sequence[str]) -> None:
+    """UserError where one is not installed or not there. None of their code is run."""
     for name in names:
         if name in READY:
             if importlib.util.find_spec(name) is None:
                 raise UserError(f"callbacks: '{name}' is not installed. Install it with: pip install {name}")
-            found.append(partial(_start, name))
         elif ":" in name:
-            found.append(partial(call, load(name, "callbacks"), "callbacks"))
+            check_place(name, "callbacks")
         else:
-            raise UserError(f"callbacks: '{name}' is none of {', '.join(READY)}, nor of the form package:factory.")
-    return found
+            close = difflib.get_close_matches(name, READY, n=1)
+            raise UserError(
+                f"callbacks: '{name}' is none of {', '.join(READY)}, nor of the form package:factory."
+                + (f" Did you mean '{close[0]}'?" if close else "")
+            )
+
+
+def find_callbacks(names: Sequence[str]) -> list[Factory]:
+    """Returns what makes each of them. UserError where one is not installed or not there."""
+    check_callbacks(names)
+    return [
+        partial(_start, name) if name in READY else partial(call, load(name, "callbacks"), "callbacks")
+        for name in names
+    ]
 
 
 def _start(name: str, run_dir: Path, config: Config) -> Callback:

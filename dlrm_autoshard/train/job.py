@@ -28,13 +28,14 @@ from dlrm_autoshard.distributed.moves.reshard import reshard
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
+from dlrm_autoshard.distributed.tables.optimizers import check_optimizer
 from dlrm_autoshard.model.dlrm import make_model
 from dlrm_autoshard.train.agreement import agree_on_dense
 from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
 from dlrm_autoshard.train.checkpoints.manifest import DamagedCheckpoint
 from dlrm_autoshard.train.random_state import seed_all
 from dlrm_autoshard.train.selection import Selection
-from dlrm_autoshard.train.start_checks import check_batch_norm, check_settings, check_sizes, free_and_sharers
+from dlrm_autoshard.train.start_checks import check_batch_norm, check_sizes, check_splits, free_and_sharers
 from dlrm_autoshard.train.state import Position, TrainingState, in_trained_order, plan_of
 
 
@@ -60,7 +61,8 @@ class Job:
         self.source, self._reading = open_source(config.data, config.tables), Lock()
         config = config.model_copy(update={"data": settled(config.data, self.source)})
         self.config, self.runtime, self.run_dir = config, runtime, run_dir
-        check_settings(config, self.source, runtime.device)
+        check_splits(config, self.source)
+        check_optimizer(config.tables.optimizer.name, runtime.device)
         check_sizes(
             config, self.source, runtime.world_size, *free_and_sharers(runtime.device, runtime.local_world_size)
         )
@@ -83,6 +85,7 @@ class Job:
         features = Features.of(self.source.tables, shared)
         current = plan_of(self.resumed_from, features.tables)
         total, decides = self._count_steps(Position()), config.autoshard.reshard
+        self.interval_steps = decides.every_steps or decides.every_epochs * self.steps_of_interval(total)
         self.placement = place(
             config.autoshard,
             runtime,
@@ -99,7 +102,7 @@ class Job:
             optimizer=config.tables.optimizer,
             exchange_dtype=config.train.exchange_dtype,
             steps=total,
-            interval_steps=decides.every_steps or decides.every_epochs * self.steps_of_interval(total),
+            interval_steps=self.interval_steps,
             seed=config.run.seed,
             current=current,
             on_host=config.tables.location == "managed_caching",

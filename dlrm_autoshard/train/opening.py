@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from dlrm_autoshard.autoshard.asked import reshards
 from dlrm_autoshard.data.open import found
+from dlrm_autoshard.formats.words import count
 from dlrm_autoshard.planner.dreamshard.pool import TablePool
 from dlrm_autoshard.records.jsonl import lost_if_unwritable
 from dlrm_autoshard.records.plans import TABLES
@@ -32,6 +34,7 @@ def open_run(display: Display, job: Job, *, finished: bool) -> None:
     changes = changes_since_last_start(run_dir)
     if changes:
         display.line(f"changed since its last start: {', '.join(changes)}")
+    display.line(f"placement: {placement.why}")
     result = placement.result
     placement.save(run_dir, step)
     with lost_if_unwritable(run_dir / TABLES):
@@ -47,7 +50,35 @@ def open_run(display: Display, job: Job, *, finished: bool) -> None:
         reason = why_not_the_fastest(result)
         if reason is not None:
             display.line(reason)
-        display.line(f"planned in {result.seconds:.1f} s by '{result.algorithm}'")
         splits = what_splits_would_save(result)
         if splits is not None:
             display.line(splits)
+    for doubt in [] if finished else doubts_of(job):
+        display.line(doubt)
+
+
+def doubts_of(job: Job) -> list[str]:
+    """Returns sentences about settings that are allowed, and surely not what is wanted."""
+    config, samples, ranks = job.config, job.source.num_samples("train"), job.runtime.world_size
+    epoch, doubts = -(-samples // job.global_batch), []
+    if samples < job.global_batch:
+        doubts.append(
+            f"A step takes {job.global_batch:,} samples ({config.train.batch_size:,} on each of {ranks} ranks), and "
+            f"there are {samples:,}: an epoch is one step, of fewer. Lower train.batch_size."
+        )
+    if not reshards(config.autoshard, ranks):
+        return doubts
+    left, interval = job.total_steps - job.position.step, job.interval_steps
+    if not config.profile.enabled:
+        doubts.append("No table will move: nothing is measured (profile.enabled is false).")
+    elif min(epoch, left) <= config.profile.warmup_steps:
+        doubts.append(
+            f"No table will move: an epoch has {count(min(epoch, left), 'step')}, and the first "
+            f"{config.profile.warmup_steps} are never measured (profile.warmup_steps)."
+        )
+    elif left <= interval:
+        doubts.append(
+            f"No table is likely to move: that is decided after {count(interval, 'step')}, and {left:,} are left. "
+            "Set autoshard.reshard.every_steps to less."
+        )
+    return doubts

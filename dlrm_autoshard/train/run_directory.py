@@ -68,6 +68,18 @@ def claimed_run_dir(
         os.close(lock)
 
 
+def check_run_dir(config: Config) -> None:
+    """UserError where the folder for runs neither is there nor can be made."""
+    path = Path(config.run.dir).absolute()
+    while not os.path.lexists(path):
+        path = path.parent
+    reason = None if path.is_dir() else os.strerror(errno.ENOTDIR)
+    if reason is None and not os.access(path, os.W_OK | os.X_OK):
+        reason = f"'{path}': {os.strerror(errno.EACCES)}"
+    if reason is not None:
+        raise RunDirectoryError(f"run directory '{config.run.dir}' cannot be made: {reason}. Set run.dir.")
+
+
 def run_to_continue(config: Config, resume: str | None, job: Set[str]) -> Path | None:
     """The directory that was asked for (""; the newest of the config's name), else the one that this job had before."""
     if resume:

@@ -1,35 +1,121 @@
-"""What a job's settings ask of its data and its machine: refused before anything is planned, measured or allocated."""
+"""What a job's settings ask of its data and its machine: refused before anything is planned, measured or allocated.
+
+check_start(config, ranks=2)          # before any rank runs: all that is wrong, in one UserError
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+from dlrm_autoshard.autoshard.asked import check_settings as check_asked
+from dlrm_autoshard.autoshard.asked import constraints_of, given_plan, memory_asked, splits_of
 from dlrm_autoshard.config import Config
-from dlrm_autoshard.config_data import SyntheticData
+from dlrm_autoshard.config_data import CustomData, SyntheticData
 from dlrm_autoshard.data.batch import DataSource
+from dlrm_autoshard.data.features import Features
+from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
-from dlrm_autoshard.distributed.tables.storage import check_optimizer
-from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.distributed.ranks.runtime import check_threads, choose_device
+from dlrm_autoshard.distributed.tables.optimizers import check_optimizer
+from dlrm_autoshard.errors import UserError, in_a_sentence
 from dlrm_autoshard.formats.words import gib
+from dlrm_autoshard.plan import Topology
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.plug_in import check_place
+from dlrm_autoshard.tables import TableStats
+from dlrm_autoshard.train.callbacks import check_callbacks
+from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder, run_and_checkpoint
+from dlrm_autoshard.train.run_directory import check_run_dir, run_to_continue
 from dlrm_autoshard.train.selection import Selection
+
+T = TypeVar("T")
 
 _COPIES = 4
 """Of the dense weights: themselves, gradients and at most two of optimizer state."""
 _MEASURED = 64  # samples
 
 
-def check_settings(config: Config, source: DataSource, device: torch.device) -> None:
-    """UserError where something is chosen by data, or computed on a device, that has no such thing."""
+def check_start(config: Config, ranks: int, resume: str | None = None) -> None:
+    """UserError that names all that can be known to be wrong before the ranks of a job on this host run, a line each.
+
+    resume: what the job's first start is told to go on from. A user's own code is looked for, and not run.
+    """
+    wrong: list[str] = []
+
+    def attempt(check: Callable[[], T]) -> T | None:
+        try:
+            return check()
+        except Exception as error:
+            said = in_a_sentence(error)
+            if said is None:
+                raise
+            wrong.append(said)
+            return None
+
+    attempt(lambda: check_threads(config.run))
+    device = attempt(lambda: choose_device(config.run.device, local_rank=0))
+    attempt(lambda: check_callbacks(config.callbacks))
+    attempt(lambda: check_run_dir(config) if resume is None else check_resume(config, resume))
+    if config.model.factory is not None:
+        factory = config.model.factory
+        attempt(lambda: check_place(factory, "model.factory"))
+    if device is not None:
+        attempt(lambda: check_optimizer(config.tables.optimizer.name, device))
+    source = attempt(lambda: _source_of(config))
+    if source is not None:
+        attempt(lambda: check_splits(config, source))
+        attempt(lambda: check_placement(config, source, ranks))
+        if device is not None and device.type == "cpu":  # a GPU is not touched by who only starts ranks
+            attempt(lambda: check_sizes(config, source, ranks, free_memory(), ranks))
+    if wrong:
+        raise UserError("\n".join(wrong))
+
+
+def _source_of(config: Config) -> DataSource | None:
+    if isinstance(config.data, CustomData):
+        check_place(config.data.factory, "data.factory")
+        return None
+    return open_source(config.data, config.tables)
+
+
+def check_resume(config: Config, resume: str) -> None:
+    """UserError where there is no run, or no whole checkpoint, as `--resume` asks for."""
+    asked, checkpoint = run_and_checkpoint(resume)
+    run = run_to_continue(config, asked, frozenset())
+    assert run is not None  # something was asked for
+    CheckpointFolder(run / "checkpoints").choose(checkpoint, fall_back=False)
+
+
+def check_placement(config: Config, source: DataSource, ranks: int) -> None:
+    """UserError where what is asked of plans, or a plan that is given, is not of these tables and ranks. Memory that is
+    free is looked at on the ranks, where it will be taken."""
+    settings, tables = config.autoshard, Features.of(source.tables, config.tables.shared).tables
+    check_asked(settings, [table.name for table in tables], ranks)
+    task = PlacementTask.build(
+        tables,
+        [TableStats(1.0)] * len(tables),
+        Topology(ranks, memory_asked(settings, ranks), excluded=frozenset(settings.exclude_ranks)),
+        batch_size=config.train.batch_size * ranks,
+        constraints=constraints_of(settings),
+        splits=splits_of(settings, config.tables.optimizer),
+    )
+    if settings.placement not in (None, "round_robin"):
+        given_plan(settings.placement, task)
+
+
+def check_splits(config: Config, source: DataSource) -> None:
+    """UserError where something is chosen by a split that has no samples."""
     selection = Selection(config.checkpoint.keep_best, config.train.early_stopping)
     if selection.wanted and source.num_samples("val") == 0:
         raise UserError(
             "checkpoint.keep_best and train.early_stopping choose by evaluations on the val split, and this data "
             "has no val samples (choosing by the test split would make its metrics too good)."
         )
-    check_optimizer(config.tables.optimizer.name, device)
 
 
 def check_batch_norm(model: nn.Module, samples: int, first: int, global_batch: int, world_size: int) -> None:

@@ -75,10 +75,7 @@ class Runtime:
                 "`dlrm-autoshard train` or torchrun."
             )
         device = choose_device(config.device, local_rank)
-        if config.threads_per_rank > (os.cpu_count() or 1):
-            raise RuntimeFailure(
-                f"run.threads_per_rank is {config.threads_per_rank}, but this host has {os.cpu_count()} cores."
-            )
+        check_threads(config)
         torch.set_num_threads(config.threads_per_rank)
         loader_cores: frozenset[int] | None = None
         if device.type == "cpu":
@@ -220,6 +217,13 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def check_threads(config: RunConfig) -> None:
+    if config.threads_per_rank > (os.cpu_count() or 1):
+        raise RuntimeFailure(
+            f"run.threads_per_rank is {config.threads_per_rank}, but this host has {os.cpu_count()} cores."
+        )
 
 
 def name_of(device: torch.device) -> str:

@@ -23,6 +23,7 @@ from dlrm_autoshard.distributed.tables.memory import (
     on_device,
     on_host_for,
 )
+from dlrm_autoshard.distributed.tables.optimizers import check_optimizer
 from dlrm_autoshard.distributed.tables.tbe import RowCache, Tbe, make_tbe
 from dlrm_autoshard.formats.words import some_of
 from dlrm_autoshard.tables import Pooling, Shard, TableConfig, TableDtype, TableOptimizer
@@ -42,11 +43,6 @@ def state_shapes(table: TableConfig, optimizer: TableOptimizer) -> dict[str, tup
         "adam": {"momentum1": (rows, dim), "momentum2": (rows, dim)},
     }
     return shapes[optimizer]
-
-
-def check_optimizer(optimizer: TableOptimizer, device: torch.device) -> None:
-    if optimizer == "adam" and device.type == "cpu":
-        raise StorageError("tables.optimizer.name 'adam' is for CUDA only; on CPU use rowwise_adagrad, adagrad or sgd.")
 
 
 class Storage:
