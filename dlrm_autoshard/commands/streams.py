@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
 
@@ -29,7 +30,7 @@ class _Unfailing:
         return getattr(self._stream, name)
 
     @contextlib.contextmanager
-    def _dropping(self) -> Any:
+    def _dropping(self) -> Iterator[None]:
         try:
             yield
         except OSError:

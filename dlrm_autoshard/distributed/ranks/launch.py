@@ -59,12 +59,13 @@ def launch(
 
     if nodes > 1:  # else torch 2.13 sends a machine that joins later to a store that is gone
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # it is by nohup
 
-        def hang_up(number: int, frame: FrameType | None) -> None:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it comes by several ways; the ranks write a checkpoint now
-            raise SignalException("the terminal is gone", signal.SIGHUP)
+    def hang_up(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it comes by several ways; the ranks write a checkpoint now
+        raise SignalException("the terminal is gone", signal.SIGHUP)
 
+    before = signal.getsignal(signal.SIGHUP)
+    if before != signal.SIG_IGN:  # it is by nohup
         signal.signal(signal.SIGHUP, hang_up)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # with more threads a rank, fbgemm's CPU backward becomes erratic
     config = LaunchConfig(
@@ -94,6 +95,8 @@ def launch(
         return 128 + int(stopped.sigval)  # the ranks have said after which step they stopped
     finally:
         logging.disable(logging.NOTSET)
+        if signal.getsignal(signal.SIGHUP) is hang_up:
+            signal.signal(signal.SIGHUP, before)
         _end_children()
     return 0
 
