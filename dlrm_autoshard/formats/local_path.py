@@ -14,6 +14,7 @@ from typing import Annotated
 from urllib.parse import unquote
 
 from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 
 from dlrm_autoshard.errors import UserError
 
@@ -41,7 +42,14 @@ def local_path(path: str) -> str:
     )
 
 
-LocalPath = Annotated[str, AfterValidator(local_path)]
+def _in_a_config(path: str) -> str:
+    try:
+        return local_path(path)
+    except UserError as error:
+        raise PydanticCustomError("local_path", "{said}", {"said": str(error)}) from error
+
+
+LocalPath = Annotated[str, AfterValidator(_in_a_config)]
 """In a config."""
 
 
