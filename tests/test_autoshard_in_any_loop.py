@@ -121,6 +121,31 @@ def test_a_plan_can_be_given_as_in_the_yaml(tmp_path: Path) -> None:
         assert rank_of == dict(other.rank_of)
 
 
+def moved_by_the_user(rank: int, world_size: int, run_dir: Path, before_the_first: bool) -> dict[str, int]:
+    bags = ShardedEmbeddingBags(TABLES, optimizer=SGD(lr=0.1), plan=WORST)
+    autoshard = Autoshard(bags, every_steps=20, sample_every=2, run_dir=run_dir, reshard={"enabled": False})
+    other = {name: 1 - owner for name, owner in WORST.rank_of.items()} | {"t0": 0}
+    for step in range(60):
+        bags(*ids_of(rank, step)).square().mean().backward()
+        if step == (0 if before_the_first else 30):
+            bags.move_to(ShardingPlan(other, world_size))
+        autoshard.step()
+    autoshard.finish()
+    return dict(bags.plan.rank_of)
+
+
+@pytest.mark.parametrize("before_the_first", [False, True])
+def test_a_move_by_the_user_begins_a_new_interval(tmp_path: Path, before_the_first: bool) -> None:
+    """Of other numbers of tables on each rank: what was observed and timed before is of another plan."""
+    plans = run_ranks(moved_by_the_user, 2, tmp_path, before_the_first, timeout=100)
+    intervals = RunRecord.load(tmp_path).intervals
+    for interval in intervals:
+        assert [table.mean_pooling for table in interval.tables] == list(POOLING)
+    assert dict(intervals[-1].plan.rank_of) == plans[0] == plans[1]
+    if not before_the_first:
+        assert [(interval.first_step, interval.end_step) for interval in intervals] == [(1, 20), (31, 40), (40, 60)]
+
+
 def step_too_early(rank: int, world_size: int, run_dir: Path) -> list[str]:
     bags = ShardedEmbeddingBags(TABLES)
     said = []

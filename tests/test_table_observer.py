@@ -45,6 +45,20 @@ def test_reuse_is_of_the_first_steps_ids_as_they_were_and_is_not_reckoned_within
     assert observer.summary() == {}
 
 
+def test_what_was_observed_under_another_plan_is_forgotten() -> None:
+    """Whoever has moved the tables: rows of another table are not this one's, nor does their number fit."""
+    a, b = TableConfig("a", 100, 8), TableConfig("b", 100, 8)
+    owner: Any = SimpleNamespace(local_lookups=[a], plan=ShardingPlan({"a": 0, "b": 1}, 2))
+    observer = TableObserver(owner)
+    observer.observe(LocalIds(torch.arange(8), torch.tensor([0, 4, 8]), batch_size=1), 2)
+    owner.plan, owner.local_lookups = ShardingPlan({"a": 1, "b": 0}, 2), [b]
+    assert observer.summary() == {}
+    observer.observe(LocalIds(torch.arange(2), torch.tensor([0, 1, 2]), batch_size=1), 2)
+    owner.plan, owner.local_lookups = ShardingPlan({"a": 0, "b": 0}, 2), [a, b]
+    observer.observe(LocalIds(torch.arange(8), torch.tensor([0, 1, 2, 5, 8]), batch_size=1), 2)
+    assert {name: found.mean_pooling for name, found in observer.summary().items()} == {"a": 1.0, "b": 3.0}
+
+
 def test_a_tables_features_are_observed_as_one() -> None:
     """Of two features of `b[0:8]`, the second one's bags lie behind the first one's."""
     a, b = TableConfig("a", 100, 8), TableConfig("b[0:8]", 100, 8)

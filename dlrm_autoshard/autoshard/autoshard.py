@@ -103,8 +103,11 @@ class Autoshard:
         self.steps += 1
         intervals, decision = self._intervals, None
         if intervals is None:
+            stats = self._first_stats()
+            if stats is None:
+                return None
             with self._random_numbers_kept():
-                intervals = self._start()
+                intervals = self._start(stats)
         else:
             intervals.count(self.steps, self._samples)
             whole = self.steps % self._every == 0
@@ -173,15 +176,17 @@ class Autoshard:
         elif self._bags.clock.sampled:
             self._intervals.observe(ids, batch_size * self._runtime.world_size)
 
-    def _first_stats(self) -> tuple[TableStats, ...]:
+    def _first_stats(self) -> tuple[TableStats, ...] | None:
+        """None where tables have moved since they were looked up, so that nothing is known of some. Collective."""
         by_rank = self._runtime.all_gather(self._observer.summary())
         seen = {name: stat for own in by_rank for name, stat in own.items()}
-        return tuple(seen[table.name] for table in self._bags.tables)
+        found = [seen[table.name] for table in self._bags.tables if table.name in seen]
+        return tuple(found) if len(found) == len(self._bags.tables) else None
 
-    def _start(self) -> Intervals:
+    def _start(self, stats: tuple[TableStats, ...]) -> Intervals:
         """Tables move to the first plan, which is the saved state's where that is for these ranks."""
         bags, runtime, sharded = self._bags, self._runtime, self._bags.sharded
-        settings, optimizer, stats = self.settings, sharded.config.optimizer, self._first_stats()
+        settings, optimizer = self.settings, sharded.config.optimizer
         stays = not settings.enabled and settings.placement is None
         placement = None if settings.placement else self._planned
         current: ShardingPlan | None = None

@@ -43,6 +43,7 @@ from dlrm_autoshard.records.facts import RankInterval, rank_file
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import append_jsonl
 from dlrm_autoshard.records.move_worth import TimedSteps
+from dlrm_autoshard.records.plans import write_plan
 from dlrm_autoshard.tables import StatsRecord, TableStats
 
 
@@ -111,6 +112,7 @@ class Intervals:
     def open(self, step: int) -> None:
         """After `close`, or a move: of what was timed before, only what showed a change is kept."""
         carried, self._carried, self._suspected = self._carried, Carried(), (0, 0.0)
+        self._plan = self._embeddings.plan
         self._clock.reset(keep=carried.timed)
         self._before_change = carried.before
         self.first_step, self._timed, self._samples = step, self._clock.samples, carried.samples
@@ -130,7 +132,14 @@ class Intervals:
         self._observer.observe(ids, samples)
 
     def count(self, step: int, samples: int) -> None:
-        """After so many steps in all; samples: this rank's real ones of the last. Collective where that was sampled."""
+        """After so many steps in all; samples: this rank's real ones of the last. Collective where that was sampled.
+        Where somebody else has moved tables, a new interval begins: what was measured is of another plan."""
+        if self._embeddings.plan is not self._plan and self._embeddings.plan != self._plan:
+            if self._runtime.rank == 0:
+                write_plan(self._run_dir, step, self._embeddings.plan)
+            self._sampling.decided(step, early=False, moved=True)
+            self.open(step)
+            return
         sampled, self._timed = self._clock.samples > self._timed, self._clock.samples
         if sampled and not self._sampling.timed(step):
             self._paused += self._clock.last_step_ms / 1000  # longer than others, and more of them than usual
