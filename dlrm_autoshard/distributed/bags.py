@@ -220,10 +220,9 @@ class ShardedEmbeddingBags(nn.Module):
     def own_tensors(self) -> dict[str, Tensor]:
         """Live views of this rank's rows and optimizer state: `NAME.weight`, `NAME.momentum1`; of a split table, its
         columns: `NAME[0:64].weight`. They load under any plan."""
+        tensors_of = self.sharded.storage.tensors
         return {
-            f"{name}.{key}": value
-            for name in self.plan.tables_on(self.rank)
-            for key, value in self.sharded.storage.tensors(name).items()
+            f"{name}.{key}": value for name in self.plan.tables_on(self.rank) for key, value in tensors_of(name).items()
         }
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlrm_autoshard.distributed.moves.reshard import PAGE, ReshardRefused, ReshardStats
+from dlrm_autoshard.distributed.moves.reshard import PAGE, ReshardError, ReshardRefused, ReshardStats
 from dlrm_autoshard.distributed.moves.transfer import checksums_of, in_common_order, records_of, row_sizes, transfer
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.distributed.ranks.groups import by_nccl
@@ -76,16 +76,24 @@ def move(sharded: ShardedModel, plan: ShardingPlan) -> ReshardStats:
     if fresh is not None:
         said = [why_not(module, fresh[path], _settings(sharded, path, facts)) for path, module in changed.items()]
         failure = next((ReshardRefused(reason) for reason in said if reason), None)
-    _all_well(sharded, failure)
+    _all_well(sharded, "rebuild its modules", failure)
 
     new = _shards(sharded, fresh)
     between = _Between(sharded, old, new, facts)
-    sums_before = checksums_of(between, changes, at="source")
     carrier = runtime.group if by_nccl(runtime.group) and sharded.device.type == "cuda" else runtime.control
-    transfer(between, in_common_order(changes, row_sizes(between, changes), CHUNK_BYTES), carrier)
-    for name in old.keys() & new.keys():
-        for tensor, value in new[name].tensors.items():
-            value.copy_(old[name].tensors[tensor])
+
+    def travel() -> dict[tuple[str, str], int]:
+        sums = checksums_of(between, changes, at="source")
+        transfer(between, in_common_order(changes, row_sizes(between, changes), CHUNK_BYTES), carrier)
+        for name in old.keys() & new.keys():
+            for tensor, value in new[name].tensors.items():
+                value.copy_(old[name].tensors[tensor])
+        return sums
+
+    sums_before, failure = _try(travel)
+    if isinstance(failure, ReshardError):  # of an exchange: the others have noticed, and none can be told by it
+        raise failure
+    _all_well(sharded, "move its tables", failure)
 
     old_parameters = {path: table_parameters(module) for path, module in changed.items()}
     undo = [put_in_place(module, fresh[path]) for path, module in changed.items()]
@@ -249,8 +257,8 @@ def _try(attempt: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _all_well(sharded: ShardedModel, failure: Exception | None) -> None:
+def _all_well(sharded: ShardedModel, doing: str, failure: Exception | None) -> None:
     """ReshardRefused on all ranks where one has failed."""
     for rank, said in enumerate(sharded.runtime.all_gather(None if failure is None else str(failure))):
         if said is not None:
-            raise ReshardRefused(f"rank {rank} could not rebuild its modules: {said}")
+            raise ReshardRefused(f"rank {rank} could not {doing}: {said}")

@@ -26,7 +26,7 @@ from dlrm_autoshard.distributed.lookup.means import Means
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
 from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
 from dlrm_autoshard.distributed.tables.init import initialise as initialise
-from dlrm_autoshard.distributed.tables.storage import Storage
+from dlrm_autoshard.distributed.tables.storage import Lost, Storage
 from dlrm_autoshard.plan import PlanError, ShardingPlan, shard_tables
 from dlrm_autoshard.tables import Shard, TableConfig
 
@@ -113,6 +113,10 @@ class ShardedEmbeddings:
         self.storage.hold([shard.name for shard in self.local_shards])
         self._restore_counters()
         self.set_learning_rate(self.learning_rate)
+
+    def lose(self, why: str) -> None:
+        """Rows are gone: whatever needs them is a StorageError from here on."""
+        self.storage = Lost(why)  # type: ignore[assignment]
 
     def check(self, plan: ShardingPlan) -> None:
         """PlanError where it is of other tables, or splits some under an optimizer that this would change."""

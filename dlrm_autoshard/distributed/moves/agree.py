@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.moves.transfer import IN_FLIGHT, ReshardError
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
-from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.errors import UserError, in_words
 from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.plan import ShardingPlan
 
@@ -52,13 +52,16 @@ def agree(
 ) -> bool:
     """Raises the same error on every rank, or on none. True: departing tables must leave the device before anything
     arrives, for some rank's device cannot hold both."""
-    plans = (embeddings.plan.fingerprint, new_plan.fingerprint)
-    direct = tuple(_demands(embeddings, new_plan, chunk_bytes, free_bytes, by_host=False))
-    by_host = None
-    if embeddings.storage.can_leave_device:
-        by_host = tuple(_demands(embeddings, new_plan, chunk_bytes, free_bytes, by_host=True))
     held, wanted = (set(plan.tables_on(embeddings.rank)) for plan in (embeddings.plan, new_plan))
-    vote = _Vote(embeddings.rank, plans, embeddings.storage.claim(wanted - held), direct, by_host)
+    plans = (embeddings.plan.fingerprint, new_plan.fingerprint)
+    try:
+        direct = tuple(_demands(embeddings, new_plan, chunk_bytes, free_bytes, by_host=False))
+        by_host = None
+        if embeddings.storage.can_leave_device:
+            by_host = tuple(_demands(embeddings, new_plan, chunk_bytes, free_bytes, by_host=True))
+        vote = _Vote(embeddings.rank, plans, embeddings.storage.claim(wanted - held), direct, by_host)
+    except Exception as error:
+        vote = _Vote(embeddings.rank, plans, f"rank {embeddings.rank}: {in_words(error)}", (), None)
     try:
         return _counted(embeddings, vote, group)
     except (ReshardRefused, ReshardError):

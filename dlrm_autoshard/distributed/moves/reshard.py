@@ -8,7 +8,9 @@ Three steps (agree, transfer, adopt), each on all ranks or on none: nobody ever 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -23,11 +25,16 @@ from dlrm_autoshard.distributed.moves.transfer import (
     transfer,
 )
 from dlrm_autoshard.distributed.ranks.groups import by_nccl
+from dlrm_autoshard.distributed.ranks.runtime import on_all
+from dlrm_autoshard.errors import in_words
 from dlrm_autoshard.plan import MoveRecord, PlanError, ShardingPlan
 
 __all__ = ["ReshardError", "ReshardRefused", "ReshardStats", "reshard"]
 
 PAGE = 4096
+
+T = TypeVar("T")
+Sums = dict[tuple[str, str], int]
 
 
 @dataclass(frozen=True)
@@ -64,49 +71,67 @@ def reshard(
        live to where they will.
     3. *Adopt*: once every rank has said that it has all it was sent, the new plan becomes the live one.
 
-    Whatever fails between 1 and 3 raises on every rank that notices, and the job ends: the next one starts from the
-    last checkpoint.
+    Whatever fails after 1, on any rank, raises ReshardError on every rank. Rows may be lost then, so these embeddings
+    refuse all use: the next job starts from the last checkpoint.
     """
-    started = time.perf_counter()
-    if new_plan.world_size != embeddings.world_size:
-        raise PlanError(f"the plan is for {new_plan.world_size} ranks, this job has {embeddings.world_size}.")
-    embeddings.check(new_plan)
-    new_plan = new_plan.ordered([table.name for table in embeddings.tables])
+    started, rank = time.perf_counter(), embeddings.rank
+    new_plan = on_all(group, lambda: _checked(embeddings, new_plan))
     changes, storage = embeddings.plan.changes_to(new_plan), embeddings.storage
     moves = tuple(move for move in changes if move.source != move.destination)
     chunk_bytes = max(PAGE, chunk_bytes // PAGE * PAGE)
     by_host = agree(embeddings, new_plan, group, chunk_bytes, free_bytes)
-
-    sums_before = checksums_of(embeddings, moves, at="source") if checksums else {}
-    if by_host:
-        storage.leave_device({*embeddings.plan.tables_on(embeddings.rank)} - {*new_plan.tables_on(embeddings.rank)})
     (step_group, _), on_gpu = embeddings.groups, embeddings.device.type == "cuda"
     carrier = step_group if by_nccl(step_group) and on_gpu and not by_host else group
-    transfer(embeddings, in_common_order(changes, row_sizes(storage, changes), chunk_bytes), carrier)
-    sums_after = checksums_of(embeddings, moves, at="destination") if checksums else {}
-    _all_have_arrived(sums_before, sums_after, group)
 
-    embeddings.adopt(new_plan)
-    _together(group, "adopting the new plan")
+    def travel() -> tuple[Sums, Sums]:
+        before = checksums_of(embeddings, moves, at="source") if checksums else {}
+        if by_host:
+            storage.leave_device({*embeddings.plan.tables_on(rank)} - {*new_plan.tables_on(rank)})
+        transfer(embeddings, in_common_order(changes, row_sizes(storage, changes), chunk_bytes), carrier)
+        return before, checksums_of(embeddings, moves, at="destination") if checksums else {}
+
+    try:
+        _check_sums(_together(group, "tables travelled", travel))
+        _together(group, "the new plan was adopted", lambda: embeddings.adopt(new_plan))
+    except BaseException as error:
+        embeddings.lose(f"tables were lost when a move broke off: start anew from the last checkpoint. {error}")
+        raise
     return ReshardStats(records_of(moves, storage), time.perf_counter() - started)
 
 
-def _all_have_arrived(
-    before: dict[tuple[str, str], int], after: dict[tuple[str, str], int], group: dist.ProcessGroup
-) -> None:
-    """Waits for every rank's word that it has received all; compares checksums where there are any."""
-    sums = _together(group, "waiting for the others to receive their tables", (before, after))
-    sent = {key: value for rank_before, _ in sums for key, value in rank_before.items()}
-    arrived = {key: value for _, rank_after in sums for key, value in rank_after.items()}
+def _checked(embeddings: ShardedEmbeddings, plan: ShardingPlan) -> ShardingPlan:
+    """Returns it in the tables' order; PlanError where these tables cannot move to it."""
+    if plan.world_size != embeddings.world_size:
+        raise PlanError(f"the plan is for {plan.world_size} ranks, this job has {embeddings.world_size}.")
+    embeddings.check(plan)
+    return plan.ordered([table.name for table in embeddings.tables])
+
+
+def _check_sums(said: Sequence[tuple[Sums, Sums]]) -> None:
+    """ReshardError where a tensor is another at its destination than it was at its source."""
+    sent = {key: value for before, _ in said for key, value in before.items()}
+    arrived = {key: value for _, after in said for key, value in after.items()}
     damaged = sorted(f"'{table}' ({tensor})" for table, tensor in sent if sent[table, tensor] != arrived[table, tensor])
     if damaged:
         raise ReshardError(f"tables arrived other than they left: {', '.join(damaged)}. This job ends; resume it.")
 
 
-def _together(group: dist.ProcessGroup, doing: str, said: object = None) -> list[tuple[dict, dict]]:  # type: ignore[type-arg]
-    everyone: list[object] = [None] * dist.get_world_size(group)
+def _together(group: dist.ProcessGroup, doing: str, attempt: Callable[[], T]) -> list[T]:
+    """Returns what `attempt` returns on each rank. ReshardError on every rank where it fails on any."""
+    value: T | None = None
+    failure: Exception | None = None
     try:
-        dist.all_gather_object(everyone, said, group=group)
+        value = attempt()
+    except ReshardError:
+        raise  # of an exchange: the others have noticed, and there is none to tell them by
+    except Exception as error:
+        failure = error
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(everyone, (value, None if failure is None else in_words(failure)), group=group)
     except RuntimeError as error:
         raise ReshardError(f"a rank went away while {doing}, so this job ends; resume it. {error}") from error
-    return everyone  # type: ignore[return-value]
+    for rank, (_, problem) in enumerate(everyone):
+        if problem is not None:
+            raise ReshardError(f"rank {rank} failed while {doing}, so this job ends; resume it. {problem}") from failure
+    return [value for value, _ in everyone]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -103,6 +104,9 @@ def transfer(embeddings: Embeddings, chunks: Sequence[Chunk], group: dist.Proces
     Why it can't deadlock: all chunks stand in one order, the same on every rank. A rank works through those that
     concern it, a few at a time, so the first unfinished chunk is always under way at both of its ends.
 
+    A rank on which something fails (no memory, say) goes on sending and receiving, whatever bytes, so that none waits
+    for it in vain, and raises at the end; ReshardError, at once, where the exchange itself fails.
+
     Why it needs little memory on CPU: that order lets every route progress at the same rate, and a sender gives
     back the pages of a chunk as soon as it is sent. A rank holds at most the larger of its two layouts and a few
     chunks.
@@ -111,14 +115,25 @@ def transfer(embeddings: Embeddings, chunks: Sequence[Chunk], group: dist.Proces
     views, sent = _Views(embeddings.storage), _Sent(embeddings.storage, chunks)
     carrier = embeddings.device if by_nccl(group) else torch.device("cpu")
     under_way: deque[tuple[dist.Work, Chunk, Tensor]] = deque()
+    size_of = {id(chunk): _size(embeddings.storage, chunk) for chunk in chunks}
+    spare = torch.empty(max(size_of.values(), default=0), dtype=torch.uint8, device=carrier)
+    failures: list[Exception] = []
+
+    def tried(step: Callable[[], Tensor | None]) -> Tensor | None:
+        """None once something has failed."""
+        try:
+            return None if failures else step()
+        except Exception as error:
+            failures.append(error)
+            return None
+
+    def left(chunk: Chunk) -> Tensor:
+        return views.leaving(chunk).contiguous().to(carrier)  # no copy where it is so already
 
     def finish_oldest() -> None:
         work, chunk, carried = under_way.popleft()
         work.wait()
-        if chunk.move.source == rank:
-            sent.mark(chunk)
-        else:
-            views.put(chunk, carried)
+        tried(lambda: sent.mark(chunk) if chunk.move.source == rank else views.put(chunk, carried))
 
     try:
         # The tag is the chunk's number in the common order: equal at both ends by construction.
@@ -127,16 +142,17 @@ def transfer(embeddings: Embeddings, chunks: Sequence[Chunk], group: dist.Proces
             if rank not in (move.source, move.destination):
                 continue
             if move.source == move.destination:
-                views.put(chunk, views.leaving(chunk))
-                sent.mark(chunk)
+                tried(lambda chunk=chunk: views.put(chunk, views.leaving(chunk)))  # type: ignore[misc]
+                tried(lambda chunk=chunk: sent.mark(chunk))  # type: ignore[misc]
                 continue
             if len(under_way) == IN_FLIGHT:
                 finish_oldest()
+            place = left if move.source == rank else partial(views.place_for, carrier=carrier)
+            carried = tried(partial(place, chunk))
+            carried = spare[: size_of[id(chunk)]] if carried is None else carried
             if move.source == rank:
-                carried = views.leaving(chunk).contiguous().to(carrier)  # no copy where it is so already
                 work = dist.isend(_bytes_of(carried), group_dst=move.destination, group=group, tag=tag)
             else:
-                carried = views.place_for(chunk, carrier)
                 work = dist.irecv(_bytes_of(carried), group_src=move.source, group=group, tag=tag)
             assert work is not None
             under_way.append((work, chunk, carried))
@@ -146,6 +162,14 @@ def transfer(embeddings: Embeddings, chunks: Sequence[Chunk], group: dist.Proces
             torch.cuda.synchronize(embeddings.device)  # "it has arrived" must be true when it is said
     except RuntimeError as error:
         raise ReshardError(f"a move broke off half-way, so this job ends; resume it. {error}") from error
+    if failures:
+        raise failures[0]
+
+
+def _size(storage: Storage, chunk: Chunk) -> int:
+    """In bytes."""
+    _, row = storage.row_bytes(chunk.move.table)[chunk.tensor]
+    return (chunk.stop - chunk.start) * row
 
 
 class _Views:

@@ -6,9 +6,11 @@ storage.hold(["user", "item[0:64]"])   # these shards can be looked up, in this 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -66,6 +68,7 @@ class Storage:
         self._tables, self._config, self._device = {table.name: table for table in tables}, config, device
         self._dtype, self._pooling = shared_format(tables)
         self._features = features
+        self._process = os.getpid()
         self._allocate, self.in_pieces = allocate, allocate is None and device.type == "cpu"
         """in_pieces: memory is taken and given back piece by piece, not table by table."""
         self._places = Places(tables)
@@ -89,6 +92,7 @@ class Storage:
         """Pooled vectors [B, D] of the held tables, of which there is at least one. weights_N: of the ids, if any.
         training: a backward pass follows."""
         assert self.lookup is not None
+        self._check_process()
         self._cache_is_newer = True
         cache = self._row_cache
         # The kernel that takes the weights' own gradients, on GPUs whether they are wanted or not, checks bounds of one
@@ -120,6 +124,7 @@ class Storage:
                 f"'{name}' is not on this rank, which holds {some_of(self._held) or 'nothing'}. Ask the rank that the "
                 "plan gives it to."
             )
+        self._check_process()
         self._flush()
         return {tensor: memory.view(name) for tensor, memory in self._memory.items()}
 
@@ -222,6 +227,14 @@ class Storage:
         row = max(table.embedding_dim for table in tables) * _DTYPES[self._dtype].itemsize
         return int(self._config.cache_load_factor * rows * (row + _CACHE_SLOT)) + _CACHE_ROW * rows
 
+    def _check_process(self) -> None:
+        """StorageError in a fork of the process that made this: it has none of the memory, and would be killed."""
+        if self._process != os.getpid():
+            raise StorageError(
+                f"process {os.getpid()} is a fork of process {self._process}, which has the tables: read them there, "
+                "and hand on copies (`state_dict()` with each tensor cloned)."
+            )
+
     def _flush(self) -> None:
         """Rows of which the cache has newer values, to where `tensors` reads them: once, however often it is asked."""
         if self._cache_is_newer and self.lookup is not None:
@@ -267,6 +280,16 @@ class Storage:
             return None
         counts = [self._features[Shard.parse(name).table] for name in self._held]
         return [number for number, count in enumerate(counts) for _ in range(count)]
+
+
+class Lost:
+    """Stands in for a Storage whose rows are not all there any more: any use is a StorageError that says why."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise StorageError(self._why)
 
 
 def shared_format(tables: Sequence[TableConfig]) -> tuple[TableDtype, Pooling]:
