@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import time
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,26 @@ def test_what_is_paused_for_is_not_counted_as_training(tmp_path: Path) -> None:
     _, before, paused, after = RunRecord.load(tmp_path).intervals
     assert paused.throughput > 0.5 * min(before.throughput, after.throughput)
     assert max(paused.mean_step_ms, *paused.step_ms_by_rank) < 100
+
+
+def lines_said(rank: int, world_size: int, run_dir: Path, settings: dict[str, Any]) -> list[str]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        plans_after_a_step(rank, world_size, run_dir, settings)
+    return said.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_rank_0_says_where_it_starts_and_what_it_decides(tmp_path: Path, quiet: bool) -> None:
+    settings = {"measure_plans": 0, "reshard": {"on_change": False}, "quiet": quiet}
+    first, *others = run_ranks(lines_said, 2, tmp_path, settings, timeout=120)
+    assert others == [[]]
+    if quiet:
+        assert first == []
+    else:
+        start, *decisions = first
+        assert f"8 tables on 2 rank(s), run directory {tmp_path}" in start and "rank 1: 't" in start
+        assert decisions and {line.split("  ")[0] for line in decisions} <= {"step 4", "step 8"}
 
 
 def plans_after_a_step(rank: int, world_size: int, run_dir: Path, settings: dict[str, Any]) -> dict[str, int]:

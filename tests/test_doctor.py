@@ -152,3 +152,14 @@ def test_the_memory_of_a_control_group_is_what_counts_in_it(tmp_path: Path) -> N
     (tmp_path / "memory.max").write_text("max\n")
     assert free_host_memory(tmp_path) > 6 << 20
     assert free_host_memory(tmp_path / "nothing") > 6 << 20
+
+
+def test_so_is_that_of_a_control_group_of_the_first_version(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    for name, text in (
+        ("limit_in_bytes", "8388608"), ("usage_in_bytes", "3145728"), ("stat", "cache 5\ntotal_inactive_file 1048576")
+    ):  # fmt: skip
+        (tmp_path / "memory" / f"memory.{name}").write_text(text + "\n")
+    assert free_host_memory(tmp_path) == 6 << 20
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")  # as it is without a limit
+    assert free_host_memory(tmp_path) > 6 << 20

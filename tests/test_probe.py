@@ -318,6 +318,23 @@ def _fail_on_rank_one(rank: int, world_size: int) -> str | None:
     return None
 
 
+def _no_room_on_rank_one(rank: int, world_size: int) -> str | None:
+    pool = _pool(2)
+    probe = RankProbe(_runtime(), pool.tables, pool.stats, 128, ShardProbe(buffer_gib=0.01, repeats=1))
+    if rank == 1:
+        probe._keep = lambda num_bytes: (_ for _ in ()).throw(MemoryError("no room, says the test"))  # type: ignore[method-assign]
+    try:
+        probe.on_rank_zero(lambda: probe.measure([ShardingPlan({"t_0": 0, "t_1": 1}, world_size)]))
+    except ProbeError as error:
+        return str(error)
+    return None
+
+
+def test_a_rank_without_room_for_an_exchange_leaves_no_other_waiting_in_it() -> None:
+    said, _ = run_ranks(_no_room_on_rank_one, 2, timeout=30)
+    assert said is not None and "rank 1 could not measure its shard: no room, says the test" in said
+
+
 def _runtime() -> Runtime:
     world = dist.group.WORLD
     assert world is not None

@@ -66,11 +66,9 @@ def test_every_folder_is_named_in_the_order_of_imports() -> None:
 
 MADE_UP = """
 import torch
-from dlrm_autoshard import TableConfig
 
-tables = [TableConfig(f"table_{i}", 1000, 8) for i in range(4)]
-lengths_TB = torch.ones(4, 64, dtype=torch.int32)
-batches = [(lengths_TB, torch.randint(1000, (256,)), torch.randint(2, (64,)).float()) for _ in range(101)]
+lengths_TB = torch.ones(2, 64, dtype=torch.int32)
+batches = [(lengths_TB, torch.randint(1000, (128,)), torch.randint(2, (64,)).float()) for _ in range(101)]
 """
 
 

@@ -4,9 +4,11 @@ import os
 from datetime import timedelta
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from dlrm_autoshard.config import RunConfig
+from dlrm_autoshard.distributed.ranks import runtime
+from dlrm_autoshard.distributed.ranks.launch import launch
 from dlrm_autoshard.distributed.ranks.rendezvous import RendezvousFailed, fresh_store
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.errors import UserError
@@ -81,3 +83,35 @@ def test_what_launchers_cannot_have_set_is_a_sentence(
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=said), Runtime.start(RunConfig(device="cpu", pin_cores=False)):
         pass
+
+
+def nameless_host(rank: int, world_size: int, port: int, ranks_here: int) -> str:
+    os.environ.update(MASTER_ADDR="no-such-host.invalid", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(ranks_here))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    fresh_store(rank, world_size, timedelta(seconds=20))
+    return os.environ["MASTER_ADDR"]
+
+
+def test_one_host_needs_no_name_and_of_several_the_one_that_resolves_nowhere_is_said() -> None:
+    agent = TCPStore("127.0.0.1", 0, is_master=True)
+    assert run_ranks(nameless_host, 2, agent.port, 2, timeout=60) == ["127.0.0.1"] * 2
+    with pytest.raises(RankError, match=r"'no-such-host\.invalid' \(MASTER_ADDR\), a name that resolves to no address"):
+        run_ranks(nameless_host, 2, agent.port, 1, timeout=60)
+
+
+def test_machines_are_told_whose_own_name_resolves_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.getfqdn", lambda: "no-such-host.invalid")
+    with pytest.raises(UserError, match=r"this machine's name, 'no-such-host\.invalid', resolves to no address"):
+        launch(["-c", "pass"], 1, nodes=2, head="127.0.0.1:1", job="x")
+
+
+def test_ranks_are_counted_by_host_where_the_launcher_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three ranks two are on one host."""
+    store = HashStore()
+    for rank, host in enumerate(("a", "b", "a")):
+        store.set(f"host/{rank}", host)
+    found = []
+    for rank, host in enumerate(("a", "b", "a")):
+        monkeypatch.setattr(runtime, "host_id", lambda host=host: host)
+        found.append(runtime.place_on_host(store, rank, 3))
+    assert found == [(0, 2), (0, 1), (1, 2)]

@@ -15,8 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dlrm_autoshard.config import TableOptimizerConfig
+from dlrm_autoshard.distributed.bags import ShardedEmbeddingBags
+from dlrm_autoshard.distributed.tables import rowwise_adagrad
 from dlrm_autoshard.distributed.tables.rowwise_adagrad import RowwiseAdagradTbe, plain_loop_is_faster
 from dlrm_autoshard.distributed.tables.tbe import Tbe, make_tbe
+from dlrm_autoshard.tables import TableConfig
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -114,6 +118,18 @@ def test_it_is_taken_where_it_is_faster_for_one_thread_and_where_fbgemm_has_othe
     assert type(make_tbe([(2, 4)], memory, TableOptimizerConfig(name="sgd"), "fp32", "sum", CPU)) is Tbe
     asked = "import torch; torch.set_num_threads(2)\nimport dlrm_autoshard.distributed.tables.rowwise_adagrad as r\n"
     subprocess.run([sys.executable, "-c", asked + "assert not r.plain_loop_is_faster()"], check=True, timeout=60)
+
+
+def loops_taken(rank: int, world_size: int, fast: tuple[bool, ...]) -> bool:
+    rowwise_adagrad.plain_loop_is_faster = lambda: fast[rank]  # type: ignore[assignment]
+    bags = ShardedEmbeddingBags([TableConfig("a", 10, 8), TableConfig("b", 10, 8)])
+    return isinstance(bags.sharded.storage.lookup, RowwiseAdagradTbe)
+
+
+@pytest.mark.parametrize("fast", [(True, True), (True, False), (False, True)])
+def test_ranks_on_other_cpus_take_one_loop(fast: tuple[bool, ...]) -> None:
+    """Its last bits differ, so a table that moves from one to the other would be trained otherwise."""
+    assert run_ranks(loops_taken, 2, fast) == [all(fast)] * 2
 
 
 @pytest.mark.alone

@@ -13,6 +13,7 @@ import torch
 from dlrm_autoshard.config import Config, parse_config
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.train import start_checks
 from dlrm_autoshard.train.job import Job
 from dlrm_autoshard.train.opening import doubts_of
 from dlrm_autoshard.train.start_checks import check_sizes, free_and_sharers
@@ -52,13 +53,20 @@ def test_ids_are_counted_as_the_source_has_them_and_for_all_ranks_of_the_host(tm
 
 
 def test_on_a_gpu_it_is_the_gpus_memory_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the driver: two GPUs with 3 GiB free each, four ranks."""
+    """A stand-in for the driver: GPUs with 3 GiB free each, and what four ranks say of theirs."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert free_and_sharers(torch.device("cuda", 1), 4) == (3 << 30, 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as each rank sees it under --gpus-per-task=1
-    assert free_and_sharers(torch.device("cuda", 0), 1) == (3 << 30, 1)
-    assert free_and_sharers(torch.device("cpu"), 4)[1] == 4
+    monkeypatch.setattr(start_checks, "host_id", lambda: "here")
+
+    def sharers(device: str, others: list[tuple[str, str]]) -> tuple[int, int]:
+        monkeypatch.setattr(start_checks, "name_of", lambda _: device)
+        runtime: Any = SimpleNamespace(device=torch.device(device[:4].strip()), rank=0)
+        runtime.all_gather = lambda mine: [mine, *others]
+        return free_and_sharers(runtime)
+
+    assert sharers("cuda a", [("here", f"cuda {gpu}") for gpu in "bcd"]) == (3 << 30, 1)
+    assert sharers("cuda a", [("here", f"cuda {gpu}") for gpu in "abb"]) == (3 << 30, 2)
+    assert sharers("cpu", [("here", "cpu"), ("there", "cpu")])[1] == 2
 
 
 def job(config: Config, steps: int, interval: int, samples: int = 10_000, ranks: int = 2) -> Job:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from dlrm_autoshard.distributed.moves.reshard import ReshardRefused
 from dlrm_autoshard.distributed.ranks.agreement import agree
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.local_path import checked_path
+from dlrm_autoshard.formats.words import some_of
 from dlrm_autoshard.formats.yaml_file import flat
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.folder import REPLACED, RunFolder
@@ -51,6 +52,7 @@ class Autoshard:
         total_steps: int | None = None,
         state: Mapping[str, Any] | None = None,
         planned: Placement | None = None,
+        quiet: bool = False,
         **settings: Any,
     ) -> None:
         """every_steps: between decisions. sample_every: steps between those whose stages are timed, with barriers;
@@ -59,7 +61,9 @@ class Autoshard:
         total_steps: of the whole training, which the first plan and each move must pay for themselves in; where it is
         not said, as many steps are expected to come as have been done. state: what `state_dict()` gave, to go on from
         there after the next step, in the same run_dir, with the bags' own state loaded. planned: what the live plan
-        rests on, where it was planned by measurements before; else a plan is made after the first step. settings: the
+        rests on, where it was planned by measurements before; else a plan is made after the first step. quiet: no lines
+        on rank 0 (one at the start, one a decision: by Python's logging where the program shows that, else on stdout).
+        settings: the
         other keys of the YAML's `autoshard:` section; with enabled=False it only profiles: tables stay where
         they are, unless a `placement` is named.
         """
@@ -85,7 +89,7 @@ class Autoshard:
         self._bags, self._runtime, self._total = bags, bags.runtime, total_steps
         self._observer = TableObserver(bags.sharded)
         self._intervals: Intervals | None = None
-        self._state, self._planned = state, planned
+        self._state, self._planned, self._quiet = state, planned, quiet
         self._samples = 0  # of one rank's batch
         self._paused = False
         self._step = ExitStack()  # the step that is being timed
@@ -118,6 +122,8 @@ class Autoshard:
                 with self._random_numbers_kept():
                     number = (self.steps - 1) // self._every
                     _, decision = intervals.close(number, self.steps, left, early=not whole)
+                if decision is not None:
+                    self._say(f"step {self.steps}  {decision.text}")
                 intervals.open(self.steps)
         self._step.enter_context(self._bags.clock.step(sampled=intervals.is_sampled(self.steps)))
         return decision
@@ -221,6 +227,8 @@ class Autoshard:
                 LOG.warning("the first plan is not taken: %s", refusal)
         if runtime.rank == 0:
             placement.save(self.run_dir, self.steps)
+        places = "; ".join(f"rank {rank}: {some_of(bags.plan.tables_on(rank))}" for rank in range(runtime.world_size))
+        self._say(f"{len(bags.tables)} tables on {runtime.world_size} rank(s), run directory {self.run_dir}; {places}")
         self._intervals = Intervals(
             self.settings, self._profile, runtime, sharded, bags.move_to, bags.clock, placement, self.run_dir
         )
@@ -228,6 +236,15 @@ class Autoshard:
             self._intervals.load_state_dict(resumed)
         self._intervals.begin(self.steps)
         return self._intervals
+
+    def _say(self, text: str) -> None:
+        if self._quiet or self._runtime.rank:
+            return
+        if LOG.isEnabledFor(logging.INFO) and LOG.hasHandlers():
+            LOG.info(text)
+        else:
+            with suppress(OSError, ValueError):  # a terminal that is gone ends no training
+                print(text, flush=True)
 
     def _random_numbers_kept(self) -> AbstractContextManager[None]:
         """The training loop's own random numbers (Dropout's, say) are as they would be without us."""

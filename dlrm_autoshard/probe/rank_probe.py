@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dlrm_autoshard.costs import RankCost, StepProfile, rank_costs, stages_W4, step_cost_ms
 from dlrm_autoshard.data.features import Features
@@ -164,7 +165,11 @@ class RankProbe:
         runtime.barrier()
         pairs = zip(*profile.shards, strict=True)
         mine, failure = self._try_shard([pair for pair in pairs if plan.rank_of[pair[0].name] == runtime.rank])
-        forward, backward = self.measure_exchange(plan)
+        prepared, no_room = _tried(lambda: self._prepared(plan))
+        failure, forward, backward = failure or no_room, [0.0], [0.0]
+        all_can = not any(runtime.all_gather(failure is not None))  # a rank that cannot would leave the others waiting
+        if all_can and prepared is not None:
+            forward, backward = self._timed(*prepared)
         rows = self._gather(
             [mine.fwd_compute_ms, np.median(forward), np.median(backward), mine.bwd_compute_ms, mine.noise], failure
         )
@@ -185,12 +190,10 @@ class RankProbe:
 
     def _try_shard(self, shard: Sequence[tuple[TableConfig, TableStats]]) -> tuple[ShardTime, Exception | None]:
         """A failure here (memory, mostly) must not leave the other ranks waiting in a collective."""
-        try:
-            tables, stats = [table for table, _ in shard], [stat for _, stat in shard]
-            wholes = [self._pairs[Shard.parse(table.name).table][0] for table in tables]
-            return self._probe.measure(tables, stats, self.batch_size, wholes), None
-        except (RuntimeError, ValueError, MemoryError, OSError) as error:
-            return ShardTime(), error
+        tables, stats = [table for table, _ in shard], [stat for _, stat in shard]
+        wholes = [self._pairs[Shard.parse(table.name).table][0] for table in tables]
+        time, failure = _tried(lambda: self._probe.measure(tables, stats, self.batch_size, wholes))
+        return time or ShardTime(), failure
 
     def _gather(self, row: Sequence[float], failure: Exception | None) -> list[list[float]]:
         """Every rank's figures, on every rank; ProbeError on all of them where one failed."""
@@ -205,20 +208,31 @@ class RankProbe:
 
     def measure_exchange(self, plan: ShardingPlan) -> tuple[list[float], list[float]]:
         """ms of real exchanges of vectors and gradients, with the same code as the training step's. Collective."""
+        return self._timed(*self._prepared(plan))
+
+    def _prepared(self, plan: ShardingPlan) -> tuple[Exchange, Tensor, Tensor]:
+        """Returns the exchange with what is sent, vectors and gradients. Takes the memory that it needs before any rank
+        begins it."""
         runtime = self._runtime
-        if runtime.world_size == 1:
-            return [0.0], [0.0]
         features = Features.alike(self.tables, [stat.features for stat in self.stats])
         exchange = Exchange(
             features, plan, runtime.rank, runtime.group, runtime.id_group, runtime.device, self._dtype, self._link
         )
         like = torch.empty(0, device=runtime.device)
         shapes = (self.batch_size, exchange.local_dim), (self.batch_size // runtime.world_size, exchange.total_dim)
+        most = _TENSORS * max(map(math.prod, shapes))
         if runtime.device.type == "cpu":
-            self._keep(_TENSORS * like.element_size() * max(map(math.prod, shapes)))
+            self._keep(like.element_size() * most)
             exchange.empty = self._memory.empty
-        local, gradient = (exchange.empty(like, math.prod(shape)).zero_().view(shape) for shape in shapes)
-        forward = self._time_collective(lambda: exchange.in_output_order(exchange.send_pooled(local).wait()))
+        else:
+            like.new_empty(most)  # the device's allocator keeps it for what follows
+        vectors, gradient = (exchange.empty(like, math.prod(shape)).zero_().view(shape) for shape in shapes)
+        return exchange, vectors, gradient
+
+    def _timed(self, exchange: Exchange, vectors: Tensor, gradient: Tensor) -> tuple[list[float], list[float]]:
+        if exchange.world_size == 1:
+            return [0.0], [0.0]
+        forward = self._time_collective(lambda: exchange.in_output_order(exchange.send_pooled(vectors).wait()))
         backward = self._time_collective(lambda: exchange.send_gradients(gradient).wait())
         return forward, backward
 
@@ -239,6 +253,13 @@ class RankProbe:
             collective()
             times.append(1e3 * (now(self._runtime.device) - start))
         return times[2:]
+
+
+def _tried(attempt: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return attempt(), None
+    except (RuntimeError, ValueError, MemoryError, OSError) as error:
+        return None, error
 
 
 def median_profile(profiles: Sequence[StepProfile]) -> StepProfile:

@@ -63,9 +63,7 @@ class Job:
         self.config, self.runtime, self.run_dir = config, runtime, run_dir
         check_splits(config, self.source)
         check_optimizer(config.tables.optimizer.name, runtime.device)
-        check_sizes(
-            config, self.source, runtime.world_size, *free_and_sharers(runtime.device, runtime.local_world_size)
-        )
+        check_sizes(config, self.source, runtime.world_size, *free_and_sharers(runtime))
         self.global_batch = config.train.batch_size * runtime.world_size
         self.checkpoints = Checkpoints(
             run_dir / "checkpoints",

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 from torch import nn
 
 from dlrm_autoshard.autoshard.asked import check_settings as check_asked
@@ -19,8 +18,9 @@ from dlrm_autoshard.config_data import CustomData, SyntheticData
 from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.distributed.lookup.shared_memory import host_id
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
-from dlrm_autoshard.distributed.ranks.runtime import check_threads, choose_device
+from dlrm_autoshard.distributed.ranks.runtime import Runtime, check_threads, choose_device, name_of
 from dlrm_autoshard.distributed.tables.optimizers import check_optimizer
 from dlrm_autoshard.errors import UserError, in_a_sentence
 from dlrm_autoshard.formats.words import gib
@@ -135,11 +135,11 @@ def check_batch_norm(model: nn.Module, samples: int, first: int, global_batch: i
             )
 
 
-def free_and_sharers(device: torch.device, host_ranks: int) -> tuple[int, int]:
-    """Bytes free where batches and dense weights will be, and how many ranks take from them."""
-    if device.type != "cuda":
-        return free_memory(), host_ranks
-    return free_memory(device), -(-host_ranks // torch.cuda.device_count())
+def free_and_sharers(runtime: Runtime) -> tuple[int, int]:
+    """Returns the bytes free where batches and dense weights will be, and how many ranks take from them. Collective: a
+    rank may see only its own GPU, so that the number it sees says nothing."""
+    places = runtime.all_gather((host_id(), name_of(runtime.device)))
+    return free_memory(runtime.device), places.count(places[runtime.rank])
 
 
 def check_sizes(config: Config, source: DataSource, world_size: int, free_bytes: int, host_ranks: int = 1) -> None:

@@ -26,7 +26,8 @@ from dlrm_autoshard.distributed.lookup.means import Means
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
 from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
 from dlrm_autoshard.distributed.tables.init import initialise as initialise
-from dlrm_autoshard.distributed.tables.storage import Lost, Storage
+from dlrm_autoshard.distributed.tables.rowwise_adagrad import faster_on_all
+from dlrm_autoshard.distributed.tables.storage import Storage
 from dlrm_autoshard.plan import PlanError, ShardingPlan, shard_tables
 from dlrm_autoshard.tables import Shard, TableConfig
 
@@ -68,9 +69,9 @@ class ShardedEmbeddings:
         self.updates = 0  # training lookups so far: fbgemm's `iter`, which must survive a rebuild
         self.learning_rate = config.optimizer.lr
         counts = self.features.counts
-        self.storage = storage or Storage(
-            self.tables, config, device, features=counts if max(counts.values()) > 1 else None
-        )
+        shared = counts if max(counts.values()) > 1 else None
+        loop = faster_on_all(id_group) if device.type == "cpu" else None
+        self.storage = storage or Storage(self.tables, config, device, features=shared, plain_loop=loop)
         self.streams = streams or (None if device.type == "cpu" else SideStreams(device))
         self.adopt(plan)
         if initial_values:
@@ -113,10 +114,6 @@ class ShardedEmbeddings:
         self.storage.hold([shard.name for shard in self.local_shards])
         self._restore_counters()
         self.set_learning_rate(self.learning_rate)
-
-    def lose(self, why: str) -> None:
-        """Rows are gone: whatever needs them is a StorageError from here on."""
-        self.storage = Lost(why)  # type: ignore[assignment]
 
     def check(self, plan: ShardingPlan) -> None:
         """PlanError where it is of other tables, or splits some under an optimizer that this would change."""

@@ -223,7 +223,10 @@ def connect(group: dist.ProcessGroup) -> SharedMemory | None:
     if listener is None or len({host for host, _ in filter(None, known)}) > 1:
         return None
     link = None
-    with listener, contextlib.suppress(OSError):
+    with (
+        listener,
+        contextlib.suppress(Exception),
+    ):  # no memory, no descriptors: whatever fails here, the others hear of it
         _limit_waits(listener, timeout)
         link = _join(rank, [name for _, name in filter(None, known)], listener, timeout)
     made: list[bool] = [False] * world_size

@@ -26,6 +26,7 @@ from dlrm_autoshard.distributed.moves.transfer import (
 )
 from dlrm_autoshard.distributed.ranks.groups import by_nccl
 from dlrm_autoshard.distributed.ranks.runtime import on_all
+from dlrm_autoshard.distributed.tables.storage import Lost
 from dlrm_autoshard.errors import in_words
 from dlrm_autoshard.plan import MoveRecord, PlanError, ShardingPlan
 
@@ -94,7 +95,8 @@ def reshard(
         _check_sums(_together(group, "tables travelled", travel))
         _together(group, "the new plan was adopted", lambda: embeddings.adopt(new_plan))
     except BaseException as error:
-        embeddings.lose(f"tables were lost when a move broke off: start anew from the last checkpoint. {error}")
+        why = f"tables were lost when a move broke off: start anew from the last checkpoint. {error}"
+        embeddings.storage = Lost(why)  # type: ignore[assignment]
         raise
     return ReshardStats(records_of(moves, storage), time.perf_counter() - started)
 

@@ -21,14 +21,18 @@ def free_memory(device: torch.device | None = None) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def free_host_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes: of the machine, or of its control group where that is tighter."""
+def free_host_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes: of the machine, or of its control group, of either version, where that is tighter."""
     free = int(psutil.virtual_memory().available)
-    try:
-        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return free  # no such group, or one of the first version, whose limit the kernel doesn't tell us here
-    if limit == "max":
-        return free
-    return max(0, min(free, int(limit) - used + int(stat.get("inactive_file", 0))))
+    for folder, limit, used, cached in (
+        (groups, "memory.max", "memory.current", "inactive_file"),
+        (groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most, taken = (folder / limit).read_text().strip(), int((folder / used).read_text())
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            if most != "max":  # without a limit version 1 has one of nearly 2^63
+                free = min(free, int(most) - taken + int(stat.get(cached, 0)))
+        except (OSError, ValueError):
+            continue  # there is no such group
+    return max(0, free)

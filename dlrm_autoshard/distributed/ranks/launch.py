@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -75,6 +76,7 @@ def launch(
         run_id=job or uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint=head or "localhost:0",
+        local_addr="127.0.0.1" if nodes == 1 else _own_name(),
         max_restarts=restarts,
         shutdown_timeout=_CHECKPOINT_SECONDS,
         signals_to_handle="SIGTERM,SIGINT,SIGQUIT",
@@ -99,6 +101,19 @@ def launch(
             signal.signal(signal.SIGHUP, before)
         _end_children()
     return 0
+
+
+def _own_name() -> str:
+    """Returns the name by which other machines reach this one; UserError where it resolves to no address."""
+    name = socket.getfqdn()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        raise UserError(
+            f"this machine's name, '{name}', resolves to no address ({error.strerror or error}), and the others reach "
+            "it by that: put it into /etc/hosts or DNS, or give the machine a name that is there."
+        ) from error
+    return name
 
 
 def _told(rank: int, failure: ProcessFailure, after_a_kill: str) -> int:

@@ -8,8 +8,10 @@ only this start knows. Restart counts would not do: each machine's torchrun coun
 from __future__ import annotations
 
 import os
+import platform
 import re
 import secrets
+import socket
 import time
 from datetime import timedelta
 
@@ -38,6 +40,7 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> Store:
             "launchers set them to rank 0's host and a free port there. Start ranks with `dlrm-autoshard train` or "
             "torchrun, or unset RANK to train alone."
         )
+    _check_name(host, rank, world_size)
     try:
         shared, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
         store = PrefixStore("dlrm_autoshard", shared)
@@ -57,6 +60,21 @@ def fresh_store(rank: int, world_size: int, timeout: timedelta) -> Store:
             "rank 0 there, and can this host reach it? See what rank 0 says, or raise run.collective_timeout_seconds."
         ) from error
     return PrefixStore(name, shared)
+
+
+def _check_name(host: str, rank: int, world_size: int) -> None:
+    """Ranks of one host need no name of it: torchrun names the host, which in a container may resolve nowhere.
+    RendezvousFailed at once on several, where waiting would find nothing."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+            os.environ["MASTER_ADDR"] = "127.0.0.1"
+            return
+        raise RendezvousFailed(
+            f"rank {rank} of {world_size} is to meet the others at '{host}' (MASTER_ADDR), a name that resolves to no "
+            f"address on '{platform.node()}'. Put it into /etc/hosts or DNS there, or name the machine by its address."
+        ) from error
 
 
 def _gather(store: Store, name: str, world_size: int, timeout: timedelta) -> None:

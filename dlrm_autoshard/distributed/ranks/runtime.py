@@ -14,6 +14,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.config import RunConfig
+from dlrm_autoshard.distributed.lookup.shared_memory import host_id
 from dlrm_autoshard.distributed.ranks.cores import take_cores
 from dlrm_autoshard.distributed.ranks.groups import by_nccl, device_for, group_beside
 from dlrm_autoshard.distributed.ranks.heartbeats import Heartbeats
@@ -74,6 +76,12 @@ class Runtime:
                 "in this process's environment; ranks count from 0, below WORLD_SIZE. Unset both, and start ranks with "
                 "`dlrm-autoshard train` or torchrun."
             )
+        timeout = timedelta(seconds=config.collective_timeout_seconds)
+        store = fresh_store(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore()
+        if "LOCAL_RANK" not in os.environ and world_size > 1:
+            local_rank, local_world_size = place_on_host(store, rank, world_size)
+        if local_world_size == world_size and Path("/sys/class/net/lo").exists():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host needs no name that resolves
         device = choose_device(config.device, local_rank)
         check_threads(config)
         torch.set_num_threads(config.threads_per_rank)
@@ -84,8 +92,6 @@ class Runtime:
                 loader_cores = take_cores(local_rank, local_world_size, config.threads_per_rank).loader
         else:
             torch.cuda.set_device(device)
-        timeout = timedelta(seconds=config.collective_timeout_seconds)
-        store = fresh_store(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore()
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder: what hung, on which rank
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         try:
@@ -206,6 +212,14 @@ def runtime_of(group: dist.ProcessGroup, wanted: torch.device | str | None) -> R
         control=control,
         local_ranks=tuple(hosts[:number].count(host) for number, host in enumerate(hosts)),
     )
+
+
+def place_on_host(store: dist.Store, rank: int, world_size: int) -> tuple[int, int]:
+    """Returns this rank's number on its host, and how many are there: counted, where the launcher (srun, mpirun) says
+    neither. Else all ranks of a host would take its first GPU."""
+    store.set(f"host/{rank}", host_id())
+    hosts = [store.get(f"host/{other}").decode() for other in range(world_size)]
+    return hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

@@ -13,6 +13,7 @@ from functools import cache, cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -110,6 +111,16 @@ class _LookUp(torch.autograd.Function):
 
 _FASTER = 0.7
 """By so much the plain loop must be faster: CPUs on which it is not as clear would choose now so, now otherwise."""
+
+
+def faster_on_all(group: dist.ProcessGroup) -> bool:
+    """Returns whether the plain loop is faster on every rank of a gloo group. Ranks on other CPUs must not choose for
+    themselves: weights differ in their last bits, so a table that moves would be trained otherwise."""
+    if dist.get_world_size(group) == 1:
+        return plain_loop_is_faster()
+    faster = torch.tensor(float(plain_loop_is_faster()))
+    dist.all_reduce(faster, dist.ReduceOp.MIN, group=group)
+    return bool(faster)
 
 
 @cache

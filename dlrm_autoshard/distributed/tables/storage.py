@@ -61,13 +61,14 @@ class Storage:
         device: torch.device,
         allocate: Allocate | None = None,
         features: Mapping[str, int] | None = None,
+        plain_loop: bool | None = None,
     ) -> None:
         """allocate: gives each table's tensors. None: the device's memory on a GPU, reserved memory on CPU.
-        features: how many look up rows of each table, where several share some."""
+        features: how many look up rows of each table, where several share some. plain_loop: as `make_tbe` takes it."""
         check_optimizer(config.optimizer.name, device)
         self._tables, self._config, self._device = {table.name: table for table in tables}, config, device
         self._dtype, self._pooling = shared_format(tables)
-        self._features = features
+        self._features, self._plain_loop = features, plain_loop
         self._process = os.getpid()
         self._allocate, self.in_pieces = allocate, allocate is None and device.type == "cpu"
         """in_pieces: memory is taken and given back piece by piece, not table by table."""
@@ -272,6 +273,7 @@ class Storage:
             self._config.location,
             self._config.cache_load_factor,
             self._table_of(),
+            self._plain_loop,
         )
 
     def _table_of(self) -> list[int] | None:

@@ -56,19 +56,25 @@ def make_tbe(
     location: str = "device",
     cache_load_factor: float = 0.2,
     table_of: Sequence[int] | None = None,
+    plain_loop: bool | None = None,
 ) -> Tbe:
     """A fused lookup of tables of these (rows, dim).
 
     memory: of `weights` and each optimizer state: a flat tensor, and where each table starts, in elements from the
     tensor's first. location: `device`, or `managed_caching`: weights in host memory that the device reads, and a
     cache on the device for `cache_load_factor` of all rows. table_of: of each feature, where several share a table;
-    those of one lie side by side.
+    those of one lie side by side. plain_loop: whether row-wise Adagrad takes fbgemm's plain loop on CPU; None: where
+    that is faster here.
     """
     table_of = list(range(len(shapes)) if table_of is None else table_of)
     kind, place, compute = Tbe, _LOCATIONS[location], ComputeDevice.CUDA
     if device.type == "cpu":
         place, compute = EmbeddingLocation.HOST, ComputeDevice.CPU
-        if optimizer.name == "rowwise_adagrad" and dtype == "fp32" and plain_loop_is_faster():
+        if (
+            optimizer.name == "rowwise_adagrad"
+            and dtype == "fp32"
+            and (plain_loop_is_faster() if plain_loop is None else plain_loop)
+        ):
             kind = RowwiseAdagradTbe  # for fp16 fbgemm takes the plain loop by itself
     tbe = kind(
         [(1, dim, place, compute) for _, dim in shapes],  # one row a table: next to nothing is allocated
