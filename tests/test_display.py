@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 
 import pytest
+from rich.console import Console
 
 from dlrm_autoshard.train import display as module
 from dlrm_autoshard.train.display import Display
@@ -30,3 +32,16 @@ def test_an_evaluation_slows_no_step_down_and_the_eta_knows_of_it(
         f"step 50 of 110  {fast} 60 s",  # half a second a step, and another of evaluations
         f"step 70 of 110  {fast} 33 s",
     ]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_long_line_is_broken_between_words_in_a_terminal_and_whole_elsewhere(terminal: bool) -> None:
+    words = [f"word{number}" for number in range(30)]
+    shown = Display(True, total_steps=1)
+    shown.console = Console(file=io.StringIO(), force_terminal=terminal, width=40, soft_wrap=True)
+    shown._handler = module._OnConsole(shown.console)
+    with shown:
+        shown.line(" ".join(words))
+    lines = shown.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert " ".join(lines).split() == words
+    assert (max(map(len, lines)) <= 40) if terminal else (len(lines) == 1)

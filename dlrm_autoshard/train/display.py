@@ -18,14 +18,14 @@ LOG = logging.getLogger("dlrm_autoshard")
 
 
 class _OnConsole(logging.Handler):
-    """Lines above the progress bar, not through it."""
+    """Lines above the progress bar, not through it; in a terminal broken between words, elsewhere whole."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(self.format(record), markup=False)
+        self._console.print(self.format(record), markup=False, soft_wrap=not self._console.is_terminal)
 
 
 class Display:
