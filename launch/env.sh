@@ -1,6 +1,7 @@
 # Sourced by quickstart.sh and test.sh, from the repository's root: finds Python, makes .venv, installs once.
 #
-#   DLRM_PYTHON       the Python to use (3.10 to 3.12); otherwise the first that works
+#   DLRM_PYTHON       the Python to use (3.10 to 3.14); otherwise the first that works
+#   DLRM_TORCH        the torch to install, with the fbgemm that goes with it: 2.13 or 2.14; otherwise the newest
 #   DLRM_VENV         where the environment lives (.venv)
 #   DLRM_TORCH_INDEX  package index to find torch in, beside pip's own settings; "none": pip's own settings only
 
@@ -10,11 +11,11 @@ say() { printf '%s\n' "$*"; }
 die() { printf '\n%s\n' "$*" >&2; exit 1; }
 
 # use_env EXTRAS [cpu|cuda]: an active environment with this package and its extras (`dev` or nothing). Quick when
-# nothing has changed. Without a variant: what the environment has; else cuda where there is an NVIDIA GPU.
+# nothing has changed.
 use_env() {
-    local extras=$1 variant=${2:-}
+    local extras=$1 variant
     [ "$(uname -s)" = Linux ] || die "This needs Linux: fbgemm, the embedding kernel, has no packages for $(uname -s)."
-    [ -n "$variant" ] || variant=$(cat "$VENV/.variant" 2>/dev/null) || variant=$(visible_variant)
+    variant=$(wanted_variant "${2:-}")
     [ "$(cat "$VENV/.variant" 2>/dev/null)" = "$variant" ] && python_works "$VENV/bin/python" || make_env "$variant"
     PYTHON=$VENV/bin/python
     install_once "$variant" "$variant${extras:+,$extras}"
@@ -23,17 +24,32 @@ use_env() {
 }
 
 # TorchRec, whose models we move too, in a folder of its own: it asks for fbgemm's CUDA package, so it comes without what
-# it asks for. 22 MB, once; without it its tests are skipped.
+# it asks for. Its 1.X goes with torch 2.(X+5), as fbgemm's does. 22 MB, once; without it its tests are skipped.
 use_torchrec() {
-    export DLRM_AUTOSHARD_TORCHREC=${DLRM_AUTOSHARD_TORCHREC:-$(cd "$VENV" && pwd)/torchrec-1.8}
+    local minor
+    minor=$("$PYTHON" -c 'import importlib.metadata as m; print(int(m.version("torch").split(".")[1]) - 5)')
+    export DLRM_AUTOSHARD_TORCHREC=${DLRM_AUTOSHARD_TORCHREC:-$(cd "$VENV" && pwd)/torchrec-1.$minor}
     [ -e "$DLRM_AUTOSHARD_TORCHREC/torchrec" ] && return
     "$PYTHON" -m pip install --disable-pip-version-check -q --retries 1 --no-deps --target "$DLRM_AUTOSHARD_TORCHREC" \
-        torchrec==1.8.0 tensordict iopath pyre-extensions portalocker orjson cloudpickle pyvers typing_inspect \
+        "torchrec==1.$minor.*" \
+        tensordict iopath pyre-extensions portalocker orjson cloudpickle pyvers typing_inspect mypy_extensions \
         >"$VENV/pip-torchrec.log" 2>&1 || say "Could not install torchrec; tests that need it are skipped."
 }
 
-visible_variant() {
-    if nvidia-smi -L >/dev/null 2>&1; then echo cuda; else echo cpu; fi
+# wanted_variant [cpu|cuda]: prints an extra of setup.py's, such as cpu or cpu-2.13. What nobody asks for stays as the
+# environment has it; a new one takes cuda where there is an NVIDIA GPU.
+wanted_variant() {
+    local has device
+    has=$(cat "$VENV/.variant" 2>/dev/null) || has=$(nvidia-smi -L >/dev/null 2>&1 && say cuda || say cpu)
+    device=${1:-${has%%-*}}
+    if [ -n "${DLRM_TORCH:-}" ]; then
+        grep -q "\"$DLRM_TORCH\": (" setup.py || die "DLRM_TORCH is '$DLRM_TORCH', which setup.py has no pair of."
+        say "$device-$DLRM_TORCH"
+    elif [ "$device" = "${has%%-*}" ]; then
+        say "$has"
+    else
+        say "$device"
+    fi
 }
 
 make_env() {
@@ -50,12 +66,12 @@ make_env() {
 
 # A Python counts if it starts, is of the right version and can make environments: shims and stripped builds may not.
 python_works() {
-    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1
 }
 
 find_python() {
     local candidate version without_venv=""
-    for candidate in ${DLRM_PYTHON:-python3.12 python3.11 python3.10 python3 python}; do
+    for candidate in ${DLRM_PYTHON:-python3 python3.13 python3.12 python3.11 python3.10 python3.14 python}; do
         python_works "$candidate" || continue
         PYTHON=$candidate
         "$candidate" -c 'import venv, ensurepip' >/dev/null 2>&1 && return
@@ -65,8 +81,8 @@ find_python() {
         version=$("$without_venv" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
         die "Python $version is here, but without its venv module. Debian, Ubuntu: sudo apt install python$version-venv"
     fi
-    [ -z "${DLRM_PYTHON:-}" ] || die "DLRM_PYTHON is '$DLRM_PYTHON', which is no working Python 3.10, 3.11 or 3.12."
-    die "No Python 3.10, 3.11 or 3.12 found. Install one (Debian, Ubuntu: sudo apt install python3 python3-venv)," \
+    [ -z "${DLRM_PYTHON:-}" ] || die "DLRM_PYTHON is '$DLRM_PYTHON', which is no working Python 3.10 to 3.14."
+    die "No Python 3.10 to 3.14 found. Install one (Debian, Ubuntu: sudo apt install python3 python3-venv)," \
         "or set DLRM_PYTHON to one."
 }
 
@@ -100,17 +116,17 @@ pip_install() {
 torch_index() {
     local index=${DLRM_TORCH_INDEX:-}
     [ "$index" != none ] || return 0
-    if [ -z "$index" ] && [ "$1" = cpu ]; then
+    if [ -z "$index" ] && [ "${1%%-*}" = cpu ]; then
         index=https://download.pytorch.org/whl/cpu
         "$PYTHON" -c "import urllib.request; urllib.request.urlopen('$index/torch/', timeout=5)" >/dev/null 2>&1 || return 0
     fi
     [ -z "$index" ] || printf -- '--extra-index-url %s' "$index"
 }
 
-# 2 GiB with torch's CPU build, 6 with the CUDA libraries that PyPI's brings, 12 with fbgemm's for CUDA beside them.
+# 2 GiB with torch's CPU build, 7 with the CUDA libraries that PyPI's brings, 12 with fbgemm's for CUDA beside them.
 need_disk() {
-    local need_gib=6 free_gib
-    if [ "$1" = cuda ]; then need_gib=12; elif [ -n "$2" ]; then need_gib=2; fi
+    local need_gib=7 free_gib
+    if [ "${1%%-*}" = cuda ]; then need_gib=12; elif [ -n "$2" ]; then need_gib=2; fi
     free_gib=$(df -Pk "$VENV" | awk 'NR == 2 { print int($4 / 1048576) }')
     [ "$free_gib" -ge "$need_gib" ] || die "The environment needs about $need_gib GiB of disk, but $VENV has" \
         "$free_gib GiB free. Set DLRM_VENV to a folder on a larger disk."

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.ranks.groups import new_group
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 
@@ -45,7 +46,7 @@ def world() -> dist.ProcessGroup:
 def make(rank: int, plan: ShardingPlan, optimizer: str, dtype: str, tables: list[TableConfig]) -> ShardedEmbeddings:
     typed = [TableConfig(t.name, t.num_embeddings, t.embedding_dim, dtype=dtype) for t in tables]  # type: ignore[arg-type]
     config = TablesConfig(optimizer=TableOptimizerConfig(name=optimizer, lr=0.1))  # type: ignore[arg-type]
-    ids = dist.new_group()
+    ids = new_group()
     return ShardedEmbeddings(typed, plan, config, rank=rank, group=world(), id_group=ids, device=torch.device("cpu"))
 
 

@@ -228,7 +228,7 @@ def test_ranks_that_look_up_other_numbers_of_samples_are_told() -> None:
 def train_in_groups(rank: int, world_size: int) -> list[Tensor]:
     """Two groups of two ranks, each with bags of its own, and their group's autoshard beside them."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    group = groups[rank // 2]
+    group: Any = groups[rank // 2]
     bags = ShardedEmbeddingBags(SUMS, optimizer=SGD(lr=0.1), group=group)
     bags(*ids_of(rank % 2, 0)).sum().backward()
     assert bags.runtime.broadcast(rank) == rank // 2 * 2 and bags.runtime.gather(rank) in (None, [rank, rank + 1])
@@ -243,8 +243,8 @@ def test_groups_of_ranks_train_each_for_itself() -> None:
 
 def train_in_overlapping_groups(rank: int, world_size: int) -> list[Tensor]:
     """Rank 0 is in more groups than rank 1 when the two make theirs: torch's own, and those of other bags."""
-    other = dist.new_group([0, 2])
-    group = dist.new_group([0, 1])
+    other: Any = dist.new_group([0, 2])
+    group: Any = dist.new_group([0, 1])
     if rank != 1:
         assert ShardedEmbeddingBags(SUMS, group=other).runtime.broadcast(rank) == 0
     if rank == 2:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.moves.reshard import ReshardRefused, reshard
+from dlrm_autoshard.distributed.ranks.groups import new_group
 from dlrm_autoshard.distributed.tables.storage import Storage
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
@@ -50,7 +51,7 @@ def make(
     group = dist.group.WORLD
     assert group is not None
     return ShardedEmbeddings(
-        tables, plan, config, rank=rank, group=group, id_group=dist.new_group(), device=CPU, storage=storage
+        tables, plan, config, rank=rank, group=group, id_group=new_group(), device=CPU, storage=storage
     )
 
 

@@ -1,18 +1,21 @@
 """The doctor finds wrong packages from metadata, before any import, and has the line that fixes each problem."""
 
+import importlib.metadata
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_autoshard.commands.environment_checks import (
-    FBGEMM,
-    TORCH,
+    NEWEST,
+    PAIRS,
     EnvironmentProblem,
     check_cores,
     check_memory,
@@ -24,6 +27,10 @@ from dlrm_autoshard.distributed.ranks.free_memory import free_host_memory
 
 REPOSITORY = Path(__file__).parents[1]
 PIP = f"{sys.executable} -m pip"
+CPU_INDEX = "--extra-index-url https://download.pytorch.org/whl/cpu"
+TORCH, FBGEMM = PAIRS[NEWEST]
+# What goes with the torch that runs these tests.
+FBGEMM_HERE = next(f for torch, f in PAIRS.values() if torch[:4] == importlib.metadata.version("torch")[:4])
 
 
 def pretend(folder: Path, **versions: str) -> dict[str, str]:
@@ -42,26 +49,44 @@ def test_fbgemm_1_x_belongs_to_torch_2_x_plus_5_and_to_no_other(fbgemm: int, tor
     assert (check.fix is None) == (check.status == "ok")
 
 
-def test_the_tested_pair_is_well_and_is_what_setup_installs() -> None:
-    assert check_pair({"torch": TORCH, "fbgemm-gpu-cpu": FBGEMM}.get).status == "ok"
-    setup = (REPOSITORY / "setup.py").read_text()
-    assert f'"torch=={TORCH}", "fbgemm-gpu-cpu=={FBGEMM}"' in setup
-    assert f'"torch=={TORCH}", "fbgemm-gpu=={FBGEMM}"' in setup
+def test_the_tested_pairs_are_well_and_are_what_setup_installs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("setuptools.setup", asked.update)
+    monkeypatch.chdir(REPOSITORY)
+    runpy.run_path("setup.py")
+    extras = asked["extras_require"]
+    for (major, minor), (torch, fbgemm) in PAIRS.items():
+        for device, package in (("cpu", "fbgemm-gpu-cpu"), ("cuda", "fbgemm-gpu")):
+            assert check_pair({"torch": torch, package: fbgemm}.get).status == "ok"
+            assert extras[f"{device}-{major}.{minor}"] == [f"torch=={torch}", f"{package}=={fbgemm}"]
+            if (major, minor) == NEWEST:
+                assert extras[device] == extras[f"{device}-{major}.{minor}"]
 
 
-def test_the_mending_line_changes_only_the_half_that_is_off() -> None:
-    old_fbgemm = check_pair({"torch": TORCH, "fbgemm-gpu-cpu": "1.6.0"}.get)
-    assert old_fbgemm.finding == f"fbgemm-gpu-cpu 1.6.0 needs torch 2.11, but torch is {TORCH}."
-    assert old_fbgemm.fix == f"{PIP} install fbgemm-gpu-cpu=={FBGEMM}"
-    old_torch = check_pair({"torch": "2.11.0", "fbgemm-gpu": FBGEMM}.get)
-    assert old_torch.fix == f"{PIP} install torch=={TORCH}"
+@pytest.mark.parametrize(("torch", "fbgemm"), PAIRS.values())
+def test_the_mending_line_changes_only_the_half_that_is_off(torch: str, fbgemm: str) -> None:
+    old_fbgemm = check_pair({"torch": torch, "fbgemm-gpu-cpu": "1.6.0"}.get)
+    assert old_fbgemm.finding == f"fbgemm-gpu-cpu 1.6.0 needs torch 2.11, but torch is {torch}."
+    assert old_fbgemm.fix == f"{PIP} install fbgemm-gpu-cpu=={fbgemm}"
+    old_torch = check_pair({"torch": "2.11.0", "fbgemm-gpu": fbgemm}.get)
+    assert old_torch.fix == f"{PIP} install torch=={torch}"
+    old_torch_for_cpu = check_pair({"torch": "2.11.0", "fbgemm-gpu-cpu": fbgemm}.get)
+    assert old_torch_for_cpu.fix == f"{PIP} install torch=={torch} {CPU_INDEX}"
+
+
+def test_the_newest_pair_mends_what_goes_with_none() -> None:
     both_old = check_pair({"torch": "2.10.0", "fbgemm-gpu": "1.6.0"}.get)
     assert both_old.fix == f"{PIP} install torch=={TORCH} fbgemm-gpu=={FBGEMM}"
+    crossed = check_pair({"torch": PAIRS[2, 14][0], "fbgemm-gpu-cpu": PAIRS[2, 13][1]}.get)
+    assert crossed.fix == f"{PIP} install fbgemm-gpu-cpu=={PAIRS[2, 14][1]}"  # torch is the larger half
 
 
-def test_torch_for_cpu_comes_from_the_index_without_cuda() -> None:
-    check = check_pair({"torch": "2.11.0", "fbgemm-gpu-cpu": FBGEMM}.get)
-    assert check.fix == f"{PIP} install torch=={TORCH} --extra-index-url https://download.pytorch.org/whl/cpu"
+@pytest.mark.parametrize("fbgemm", [{}, {"fbgemm-gpu-cpu": FBGEMM}])
+def test_a_torch_that_is_ahead_of_every_fbgemm_is_called_so(fbgemm: dict[str, str]) -> None:
+    check = check_pair({"torch": "2.15.0", **fbgemm}.get)
+    assert check.finding == f"torch 2.15.0 has no fbgemm yet: the newest, {FBGEMM}, goes with torch {TORCH}."
+    wanted = f"torch=={TORCH}" if fbgemm else f"torch=={TORCH} fbgemm-gpu-cpu=={FBGEMM}"
+    assert check.fix == f"{PIP} install {wanted} {CPU_INDEX}"
 
 
 def test_two_fbgemms_at_once_are_an_error_whatever_their_versions() -> None:
@@ -85,13 +110,13 @@ def test_what_is_missing_or_unknown_is_named(versions: dict[str, str], finding: 
 
 
 def test_require_pair_raises_a_sentence_with_the_line() -> None:
-    with pytest.raises(EnvironmentProblem, match=r"needs torch 2\.11.*\n.*pip install fbgemm-gpu-cpu==1\.8\.0"):
+    with pytest.raises(EnvironmentProblem, match=rf"needs torch 2\.11.*\n.*pip install fbgemm-gpu-cpu=={FBGEMM}"):
         require_pair({"torch": TORCH, "fbgemm-gpu-cpu": "1.6.0"}.get)
     require_pair({"torch": TORCH, "fbgemm-gpu-cpu": FBGEMM}.get)
 
 
-@pytest.mark.parametrize(("version", "status"), [((3, 9), "fail"), ((3, 10), "ok"), ((3, 12), "ok"), ((3, 13), "fail")])
-def test_pythons_outside_of_the_pins_fail(version: tuple[int, int], status: str) -> None:
+@pytest.mark.parametrize(("version", "status"), [((3, 9), "fail"), ((3, 10), "ok"), ((3, 14), "ok"), ((3, 15), "fail")])
+def test_pythons_that_fbgemm_has_no_packages_for_fail(version: tuple[int, int], status: str) -> None:
     assert check_python(version).status == status
 
 
@@ -121,7 +146,7 @@ def test_a_wrong_pair_is_reported_before_fbgemm_is_imported(tmp_path: Path) -> N
     command = [sys.executable, "-X", "importtime", "-m", "dlrm_autoshard.commands.main", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 1
-    assert f"fix:     {PIP} install fbgemm-gpu-cpu==1.8.0" in done.stdout
+    assert f"fix:     {PIP} install fbgemm-gpu-cpu=={FBGEMM_HERE}" in done.stdout
     assert "fbgemm_gpu" not in done.stderr and "| torch\n" not in done.stderr
 
 
@@ -141,7 +166,7 @@ def test_training_with_a_wrong_pair_ends_in_the_doctors_line_not_in_a_traceback(
     command = [sys.executable, str(REPOSITORY / "launch" / "train.py"), "--config", "whatever.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 2
-    assert "needs torch 2.11" in done.stderr and f"{PIP} install fbgemm-gpu-cpu==1.8.0" in done.stderr
+    assert "needs torch 2.11" in done.stderr and f"{PIP} install fbgemm-gpu-cpu=={FBGEMM_HERE}" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.ranks.groups import new_group
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 from tests.ranks import run_ranks
@@ -24,7 +25,7 @@ def train(rank: int, world_size: int, plan: ShardingPlan, optimizer: str, dtype:
     group = dist.group.WORLD
     assert group is not None
     embeddings = ShardedEmbeddings(
-        tables, plan, config, rank=rank, group=group, id_group=dist.new_group(), device=torch.device("cpu")
+        tables, plan, config, rank=rank, group=group, id_group=new_group(), device=torch.device("cpu")
     )
     result = {f"pooled{step}": train_step(embeddings, global_batch(step, world_size)[rank]) for step in range(STEPS)}
     return result | own_tensors(embeddings)

@@ -238,7 +238,7 @@ def test_the_scripts_are_bash(script: Path) -> None:
 def test_a_missing_python_a_foreign_folder_and_a_missing_network_are_sentences(tmp_path: Path) -> None:
     no_python = use_env(REPOSITORY, DLRM_PYTHON="/no/python", DLRM_VENV=str(tmp_path / "a"))
     assert no_python.returncode == 1
-    assert no_python.stderr.strip() == "DLRM_PYTHON is '/no/python', which is no working Python 3.10, 3.11 or 3.12."
+    assert no_python.stderr.strip() == "DLRM_PYTHON is '/no/python', which is no working Python 3.10 to 3.14."
 
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "precious").touch()

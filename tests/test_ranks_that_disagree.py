@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dlrm_autoshard.autoshard.autoshard import Autoshard
 from dlrm_autoshard.distributed.bags import ShardedEmbeddingBags
-from dlrm_autoshard.distributed.ranks.groups import by_nccl, device_for, timeout_of
+from dlrm_autoshard.distributed.ranks.groups import by_nccl, device_for, new_group, timeout_of
 from dlrm_autoshard.distributed.tables.optimizers import SGD, Adagrad
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
@@ -90,7 +89,7 @@ def test_arguments_of_autoshard_that_differ_are_named_on_all_ranks(tmp_path: Pat
 
 
 def timeouts(rank: int, world_size: int) -> list[timedelta]:
-    group = dist.new_group(timeout=timedelta(seconds=77))
+    group = new_group(timeout=timedelta(seconds=77))
     runtime = ShardedEmbeddingBags(**GIVEN, group=group).runtime
     return [timeout_of(one) for one in (runtime.group, runtime.control, runtime.id_group)]
 

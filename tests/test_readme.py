@@ -210,11 +210,38 @@ def test_the_demo_moves_tables_where_the_data_drift_and_says_what_it_gained(prog
     assert any(decision["action"] == "moved" and 256 < decision["step"] < 384 for decision in decisions)
 
 
+def bare_clone(folder: Path) -> Path:
+    for name in ("dlrm_autoshard", "launch", "configs"):
+        shutil.copytree(REPOSITORY / name, folder / name)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_quickstart_starts_from_a_bare_clone(tmp_path: Path) -> None:
-    for name in ("dlrm_autoshard", "launch", "configs"):
-        shutil.copytree(REPOSITORY / name, tmp_path / "clone" / name)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, tmp_path / "clone")
-    assert "test AUC" in shell("bash launch/quickstart.sh --cpu", tmp_path / "clone", limit=1700)
+    assert "test AUC" in shell("bash launch/quickstart.sh --cpu", bare_clone(tmp_path / "clone"), limit=1700)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_quickstart_starts_where_python_3_13_is_the_only_one(tmp_path: Path) -> None:
+    found = [shutil.which("python3.13"), *Path.home().glob(".pyenv/versions/3.13.*/bin/python3.13")]
+    works = [str(one) for one in found if one and not subprocess.call([one, "-c", ""], stderr=subprocess.DEVNULL)]
+    if not works:
+        pytest.skip("this machine has no Python 3.13")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for program in [*Path("/bin").iterdir(), *Path("/usr/bin").iterdir()]:
+        if not program.name.startswith("python") and not (programs / program.name).exists():
+            (programs / program.name).symlink_to(program)
+    (programs / "python3").symlink_to(works[0])
+    clone = bare_clone(tmp_path / "clone")
+    environment = {**bare(), "PATH": str(programs)}
+    done = subprocess.run(
+        ["bash", "launch/quickstart.sh", "--cpu"],
+        cwd=clone, env=environment, capture_output=True, text=True, timeout=1700,
+    )  # fmt: skip
+    assert done.returncode == 0 and "test AUC" in done.stdout, done.stdout + done.stderr
+    assert "Making .venv with Python 3.13." in done.stdout

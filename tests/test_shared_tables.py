@@ -24,6 +24,7 @@ from dlrm_autoshard.data.features import Features, join
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.moves.reshard import reshard
+from dlrm_autoshard.distributed.ranks.groups import new_group
 from dlrm_autoshard.distributed.tables.init import initialise
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import Shard, TableConfig
@@ -54,7 +55,7 @@ def embeddings_of(rank: int, plan: ShardingPlan, optimizer: str) -> ShardedEmbed
     assert group is not None
     how = TablesConfig(optimizer=TableOptimizerConfig(name=optimizer, lr=0.1, per_part=True))  # type: ignore[arg-type]
     return ShardedEmbeddings(
-        LEARNED, plan, how, rank=rank, group=group, id_group=dist.new_group(), device=torch.device("cpu")
+        LEARNED, plan, how, rank=rank, group=group, id_group=new_group(), device=torch.device("cpu")
     )
 
 
@@ -64,7 +65,7 @@ def steps(rank: int, world_size: int, optimizer: str, plans: list[dict[str, int]
     embeddings = embeddings_of(rank, ShardingPlan(plans[0], world_size), optimizer)
     for number, plan in enumerate(plans):
         if number:
-            reshard(embeddings, ShardingPlan(plan, world_size), group=dist.new_group())
+            reshard(embeddings, ShardingPlan(plan, world_size), group=new_group())
         for step in range(2 * number, 2 * number + 2):
             found[f"pooled{step}"] = train_step(embeddings, global_batch(step, world_size, FEATURES)[rank])
     return found | own_tensors(embeddings)

@@ -25,6 +25,7 @@ from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import DenseOptimizerConfig, TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.ranks.groups import new_group
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.model.dlrm import DLRM
@@ -94,13 +95,13 @@ def make_step(rank: int, ranks: str, streams: Any, world_size: int) -> TrainStep
         SMALL.tables,
         ShardingPlan({t.name: int(r) for t, r in zip(SMALL.tables, ranks, strict=True)}, world_size),
         TablesConfig(optimizer=TableOptimizerConfig(name="rowwise_adagrad", lr=0.1)),
-        rank=rank, group=group, id_group=dist.new_group(), device=torch.device("cpu"), shared_memory=False,
+        rank=rank, group=group, id_group=new_group(), device=torch.device("cpu"), shared_memory=False,
         streams=streams,
     )  # fmt: skip
     model = DLRM(SMALL.num_dense, embeddings.output_tables, SMALL.model, seed=0)
     config = DenseOptimizerConfig(name="sgd", lr=0.1)
     dense = DataParallelDense(model, config, group, torch.device("cpu"), shared_memory=False)
-    clock = StageClock(torch.device("cpu"), dist.new_group())
+    clock = StageClock(torch.device("cpu"), new_group())
     return TrainStep(model, dense, embeddings, clock, overlap=True, autocast=False)
 
 
@@ -157,12 +158,10 @@ def test_no_step_synchronises_a_gpu() -> None:
 
 
 def steps_on_a_gpu(rank: int, world_size: int) -> None:
-    group, device = dist.new_group(backend="nccl"), torch.device("cuda", 0)
+    group, device = new_group(backend="nccl"), torch.device("cuda", 0)
     config = TablesConfig(optimizer=TableOptimizerConfig(name="rowwise_adagrad", lr=0.1))
     plan = ShardingPlan({t.name: 0 for t in SMALL.tables}, 1)
-    embeddings = ShardedEmbeddings(
-        SMALL.tables, plan, config, rank=0, group=group, id_group=dist.new_group(), device=device
-    )
+    embeddings = ShardedEmbeddings(SMALL.tables, plan, config, rank=0, group=group, id_group=new_group(), device=device)
     model = DLRM(SMALL.num_dense, embeddings.output_tables, SMALL.model, seed=0)
     dense = DataParallelDense(model, DenseOptimizerConfig(name="sgd", lr=0.1), group, device)
     step = TrainStep(model, dense, embeddings, StageClock(device, group), overlap=True, autocast=False)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_autoshard.config import Config, parse_config
+from dlrm_autoshard.distributed.ranks.groups import new_group
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.train.trainer import Trainer
 
@@ -67,8 +68,8 @@ def make_runtime(rank: int, world_size: int) -> Runtime:
         world_size,
         torch.device("cpu"),
         dist.group.WORLD,
-        dist.new_group(timeout=minute),
-        dist.new_group(timeout=minute),
+        new_group(timeout=minute),
+        new_group(timeout=minute),
     )
 
 

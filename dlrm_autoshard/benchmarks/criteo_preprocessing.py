@@ -86,7 +86,7 @@ def plain_pandas_script(text: Path, out: Path, encoding: Contiguous | Modulo) ->
     columns = range(first_category + NUM_CATEGORIES)
     types = {column: str for column in columns[first_category:]}
     frame = pd.read_csv(text, sep="\t", header=None, names=list(columns), dtype=types)
-    dense = np.log(frame[list(columns[1:first_category])].fillna(0).clip(lower=-2).astype(np.float32) + 3)
+    dense = np.log(frame[list(columns[1:first_category])].fillna(0).clip(lower=-2).to_numpy(np.float32) + 3)
     sparse = np.empty((len(frame), NUM_CATEGORIES), np.int32)
     for place, column in enumerate(columns[first_category:]):
         if isinstance(encoding, Modulo):
@@ -97,7 +97,7 @@ def plain_pandas_script(text: Path, out: Path, encoding: Contiguous | Modulo) ->
             rows = {word: row for row, word in enumerate(kept, start=2)}
             sparse[:, place] = frame[column].map(rows).fillna(1).where(frame[column].notna(), 0)
     out.mkdir()
-    np.save(out / "day_0_dense.npy", dense.to_numpy(np.float32))
+    np.save(out / "day_0_dense.npy", dense)
     np.save(out / "day_0_sparse.npy", sparse)
     np.save(out / "day_0_labels.npy", frame[[0]].to_numpy(np.int32))
 

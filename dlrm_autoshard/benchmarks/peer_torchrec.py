@@ -32,10 +32,10 @@ DIRECTORY = "DLRM_AUTOSHARD_TORCHREC"
 def find_torchrec() -> str | None:
     """None where TorchRec can be imported (after this call), else the reason why not.
 
-    Put torchrec (1.8 for torch 2.13) into a directory of its own and name that in DLRM_AUTOSHARD_TORCHREC:
+    Put torchrec (1.9 for torch 2.14, 1.8 for 2.13) into a directory of its own, named in DLRM_AUTOSHARD_TORCHREC:
 
-        pip install --no-deps --target DIR "torchrec==1.8.*" tensordict iopath pyre-extensions portalocker orjson
-            cloudpickle pyvers typing_inspect
+        pip install --no-deps --target DIR "torchrec==1.9.*" tensordict iopath pyre-extensions portalocker orjson
+            cloudpickle pyvers typing_inspect mypy_extensions
         DLRM_AUTOSHARD_TORCHREC=DIR dlrm-autoshard bench train-wemb
     """
     extra = os.environ.get(DIRECTORY)

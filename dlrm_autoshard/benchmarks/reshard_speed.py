@@ -15,6 +15,7 @@ from dlrm_autoshard.benchmarks.peer_torchrec import embedding_bags, find_torchre
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.moves.reshard import reshard
+from dlrm_autoshard.distributed.ranks.groups import new_group
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 
@@ -58,7 +59,7 @@ def measure(rank: int, world_size: int, rounds: int) -> tuple[dict[str, list[flo
     tables = [SMALL, *LARGE]
     home = ShardingPlan({table.name: 0 for table in tables}, world_size)
     config = TablesConfig(optimizer=TableOptimizerConfig(name="sgd", lr=0.1))
-    ids = dist.new_group()
+    ids = new_group()
     embeddings = ShardedEmbeddings(
         tables, home, config, rank=rank, group=world, id_group=ids, device=torch.device("cpu")
     )

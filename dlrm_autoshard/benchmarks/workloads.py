@@ -197,6 +197,6 @@ class OurJob:
         return time.perf_counter() - started
 
 
-def make_groups(ranks: Sequence[int] | None = None) -> list[dist.ProcessGroup]:
+def make_groups(ranks: Sequence[int] | None = None) -> list[Any]:
     """Three groups of these ranks, or of all. Collective over all ranks, members or not."""
     return [dist.new_group(None if ranks is None else list(ranks)) for _ in range(3)]

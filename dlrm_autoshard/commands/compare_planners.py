@@ -132,7 +132,8 @@ def summarise(outcomes: dict[str, Outcome]) -> list[dict[str, Any]]:
     """Best mean first; speedup over random with its 95% bootstrap interval over tasks."""
     cost = {name: np.array(outcome.cost_ms) for name, outcome in outcomes.items()}
     placed_by_all = np.all([~np.isnan(values) for values in cost.values()], axis=0)
-    draws = np.random.default_rng(0).integers(0, max(placed_by_all.sum(), 1), size=(2000, max(placed_by_all.sum(), 1)))
+    tasks = max(int(placed_by_all.sum()), 1)
+    draws = np.random.default_rng(0).integers(0, tasks, size=(2000, tasks))
     rows = []
     for name, outcome in outcomes.items():
         own, random = cost[name][placed_by_all], cost["random"][placed_by_all]

@@ -24,7 +24,12 @@ from typing import Literal
 from dlrm_autoshard.distributed.ranks.free_memory import free_host_memory
 from dlrm_autoshard.errors import UserError
 
-TORCH, FBGEMM = "2.13.0", "1.8.0"  # the pair that this package is tested with
+Series = tuple[int, int]  # (2, 14) of 2.14.1
+
+# torch and fbgemm that this package is tested with, by torch's series; setup.py's extras install them.
+PAIRS: dict[Series, tuple[str, str]] = {(2, 14): ("2.14.1", "1.9.0"), (2, 13): ("2.13.0", "1.8.0")}
+NEWEST = max(PAIRS)
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 14)
 CPU_WHEELS = "--extra-index-url https://download.pytorch.org/whl/cpu"  # elsewhere torch brings gigabytes of CUDA
 _PIP = f"{sys.executable} -m pip"
 _SMOKE_SECONDS = 120
@@ -69,15 +74,13 @@ def require_pair(version_of: VersionOf = installed_version) -> None:
 
 def check_python(version: tuple[int, int]) -> Check:
     found = f"Python {version[0]}.{version[1]}"
-    if (3, 10) <= version <= (3, 12):
+    if OLDEST_PYTHON <= version <= NEWEST_PYTHON:
         return Check("python", "ok", found)
-    return Check(
-        "python", "fail", f"{found}; torch and fbgemm are pinned for 3.10 to 3.12.", "python3.12 -m venv .venv"
-    )
+    return Check("python", "fail", f"{found}; fbgemm has packages for 3.10 to 3.14.", "python3.13 -m venv .venv")
 
 
 def check_pair(version_of: VersionOf = installed_version) -> Check:
-    """torch 2.(X+5) beside fbgemm 1.X, and one fbgemm, not both."""
+    """Check that torch 2.(X+5) stands beside fbgemm 1.X, and beside one fbgemm, not both."""
     name = "torch/fbgemm pair"
     torch = version_of("torch")
     variants = {package: v for package in ("fbgemm-gpu-cpu", "fbgemm-gpu") if (v := version_of(package)) is not None}
@@ -87,18 +90,24 @@ def check_pair(version_of: VersionOf = installed_version) -> Check:
         finding = "fbgemm-gpu and fbgemm-gpu-cpu are both installed; they overwrite each other's files."
         fix = f"{_PIP} uninstall -y fbgemm-gpu fbgemm-gpu-cpu && {_install(wanted, torch, fbgemm=None)}"
         return Check(name, "fail", finding, fix)
+    series = _series(torch)
+    if series and series > NEWEST and series not in map(_torch_of, variants.values()):
+        newest, newest_fbgemm = PAIRS[NEWEST]
+        finding = f"torch {torch} has no fbgemm yet: the newest, {newest_fbgemm}, goes with torch {newest}."
+        return Check(name, "fail", finding, _install(variant, torch, variants.get(variant)))
     if torch is None or not variants:
         missing = "torch" if torch is None else "fbgemm"
         return Check(name, "fail", f"{missing} is not installed.", _install(variant, torch, variants.get(variant)))
     fbgemm = variants[variant]
     wanted_torch = _torch_of(fbgemm)
-    if wanted_torch is None or _minor(torch) != wanted_torch:
+    if wanted_torch is None or series != wanted_torch:
         needs = f"needs torch {wanted_torch[0]}.{wanted_torch[1]}" if wanted_torch else "is not of a known series"
         finding = f"{variant} {fbgemm} {needs}, but torch is {torch}."
         return Check(name, "fail", finding, _install(variant, torch, fbgemm))
     found = f"torch {torch}, {variant} {fbgemm}"
-    if _minor(torch) != _minor(TORCH):
-        note = f"{found} belong together, but this package is tested with torch {TORCH}."
+    if series not in PAIRS:
+        tested = " and ".join(tested for tested, _ in PAIRS.values())
+        note = f"{found} belong together, but this package is tested with torch {tested}."
         return Check(name, "warn", note, _install(variant, None, None))
     return Check(name, "ok", found)
 
@@ -109,7 +118,9 @@ def check_by_running(version_of: VersionOf) -> list[Check]:
     A crash there (wrong library, missing CPU instruction) becomes a sentence here.
     """
     variant = "fbgemm-gpu" if version_of("fbgemm-gpu") else "fbgemm-gpu-cpu"
-    reinstall = f"{_PIP} install --force-reinstall --no-deps torch=={TORCH} {variant}=={FBGEMM}"
+    torch, fbgemm = PAIRS.get(_series(version_of("torch")) or NEWEST, PAIRS[NEWEST])
+    index = f" {CPU_WHEELS}" if variant == "fbgemm-gpu-cpu" else ""
+    reinstall = f"{_PIP} install --force-reinstall --no-deps torch=={torch} {variant}=={fbgemm}{index}"
     command = [sys.executable, "-m", "dlrm_autoshard.distributed.ranks.smoke"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMOKE_SECONDS)
@@ -128,10 +139,10 @@ def check_by_running(version_of: VersionOf) -> list[Check]:
     ]
     if variant == "fbgemm-gpu" and not facts["torch_cuda"]:
         finding = "fbgemm-gpu is installed, but torch is a CPU build."
-        fix = f"{_PIP} install --force-reinstall --index-url https://pypi.org/simple torch=={TORCH}"
+        fix = f"{_PIP} install --force-reinstall --index-url https://pypi.org/simple torch=={torch}"
         checks.append(Check("device", "fail", finding, fix))
     elif variant == "fbgemm-gpu" and not facts["gpus"]:
-        fix = f"{_PIP} uninstall -y fbgemm-gpu && {_install('fbgemm-gpu-cpu', None, None)}"
+        fix = f"{_PIP} uninstall -y fbgemm-gpu && {_install('fbgemm-gpu-cpu', torch, fbgemm=None)}"
         checks.append(Check("device", "warn", "fbgemm-gpu is installed, but torch sees no GPU: training on CPU.", fix))
     else:
         checks.append(Check("device", "ok", ", ".join(facts["gpus"]) or "cpu"))
@@ -171,25 +182,28 @@ def check_disk(folder: Path) -> Check:
 
 
 def _install(variant: str, torch: str | None, fbgemm: str | None) -> str:
-    """The line that changes least: only the half of the pair that is off."""
+    """Return the line that changes least: torch stays where a tested fbgemm goes with it, else fbgemm does."""
+    found, wanted = _series(torch), _torch_of(fbgemm)
+    series = next((one for one in (found, wanted) if one and one in PAIRS), NEWEST)
+    tested_torch, tested_fbgemm = PAIRS[series]
     parts = []
-    if torch is None or _minor(torch) != _minor(TORCH):
-        parts.append(f"torch=={TORCH}")
-    if fbgemm is None or _torch_of(fbgemm) != _minor(TORCH):
-        parts.append(f"{variant}=={FBGEMM}")
+    if found != series:
+        parts.append(f"torch=={tested_torch}")
+    if wanted != series:
+        parts.append(f"{variant}=={tested_fbgemm}")
     index = f" {CPU_WHEELS}" if variant == "fbgemm-gpu-cpu" and parts[0].startswith("torch") else ""
     return f"{_PIP} install {' '.join(parts)}{index}"
 
 
-def _minor(version: str) -> tuple[int, int] | None:
-    match = re.match(r"(\d+)\.(\d+)", version)
+def _series(version: str | None) -> Series | None:
+    match = re.match(r"(\d+)\.(\d+)", version or "")
     return (int(match[1]), int(match[2])) if match else None
 
 
-def _torch_of(fbgemm: str) -> tuple[int, int] | None:
-    """The torch series that an fbgemm 1.X is built against: 1.8 -> (2, 13)."""
-    minor = _minor(fbgemm)
-    return (2, minor[1] + 5) if minor and minor[0] == 1 else None
+def _torch_of(fbgemm: str | None) -> Series | None:
+    """Return the torch series that an fbgemm 1.X is built against: (2, 13) for 1.8."""
+    series = _series(fbgemm)
+    return (2, series[1] + 5) if series and series[0] == 1 else None
 
 
 def _cores() -> int:

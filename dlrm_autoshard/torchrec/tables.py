@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
@@ -31,13 +32,14 @@ class TorchrecError(UserError):
 
 
 def need_torchrec() -> None:
-    """TorchrecError that says what to install, where TorchRec can't be imported."""
+    """Raise TorchrecError that says what to install, where TorchRec can't be imported."""
     try:
         import torchrec  # noqa: F401
     except ImportError as error:
+        goes_with_torch = f"1.{int(torch.__version__.split('.')[1]) - 5}.*"  # as fbgemm 1.X does with torch 2.(X+5)
         raise TorchrecError(
-            f"torchrec can't be imported ({error}). With torch 2.13: pip install --no-deps torchrec==1.8.0 tensordict "
-            "iopath pyre-extensions portalocker orjson cloudpickle pyvers typing_inspect"
+            f"torchrec can't be imported ({error}). With torch {torch.__version__}: pip install iopath pyre-extensions "
+            f'tensordict tqdm && pip install --no-deps "torchrec=={goes_with_torch}"'
         ) from error
 
 

@@ -226,7 +226,7 @@ class Exchange:
                     put(rank, part)
         group = self.id_group if channel in ("lengths", "values", "weights") else self.group
         work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=group, async_op=True)
-        return Pending(work.wait, received, sent)
+        return Pending(work.wait, received, sent)  # type: ignore[union-attr, unused-ignore]
 
     def _layout(self, batch_size: int, margin: Margin) -> tuple[Tensor, list[Tensor]]:
         """Which chunk of what arrives each chunk of the output takes, and for each rank, which chunks of the output

@@ -22,6 +22,14 @@ from dlrm_autoshard.errors import UserError
 _GLOO, _NCCL = "dlrm_autoshard_gloo", "dlrm_autoshard_nccl"
 
 
+def new_group(**how: Any) -> dist.ProcessGroup:
+    """Make a group that this rank is in; arguments are torch's `new_group`'s, which may return a number."""
+    group = dist.new_group(**how)
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"this rank is not in the group of {how.get('ranks')}")
+    return group
+
+
 def group_beside(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     """Make another group of the same ranks, with the same timeout. Collective over these ranks alone: others may be
     making theirs.
@@ -31,8 +39,8 @@ def group_beside(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     _register()
     store = group.get_group_store()
     made = store.add(f"dlrm_autoshard/groups/{dist.get_rank(group)}", 1)  # a key a rank: calls are alike on all
-    return dist.new_group(
-        dist.get_process_group_ranks(group),
+    return new_group(
+        ranks=dist.get_process_group_ranks(group),
         backend=backend.replace("gloo", _GLOO).replace("nccl", _NCCL),
         timeout=timeout_of(group),
         pg_options=dist.PrefixStore(f"dlrm_autoshard/group/{made}", store),

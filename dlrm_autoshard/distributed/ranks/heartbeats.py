@@ -57,7 +57,7 @@ class Heartbeats:
         self._cause: Cause | None = None  # once the job has one: the store may go before this rank does
         if world_size > 1:
             # Each has its own connection: one that waits for an answer keeps the others of its connection waiting.
-            self._store, self._asking = store.clone(), store.clone()  # type: ignore[attr-defined]
+            self._store, self._asking = store.clone(), store.clone()  # type: ignore[attr-defined, unused-ignore]
             self._beat()
 
     def __enter__(self) -> Heartbeats:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from dlrm_autoshard.config import RunConfig
 from dlrm_autoshard.distributed.lookup.shared_memory import host_id
 from dlrm_autoshard.distributed.ranks.cores import take_cores
-from dlrm_autoshard.distributed.ranks.groups import by_nccl, device_for, group_beside
+from dlrm_autoshard.distributed.ranks.groups import by_nccl, device_for, group_beside, new_group
 from dlrm_autoshard.distributed.ranks.heartbeats import Heartbeats
 from dlrm_autoshard.distributed.ranks.rendezvous import fresh_store
 from dlrm_autoshard.errors import UserError, in_words
@@ -101,8 +101,8 @@ class Runtime:
                 dist.init_process_group(
                     backend, rank=rank, world_size=world_size, store=store, timeout=timeout, device_id=own
                 )
-                control = dist.new_group(backend="gloo", timeout=timeout)
-                id_group = dist.new_group(backend="cpu:gloo,cuda:nccl" if own else None, timeout=timeout)
+                control = new_group(backend="gloo", timeout=timeout)
+                id_group = new_group(backend="cpu:gloo,cuda:nccl" if own else None, timeout=timeout)
                 world = dist.group.WORLD
                 assert world is not None
                 places = (rank, world_size, local_world_size, device)

@@ -17,10 +17,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from dlrm_autoshard.data.columns import Columns
+from dlrm_autoshard.distributed.ranks.groups import new_group
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.step_names import step_name
@@ -67,7 +67,7 @@ class Checkpoints(CheckpointFolder):
         super().__init__(folder, keep)
         self._asynchronous = asynchronous
         # A group of its own: what is written while training goes on must not mix its messages with training's.
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        group = new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._ranks = replace(runtime, control=group)
         self._thread: Thread | None = None
         self._failure: Exception | None = None
