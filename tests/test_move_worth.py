@@ -17,7 +17,7 @@ def steps(
     cost_ms: float, *, count: int = 8, rest_ms: float = DENSE_MS, noise: float = 0.03, seed: int = 0, core: float = 1.0
 ) -> TimedSteps:
     drawn = cost_ms * np.exp(noise * np.random.default_rng(seed).standard_normal(count))
-    return TimedSteps(tuple(drawn.tolist()), cost_ms + rest_ms, 18.0, core, (60.0, 3.0))
+    return TimedSteps(tuple(drawn.tolist()), cost_ms + rest_ms, 18.0, (core,) * count, (60.0, 3.0))
 
 
 def test_a_recovery_that_came_by_itself_is_not_credited_to_the_move() -> None:
@@ -36,7 +36,7 @@ def test_a_move_that_saves_a_fifth_is_worth_a_fifth_also_where_the_rest_became_f
 
 
 def test_where_the_data_changed_the_old_plan_costs_what_all_that_was_learned_says() -> None:
-    before, after = steps(30), TimedSteps(steps(10).cost_ms, 20.0, 18.0, 1.0, (3.0, 60.0))
+    before, after = steps(30), TimedSteps(steps(10).cost_ms, 20.0, 18.0, (), (3.0, 60.0))
     assert not before.alike(after) and before.alike(steps(10))
     assert not before.alike(replace(before, work_ms=40.0)), "where all ranks have become slower"
     worth = worth_of(before, after, predicted=(0.2, 0.02), instead=(1.5, 0.05))
@@ -54,6 +54,14 @@ def test_a_number_is_in_doubt_where_it_is_not_what_was_predicted_or_steps_do_not
     assert "2 before it and 8 after" in worth_of(steps(15, count=2), steps(10), predicted=foreseen).incomparable
 
 
+def test_steps_in_which_other_work_had_a_core_are_left_out_where_enough_are_left() -> None:
+    calm, disturbed = steps(15, count=5), steps(40, count=9, core=0.5)
+    worth = worth_of(disturbed.after(calm), steps(10), predicted=(0.2, 0.02))
+    assert worth.gain == pytest.approx(0.2, abs=0.03) and not worth.doubt
+    few = worth_of(disturbed.after(steps(15, count=2)), steps(10), predicted=(0.2, 0.02))
+    assert few.incomparable.startswith("in the 19 sampled steps compared a rank had its core for 59%")
+
+
 @pytest.mark.parametrize("count", [3, 4, 12])
 def test_the_interval_holds_the_true_difference_nine_times_of_ten_whatever_the_noise(count: int) -> None:
     """Heavy tails, as where other work takes the core for a while."""
@@ -66,8 +74,8 @@ def test_the_interval_holds_the_true_difference_nine_times_of_ten_whatever_the_n
 
 
 def test_timed_steps_are_added_up_and_come_back_from_a_checkpoint() -> None:
-    one = TimedSteps((1.0, 2.0), 10.0, 3.0, 0.9, (1.0,))
-    both = TimedSteps((3.0, 4.0), 20.0, 5.0, 1.0, (2.0,)).after(one)
-    assert both == TimedSteps((1.0, 2.0, 3.0, 4.0), 15.0, 4.0, 0.95, (2.0,))
+    one = TimedSteps((1.0, 2.0), 10.0, 3.0, (0.8, 0.9), (1.0,))
+    both = TimedSteps((3.0, 4.0), 20.0, 5.0, (1.0, 0.7), (2.0,)).after(one)
+    assert both == TimedSteps((1.0, 2.0, 3.0, 4.0), 15.0, 4.0, (0.8, 0.9, 1.0, 0.7), (2.0,))
     assert TimedSteps.from_json(json.loads(json.dumps(both.to_json()))) == both
     assert len(steps(1, count=150).after(steps(1, count=150)).cost_ms) == 200

@@ -40,8 +40,8 @@ class Interval:
     steps whose stages were timed, timed_SW4: each of them, in ms. remaining_steps: that are to come. changed_steps:
     since the ranks' times changed, where they did so in mid-interval; moves_since: that were made since then;
     before_change: timed steps of the interval that ended by it, up to there, where this is the next one. early: it
-    ended before its time, to be decided on soon. core_share: the least part of the time for which a rank had its core;
-    None: not known. gather_seconds: for which training stood still until all this was known."""
+    ended before its time, to be decided on soon. cores_S: of each timed step the least part of the time for which a
+    rank had its core; () where not known. gather_seconds: for which training stood still until all this was known."""
 
     epoch: int
     step: int
@@ -54,7 +54,7 @@ class Interval:
     moves_since: int = 0
     before_change: TimedSteps | None = None
     early: bool = False
-    core_share: float | None = None
+    cores_S: tuple[float, ...] = ()
     gather_seconds: float = 0.0
 
     @property
@@ -70,7 +70,7 @@ class Interval:
             for table, stat in zip(self.profile.tables, self.profile.stats, strict=True)
         ]
         work_ms = float(stages_W4(self.profile.ranks)[:, COMPUTE].sum())
-        return TimedSteps(tuple(timed_S), self.step_ms, work_ms, self.core_share, tuple(lookups))
+        return TimedSteps(tuple(timed_S), self.step_ms, work_ms, self.cores_S, tuple(lookups))
 
     @property
     def planned_part(self) -> float:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +65,14 @@ class IntervalsRecord(TypedDict):
     world_size: NotRequired[Ranks]
     planner: NotRequired[dict[str, Any] | None]
     resharding: NotRequired[dict[str, Any] | None]
+
+
+class Timed(NamedTuple):
+    """Sampled steps: their planned stages in ms, and the least part of the time for which a rank had its core; no
+    cores_S where that is not measured."""
+
+    stages_SW4: np.ndarray
+    cores_S: tuple[float, ...]
 
 
 class Intervals:
@@ -167,16 +175,14 @@ class Intervals:
         """
         started, (samples, seconds) = time.perf_counter(), self._suspected
         since = self._samples - samples, self._seconds - seconds
-        record, profile, timed_SW4 = self._recorded(number, step)
-        if early and (timed := self._sampling.cut()) is not None:
+        record, profile, timed = self._recorded(number, step)
+        if early and (kept := self._sampling.cut()) is not None:
             throughput = sum(self._runtime.gather(samples / seconds if seconds > 0 else 0.0) or ())
             before = None
-            if record is not None and profile is not None and throughput > 0 and len(timed_SW4) > timed:
-                one = Interval(
-                    number, step, profile, throughput, 0, timed_SW4=timed_SW4[:-timed], core_share=record.core_share
-                )
-                before = one.timed
-            self._carried = Carried(timed, *since, before)
+            if profile is not None and throughput > 0 and len(timed.stages_SW4) > kept:
+                stages_SW4, cores_S = timed.stages_SW4[:-kept], timed.cores_S[:-kept]
+                before = Interval(number, step, profile, throughput, 0, timed_SW4=stages_SW4, cores_S=cores_S).timed
+            self._carried = Carried(kept, *since, before)
             return record, None
         if not early:
             self._sampling.ended(step - self.first_step)
@@ -186,8 +192,8 @@ class Intervals:
             if record.throughput > 0:
                 changed_steps, moves_since = self._sampling.since_change(step)
                 interval = Interval(
-                    number, step, profile, record.throughput, remaining_steps, record.samples, timed_SW4,
-                    changed_steps, moves_since, self._before_change, early, record.core_share,
+                    number, step, profile, record.throughput, remaining_steps, record.samples, timed.stages_SW4,
+                    changed_steps, moves_since, self._before_change, early, timed.cores_S,
                     time.perf_counter() - started,
                 )  # fmt: skip
         if self.resharding is None or not (early or self.resharding.is_due(number)):
@@ -210,9 +216,9 @@ class Intervals:
         """Of training in this interval, so far."""
         return time.perf_counter() - self._started - self._paused
 
-    def _recorded(self, number: int, step: int) -> tuple[IntervalProfile | None, StepProfile | None, np.ndarray]:
-        """Each rank appends its own line; rank 0 the gathered one, and has a profile, and [S, W, 4] of each timed step,
-        where steps were sampled."""
+    def _recorded(self, number: int, step: int) -> tuple[IntervalProfile | None, StepProfile | None, Timed]:
+        """Each rank appends its own line; rank 0 the gathered one, and has a profile, and each timed step, where steps
+        were sampled."""
         runtime, embeddings, seconds = self._runtime, self._embeddings, self._seconds
         plan, tables, batch_size = embeddings.plan, embeddings.tables, self.batch_size
         own = [shard for shard in shard_tables(tables, plan) if plan.rank_of[shard.name] == runtime.rank]
@@ -232,8 +238,9 @@ class Intervals:
             peak_memory_bytes=peak_memory(embeddings.device),
         )
         append_jsonl(rank_file(self._run_dir, runtime.rank), mine.to_json())
-        gathered = runtime.gather((mine, self._observer.summary(), self._clock.timed_ms(PLANNED_STAGES)))
-        nothing = np.zeros((0, runtime.world_size, len(PLANNED_STAGES)))
+        timed = self._clock.timed_ms(PLANNED_STAGES), self._clock.cpu_shares
+        gathered = runtime.gather((mine, self._observer.summary(), timed))
+        nothing = Timed(np.zeros((0, runtime.world_size, len(PLANNED_STAGES))), ())
         if gathered is None:
             return None, None, nothing
         seen = {name: stat for _, observed, _ in gathered for name, stat in observed.items()}
@@ -255,7 +262,9 @@ class Intervals:
             dense_ms=dense if alone else None,
             core_shares=cores if alone and len(cores) == len(gathered) else None,
         )  # fmt: skip
-        return record, profile, np.array(list(zip(*(timed for *_, timed in gathered), strict=True)))
+        stages_SW4 = np.array(list(zip(*(stages for *_, (stages, _) in gathered), strict=True)))
+        cores_S = tuple(min(shares) for shares in zip(*(shares for *_, (_, shares) in gathered), strict=True))
+        return record, profile, Timed(stages_SW4, cores_S)
 
     def _shard_probe(self) -> RankProbe:
         """Of the tables as their data are now, which rank 0 knows; no exchange is measured with it."""

@@ -186,12 +186,15 @@ class StageClock:
         return ordered[cut : len(ordered) - cut]
 
     @property
+    def cpu_shares(self) -> list[float]:
+        """Of each sampled step, CPU time of the process, its data thread included, over wall time of the stages that
+        compute; at most 1. Less means that something else had the rank's core. [] on a GPU."""
+        return [min(1.0, share) for share in self._cpu_shares] if self._device.type == "cpu" else []
+
+    @property
     def cpu_share(self) -> float | None:
-        """CPU time of the process, its data thread included, over wall time of the stages that compute; at most 1.
-        Less means that something else had the rank's core. None on a GPU."""
-        if self._device.type != "cpu" or not self._cpu_shares:
-            return None
-        return min(1.0, statistics.median(self._cpu_shares))
+        """Their median."""
+        return statistics.median(self.cpu_shares) if self.cpu_shares else None
 
     def reset(self, keep: int = 0) -> None:
         """keep: the last so many sampled steps stay."""

@@ -186,11 +186,6 @@ class IntervalFacts:
         return max(self.step_ms_by_rank)
 
     @property
-    def core_share(self) -> float | None:
-        """The least part of the time for which a rank had its core; None where none was measured."""
-        return min((share for share in self.cpu_share if share is not None), default=None)
-
-    @property
     def mean_step_ms(self) -> float:
         """Over all steps, sampled or not, from the throughput. Sampled steps take longer: a barrier before every
         collective, and nothing overlaps."""

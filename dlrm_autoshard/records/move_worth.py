@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -34,14 +35,15 @@ class TimedSteps:
     """Sampled steps under one plan while nothing else changed.
 
     cost_ms: what each spent in the stages that placement decides, the slowest rank's. step_ms: mean of all steps,
-    sampled or not. work_ms: what all ranks together computed in a typical step. core_share: part of the time for which
-    the rank that had its core least had it; None: not known. lookups: values looked up for a sample, by table.
+    sampled or not. work_ms: what all ranks together computed in a typical step. cores: of each of cost_ms the
+    part of the time for which the rank that had its core least had it; () where that is not known. lookups: values
+    looked up for a sample, by table.
     """
 
     cost_ms: tuple[float, ...]
     step_ms: float
     work_ms: float
-    core_share: float | None = None
+    cores: tuple[float, ...] = ()
     lookups: tuple[float, ...] = ()
 
     def after(self, earlier: TimedSteps | None) -> TimedSteps:
@@ -49,15 +51,23 @@ class TimedSteps:
         if earlier is None:
             return self
         new = min(1.0, len(self.cost_ms) / min(MOST_STEPS, len(self.cost_ms) + len(earlier.cost_ms)))
-        shares = self.core_share, earlier.core_share
-        known = None not in shares
+        known = self.cores and earlier.cores
         return TimedSteps(
             (earlier.cost_ms + self.cost_ms)[-MOST_STEPS:],
             new * self.step_ms + (1 - new) * earlier.step_ms,
             new * self.work_ms + (1 - new) * earlier.work_ms,
-            new * (shares[0] or 0.0) + (1 - new) * (shares[1] or 0.0) if known else None,
+            (earlier.cores + self.cores)[-MOST_STEPS:] if known else (),
             self.lookups,
         )
+
+    @property
+    def undisturbed(self) -> TimedSteps:
+        """Those steps in which every rank had its core, where there are enough of them to compare; else all."""
+        kept = [step for step, core in enumerate(self.cores) if core >= STARVED_BELOW]
+        if len(kept) < LEAST_STEPS:
+            return self
+        cost_ms, cores = (tuple(values[step] for step in kept) for values in (self.cost_ms, self.cores))
+        return replace(self, cost_ms=cost_ms, cores=cores)
 
     def alike(self, other: TimedSteps) -> bool:
         """Whether both looked up about as much in each table, and ranks took about as long for it in all."""
@@ -113,6 +123,7 @@ def worth_of(
     changes, a part of the step. instead: what the old plan costs now as a multiple of what the new one does, and the
     standard deviation of that, where the data or the ranks are not as they were before.
     """
+    before, after = before.undisturbed, after.undisturbed
     after_ms = np.array(after.cost_ms)
     if instead is None:
         saved_ms, low_ms, high_ms = shift(np.array(before.cost_ms), after_ms)
@@ -136,10 +147,10 @@ def _incomparable(before: TimedSteps, after: TimedSteps) -> str:
     counts = len(before.cost_ms), len(after.cost_ms)
     if min(counts) < LEAST_STEPS:
         return f"too few steps were sampled to tell: {counts[0]} before it and {counts[1]} after"
-    shares = [steps.core_share for steps in (before, after) if steps.core_share is not None]
-    if shares and min(shares) < STARVED_BELOW:
+    share = min((fmean(steps.cores) for steps in (before, after) if steps.cores), default=1.0)
+    if share < STARVED_BELOW:
         steps = count(sum(counts), "sampled step")
-        return f"in the {steps} compared a rank had its core for {min(shares):.0%} of the time"
+        return f"in the {steps} compared a rank had its core for {share:.0%} of the time"
     return ""
 
 
