@@ -201,7 +201,7 @@ class Controller:
             scatter=self.trigger.gain_scatter,
             instead=instead,
         )
-        saved_ms = worth.saved_ms(after.step_ms)
+        saved_ms = worth.saved_ms(interval.step_ms)
         pays_back = not worth.doubt and saved_ms > 0
         move = replace(
             move,
@@ -212,7 +212,7 @@ class Controller:
             paid_back_after_steps=round(1000 * move.move_seconds / saved_ms) if pays_back else None,
         )
         self._written(move)
-        back = replace(back, gain=-saved_ms / after.step_ms, uncertainty=worth.uncertainty)
+        back = replace(back, gain=-saved_ms / interval.step_ms, uncertainty=worth.uncertainty)
         mistake = instead is None and not worth.incomparable and self.chooser.pays(back, interval)
         may_be = task.splits_enough(old_plan) and task.allows(old_plan)
         if not (mistake and self.config.reshard.rollback and may_be):

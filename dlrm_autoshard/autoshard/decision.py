@@ -37,8 +37,9 @@ Action = Literal["kept", "moved", "rolled_back", "refused"]
 @dataclass(frozen=True)
 class Interval:
     """What was measured over an interval that ends after `step`; throughput over all ranks, in examples/s. samples:
-    steps whose stages were timed, timed_SW4: each of them, in ms. remaining_steps: that are to come. changed_steps:
-    since the ranks' times changed, where they did so in mid-interval; moves_since: that were made since then;
+    steps whose stages were timed, timed_SW4: each of them, in ms; sampled_ms: the whole of such a step, 0 where not
+    known: with barriers and nothing overlapped it is longer than others. remaining_steps: that are to come.
+    changed_steps: since the ranks' times changed, where they did so in mid-interval; moves_since: that were made since then;
     before_change: timed steps of the interval that ended by it, up to there, where this is the next one. early: it
     ended before its time, to be decided on soon. cores_S: of each timed step the least part of the time for which a
     rank had its core; () where not known. gather_seconds: for which training stood still until all this was known."""
@@ -55,6 +56,7 @@ class Interval:
     before_change: TimedSteps | None = None
     early: bool = False
     cores_S: tuple[float, ...] = ()
+    sampled_ms: float = 0.0
     gather_seconds: float = 0.0
 
     @property
@@ -70,7 +72,8 @@ class Interval:
             for table, stat in zip(self.profile.tables, self.profile.stats, strict=True)
         ]
         work_ms = float(stages_W4(self.profile.ranks)[:, COMPUTE].sum())
-        return TimedSteps(tuple(timed_S), self.step_ms, work_ms, self.cores_S, tuple(lookups))
+        step_ms = self.sampled_ms or self.step_ms
+        return TimedSteps(tuple(timed_S), step_ms, work_ms, self.cores_S, tuple(lookups))
 
     @property
     def planned_part(self) -> float:

@@ -181,7 +181,10 @@ class Intervals:
             before = None
             if profile is not None and throughput > 0 and len(timed.stages_SW4) > kept:
                 stages_SW4, cores_S = timed.stages_SW4[:-kept], timed.cores_S[:-kept]
-                before = Interval(number, step, profile, throughput, 0, timed_SW4=stages_SW4, cores_S=cores_S).timed
+                sampled_ms = self._clock.step_ms
+                before = Interval(
+                    number, step, profile, throughput, 0, timed_SW4=stages_SW4, cores_S=cores_S, sampled_ms=sampled_ms
+                ).timed
             self._carried = Carried(kept, *since, before)
             return record, None
         if not early:
@@ -193,7 +196,7 @@ class Intervals:
                 changed_steps, moves_since = self._sampling.since_change(step)
                 interval = Interval(
                     number, step, profile, record.throughput, remaining_steps, record.samples, timed.stages_SW4,
-                    changed_steps, moves_since, self._before_change, early, timed.cores_S,
+                    changed_steps, moves_since, self._before_change, early, timed.cores_S, record.step_ms,
                     time.perf_counter() - started,
                 )  # fmt: skip
         if self.resharding is None or not (early or self.resharding.is_due(number)):

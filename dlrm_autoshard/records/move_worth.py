@@ -34,8 +34,8 @@ the same: with both of two ranks at work it was 0.1 more than with one of them, 
 class TimedSteps:
     """Sampled steps under one plan while nothing else changed.
 
-    cost_ms: what each spent in the stages that placement decides, the slowest rank's. step_ms: mean of all steps,
-    sampled or not. work_ms: what all ranks together computed in a typical step. cores: of each of cost_ms the
+    cost_ms: what each spent in the stages that placement decides, the slowest rank's. step_ms: the whole of
+    such a step. work_ms: what all ranks together computed in a typical step. cores: of each of cost_ms the
     part of the time for which the rank that had its core least had it; () where that is not known. lookups: values
     looked up for a sample, by table.
     """
@@ -101,7 +101,7 @@ class Worth:
         return self.incomparable or self.disagrees
 
     def saved_ms(self, step_ms: float) -> float:
-        """Returns what each step saves. step_ms: of a step under the new plan."""
+        """Returns what a step saves that takes so long under the new plan."""
         return step_ms * self.gain / (1 - self.gain)
 
     @property
