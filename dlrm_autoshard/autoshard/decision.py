@@ -39,10 +39,11 @@ class Interval:
     """What was measured over an interval that ends after `step`; throughput over all ranks, in examples/s. samples:
     steps whose stages were timed, timed_SW4: each of them, in ms; sampled_ms: the whole of such a step, 0 where not
     known: with barriers and nothing overlapped it is longer than others. remaining_steps: that are to come.
-    changed_steps: since the ranks' times changed, where they did so in mid-interval; moves_since: that were made since then;
-    before_change: timed steps of the interval that ended by it, up to there, where this is the next one. early: it
-    ended before its time, to be decided on soon. cores_S: of each timed step the least part of the time for which a
-    rank had its core; () where not known. gather_seconds: for which training stood still until all this was known."""
+    changed_steps: since the ranks' times changed, where they did so in mid-interval; moves_since: that were made
+    since then; before_change: timed steps of the interval that ended by it, up to there, where this is the next
+    one. early: it ended before its time, to be decided on soon. cores_S: of each timed step the least part of the
+    time for which a rank had its core; () where not known. gather_seconds: for which training stood still until all
+    this was known."""
 
     epoch: int
     step: int
