@@ -1,10 +1,13 @@
 """What can have happened to a file: flipped bytes, lost ends, other values, keys twice, too deep, too large, not text.
 
 mutated(content, is_json=True, draw=random.Random(7))        # other bytes, the same for the same seed
+retyped(content, random.Random(7))                           # a parquet file with other types of columns
 """
 
 from __future__ import annotations
 
+import ast
+import io
 import json
 import random
 from collections.abc import Callable
@@ -25,9 +28,96 @@ ODD_TEXT = [
 def mutated(content: bytes, draw: random.Random, is_json: bool = False) -> bytes:
     """One to three changes."""
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
-        change = _other_json if is_json and draw.random() < 0.7 else draw.choice(_BYTES)
+        likely = _other_json if is_json else _other_npy_header if content.startswith(_NPY) else None
+        change = likely if likely is not None and draw.random() < 0.7 else draw.choice(_BYTES)
         content = change(content, draw)
     return content
+
+
+_NPY = b"\x93NUMPY\x01\x00"
+_LENGTHS: list[Any] = [0, 1, 13, 26, 2**31, 2**62, 2**63, 2**70, -1, True, 1.0, None, "1"]
+_DTYPES: list[Any] = [
+    "<i4", ">i8", "<u8", "<f2", "<f8", "<f16", "|b1", "|S0", "|S4", "<U0", "<m8[s]", "<M8[D]", "<c8", "|O", "|V3",
+    [("a", "<i4")], [], "", "junk", 4,
+]  # fmt: skip
+
+
+def _other_npy_header(content: bytes, draw: random.Random) -> bytes:
+    """Bytes of which the header says something else."""
+    end = len(_NPY) + 2 + int.from_bytes(content[len(_NPY) : len(_NPY) + 2], "little")
+    try:
+        about = ast.literal_eval(content[len(_NPY) + 2 : end].decode())
+        shape = list(about["shape"])
+    except (ValueError, SyntaxError, KeyError, TypeError, UnicodeDecodeError):
+        return draw.choice(_BYTES)(content, draw)
+    what = draw.random()
+    if what < 0.4:
+        about["descr"] = draw.choice(_DTYPES)
+    elif what < 0.6 and shape:
+        shape[draw.randrange(len(shape))] = draw.choice(_LENGTHS)
+    elif what < 0.8:
+        shape = [draw.choice(_LENGTHS) for _ in range(draw.randrange(4))]
+    else:
+        about["fortran_order"] = draw.choice((True, 1, None))
+    text = repr({**about, "shape": tuple(shape)}).encode() + b"\n"
+    return _NPY + len(text).to_bytes(2, "little") + text + content[end:]
+
+
+def retyped(content: bytes, draw: random.Random, is_json: bool = False) -> bytes:
+    """One or two of a parquet file's columns of another type, with odd values, without any, twice, or gone."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(pa.BufferReader(content))
+    for _ in range(draw.choice((1, 1, 2))):
+        place = draw.randrange(table.num_columns)
+        name, what = table.column_names[place], draw.random()
+        if what < 0.05 and table.num_columns > 1:
+            table = table.remove_column(place)
+        elif what < 0.1:
+            table = table.append_column(name, table.column(place))
+        else:
+            table = table.set_column(place, name, _odd_column(table.num_rows, draw))
+    out = io.BytesIO()
+    pq.write_table(table, out, row_group_size=draw.choice((7, 20, 60)))
+    return out.getvalue()
+
+
+def _odd_column(rows: int, draw: random.Random) -> Any:
+    """Of a drawn type; most values are plain, so that some files are of use."""
+    import pyarrow as pa
+
+    whole = [draw.choice((0, 1, 1, 0, 3)) for _ in range(rows)]
+    if draw.random() < 0.3:
+        whole[draw.randrange(rows)] = draw.choice((-1, 100, 2**63 - 1, -(2**63)))
+    some = [None if draw.random() < 0.1 else value for value in whole]
+    texts = [None if value is None else draw.choice((str(value), "x", "\U0001f600")) for value in some]
+    reals = [draw.choice((0.0, 1.0, 1.0, float(value))) for value in whole]
+    if draw.random() < 0.3:
+        reals[draw.randrange(rows)] = draw.choice((float("nan"), float("inf"), 0.5, -1.0, 1e300))
+    small = [None if value is None else value % 2 for value in some]
+    lists = [None if value is None else [value] * draw.randrange(3) for value in some]
+    of_text = [None if word is None else [word] * draw.randrange(3) for word in texts]
+    makers: list[Callable[[], Any]] = [
+        lambda: pa.array(some, pa.int64()), lambda: pa.array(small, pa.int8()), lambda: pa.array(small, pa.uint64()),
+        lambda: pa.array([2**64 - 1 - (value or 0) for value in small], pa.uint64()), lambda: pa.nulls(rows),
+        lambda: pa.array(reals), lambda: pa.array(reals, pa.float32()), lambda: pa.array([bool(s) for s in small]),
+        lambda: pa.array(small, pa.decimal128(20, 2)), lambda: pa.array(small, pa.decimal256(60, 0)),
+        lambda: pa.array(texts), lambda: pa.array(texts, pa.large_string()), lambda: pa.array(texts, pa.binary()),
+        lambda: pa.array(texts).dictionary_encode(), lambda: pa.array(some).dictionary_encode(),
+        lambda: pa.array(lists, pa.list_(pa.int64())), lambda: pa.array(lists, pa.large_list(pa.int64())),
+        lambda: pa.array([[value, value] for value in some], pa.list_(pa.int64(), 2)), lambda: pa.array([[]] * rows),
+        lambda: pa.array([[value] for value in reals]), lambda: pa.array(of_text, pa.list_(pa.string())),
+        lambda: pa.array([[[1]]] * rows), lambda: pa.array([{"a": 1}] * rows), lambda: pa.array([[("a", 1)]] * rows),
+        lambda: pa.array(small, pa.int32()).cast(pa.date32()), lambda: pa.array(some, pa.timestamp("us")),
+        lambda: pa.array(some, pa.duration("us")), lambda: pa.array([b"ab"] * rows, pa.binary(2)),
+        lambda: pa.array(texts, pa.string_view()), lambda: pa.array(lists, pa.list_view(pa.int64())),
+        lambda: pa.array(reals, pa.float32()).cast(pa.float16()),
+    ]  # fmt: skip
+    try:
+        return draw.choice(makers)()
+    except (pa.ArrowException, OverflowError, AttributeError):  # of values beyond the type, or an older pyarrow
+        return pa.array(whole)
 
 
 def _other_json(content: bytes, draw: random.Random) -> bytes:

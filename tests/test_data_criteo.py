@@ -260,3 +260,98 @@ def test_an_empty_folder_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["data", "criteo-sample", "--out", str(tmp_path / "made"), "--rows", "40"]) == 0
     assert "made-up" in capsys.readouterr().out
     assert source_in(tmp_path / "made").num_samples("train") == 40
+
+
+def with_header(path: Path, **about: object) -> None:
+    """The file with an npy header that says something else of its bytes."""
+    array = np.load(path)
+    text = repr({"descr": array.dtype.str, "fortran_order": False, "shape": array.shape, **about}).encode()
+    text = text.ljust(-(-(len(text) + 11) // 64) * 64 - 11) + b"\n"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + array.tobytes())
+
+
+@pytest.mark.parametrize("part", ["dense", "sparse", "labels"])
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"shape": ()},
+        {"shape": (True, 13)},
+        {"shape": (2**62, 2**40)},
+        {"shape": (2**63, 0)},
+        {"shape": (-1, 13)},
+        {"descr": "|S0"},
+        {"descr": "<m8[s]"},
+        {"descr": "<M8[s]"},
+        {"descr": "<c8"},
+        {"descr": "|O"},
+        {"descr": [("a", "<i4"), ("b", "<i4")]},
+        {"descr": "<U4"},
+        {"descr": "|V4"},
+    ],
+)
+def test_headers_that_say_what_cannot_be_are_named(
+    part: str, about: dict[str, object], folder: Path, tmp_path: Path
+) -> None:
+    for path in folder.glob("day_0_*.npy"):
+        np.save(tmp_path / path.name, np.load(path))
+    with_header(tmp_path / f"day_0_{part}.npy", **about)
+    with pytest.raises(DataError, match=rf"day_0_{part}\.npy'"):
+        source_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        *(("dense", kind) for kind in ("<f2", "<f8", "<f16")),
+        *(("labels", kind) for kind in ("|b1", ">f4", "<u8")),
+        *(("sparse", kind) for kind in (">i4", "<u2")),
+    ],
+)
+def test_numbers_of_any_width_are_numbers(part: str, kind: str, folder: Path, tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    made = {"dense": draw.integers(0, 9, (20, 13)), "sparse": draw.integers(0, 9, (20, 26)),
+            "labels": draw.integers(0, 2, (20, 1))}  # fmt: skip
+    for name, array in made.items():
+        np.save(tmp_path / f"day_0_{name}.npy", array.astype(kind if name == part else "<i4"))
+    batch = source_in(tmp_path).read("train", 0, 0, 10)
+    assert batch.dense_BF.tolist() == made["dense"][:10].tolist()
+    assert batch.labels_B.tolist() == made["labels"][:10, 0].tolist()
+    assert by_table(batch) == made["sparse"][:10].T.tolist()
+
+
+def test_ids_of_63_bits_and_more_are_what_on_bad_id_says(folder: Path, tmp_path: Path) -> None:
+    for name, columns in (("dense", 13), ("labels", 1)):
+        np.save(tmp_path / f"day_0_{name}.npy", np.zeros((20, columns), np.int32))
+    ids = np.zeros((20, 26), np.uint64)
+    ids[3, 5] = 2**64 - 9
+    np.save(tmp_path / "day_0_sparse.npy", ids)
+    (tmp_path / "tables.json").write_text('{"num_embeddings": [' + ", ".join(["7"] * 26) + "]}")
+    with pytest.raises(DataError, match=r"row 3 \(from 0\) of '.*day_0_\*' has in table 't_cat_5' id 184467.*607, but"):
+        source_in(tmp_path).read("train", 0, 0, 8)
+    for remedy, row in (("clip", 6), ("hash", (2**64 - 9) % 7)):
+        with Loader(source_in(tmp_path, on_bad_id=remedy), "train", 0, 8, 0, 1, on_bad_id=remedy) as loader:  # type: ignore[arg-type]
+            assert by_table(next(iter(loader)))[5][3] == row
+
+
+def test_multi_hot_of_no_id_a_sample_is_empty_bags(folder: Path, tmp_path: Path) -> None:
+    for path in folder.glob("day_0_*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    bags = dict(np.load(tmp_path / "day_0_sparse_multi_hot.npz"))
+    np.savez(tmp_path / "day_0_sparse_multi_hot.npz", allow_pickle=False, **{**bags, "4": bags["4"][:, :0]})
+    batch = source_in(tmp_path, multi_hot=True).read("train", 0, 0, 8)
+    assert batch.lengths_TB[4].tolist() == [0] * 8 and by_table(batch)[4] == []
+
+
+@pytest.mark.parametrize("name", ["\u00b2", "07", "\u0663", "x", "-1", "", "9" * 80])
+def test_days_are_named_by_their_number_alone(name: str, folder: Path, tmp_path: Path) -> None:
+    for path in folder.glob("day_0_*.npy"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+        (tmp_path / path.name.replace("_0_", f"_{name}_")).write_bytes(path.read_bytes())
+    with pytest.raises(DataError, match=rf"day_{name}_labels\.npy' has no number of a day in its name"):
+        source_in(tmp_path)
+
+
+def test_a_day_that_is_named_twice_is_refused(folder: Path) -> None:
+    for key in ("train_days", "test_days"):
+        with pytest.raises(DataError, match=rf"data\.{key} has day 1 twice"):
+            source_in(folder, **{key: [1, 1]})

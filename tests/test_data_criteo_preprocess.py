@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from dlrm_autoshard.benchmarks.criteo_text import write_sample_text
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.data.batch import DataError
-from dlrm_autoshard.data.sources.criteo.preprocess import Contiguous, Modulo, preprocess
+from dlrm_autoshard.data.sources.criteo.preprocess import Contiguous, Modulo, encoding_of, preprocess
 from dlrm_autoshard.data.sources.criteo.sample import write_sample_layout
 from dlrm_autoshard.data.sources.criteo.text import read_blocks
 from dlrm_autoshard.data.sources.criteo.vocabulary import FrequencyCounter
+from dlrm_autoshard.errors import UserError
 
 Line = tuple[int, list["int | None"], list["str | None"]]
 
@@ -91,6 +92,41 @@ def test_a_first_line_with_a_label_is_a_sample(tmp_path: Path, label: str) -> No
     assert next(read_blocks(path)).labels_B.tolist() == [1, 0]
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))],
+        ["click", *(f"int_{i}" for i in range(13)), *(f"cat_{i}" for i in range(26))],
+        [f"_c{i}" for i in range(40)],
+    ],
+)
+def test_columns_are_read_by_the_headers_names(names: list[str], tmp_path: Path) -> None:
+    values = dict(zip(names, ["1", *map(str, range(1, 14)), *(f"{i:08x}" for i in range(26))], strict=True))
+    order = np.random.default_rng(0).permutation(names).tolist()
+    path = tmp_path / "log.csv"
+    path.write_text("\r\n".join(",".join(line) for line in ([f'"{n}"' for n in order], [values[n] for n in order])))
+    block = next(read_blocks(path))
+    assert (block.labels_B.tolist(), block.integers_BF.tolist()) == ([1], [[*range(1, 14)]])
+    assert block.categories_BT.tolist() == [[*range(26)]]
+    broken = {**values, names[20]: "zz"}
+    path.write_text("\n".join(",".join(line) for line in (order, [broken[n] for n in order])))
+    with pytest.raises(DataError, match=f"line 2 column {order.index(names[20]) + 1} is 'zz'"):
+        next(read_blocks(path))
+
+
+def test_rows_of_a_modulo_fit_the_files(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(good_line(first_category="ffffffff"))
+    preprocess([tmp_path / "log"], tmp_path / "npy", Modulo(2**31))
+    assert np.load(tmp_path / "npy" / "day_0_sparse.npy")[0, 0] == 2**31 - 1
+    with pytest.raises(DataError, match=r"1,099,511,627,776 rows do not fit .* at most 2,147,483,648"):
+        Modulo(2**40)
+    record = json.loads((tmp_path / "npy" / "tables.json").read_text())
+    record["encoding"]["rows"] = 2**40
+    (tmp_path / "npy" / "tables.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"tables\.json': 'encoding.rows' is 1099511627776; it must be at most"):
+        encoding_of(tmp_path / "npy")
+
+
 def test_integers_written_as_floats_are_integers(tmp_path: Path) -> None:
     path = tmp_path / "pandas.csv"
     path.write_text(",".join(["1", "3.0", "-1.0", *[""] * 11, *["ff"] * 26]) + "\n")
@@ -126,7 +162,16 @@ def test_integers_written_as_floats_are_integers(tmp_path: Path) -> None:
         (bytes(200_000), "is no click log"),
         (gzip.compress(good_line().encode() * 5000)[:300], "truncated gzip file: reading stopped near byte"),
         (b"\x1f\x8b" + bytes(100), "damaged or truncated gzip file"),
-        (b"\t".join([b"label"] * 40) + b"\n", "a header and no lines"),
+        (b"\t".join([b"label", *(b"c%d" % i for i in range(39))]) + b"\n", "a header and no lines"),
+        (b"\t".join([b"label"] * 40) + b"\n", "line 1 names columns 'label'"),
+        (
+            b",".join([b"label", *(b"I%d" % i for i in range(13)), *(b"C%d" % i for i in range(1, 26)), b"C25"]),
+            "must name",
+        ),
+        (
+            b",".join([b"label", *(b"i%d" % i for i in range(13)), *(b"c%d" % i for i in range(25)), b"c40"]),
+            "must name",
+        ),
     ],
 )
 def test_files_that_cannot_be_used_are_named_and_leave_nothing(tmp_path: Path, text: bytes, message: str) -> None:

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from dlrm_autoshard.commands.table_pools import pool_of_files
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import DlrmDatasetsData
 from dlrm_autoshard.data.batch import Batch, DataError, DataSource
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.data.open import open_source
+from dlrm_autoshard.data.statistics import measure_stats
+from dlrm_autoshard.errors import UserError
 
 TABLES, SAMPLES = 5, 60
 
@@ -135,3 +138,39 @@ def test_contents_that_disagree_are_named(tmp_path: Path) -> None:
         source_of(tmp_path / "a.pt", tables=[5])
     with pytest.raises(DataError, match="different numbers of tables"):
         source_of(tmp_path / "a.pt", saved(tmp_path / "c.pt", made_up(0)[:3]))
+
+
+def test_files_without_ids_or_tables_and_files_twice_are_named(tmp_path: Path) -> None:
+    whole = saved(tmp_path / "whole.pt", made_up(0))
+    indices, offsets, lengths = torch.load(whole)
+    for name, content in (
+        ("indices", (indices.bfloat16(), offsets, lengths)),
+        ("lengths", (indices, offsets, lengths.to(torch.int16))),
+        ("offsets", (indices, offsets.double(), lengths)),
+        ("indices", (indices.to_sparse(), offsets, lengths)),
+    ):
+        torch.save(content, tmp_path / "odd.pt")
+        with pytest.raises(DataError, match=rf"odd\.pt' holds {name} as .*; they must be int32 or int64"):
+            source_of(tmp_path / "odd.pt")
+    for shape in ((0, 60), (5, 0), (0, 0)):
+        torch.save((indices[:0], offsets[:1], torch.zeros(shape, dtype=torch.int64)), tmp_path / "odd.pt")
+        with pytest.raises(DataError, match=rf"odd\.pt' holds lengths of {shape[0]} tables and {shape[1]} samples"):
+            source_of(tmp_path / "odd.pt")
+    with pytest.raises(DataError, match=r"data\.tables is empty"):
+        source_of(whole, tables=[])
+    (tmp_path / "link.pt").symlink_to(whole)
+    with pytest.raises(DataError, match=r"data\.files names '.*link\.pt' twice"):
+        source_of(whole, tmp_path / "link.pt")
+    other = saved(tmp_path / "narrow.pt", made_up(1))
+    torch.save(tuple(tensor.int() for tensor in torch.load(other)), other)
+    assert source_of(whole, other).read("train", 0, 50, 70).values_N.dtype == torch.int64
+
+
+def test_ids_below_0_are_named_before_they_are_counted(tmp_path: Path) -> None:
+    bags = made_up(0)
+    bags[1][7] = [5, -3]
+    source = source_of(saved(tmp_path / "a.pt", bags))
+    with pytest.raises(DataError, match=r"table 't_1' has \d+ rows .* sample 7 .* has id -3"):
+        measure_stats(source, 54, 1)
+    with pytest.raises(UserError, match=r"table 't_1' of '.*a\.pt' has id -3; ids are 0 or more"):
+        pool_of_files([str(tmp_path / "a.pt")], TablesConfig(), None, quiet=True)

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import ParquetData
 from dlrm_autoshard.data.batch import Batch, DataError
@@ -148,6 +150,22 @@ def test_what_the_first_files_had_is_recorded_and_held_against_later_ones(tmp_pa
     later = numbers.model_copy(update={"test": [str(words)]})
     with pytest.raises(DataError, match=r"words\.parquet': column 'user' holds string, and its ids are rows as they"):
         open_source(later, TablesConfig(), labelled=False, splits=["test"])
+
+
+def test_a_run_goes_on_with_the_rows_that_it_was_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {"source": "parquet", "train": ["a.parquet"], "labels": {"click": 1}}
+    config = {"data": {**files, "tables": [{"column": "user", "num_embeddings": 9}]}, "train": {"batch_size": 2}}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({**config, "profile": {"enabled": False}}))
+    written(tmp_path / "a.parquet", pa.array([1, 2, 3, 4]))
+    assert main(["train", "job.yaml", "--ranks=1", "run.name=job", "train.max_steps=1"]) == 0
+    assert yaml.safe_load((tmp_path / "runs/job/config.yaml").read_text())["data"]["tables"][0]["hash"] is False
+    written(tmp_path / "a.parquet", pa.array(["1", "2", "3", "4"]))
+    assert main(["train", "job.yaml", "--ranks=1", "--resume=runs/job"]) == 2
+    said = capfd.readouterr()
+    assert "'a.parquet': column 'user' holds string, and its ids are rows as they are" in said.err + said.out
 
 
 @pytest.mark.parametrize("nothing", [pa.nulls(3), pa.array([[]] * 3), pa.nulls(3, pa.int64())])

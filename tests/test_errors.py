@@ -27,6 +27,14 @@ def test_files_and_full_disks_are_peoples_the_rest_is_ours(tmp_path: Path) -> No
         assert in_a_sentence(bug) is None
 
 
+@pytest.mark.parametrize("value", ["x" * 10**7, "a b " * 10**6, "\x1b" * 10**6, "\U000e0001 " * 10**5, "/" + "y" * 399])
+def test_a_sentence_is_as_long_as_people_read_whatever_it_quotes(value: str) -> None:
+    said = in_a_sentence(UserError(f"line 7 of 'day_0.csv' has {value}, which is no number. Leave it out."))
+    assert said is not None and len(said) <= 4000
+    assert said.startswith("line 7 of 'day_0.csv' has ") and said.endswith("which is no number. Leave it out.")
+    assert (value in said) == (len(value) <= 400)
+
+
 def test_every_error_of_ours_that_is_a_value_error_is_for_people() -> None:
     found = []
     for module in pkgutil.walk_packages(dlrm_autoshard.__path__, "dlrm_autoshard."):

@@ -108,6 +108,20 @@ def test_a_module_that_imports_what_is_not_there_is_not_called_missing(
         plug_in.load("no_such_service_tracker:Tracker", "callbacks")
 
 
+def test_custom_tables_and_labels_have_names_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "twice.py").write_text(
+        "from tests.scripted_source import Scripted\n"
+        "def make(tables, what):\n"
+        "    source = Scripted()\n"
+        "    setattr(source, what, {'tables': (source.tables[1],) * 2, 'label_names': ('a', 'a')}[what])\n"
+        "    return source\n"
+    )
+    for what, name in (("tables", "user"), ("label_names", "a")):
+        data = CustomData(source="custom", factory=f"{tmp_path}/twice.py:make", options={"what": what})
+        with pytest.raises(DataError, match=rf"data\.factory: {what} of '.*' have '{name}' more than once"):
+            open_source(data, TablesConfig())
+
+
 def test_what_custom_data_gets_wrong_is_said_before_training(tmp_path: Path) -> None:
     readme_example(tmp_path)
     place, tables = f"{tmp_path / 'clicks.py'}:Clicks", TablesConfig()

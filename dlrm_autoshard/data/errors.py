@@ -9,7 +9,7 @@ class DataError(UserError):
     """Input that cannot be used: the message names the file or table, the place in it, and what to try."""
 
 
-class BadValue(ValueError):
+class BadValue(Exception):
     """A value of an array that cannot be meant: its place there, and what is wrong, as the end of a sentence. Whoever
     knows where the array is from makes a DataError of it."""
 

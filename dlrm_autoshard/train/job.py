@@ -35,7 +35,13 @@ from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
 from dlrm_autoshard.train.checkpoints.manifest import DamagedCheckpoint
 from dlrm_autoshard.train.random_state import seed_all
 from dlrm_autoshard.train.selection import Selection
-from dlrm_autoshard.train.start_checks import check_batch_norm, check_sizes, check_splits, free_and_sharers
+from dlrm_autoshard.train.start_checks import (
+    check_batch_norm,
+    check_position,
+    check_sizes,
+    check_splits,
+    free_and_sharers,
+)
 from dlrm_autoshard.train.state import Position, TrainingState, in_trained_order, plan_of
 
 
@@ -164,6 +170,7 @@ class Job:
             Selection(config.checkpoint.keep_best, config.train.early_stopping),
         )
         self.position = self._resume(fall_back)
+        check_position(self.position, self.source)
         samples = self.source.num_samples("train")
         check_batch_norm(model, samples, self.position.sample, self.global_batch, runtime.world_size)
         self.total_steps = self._count_steps(self.position)

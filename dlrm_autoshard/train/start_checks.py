@@ -32,6 +32,7 @@ from dlrm_autoshard.train.callbacks import check_callbacks
 from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder, run_and_checkpoint
 from dlrm_autoshard.train.run_directory import check_run_dir, run_to_continue
 from dlrm_autoshard.train.selection import Selection
+from dlrm_autoshard.train.state import Position
 
 T = TypeVar("T")
 
@@ -133,6 +134,17 @@ def check_batch_norm(model: nn.Module, samples: int, first: int, global_batch: i
                 f"batch of {last} on {world_size} rank(s)), of which it can make no statistics. Change "
                 "train.batch_size, or leave a sample out."
             )
+
+
+def check_position(position: Position, source: DataSource) -> None:
+    """UserError where training is to go on behind the end of its data."""
+    samples = source.num_samples("train")
+    if position.sample > samples:
+        raise UserError(
+            f"the checkpoint is at sample {position.sample:,} of epoch {position.epoch} (from 0), but there are only "
+            f"{samples:,} samples to train on: they have become fewer. Put the data back, or start a new run; a "
+            "checkpoint of an epoch's end can be continued with fewer, too (--resume RUN/checkpoints/step_...)."
+        )
 
 
 def free_and_sharers(runtime: Runtime) -> tuple[int, int]:

@@ -16,7 +16,8 @@ from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
-from dlrm_autoshard.config import Config
+from dlrm_autoshard.config import Config, ConfigError, load_config
+from dlrm_autoshard.config_data import ParquetData
 from dlrm_autoshard.formats.json_file import FormatError
 from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.formats.yaml_file import flat, read_yaml
@@ -32,6 +33,23 @@ def check_run(run: Path) -> None:
         raise RunDirectoryError(f"'{run}' is a file. Name a run's directory, such as {such_as}.")
     if not (run / CONFIG).exists():
         raise RunDirectoryError(f"'{run}' is no run directory: it has no {CONFIG}.")
+
+
+def as_started(run: Path, config: Config) -> Config:
+    """The config with what it leaves open of parquet columns (`hash`) as the run's last start found it: files that are
+    of other types since are held against that, and rows stay those that were trained."""
+    if not (isinstance(config.data, ParquetData) and (run / CONFIG).exists()):
+        return config
+    try:
+        before = load_config(run / CONFIG).data
+    except ConfigError:  # damaged since: nothing that this start needs
+        return config
+    known = {table.column: table.hash for table in before.tables} if isinstance(before, ParquetData) else {}
+    tables = [
+        table.model_copy(update={"hash": known.get(table.column)}) if table.hash is None else table
+        for table in config.data.tables
+    ]
+    return config.model_copy(update={"data": config.data.model_copy(update={"tables": tables})})
 
 
 def record_start(run: Path, config: Config, world_size: int) -> None:

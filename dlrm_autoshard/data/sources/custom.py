@@ -8,13 +8,14 @@ A few samples are read at once: what is wrong with them is said before anything 
 
 from __future__ import annotations
 
+from collections import Counter
 from numbers import Integral
 from typing import Any
 
 from dlrm_autoshard import plug_in
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import CustomData
-from dlrm_autoshard.data.batch import DataSource
+from dlrm_autoshard.data.batch import DataSource, label_names_of
 from dlrm_autoshard.data.errors import DataError
 from dlrm_autoshard.data.form_check import check_form
 
@@ -34,6 +35,12 @@ def open_custom(data: CustomData, tables: TablesConfig) -> DataSource:
 
 
 def _check(source: Any, factory: str) -> None:
+    for what, names in (("tables", [table.name for table in source.tables]), ("label_names", label_names_of(source))):
+        twice = next((name for name, times in Counter(names).items() if times > 1), None)
+        if twice is not None:
+            raise DataError(
+                f"data.factory: {what} of '{factory}' have '{twice}' more than once. Give each its own name."
+            )
     for split in ("train", "val", "test"):
         samples = source.num_samples(split)
         if not isinstance(samples, Integral) or samples < 0:

@@ -69,6 +69,14 @@ class DlrmDatasetsSource:
     def __init__(self, data: DlrmDatasetsData, tables: TablesConfig) -> None:
         if not data.files:
             raise DataError("data.files is empty; it needs at least one .pt or .pt.gz file.")
+        if data.tables == []:
+            raise DataError("data.tables is empty; leave it out for all tables of the files, or name some: [0, 1].")
+        real = [os.path.realpath(_plain_name(Path(name))) for name in data.files]
+        for number, name in enumerate(data.files):
+            if real[number] in real[:number]:
+                raise DataError(
+                    f"data.files names '{name}' twice: what is tested on would be trained on. Name it once."
+                )
         self._traces = [_open_trace(Path(name), data.tables) for name in data.files]
         counts = [len(trace.tables) for trace in self._traces]
         if len(set(counts)) > 1:
@@ -150,6 +158,12 @@ def _open_trace(path: Path, chosen: Sequence[int] | None) -> _Trace:
         content = _load_old_format(path, unpacked)
     if not (isinstance(content, tuple | list) and len(content) == 3 and all(map(torch.is_tensor, content))):
         raise DataError(f"'{path}' should hold the tensors (indices, offsets, lengths), but holds something else.")
+    for name, tensor in zip(("indices", "offsets", "lengths"), content, strict=True):
+        if tensor.dtype not in (torch.int32, torch.int64) or tensor.layout != torch.strided or tensor.is_meta:
+            raise DataError(
+                f"'{path}' holds {name} as {str(tensor.dtype).removeprefix('torch.')}; they must be int32 or int64, "
+                "and dense. Save them anew."
+            )
     indices, offsets, lengths = (tensor.numpy() for tensor in content)
     if lengths.ndim != 2 or offsets.shape != (lengths.size + 1,) or indices.ndim != 1:
         raise DataError(
@@ -157,6 +171,10 @@ def _open_trace(path: Path, chosen: Sequence[int] | None) -> _Trace:
             f"flat; they are {list(lengths.shape)}, {list(offsets.shape)} and {list(indices.shape)}."
         )
     num_tables, num_samples = lengths.shape
+    if not num_tables or not num_samples:
+        raise DataError(
+            f"'{path}' holds lengths of {num_tables} tables and {num_samples} samples: there is nothing in it."
+        )
     for table in range(num_tables):  # one at a time: all of a large file's differences are half a gigabyte
         wrong_B = np.diff(offsets[table * num_samples : (table + 1) * num_samples + 1]) != lengths[table]
         wrong_B |= lengths[table] < 0
@@ -186,7 +204,7 @@ def _load_old_format(path: Path, unpacked: Path) -> object:
 
 def _unpacked(path: Path) -> Path:
     """The .pt of a .pt.gz: complete or not there, as a kill leaves at most a .partial that is written anew."""
-    target = path.with_suffix("")
+    target = _plain_name(path)
     if target.exists():
         return target
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")  # each rank its own: the last rename wins
@@ -201,6 +219,11 @@ def _unpacked(path: Path) -> Path:
     finally:
         partial.unlink(missing_ok=True)
     return target
+
+
+def _plain_name(path: Path) -> Path:
+    """Where the file is unpacked: clicks.pt for clicks.pt.gz."""
+    return path.with_suffix("") if path.suffix == ".gz" else path
 
 
 def _rows_by_largest_id(traces: Sequence[_Trace]) -> list[int]:

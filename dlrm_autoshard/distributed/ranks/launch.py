@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from typing_extensions import ParamSpec
 
-from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.errors import UserError, readable
 from dlrm_autoshard.formats.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ def _end_children() -> None:
 
 def complain(message: str) -> None:
     """Says it once a machine, with the rank that says it, and leaves it to torchrun's closing summary too."""
+    message = readable(message)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None:
         print(message, file=sys.stderr, flush=True)

@@ -97,8 +97,11 @@ def _map_at(path: Path, shown: str, offset: int, end: int) -> NDArray[Any]:
         except (ValueError, KeyError, EOFError, SyntaxError, RecursionError, TokenError) as error:  # Python's text
             raise DataError(f"'{shown}' is no npy file: its header, at byte {offset}, cannot be read.") from error
         start = file.tell()
+    whole = all(type(length) is int and length >= 0 for length in shape)  # True is an int to Python
+    if dtype.kind not in "biuf" or not shape or not whole or math.prod(n or 1 for n in shape) * dtype.itemsize >= 2**63:
+        raise DataError(f"'{shown}' holds {dtype} {shape}; it must hold rows of numbers. Make it again.")
     wanted = math.prod(shape) * dtype.itemsize
-    if dtype.hasobject or min(shape, default=0) < 0 or end - start < wanted:
+    if end - start < wanted:
         raise DataError(
             f"'{shown}' is truncated: an array of {shape} {dtype} needs {wanted} bytes from byte {start}, but only "
             f"{max(0, end - start)} are there. Make it again."

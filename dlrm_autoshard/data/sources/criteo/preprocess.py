@@ -9,10 +9,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.data.errors import DataError
@@ -27,6 +28,7 @@ TABLES_FILE = "tables.json"
 CATEGORIES_FILE = "categories.npz"
 ROWS_AT_A_TIME = 1 << 14
 """Of the second pass, the one over the ids."""
+_MOST_ROWS = 2**31
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done and how much there is (in bytes or rows)."""
 
@@ -34,7 +36,7 @@ Progress = Callable[[str, int, int], None]
 class _Encoding(TypedDict):
     name: str
     min_frequency: NotRequired[Positive]
-    rows: NotRequired[Positive]
+    rows: NotRequired[Annotated[int, Field(gt=0, le=_MOST_ROWS)]]
 
 
 class _Recorded(TypedDict):
@@ -56,6 +58,12 @@ class Modulo:
     """Row = category modulo `rows`: no counting, so memory does not grow with the number of categories."""
 
     rows: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rows <= _MOST_ROWS:
+            raise DataError(
+                f"ids of {self.rows:,} rows do not fit the files' int32; at most {_MOST_ROWS:,} do. Take fewer rows."
+            )
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing_extensions import TypedDict
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import CriteoData
 from dlrm_autoshard.data.batch import SPLITS, Batch, DataError, Split
+from dlrm_autoshard.data.errors import BadValue
+from dlrm_autoshard.data.id_check import signed
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
 from dlrm_autoshard.data.sources.criteo.npy_files import map_npy, map_npz
 from dlrm_autoshard.data.sources.criteo.preprocess import TABLES_FILE
@@ -90,6 +93,7 @@ class CriteoSource:
             raise DataError(f"data.num_embeddings has {len(rows_T)} numbers; Criteo has {NUM_CATEGORIES} tables.")
         if data.row_scale != 1.0:
             rows_T = [rows if rows <= _SMALL_ROWS else max(_SMALL_ROWS, int(rows * data.row_scale)) for rows in rows_T]
+        self._on_bad_id = data.on_bad_id
         self._modulo = bool(data.num_embeddings) or data.row_scale != 1.0
         self.tables = resolve_tables([TableRows(f"t_cat_{i}", rows) for i, rows in enumerate(rows_T)], tables)
 
@@ -102,15 +106,22 @@ class CriteoSource:
         values: list[NDArray[np.integer]] = [np.empty(0, np.int32)]
         for table, config in enumerate(self.tables):
             for day, start, stop in pieces:
-                ids = _signed(day.ids_T[table][start:stop].reshape(-1))
-                values.append(_within(ids, config.num_embeddings) if self._modulo else ids)
+                ids = day.ids_T[table][start:stop]
+                try:
+                    flat = signed(ids.reshape(-1), config.num_embeddings, "hash" if self._modulo else self._on_bad_id)
+                except BadValue as bad:
+                    row = start + bad.place // ids.shape[1]
+                    raise DataError(
+                        f"row {row} (from 0) of '{day.files}' has in table '{config.name}' id {bad}."
+                    ) from bad
+                values.append(_within(flat, config.num_embeddings) if self._modulo else flat)
         dense = [day.dense[start:stop] for day, start, stop in pieces]
         labels = [day.labels[start:stop].reshape(-1) for day, start, stop in pieces]
         return Batch(
-            dense_BF=torch.from_numpy(np.concatenate([np.empty((0, NUM_INTEGERS), np.float32), *dense])).float(),
+            dense_BF=torch.from_numpy(_floats([np.empty((0, NUM_INTEGERS), np.float32), *dense])),
             lengths_TB=torch.tensor(self._lengths_T, dtype=torch.int32)[:, None].repeat(1, size),
             values_N=torch.from_numpy(np.concatenate(values)),
-            labels_B=torch.from_numpy(np.concatenate([np.empty(0, np.int32), *labels])).float(),
+            labels_B=torch.from_numpy(_floats([np.empty(0, np.int32), *labels])),
             size=size,
             global_size=size,
         )
@@ -131,8 +142,7 @@ def _between(pieces: Sequence[_Piece], first: int, last: int) -> Iterator[_Piece
 
 
 def _choose_days(directory: Path, data: CriteoData) -> tuple[list[int], list[int]]:
-    names = [path.name for path in directory.glob("day_*_labels.npy")]
-    present = sorted(int(name.split("_")[1]) for name in names if name.split("_")[1].isdigit())
+    present = sorted(_day_of(path) for path in directory.glob("day_*_labels.npy"))
     if not present:
         raise DataError(
             f"'{directory}' has no day_*_labels.npy. Make them from Criteo's text files with `dlrm-autoshard data "
@@ -145,7 +155,9 @@ def _choose_days(directory: Path, data: CriteoData) -> tuple[list[int], list[int
     if train_days is None:
         train_days = [day for day in present if day not in test_days]
     for key, days in (("train_days", train_days), ("test_days", test_days)):
-        for day in days:
+        for number, day in enumerate(days):
+            if day in days[:number]:
+                raise DataError(f"data.{key} has day {day} twice. Name it once.")
             if day not in present:
                 raise DataError(f"data.{key} has day {day}, but '{directory}' has only days {present}.")
     both = sorted({*train_days} & {*test_days})
@@ -155,6 +167,17 @@ def _choose_days(directory: Path, data: CriteoData) -> tuple[list[int], list[int
             "on. Take them out of one."
         )
     return train_days, test_days
+
+
+def _day_of(path: Path) -> int:
+    """The number in `day_7_labels.npy`. DataError where it is none, or not as it is written: its other files are named
+    by the number, and what is not read is not left out in silence."""
+    number = path.name.removeprefix("day_").removesuffix("_labels.npy")
+    if not re.fullmatch(r"0|[1-9][0-9]{0,8}", number):
+        raise DataError(
+            f"'{path}' has no number of a day in its name, such as day_7_labels.npy. Name its files so, or move them."
+        )
+    return int(number)
 
 
 def _splits(train: Sequence[_Day], held_out: list[_Piece]) -> dict[Split, list[_Piece]]:
@@ -196,7 +219,7 @@ def _open_day(directory: Path, day: int, multi_hot: bool) -> _Day:
 
 
 def _expect_shape(path: Path, array: NDArray[Any], rows: int, columns: int | None, kind: str) -> None:
-    is_kind = np.issubdtype(array.dtype, np.integer if kind == "integer" else np.number)
+    is_kind = array.dtype.kind in ("iu" if kind == "integer" else "biuf")
     fits = array.ndim == 2 and len(array) == rows and (columns is None or array.shape[1] == columns)
     if not (is_kind and fits):
         raise DataError(
@@ -205,9 +228,9 @@ def _expect_shape(path: Path, array: NDArray[Any], rows: int, columns: int | Non
         )
 
 
-def _signed(ids: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Beside int32, uint64 would become float64. What does not fit comes out negative, and is refused as such."""
-    return ids if ids.dtype.name in ("int32", "int64") else ids.astype(np.int64)
+def _floats(parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+    """The parts in one, which is the batch's own."""
+    return np.concatenate(parts).astype(np.float32, copy=False)
 
 
 def _within(ids: NDArray[np.integer], rows: int) -> NDArray[np.integer]:
@@ -230,5 +253,5 @@ def _largest_ids(days: Iterable[_Day]) -> list[int]:
     for day in days:
         for table, ids in enumerate(day.ids_T):
             for start in range(0, len(ids), _ROWS_AT_A_TIME):
-                largest_T[table] = max(largest_T[table], int(ids[start : start + _ROWS_AT_A_TIME].max()))
+                largest_T[table] = max(largest_T[table], int(ids[start : start + _ROWS_AT_A_TIME].max(initial=0)))
     return [int(largest) + 1 for largest in largest_T]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gzip
 import math
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from dlrm_autoshard.data.errors import DataError
 from dlrm_autoshard.data.sources.criteo.digit_words import EDGE, read_decimal, read_hexadecimal
+from dlrm_autoshard.formats.words import some_of
 
 NUM_INTEGERS, NUM_CATEGORIES = 13, 26
 NUM_COLUMNS = 1 + NUM_INTEGERS + NUM_CATEGORIES
@@ -44,19 +46,22 @@ def read_blocks(path: Path, block_bytes: int = _BLOCK_BYTES) -> Iterator[TextBlo
     """In bounded memory. DataError names the file and the line, or the byte, that cannot be used.
 
     A line is a label, 13 integers and 26 categories in hexadecimal (`68fd1e64`), between tabs or commas; an empty field
-    is a missing one and reads as 0, but for the label, which must be there. Line 1 is a header if its label is a word.
+    is missing and reads as 0, but for the label, which must be there. Line 1 is a header if it begins with a word:
+    then columns are read by their names, in whatever order they are: label, I1 to I13, C1 to C26.
     """
     first_line = 1
-    separator = b""
+    separator, order = b"", list(range(NUM_COLUMNS))
     with path.open("rb") as raw:
         for text in _whole_lines(path, raw, block_bytes):
             if not separator:
                 text = text.removeprefix(b"\xef\xbb\xbf")  # a byte order mark is no part of the first label
-                separator, header_bytes = _look_at_first_line(path, text)
-                text = text[header_bytes:]
-                first_line += bool(header_bytes)
+                separator, header = _look_at_first_line(path, text)
+                if header:
+                    order = _order_of(path, header.split(separator))
+                text = text[len(header) :]
+                first_line += bool(header)
             if text:
-                block = _parse(path, text, separator[0], first_line, raw.tell())
+                block = _parse(path, text, separator[0], order, first_line, raw.tell())
                 first_line += len(block.labels_B)
                 yield block
     if not separator:
@@ -93,17 +98,40 @@ def _whole_lines(path: Path, raw: IO[bytes], block_bytes: int) -> Iterator[bytes
                 )
 
 
-def _look_at_first_line(path: Path, text: bytes) -> tuple[bytes, int]:
-    """What separates columns, and the bytes of the header if there is one."""
+def _look_at_first_line(path: Path, text: bytes) -> tuple[bytes, bytes]:
+    """What separates columns, and the header if there is one."""
     line = text[: text.index(b"\n") + 1]
     for separator in (b"\t", b","):
         fields = line.split(separator)
         if len(fields) == NUM_COLUMNS:
-            return separator, len(line) if _is_word(fields[0].strip().strip(b'"')) else 0
+            return separator, line if _is_word(fields[0].strip().strip(b'"')) else b""
     columns = max(line.count(b"\t"), line.count(b",")) + 1
     raise DataError(
         f"'{path}' line 1 has {columns} columns, not {NUM_COLUMNS} ({_WHAT_IS_WANTED}) between tabs or commas."
         + (" A file without labels, such as Kaggle's test.txt, cannot be trained on." if columns == 39 else "")
+    )
+
+
+def _order_of(path: Path, header: Sequence[bytes]) -> list[int]:
+    """Where the file has each column: the label, then integers and categories by the numbers in their names. DataError
+    where the names do not tell."""
+    names = [name.strip().strip(b'"').decode(errors="replace").lower() for name in header]
+    numbered: dict[str, dict[int, int]] = {}  # by the name before the number
+    labels = []
+    for place, name in enumerate(names):
+        match = re.fullmatch(r"(.*?)([0-9]{1,3})", name)
+        if match is None:
+            labels.append(place)
+        else:
+            numbered.setdefault(match[1], {})[int(match[2])] = place
+    groups = sorted(numbered.values(), key=len)
+    counts = [len(labels), *map(len, groups)]
+    in_a_row = all(max(places) - min(places) == len(places) - 1 for places in groups)
+    if in_a_row and counts in ([1, NUM_INTEGERS, NUM_CATEGORIES], [1, NUM_COLUMNS - 1], [0, NUM_COLUMNS]):
+        return [*labels, *(places[number] for places in groups for number in sorted(places))]
+    raise DataError(
+        f"'{path}' line 1 names columns {some_of(names, 6)}; it must name label, I1 to I13 and C1 to C26 (or int_0 to "
+        "int_12 and cat_0 to cat_25), in any order. Name them so, or remove the line if that is their order."
     )
 
 
@@ -116,7 +144,10 @@ def _is_word(field: bytes) -> bool:
     return False
 
 
-def _parse(path: Path, text: bytes, separator: int, first_line: int, file_position: int) -> TextBlock:
+def _parse(
+    path: Path, text: bytes, separator: int, order: Sequence[int], first_line: int, file_position: int
+) -> TextBlock:
+    """order: where the file has each column."""
     characters = np.frombuffer(bytes(EDGE) + text, np.uint8)
     is_line_end = characters == _NEWLINE
     ends = np.flatnonzero(is_line_end | (characters == separator))
@@ -126,6 +157,8 @@ def _parse(path: Path, text: bytes, separator: int, first_line: int, file_positi
     starts = np.concatenate([[EDGE], ends[:-1] + 1])
     ends_BC, starts_BC = ends.reshape(num_lines, NUM_COLUMNS), starts.reshape(num_lines, NUM_COLUMNS)
     ends_BC[:, -1] -= characters[ends_BC[:, -1] - 1] == _RETURN
+    if list(order) != list(range(NUM_COLUMNS)):
+        ends_BC, starts_BC = ends_BC[:, order], starts_BC[:, order]
 
     split = 1 + NUM_INTEGERS
     decimal_BC, odd_decimal = read_decimal(characters, starts_BC[:, :split], ends_BC[:, :split])
@@ -133,17 +166,19 @@ def _parse(path: Path, text: bytes, separator: int, first_line: int, file_positi
     for place in odd_decimal:
         line, column = divmod(int(place), split)
         field = text[starts_BC[line, column] - EDGE : ends_BC[line, column] - EDGE]
-        decimal_BC[line, column] = _integer(path, field, first_line + line, column)
+        decimal_BC[line, column] = _integer(path, field, first_line + line, order[column])
     if len(odd_category):
         line, column = divmod(int(odd_category[0]), NUM_CATEGORIES)
         field = text[starts_BC[line, split + column] - EDGE : ends_BC[line, split + column] - EDGE]
-        raise DataError(_sentence_about_field(path, first_line + line, split + column, field, "hexadecimal category"))
+        raise DataError(
+            _sentence_about_field(path, first_line + line, order[split + column], field, "hexadecimal category")
+        )
     labels_B = decimal_BC[:, 0]
     bad_B = ((labels_B != 0) & (labels_B != 1)) | (starts_BC[:, 0] == ends_BC[:, 0])  # an empty one is not "no click"
     if bad_B.any():
         line = int(bad_B.argmax())
         field = text[starts_BC[line, 0] - EDGE : ends_BC[line, 0] - EDGE]
-        raise DataError(_sentence_about_field(path, first_line + line, 0, field, "label of 0 or 1"))
+        raise DataError(_sentence_about_field(path, first_line + line, order[0], field, "label of 0 or 1"))
     return TextBlock(labels_B, decimal_BC[:, 1:], categories_BT, file_position)
 
 
