@@ -56,7 +56,7 @@ def test_a_resume_with_another_model_leaves_the_run_as_it_was(config: Path, tmp_
     good, resumed, retabled, shrunk = map(json.loads, ended.stdout.splitlines())
     assert good[0] == 0, good[2]
     assert resumed[0] == 2 and "dense.over_mlp.0.weight is [64," in resumed[2] and "Nothing was loaded" in resumed[2]
-    assert retabled[0] == 2 and "is of another model: table 'item' is not in the model" in retabled[2]
+    assert retabled[0] == 2 and "with other features (data.tables): 'user', 'item', in this order" in retabled[2]
     assert shrunk[0] == 2 and "at sample 128 of epoch 0 (from 0), but there are only 100 samples" in shrunk[2]
     assert not any("Traceback" in out + err for _, out, err in (resumed, retabled, shrunk))
     started = yaml.safe_load((tmp_path / "runs" / "job" / "config.yaml").read_text())
