@@ -24,6 +24,7 @@ other_python() {
 
 use_env dev
 read -r tested_python tested_torch <<<"$(python_and_torch "$PYTHON")"
+[ -e "$VENV-smoke" ] || (need_disk cpu "") || { say "Skipped for want of disk."; exit 0; }
 DLRM_PYTHON=$(other_python "$tested_python")
 DLRM_TORCH=$(grep -oE '"2\.[0-9]+": \(' setup.py | grep -oE '2\.[0-9]+' | grep -vxm 1 "$tested_torch")
 export DLRM_PYTHON=${DLRM_PYTHON:-$PYTHON} DLRM_TORCH DLRM_VENV=$VENV-smoke DLRM_AUTOSHARD_TORCHREC=

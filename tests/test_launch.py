@@ -261,8 +261,8 @@ def test_a_missing_python_a_foreign_folder_and_a_missing_network_are_sentences(t
     assert offline.returncode == 1 and "pip could not reach a package index." in offline.stderr
 
 
-def test_the_environment_is_made_once(tmp_path: Path) -> None:
-    """pip is called when setup.py has changed, and only then. pip is a stand-in here that writes down its calls."""
+def clone_with_a_stand_in_for_pip(tmp_path: Path) -> Path:
+    """A repository with an environment whose pip only writes its calls to tmp_path/calls."""
     copy = tmp_path / "copy"
     (copy / "launch").mkdir(parents=True)
     shutil.copy(REPOSITORY / "setup.py", copy)
@@ -275,6 +275,27 @@ def test_the_environment_is_made_once(tmp_path: Path) -> None:
     python.chmod(0o755)
     (copy / ".venv" / ".variant").write_text("cpu\n")
     (python.parent / "activate").touch()
+    return copy
+
+
+def test_the_torch_is_the_newest_or_the_one_that_the_environment_has_or_dlrm_torch_names(tmp_path: Path) -> None:
+    copy = clone_with_a_stand_in_for_pip(tmp_path)
+
+    def asked(variant: str, **environment: str) -> str:
+        (copy / ".venv" / ".variant").write_text(variant + "\n")
+        assert use_env(copy, DLRM_TORCH_INDEX="none", **environment).returncode == 0
+        return (tmp_path / "calls").read_text().splitlines()[-1]
+
+    assert asked("cpu").endswith("-e .[cpu]")
+    assert asked("cpu-2.13").endswith("-e .[cpu-2.13]")
+    assert asked("cpu-2.14", DLRM_TORCH="2.14").endswith("-e .[cpu-2.14]")
+    unknown = use_env(copy, DLRM_TORCH="2.12")
+    assert unknown.returncode == 1 and "DLRM_TORCH is '2.12', which setup.py has no pair of." in unknown.stderr
+
+
+def test_the_environment_is_made_once(tmp_path: Path) -> None:
+    """pip is called when setup.py has changed, and only then."""
+    copy = clone_with_a_stand_in_for_pip(tmp_path)
 
     def calls() -> int:
         assert use_env(copy, DLRM_TORCH_INDEX="none").returncode == 0
