@@ -94,12 +94,12 @@ def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_id_out_of_range_stops_all_ranks_with_one_sentence(criteo: Path) -> None:
-    damage(criteo.parent, "sparse", 5 * 64 + 32 + 7, 3, 40)  # in rank 1's half of step 5
+    damage(criteo.parent, "sparse", 9 * 64 + 32 + 7, 3, 40)  # in rank 1's half of step 9; statistics are of the first 8
     ended = torchrun("--config", str(criteo))
     said = [line for line in ended.stderr.splitlines() if line.startswith("[rank")]
     assert said == [
-        "[rank 1] table 't_cat_3' has 40 rows (ids 0 to 39), but sample 359 (from 0) of split 'train' in epoch 0 has "
-        f"id 40: row 359 (from 0) of '{criteo.parent}/day_0_*'. Fix the data or the table's rows, or set "
+        "[rank 1] table 't_cat_3' has 40 rows (ids 0 to 39), but sample 615 (from 0) of split 'train' in epoch 0 has "
+        f"id 40: row 615 (from 0) of '{criteo.parent}/day_0_*'. Fix the data or the table's rows, or set "
         "data.on_bad_id to 'clip' or 'hash'."
     ]
     assert "exitcode  : 2" in ended.stderr and "dlrm_autoshard/" not in ended.stderr.replace(said[0], "")
