@@ -267,7 +267,7 @@ def test_predictions_need_no_labels_and_other_files_need_no_training_data(
     assert dlrm("predict", "runs/parquet", *other).startswith("0 400 predictions")
     assert np.array_equal(np.load(tmp_path / "new.npy"), np.load(tmp_path / "labelled.npy"))
     assert dlrm("export", "runs/parquet", "--out", "model.npz", "--to", "numpy").startswith("0 ")
-    described = json.loads((tmp_path / "model.json").read_text())
+    described = json.loads((tmp_path / "model.npz.json").read_text())
     assert described["probabilities_of"] == ["click", "buy"] and described["id_weights"]
     assert [table["name"] for table in described["tables"]] == ["user", "country", "hour", "history"]
 
