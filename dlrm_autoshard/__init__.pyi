@@ -7,6 +7,7 @@ from .data.batch import Batch as Batch
 from .data.resolve_tables import TableRows as TableRows
 from .data.resolve_tables import resolve_tables as resolve_tables
 from .distributed.bags import ShardedEmbeddingBags as ShardedEmbeddingBags
+from .distributed.dense import DataParallelDense as DataParallelDense
 from .distributed.tables.optimizers import SGD as SGD
 from .distributed.tables.optimizers import Adagrad as Adagrad
 from .distributed.tables.optimizers import Adam as Adam

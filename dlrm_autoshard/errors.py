@@ -20,6 +20,10 @@ class UserError(ValueError):
     """What people can fix: the message says in full sentences what, where, how much, and what to try."""
 
 
+class BagsError(UserError):
+    """Tables or ids that cannot be looked up: the message says which, and what to change."""
+
+
 def in_a_sentence(error: BaseException) -> str | None:
     """What to say in the place of a traceback; None where only a traceback helps."""
     if isinstance(error, UserError):

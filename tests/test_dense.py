@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+import dlrm_autoshard as das
 from dlrm_autoshard.config import DenseOptimizerConfig
 from dlrm_autoshard.distributed.dense import DataParallelDense
+from dlrm_autoshard.errors import UserError
 from tests.ranks import run_ranks
 
 OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "adam": torch.optim.Adam}
@@ -25,7 +28,7 @@ def step_with_a_frozen_layer(rank: int, world_size: int, name: Any) -> tuple[dic
     group = dist.group.WORLD
     assert group is not None
     config = DenseOptimizerConfig(name=name, lr=0.1, weight_decay=0.1)
-    dense = DataParallelDense(module, config, group, torch.device("cpu"))
+    dense = DataParallelDense(module, config, group, torch.device("cpu"), average=False)
     dense.broadcast()
     trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
     optimizer = OPTIMIZERS[name](trained, lr=0.1, weight_decay=0.1, eps=config.eps) if name != "sgd" else None
@@ -52,7 +55,7 @@ def steps_with_momentum_and_clipping(rank: int, world_size: int, seed: int) -> t
     plain, group, norms = deepcopy(module), dist.group.WORLD, list[float]()
     assert group is not None
     config = DenseOptimizerConfig(name="sgd", lr=0.1, momentum=0.9, max_gradient_norm=0.2)
-    dense = DataParallelDense(module, config, group, torch.device("cpu"))
+    dense = DataParallelDense(module, config, group, torch.device("cpu"), average=False)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
     for _ in range(8):
@@ -85,3 +88,99 @@ def test_frozen_parameters_stay_as_they_are_and_in_checkpoints(name: str) -> Non
         assert torch.equal(kept["weight"], first.weight) and torch.equal(kept["bias"], first.bias)
         assert {"dense.0.weight", "dense.0.bias", "dense.2.weight", "dense.2.bias"} <= set(saved)
         assert not [key for key in saved if key.startswith("dense_optimizer.0")]
+
+
+# In anybody's loop ---------------------------------------------------------------------------------------------------
+
+
+def tower_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+
+
+def inputs_of(rank: int, step: int) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def beside_ddp(rank: int, world_size: int, how: str) -> dict[str, Tensor]:
+    """Weights after steps from rank 0's: by us, or by DDP and torch's optimizer."""
+    module = tower_of(rank)
+    if how == "ddp":
+        replica = DistributedDataParallel(module, broadcast_buffers=False)
+        optimizer = torch.optim.Adagrad(replica.parameters(), lr=0.1, fused=True)
+        for step in range(4):
+            optimizer.zero_grad()
+            replica(inputs_of(rank, step)).square().mean().backward()
+            optimizer.step()
+        weights = {name: value.clone() for name, value in module.state_dict().items()}
+        del replica
+        return weights
+    dense = das.DataParallelDense(module, torch.optim.Adagrad, lr=0.1, fused=True)
+    own = torch.optim.Adagrad(module.parameters(), lr=0.1, fused=True)
+    for step in range(4):
+        loss = module(inputs_of(rank, step)).square().mean()
+        if how == "late":
+            loss.backward()
+        elif how == "left out":
+            dense.backward(loss)
+            dense.backward(module(inputs_of(rank, step)).square().mean())
+        elif how == "none":
+            module.zero_grad()
+            dense.backward(loss)
+        else:
+            dense.backward(loss)
+        if how == "own optimizer":
+            dense.all_reduce()
+            own.step()
+            own.zero_grad()
+        else:
+            dense.step()
+        if how == "":
+            mean = torch.stack([loss.detach()])
+            dist.all_reduce(mean)
+            assert torch.equal(mean[0] / world_size, dense.global_loss)
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def test_it_does_what_ddp_and_an_optimizer_do_to_the_bit() -> None:
+    expected = run_ranks(beside_ddp, 2, "ddp")
+    for how in ("", "late", "none", "own optimizer"):
+        for found, same in zip(run_ranks(beside_ddp, 2, how), expected, strict=True):
+            assert all(torch.equal(found[name], same[name]) for name in same), how
+    for found, same in zip(run_ranks(beside_ddp, 2, "left out"), expected, strict=True):
+        assert all(torch.equal(found[name], same[name]) for name in same if "running" not in name and "num" not in name)
+
+
+def when_it_starts(rank: int, world_size: int) -> tuple[list[str], str]:
+    """Whether the all-reduce waits for the last gradient, and what a gradient that comes after it is answered."""
+    module = tower_of(0)
+    dense = das.DataParallelDense(module, torch.optim.SGD, lr=0.1)
+    events: list[str] = []
+    start = dense.start_all_reduce
+    dense.start_all_reduce = lambda loss: events.append("sum") or start(loss)  # type: ignore[method-assign,func-returns-value]
+    for name, parameter in module.named_parameters():
+        parameter.register_hook(lambda _, name=name: events.append(name))  # type: ignore[misc]
+    module(inputs_of(rank, 0)).sum().backward()  # one of two losses: no sum yet
+    assert "sum" not in events
+    dense.backward(module(inputs_of(rank, 1)).sum())
+    assert events.count("sum") == 1 and events[-1] == "sum"
+    with pytest.raises(UserError) as caught:
+        module(inputs_of(rank, 2)).sum().backward()
+    return events, str(caught.value)
+
+
+def test_the_sum_over_ranks_starts_with_the_last_gradient() -> None:
+    for events, late in run_ranks(when_it_starts, 2):
+        assert len(events) == 13 and "came after their sum over ranks had begun" in late
+
+
+def unlike(rank: int, world_size: int, how: str) -> str:
+    module = nn.Linear(3, 2 + (rank if how == "shape" else 0))
+    with pytest.raises(UserError) as caught:
+        das.DataParallelDense(module.half() if how == "half" else module, torch.optim.SGD, lr=0.1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("how", "said"), [("shape", "rank 1's module has ('weight', (3, 3)"), ("half", "no float32")])
+def test_modules_that_cannot_be_replicas_are_refused_on_all_ranks(how: str, said: str) -> None:
+    assert all(said in one for one in run_ranks(unlike, 2, how))

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import DenseOptimizerConfig, TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.lookup.lookups import Lookup
 from dlrm_autoshard.distributed.ranks.groups import new_group
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
@@ -38,6 +39,9 @@ READS_A_VALUE = {
     *("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero", "is_nonzero"),
     *("equal", "allclose", "masked_select", "unique", "synchronize"),
 }
+
+
+IN_BACKWARD = ((Lookup, "send_gradients"), (Lookup, "receive_gradients"), (DataParallelDense, "gradients_made"))
 
 
 class DeviceStandIn(TorchFunctionMode):
@@ -55,6 +59,17 @@ class DeviceStandIn(TorchFunctionMode):
     def owns(self, value: object) -> bool:
         known = self._on_device.get(id(value))
         return known is not None and known() is value
+
+    def watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The same, and what it is given is the device's: in a backward pass torch has this mode off."""
+
+        def called(*args: Any) -> Any:
+            for tensor in (value for value in args if isinstance(value, Tensor)):
+                self.own(tensor)
+            with self:
+                return method(*args)
+
+        return called
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -100,7 +115,7 @@ def make_step(rank: int, ranks: str, streams: Any, world_size: int) -> TrainStep
     )  # fmt: skip
     model = DLRM(SMALL.num_dense, embeddings.output_tables, SMALL.model, seed=0)
     config = DenseOptimizerConfig(name="sgd", lr=0.1)
-    dense = DataParallelDense(model, config, group, torch.device("cpu"), shared_memory=False)
+    dense = DataParallelDense(model, config, group, torch.device("cpu"), average=False, shared_memory=False)
     clock = StageClock(torch.device("cpu"), new_group())
     return TrainStep(model, dense, embeddings, clock, overlap=True, autocast=False)
 
@@ -116,6 +131,8 @@ def train(rank: int, world_size: int, ranks: str, on_device: bool) -> tuple[dict
     device = DeviceStandIn()
     step = make_step(rank, ranks, StreamsStandIn(device) if on_device else None, world_size)
     batches = SMALL.batches(rank, world_size)
+    for owner, name in IN_BACKWARD if on_device else ():
+        setattr(owner, name, device.watched(getattr(owner, name)))
     with device if on_device else contextlib.nullcontext():
         for tensor in (step.dense.flat, step.dense.gradient):
             device.own(tensor)
@@ -163,7 +180,7 @@ def steps_on_a_gpu(rank: int, world_size: int) -> None:
     plan = ShardingPlan({t.name: 0 for t in SMALL.tables}, 1)
     embeddings = ShardedEmbeddings(SMALL.tables, plan, config, rank=0, group=group, id_group=new_group(), device=device)
     model = DLRM(SMALL.num_dense, embeddings.output_tables, SMALL.model, seed=0)
-    dense = DataParallelDense(model, DenseOptimizerConfig(name="sgd", lr=0.1), group, device)
+    dense = DataParallelDense(model, DenseOptimizerConfig(name="sgd", lr=0.1), group, device, average=False)
     step = TrainStep(model, dense, embeddings, StageClock(device, group), overlap=True, autocast=False)
     step.begin_epoch(itertools.cycle(SMALL.batches(0, 1)))
     step.run(1.0, 0.1)

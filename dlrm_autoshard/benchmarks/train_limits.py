@@ -76,7 +76,7 @@ def limit_parts(job: OurJob, rounds: int) -> tuple[float, float, float]:
         leaf.grad = None
         loss = share_of_loss(job.model.top(job.model.bottom(batch.dense_BF), leaf), batch)
         loss.backward()
-        job.dense.step(0.0)
+        job.dense.update(0.0)
         marks.append(marks[-1] + time.perf_counter() - started)
         for column, (a, b) in zip(times, itertools.pairwise(marks), strict=True):
             column.append(b - a)

@@ -182,7 +182,12 @@ class OurJob:
         )
         self.model = DLRM(workload.num_dense, self.embeddings.output_tables, workload.model, seed=workload.seed)
         self.dense = DataParallelDense(
-            self.model, DenseOptimizerConfig(name="sgd", lr=DENSE_LR), group, device, shared_memory=shared_memory
+            self.model,
+            DenseOptimizerConfig(name="sgd", lr=DENSE_LR),
+            group,
+            device,
+            average=False,
+            shared_memory=shared_memory,
         )
         self.clock = StageClock(device, control)
         step = (self.model, self.dense, self.embeddings, self.clock)

@@ -2,8 +2,8 @@
 
 bags = ShardedEmbeddingBags(tables, optimizer=RowwiseAdagrad(lr=0.02))       # ranks: torch.distributed's
 pooled_BD = bags.forward(lengths_TB, values_N)       # or with weights_N; or a KeyedJaggedTensor; called as a module
+lookup = bags.look_up(lengths_TB, values_N); pooled_BD = lookup.wait()       # the same, and other work between
 for batch, ids in bags.ahead(batches, ids_of): bags(ids)                     # the next batch's ids travel meanwhile
-bags.plan; bags.table_lr = 0.01; bags.state_dict()                           # of the tables that this rank owns
 """
 
 from __future__ import annotations
@@ -11,25 +11,21 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import get_gradient_edge
 
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.data.features import Features
-from dlrm_autoshard.distributed.lookup.bag_inputs import BagInputs, BagsError, check_alone, features_given
+from dlrm_autoshard.distributed.lookup.bag_inputs import BagInputs, BagsError, features_given
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.lookup.exchange import Pending
-from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
-from dlrm_autoshard.distributed.lookup.sent_ids import IdsAhead, SentIds
+from dlrm_autoshard.distributed.lookup.lookups import Lookup, Lookups, SentIds
 from dlrm_autoshard.distributed.moves.movable import ArrivedIds
 from dlrm_autoshard.distributed.moves.reshard import ReshardStats, reshard
 from dlrm_autoshard.distributed.ranks.agreement import agree, facts_of
+from dlrm_autoshard.distributed.ranks.groups import group_or_alone
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.tables.optimizers import RowwiseAdagrad
@@ -66,13 +62,7 @@ class ShardedEmbeddingBags(nn.Module):
         -> those that look up its rows, in the place of one of its name.
         """
         super().__init__()
-        if not isinstance(group, dist.ProcessGroup | None):  # torch gives a number to ranks that are not in a new group
-            raise BagsError(f"group is {group!r}: this rank is not in it. Only the ranks of a group make its tables.")
-        if not dist.is_initialized():
-            check_alone()
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        group = group or dist.group.WORLD
-        assert group is not None
+        group = group_or_alone(group)
         self.runtime = runtime_of(group, device)
         self.device, self.exchange_dtype = self.runtime.device, exchange_dtype
         self.shared_memory = True
@@ -106,10 +96,9 @@ class ShardedEmbeddingBags(nn.Module):
         )
         self.clock = StageClock(self.device, self.runtime.control if self.device.type == "cpu" else group)
         self._inputs = BagInputs(self.features.features, self.runtime.rank, check_ids=check_ids)
-        self._columns = _columns_as_given(self.features.features, self.sharded.output_tables, self.device)
-        self._between = ExitStack()  # the stage between lookup and gradient, while it lasts
+        columns = _columns_as_given(self.features.features, self.sharded.output_tables, self.device)
+        self._lookups = Lookups(self.sharded, self.clock, average=True, columns=columns)
         self._heard: list[Callable[[ArrivedIds, int], None]] = []
-        self._ahead = IdsAhead(self.clock)
 
     # -- what people ask -----------------------------------------------------------------------------------------------
 
@@ -146,7 +135,7 @@ class ShardedEmbeddingBags(nn.Module):
 
     def move_to(self, plan: ShardingPlan, *, checksums: bool = False) -> ReshardStats:
         """Makes `plan` the live one, between steps, on every rank; no bit of the model changes. See `reshard`."""
-        self._ahead.arrive(timed=False)
+        self._lookups.arrive(timed=False)
         return reshard(self.sharded, plan, group=self.runtime.control, checksums=checksums)
 
     def forward(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> Tensor:
@@ -156,25 +145,21 @@ class ShardedEmbeddingBags(nn.Module):
         are the tables' names in any order. weights_N: by which each id's row is multiplied; on every rank or on none.
         A table's `features`, where several were named, each count as a table here, in their order.
         """
-        sent = self._given(ids, values_N, weights_N)
-        training = self.training and torch.is_grad_enabled()
-        if training:
-            self._between.close()  # of a lookup before, which no backward pass has followed yet
-        local = sent.arrived or self._ahead.bring(sent, timed=training)
-        if training:
-            for listener in self._heard:
-                listener(local, local.batch_size)
-            anchor = torch.zeros((), device=self.device, requires_grad=True)
-            pooled: Tensor = _Lookup.apply(anchor, self, local, sent.batch.lengths_TB)
-        else:
-            pooled = self._arrived(self.sharded.lookup(local, training=False), sent.batch.lengths_TB)
-        return pooled
+        return self._look_up(ids, values_N, weights_N).wait()
+
+    def look_up(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> Lookup:
+        """Ids as `forward` takes them. Returns at once: what is computed before `wait()` is called on what this returns
+        runs while vectors travel, and its backward pass while their gradients do."""
+        lookup = self._look_up(ids, values_N, weights_N)
+        if self._trains:
+            self.clock.begin("dense_fwd")
+        return lookup
 
     def send(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> SentIds:
         """Sends ids, given as to `forward`, to their tables' owners: they travel during the backward pass that follows.
         On every rank; `forward` takes what this returns in their place. Tables may have moved meanwhile."""
         sent = self._given(ids, values_N, weights_N)
-        self._ahead.send(sent)
+        self._lookups.send(sent)
         return sent
 
     def ahead(
@@ -199,21 +184,17 @@ class ShardedEmbeddingBags(nn.Module):
             raise BagsError("ids that were sent already have their values and weights with them.")
         return ids
 
-    def _arrived(self, looked_up: Tensor, lengths_TB: Tensor) -> Tensor:
-        """Pooled vectors of this rank's samples, from what each rank has looked up; columns in the tables' order."""
-        pooled_BD = self.sharded.in_output_order(self.sharded.send_pooled(looked_up).wait())
-        if self.sharded.means is not None:
-            self.sharded.means.divide_(pooled_BD, lengths_TB)
-        return pooled_BD if self._columns is None else pooled_BD.index_select(1, self._columns[0])
+    @property
+    def _trains(self) -> bool:
+        return self.training and torch.is_grad_enabled()
 
-    def _send_back(self, gradient_BD: Tensor, lengths_TB: Tensor) -> Pending:
-        """Their gradients, to those who have looked them up: a mean over ranks, as DDP takes it of the dense part's."""
-        gradient_BD = gradient_BD / self.sharded.world_size
-        if self._columns is not None:
-            gradient_BD = gradient_BD.index_select(1, self._columns[1])
-        if self.sharded.means is not None:
-            self.sharded.means.divide_(gradient_BD, lengths_TB)
-        return self.sharded.send_gradients(gradient_BD.contiguous())
+    def _look_up(self, ids: Any, values_N: Tensor | None, weights_N: Tensor | None) -> Lookup:
+        sent = self._given(ids, values_N, weights_N)
+        if self._trains:
+            local = self._lookups.ids(sent, timed=True)
+            for listener in self._heard:
+                listener(local, local.batch_size)
+        return self._lookups.look_up(sent, training=self._trains)
 
     # -- checkpoints: keys that no plan changes ------------------------------------------------------------------------
 
@@ -256,39 +237,6 @@ class ShardedEmbeddingBags(nn.Module):
             else:
                 value.copy_(saved)
         self.sharded.storage.overwritten()
-
-
-class _Lookup(torch.autograd.Function):
-    """Lookup and exchange forward; gradients to their owners and the fused update backward."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, anchor: Tensor, bags: ShardedEmbeddingBags, ids: LocalIds, lengths_TB: Tensor
-    ) -> Tensor:
-        sharded, clock = bags.sharded, bags.clock
-        with clock.stage("fwd_compute"), torch.enable_grad():
-            local = sharded.lookup(ids)
-        clock.barrier("fwd_comms")
-        with clock.stage("fwd_comms"):
-            pooled = bags._arrived(local, lengths_TB)
-        ctx.bags, ctx.edge, ctx.lengths_TB = bags, get_gradient_edge(local), lengths_TB  # type: ignore[attr-defined]
-        bags._between.enter_context(clock.stage("dense_fwd"))
-        return pooled
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient_BD: Tensor) -> tuple[None, None, None, None]:
-        bags: ShardedEmbeddingBags = ctx.bags  # type: ignore[attr-defined]
-        sharded, clock = bags.sharded, bags.clock
-        bags._between.close()
-        clock.barrier("bwd_comms")
-        with clock.stage("bwd_comms"):
-            gradients = bags._send_back(gradient_BD, ctx.lengths_TB)  # type: ignore[attr-defined]
-            bags._ahead.send_values()
-            arrived = gradients.wait()
-        with clock.stage("bwd_compute"):
-            sharded.update(ctx.edge, arrived)  # type: ignore[attr-defined]
-        bags._ahead.arrive(timed=True)
-        return None, None, None, None
 
 
 def _columns_as_given(

@@ -1,14 +1,15 @@
 """The data-parallel dense part as one flat vector: one all-reduce, one optimizer update, whatever the number of layers.
 
-Parameters become views of `flat`, gradients views of `gradient`. The last two elements of `gradient` carry the wish to
-stop and the step's loss, so that the all-reduce that every step has anyway tells all ranks both. Parameters that are
-frozen (`requires_grad=False`) stay where they are.
+dense = DataParallelDense(tower, torch.optim.SGD, lr=0.1)      # on every rank; instead of DDP and an optimizer
+dense.backward(loss); dense.step()           # the all-reduce starts with the last gradient, `step` waits for it
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,24 +19,52 @@ from torch import Tensor, nn
 from dlrm_autoshard.config import DenseOptimizerConfig
 from dlrm_autoshard.distributed.lookup.exchange import Pending
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
+from dlrm_autoshard.distributed.ranks.groups import group_or_alone
+from dlrm_autoshard.distributed.stage_clock import StageClock
+from dlrm_autoshard.errors import UserError
 
 
 class DataParallelDense:
-    """Owns the dense parameters' memory, their gradients and their optimizer. `module` must be equal on all ranks."""
+    """Owns the dense parameters' memory, their gradients and their optimizer. `module` has the same layers on all
+    ranks, and each backward pass reaches the same of them.
+
+    Parameters become views of `flat`, gradients views of `gradient`. The last two elements of `gradient` carry the wish
+    to stop and the step's loss, so that the all-reduce that every step has anyway tells all ranks both. Parameters that
+    are frozen (`requires_grad=False`) stay where they are.
+    """
+
+    overlap = True
+    """False: the all-reduce starts in `step`."""
 
     def __init__(
         self,
         module: nn.Module,
-        config: DenseOptimizerConfig,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        optimizer: DenseOptimizerConfig | Callable[..., torch.optim.Optimizer],
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
         *,
+        average: bool = True,
         shared_memory: bool = True,
+        max_gradient_norm: float | None = None,
+        clock: StageClock | None = None,
+        **options: Any,
     ) -> None:
-        """shared_memory: reduce through it where the ranks are all on one host."""
+        """optimizer: a class of torch's that treats each number alone (SGD, Adagrad, Adam, AdamW), with its `options`;
+        rank 0's weights become all ranks'. A config is the trainer's, which sees to that itself. group: default:
+        torch.distributed's. device: default: the parameters'. clock: times the all-reduce and the update in sampled
+        steps (`bags.clock`).
+
+        average: the loss is the mean over this rank's samples, and gradients are averaged over ranks, as by DDP; False:
+        it is this rank's share of the mean over all samples, and they are summed. shared_memory: reduce through it
+        where the ranks are all on one host. max_gradient_norm: a longer gradient, of all weights, is scaled to it.
+        """
+        group, self.clock = group_or_alone(group), clock
+        device = device or next((p.device for p in module.parameters()), torch.device("cpu"))
         self.module, self._group = module.to(device), group
         self._link = connect(group) if shared_memory and device.type == "cpu" else None
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        if not isinstance(optimizer, DenseOptimizerConfig):
+            self._check_alike(trained)
         empty = torch.zeros(0, device=device)  # for a module without parameters
         weights = [parameter.detach().reshape(-1) for parameter in trained.values()]
         self.flat = nn.Parameter(torch.cat([empty, *weights]))
@@ -44,19 +73,47 @@ class DataParallelDense:
         self.stop_agreed = False  # after a step: whether any rank wanted it; on all ranks alike
         self._stops: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # on their way from the GPU
         self._views: dict[str, tuple[int, torch.Size]] = {}
+        self._trained: list[tuple[nn.Parameter, Tensor]] = []  # and the view that is its gradient
         start = 0
         for name, parameter in trained.items():
             self._views[name] = (start, parameter.shape)
             end = start + parameter.numel()
             parameter.data = self.flat.data[start:end].view(parameter.shape)
             parameter.grad = self.gradient[start:end].view(parameter.shape)
+            self._trained.append((parameter, parameter.grad))
+            parameter.register_post_accumulate_grad_hook(self._made)
             start = end
-        self.flat.grad = self.gradient[:-2]
-        self.optimizer = make_optimizer(self.flat, config)
-        self._max_norm = config.max_gradient_norm
+        self._missing = 0  # gradients of the backward pass whose last one starts the all-reduce
+        self._unknown = torch.full((), torch.nan, device=device)
+        self._loss = self._unknown
+        self._reduced: Pending | None = None
+        self._divisor = dist.get_world_size(group) if average else 1
+        if isinstance(optimizer, DenseOptimizerConfig):
+            self.optimizer, self._max_norm = make_optimizer(self.flat, optimizer), optimizer.max_gradient_norm
+        else:
+            self.optimizer, self._max_norm = optimizer([self.flat], **options), max_gradient_norm
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._kept = module.state_dict().keys() - self._views.keys() - self._frozen.keys()
         _row_by_row(self._frozen)
+        if not isinstance(optimizer, DenseOptimizerConfig):
+            self.broadcast()
+
+    def _check_alike(self, trained: dict[str, nn.Parameter]) -> None:
+        """UserError, on all ranks, where they have other parameters: gradients are summed by place."""
+        mine = [(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in trained.items()]
+        said: list[list[tuple[str, tuple[int, ...], str]]] = [[] for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather_object(said, mine, group=self._group)
+        for rank, other in enumerate(said):
+            if other != said[0]:
+                pairs = zip_longest(said[0], other)
+                first, instead = next((a, b) for a, b in pairs if a != b)
+                raise UserError(
+                    f"rank {rank}'s module has {instead} where rank 0's has {first}: make the same module, with its "
+                    "layers in the same order, on every rank."
+                )
+        half = next((name for name, _, dtype in said[0] if dtype != "float32"), None)
+        if half is not None:
+            raise UserError(f"parameter '{half}' is no float32: train it in float32, and its products under autocast.")
 
     @property
     def _buffers(self) -> dict[str, Tensor]:
@@ -85,31 +142,92 @@ class DataParallelDense:
         """The same for the same weights, bit by bit; any single change changes it."""
         return int(self.flat.data.view(torch.int32).sum(dtype=torch.int64))
 
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, *, counted: bool = True) -> None:
+        """`loss.backward()` of a step's last loss. Gradients of others, whose `backward()` was called before, are in
+        the sum. counted: False where `gradients_made` is called, for gradients that no autograd node writes."""
+        if self._reduced is not None:  # of a step that was left out
+            self.all_reduce()
+            self.zero_gradient()
+        self._loss = loss.detach()
+        self._missing = len(self._trained) if counted else -1
+        try:
+            loss.backward()
+        finally:
+            self._missing = -1
+
+    def gradients_made(self) -> None:
+        """All gradients of this step are there."""
+        if self.overlap and (self.clock is None or not self.clock.sampled):
+            self.start_all_reduce(self._loss)
+
+    def step(self, lr_scale: float | None = None) -> None:
+        """Waits for all ranks' gradients and updates the weights. lr_scale: of the first learning rate."""
+        clock = self.clock
+        if clock is not None:
+            clock.barrier("grad_allreduce")
+        with nullcontext() if clock is None else clock.stage("grad_allreduce"):
+            self.all_reduce()
+        with nullcontext() if clock is None else clock.stage("dense_optim"):
+            self.update(lr_scale)
+
+    def all_reduce(self) -> None:
+        """Parameters' gradients are all ranks' afterwards: the first half of `step`, for an optimizer of your own."""
+        (self._reduced or self.start_all_reduce(self._loss)).wait()
+        self._reduced, self._loss = None, self._unknown
+
+    def update(self, lr_scale: float | None = None) -> None:
+        """Updates the weights of this rank, and clears the gradients."""
+        group = self.optimizer.param_groups[0]
+        if lr_scale is not None:
+            group["lr"] = group["initial_lr"] * lr_scale
+        self.flat.grad = self.gradient[:-2]
+        if self._max_norm is not None:  # on all ranks by the same factor, of the same sum
+            nn.utils.clip_grad_norm_([self.flat], self._max_norm)
+        self.optimizer.step()
+        self.zero_gradient()
+        self._read_stop()
+
     def zero_gradient(self) -> None:
         self.gradient[:-2].zero_()  # the last step's loss can be asked for until there is another
 
     def start_all_reduce(self, local_loss: Tensor) -> Pending:
-        """Sums gradients and loss over ranks (each rank's loss is its share of the global mean)."""
+        """Sums, or averages, gradients and loss over ranks."""
+        for parameter, view in self._trained:
+            if parameter.grad is not view:  # `zero_grad()` of a module or an optimizer puts None there
+                view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+                parameter.grad = view
         self.gradient[-2:-1] = float(self.stop_asked)  # a slice is filled; one element would be copied, which waits
         self.gradient[-1] = local_loss
+        if self._divisor > 1:
+            self.gradient /= self._divisor
+        self._reduced = Pending(self._start(), self.gradient)
+        return self._reduced
+
+    def _start(self) -> Callable[[], object] | None:
         if dist.get_world_size(self._group) == 1:
-            return Pending(None, self.gradient)
+            return None
         if self._link is not None:
-            return Pending(self._link.all_reduce(self.gradient), self.gradient)
-        return Pending(dist.all_reduce(self.gradient, group=self._group, async_op=True).wait, self.gradient)
+            return self._link.all_reduce(self.gradient)
+        finish: Callable[[], object] = dist.all_reduce(self.gradient, group=self._group, async_op=True).wait
+        return finish
+
+    def _made(self, parameter: Tensor) -> None:
+        """A gradient of a backward pass."""
+        if self._reduced is not None:
+            raise UserError(
+                "a gradient came after their sum over ranks had begun. Of a step with several losses call backward() "
+                "of all others first, then `dense.backward(last)`; activation checkpoints need use_reentrant=False."
+            )
+        self._missing -= 1
+        if self._missing == 0:
+            self.gradients_made()
 
     @property
     def global_loss(self) -> Tensor:
-        """Loss of the last all-reduced step: the mean over the global batch."""
+        """Loss of the last all-reduced step: the mean over the global batch; NaN where `backward` was not told it."""
         return self.gradient[-1]
-
-    def step(self, lr_scale: float) -> None:
-        group = self.optimizer.param_groups[0]
-        group["lr"] = group["initial_lr"] * lr_scale
-        if self._max_norm is not None:  # on all ranks by the same factor, of the same sum
-            nn.utils.clip_grad_norm_([self.flat], self._max_norm)
-        self.optimizer.step()
-        self._read_stop()
 
     def _read_stop(self) -> None:
         """On GPUs as it was two steps ago, which waits for nothing."""

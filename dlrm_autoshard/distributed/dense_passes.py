@@ -1,9 +1,8 @@
-"""The dense part of a step in the four passes between which vectors and gradients travel.
+"""The dense part of a step: the bottom while vectors travel, the top with them, and this rank's share of the loss.
 
-passes.bottom(batch)                       # while vectors travel
-loss = passes.top(pooled)                  # this rank's share of the mean over the global batch
-gradient = passes.backward_top()           # of `pooled`
-passes.backward_bottom()                   # while gradients travel
+bottom = passes.bottom(batch)
+loss = passes.top(bottom, pooled, batch)     # summed over ranks it is the mean over the global batch
+passes.backward(loss, dense)
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ import torch
 from torch import Tensor
 
 from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.model.dlrm import DenseArch
 
 
 class DensePasses:
-    """Gradients are added to the parameters' own. What a pass keeps for the next goes as soon as it is done with."""
+    """A model's two halves, and autograd behind them."""
 
     place: Tensor | None = None
     """Where the pooled vectors of the batch, whose bottom pass has been, are to be put; None: anywhere."""
@@ -26,34 +26,20 @@ class DensePasses:
         """autocast: products of bf16."""
         self.model, self._bf16 = model, autocast
 
-    def bottom(self, batch: Batch) -> None:
+    def bottom(self, batch: Batch) -> Tensor:
         with self._autocast(batch):
-            self._bottom = self.model.bottom(batch.real_rows(batch.dense_BF))
-        self._batch = batch
+            return self.model.bottom(batch.real_rows(batch.dense_BF))
 
-    def top(self, pooled: Tensor) -> Tensor:
+    def top(self, bottom: Tensor, pooled: Tensor, batch: Batch) -> Tensor:
         """pooled: with the model's margin, and written to."""
-        with self._autocast(self._batch):
-            leaves = self._leaves = self._bottom.detach().requires_grad_(), pooled.detach().requires_grad_()
-            self._loss = share_of_loss(self.model.top(leaves[0], self._batch.real_rows(leaves[1])), self._batch)
-        return self._loss.detach()
+        with self._autocast(batch):
+            return share_of_loss(self.model.top(bottom, batch.real_rows(pooled)), batch)
 
-    def backward_top(self) -> Tensor:
-        self._loss.backward()
-        bottom, pooled = self._leaves
-        del self._loss, self._leaves  # the graph holds the vectors, the leaf their gradient
-        self._bottom_gradient, gradient = bottom.grad, pooled.grad
-        assert gradient is not None
-        return gradient
-
-    def backward_bottom(self) -> None:
-        if self._bottom.requires_grad:  # one without parameters has nothing to learn
-            self._bottom.backward(self._bottom_gradient)
-        del self._bottom, self._bottom_gradient, self._batch
+    def backward(self, loss: Tensor, dense: DataParallelDense) -> None:
+        dense.backward(loss)
 
     def give_up(self) -> None:
         """No backward pass follows this batch's forward ones."""
-        del self._bottom, self._batch, self._loss, self._leaves
 
     def _autocast(self, batch: Batch) -> torch.autocast:
         return torch.autocast(batch.dense_BF.device.type, torch.bfloat16, enabled=self._bf16)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.dense_passes import DensePasses
 from dlrm_autoshard.model.dlrm import DenseArch
 
@@ -32,21 +33,84 @@ Record = Callable[[Callable[[], Any]], tuple[Any, Replay]]
 """Of a function: what it returned, and what writes the same tensors anew as if it were called again."""
 
 
-class RecordedPasses(DensePasses):
-    """Once recorded they are launched and replayed, on another batch than that of the recording, and from then on only
-    replayed if loss and gradients agree; if not, the job's log says so, and they are launched as ever: of a model that
-    draws numbers, say, or reads values on the host."""
+class FourPasses:
+    """The dense part's forward and backward passes, each called by itself. Gradients are added to the parameters' own.
+    What a pass keeps for the next goes as soon as it is done with."""
+
+    def __init__(self, passes: DensePasses) -> None:
+        self._passes = passes
+
+    def bottom(self, batch: Batch) -> None:
+        self._bottom, self.batch = self._passes.bottom(batch), batch
+
+    def top(self, pooled: Tensor) -> Tensor:
+        self._leaves = self._bottom.detach().requires_grad_(), pooled.detach().requires_grad_()
+        self._loss = self._passes.top(*self._leaves, self.batch)
+        return self._loss.detach()
+
+    def backward_top(self) -> Tensor:
+        """The gradient of `pooled`."""
+        self._loss.backward()
+        bottom, pooled = self._leaves
+        del self._loss, self._leaves  # the graph holds the vectors, the leaf their gradient
+        self._bottom_gradient, gradient = bottom.grad, pooled.grad
+        assert gradient is not None
+        return gradient
+
+    def backward_bottom(self) -> None:
+        if self._bottom.requires_grad:  # one without parameters has nothing to learn
+            self._bottom.backward(self._bottom_gradient)
+        del self._bottom, self._bottom_gradient, self.batch
+
+    def give_up(self) -> None:
+        """No backward pass follows this batch's forward ones."""
+        del self._bottom, self.batch, self._loss, self._leaves
+
+
+class RecordedPasses:
+    """In the place of `DensePasses`. Once recorded they are launched and replayed, on another batch than that of the
+    recording, and from then on only replayed if loss and gradients agree; if not, the job's log says so, and they are
+    launched as ever: of a model that draws numbers, say, or reads values on the host."""
+
+    place: Tensor | None = None
 
     def __init__(self, model: DenseArch, width: int, *, autocast: bool, record: Record) -> None:
         """width: of the pooled vectors, without the model's margin."""
-        super().__init__(model, autocast=autocast)
+        self.model, self._bf16 = model, autocast
+        self._launched = FourPasses(DensePasses(model, autocast=autocast))
         self._record, self._width = record, sum(model.margin) + width
         self._launches, self._agrees = 0, False
         self._recording: Recording | None = None
         self._replayed: Recording | None = None  # of this batch
         self._compared: Recording | None = None
+        self._gradients_made: Callable[[], None] | None = None
 
-    def bottom(self, batch: Batch) -> None:
+    # -- what a step calls: autograd's nodes around the passes ---------------------------------------------------------
+
+    def bottom(self, batch: Batch) -> Tensor:
+        """A token that stands for the bottom's output."""
+        token: Tensor = _Bottom.apply(batch.dense_BF.new_zeros((), requires_grad=True), self, batch)
+        return token
+
+    def top(self, bottom: Tensor, pooled: Tensor, batch: Batch) -> Tensor:
+        """pooled: lies in `place`, where that is not None."""
+        loss: Tensor = _Top.apply(bottom, pooled, self)
+        return loss
+
+    def backward(self, loss: Tensor, dense: DataParallelDense) -> None:
+        self._gradients_made = dense.gradients_made
+        dense.backward(loss, counted=False)  # a replay writes gradients that autograd knows nothing of
+
+    def give_up(self) -> None:
+        """No backward pass follows this batch's forward ones."""
+        if self._replayed is None:
+            self._launched.give_up()
+        if self._compared is not None:
+            del self._taken, self._seen
+
+    # -- launched, or replayed -----------------------------------------------------------------------------------------
+
+    def forward_bottom(self, batch: Batch) -> None:
         recording = self._recording if self._recording and self._recording.like == _layout(batch) else None
         self._replayed, self._compared = (recording, None) if self._agrees else (None, recording)
         if self._replayed is not None:
@@ -59,44 +123,39 @@ class RecordedPasses(DensePasses):
             self._make_recording(batch)
         if self._launches < WARM_UP or batch.size == batch.padded_size:
             self._launches += 1
-        super().bottom(batch)
+        self._launched.bottom(batch)
 
-    def top(self, pooled: Tensor) -> Tensor:
-        """pooled: lies in `place`, where that is not None."""
+    def forward_top(self, pooled: Tensor) -> Tensor:
         if self._replayed is not None:
             self._replayed.top()
             return self._replayed.loss
-        loss = super().top(pooled)
+        loss = self._launched.top(pooled)
         if self._compared is not None:
-            self._taken, self._launched = (self._batch, pooled), [loss]
+            self._taken, self._seen = (self._launched.batch, pooled), [loss]
         return loss
 
     def backward_top(self) -> Tensor:
         if self._replayed is not None:
             self._replayed.backward_top()
             return self._replayed.gradient
-        gradient = super().backward_top()
+        gradient = self._launched.backward_top()
         if self._compared is not None:
-            self._launched.append(gradient)
+            self._seen.append(gradient)
         return gradient
 
     def backward_bottom(self) -> None:
         if self._replayed is not None:
             self._replayed.backward_bottom()
-            return
-        super().backward_bottom()
-        if self._compared is not None:
-            self._compare(self._compared)
-            del self._taken, self._launched
-
-    def give_up(self) -> None:
-        if self._replayed is None:
-            super().give_up()
-        if self._compared is not None:
-            del self._taken, self._launched
+        else:
+            self._launched.backward_bottom()
+            if self._compared is not None:
+                self._compare(self._compared)
+                del self._taken, self._seen
+        if self._gradients_made is not None:
+            self._gradients_made()
 
     def _make_recording(self, batch: Batch) -> None:
-        passes = DensePasses(self.model, autocast=self._bf16)
+        passes = FourPasses(DensePasses(self.model, autocast=self._bf16))
         try:
             self._recording = Recording(passes, batch, self._width, self._record)
         except RuntimeError as error:  # torch's, of what must not be recorded
@@ -114,7 +173,7 @@ class RecordedPasses(DensePasses):
         recording.pooled.copy_(pooled)
         for replay in (recording.bottom, recording.top, recording.backward_top, recording.backward_bottom):
             replay()
-        launched = [*self._launched, *kept[: len(gradients)]]
+        launched = [*self._seen, *kept[: len(gradients)]]
         apart = _apart([recording.loss, recording.gradient, *gradients], launched)
         for tensor, value in zip(changed, kept, strict=True):
             tensor.copy_(value)
@@ -128,11 +187,39 @@ class RecordedPasses(DensePasses):
             )
 
 
+class _Bottom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, passes: RecordedPasses, batch: Batch) -> Tensor:
+        ctx.passes = passes
+        with torch.enable_grad():
+            passes.forward_bottom(batch)
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> tuple[None, None, None]:
+        with torch.enable_grad():  # what is replayed may be computed anew
+            ctx.passes.backward_bottom()
+        return None, None, None
+
+
+class _Top(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bottom: Tensor, pooled: Tensor, passes: RecordedPasses) -> Tensor:
+        ctx.passes = passes
+        with torch.enable_grad():
+            return passes.forward_top(pooled.detach()).detach()
+
+    @staticmethod
+    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor, Tensor, None]:
+        with torch.enable_grad():
+            return torch.zeros_like(of_loss), ctx.passes.backward_top(), None
+
+
 class Recording:
     """The four passes over batches like one; nothing is computed while it is made. loss, gradient: what `top` and
     `backward_top` write. pooled: what `top` reads."""
 
-    def __init__(self, passes: DensePasses, batch: Batch, width: int, record: Record) -> None:
+    def __init__(self, passes: FourPasses, batch: Batch, width: int, record: Record) -> None:
         self.like = _layout(batch)
         own: dict[str, Any] = {name: torch.empty_like(tensor) for name, tensor in _read(batch).items()}
         self._batch = replace(batch, values_N=batch.values_N[:0], weights_N=None, **own)  # its ids nobody reads

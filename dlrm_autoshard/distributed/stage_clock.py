@@ -1,6 +1,7 @@
 """Where a step's time goes, marked inside the real step.
 
 clock.step(sampled=True), clock.stage("fwd_compute")      # contexts
+clock.begin("dense_fwd"), clock.end()          # a stage that ends elsewhere, at the latest where the next one starts
 clock.barrier("fwd_comms")                     # in sampled steps: waits for all ranks (fwd_comms_wait)
 clock.summary(), clock.step_ms                 # {"fwd_compute": StageTime(...), ...} and their sum
 """
@@ -77,6 +78,7 @@ class StageClock:
         self._cpu_shares: list[float] = []
         self._marks: list[tuple[str, Any, Any]] = []
         self._pauses: list[tuple[Any, Any]] = []
+        self._open = contextlib.ExitStack()  # a stage that was begun
         self.spans: list[tuple[str, float, float]] = []
         """(stage, start, end) of the last sampled step, in seconds from its begin: for traces."""
 
@@ -90,8 +92,10 @@ class StageClock:
         begin = self._timer.mark()
         try:
             yield
+            self.end()
         finally:
             self.sampled = False
+            self._open.pop_all()
         self._record(begin, self._timer.mark())
 
     @contextlib.contextmanager
@@ -109,6 +113,14 @@ class StageClock:
     def stage(self, name: str) -> AbstractContextManager[None]:
         return self._timed(name) if self.sampled else _UNTIMED
 
+    def begin(self, name: str) -> None:
+        """The stage lasts until `end`, or until another one starts."""
+        if self.sampled:
+            self._open.enter_context(self.stage(name))
+
+    def end(self) -> None:
+        self._open.close()
+
     def barrier(self, stage: str) -> None:
         """Before the collective of `stage`; the time is waiting, not communication."""
         if self.sampled and not self._alone:
@@ -120,6 +132,7 @@ class StageClock:
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
+        self.end()
         start, cpu = self._timer.mark(), time.process_time()
         yield
         self._marks.append((name, start, self._timer.mark()))

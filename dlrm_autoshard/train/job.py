@@ -134,7 +134,7 @@ class Job:
         )
         tables, labels = self.embeddings.output_tables, label_names_of(self.source)
         model = make_model(self.source.num_dense, tables, config.model, config.run.seed, len(labels))
-        self.dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
+        self.dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device, average=False)
         agree_on_dense(self.dense, runtime)
         self.clock = StageClock(runtime.device, runtime.control if runtime.device.type == "cpu" else runtime.group)
         self.autocast = config.train.dense_dtype == "bf16"

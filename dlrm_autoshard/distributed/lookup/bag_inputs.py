@@ -17,15 +17,10 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.id_check import IdCheck
 from dlrm_autoshard.distributed.lookup.embeddings import DTYPES
-from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.formats.launcher_numbers import launcher_number
+from dlrm_autoshard.errors import BagsError as BagsError
 from dlrm_autoshard.tables import TableConfig
 
 WHOLE = (torch.int32, torch.int64)
-
-
-class BagsError(UserError):
-    """Tables or ids that cannot be looked up: the message says which, and what to change."""
 
 
 def features_given(
@@ -72,16 +67,6 @@ def features_of(tables: Sequence[TableConfig], features: Mapping[str, Sequence[s
     if twice is not None:
         raise BagsError(f"two features are named '{twice}'. Give each a name of its own.")
     return found
-
-
-def check_alone() -> None:
-    """BagsError where this process is one of several ranks: each would train tables of its own."""
-    ranks = launcher_number("WORLD_SIZE", 1)
-    if ranks > 1:
-        raise BagsError(
-            f"{ranks} ranks were started, and this one has no process group, so its tables would be its alone: call "
-            "torch.distributed.init_process_group() before."
-        )
 
 
 class BagInputs:

@@ -178,9 +178,15 @@ class ShardedEmbeddings:
         """Fused backward and optimizer step of the local tables. lookup: what `lookup` gave, or its gradient edge.
         gradient: as `send_gradients` brought it."""
         if self.local_dim:
-            gradient = gradient.view(-1, self.local_dim).float()
-            scale = self._exchange.gradient_scale(len(gradient))
-            torch.autograd.backward(lookup, gradient if scale == 1.0 else gradient / scale)
+            torch.autograd.backward(lookup, self.as_gradient(gradient))
+
+    def as_gradient(self, arrived: Tensor) -> Tensor:
+        """[W * B, D_local] float32 gradient of what `lookup` gave, from what `send_gradients` brought."""
+        if not self.local_dim:
+            return arrived.float()
+        arrived = arrived.view(-1, self.local_dim).float()
+        scale = self._exchange.gradient_scale(len(arrived))
+        return arrived if scale == 1.0 else arrived / scale
 
     def set_learning_rate(self, lr: float) -> None:
         self.learning_rate = lr

@@ -52,7 +52,8 @@ class SharedMemory:
 
     Each rank owns one sparse memory file with a region per channel, and shares its descriptor with the others over Unix
     sockets. Writing goes to the own region, followed by a READY message to each reader; a reader copies and answers
-    DONE; before a region is written again, everybody's DONE must have come. A channel carries one message at a time.
+    DONE; before a region is written again, everybody's DONE must have come. A channel carries one message at a time:
+    one that nobody has waited for when the next is sent is read then.
     Messages for other channels that arrive in between are kept, so channels are waited for in any order. Nothing has a
     name in the file system, so nothing is left behind by a crash, and a rank that dies closes its sockets, which ends
     the wait of all.
@@ -64,12 +65,14 @@ class SharedMemory:
         self._inbox: dict[tuple[int, int, int], deque[tuple[int, int]]] = defaultdict(deque)
         self._readers: dict[int, list[int]] = {}  # channel -> ranks whose DONE is owed
         self._begun = [0] * len(CHANNELS)  # exchanges that this rank has written for
+        self._unread: dict[str, Callable[[], object]] = {}  # channel -> reads its last message
 
     def all_to_all(
         self, channel: str, received: Tensor, sent: Tensor | Put, receive_splits: list[int], send_splits: list[int]
     ) -> Callable[[], Tensor]:
         """One-dimensional, splits in elements, by rank. sent: by rank too, or what writes a rank's part; may be reused
         at once."""
+        self._read_last(channel)
         put = sent if not isinstance(sent, Tensor) else _copies(sent, send_splits)
         starts, arrivals = [0, *accumulate(send_splits)], [0, *accumulate(receive_splits)]
         region = self.write(channel, starts[-1], received.dtype)
@@ -81,7 +84,7 @@ class SharedMemory:
         if send_splits[self.rank]:
             put(self.rank, received[arrivals[self.rank] : arrivals[self.rank + 1]])
 
-        def finish() -> Tensor:
+        def read() -> None:
             for rank in self._others:
                 if receive_splits[rank]:
                     arrived = self.read(channel, rank, received.dtype)
@@ -92,12 +95,12 @@ class SharedMemory:
                         )
                     received[arrivals[rank] : arrivals[rank + 1]].copy_(arrived)
                     self.done(channel, rank)
-            return received
 
-        return finish
+        return self._once(channel, read, received)
 
     def all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
         """Sums in place, in rank order: every rank adds up its own slice, then takes the others' sums."""
+        self._read_last("reduce")
         region = self.write("reduce", values.numel(), values.dtype)
         region.copy_(values)
         bounds = [values.numel() * rank // self.world_size for rank in range(self.world_size + 1)]
@@ -106,7 +109,7 @@ class SharedMemory:
         for rank in self._others:
             self.tell("reduce", rank, region[slices[rank]])
 
-        def finish() -> Tensor:
+        def read() -> None:
             total = self.write("reduced", own.stop - own.start, values.dtype)
             for rank in range(self.world_size):
                 term = region[own] if rank == self.rank else self.read("reduce", rank, values.dtype)
@@ -121,9 +124,25 @@ class SharedMemory:
             for rank in self._others:
                 values[slices[rank]].copy_(self.read("reduced", rank, values.dtype))
                 self.done("reduced", rank)
-            return values
 
+        return self._once("reduce", read, values)
+
+    def _once(self, channel: str, read: Callable[[], object], result: Tensor) -> Callable[[], Tensor]:
+        """Reads at the first call, unless the channel's next message came before."""
+
+        def finish() -> Tensor:
+            if self._unread.get(channel) is read:
+                self._read_last(channel)
+            return result
+
+        self._unread[channel] = read
         return finish
+
+    def _read_last(self, channel: str) -> None:
+        """Reads the channel's last message, where nobody has: the next one takes its place."""
+        read = self._unread.pop(channel, None)
+        if read is not None:
+            read()
 
     # -- one message -------------------------------------------------------------------------------------------------
 

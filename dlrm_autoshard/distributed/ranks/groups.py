@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.errors import BagsError, UserError
+from dlrm_autoshard.formats.launcher_numbers import launcher_number
 
 # Backends as torch sees them: gloo and NCCL, that meet where `pg_options`, a store, says.
 _GLOO, _NCCL = "dlrm_autoshard_gloo", "dlrm_autoshard_nccl"
@@ -46,6 +47,24 @@ def group_beside(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
         pg_options=dist.PrefixStore(f"dlrm_autoshard/group/{made}", store),
         use_local_synchronization=True,
     )
+
+
+def group_or_alone(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return it, or torch.distributed's default group, which is made for this process alone where there is none.
+    BagsError where this process is one of several ranks: each would train for itself."""
+    if not isinstance(group, dist.ProcessGroup | None):  # torch gives a number to ranks that are not in a new group
+        raise BagsError(f"group is {group!r}: this rank is not in it. Only the ranks of a group make its tables.")
+    if not dist.is_initialized():
+        ranks = launcher_number("WORLD_SIZE", 1)
+        if ranks > 1:
+            raise BagsError(
+                f"{ranks} ranks were started, and this one has no process group, so its tables would be its alone: "
+                "call torch.distributed.init_process_group() before."
+            )
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = group or dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def _register() -> None:

@@ -104,7 +104,7 @@ def saved_model(
         )  # fmt: skip
         labels = len(label_names_of(source))
         model = make_model(source.num_dense, embeddings.output_tables, config.model, num_labels=labels)
-        dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device)
+        dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device, average=False)
         trained_by = config.tables.optimizer.name
         state = TrainingState(runtime, checkpoints, embeddings, dense, columns, None, trained_by=trained_by)
         saved, _ = state.load_weights(path)
