@@ -164,7 +164,7 @@ def test_a_step_is_read_in_two_folders_and_one_sitting() -> None:
     lookup = ("shared_memory", "device_ids", "side_streams", "means", "note")
     behind = {f"dlrm_autoshard.distributed.{name}" for name in ("recorded_passes", *(f"lookup.{n}" for n in lookup))}
     lines -= sum(len(modules()[module].read_text().splitlines()) for module in behind)
-    assert len({*files} - behind) <= 8 and lines <= 1520, (files, lines)
+    assert len({*files} - behind) <= 8 and lines <= 1550, (files, lines)
 
 
 def test_a_start_plan_is_read_in_two_folders_and_one_sitting() -> None:
