@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dlrm_autoshard as das
 from dlrm_autoshard.config import DenseOptimizerConfig
 from dlrm_autoshard.distributed.dense import DataParallelDense
+from dlrm_autoshard.distributed.lookup.exchange import Pending
 from dlrm_autoshard.errors import UserError
 from tests.ranks import run_ranks
 
@@ -157,9 +158,14 @@ def when_it_starts(rank: int, world_size: int) -> tuple[list[str], str]:
     dense = das.DataParallelDense(module, torch.optim.SGD, lr=0.1)
     events: list[str] = []
     start = dense.start_all_reduce
-    dense.start_all_reduce = lambda loss: events.append("sum") or start(loss)  # type: ignore[method-assign,func-returns-value]
+
+    def noted(local_loss: Tensor) -> Pending:
+        events.append("sum")
+        return start(local_loss)
+
+    dense.start_all_reduce = noted  # type: ignore[method-assign]
     for name, parameter in module.named_parameters():
-        parameter.register_hook(lambda _, name=name: events.append(name))  # type: ignore[misc]
+        parameter.register_hook(lambda _, name=name: events.append(name))
     module(inputs_of(rank, 0)).sum().backward()  # one of two losses: no sum yet
     assert "sum" not in events
     dense.backward(module(inputs_of(rank, 1)).sum())

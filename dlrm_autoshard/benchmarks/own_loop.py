@@ -100,7 +100,7 @@ def _interleaved(rank: int, world_size: int, workload: Workload, folder: Path, r
     keep_freed_memory()
     plan, batches = workload.plan(world_size), workload.batches(rank, world_size)
     job = OurJob(workload, plan, rank, batches)
-    loops = {arm: OwnLoop(workload, plan, batches, folder / arm, arm == "ddp") for arm in ("own", "ddp")}
+    loops = {arm: OwnLoop(workload, plan, batches, folder / arm, ddp=arm == "ddp") for arm in ("own", "ddp")}
     trained: list[torch.Tensor] = []
 
     def trainer() -> None:
