@@ -21,9 +21,8 @@ SEARCH_STEPS = 20_000
 def feasible(task: PlacementTask) -> np.ndarray:
     """Returns one rank a unit; PlanError where none is legal (or none was found; the message says which).
 
-    Largest unit first to the rank with most room, then to the tightest rank that takes it, each with a repair step
-    (make room by sending one smaller unit elsewhere); then a depth-first search with a bound on its steps; then sets of
-    units that fill a rank.
+    Largest unit first to the rank with most room, then to the tightest that takes it, each with a repair step (one
+    smaller unit is sent elsewhere); then a depth-first search of so many steps; then sets of units that fill a rank.
     """
     units = task.units
     _check_each_fits(task)

@@ -13,7 +13,7 @@ import numpy as np
 from dlrm_autoshard.costs import COMPUTE, EXCHANGE
 from dlrm_autoshard.planner.corrections.corrections import Corrections
 from dlrm_autoshard.planner.costs.cost_model import COST, DIM, NUM_SUMMARY, CostModel
-from dlrm_autoshard.planner.costs.exchange_model import TRAFFIC, ExchangeModel, several_hosts
+from dlrm_autoshard.planner.costs.exchange_model import TRAFFIC, ExchangeModel, HostLinks
 from dlrm_autoshard.planner.task import PlacementTask
 
 # Axes: U units, W ranks, H hosts, N candidates, K summary columns, 4 stages in the order of PLANNED_STAGES.
@@ -30,7 +30,7 @@ class TaskCosts:
 
     Searches see both exchanges as what a rank sends and what it receives, of both: the slowest rank's of each add up to
     the exchange model's cost within a host, as the slowest rank's of other stages do. Where there are several hosts,
-    the slowest host's link (`host_ms`) adds to it; dims_H, the dims that each host owns, add up over units as well.
+    the slowest host's link (`links`) adds to it.
     """
 
     def __init__(
@@ -54,13 +54,12 @@ class TaskCosts:
         self.fastest = int(self.factor_W2.sum(axis=1).argmin())
         dims = float(summary_TK[:, DIM].sum())
         self._exchange_W2, self.exchange_spread = corrections.exchange_factors_W2(world_size), exchange.spread
-        self._slowest_2 = self._exchange_W2.max(axis=0)
+        slowest_2 = self._exchange_W2.max(axis=0)
         self.comms_base_2, self.comms_per_dim_2 = (
-            (lines_22 @ self._slowest_2).astype(np.float32)
-            for lines_22 in exchange.lines(dims, task.batch_size, world_size)
+            (lines_22 @ slowest_2).astype(np.float32) for lines_22 in exchange.lines(dims, task.batch_size, world_size)
         )
-        self._hosts = several_hosts(topology.hosts)
-        self.host_W = np.zeros(world_size, dtype=np.int64) if self._hosts is None else np.array(self._hosts)
+        links = exchange.links(world_size, task.batch_size, topology.hosts)
+        self.links = HostLinks(links.host_W, task.batch_size, links.price_SL * slowest_2[:, None])
         # A table's ids go to the owner of each of its parts: they cost what as many bytes of vectors would.
         mb_T = np.array([stat.mean_pooling for stat in task.stats]) * task.batch_size / world_size * BYTES_PER_ID * 1e-6
         price = exchange.prices_SP[0, TRAFFIC].sum() * (1 - 1 / world_size)
@@ -81,22 +80,10 @@ class TaskCosts:
         stages[..., EXCHANGE] = self.comms_base_2 + sums_NDK[..., DIM] * self.comms_per_dim_2
         return stages
 
-    def host_dims(self, sums_NWK: np.ndarray) -> np.ndarray:
-        """Returns [..., H] dims that each host owns, by the summaries of all ranks."""
-        on_host_WH = self.host_W[:, None] == np.arange(self.host_W.max() + 1)
-        dims_NH: np.ndarray = sums_NWK[..., DIM.start].astype(np.float64) @ on_host_WH
-        return dims_NH
-
-    def host_ms(self, dims_NH: np.ndarray) -> np.ndarray:
-        """Returns [..., H, 2] ms that each host's link takes, forward and backward; 0 where there is one host."""
-        if self._hosts is None:
-            return np.zeros((*dims_NH.shape, 2))
-        return self._exchange.link_ms(dims_NH, self._task.batch_size, self._hosts) * self._slowest_2
-
     def total_ms(self, stages_NW4: np.ndarray, sums_NWK: np.ndarray) -> np.ndarray:
         """Returns [...] ms of the step: the slowest rank of each stage, and the slowest host's link, of all ranks'
         stages and summaries."""
-        links_N = self.host_ms(self.host_dims(sums_NWK)).max(axis=-2).sum(axis=-1)
+        links_N = self.links.ms(self.links.dims(sums_NWK[..., DIM.start])).max(axis=-2).sum(axis=-1)
         total: np.ndarray = stages_NW4.max(axis=-2).sum(axis=-1) + links_N
         return total
 

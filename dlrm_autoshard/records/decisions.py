@@ -1,9 +1,7 @@
 """decisions.jsonl: one line a decision, at most one a step; and what a line says of its moves, in words.
 
-log = DecisionLog(run / "decisions.jsonl")
 log.write({"step": 500, "action": "moved", ..., "measured_gain": None})    # on disk at once
 log.write({"step": 500, "action": "moved", ..., "measured_gain": 0.14})    # in its place, an interval later
-log.forget_after(400)                                                      # going on from an earlier checkpoint
 worth_in_words(line)                                                       # "14.0% (11.2 to 16.8%)", or None
 moves_in_words(line)                                                       # "'ad' from rank 1 to 0"
 """

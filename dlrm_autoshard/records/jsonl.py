@@ -1,8 +1,6 @@
 """The run directory's files of records: one JSON object a line, written so that a crash loses at most the last line.
 
 append_jsonl(run / "metrics.jsonl", {"schema": 1, "step": 50, "epoch": 0, "split": "train", "logloss": 0.61})
-read_jsonl(run / "metrics.jsonl")           # [{"schema": 1, ...}]
-forget_after(run, 300)                      # a run that resumes at step 300 forgets what it did beyond it
 
 Records help to understand a run, and nothing else rests on them: a line that cannot be read is left out with a warning,
 and kept in `metrics.jsonl.damaged` by whoever rewrites the file; a line that cannot be written is lost with a warning.

@@ -1,11 +1,9 @@
-"""What a move was worth: what the same steps cost under the plan that it left and under the one that it made.
+"""Compares what the same steps cost under the plan that a move left and under the one that it made.
 
-    worth = worth_of(before, after, predicted=(0.197, 0.028), scatter=0.02)
-    worth.gain, worth.low, worth.high        # 0.18, 0.15, 0.21: part of a step saved, and its 90% interval
-    worth.doubt                              # why that is not to be believed; "" where it is
+    worth = worth_of(before, after, predicted=(0.197, 0.028), scatter=0.02)     # worth.gain, .low, .high: 90%; .doubt
 
-Throughput before against throughput after is no measure of it: a job may become slower or faster by itself. What counts
-are the stages that placement decides, in sampled steps. Pure arithmetic: no clock, no planner, no ranks.
+A job may become slower or faster by itself, so throughput before and after is no measure: what counts are the stages
+that placement decides, in sampled steps. Pure arithmetic: no clock, no planner, no ranks.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a process group that somebody else has made can do, and more groups of its ranks, which meet by a name of ours.
+"""Asks what a process group that somebody else has made can do, and makes more groups of its ranks.
 
-    device = device_for(group, None)             # where tables go: a GPU where NCCL carries its tensors, else the CPU
-    control = group_beside(group, "gloo")        # waits as long as the group
-
-torch names a group that only its own ranks make by a hash over a count that every rank keeps for itself, and each
-release counts something else. Ranks whose counts differ (one is in a group more) wait for each other in vain. Our name
-is the group's own prefix of the store, and how often this was called for that group, so all its ranks know it.
+device = device_for(group, None)             # where tables go: a GPU where NCCL carries its tensors, else the CPU
+control = group_beside(group, "gloo")        # waits as long as the group
 """
+
+# torch names a group that only its own ranks make by a hash over a count that every rank keeps for itself, and each
+# release counts something else. Ranks whose counts differ (one is in a group more) wait for each other in vain. Our
+# name is the group's own prefix of the store, and how often this was called for that group, so all its ranks know it.
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 
     model.ms(dims_W, batch_size=4096, hosts=(0, 0, 1, 1))    # [2] forward, backward; hosts: the host of each rank
 
-A collective ends on all ranks when the slowest has sent and received, so one figure a plan and stage is fitted: by the
-most that a rank sends, the most that one receives, and what travels in all. With several hosts the slowest link between
-them comes on top. README.md says why.
+A collective ends on all ranks when the slowest has sent and received: by the most that a rank sends, the most that one
+receives, what travels in all, and the slowest link between hosts, one figure a plan is fitted. README.md says why.
 """
 
 from __future__ import annotations
@@ -64,17 +63,18 @@ class ExchangeModel:
         if len(dims_W) == 1:
             return np.zeros(2)
         ms: np.ndarray = self.prices_SP @ exchange_work(dims_W, batch_size)
-        if (several := several_hosts(hosts)) is not None:
-            dims_H = _by_host(several) @ dims_W
-            ms = ms + self.link_ms(dims_H, batch_size, several).max(axis=-2)
-        return ms
+        links = self.links(len(dims_W), batch_size, hosts)
+        return ms + links.ms(links.dims(dims_W)).max(axis=-2)
 
-    def link_ms(self, dims_H: np.ndarray, batch_size: int, hosts: Sequence[int]) -> np.ndarray:
-        """Returns [..., H, 2] ms that the busier direction of each host's link takes, forward and backward, where hosts
-        own `dims_H` [..., H] and all dims are placed. The exchange takes as long as the slowest of them."""
-        ms_SL = self._link_prices(tuple(hosts)) * crossing_mb(dims_H, batch_size, hosts)[..., None, :]
-        slower: np.ndarray = np.maximum(*np.split(ms_SL, 2, axis=-1))
-        return np.swapaxes(slower, -1, -2)
+    def links(self, world_size: int, batch_size: int, hosts: Sequence[int] | None = None) -> HostLinks:
+        """Returns what hosts' links take, which comes on top of `lines`."""
+        several = several_hosts(hosts)
+        if several is None:
+            return HostLinks(np.zeros(world_size, dtype=np.int64), batch_size, np.zeros((2, 2)))
+        known = self._link_SL is not None and several == self._hosts
+        price_SL = self._link_SL if known else np.full((2, 2 * len(set(several))), PRIOR_LINK)
+        assert price_SL is not None
+        return HostLinks(np.array(several), batch_size, price_SL)
 
     def lines(self, total_dims: float, batch_size: int, world_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns ([2, 2], [2, 2]): ms of a rank's sending (0) and receiving (1) if it owns no dims, and what each dim
@@ -105,7 +105,7 @@ class ExchangeModel:
             inside_HW = _by_host(hosts)
             for row_L, (sample, _) in zip(crossing_NL, kept, strict=True):
                 if several_hosts(sample.hosts) == hosts:
-                    row_L[:] = crossing_mb(inside_HW @ np.array(sample.dims), sample.batch_size, hosts)
+                    row_L[:] = crossing_mb(inside_HW @ np.array(sample.dims), sample.batch_size, np.array(hosts))
         ms_NS = np.array([[max(s.fwd_comms_ms), max(s.bwd_comms_ms)] for s, _ in kept])
         weight_N = np.array([weight / (1 + (s.noise / STEADY) ** 2) for s, weight in kept])
         fitted = [
@@ -123,11 +123,40 @@ class ExchangeModel:
         self.prices_SP, self.spread = self.prior_SP, UNMEASURED
         self._hosts, self._link_SL = None, None
 
-    def _link_prices(self, hosts: tuple[int, ...]) -> np.ndarray:
-        """Returns [2, L] ms per MB."""
-        if self._link_SL is not None and hosts == self._hosts:
-            return self._link_SL
-        return np.full((2, 2 * len(set(hosts))), PRIOR_LINK)
+
+@dataclass(frozen=True)
+class HostLinks:
+    """Links of a job's hosts, at price_SL ms per MB: all ranks wait for the slowest. host_W: host of each rank; where
+    all are on one, its link takes nothing."""
+
+    host_W: np.ndarray
+    batch_size: int
+    price_SL: np.ndarray
+
+    def dims(self, dims_NW: np.ndarray) -> np.ndarray:
+        """Returns [..., H] dims that hosts own, by those that ranks own."""
+        on_host_WH = self.host_W[:, None] == np.arange(self.host_W.max() + 1)
+        dims_NH: np.ndarray = dims_NW.astype(np.float64) @ on_host_WH
+        return dims_NH
+
+    def ms(self, dims_NH: np.ndarray) -> np.ndarray:
+        """Returns [..., H, 2] ms that the busier direction of each host's link takes, forward and backward."""
+        ms_NSL = self.price_SL * crossing_mb(dims_NH, self.batch_size, self.host_W)[..., None, :]
+        busier_NSH: np.ndarray = np.maximum(*np.split(ms_NSL, 2, axis=-1))
+        return np.swapaxes(busier_NSH, -1, -2)
+
+    def ms_after(self, dims_W: np.ndarray, source: int, to_N: np.ndarray, moved_N: np.ndarray) -> np.ndarray:
+        """Returns [N, H, 2], as `ms`, once `moved_N` dims have gone from rank `source` to ranks `to_N`."""
+        dims_NH = np.tile(self.dims(dims_W), (len(to_N), 1))
+        dims_NH[:, self.host_W[source]] -= moved_N
+        dims_NH[np.arange(len(to_N)), self.host_W[to_N]] += moved_N
+        return self.ms(dims_NH)
+
+    def ranks_behind(self, dims_W: np.ndarray) -> list[int]:
+        """Returns the ranks of the hosts whose links are slowest; none where there is one host."""
+        slowest = self.ms(self.dims(dims_W)).argmax(axis=0)
+        behind: list[int] = np.flatnonzero(np.isin(self.host_W, slowest)).tolist()
+        return behind if self.host_W.any() else []
 
 
 def exchange_work(dims_W: np.ndarray, batch_size: int) -> np.ndarray:
@@ -140,7 +169,7 @@ def exchange_work(dims_W: np.ndarray, batch_size: int) -> np.ndarray:
     return np.array(work)
 
 
-def crossing_mb(dims_H: np.ndarray, batch_size: int, hosts: Sequence[int]) -> np.ndarray:
+def crossing_mb(dims_H: np.ndarray, batch_size: int, hosts: np.ndarray) -> np.ndarray:
     """Returns [..., 2 H]: MB of vectors that leave each host, then MB that enter each, where hosts own `dims_H`
     [..., H]. Gradients go the other way round, by as much."""
     ranks_H = np.bincount(hosts)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from dlrm_autoshard.planner.costs.cost_model import DIM
 from dlrm_autoshard.planner.search.greedy import balance
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
@@ -20,8 +19,8 @@ MOST_RANKS = 8
 
 
 class StageLoads:
-    """Loads of ranks, each in one number that adds up over stages: a stage's ms over an even share of its work, to the
-    eighth power, weighted with the share.
+    """How loaded ranks are, in one number that adds up over stages: each stage's ms over an even share of its work, to
+    the eighth power, weighted with the share.
 
     The step is the sum over stages of the slowest rank, so a rank should be filled in all stages at once; the power
     makes the fullest stage count most (vector scheduling by a norm: Chekuri and Khanna 2004).
@@ -33,44 +32,23 @@ class StageLoads:
         self.weight_4 = self.share_4 / self.share_4.sum()
 
     def __call__(self, ms: np.ndarray) -> np.ndarray:
-        """Returns [...] loads of [..., 4] ms."""
-        summed: np.ndarray = _eighth_power(ms / self.share_4) @ self.weight_4
+        """[...] of [..., 4] ms."""
+        load = ms / self.share_4
+        for _ in range(3):
+            load *= load
+        summed: np.ndarray = load @ self.weight_4
         return summed
-
-
-class LinkLoads:
-    """Loads of all hosts' links together, in the measure of `StageLoads`; 0 where there is one host."""
-
-    def __init__(self, costs: TaskCosts, stages: StageLoads) -> None:
-        self._costs = costs
-        ranks_H = np.bincount(costs.host_W)
-        dims = float(costs.summary_UK[:, DIM].sum())
-        self._share_2 = np.maximum(costs.host_ms(dims * ranks_H / ranks_H.sum()).max(axis=0), 1e-9)
-        self._weight_2 = self._share_2 / stages.share_4.sum()
-
-    def __call__(self, dims_NH: np.ndarray) -> np.ndarray:
-        """Returns [...] loads where hosts own `dims_NH` [..., H]."""
-        summed: np.ndarray = (_eighth_power(self._costs.host_ms(dims_NH) / self._share_2) @ self._weight_2).sum(axis=-1)
-        return summed
-
-
-def _eighth_power(values: np.ndarray) -> np.ndarray:
-    power = values * values
-    power *= power
-    power *= power
-    return power
 
 
 def greedy_on_cost(task: PlacementTask, costs: TaskCosts) -> np.ndarray:
-    """Returns [U] ranks: dearest unit first, each to the rank by which `StageLoads` and `LinkLoads` rise least."""
+    """[U] ranks: dearest unit first, each to the rank whose `StageLoads` rise least by taking it."""
     units, room, everywhere = task.units, Room(task.units), np.arange(task.world_size)
     sums_WK = np.zeros((task.world_size, costs.summary_UK.shape[1]), dtype=np.float32)
     ms_W4 = costs.stage_ms(sums_WK, everywhere)
     empty_4 = ms_W4.min(axis=0)
     alone_U4 = costs.stage_ms(costs.summary_UK, np.full(len(units), costs.fastest))
     loads = StageLoads(alone_U4, empty_4, len(task.topology.usable_ranks))
-    load_W, links = loads(ms_W4), LinkLoads(costs, loads)
-    dims_H, on_host_WH = costs.host_dims(sums_WK), costs.host_W[:, None] == np.arange(costs.host_W.max() + 1)
+    load_W = loads(ms_W4)
     for unit in np.argsort(-alone_U4.sum(axis=1), kind="stable").tolist():
         legal = np.flatnonzero(room.legal_W(unit))
         if len(legal) == 0:
@@ -80,10 +58,9 @@ def greedy_on_cost(task: PlacementTask, costs: TaskCosts) -> np.ndarray:
             legal = legal[np.argpartition(rise, MOST_RANKS)[:MOST_RANKS]]
         after_N4 = costs.stage_ms(sums_WK[legal] + costs.summary_UK[unit], legal)
         after_N = loads(after_N4)
-        dims_NH = dims_H + costs.summary_UK[unit, DIM.start] * on_host_WH[legal]
-        best = int((after_N - load_W[legal] + links(dims_NH)).argmin())
+        best = int((after_N - load_W[legal]).argmin())
         rank = int(legal[best])
         room.place(unit, rank)
         sums_WK[rank] += costs.summary_UK[unit]
-        ms_W4[rank], load_W[rank], dims_H = after_N4[best], after_N[best], dims_NH[best]
+        ms_W4[rank], load_W[rank] = after_N4[best], after_N[best]
     return room.rank_U

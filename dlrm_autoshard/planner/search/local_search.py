@@ -109,21 +109,16 @@ class _Search:
         self.room = Room(task.units, rank_U)
         if (self.room.free_W < 0).any():
             self.room = Room(task.units, feasible(task))
-        self._sum_up()
-
-    def _sum_up(self) -> None:
-        self.sums_WK = self.costs.sums(self.room.rank_U)
-        self.ms_W4 = self.costs.stage_ms(self.sums_WK, np.arange(self.task.world_size))
+        self.sums_WK = costs.sums(self.room.rank_U)
+        self.ms_W4 = costs.stage_ms(self.sums_WK, np.arange(task.world_size))
 
     @property
     def step_ms(self) -> float:
         return float(self.costs.total_ms(self.ms_W4, self.sums_WK))
 
-    def _slow_ranks(self) -> list[int]:
-        """Returns the slowest rank of each stage, then the ranks of the hosts whose links are slowest."""
-        host_H2, host_W = self.costs.host_ms(self.costs.host_dims(self.sums_WK)), self.costs.host_W
-        behind_W = np.isin(host_W, host_H2.argmax(axis=0)) & (len(host_H2) > 1)
-        return list(dict.fromkeys([*self.ms_W4.argmax(axis=0).tolist(), *np.flatnonzero(behind_W).tolist()]))
+    @property
+    def _dims_W(self) -> np.ndarray:
+        return self.sums_WK[:, DIM.start]
 
     @property
     def total_ms(self) -> float:
@@ -134,7 +129,10 @@ class _Search:
         for _ in range(most_moves or 20 * len(self.task.units)):
             if late(deadline):
                 return
-            if not any(self._relieve(rank) for rank in self._slow_ranks()) and not self._send_home():
+            slow_ranks = dict.fromkeys(
+                [*self.ms_W4.argmax(axis=0).tolist(), *self.costs.links.ranks_behind(self._dims_W)]
+            )
+            if not any(self._relieve(rank) for rank in slow_ranks) and not self._send_home():
                 return
 
     def _relieve(self, source: int) -> bool:
@@ -177,7 +175,7 @@ class _Search:
         # Where several ranks are equally slow, one relief does not show in the step yet: it shows in the squares.
         squares_N = (source_N4**2).sum(axis=1) + (to_N4**2).sum(axis=1) - (self.ms_W4[to] ** 2).sum(axis=1)
         squares_N += (host_NH2**2).sum(axis=(1, 2))
-        host_H2 = self.costs.host_ms(self.costs.host_dims(self.sums_WK))
+        host_H2 = self.costs.links.ms(self.costs.links.dims(self._dims_W))
         step_now, squares_now = self.step_ms, float((self.ms_W4[source] ** 2).sum() + (host_H2**2).sum())
         small = 1e-6 * step_now
         better = (step_N < step_now - small) | (
@@ -222,11 +220,7 @@ class _Search:
         source_N4, to_N4 = np.split(self.costs.stage_ms(sums_NK, ranks_N), 2)
         rest_N4 = self._slowest_without(source)[to]
         step_N = np.maximum(np.maximum(source_N4, to_N4), rest_N4).sum(axis=1)
-        dims_NH = np.tile(self.costs.host_dims(self.sums_WK), (len(to), 1))
-        moved_N, number_N = change_NK[:, DIM.start], np.arange(len(to))
-        dims_NH[:, self.costs.host_W[source]] -= moved_N
-        dims_NH[number_N, self.costs.host_W[to]] += moved_N
-        host_NH2 = self.costs.host_ms(dims_NH)
+        host_NH2 = self.costs.links.ms_after(self._dims_W, source, to, change_NK[:, DIM.start])
         return source_N4, to_N4, host_NH2, step_N + host_NH2.max(axis=1).sum(axis=1)
 
     def _destinations(self, source: int) -> np.ndarray:
@@ -280,4 +274,5 @@ class _Search:
             before = self.room.remove(int(unit))
             legal = np.flatnonzero(self.room.legal_W(int(unit)))
             self.room.place(int(unit), int(generator.choice(legal)) if len(legal) else before)
-        self._sum_up()
+        self.sums_WK = self.costs.sums(self.room.rank_U)
+        self.ms_W4 = self.costs.stage_ms(self.sums_WK, np.arange(self.task.world_size))
