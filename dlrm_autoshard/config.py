@@ -128,6 +128,7 @@ class EarlyStopping(Section):
 
 class TrainConfig(Section):
     batch_size: PositiveInt = 1024  # per rank
+    accumulate: PositiveInt = 1  # parts of a batch that the dense part takes in turn; weights are updated once
     epochs: Annotated[int, Field(gt=0, le=10**9)] = 1
     max_steps: PositiveInt | None = None  # stop after so many steps in all
     eval_batch_size: PositiveInt | None = None  # per rank; default: batch_size

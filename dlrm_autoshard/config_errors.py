@@ -41,7 +41,7 @@ FOREIGN = {
     "data.tables.lr data.tables.optimizer data.tables.dtype": "all tables have the same (section 'tables')",
     "l1 l2 regularization": "not supported for tables; the dense part has dense_optimizer.weight_decay",
     "gradient_accumulation gradient_accumulation_steps accumulate_grad_batches accumulation_steps": (
-        "not supported; a larger train.batch_size has the same effect"
+        "write train.accumulate: N, which takes train.batch_size in N parts"
     ),
     "grad_clip gradient_clipping clip_grad clip_grad_norm max_norm": (
         "the dense part has dense_optimizer.max_gradient_norm; tables have none"

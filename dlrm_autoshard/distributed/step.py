@@ -20,6 +20,7 @@ from dlrm_autoshard.distributed.dense_passes import DensePasses
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
 from dlrm_autoshard.distributed.lookup.lookups import Lookups, SentIds
+from dlrm_autoshard.distributed.passes_in_parts import PassesInParts
 from dlrm_autoshard.distributed.recorded_passes import CudaGraphs, RecordedPasses
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.model.dlrm import DenseArch
@@ -46,17 +47,20 @@ class TrainStep:
         overlap: bool,
         autocast: bool,
         graphs: bool = False,
+        accumulate: int = 1,
         all_finite: Callable[[Tensor], bool] | None = None,
     ) -> None:
         """dense: of losses that are summed. autocast: dense products of bf16. graphs: on a GPU, the dense part's passes
-        as CUDA graphs. all_finite: asked with each local loss, before any update; all ranks must agree. None: not
-        asked."""
+        as CUDA graphs. accumulate: parts of a batch that the dense part takes one after the other. all_finite: asked
+        with each local loss, before any update; all ranks must agree. None: not asked."""
         self.model, self.dense, self.embeddings, self.clock = model, dense, embeddings, clock
         self.lookups = Lookups(embeddings, clock, average=False, overlap=overlap, arrive=False)
         dense.clock, dense.overlap = clock, overlap
         self._all_finite = all_finite
         self.passes: DensePasses | RecordedPasses = DensePasses(model, autocast=autocast)
-        if graphs and embeddings.device.type == "cuda":
+        if accumulate > 1:
+            self.passes = PassesInParts(model, accumulate, autocast=autocast)
+        elif graphs and embeddings.device.type == "cuda":
             width = sum(table.embedding_dim for table in embeddings.tables)
             self.passes = RecordedPasses(model, width, autocast=autocast, record=CudaGraphs(embeddings.device))
         self._waiting: deque[SentIds] = deque()

@@ -148,6 +148,7 @@ class Job:
             overlap=config.train.overlap,
             autocast=self.autocast,
             graphs=graphs_fit,
+            accumulate=config.train.accumulate,
             all_finite=runtime.all_finite if config.train.on_nan == "skip" else None,
         )
         self.intervals = Intervals(
