@@ -107,7 +107,7 @@ def beside_ddp(rank: int, world_size: int, how: str) -> dict[str, Tensor]:
     """Weights after steps from rank 0's: by us, or by DDP and torch's optimizer."""
     module = tower_of(rank)
     if how == "ddp":
-        replica = DistributedDataParallel(module, broadcast_buffers=False)
+        replica = DistributedDataParallel(module, forward_sync_buffers=False)
         optimizer = torch.optim.Adagrad(replica.parameters(), lr=0.1, fused=True)
         for step in range(4):
             optimizer.zero_grad()

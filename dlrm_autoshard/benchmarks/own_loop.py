@@ -71,7 +71,7 @@ class OwnLoop:
         self.model: torch.nn.Module = Whole(workload)
         self.dense: DataParallelDense | None = None
         if ddp:
-            self.model = DistributedDataParallel(self.model, broadcast_buffers=False)
+            self.model = DistributedDataParallel(self.model, forward_sync_buffers=False)
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=DENSE_LR)
         else:
             make = partial(torch.optim.SGD, fused=True)
