@@ -239,3 +239,16 @@ def without_gradients(rank: int, world_size: int) -> None:
 
 def test_evaluations_are_looked_up_in_two_halves_too() -> None:
     run_ranks(without_gradients, 2)
+
+
+def summed(rank: int, world_size: int, average: bool) -> dict[str, Tensor]:
+    bags = ShardedEmbeddingBags(TABLES, optimizer=Adagrad(lr=0.5), average=average)
+    for step in range(2):
+        loss = bags(*ids_of(rank, step)).square().mean()
+        (loss if average else loss / world_size).backward()
+    return own(bags)
+
+
+def test_shares_of_the_mean_are_summed_where_that_is_said() -> None:
+    for one, other in zip(run_ranks(summed, 2, True), run_ranks(summed, 2, False), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)

@@ -62,12 +62,13 @@ class Whole(torch.nn.Module):
 
 
 class OwnLoop:
-    """dense: our wrapper's, if not DDP's with an optimizer of torch's."""
+    """dense: our wrapper's, which sums gradients here, if not DDP's with an optimizer of torch's."""
 
     def __init__(
         self, workload: Workload, plan: ShardingPlan, batches: list[Batch], folder: Path, *, ddp: bool
     ) -> None:
-        self.bags = ShardedEmbeddingBags(workload.tables, optimizer=RowwiseAdagrad(lr=TABLE_LR), plan=plan)
+        optimizer = RowwiseAdagrad(lr=TABLE_LR)
+        self.bags = ShardedEmbeddingBags(workload.tables, optimizer=optimizer, plan=plan, average=ddp)
         self.model: torch.nn.Module = Whole(workload)
         self.dense: DataParallelDense | None = None
         if ddp:
@@ -75,7 +76,7 @@ class OwnLoop:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=DENSE_LR)
         else:
             make = partial(torch.optim.SGD, fused=True)
-            self.dense = DataParallelDense(self.model, make, lr=DENSE_LR, clock=self.bags.clock)
+            self.dense = DataParallelDense(self.model, make, lr=DENSE_LR, clock=self.bags.clock, average=False)
         self.autoshard = Autoshard(self.bags, every_steps=10**6, sample_every=10**6, run_dir=folder, budget_seconds=5.0)
         self.batches = self.bags.ahead(itertools.cycle(batches), lambda batch: (batch.lengths_TB, batch.values_N))
         self.losses: list[torch.Tensor] = []
@@ -85,7 +86,7 @@ class OwnLoop:
             batch, ids = next(self.batches)
             loss = binary_cross_entropy_with_logits(self.model(batch.dense_BF, self.bags.look_up(ids)), batch.labels_B)
             if self.dense is not None:
-                self.dense.backward(loss)
+                self.dense.backward(loss / self.bags.world_size)
                 self.dense.step()
             else:
                 self.optimizer.zero_grad()

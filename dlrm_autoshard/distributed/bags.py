@@ -51,6 +51,7 @@ class ShardedEmbeddingBags(nn.Module):
         check_ids: bool = True,
         seed: int = 0,
         features: Mapping[str, Sequence[str]] | None = None,
+        average: bool = True,
     ) -> None:
         """optimizer: fused into the backward pass; RowwiseAdagrad() by default. plan: round robin by default.
         UserError, on every rank, where ranks are not given the same.
@@ -59,7 +60,8 @@ class ShardedEmbeddingBags(nn.Module):
         device: the current GPU where NCCL carries the group's tensors, else the CPU.
         exchange_dtype: in which vectors travel between ranks: fp32, fp16 or bf16. check_ids: refuse ids beyond their
         table (on a GPU that waits for the device). seed: of the initial weights, which no plan changes. features: table
-        -> those that look up its rows, in the place of one of its name.
+        -> those that look up its rows, in the place of one of its name. average: gradients over ranks, as DDP does;
+        False: sum them, for a loss that is this rank's share of the mean over all samples (no pass over gradients).
         """
         super().__init__()
         group = group_or_alone(group)
@@ -82,6 +84,7 @@ class ShardedEmbeddingBags(nn.Module):
         own = {f"the optimizer's {key}": value for key, value in optimizer.model_dump().items()}
         own |= {f"features['{name}']": ", ".join(named) for name, named in (features or {}).items()}
         own |= {"exchange_dtype": exchange_dtype, "seed": seed, "device": self.device.type, "torch": torch.__version__}
+        own["average"] = average
         agree(self.runtime, facts_of(self.tables, plan) | own)
         self.sharded = ShardedEmbeddings(
             self.features,
@@ -97,7 +100,7 @@ class ShardedEmbeddingBags(nn.Module):
         self.clock = StageClock(self.device, self.runtime.control if self.device.type == "cpu" else group)
         self._inputs = BagInputs(self.features.features, self.runtime.rank, check_ids=check_ids)
         columns = _columns_as_given(self.features.features, self.sharded.output_tables, self.device)
-        self._lookups = Lookups(self.sharded, self.clock, average=True, columns=columns)
+        self._lookups = Lookups(self.sharded, self.clock, average=average, columns=columns)
         self._heard: list[Callable[[ArrivedIds, int], None]] = []
 
     # -- what people ask -----------------------------------------------------------------------------------------------
