@@ -80,6 +80,32 @@ def link() -> Iterator[Link]:
         yield made
 
 
+def test_the_launcher_on_a_host_that_was_cut_off_ends_soon_after_its_rank(
+    link: Link, config: Path, tmp_path: Path
+) -> None:
+    """torch's agent alone had waited for the other host for seven minutes."""
+    head, launchers = f"{ADDRESSES[0]}:{free_port()}", []
+    line = f"{sys.executable} -m dlrm_autoshard train {config} --nodes 2 --ranks 1 --head {head} --job cut"
+    for host, address in zip(link.hosts, ADDRESSES, strict=True):
+        named = f"hostname {address} && exec {line} train.epochs=1000 run.collective_timeout_seconds=6"
+        command = ["ip", "netns", "exec", host, "unshare", "--uts", "sh", "-c", named]
+        with open(tmp_path / f"said_{address}", "w") as output:
+            launchers.append(subprocess.Popen(
+                command, env={**os.environ, "GLOO_SOCKET_IFNAME": DEVICE}, stdout=output, stderr=output, cwd=tmp_path
+            ))  # fmt: skip
+    said = tmp_path / f"said_{ADDRESSES[1]}"
+    try:
+        until(lambda: steps_saved(tmp_path / "runs" / "job")[-1:] > [50], 120)
+        subprocess.run(["ip", "-n", link.hosts[1], "link", "set", DEVICE, "down"], check=True)
+        assert launchers[1].wait(120) == 1, said.read_text()
+    finally:
+        for process in launchers:
+            process.kill()
+            process.wait()
+    assert f"{head}, which keeps the job's store, has not answered for " in said.read_text()
+    assert "Traceback" not in said.read_text()
+
+
 @pytest.mark.parametrize("fault", ["cut off", "killed"])
 def test_across_hosts_the_rank_at_fault_is_named(fault: str, link: Link, config: Path, tmp_path: Path) -> None:
     """Three ranks on two hosts, two network namespaces: the third rank is alone on the other one."""

@@ -191,6 +191,7 @@ def test_plan_measures_its_finalists_on_request(tables_file: Path, capsys: pytes
         (["--devices", "0"], "--devices is 0"),
         (["--devices", "2", "--memory-gib", "0.01"], "MiB short"),
         (["--devices", "2", "--pin", "t_0"], "not of the form TABLE=RANK"),
+        (["--devices", "2", "--pin", "t_0=²"], "not of the form TABLE=RANK"),
         (["--devices", "2", "--measure", "--device", "cuda"], "on this machine's CPU, and --device says"),
         (["--devices", "2", "--algorithm", "nowhere"], "holds no fitted planner"),
         (["--devices", "2", "--algorithm", "search", "--measure"], "'search' makes one plan"),

@@ -7,6 +7,7 @@ planner = planner_of("auto", seed=0)                     # or of a directory tha
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,11 +95,11 @@ def task_of(
 
 
 def pins_of(pins: Sequence[str]) -> dict[str, int]:
-    """--pin table=rank, any number of times."""
+    """Returns the ranks that `--pin TABLE=RANK` names, by table."""
     pinned = {}
     for pin in pins:
         table, equals, rank = pin.rpartition("=")
-        if not equals or not rank.isdigit():
+        if not equals or not re.fullmatch("[0-9]{1,9}", rank):
             raise UserError(f"--pin '{pin}' is not of the form TABLE=RANK, such as --pin user=0.")
         pinned[table] = int(rank)
     return pinned

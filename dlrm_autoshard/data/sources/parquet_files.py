@@ -9,11 +9,11 @@ import glob
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from dlrm_autoshard.data.batch import Split
 from dlrm_autoshard.data.errors import DataError
+from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.local_path import local_path
 
 _SUFFIXES = (".parquet", ".parq", ".pq")
 
@@ -48,15 +48,10 @@ def _local(name: str, key: str) -> str:
     """The path in this machine's file system that a path with `~` or a `file://` URL means."""
     if "\0" in name:
         raise DataError(f"{key}: {name!r} is no file's name.")
-    scheme, separator, _ = name.partition("://")
-    if separator and scheme.isalnum():
-        if scheme.lower() != "file":
-            raise DataError(f"{key}: '{name}' is a URL; only files are read. Copy it to a disk, or mount {scheme}://.")
-        url = urlsplit(name.replace("#", "%23").replace("?", "%3F"))  # in a file's name they are characters
-        if url.netloc not in ("", "localhost"):
-            raise DataError(f"{key}: '{name}' names the host '{url.netloc}'. Write file:/// and the whole path.")
-        return url2pathname(url.path)
-    return os.path.expanduser(name)
+    try:
+        return local_path(name)
+    except UserError as error:
+        raise DataError(f"{key}: '{name}' is {error}.") from error
 
 
 def _in_folder(folder: str) -> list[str]:

@@ -16,10 +16,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _CHECKPOINT_SECONDS = 300  # that ranks have to write their last checkpoint after a signal, before they are killed
+_SILENT_SECONDS = 20  # of a head that does not answer, after which a launcher without ranks gives up
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -83,7 +85,8 @@ def launch(
     )
     logging.disable(logging.ERROR)  # the launcher's own messages: what happened is said below, in a sentence
     try:
-        elastic_launch(config, sys.executable)("-u", *arguments)
+        with _while_head_answers(head, arguments) if nodes > 1 and head else contextlib.nullcontext():
+            elastic_launch(config, sys.executable)("-u", *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         return _told(rank, failure, after_a_kill)
@@ -101,6 +104,49 @@ def launch(
             signal.signal(signal.SIGHUP, before)
         _end_children()
     return 0
+
+
+@contextlib.contextmanager
+def _while_head_answers(head: str, arguments: Sequence[str]) -> Iterator[None]:
+    """Ends this process where the ranks that it started have ended, and the machine that keeps the job's store does not
+    answer. torch's agent waits for that one: for seven minutes where the network is cut, and restarts nothing."""
+    import psutil
+
+    over, (host, _, port) = threading.Event(), head.rpartition(":")
+
+    def watch() -> None:
+        had_ranks, silent_since = False, None
+        while not over.wait(1.0):
+            ranks = 0
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.Error):
+                    ranks += child.cmdline()[-len(arguments) :] == list(arguments)
+            had_ranks |= ranks > 0
+            if ranks or not had_ranks or _answers(host, int(port)):
+                silent_since = None
+            elif silent_since is None:
+                silent_since = time.monotonic()
+            elif time.monotonic() - silent_since > _SILENT_SECONDS:
+                print(
+                    f"this machine's ranks have ended, and {head}, which keeps the job's store, has not answered for "
+                    f"{_SILENT_SECONDS} s: it is gone, or the network between is. Start the same line again on each "
+                    "machine once they reach each other.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _answers(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=5):
+        return True
+    return False
 
 
 def _own_name() -> str:
