@@ -99,7 +99,7 @@ def test_what_is_paused_for_is_not_counted_as_training(tmp_path: Path) -> None:
 
 def lines_said(rank: int, world_size: int, run_dir: Path, settings: dict[str, Any]) -> list[str]:
     said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    with contextlib.redirect_stderr(said):
         plans_after_a_step(rank, world_size, run_dir, settings)
     return said.getvalue().splitlines()
 

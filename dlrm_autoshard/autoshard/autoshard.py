@@ -8,6 +8,7 @@ autoshard.finish()                                                   # writes ru
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -62,7 +63,7 @@ class Autoshard:
         not said, as many steps are expected to come as have been done. state: what `state_dict()` gave, to go on from
         there after the next step, in the same run_dir, with the bags' own state loaded. planned: what the live plan
         rests on, where it was planned by measurements before; else a plan is made after the first step. quiet: no lines
-        on rank 0 (one at the start, one a decision: by Python's logging where the program shows that, else on stdout).
+        on rank 0 (one at the start, one a decision: by Python's logging where the program shows that, else on stderr).
         settings: the
         other keys of the YAML's `autoshard:` section; with enabled=False it only profiles: tables stay where
         they are, unless a `placement` is named.
@@ -244,7 +245,7 @@ class Autoshard:
             LOG.info(text)
         else:
             with suppress(OSError, ValueError):  # a terminal that is gone ends no training
-                print(text, flush=True)
+                print(text, file=sys.stderr, flush=True)  # standard output is the loop's own
 
     def _random_numbers_kept(self) -> AbstractContextManager[None]:
         """The training loop's own random numbers (Dropout's, say) are as they would be without us."""
