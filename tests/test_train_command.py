@@ -168,6 +168,7 @@ def test_a_lost_terminals_hangups_end_a_job_with_a_checkpoint_of_its_last_step(
         job = subprocess.Popen(
             [*command, "checkpoint.every_steps=100", "train.epochs=50", "checkpoint.asynchronous=false"],
             stdin=end, stdout=end, stderr=said, env=ENVIRONMENT, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
         )  # fmt: skip
     os.close(end)
     try:

@@ -189,7 +189,8 @@ def train_while_no_byte_is_free(rank: int, world_size: int, folder: Path) -> tup
 
 
 def test_training_goes_on_where_no_record_can_be_written(tmp_path: Path) -> None:
-    said = ["no result.json and no report.html: [Errno 28] No space left on device"]
+    remedy = "No space left on device: free some disk space, or write to another disk."
+    said = [f"no result.json and no report.html: {remedy}"]
     assert run_ranks(train_while_no_byte_is_free, 1, tmp_path) == [(12, said)]
     assert not list((tmp_path / "checkpoints").iterdir())
 
