@@ -102,10 +102,11 @@ class ExchangeModel:
         work_NP = np.stack([exchange_work(np.array(s.dims, dtype=np.float64), s.batch_size) for s, _ in kept])
         crossing_NL = np.zeros((len(kept), 0 if hosts is None else 2 * len(set(hosts))))
         if hosts is not None:
-            inside_HW = _by_host(hosts)
+            host_W = np.array(hosts)
             for row_L, (sample, _) in zip(crossing_NL, kept, strict=True):
                 if several_hosts(sample.hosts) == hosts:
-                    row_L[:] = crossing_mb(inside_HW @ np.array(sample.dims), sample.batch_size, np.array(hosts))
+                    dims_H = host_dims(np.array(sample.dims), host_W)
+                    row_L[:] = crossing_mb(dims_H, sample.batch_size, host_W)
         ms_NS = np.array([[max(s.fwd_comms_ms), max(s.bwd_comms_ms)] for s, _ in kept])
         weight_N = np.array([weight / (1 + (s.noise / STEADY) ** 2) for s, weight in kept])
         fitted = [
@@ -135,9 +136,7 @@ class HostLinks:
 
     def dims(self, dims_NW: np.ndarray) -> np.ndarray:
         """Returns [..., H] dims that hosts own, by those that ranks own."""
-        on_host_WH = self.host_W[:, None] == np.arange(self.host_W.max() + 1)
-        dims_NH: np.ndarray = dims_NW.astype(np.float64) @ on_host_WH
-        return dims_NH
+        return host_dims(dims_NW, self.host_W)
 
     def ms(self, dims_NH: np.ndarray) -> np.ndarray:
         """Returns [..., H, 2] ms that the busier direction of each host's link takes, forward and backward."""
@@ -167,6 +166,13 @@ def exchange_work(dims_W: np.ndarray, batch_size: int) -> np.ndarray:
     sent, mean = dims_W.max() * (world_size - 1), total * (1 - 1 / world_size)
     work = [1.0, world_size - 1.0, sent * mb_per_dim, mean * mb_per_dim, (total - dims_W.min()) * mb_per_dim]
     return np.array(work)
+
+
+def host_dims(dims_NW: np.ndarray, host_W: np.ndarray) -> np.ndarray:
+    """Returns [..., H] dims that hosts own, by those that ranks own."""
+    on_host_WH = host_W[:, None] == np.arange(host_W.max() + 1)
+    dims_NH: np.ndarray = dims_NW.astype(np.float64) @ on_host_WH
+    return dims_NH
 
 
 def crossing_mb(dims_H: np.ndarray, batch_size: int, hosts: np.ndarray) -> np.ndarray:
@@ -262,12 +268,6 @@ class _Samples:
             link_L = np.where(waited_NL.any(axis=0), link_L, np.minimum(link_L, most_L))
             best = min(best, self.priced(found[:prices], link_L), key=lambda fit: fit.error)
         return best
-
-
-def _by_host(hosts: tuple[int, ...]) -> np.ndarray:
-    """Returns [H, W]: whether a rank is on a host."""
-    inside: np.ndarray = np.array(hosts) == np.arange(max(hosts) + 1)[:, None]
-    return inside.astype(np.float64)
 
 
 def _mb_per_dim(batch_size: int, world_size: int) -> float:
