@@ -17,6 +17,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 @pytest.fixture(autouse=True, scope="module")
 def no_process_group_is_left() -> Iterator[None]:
     """Bags that are made in the test's own process make one; the next file's jobs start their own."""
+    cores = os.sched_getaffinity(0)
     yield
+    assert os.sched_getaffinity(0) == cores, (
+        "a test left this process, and all that it will start, bound to fewer cores"
+    )
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -9,25 +9,27 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_autoshard.config import RunConfig
 from dlrm_autoshard.data.batch import Batch, Split
 from dlrm_autoshard.data.loader import Loader
 from dlrm_autoshard.distributed.ranks.cores import share_of
-from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
+from dlrm_autoshard.distributed.ranks.runtime import Runtime, keep_freed_memory
 from tests.scripted_source import Scripted
 
 pytestmark = pytest.mark.alone
 
 RANK = """
 import os, sys
-from dlrm_autoshard.distributed.ranks.cores import take_cores
+from dlrm_autoshard.distributed.ranks.cores import own_cores
 
 os.sched_setaffinity(0, eval(sys.argv[3]))
-cores = take_cores(int(sys.argv[1]), int(sys.argv[2]), 1)
-print(sorted(os.sched_getaffinity(0)), sorted(cores.loader), sep=";", flush=True)
-sys.stdin.read()
+with own_cores(int(sys.argv[1]), int(sys.argv[2]), 1) as cores:
+    print(sorted(os.sched_getaffinity(0)), sorted(cores.loader), sep=";", flush=True)
+    sys.stdin.read()
 """
 ALLOWED = os.sched_getaffinity(0)
 
@@ -110,6 +112,20 @@ def test_the_loaders_thread_runs_on_its_cores_alone() -> None:
     with Loader(Watched(), "train", 0, 50, 0, 1, cores={min(ALLOWED)}) as loader:
         assert len(list(loader)) == 2
     assert seen == [{min(ALLOWED)}] * 2 and os.sched_getaffinity(0) == ALLOWED
+
+
+def test_a_process_that_was_a_rank_is_as_it_was_afterwards() -> None:
+    """A notebook that evaluates a run keeps its cores, threads and environment, however the evaluation ends."""
+
+    def process() -> tuple[object, ...]:
+        return os.sched_getaffinity(0), torch.get_num_threads(), dict(os.environ)
+
+    before = process()
+    for _ in range(2):
+        with pytest.raises(KeyError), Runtime.start(RunConfig(device="cpu", threads_per_rank=1)):
+            assert len(os.sched_getaffinity(0)) == 1
+            raise KeyError
+        assert process() == before
 
 
 @pytest.mark.parametrize("most", [1 << 30, 1 << 25])

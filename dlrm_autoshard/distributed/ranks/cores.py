@@ -1,7 +1,7 @@
 """Which CPU cores a rank computes on: its own, near its memory, and no other job's.
 
-cores = take_cores(local_rank=1, local_world_size=4, threads=1)       # binds this thread and all that it starts
-cores.loader                                                          # for the threads that read data
+with own_cores(local_rank=1, local_world_size=4, threads=1) as cores:     # binds this thread and all that it starts
+    cores.loader                                                          # for the threads that read data
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 _NODES = Path("/sys/devices/system/node")
-_claims: list[socket.socket] = []  # held until the process ends, however it ends
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,10 @@ class Cores:
     loader: frozenset[int]
 
 
-def take_cores(local_rank: int, local_world_size: int, threads: int) -> Cores:
-    """Binds this process to cores of its share that no other job has. Where there are too few it stays free to run on
-    all that the system allows it, as it does for its loader."""
+@contextmanager
+def own_cores(local_rank: int, local_world_size: int, threads: int) -> Iterator[Cores]:
+    """Binds this process to cores of its share that no other job has, until the context ends. Where there are too few
+    it stays free to run on all that the system allows it, as its loader does."""
     allowed = os.sched_getaffinity(0)
     share = share_of(local_rank, local_world_size, _numa_nodes(allowed))
     claimed: dict[int, socket.socket] = {}
@@ -36,11 +37,16 @@ def take_cores(local_rank: int, local_world_size: int, threads: int) -> Cores:
         if claim is not None:
             claimed[core] = claim
     if not claimed or len(claimed) < threads:
-        return Cores(frozenset(allowed), frozenset(allowed))
-    _claims.extend(claimed.values())
+        yield Cores(frozenset(allowed), frozenset(allowed))
+        return
     compute = frozenset(claimed)
     os.sched_setaffinity(0, compute)
-    return Cores(compute, frozenset(share) - compute or compute)
+    try:
+        yield Cores(compute, frozenset(share) - compute or compute)
+    finally:
+        os.sched_setaffinity(0, allowed)
+        for claim in claimed.values():
+            claim.close()
 
 
 def share_of(local_rank: int, local_world_size: int, nodes: Sequence[Sequence[int]]) -> list[int]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from dlrm_autoshard.config import RunConfig
 from dlrm_autoshard.distributed.lookup.shared_memory import host_id
-from dlrm_autoshard.distributed.ranks.cores import take_cores
+from dlrm_autoshard.distributed.ranks.cores import own_cores
 from dlrm_autoshard.distributed.ranks.groups import by_nccl, device_for, group_beside, new_group
 from dlrm_autoshard.distributed.ranks.heartbeats import Heartbeats
 from dlrm_autoshard.distributed.ranks.rendezvous import fresh_store
@@ -59,7 +59,8 @@ class Runtime:
     @staticmethod
     @contextlib.contextmanager
     def start(config: RunConfig) -> Iterator[Runtime]:
-        """Joins the process group (torchrun's environment; alone without it) and leaves it cleanly at the end.
+        """Joins the process group (torchrun's environment; alone without it) and leaves it cleanly at the end, the
+        process's cores, threads and environment as they were.
 
         RankFailure names the rank that is why an exchange in here failed.
         """
@@ -76,43 +77,45 @@ class Runtime:
                 "in this process's environment; ranks count from 0, below WORLD_SIZE. Unset both, and start ranks with "
                 "`dlrm-autoshard train` or torchrun."
             )
-        timeout = timedelta(seconds=config.collective_timeout_seconds)
-        store = fresh_store(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore()
-        if "LOCAL_RANK" not in os.environ and world_size > 1:
-            local_rank, local_world_size = place_on_host(store, rank, world_size)
-        if local_world_size == world_size and Path("/sys/class/net/lo").exists():
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host needs no name that resolves
-        device = choose_device(config.device, local_rank)
-        check_threads(config)
-        torch.set_num_threads(config.threads_per_rank)
-        loader_cores: frozenset[int] | None = None
-        if device.type == "cpu":
-            keep_freed_memory()
-            if config.pin_cores:
-                loader_cores = take_cores(local_rank, local_world_size, config.threads_per_rank).loader
-        else:
-            torch.cuda.set_device(device)
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder: what hung, on which rank
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        try:
-            with Heartbeats(store, rank, world_size, timeout.total_seconds()) as heartbeats:
-                backend = choose_backend(name_of(device), rank, world_size, store)
-                own = device if backend == "nccl" else None
-                dist.init_process_group(
-                    backend, rank=rank, world_size=world_size, store=store, timeout=timeout, device_id=own
-                )
-                control = new_group(backend="gloo", timeout=timeout)
-                id_group = new_group(backend="cpu:gloo,cuda:nccl" if own else None, timeout=timeout)
-                world = dist.group.WORLD
-                assert world is not None
-                places = (rank, world_size, local_world_size, device)
-                yield Runtime(*places, world, id_group, control, heartbeats, loader_cores)
-                dist.barrier(group=control)
-        finally:
-            # Objects that hold process groups must go before the groups do, or gloo's threads abort the exit.
-            gc.collect()
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        with _process_kept(), contextlib.ExitStack() as held:
+            timeout = timedelta(seconds=config.collective_timeout_seconds)
+            store = fresh_store(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore()
+            if "LOCAL_RANK" not in os.environ and world_size > 1:
+                local_rank, local_world_size = place_on_host(store, rank, world_size)
+            if local_world_size == world_size and Path("/sys/class/net/lo").exists():
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host needs no name that resolves
+            device = choose_device(config.device, local_rank)
+            check_threads(config)
+            torch.set_num_threads(config.threads_per_rank)
+            loader_cores: frozenset[int] | None = None
+            if device.type == "cpu":
+                keep_freed_memory()
+                if config.pin_cores:
+                    cores = held.enter_context(own_cores(local_rank, local_world_size, config.threads_per_rank))
+                    loader_cores = cores.loader
+            else:
+                torch.cuda.set_device(device)
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder: what hung, on which rank
+            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+            try:
+                with Heartbeats(store, rank, world_size, timeout.total_seconds()) as heartbeats:
+                    backend = choose_backend(name_of(device), rank, world_size, store)
+                    own = device if backend == "nccl" else None
+                    dist.init_process_group(
+                        backend, rank=rank, world_size=world_size, store=store, timeout=timeout, device_id=own
+                    )
+                    control = new_group(backend="gloo", timeout=timeout)
+                    id_group = new_group(backend="cpu:gloo,cuda:nccl" if own else None, timeout=timeout)
+                    world = dist.group.WORLD
+                    assert world is not None
+                    places = (rank, world_size, local_world_size, device)
+                    yield Runtime(*places, world, id_group, control, heartbeats, loader_cores)
+                    dist.barrier(group=control)
+            finally:
+                # Objects that hold process groups must go before the groups do, or gloo's threads abort the exit.
+                gc.collect()
+                if dist.is_initialized():
+                    dist.destroy_process_group()
 
     def broadcast(self, value: T | None) -> T:
         """Rank 0's value, on every rank."""
@@ -257,6 +260,19 @@ def choose_backend(device: str, rank: int, world_size: int, store: dist.Store) -
             "Run `dlrm-autoshard doctor` on that rank's host, or set run.device: cpu."
         )
     return "nccl" if len(set(devices)) == world_size and "cpu" not in devices else "gloo"
+
+
+@contextlib.contextmanager
+def _process_kept() -> Iterator[None]:
+    """Restores the number of torch's threads and the environment at the end: the process may be a notebook."""
+    threads, environment = torch.get_num_threads(), dict(os.environ)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        for name in ("GLOO_SOCKET_IFNAME", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+            if name not in environment:
+                os.environ.pop(name, None)
 
 
 def keep_freed_memory() -> None:
