@@ -11,6 +11,6 @@ LAYERS = (
     # what is decided, and shown
     *("planner", "report", "probe", "autoshard"),
     # what people use
-    *("torchrec", "train", "benchmarks", "commands", "__main__"),
+    *("torchrec", "training", "benchmarks", "commands", "__main__"),
 )
 """A module at the package's root, or a folder. Each may import those before it."""

@@ -12,7 +12,7 @@ from dlrm_autoshard import plug_in
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.train.start_checks import check_batch_norm
+from dlrm_autoshard.training.start_checks import check_batch_norm
 from tests.ranks import run_ranks
 from tests.trainers import TABLES, config, losses, make_runtime, tensors, trainer
 

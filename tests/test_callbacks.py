@@ -12,9 +12,9 @@ import pytest
 
 from dlrm_autoshard.config import parse_config
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.train.callbacks import Callback, find_callbacks, metric_scalars, profile_scalars
-from dlrm_autoshard.train.display import duration
-from dlrm_autoshard.train.stop_signals import StopSignals
+from dlrm_autoshard.training.callbacks import Callback, find_callbacks, metric_scalars, profile_scalars
+from dlrm_autoshard.training.display import duration
+from dlrm_autoshard.training.stop_signals import StopSignals
 from tests.ranks import run_ranks
 from tests.report_records import make_profile
 from tests.trainers import config, make_runtime, trainer
@@ -146,7 +146,7 @@ WANDB = """
 import sys
 from pathlib import Path
 from dlrm_autoshard.config import parse_config
-from dlrm_autoshard.train.callbacks import find_callbacks
+from dlrm_autoshard.training.callbacks import find_callbacks
 [make] = find_callbacks(["wandb"])
 writer = make(Path(sys.argv[1]), parse_config({"data": {"source": "movielens"}}))
 writer.scalars(50, {"val/auc": 0.75})

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
-from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder, run_and_checkpoint
-from dlrm_autoshard.train.checkpoints.manifest import CheckpointError, DamagedCheckpoint, SavedState, read_manifest
+from dlrm_autoshard.training.checkpoints.checkpoint import Checkpoints
+from dlrm_autoshard.training.checkpoints.folder import CheckpointFolder, run_and_checkpoint
+from dlrm_autoshard.training.checkpoints.manifest import CheckpointError, DamagedCheckpoint, SavedState, read_manifest
 from tests.ranks import RankError, run_ranks
 from tests.trainers import make_runtime
 

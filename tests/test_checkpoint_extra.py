@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.tables import TableConfig
-from dlrm_autoshard.train.checkpoints.manifest import (
+from dlrm_autoshard.training.checkpoints.manifest import (
     EXTRA,
     MANIFEST,
     CheckpointError,
@@ -25,8 +25,8 @@ from dlrm_autoshard.train.checkpoints.manifest import (
     read_extra,
     read_manifest,
 )
-from dlrm_autoshard.train.checkpoints.saved_weights import SavedWeights
-from dlrm_autoshard.train.trainer import Trainer
+from dlrm_autoshard.training.checkpoints.saved_weights import SavedWeights
+from dlrm_autoshard.training.trainer import Trainer
 from tests.mutations import mutated
 from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, plan_file, tensors, trainer

@@ -23,7 +23,7 @@ from dlrm_autoshard.data.errors import DataError
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.tables import TableConfig
-from dlrm_autoshard.train.checkpoints.manifest import CheckpointError, DamagedCheckpoint, read_manifest
+from dlrm_autoshard.training.checkpoints.manifest import CheckpointError, DamagedCheckpoint, read_manifest
 from tests import trainers
 from tests.jobs import said_by
 from tests.ranks import run_ranks

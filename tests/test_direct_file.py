@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_autoshard.train.checkpoints import direct_file
-from dlrm_autoshard.train.checkpoints.direct_file import DirectFile
+from dlrm_autoshard.training.checkpoints import direct_file
+from dlrm_autoshard.training.checkpoints.direct_file import DirectFile
 
 PAGE = mmap.PAGESIZE
 

@@ -8,8 +8,8 @@ import logging
 import pytest
 from rich.console import Console
 
-from dlrm_autoshard.train import display as module
-from dlrm_autoshard.train.display import Display
+from dlrm_autoshard.training import display as module
+from dlrm_autoshard.training.display import Display
 
 
 def test_an_evaluation_slows_no_step_down_and_the_eta_knows_of_it(

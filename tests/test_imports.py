@@ -27,7 +27,7 @@ MAY_USE = {
         "probe/",
         "torchrec/",
         "benchmarks/",
-        "train/checkpoints/checkpoint.py",
+        "training/checkpoints/checkpoint.py",
     ),
     "fbgemm_gpu": ("distributed/", "torchrec/", "benchmarks/"),
 }

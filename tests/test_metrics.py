@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from dlrm_autoshard.config import load_config
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.predict import predict
-from dlrm_autoshard.train.display import describe
-from dlrm_autoshard.train.metrics import binary_metrics, metrics_of
-from dlrm_autoshard.train.selection import Selection
+from dlrm_autoshard.training.display import describe
+from dlrm_autoshard.training.metrics import binary_metrics, metrics_of
+from dlrm_autoshard.training.selection import Selection
 from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, records, trainer
 

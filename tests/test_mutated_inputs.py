@@ -48,7 +48,7 @@ from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.saved_state import load_planner
 from dlrm_autoshard.probe.cost_log import CostLog
-from dlrm_autoshard.train.trainer import Trainer
+from dlrm_autoshard.training.trainer import Trainer
 from tests.mutations import mutated, retyped
 from tests.report_records import make_profile, make_tables, write_run
 

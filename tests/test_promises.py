@@ -1,4 +1,4 @@
-"""What train/PROMISES.md and distributed/GPU.md say is held by tests that exist, and the README leads to both pages."""
+"""What the pages PROMISES.md and GPU.md say is held by tests that exist, and the README leads to both of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = ["dlrm_autoshard/train/PROMISES.md", "dlrm_autoshard/distributed/GPU.md"]
+PAGES = ["dlrm_autoshard/training/PROMISES.md", "dlrm_autoshard/distributed/GPU.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)

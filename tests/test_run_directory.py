@@ -18,15 +18,15 @@ import pytest
 import yaml
 
 from dlrm_autoshard.config import Config, ConfigError, parse_config
-from dlrm_autoshard.train.checkpoints.folder import run_and_checkpoint
-from dlrm_autoshard.train.run_directory import (
+from dlrm_autoshard.training.checkpoints.folder import run_and_checkpoint
+from dlrm_autoshard.training.run_directory import (
     RunDirectoryError,
     claimed_run_dir,
     job_of_this_process,
     run_that_obeyed,
     write_job,
 )
-from dlrm_autoshard.train.start_record import changes_since_last_start, point_latest_at, record_start
+from dlrm_autoshard.training.start_record import changes_since_last_start, point_latest_at, record_start
 
 ONE, OTHER = frozenset({"id one"}), frozenset({"id other"})
 

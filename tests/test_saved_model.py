@@ -22,7 +22,7 @@ from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.tables import TableConfig
-from dlrm_autoshard.train.checkpoints.saved_model import saved_model, shared_out
+from dlrm_autoshard.training.checkpoints.saved_model import saved_model, shared_out
 from tests.jobs import REPOSITORY, said_by
 
 ALONE = """

@@ -14,11 +14,11 @@ import pytest
 from dlrm_autoshard.config import Config, ConfigError
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.train.checkpoints.folder import run_and_checkpoint
-from dlrm_autoshard.train.checkpoints.saved_model import saved_model
-from dlrm_autoshard.train.metrics import binary_metrics
-from dlrm_autoshard.train.stop_signals import Stopped, StopSignals
-from dlrm_autoshard.train.trainer import TrainResult
+from dlrm_autoshard.training.checkpoints.folder import run_and_checkpoint
+from dlrm_autoshard.training.checkpoints.saved_model import saved_model
+from dlrm_autoshard.training.metrics import binary_metrics
+from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
+from dlrm_autoshard.training.trainer import TrainResult
 from tests.ranks import run_ranks
 from tests.trainers import config, losses, make_runtime, records, trainer
 

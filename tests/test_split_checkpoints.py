@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dlrm_autoshard.plan import ShardingPlan, shard_tables
 from dlrm_autoshard.tables import Shard, TableConfig
-from dlrm_autoshard.train.checkpoints import tensor_file
-from dlrm_autoshard.train.checkpoints.digest import ALGORITHM
-from dlrm_autoshard.train.checkpoints.manifest import (
+from dlrm_autoshard.training.checkpoints import tensor_file
+from dlrm_autoshard.training.checkpoints.digest import ALGORITHM
+from dlrm_autoshard.training.checkpoints.manifest import (
     SCHEMA,
     DamagedCheckpoint,
     Manifest,
@@ -24,7 +24,7 @@ from dlrm_autoshard.train.checkpoints.manifest import (
     SavedTensor,
     read_manifest,
 )
-from dlrm_autoshard.train.checkpoints.tensor_file import read_tensors, write_tensors
+from dlrm_autoshard.training.checkpoints.tensor_file import read_tensors, write_tensors
 from tests.split_plans import plans_of
 
 TABLES = (TableConfig("user", 37, 16), TableConfig("item", 11, 44))

@@ -16,8 +16,8 @@ from dlrm_autoshard.config import Config
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.tables import TableConfig
-from dlrm_autoshard.train.checkpoints.saved_model import saved_model
-from dlrm_autoshard.train.checkpoints.saved_weights import SavedWeights
+from dlrm_autoshard.training.checkpoints.saved_model import saved_model
+from dlrm_autoshard.training.checkpoints.saved_weights import SavedWeights
 from tests.ranks import run_ranks
 from tests.split_plans import whole
 from tests.trainers import TABLES, config, losses, make_runtime, tensors, trainer

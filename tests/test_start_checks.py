@@ -13,10 +13,10 @@ import torch
 from dlrm_autoshard.config import Config, parse_config
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.train import start_checks
-from dlrm_autoshard.train.job import Job
-from dlrm_autoshard.train.opening import doubts_of
-from dlrm_autoshard.train.start_checks import check_sizes, free_and_sharers
+from dlrm_autoshard.training import start_checks
+from dlrm_autoshard.training.job import Job
+from dlrm_autoshard.training.opening import doubts_of
+from dlrm_autoshard.training.start_checks import check_sizes, free_and_sharers
 
 LONG_BAGS = """
 import torch

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.train.checkpoints.folder import run_and_checkpoint
-from dlrm_autoshard.train.checkpoints.manifest import CheckpointError, bytes_digest
+from dlrm_autoshard.training.checkpoints.folder import run_and_checkpoint
+from dlrm_autoshard.training.checkpoints.manifest import CheckpointError, bytes_digest
 from tests.ranks import run_ranks
 from tests.trainers import config, losses, make_runtime, records, tensors, trainer
 

@@ -20,8 +20,8 @@ from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.ranks.agreement import DisagreementError
 from dlrm_autoshard.model.dlrm import DenseArch
 from dlrm_autoshard.tables import TableConfig
-from dlrm_autoshard.train.agreement import agree, agree_on_dense, check_shared
-from dlrm_autoshard.train.state import TrainError
+from dlrm_autoshard.training.agreement import agree, agree_on_dense, check_shared
+from dlrm_autoshard.training.state import TrainError
 from tests.ranks import run_ranks
 from tests.trainers import config, losses, make_runtime, records, tensors, trainer
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.train.checkpoints.manifest import CheckpointError
+from dlrm_autoshard.training.checkpoints.manifest import CheckpointError
 from tests.ranks import run_ranks
 from tests.trainers import config, losses, make_runtime, plan_file, records, tensors, trainer
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from dlrm_autoshard.config import Config, parse_config
 from dlrm_autoshard.distributed.ranks.groups import new_group
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
-from dlrm_autoshard.train.trainer import Trainer
+from dlrm_autoshard.training.trainer import Trainer
 
 TABLES: list[dict[str, Any]] = [
     {"name": "user", "num_embeddings": 40, "embedding_dim": 8, "mean_pooling": 1.0},

@@ -19,8 +19,8 @@ from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.paired import median_with_interval, paired_ratio
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 from dlrm_autoshard.formats.step_names import step_name
-from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
-from dlrm_autoshard.train.checkpoints.manifest import SavedState
+from dlrm_autoshard.training.checkpoints.checkpoint import Checkpoints
+from dlrm_autoshard.training.checkpoints.manifest import SavedState
 
 TITLE = "a checkpoint of 2 GiB on 2 ranks: seconds to write and to read, beside torch.distributed.checkpoint"
 ROUGH_TIME = "2 min"

@@ -107,7 +107,7 @@ def synchronisation(folder: Path, seconds: float, found: dict[str, Any]) -> None
     """A trace of plain (not sampled) steps holds no call that waits for the GPU."""
     from dlrm_autoshard.config import load_config
     from dlrm_autoshard.distributed.ranks.runtime import Runtime
-    from dlrm_autoshard.train.trainer import Trainer
+    from dlrm_autoshard.training.trainer import Trainer
 
     overrides = ["run.device=cuda", "profile.enabled=false", "checkpoint.enabled=false", "train.log_every_steps=1000"]
     config = load_config(Path("configs/debug_cpu.yaml"), [*overrides, f"run.dir={folder}"])

@@ -27,7 +27,7 @@ from dlrm_autoshard.distributed.ranks.runtime import Runtime, keep_freed_memory,
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import read_jsonl
-from dlrm_autoshard.train.trainer import Trainer
+from dlrm_autoshard.training.trainer import Trainer
 
 JOB = replace(W_EMB, batch_size=1024, num_batches=8)
 """What the jobs train on, for plans to be measured beside one another."""

@@ -30,8 +30,8 @@ from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.moves.reshard import reshard
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.train.run_directory import claimed_run_dir, job_of_this_process
-from dlrm_autoshard.train.trainer import Trainer
+from dlrm_autoshard.training.run_directory import claimed_run_dir, job_of_this_process
+from dlrm_autoshard.training.trainer import Trainer
 
 MOVE_EVERY, CHECKPOINT_EVERY = 4, 5
 _LATER = 1 << 30  # "starting" is no step of its own: it is always reached

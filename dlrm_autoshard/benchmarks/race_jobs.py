@@ -22,8 +22,8 @@ def _clairvoyant(config_file: Path, run: Path, plans: Mapping[int, ShardingPlan]
     from dlrm_autoshard.config import load_config
     from dlrm_autoshard.distributed.moves.reshard import reshard
     from dlrm_autoshard.distributed.ranks.runtime import Runtime
-    from dlrm_autoshard.train.start_record import record_start
-    from dlrm_autoshard.train.trainer import Trainer
+    from dlrm_autoshard.training.start_record import record_start
+    from dlrm_autoshard.training.trainer import Trainer
 
     config = load_config(config_file)
     with Runtime.start(config.run) as runtime:

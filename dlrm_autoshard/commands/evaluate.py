@@ -60,7 +60,7 @@ def on_ranks(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse
 
     @wraps(command)
     def started(arguments: argparse.Namespace) -> int:
-        from dlrm_autoshard.train.start_record import check_run
+        from dlrm_autoshard.training.start_record import check_run
 
         check_run(arguments.model)
         if "RANK" in os.environ:
@@ -75,9 +75,9 @@ def on_ranks(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse
 @on_ranks
 def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.data.batch import label_names_of
-    from dlrm_autoshard.train.checkpoints.saved_model import saved_model
-    from dlrm_autoshard.train.display import describe
-    from dlrm_autoshard.train.metrics import metrics_of
+    from dlrm_autoshard.training.checkpoints.saved_model import saved_model
+    from dlrm_autoshard.training.display import describe
+    from dlrm_autoshard.training.metrics import metrics_of
 
     model, device = (arguments.model, arguments.checkpoint, arguments.overrides), arguments.device
     with saved_model(*model, splits=[arguments.split], device=device, trust=arguments.trust) as saved:
@@ -97,7 +97,7 @@ def run_predict(arguments: argparse.Namespace) -> int:
     import numpy as np
 
     from dlrm_autoshard.data.batch import label_names_of
-    from dlrm_autoshard.train.checkpoints.saved_model import saved_model
+    from dlrm_autoshard.training.checkpoints.saved_model import saved_model
 
     check_out(arguments.out)
     model, device = (arguments.model, arguments.checkpoint, arguments.overrides), arguments.device

@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from dlrm_autoshard.train.start_record import check_run
+    from dlrm_autoshard.training.start_record import check_run
 
     out = arguments.out or (arguments.model / "model").with_suffix(_ENDINGS[arguments.to])
     if launcher_number("WORLD_SIZE", 1) > 1:
@@ -61,11 +61,11 @@ def _written(arguments: argparse.Namespace, file: BinaryIO) -> dict[str, Any]:
 
     from dlrm_autoshard.data.features import Features
     from dlrm_autoshard.data.open import open_source
-    from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder
-    from dlrm_autoshard.train.checkpoints.plain_model import PlainModel, call_of, export_plain
-    from dlrm_autoshard.train.checkpoints.saved_model import config_of
-    from dlrm_autoshard.train.checkpoints.saved_weights import SavedWeights
-    from dlrm_autoshard.train.state import in_trained_order
+    from dlrm_autoshard.training.checkpoints.folder import CheckpointFolder
+    from dlrm_autoshard.training.checkpoints.plain_model import PlainModel, call_of, export_plain
+    from dlrm_autoshard.training.checkpoints.saved_model import config_of
+    from dlrm_autoshard.training.checkpoints.saved_weights import SavedWeights
+    from dlrm_autoshard.training.state import in_trained_order
 
     config = config_of(arguments.model, trust=arguments.trust)
     path = CheckpointFolder(arguments.model / "checkpoints").asked_for(arguments.checkpoint)

@@ -66,7 +66,7 @@ def check(config: Config, ranks: int, resume: str | None = None) -> None:
     can, and had better not. On several hosts the ranks check, so that all hear of what one host lacks."""
     import torch
 
-    from dlrm_autoshard.train.start_checks import check_start
+    from dlrm_autoshard.training.start_checks import check_start
 
     check_start(config, ranks, resume)
     cores = len(os.sched_getaffinity(0))
@@ -97,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(config: Config, resume: str | None) -> int:
     from dlrm_autoshard.distributed.ranks.signs_of_life import RankFailure
-    from dlrm_autoshard.train.run_job import train
-    from dlrm_autoshard.train.stop_signals import Stopped
+    from dlrm_autoshard.training.run_job import train
+    from dlrm_autoshard.training.stop_signals import Stopped
 
     try:
         train(config, resume=resume)

@@ -28,11 +28,11 @@ from dlrm_autoshard.plan import Topology
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.plug_in import check_place
 from dlrm_autoshard.tables import TableStats
-from dlrm_autoshard.train.callbacks import check_callbacks
-from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder, run_and_checkpoint
-from dlrm_autoshard.train.run_directory import check_run_dir, run_to_continue
-from dlrm_autoshard.train.selection import Selection
-from dlrm_autoshard.train.state import Position
+from dlrm_autoshard.training.callbacks import check_callbacks
+from dlrm_autoshard.training.checkpoints.folder import CheckpointFolder, run_and_checkpoint
+from dlrm_autoshard.training.run_directory import check_run_dir, run_to_continue
+from dlrm_autoshard.training.selection import Selection
+from dlrm_autoshard.training.state import Position
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError
 from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.formats.yaml_file import flat, read_yaml
-from dlrm_autoshard.train.checkpoints.folder import CheckpointFolder, behind_latest
+from dlrm_autoshard.training.checkpoints.folder import CheckpointFolder, behind_latest
 
 # In a run directory: config.yaml  environment.json  job.json  plan/  metrics.jsonl  costs/  decisions.jsonl
 # checkpoints/  report.html. `job.json` names the job whose run it is, and the --resume that it has obeyed: a start of

@@ -30,10 +30,10 @@ from dlrm_autoshard.plan import PlanError, ShardingPlan, Splits, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableConfig, TableStats
-from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
-from dlrm_autoshard.train.evaluation import gathered_logits
-from dlrm_autoshard.train.start_record import CONFIG, check_run
-from dlrm_autoshard.train.state import Position, TrainingState, in_trained_order, plan_of
+from dlrm_autoshard.training.checkpoints.checkpoint import Checkpoints
+from dlrm_autoshard.training.evaluation import gathered_logits
+from dlrm_autoshard.training.start_record import CONFIG, check_run
+from dlrm_autoshard.training.state import Position, TrainingState, in_trained_order, plan_of
 
 
 @dataclass(frozen=True)

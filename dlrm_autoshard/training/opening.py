@@ -17,9 +17,9 @@ from dlrm_autoshard.report.plan_table import (
     what_splits_would_save,
     why_not_the_fastest,
 )
-from dlrm_autoshard.train.display import Display
-from dlrm_autoshard.train.job import Job
-from dlrm_autoshard.train.start_record import changes_since_last_start
+from dlrm_autoshard.training.display import Display
+from dlrm_autoshard.training.job import Job
+from dlrm_autoshard.training.start_record import changes_since_last_start
 
 
 def open_run(display: Display, job: Job, *, finished: bool) -> None:

@@ -13,18 +13,18 @@ from pathlib import Path
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.ranks.signs_of_life import RankFailure
-from dlrm_autoshard.train.agreement import agree, check_shared
-from dlrm_autoshard.train.checkpoints.folder import run_and_checkpoint
-from dlrm_autoshard.train.run_directory import (
+from dlrm_autoshard.training.agreement import agree, check_shared
+from dlrm_autoshard.training.checkpoints.folder import run_and_checkpoint
+from dlrm_autoshard.training.run_directory import (
     claimed_run_dir,
     job_of_this_process,
     lock_directory,
     run_that_obeyed,
     write_job,
 )
-from dlrm_autoshard.train.start_record import as_started, record_start
-from dlrm_autoshard.train.stop_signals import Stopped, StopSignals
-from dlrm_autoshard.train.trainer import Trainer, TrainResult
+from dlrm_autoshard.training.start_record import as_started, record_start
+from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
+from dlrm_autoshard.training.trainer import Trainer, TrainResult
 
 
 def train(config: Config, resume: str | None = None) -> TrainResult:

@@ -16,10 +16,10 @@ from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.records.jsonl import forget_after
 from dlrm_autoshard.records.run import RESULT
-from dlrm_autoshard.train.between_steps import BetweenSteps
-from dlrm_autoshard.train.lr_schedule import lr_scale
-from dlrm_autoshard.train.opening import open_run
-from dlrm_autoshard.train.stop_signals import Stopped
+from dlrm_autoshard.training.between_steps import BetweenSteps
+from dlrm_autoshard.training.lr_schedule import lr_scale
+from dlrm_autoshard.training.opening import open_run
+from dlrm_autoshard.training.stop_signals import Stopped
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.predict import predict
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.model.dlrm import DenseArch
-from dlrm_autoshard.train.metrics import metrics_of
+from dlrm_autoshard.training.metrics import metrics_of
 
 
 def evaluate(

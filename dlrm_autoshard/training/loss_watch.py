@@ -10,7 +10,7 @@ import math
 
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.step import TrainStep
-from dlrm_autoshard.train.state import TrainError, TrainingState
+from dlrm_autoshard.training.state import TrainError, TrainingState
 
 _MOST_SKIPPED = 10  # losses in a row that are not finite; after so many it is the weights, and skipping can't help
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dlrm_autoshard.tables import TableConfig
-from dlrm_autoshard.train.checkpoints.manifest import CheckpointError, Manifest, check_shapes, read_manifest
-from dlrm_autoshard.train.checkpoints.tensor_file import read_tensors
+from dlrm_autoshard.training.checkpoints.manifest import CheckpointError, Manifest, check_shapes, read_manifest
+from dlrm_autoshard.training.checkpoints.tensor_file import read_tensors
 
 DENSE, BUFFERS = "dense.", "dense_buffers."
 """What names in a checkpoint begin with; a module's state dict has parameters and buffers side by side."""

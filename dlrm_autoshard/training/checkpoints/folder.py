@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.step_names import step_in, step_name
-from dlrm_autoshard.train.checkpoints.manifest import DamagedCheckpoint, read_manifest
+from dlrm_autoshard.training.checkpoints.manifest import DamagedCheckpoint, read_manifest
 
 BEST = "best"
 """Beside the checkpoints: a link to the best one."""

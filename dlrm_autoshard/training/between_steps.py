@@ -18,17 +18,17 @@ from dlrm_autoshard.data.batch import Batch, Split, label_names_of
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.records.folder import REPLACED, RunFolder
 from dlrm_autoshard.records.jsonl import lost_if_unwritable
-from dlrm_autoshard.train.callbacks import Callback, Factory, find_callbacks
-from dlrm_autoshard.train.checkpoints.folder import step_of
-from dlrm_autoshard.train.checkpoints.manifest import CheckpointError
-from dlrm_autoshard.train.display import LOG, Display, describe
-from dlrm_autoshard.train.evaluation import evaluate
-from dlrm_autoshard.train.job import Job
-from dlrm_autoshard.train.journal import Journal
-from dlrm_autoshard.train.loss_watch import LossWatch
-from dlrm_autoshard.train.random_state import random_state, restore_random_state
-from dlrm_autoshard.train.stop_signals import Stopped, StopSignals
-from dlrm_autoshard.train.timetable import Timetable
+from dlrm_autoshard.training.callbacks import Callback, Factory, find_callbacks
+from dlrm_autoshard.training.checkpoints.folder import step_of
+from dlrm_autoshard.training.checkpoints.manifest import CheckpointError
+from dlrm_autoshard.training.display import LOG, Display, describe
+from dlrm_autoshard.training.evaluation import evaluate
+from dlrm_autoshard.training.job import Job
+from dlrm_autoshard.training.journal import Journal
+from dlrm_autoshard.training.loss_watch import LossWatch
+from dlrm_autoshard.training.random_state import random_state, restore_random_state
+from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
+from dlrm_autoshard.training.timetable import Timetable
 
 
 class BetweenSteps(Job):

@@ -16,9 +16,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dlrm_autoshard.train.checkpoints.digest import digest_of
-from dlrm_autoshard.train.checkpoints.direct_file import DirectFile
-from dlrm_autoshard.train.checkpoints.manifest import Chunk, DamagedCheckpoint, Manifest, SavedTensor, name_and_columns
+from dlrm_autoshard.training.checkpoints.digest import digest_of
+from dlrm_autoshard.training.checkpoints.direct_file import DirectFile
+from dlrm_autoshard.training.checkpoints.manifest import (
+    Chunk,
+    DamagedCheckpoint,
+    Manifest,
+    SavedTensor,
+    name_and_columns,
+)
 
 CHUNK = 16 << 20
 """Bytes at most: of a GPU's tensor so much is on its way through the host."""

@@ -7,7 +7,7 @@ timetable.finished, timetable.evaluation_due, timetable.interval_due, timetable.
 from __future__ import annotations
 
 from dlrm_autoshard.data.batch import Split
-from dlrm_autoshard.train.job import Job
+from dlrm_autoshard.training.job import Job
 
 
 class Timetable:

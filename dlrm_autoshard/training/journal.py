@@ -23,8 +23,8 @@ from dlrm_autoshard.records.jsonl import SCHEMA, append_jsonl, change_jsonl, los
 from dlrm_autoshard.records.run import RESULT, RunRecord
 from dlrm_autoshard.report.drawing import last_page
 from dlrm_autoshard.report.verdict import autoshard_in_one_line
-from dlrm_autoshard.train.callbacks import Callback, metric_scalars, profile_scalars
-from dlrm_autoshard.train.selection import BestSoFar
+from dlrm_autoshard.training.callbacks import Callback, metric_scalars, profile_scalars
+from dlrm_autoshard.training.selection import BestSoFar
 
 LOG = logging.getLogger("dlrm_autoshard")
 _OF_MOVES = (

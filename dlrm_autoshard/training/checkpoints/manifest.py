@@ -23,7 +23,7 @@ from dlrm_autoshard.formats.sentences import show
 from dlrm_autoshard.formats.step_names import step_name
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import Shard
-from dlrm_autoshard.train.checkpoints.digest import ALGORITHMS
+from dlrm_autoshard.training.checkpoints.digest import ALGORITHMS
 
 MANIFEST, EXTRA = "manifest.json", "extra.json"
 SCHEMA = 4

@@ -27,9 +27,9 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, checked
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer
-from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
-from dlrm_autoshard.train.checkpoints.folder import step_of
-from dlrm_autoshard.train.checkpoints.manifest import (
+from dlrm_autoshard.training.checkpoints.checkpoint import Checkpoints
+from dlrm_autoshard.training.checkpoints.folder import step_of
+from dlrm_autoshard.training.checkpoints.manifest import (
     EXTRA,
     CheckpointError,
     DamagedCheckpoint,
@@ -37,8 +37,8 @@ from dlrm_autoshard.train.checkpoints.manifest import (
     check_same,
     read_manifest,
 )
-from dlrm_autoshard.train.random_state import check_random_state, random_state, restore_random_state
-from dlrm_autoshard.train.selection import Selection
+from dlrm_autoshard.training.random_state import check_random_state, random_state, restore_random_state
+from dlrm_autoshard.training.selection import Selection
 
 
 class TrainError(UserError):

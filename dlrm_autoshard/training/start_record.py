@@ -21,7 +21,7 @@ from dlrm_autoshard.config_data import ParquetData
 from dlrm_autoshard.formats.json_file import FormatError
 from dlrm_autoshard.formats.whole_file import write_whole
 from dlrm_autoshard.formats.yaml_file import flat, read_yaml
-from dlrm_autoshard.train.run_directory import RunDirectoryError, job_of_this_process
+from dlrm_autoshard.training.run_directory import RunDirectoryError, job_of_this_process
 
 CONFIG, ENVIRONMENT = "config.yaml", "environment.json"
 

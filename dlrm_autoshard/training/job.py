@@ -30,19 +30,19 @@ from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.distributed.tables.optimizers import check_optimizer
 from dlrm_autoshard.model.dlrm import make_model
-from dlrm_autoshard.train.agreement import agree_on_dense
-from dlrm_autoshard.train.checkpoints.checkpoint import Checkpoints
-from dlrm_autoshard.train.checkpoints.manifest import DamagedCheckpoint
-from dlrm_autoshard.train.random_state import seed_all
-from dlrm_autoshard.train.selection import Selection
-from dlrm_autoshard.train.start_checks import (
+from dlrm_autoshard.training.agreement import agree_on_dense
+from dlrm_autoshard.training.checkpoints.checkpoint import Checkpoints
+from dlrm_autoshard.training.checkpoints.manifest import DamagedCheckpoint
+from dlrm_autoshard.training.random_state import seed_all
+from dlrm_autoshard.training.selection import Selection
+from dlrm_autoshard.training.start_checks import (
     check_batch_norm,
     check_position,
     check_sizes,
     check_splits,
     free_and_sharers,
 )
-from dlrm_autoshard.train.state import Position, TrainingState, in_trained_order, plan_of
+from dlrm_autoshard.training.state import Position, TrainingState, in_trained_order, plan_of
 
 
 class Job:

@@ -16,7 +16,7 @@ from dlrm_autoshard.data.batch import DataSource, has_id_weights, label_names_of
 from dlrm_autoshard.data.columns import dense_names_of
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.model.dlrm import make_model
-from dlrm_autoshard.train.checkpoints.saved_weights import SavedWeights
+from dlrm_autoshard.training.checkpoints.saved_weights import SavedWeights
 
 
 class PlainModel(nn.Module):
