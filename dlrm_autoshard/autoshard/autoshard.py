@@ -11,16 +11,14 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dlrm_autoshard.autoshard.decision import Decision
 from dlrm_autoshard.autoshard.initial_plan import Placement, place
-from dlrm_autoshard.autoshard.intervals import Intervals
+from dlrm_autoshard.autoshard.intervals import Ended, Intervals, random_numbers_kept
 from dlrm_autoshard.autoshard.table_observer import TableObserver
 from dlrm_autoshard.config import Config, parse_sections
 from dlrm_autoshard.distributed.moves.movable import ArrivedIds, MovableBags
@@ -94,6 +92,7 @@ class Autoshard:
         self._samples = 0  # of one rank's batch
         self._paused = False
         self._step = ExitStack()  # the step that is being timed
+        self._decision: Decision | None = None  # after the last one
         bags.on_lookup(self._hear)
         self._runtime.from_rank_0(lambda: self._claim(state))
         self._folder = None if self._runtime.rank else RunFolder(self.run_dir)
@@ -106,28 +105,24 @@ class Autoshard:
         if self._samples == 0:
             raise UserError("Autoshard.step() was called before the embeddings were looked up in training.")
         self.steps += 1
-        intervals, decision = self._intervals, None
-        if intervals is None:
+        self._decision = None
+        if self._intervals is None:
             stats = self._first_stats()
             if stats is None:
                 return None
-            with self._random_numbers_kept():
-                intervals = self._start(stats)
+            with random_numbers_kept(self._bags.device):
+                self._intervals = self._start(stats)
         else:
-            intervals.count(self.steps, self._samples)
-            whole = self.steps % self._every == 0
-            if whole or intervals.is_due(self.steps):
-                if self._folder is not None and self._folder.was_replaced():
-                    LOG.warning(REPLACED, self.run_dir)
-                left = self.steps if self._total is None else max(0, self._total - self.steps)
-                with self._random_numbers_kept():
-                    number = (self.steps - 1) // self._every
-                    _, decision = intervals.close(number, self.steps, left, early=not whole)
-                if decision is not None:
-                    self._say(f"step {self.steps}  {decision.text}")
-                intervals.open(self.steps)
-        self._step.enter_context(self._bags.clock.step(sampled=intervals.is_sampled(self.steps)))
-        return decision
+            self._intervals.after_step(
+                (self.steps - 1) // self._every,
+                self.steps,
+                self._samples,
+                self.steps if self._total is None else max(0, self._total - self.steps),
+                whole=self.steps % self._every == 0,
+                tell=self._tell,
+            )
+        self._step.enter_context(self._bags.clock.step(sampled=self._intervals.is_sampled(self.steps)))
+        return self._decision
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -230,13 +225,20 @@ class Autoshard:
             placement.save(self.run_dir, self.steps)
         places = "; ".join(f"rank {rank}: {some_of(bags.plan.tables_on(rank))}" for rank in range(runtime.world_size))
         self._say(f"{len(bags.tables)} tables on {runtime.world_size} rank(s), run directory {self.run_dir}; {places}")
-        self._intervals = Intervals(
+        intervals = Intervals(
             self.settings, self._profile, runtime, sharded, bags.move_to, bags.clock, placement, self.run_dir
         )
         if resumed is not None:
-            self._intervals.load_state_dict(resumed)
-        self._intervals.begin(self.steps)
-        return self._intervals
+            intervals.load_state_dict(resumed)
+        intervals.begin(self.steps)
+        return intervals
+
+    def _tell(self, ended: Ended) -> None:
+        self._decision = ended.decision
+        if self._folder is not None and self._folder.was_replaced():
+            LOG.warning(REPLACED, self.run_dir)
+        if ended.decision is not None:
+            self._say(f"step {self.steps}  {ended.decision.text}")
 
     def _say(self, text: str) -> None:
         if self._quiet or self._runtime.rank:
@@ -246,7 +248,3 @@ class Autoshard:
         else:
             with suppress(OSError, ValueError):  # a terminal that is gone ends no training
                 print(text, file=sys.stderr, flush=True)  # standard output is the loop's own
-
-    def _random_numbers_kept(self) -> AbstractContextManager[None]:
-        """The training loop's own random numbers (Dropout's, say) are as they would be without us."""
-        return torch.random.fork_rng([] if self._bags.device.type == "cpu" else [self._bags.device])

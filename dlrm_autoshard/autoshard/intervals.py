@@ -1,9 +1,8 @@
 """From one decision to the next, in any training loop: what is measured is written down, learned from, decided on.
 
-intervals.begin(step); intervals.is_sampled(step)        # an interval is an epoch, or a part of one
-intervals.observe(ids, samples); intervals.count(step, samples)
-intervals.is_due(step)                                   # before its time: what ranks wait for has changed
-record, decision = intervals.close(number, step, remaining_steps=900); intervals.open(step)
+intervals.begin(step); sampled = intervals.is_sampled(step)         # an interval is an epoch, or a part of one
+intervals.observe(ids, samples)                                     # in sampled steps
+intervals.after_step(number, step, samples, remaining_steps=900, whole=step % 500 == 0, tell=print)
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from __future__ import annotations
 import platform
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +56,21 @@ class Carried:
     samples: int = 0
     seconds: float = 0.0
     before: TimedSteps | None = None
+
+
+class Ended(NamedTuple):
+    """An interval that has ended. record: what was measured, on rank 0. decision: the same on all ranks; where it has a
+    new plan, tables have moved, and ids on their way have other owners now. noticed: how the ranks' times have changed,
+    where it ended before its time and nothing is decided yet. seconds: that ending it took."""
+
+    record: IntervalProfile | None
+    decision: Decision | None
+    noticed: str | None
+    seconds: float
+
+    @property
+    def moved(self) -> bool:
+        return self.decision is not None and self.decision.new_plan is not None
 
 
 class IntervalsRecord(TypedDict):
@@ -112,13 +127,54 @@ class Intervals:
         self._sampling = Sampling(profile, ChangeWatch(settings.reshard.min_gain) if watching else None)
         self.begin(0)
 
+    # -- what a training loop calls ----------------------------------------------------------------------------------
+
     def begin(self, step: int) -> None:
         """Training starts, or starts again, with this step; the first are to warm up."""
         self._sampling.begin(step)
-        self.open(step)
+        self._open(step)
 
-    def open(self, step: int) -> None:
-        """After `close`, or a move: of what was timed before, only what showed a change is kept."""
+    def is_sampled(self, step: int) -> bool:
+        """Whether the stages of this step are timed, with barriers; such a step should have a whole batch."""
+        return self._sampling.is_sampled(step)
+
+    def observe(self, ids: ArrivedIds, samples: int) -> None:
+        """A sampled step's ids. samples: real ones, over all ranks."""
+        self._observer.observe(ids, samples)
+
+    def exclude(self, seconds: float) -> None:
+        """Time that is not training (a checkpoint, an evaluation, what is told of a step) inside the interval."""
+        self._paused += seconds
+
+    def after_step(
+        self, number: int, step: int, samples: int, remaining_steps: int, *, whole: bool, tell: Callable[[Ended], None]
+    ) -> None:
+        """Counts a training step. Ends the interval where it is whole, or where the ranks' times have changed, and
+        begins the next. Collective where it ends, and after sampled steps.
+
+        number: of the epoch, or of the interval. step: steps done in all. samples: this rank's real ones of the last.
+        tell: hears of an interval that has ended, between the two; its time counts to neither.
+        """
+        self._count(step, samples)
+        if whole or self._sampling.is_due(step, self._clock.samples):
+            self.end(number, step, remaining_steps, early=not whole, tell=tell)
+
+    def end(
+        self, number: int, step: int, remaining_steps: int, *, early: bool = False, tell: Callable[[Ended], None]
+    ) -> None:
+        """Ends the interval, as `after_step` does, and begins the next. The loop's random numbers go on as if nothing
+        had been decided."""
+        started = time.perf_counter()
+        with random_numbers_kept(self._embeddings.device):
+            record, decision = self._close(number, step, remaining_steps, early=early)
+        noticed = self._sampling.noticed if early and decision is None else None
+        tell(Ended(record, decision, noticed, time.perf_counter() - started))
+        self._open(step)
+
+    # -- how ---------------------------------------------------------------------------------------------------------
+
+    def _open(self, step: int) -> None:
+        """Begins an interval: of what was timed before, only what showed a change is kept."""
         carried, self._carried, self._suspected = self._carried, Carried(), (0, 0.0)
         self._plan = self._embeddings.plan
         self._clock.reset(keep=carried.timed)
@@ -126,27 +182,14 @@ class Intervals:
         self.first_step, self._timed, self._samples = step, self._clock.samples, carried.samples
         self._paused, self._started = 0.0, time.perf_counter() - carried.seconds
 
-    def is_sampled(self, step: int) -> bool:
-        """Whether the stages of this step are timed, with barriers; such a step should have a whole batch."""
-        return self._sampling.is_sampled(step)
-
-    def is_due(self, step: int) -> bool:
-        """Whether this interval should end before its time, after so many steps in all: the ranks' times have changed,
-        so that it ends without a decision; or enough has been measured since they did."""
-        return self._sampling.is_due(step, self._clock.samples)
-
-    def observe(self, ids: ArrivedIds, samples: int) -> None:
-        """A sampled step's ids. samples: real ones, over all ranks."""
-        self._observer.observe(ids, samples)
-
-    def count(self, step: int, samples: int) -> None:
+    def _count(self, step: int, samples: int) -> None:
         """After so many steps in all; samples: this rank's real ones of the last. Collective where that was sampled.
         Where somebody else has moved tables, a new interval begins: what was measured is of another plan."""
         if self._embeddings.plan is not self._plan and self._embeddings.plan != self._plan:
             if self._runtime.rank == 0:
                 write_plan(self._run_dir, step, self._embeddings.plan)
             self._sampling.decided(step, early=False, moved=True)
-            self.open(step)
+            self._open(step)
             return
         sampled, self._timed = self._clock.samples > self._timed, self._clock.samples
         if sampled and not self._sampling.timed(step):
@@ -161,18 +204,10 @@ class Intervals:
             if first and not self._sampling.learns:
                 self._suspected = self._samples, self._seconds
 
-    def exclude(self, seconds: float) -> None:
-        """Time that is not training (a checkpoint, an evaluation, what is told of a step) inside the interval."""
-        self._paused += seconds
-
-    def close(
-        self, number: int, step: int, remaining_steps: int, *, early: bool = False
+    def _close(
+        self, number: int, step: int, remaining_steps: int, *, early: bool
     ) -> tuple[IntervalProfile | None, Decision | None]:
-        """Writes what was measured, decides, moves tables. Collective; the record is rank 0's, the decision everyone's.
-
-        number: of the epoch, or of the interval. early: because it `is_due`. None where nothing was measured, or no
-        decision is due. Where decision.new_plan is set, tables have moved, and ids on their way have other owners now.
-        """
+        """Writes what was measured, decides, moves tables. None where nothing was measured, or no decision is due."""
         started, (samples, seconds) = time.perf_counter(), self._suspected
         since = self._samples - samples, self._seconds - seconds
         record, profile, timed = self._recorded(number, step)
@@ -208,11 +243,6 @@ class Intervals:
         moved, shift = (False, None) if decision is None else (decision.new_plan is not None, decision.shift)
         self._sampling.decided(step, early=early, moved=moved, shift=shift)
         return record, decision
-
-    @property
-    def noticed(self) -> str:
-        """Of the last interval that ended because the ranks' times had changed: in what way."""
-        return self._sampling.noticed
 
     @property
     def _seconds(self) -> float:
@@ -300,6 +330,11 @@ class Intervals:
             self._placement.planner.load_state_dict(planner)
         if self.resharding is not None and resharding:
             self.resharding.load_state_dict(resharding)
+
+
+def random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:
+    """The training loop's own random numbers (Dropout's, say) are afterwards as they would be without us."""
+    return torch.random.fork_rng([] if device.type == "cpu" else [device])
 
 
 def peak_memory(device: torch.device) -> int:

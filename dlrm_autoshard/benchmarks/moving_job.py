@@ -179,14 +179,15 @@ class MovingTrainer(Trainer):
         self.moves = RandomMoves(config.run.seed, self.embeddings, runtime, killer) if moves else None
         self.intervals.resharding = self.moves  # type: ignore[assignment]
 
-    def _train_step(self, *, sampled: bool) -> None:
+    def _train_step(self, *, sampled: bool) -> int:
         if self._killer is not None:
             self._killer.at("step", self.position.step)
-        super()._train_step(sampled=sampled)
+        samples = super()._train_step(sampled=sampled)
         if self.moves is not None:
             self.moves.step = self.position.step
         if self.runtime.rank == 0:  # where the last start finds all steps done, it has no loss of its own
             (self._folder / "loss").write_text(repr(float(self.dense.global_loss)))
+        return samples
 
     def save(self) -> None:
         if self._killer is not None:

@@ -19,6 +19,7 @@ from dlrm_autoshard.plan import ShardingPlan
 
 def _clairvoyant(config_file: Path, run: Path, plans: Mapping[int, ShardingPlan]) -> None:
     """A job whose tables move at the epochs that the schedule names."""
+    from dlrm_autoshard.autoshard.intervals import Ended
     from dlrm_autoshard.config import load_config
     from dlrm_autoshard.distributed.moves.reshard import reshard
     from dlrm_autoshard.distributed.ranks.runtime import Runtime
@@ -29,15 +30,14 @@ def _clairvoyant(config_file: Path, run: Path, plans: Mapping[int, ShardingPlan]
     with Runtime.start(config.run) as runtime:
 
         class Clairvoyant(Trainer):
-            def _close_interval(self, *, early: bool = False) -> None:
-                super()._close_interval(early=early)
+            def _tell(self, ended: Ended) -> None:
+                super()._tell(ended)
                 plan = plans.get(self.position.epoch + 1)
                 if plan is None:
                     return
                 stats = reshard(self.embeddings, plan, group=self.runtime.control)
                 self.step.redistribute()
                 free.append((self.position.step, stats.seconds))
-                self.intervals.open(self.position.step)
 
         free: list[tuple[int, float]] = []
         job = run / "job"

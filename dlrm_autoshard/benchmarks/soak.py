@@ -75,8 +75,9 @@ class _Soaked(MovingTrainer):
     readings: list[tuple[int, int]]
     """(bytes of resident memory, open descriptors) every few steps."""
 
-    def _train_step(self, *, sampled: bool) -> None:
-        super()._train_step(sampled=sampled)
+    def _train_step(self, *, sampled: bool) -> int:
+        samples = super()._train_step(sampled=sampled)
         if self.position.step % _SAMPLE_EVERY == 0:
             process = psutil.Process()
             self.readings.append((int(process.memory_info().rss), process.num_fds()))
+        return samples

@@ -205,7 +205,9 @@ class BetweenSteps(Job):
         """What is not training is left out of an interval's throughput, and of the speed that is shown."""
         started = time.perf_counter()
         yield
-        seconds = time.perf_counter() - started
+        self.spent(phase, time.perf_counter() - started)
+
+    def spent(self, phase: str, seconds: float) -> None:
         self.seconds[phase] += seconds
         self.intervals.exclude(seconds)
         self.display.exclude(seconds)

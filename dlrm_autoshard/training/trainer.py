@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+from dlrm_autoshard.autoshard.intervals import Ended
 from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.records.jsonl import forget_after
@@ -66,18 +67,18 @@ class Trainer(BetweenSteps):
             self.step.begin_epoch(iter(loader))
             self.intervals.begin(position.step)
             while not (self.step.exhausted or due.finished or self.dense.stop_agreed):
-                self._train_step(sampled=due.batch_is_whole and self.intervals.is_sampled(position.step))
+                samples = self._train_step(sampled=due.batch_is_whole and self.intervals.is_sampled(position.step))
                 inside = not self.step.exhausted
-                early = inside and self.intervals.is_due(position.step)
-                if early or (inside and due.interval_due and parts_decided):
-                    self._close_interval(early=early)
+                whole = not inside or (due.interval_due and parts_decided)
+                place = (position.epoch, position.step)
+                self.intervals.after_step(*place, samples, due.steps_left, whole=whole, tell=self._tell)
                 if inside and due.checkpoint_due:
                     self.save()
                 if inside and not due.out_of_steps and due.evaluation_due:
                     self.evaluate(due.split_between_epochs)
         stopped = not (self.step.exhausted or due.finished)
         if position.step > self.intervals.first_step and not stopped:
-            self._close_interval()
+            self.intervals.end(position.epoch, position.step, due.steps_left, tell=self._tell)
         if self.step.exhausted:
             position.epoch, position.sample = position.epoch + 1, 0
         if stopped or due.checkpoint_due_after_epoch:
@@ -109,7 +110,8 @@ class Trainer(BetweenSteps):
         """Checkpoints of steps that are to come. On rank 0; sentences to say of them."""
         return self.checkpoints.set_aside_after(self.position.step)
 
-    def _train_step(self, *, sampled: bool) -> None:
+    def _train_step(self, *, sampled: bool) -> int:
+        """Returns the number of this rank's samples."""
         config, position = self.config, self.position
         scale = lr_scale(position.step, config.schedule)
         tracing = position.step in config.profile.trace_steps
@@ -127,17 +129,18 @@ class Trainer(BetweenSteps):
             self.clock.forget_last()  # the profiler's own time is in it
         position.sample += batch.global_size
         position.step += 1
-        self.intervals.count(position.step, batch.size)
         if left_out:
             self.log_metrics("train", {"skipped_not_finite": 1.0})
             self.watch.left_out(position.step)
-            return self.display.step()
+            self.display.step()
+            return batch.size
         self.watch.updated()
         if sampled and ids is not None:
             self.intervals.observe(ids, batch.global_size)
         logging = position.step % config.train.log_every_steps == 0
         if not logging and self.runtime.device.type != "cpu":
-            return self.display.step()  # looking at the loss would make the GPU's queue run dry
+            self.display.step()  # looking at the loss would make the GPU's queue run dry
+            return batch.size
         loss = self.watch.check(position.step)
         if logging:
             self.watch.compare_replicas(position.step)
@@ -145,14 +148,14 @@ class Trainer(BetweenSteps):
             self.log_metrics("train", {"logloss" if plain else "loss": loss})  # weighted, or summed over labels
             self.display.progress(position.step, loss, self.global_batch)
         self.display.step(loss)
+        return batch.size
 
-    def _close_interval(self, *, early: bool = False) -> None:
-        """Says what was measured, and what was decided on it. early: as `Intervals.close` takes it."""
-        position, intervals = self.position, self.intervals
-        with self.timed("resharding"):
-            record, decision = intervals.close(position.epoch, position.step, self.timetable.steps_left, early=early)
-            if decision is not None and decision.new_plan is not None:
-                self.step.redistribute()
+    def _tell(self, ended: Ended) -> None:
+        """Says what was measured, and what was decided on it."""
+        position, record, decision = self.position, ended.record, ended.decision
+        if ended.moved:
+            self.step.redistribute()
+        self.spent("resharding", ended.seconds)
         if record is not None:
             self.journal.profile(record)
             self.log_metrics("train", {"throughput": record.throughput, "step_ms": record.step_ms})
@@ -162,9 +165,8 @@ class Trainer(BetweenSteps):
             )
         if decision is not None:
             self.display.line(f"step {position.step}  {decision.text}")
-        elif early:
-            self.display.line(f"step {position.step}  {intervals.noticed}")
-        intervals.open(position.step)
+        elif ended.noticed is not None:
+            self.display.line(f"step {position.step}  {ended.noticed}")
 
     def write_report(self) -> None:
         """The result and the report, on rank 0, after training, which a signal that comes now does not take back."""
