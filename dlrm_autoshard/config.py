@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 import yaml
@@ -126,6 +126,29 @@ class EarlyStopping(Section):
     patience: PositiveInt = 3
 
 
+ExchangeDtype = Literal["fp32", "fp16", "bf16", "int8"]
+
+
+class ExchangeDtypes(Section):
+    vectors: ExchangeDtype = "fp32"
+    gradients: ExchangeDtype = "fp32"
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _both(cls, asked: object) -> object:
+        if isinstance(asked, (dict, cls)):
+            return asked
+        if asked not in get_args(ExchangeDtype):
+            raise ValueError(
+                f"'train.exchange_dtype' is {show(asked)}; it must be one of {', '.join(get_args(ExchangeDtype))}, or "
+                "{vectors: ..., gradients: ...}"
+            )
+        return {"vectors": asked, "gradients": asked}
+
+    def __str__(self) -> str:
+        return self.vectors if self.vectors == self.gradients else f"{self.vectors}, gradients {self.gradients}"
+
+
 class TrainConfig(Section):
     batch_size: PositiveInt = 1024  # per rank
     accumulate: PositiveInt = 1  # parts of a batch that the dense part takes in turn; weights are updated once
@@ -135,7 +158,7 @@ class TrainConfig(Section):
     eval_every_steps: PositiveInt | None = None  # beside the evaluation at each epoch's end; on val where there is one
     early_stopping: EarlyStopping | None = None
     on_nan: Literal["stop", "skip"] = "stop"
-    exchange_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
+    exchange_dtype: ExchangeDtypes = ExchangeDtypes()  # of what travels between ranks; or one word for both
     dense_dtype: Literal["fp32", "bf16"] = "fp32"  # bf16: products of the dense part; its parameters stay fp32
     tf32: bool = True  # on GPUs: fp32 products with 10 bits of mantissa, several times as fast
     cuda_graphs: bool | None = None  # on GPUs: the dense part's kernels launched as one; default: DLRM's
@@ -233,6 +256,12 @@ class Config(Section):
             )
         if schedule.decay_start_step and not schedule.decay_steps:
             raise ValueError("schedule.decay_start_step needs schedule.decay_steps: with 0 the rate never decays")
+        dtypes, narrowest = self.train.exchange_dtype, self.autoshard.splits.min_dim
+        if "int8" in (dtypes.vectors, dtypes.gradients) and narrowest < 16:
+            raise ValueError(
+                f"autoshard.splits.min_dim is {narrowest}; with train.exchange_dtype: int8 it must be at least 16, for "
+                "columns that are scaled together stay together"
+            )
         if self.model.options and self.model.factory is None:
             raise ValueError("model.options are for model.factory, and there is none")
         for name, dim in [

@@ -46,7 +46,7 @@ FOREIGN = {
     "grad_clip gradient_clipping clip_grad clip_grad_norm max_norm": (
         "the dense part has dense_optimizer.max_gradient_norm; tables have none"
     ),
-    "fp8 int8 quantization quantize": "not supported; see train.exchange_dtype, train.dense_dtype and tables.dtype",
+    "fp8 int8 quantization quantize": "see train.exchange_dtype, train.dense_dtype and tables.dtype",
     "amp mixed_precision precision bf16 fp16": "see train.dense_dtype, train.exchange_dtype and tables.dtype",
     "early_stop early_stop_metric early_stop_patience early_stopping_patience": (
         "write train.early_stopping: {metric: auc, patience: 3}"

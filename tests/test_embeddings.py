@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
+from dlrm_autoshard.config import ExchangeDtypes, TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.ranks.groups import new_group
@@ -104,7 +104,8 @@ def gradient_of(rank: int, world_size: int, exchange_dtype: str, value: float) -
     assert group is not None
     embeddings = ShardedEmbeddings(
         [TableConfig("a", 64, 4), TableConfig("b", 64, 4)], plan, config,
-        rank=rank, group=group, id_group=group, device=torch.device("cpu"), exchange_dtype=exchange_dtype,
+        rank=rank, group=group, id_group=group, device=torch.device("cpu"),
+        exchange_dtype=ExchangeDtypes.model_validate(exchange_dtype),
     )  # fmt: skip
     weight = embeddings.storage.tensors("ab"[rank])["weight"]
     weight.zero_()

@@ -1,6 +1,6 @@
 """The plan a job starts with: round-robin, a file's, or the planner's; decided on rank 0, the same on every rank.
 
-placement = place(settings, runtime, tables, find_stats, batch_size=4096, optimizer=optimizer, exchange_dtype="fp32")
+placement = place(settings, runtime, tables, find_stats, batch_size=4096, optimizer=optimizer, exchange_dtype=dtypes)
 placement.plan, placement.task, placement.result            # result: the planner's evidence, on rank 0
 """
 
@@ -22,7 +22,7 @@ from dlrm_autoshard.autoshard.asked import (
     reshards,
     splits_of,
 )
-from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
+from dlrm_autoshard.config import AutoshardConfig, ExchangeDtypes, TableOptimizerConfig
 from dlrm_autoshard.distributed.lookup.shared_memory import host_id
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.distributed.ranks.runtime import Runtime, name_of
@@ -65,7 +65,7 @@ def place(
     *,
     batch_size: int,
     optimizer: TableOptimizerConfig,
-    exchange_dtype: str,
+    exchange_dtype: ExchangeDtypes,
     shared_memory: bool = True,
     steps: int | None = None,
     interval_steps: int | None = None,
@@ -113,7 +113,7 @@ def place(
 
     def decide() -> tuple[ShardingPlan, PlanResult | None]:
         started, fingerprint = time.perf_counter(), hardware_fingerprint(runtime.device)
-        exchange = exchange_dtype + (" by shared memory" if shared_memory else "")
+        exchange = str(exchange_dtype) + (" by shared memory" if shared_memory else "")
         cache_dir = costs_dir if settings.cache_dir == "auto" else settings.cache_dir
         log = cost_log(cache_dir, task, fingerprint, exchange=exchange)
         if planning and planner is not None:

@@ -302,9 +302,7 @@ class Intervals:
     def _shard_probe(self) -> RankProbe:
         """Of the tables as their data are now, which rank 0 knows; no exchange is measured with it."""
         task, optimizer = replace(self._placement.task, stats=self.stats), self._embeddings.config.optimizer.name
-        return RankProbe.at_start(
-            self._runtime, task, optimizer, "fp32", shared_memory=False, buffer_gib=MID_RUN_BUFFER_GIB
-        )
+        return RankProbe.at_start(self._runtime, task, optimizer, shared_memory=False, buffer_gib=MID_RUN_BUFFER_GIB)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from dlrm_autoshard.autoshard.initial_plan import place
 from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.paired import median_with_interval
 from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE
-from dlrm_autoshard.config import AutoshardConfig, TableOptimizerConfig
+from dlrm_autoshard.config import AutoshardConfig, ExchangeDtypes, TableOptimizerConfig
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory, runtime_of
 from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 
@@ -70,7 +70,7 @@ def _start(rank: int, world_size: int, cache: str, reshards: bool) -> tuple[floa
         lambda: pool.stats,
         batch_size=BATCH,
         optimizer=TableOptimizerConfig(),
-        exchange_dtype="fp32",
+        exchange_dtype=ExchangeDtypes(),
         steps=EPOCHS * EPOCH_STEPS,
         interval_steps=EPOCH_STEPS,
     )

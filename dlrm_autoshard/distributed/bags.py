@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
+from dlrm_autoshard.config import ExchangeDtypes, TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.lookup.bag_inputs import BagInputs, BagsError, features_given
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
@@ -47,7 +47,7 @@ class ShardedEmbeddingBags(nn.Module):
         plan: ShardingPlan | None = None,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
-        exchange_dtype: str = "fp32",
+        exchange_dtype: str | Mapping[str, str] = "fp32",
         check_ids: bool = True,
         seed: int = 0,
         features: Mapping[str, Sequence[str]] | None = None,
@@ -58,7 +58,8 @@ class ShardedEmbeddingBags(nn.Module):
 
         group: the ranks; torch.distributed's default group, which is made for this process alone where there is none.
         device: the current GPU where NCCL carries the group's tensors, else the CPU.
-        exchange_dtype: in which vectors travel between ranks: fp32, fp16 or bf16. check_ids: refuse ids beyond their
+        exchange_dtype: in which vectors and their gradients travel between ranks: fp32, fp16, bf16 or int8, or
+        {'vectors': ..., 'gradients': ...}. check_ids: refuse ids beyond their
         table (on a GPU that waits for the device). seed: of the initial weights, which no plan changes. features: table
         -> those that look up its rows, in the place of one of its name. average: gradients over ranks, as DDP does;
         False: sum them, for a loss that is this rank's share of the mean over all samples (no pass over gradients).
@@ -66,7 +67,7 @@ class ShardedEmbeddingBags(nn.Module):
         super().__init__()
         group = group_or_alone(group)
         self.runtime = runtime_of(group, device)
-        self.device, self.exchange_dtype = self.runtime.device, exchange_dtype
+        self.device = self.runtime.device
         self.shared_memory = True
 
         def checked() -> tuple[Features, TableOptimizerConfig, ShardingPlan]:
@@ -83,8 +84,9 @@ class ShardedEmbeddingBags(nn.Module):
         self.tables = tuple(tables)
         own = {f"the optimizer's {key}": value for key, value in optimizer.model_dump().items()}
         own |= {f"features['{name}']": ", ".join(named) for name, named in (features or {}).items()}
-        own |= {"exchange_dtype": exchange_dtype, "seed": seed, "device": self.device.type, "torch": torch.__version__}
-        own["average"] = average
+        self.exchange_dtype = ExchangeDtypes.model_validate(exchange_dtype)
+        own |= {"exchange_dtype": str(self.exchange_dtype), "seed": seed, "average": average}
+        own |= {"device": self.device.type, "torch": torch.__version__}
         agree(self.runtime, facts_of(self.tables, plan) | own)
         self.sharded = ShardedEmbeddings(
             self.features,
@@ -94,7 +96,7 @@ class ShardedEmbeddingBags(nn.Module):
             group=group,
             id_group=self.runtime.id_group,
             device=self.device,
-            exchange_dtype=exchange_dtype,
+            exchange_dtype=self.exchange_dtype,
             seed=seed,
         )
         self.clock = StageClock(self.device, self.runtime.control if self.device.type == "cpu" else group)

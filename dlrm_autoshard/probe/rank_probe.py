@@ -1,6 +1,6 @@
 """The micro-benchmark of whole placements on the running ranks, which gives StepProfiles (source 'probe').
 
-probe = RankProbe.at_start(runtime, task, "rowwise_adagrad", "fp32")        # on every rank
+probe = RankProbe.at_start(runtime, task, "rowwise_adagrad")        # on every rank
 result = probe.on_rank_zero(lambda: planner.plan(task, measure=probe.measure))
 
 Every stage is timed on its own, none is a difference of two timings: nothing can come out negative.
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlrm_autoshard.config import ExchangeDtypes
 from dlrm_autoshard.costs import RankCost, StepProfile, rank_costs, stages_W4, step_cost_ms
 from dlrm_autoshard.data.features import Features
-from dlrm_autoshard.distributed.lookup.embeddings import DTYPES
 from dlrm_autoshard.distributed.lookup.exchange import Exchange
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
 from dlrm_autoshard.distributed.ranks.free_memory import free_host_memory
@@ -75,14 +75,14 @@ class RankProbe:
         stats: Sequence[TableStats],
         batch_size: int,
         probe: ShardProbe,
-        exchange_dtype: torch.dtype = torch.float32,
+        exchange_dtype: ExchangeDtypes | None = None,
         exchange_repeats: int = 5,
         shared_memory: bool = True,
     ) -> None:
         """shared_memory: exchange through it where ranks share a host, as our own lookups do; else by the group."""
         self.tables, self.stats, self.batch_size = tuple(tables), tuple(stats), batch_size
         self._pairs = {table.name: (table, stat) for table, stat in zip(tables, stats, strict=True)}
-        self._runtime, self._dtype = runtime, exchange_dtype
+        self._runtime, self._dtypes = runtime, exchange_dtype or ExchangeDtypes()
         self._exchange_repeats = exchange_repeats
         self._probe = probe
         self._memory = KeptMemory(0)
@@ -93,7 +93,7 @@ class RankProbe:
         runtime: Runtime,
         task: PlacementTask,
         optimizer: TableOptimizer,
-        exchange_dtype: str,
+        exchange_dtype: ExchangeDtypes | None = None,
         shared_memory: bool = True,
         buffer_gib: float = START_BUFFER_GIB,
     ) -> RankProbe:
@@ -108,8 +108,15 @@ class RankProbe:
             repeats=3,
             seconds_per_shard=SECONDS_PER_SHARD,
         )
-        dtype = DTYPES[exchange_dtype]
-        return RankProbe(runtime, task.tables, task.stats, task.batch_size, shards, dtype, shared_memory=shared_memory)
+        return RankProbe(
+            runtime,
+            task.tables,
+            task.stats,
+            task.batch_size,
+            shards,
+            exchange_dtype,
+            shared_memory=shared_memory,
+        )
 
     def on_rank_zero(self, function: Callable[[], T]) -> T | None:
         """Runs `function` on rank 0, which may call `measure` and `measure_shards`; returns None elsewhere.
@@ -216,7 +223,7 @@ class RankProbe:
         runtime = self._runtime
         features = Features.alike(self.tables, [stat.features for stat in self.stats])
         exchange = Exchange(
-            features, plan, runtime.rank, runtime.group, runtime.id_group, runtime.device, self._dtype, self._link
+            features, plan, runtime.rank, runtime.group, runtime.id_group, runtime.device, self._dtypes, self._link
         )
         like = torch.empty(0, device=runtime.device)
         shapes = (self.batch_size, exchange.local_dim), (self.batch_size // runtime.world_size, exchange.total_dim)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlrm_autoshard.config import ExchangeDtypes
 from dlrm_autoshard.distributed.moves.movable import ArrivedIds
 from dlrm_autoshard.distributed.moves.reshard import ReshardRefused, ReshardStats
 from dlrm_autoshard.distributed.stage_clock import StageClock
@@ -35,7 +36,7 @@ class TorchrecBags:
         order of columns that it has now, whatever moves. TorchrecError: what is not as it must be to be moved."""
         self.sharded = sharded = ShardedModel(model, optimizer)
         self.tables, self.device, self.runtime = sharded.model_tables, sharded.device, sharded.runtime
-        self.exchange_dtype, self.shared_memory = "fp32", False
+        self.exchange_dtype, self.shared_memory = ExchangeDtypes(), False
         group = self.runtime.control if self.device.type == "cpu" else self.runtime.group
         self.clock = StageClock(self.device, group)
         self._heard: list[Callable[[ArrivedIds, int], None]] = []

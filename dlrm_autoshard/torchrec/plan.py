@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dlrm_autoshard.autoshard.initial_plan import place
-from dlrm_autoshard.config import parse_sections
+from dlrm_autoshard.config import ExchangeDtypes, parse_sections
 from dlrm_autoshard.distributed.ranks.agreement import agree, facts_of
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 from dlrm_autoshard.formats.yaml_file import flat
@@ -64,7 +64,7 @@ def plan(
         lambda: [stats[table.name] for table in tables],
         batch_size=batch_size,
         optimizer=config.tables.optimizer,
-        exchange_dtype="fp32",
+        exchange_dtype=ExchangeDtypes(),
         shared_memory=False,
         seed=seed,
     )

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlrm_autoshard.config import TableOptimizerConfig
+from dlrm_autoshard.config import ExchangeDtypes, TableOptimizerConfig
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.id_check import IdCheck
-from dlrm_autoshard.distributed.lookup.embeddings import DTYPES
+from dlrm_autoshard.distributed.lookup.wire import DTYPES
 from dlrm_autoshard.errors import BagsError as BagsError
 from dlrm_autoshard.tables import TableConfig
 
@@ -24,13 +24,20 @@ WHOLE = (torch.int32, torch.int64)
 
 
 def features_given(
-    tables: Sequence[TableConfig], features: Mapping[str, Sequence[str]], exchange_dtype: str, optimizer: object
+    tables: Sequence[TableConfig],
+    features: Mapping[str, Sequence[str]],
+    exchange_dtype: str | Mapping[str, str],
+    optimizer: object,
 ) -> Features:
     """Returns the tables with what looks them up; BagsError names what `ShardedEmbeddingBags` cannot be made of."""
     check_tables(tables)
     looked_up = features_of(tables, features)
-    if exchange_dtype not in DTYPES:
-        raise BagsError(f"exchange_dtype is {exchange_dtype!r}; it must be one of {', '.join(DTYPES)}.")
+    for key, dtype in exchange_dtype.items() if isinstance(exchange_dtype, Mapping) else [("", exchange_dtype)]:
+        if key not in ("", *ExchangeDtypes.model_fields):
+            raise BagsError(f"exchange_dtype has a key {key!r}; its keys are {', '.join(ExchangeDtypes.model_fields)}.")
+        if dtype not in DTYPES:
+            where = f"exchange_dtype[{key!r}]" if key else "exchange_dtype"
+            raise BagsError(f"{where} is {dtype!r}; it must be one of {', '.join(DTYPES)}.")
     if not isinstance(optimizer, TableOptimizerConfig):
         raise BagsError(
             f"optimizer is {optimizer!r}; it must be a RowwiseAdagrad(lr), Adagrad(lr), SGD(lr) or Adam(lr)."

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.config import ExchangeDtypes, TablesConfig
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.lookup.device_ids import DeviceIdDistribution
@@ -25,13 +25,12 @@ from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, Lo
 from dlrm_autoshard.distributed.lookup.means import Means
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
 from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
+from dlrm_autoshard.distributed.lookup.wire import Wire
 from dlrm_autoshard.distributed.tables.init import initialise as initialise
 from dlrm_autoshard.distributed.tables.rowwise_adagrad import faster_on_all
 from dlrm_autoshard.distributed.tables.storage import Storage
 from dlrm_autoshard.plan import PlanError, ShardingPlan, shard_tables
 from dlrm_autoshard.tables import Shard, TableConfig
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class ShardedEmbeddings:
@@ -50,7 +49,7 @@ class ShardedEmbeddings:
         group: dist.ProcessGroup,
         id_group: dist.ProcessGroup,
         device: torch.device,
-        exchange_dtype: str = "fp32",
+        exchange_dtype: ExchangeDtypes | None = None,
         seed: int = 0,
         shared_memory: bool = True,
         initial_values: bool = True,
@@ -64,7 +63,7 @@ class ShardedEmbeddings:
         self.tables = self.features.tables
         self.means = Means.where_mixed(self.features, device)  # of pooled vectors and their gradients, for the caller
         self.config, self.rank, self.device = config, rank, device
-        self.groups, self._exchange_dtype = (group, id_group), DTYPES[exchange_dtype]
+        self.groups, self._exchange_dtypes = (group, id_group), exchange_dtype or ExchangeDtypes()
         self._link = connect(group) if shared_memory and device.type == "cpu" else None
         self.updates = 0  # training lookups so far: fbgemm's `iter`, which must survive a rebuild
         self.learning_rate = config.optimizer.lr
@@ -109,7 +108,7 @@ class ShardedEmbeddings:
         self.plan = plan.ordered([table.name for table in self.tables])
         group, id_group = self.groups
         self._exchange = Exchange(
-            self.features, self.plan, self.rank, group, id_group, self.device, self._exchange_dtype, self._link
+            self.features, self.plan, self.rank, group, id_group, self.device, self._exchange_dtypes, self._link
         )
         self.storage.hold([shard.name for shard in self.local_shards])
         self._restore_counters()
@@ -118,6 +117,8 @@ class ShardedEmbeddings:
     def check(self, plan: ShardingPlan) -> None:
         """PlanError where it is of other tables, or splits some under an optimizer that this would change."""
         shard_tables(self.tables, plan)
+        for dtype in {self._exchange_dtypes.vectors, self._exchange_dtypes.gradients}:
+            Wire(dtype, self.tables).check(plan)
         if plan.split_tables and not self.config.optimizer.splits_tables:
             raise PlanError(
                 f"the plan splits table '{plan.split_tables[0]}', and row-wise Adagrad keeps one sum of squares a row "
@@ -182,11 +183,7 @@ class ShardedEmbeddings:
 
     def as_gradient(self, arrived: Tensor) -> Tensor:
         """[W * B, D_local] float32 gradient of what `lookup` gave, from what `send_gradients` brought."""
-        if not self.local_dim:
-            return arrived.float()
-        arrived = arrived.view(-1, self.local_dim).float()
-        scale = self._exchange.gradient_scale(len(arrived))
-        return arrived if scale == 1.0 else arrived / scale
+        return self._exchange.as_gradient(arrived)
 
     def set_learning_rate(self, lr: float) -> None:
         self.learning_rate = lr

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_autoshard.config import ExchangeDtypes
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.lookup.shared_memory import Put, SharedMemory
+from dlrm_autoshard.distributed.lookup.wire import Wire
 from dlrm_autoshard.plan import ShardingPlan, shards_by_table
 
 # Axes: B samples a rank, W ranks, D embedding dims. How ids are packed: id_distribution.py.
@@ -68,7 +70,7 @@ class Exchange:
     group: dist.ProcessGroup
     id_group: dist.ProcessGroup
     device: torch.device
-    dtype: torch.dtype = torch.float32
+    dtypes: ExchangeDtypes = field(default_factory=ExchangeDtypes)
     link: SharedMemory | None = None
     empty: Callable[[Tensor, int], Tensor] = Tensor.new_empty
     _layouts: dict[tuple[int, Margin], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
@@ -101,7 +103,8 @@ class Exchange:
         """Of what arrives rank by rank, what is each lookup's in turn."""
         self.dims = [sum(shard.embedding_dim for shard, _ in own) for own in owned]
         self.total_dim = sum(self.dims)
-        self.dtype = self.dtype if self.world_size > 1 else torch.float32  # nothing travels, so nothing is rounded
+        dtypes = self.dtypes if self.world_size > 1 else ExchangeDtypes()  # nothing travels, so nothing is rounded
+        self._vectors, self._gradients = (Wire(d, self.features.tables) for d in (dtypes.vectors, dtypes.gradients))
         # The output order, in chunks as wide as every shard's dim allows: where each chunk lies among what arrives.
         self._chunk = math.gcd(*(shard.embedding_dim for shard, _ in ordered))
         first_chunk = dict[tuple[str, int], int]()
@@ -137,13 +140,13 @@ class Exchange:
         if self.world_size == 1:
             return Pending(None, local)
         batch_size = local.shape[0] // self.world_size
-        sent = local.to(self.dtype).view(-1)
+        sent, size = self._vectors.encode(local), self._vectors.size
         return self.all_to_all(
             "vectors",
-            self.empty(sent, batch_size * self.total_dim),
+            self.empty(sent, size(batch_size * self.total_dim)),
             sent,
-            [batch_size * dim for dim in self.dims],
-            [batch_size * self.local_dim] * self.world_size,
+            [size(batch_size * dim) for dim in self.dims],
+            [size(batch_size * self.local_dim)] * self.world_size,
         )
 
     def in_output_order(self, arrived: Tensor, margin: Margin = (0, 0), into: Tensor | None = None) -> Tensor:
@@ -153,49 +156,47 @@ class Exchange:
             return with_margin(arrived, margin, into) if any(margin) or into is not None else arrived
         if self._ends_inside_a_chunk(margin):
             return with_margin(self.in_output_order(arrived), margin, into)
-        batch_size = arrived.numel() // self.total_dim
+        wire = self._vectors
+        batch_size, chunk = arrived.numel() // wire.size(self.total_dim), wire.size(self._chunk)
         index, _ = self._layout(batch_size, margin)
-        if into is None or into.dtype != arrived.dtype:
-            ordered = self.empty(arrived, len(index) * self._chunk).view(batch_size, -1)
-        else:
-            ordered = into
-        chunks = ordered.view(-1, self._chunk)
-        torch.index_select(arrived.view(-1, self._chunk), 0, index, out=chunks)
-        return ordered.float() if into is None or into is ordered else into.copy_(ordered)
+        if into is not None and into.dtype == arrived.dtype:
+            torch.index_select(arrived.view(-1, chunk), 0, index, out=into.view(-1, chunk))
+            return into
+        ordered = self.empty(arrived, len(index) * chunk)
+        torch.index_select(arrived.view(-1, chunk), 0, index, out=ordered.view(-1, chunk))
+        decoded = wire.decode(ordered).view(batch_size, -1)
+        return decoded if into is None else into.copy_(decoded)
 
     def send_gradients(self, gradient_BD: Tensor, margin: Margin = (0, 0)) -> Pending:
-        """Gradients of the pooled output, as `in_output_order` gave it, to the owners; arrives as [W * B, D_local],
-        times `gradient_scale(W * B)`."""
+        """Gradients of the pooled output, as `in_output_order` gave it, to the owners; see `as_gradient`."""
         if self._as_looked_up:
             return Pending(None, without_margin(gradient_BD, margin))
         if self._ends_inside_a_chunk(margin):
             gradient_BD, margin = without_margin(gradient_BD, margin), (0, 0)
-        batch_size = gradient_BD.shape[0]
-        scale = self.gradient_scale(batch_size * self.world_size)
-        if scale != 1.0:
-            gradient_BD = (gradient_BD * scale).clamp_(-65504, 65504)  # fp16's largest: infinity would ruin the row
-        chunks = gradient_BD.to(self.dtype).view(-1, self._chunk)
+        batch_size, size = gradient_BD.shape[0], self._gradients.size
+        sent = self._gradients.encode(gradient_BD, shares=batch_size * self.world_size)
+        chunks = sent.view(-1, size(self._chunk))
         _, rows = self._layout(batch_size, margin)
         if self.world_size == 1:
             return Pending(None, chunks.index_select(0, rows[0]).view(batch_size, -1))
         return self.all_to_all(
             "vectors",
-            self.empty(chunks, self.world_size * batch_size * self.local_dim),
-            lambda rank, into: torch.index_select(chunks, 0, rows[rank], out=into.view(-1, self._chunk)),
-            [batch_size * self.local_dim] * self.world_size,
-            [batch_size * dim for dim in self.dims],
+            self.empty(chunks, size(self.world_size * batch_size * self.local_dim)),
+            lambda rank, into: torch.index_select(chunks, 0, rows[rank], out=into.view(-1, chunks.shape[1])),
+            [size(batch_size * self.local_dim)] * self.world_size,
+            [size(batch_size * dim) for dim in self.dims],
         )
+
+    def as_gradient(self, arrived: Tensor) -> Tensor:
+        """[W * B, D_local] float32, from what `send_gradients` brought."""
+        if not self.local_dim:
+            return arrived.float()
+        samples = arrived.numel() // self._gradients.size(self.local_dim)
+        return self._gradients.decode(arrived, shares=samples).view(samples, -1)
 
     def _ends_inside_a_chunk(self, margin: Margin) -> bool:
         """Whether a margin ends inside a chunk, so that chunks cannot be put around it."""
         return any(columns % self._chunk for columns in margin)
-
-    def gradient_scale(self, global_batch: int) -> float:
-        """Gradients are shares of a mean over the global batch, so in fp16 they would fall below its smallest steps:
-        they travel times a power of two near the batch, which is exact. Other formats have exponents to spare."""
-        if self.dtype != torch.float16:
-            return 1.0
-        return float(2 ** int(math.log2(global_batch)))
 
     def send_lengths(self, lengths: Tensor, batch_size: int, note: Tensor | None = None) -> Pending:
         """[T, B] of bags in `owners_order`, to the owners; arrives flat, as [W, T_local, B]. note: to every rank before

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dlrm_autoshard.config import TablesConfig
+from dlrm_autoshard.config import ExchangeDtypes, TablesConfig
 from dlrm_autoshard.distributed.moves.reshard import ReshardStats
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
@@ -71,7 +71,7 @@ class MovableBags(Protocol):
     @property
     def device(self) -> torch.device: ...
     @property
-    def exchange_dtype(self) -> str: ...
+    def exchange_dtype(self) -> ExchangeDtypes: ...
     @property
     def shared_memory(self) -> bool:
         """Whether vectors travel through it between ranks of one host, not by the process group."""
