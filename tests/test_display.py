@@ -20,7 +20,7 @@ def test_an_evaluation_slows_no_step_down_and_the_eta_knows_of_it(
     shown = Display(False, total_steps=110, done=10)
     with caplog.at_level(logging.INFO, "dlrm_autoshard"):
         now += 10.0  # 20 steps of half a second
-        shown.progress(30, 0.5, 64)
+        assert shown.progress(30, 0.5, 64) == 128.0
         now += 10.0 + 20.0  # 20 more, and an evaluation
         shown.exclude(20.0)
         shown.progress(50, 0.5, 64)

@@ -18,14 +18,14 @@ from dlrm_autoshard.records.jsonl import append_jsonl
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report import html
 from dlrm_autoshard.report.charts import charts
-from dlrm_autoshard.report.html import render_html, write_html
-from dlrm_autoshard.report.page_data import page_data
+from dlrm_autoshard.report.html import render_comparison, render_html, write_html
+from dlrm_autoshard.report.page_data import map_rows, page_data
 from dlrm_autoshard.report.page_sections import page_sections
 from tests.chromium import needs_chromium, open_page, print_to_pdf, take_screenshot
 from tests.report_records import write_run
 
-CHARTS = ("speed", "step-time", "imbalance", "stages", "ranks", "placement", "memory", "predictions", "errors",
-          "decisions", "logloss", "auc")  # fmt: skip
+CHARTS = ("speed", "map", "costliest", "ranks", "memory", "logloss", "auc")
+FOLDED = ("step-time", "predictions", "errors")
 
 
 def marks_of(dom: str, chart: str) -> int:
@@ -84,22 +84,80 @@ def test_names_of_runs_and_tables_cannot_break_the_page(tmp_path: Path) -> None:
     assert "<title>&lt;b&gt;&amp;run" in page and "<script>alert(1)" not in page
 
 
-def test_decisions_have_the_columns_of_which_something_is_known(tmp_path: Path) -> None:
+def section(record: RunRecord, wanted: str) -> str:
+    drawn = {chart.id for chart in charts(record)}
+    return next(body for key, _, body in page_sections(record, drawn) if key == wanted)
+
+
+def tiles(record: RunRecord) -> dict[str, str]:
+    found = re.findall(r"<dt>(.*?)</dt><dd>(.*?) <small>(.*?)</small>", section(record, "summary"))
+    return {title: f"{figure}: {note}" for title, figure, note in found}
+
+
+def test_a_decision_is_a_row_with_what_is_known_of_it(tmp_path: Path) -> None:
     record = RunRecord.load(write_run(tmp_path / "run", epochs=2))
     whole, kept = record.decisions[-1], {"step": 9, "action": "kept", "text": "kept: so", "throughput_before": 3.0}
-    sections = {
-        decided["action"]: next(
-            body for key, _, body in page_sections(replace(record, decisions=(decided,)), set()) if key == "decisions"
-        )
-        for decided in (whole, kept)
-    }
-    assert (
-        "paid back after, steps" in sections[whole["action"]] and "13.9% (11.2 to 16.6%)" in sections[whole["action"]]
-    )
-    assert "examples/s before" in sections["kept"] and "gain, measured" not in sections["kept"]
+    of_move, of_kept = (section(replace(record, decisions=(one,)), "decisions") for one in (whole, kept))
+    assert "paid back after 80 steps" in of_move and "measured 13.9% (11.2 to 16.6%)" in of_move
+    assert of_move.count("14.8%") == 1, "a figure that the text has is not said again"
+    assert "examples/s before 3" in of_kept and "measured 1" not in of_kept
     doubted = replace(record, decisions=({**whole, "doubt": "few steps"},))
-    body = next(body for key, _, body in page_sections(doubted, set()) if key == "decisions")
-    assert "<td>in doubt</td>" in body and "13.9%" not in body
+    assert "measured in doubt" in section(doubted, "decisions") and "13.9%" not in section(doubted, "decisions")
+
+
+def test_a_plan_that_is_kept_again_for_the_same_reason_is_one_row(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run", epochs=2))
+    kept = [{"step": step, "action": "kept", "text": "kept: so"} for step in (10, 20, 30)]
+    body = section(replace(record, decisions=(*kept, {**kept[0], "step": 40, "text": "kept: else"})), "decisions")
+    assert body.count("<li") == 2 and "10 to 30 (3 times)" in body
+
+
+def test_tiles_say_speed_the_slowest_rank_what_is_left_and_what_moves_were_worth(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run", ranks=2, epochs=1))
+    found = tiles(record)
+    assert found["Slowest rank"].startswith("rank 1: too much bwd_compute: ")
+    assert re.fullmatch(r"\d+\.\d%: \d+\.\d% to \d+\.\d% of a step, by perfect balance", found["Left to gain"])
+    assert found["Moves were worth"] == "13.9%: 11.2% to 16.6% of a step, 1 move"
+    assert "Perfect balance would save" in section(record, "summary").split('class="verdict"')[1][:60]
+    even = RunRecord.load(write_run(tmp_path / "even", ranks=2, epochs=6))
+    assert tiles(even)["Slowest rank"] == "none: no rank is surely slower than the others"
+    assert tiles(even)["Moves were worth"].startswith("2 moves: saved 13.9% (11.2 to 16.6%), 13.9% (11.2 to 16.6%)")
+    starved = RunRecord.load(write_run(tmp_path / "starved", ranks=2, epochs=6, starved_epoch=5))
+    assert "no plan changes that" in section(starved, "summary")
+
+
+def test_the_map_has_each_table_on_its_rank_and_marks_where_it_moved(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run", ranks=4, epochs=3, tables=40, drift=0.2))
+    rows = [*map_rows(record)]
+    moved = {name for name in rank_of(record, 0) if len({rank_of(record, at)[name] for at in range(3)}) > 1}
+    assert moved and moved <= {row["name"] for row in rows} and len({row["name"] for row in rows}) == 32
+    assert {row["name"] for row in rows if row["moved"]} == moved
+    for row in rows:
+        for at, profile in enumerate(record.intervals):
+            if row["x0"] <= profile.first_step < row["x1"]:
+                assert rank_of(record, at)[row["name"]] == row["rank"]
+
+
+def rank_of(record: RunRecord, at: int) -> dict[str, int]:
+    return {use.name: use.rank for use in record.intervals[at].tables}
+
+
+def test_speed_is_drawn_by_step_where_metrics_have_it_and_smoothed(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run", epochs=1))
+    assert page_data(record)["speed"]["step"] == [0, 100]
+    lines = [{"step": step, "split": "train", "examples_per_second": speed}
+             for step, speed in ((10, 5.0), (20, 6.0), (30, 900.0), (40, 7.0))]  # fmt: skip
+    speed = page_data(replace(record, metrics=tuple(lines)))["speed"]
+    assert speed["examples"] == [5, 6, 900, 7] and max(speed["smooth"]) < 10
+
+
+def test_memory_is_held_against_the_budget_that_the_plan_had(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", epochs=1)
+    assert page_data(RunRecord.load(run))["ranks"]["budget_mib"] == [None, None]
+    append_jsonl(run / "plan" / "evidence.jsonl", {"step": 0, "budget_bytes": [2**30, 2**31]})
+    record = RunRecord.load(run)
+    assert page_data(record)["ranks"]["budget_mib"] == [1024, 2048]
+    assert "its budget for them" in section(record, "one-epoch")
 
 
 @needs_chromium
@@ -127,7 +185,7 @@ def test_long_metrics_are_thinned_with_their_ends_kept(tmp_path: Path) -> None:
 def test_only_charts_with_something_to_show_are_drawn(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", epochs=1)  # its only epoch has no prediction
     (run / "decisions.jsonl").unlink()
-    assert {chart.id for chart in charts(RunRecord.load(run))} == set(CHARTS) - {"predictions", "errors", "decisions"}
+    assert {chart.id for chart in charts(RunRecord.load(run))} == {*CHARTS, "step-time"}
 
 
 @needs_chromium
@@ -140,11 +198,17 @@ def test_all_charts_are_drawn_without_an_error_or_a_request(
     path = Path(capsys.readouterr().out.strip())
     page = open_page(path, tmp_path)
     assert page.console == [] and page.requests == []
-    assert f'data-drawn="{len(CHARTS)}"' in page.dom
-    drawn = {chart: marks_of(page.dom, chart) for chart in CHARTS}
+    assert f'data-drawn="{len(CHARTS)}"' in page.dom, "what is folded away is drawn when it is opened"
+    unfolded = tmp_path / "unfolded.html"
+    unfolded.write_text(
+        when_drawn(path.read_text(), "for (const fold of document.querySelectorAll('details')) fold.open = true;")
+    )
+    page = open_page(unfolded, tmp_path)
+    assert page.console == [] and page.requests == []
+    drawn = {chart: marks_of(page.dom, chart) for chart in CHARTS + FOLDED}
     assert min(drawn.values()) > 0, drawn
-    assert drawn["ranks"] >= 12 * ranks and drawn["placement"] >= tables
-    assert page.dom.count('role="img"') == len(CHARTS)  # each chart is one labelled picture to a screen reader
+    assert drawn["ranks"] >= 12 * ranks and drawn["map"] >= min(tables, 32)
+    assert page.dom.count('role="img"') == len(CHARTS + FOLDED)  # each is one labelled picture to a screen reader
     picture = kept(tmp_path, f"report_{ranks}_ranks.png")
     take_screenshot(path, picture, tmp_path)
     assert picture.stat().st_size > 50_000
@@ -239,6 +303,14 @@ def test_two_runs_share_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     page = open_page(tmp_path / "static-and-moving.html", tmp_path)
     assert not page.console and not page.requests and 'data-drawn="1"' in page.dom
     assert "2 moves" in page.dom and "examples/s" in page.dom
+
+
+def test_two_runs_of_different_models_are_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = (RunRecord.load(write_run(tmp_path / f"of{tables}", epochs=1, tables=tables)) for tables in (12, 14))
+    said = "These runs are of different models: &#x27;cat_12&#x27;, &#x27;cat_13&#x27; only in of14."
+    assert said in render_comparison(one, other) and "different models" not in render_comparison(one, one)
+    assert main(["report", str(tmp_path / "of12"), str(tmp_path / "of14")]) == 0
+    assert "different models" in capsys.readouterr().out
 
 
 def test_two_runs_of_one_name_are_told_apart_by_their_folders(

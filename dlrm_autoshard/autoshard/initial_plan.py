@@ -41,8 +41,7 @@ from dlrm_autoshard.tables import TableConfig, TableStats, memory_bytes
 
 @dataclass(frozen=True)
 class Placement:
-    """task: what was to be placed, and where. planner and result are rank 0's, where there is a planner. why: this
-    plan, in words."""
+    """task: what was placed, and where. planner, result: on rank 0 only, where a planner is used. why: for people."""
 
     plan: ShardingPlan
     task: PlacementTask
@@ -54,7 +53,8 @@ class Placement:
         """The plan and, where it was planned, on what evidence; rank 0's task."""
         write_plan(run_dir, step, self.plan)
         if self.result is not None:
-            append_jsonl(run_dir / "plan" / "evidence.jsonl", {"step": step, **self.result.to_json()})
+            known = {"step": step, "budget_bytes": self.task.topology.memory_bytes, **self.result.to_json()}
+            append_jsonl(run_dir / "plan" / "evidence.jsonl", known)
 
 
 def place(

@@ -57,6 +57,14 @@ class Straggler:
     tables: tuple[tuple[str, float], ...]
 
     @property
+    def reason(self) -> str:
+        """Why this rank is slow and what that costs, in few words."""
+        cost = f"{self.excess_ms:.3g} ms a step ({self.low_ms:.3g} to {self.high_ms:.3g})"
+        if self.cause == "starved of CPU":
+            return f"had its core for {self.cpu_share or 0:.0%} of the time: {cost}"
+        return f"waits for its data: {cost}" if self.cause == "slow data" else f"too much {self.stage}: {cost}"
+
+    @property
     def sentence(self) -> str:
         who = (
             f"rank {self.rank} holds the others up by {self.excess_ms:.3g} ms a step ({self.low_ms:.3g} to "

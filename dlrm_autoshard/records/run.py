@@ -44,7 +44,9 @@ class RunRecord:
     finished: bool = False
     """Whether the trainer said so at the end of the latest start."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of the latest start, by phase, where it is finished."""
+    """Seconds by phase of the latest start, where it is finished."""
+    budget_bytes: tuple[int, ...] = ()
+    """Memory for tables on each rank, as the latest plan at a start knew it; () where there was none, or no limit."""
 
     @staticmethod
     def load(run_dir: Path) -> RunRecord:
@@ -75,6 +77,7 @@ class RunRecord:
             starts=1 + sum(1 for _ in run_dir.glob("starts/*")),
             finished=(run_dir / RESULT).exists(),
             seconds=_seconds(run_dir / RESULT),
+            budget_bytes=_budget(run_dir / "plan" / "evidence.jsonl"),
         )
 
     def check_reportable(self, run_dir: Path) -> None:
@@ -175,6 +178,7 @@ class MetricsRecord(TypedDict, total=False):
     calibration: Number | None
     throughput: Number | None
     step_ms: Number | None
+    examples_per_second: Number | None
 
 
 class DecisionRecord(TypedDict, total=False):
@@ -237,6 +241,12 @@ def _object(path: Path, what: str) -> dict[str, Any]:
 def _seconds(path: Path) -> dict[str, float]:
     found = _object(path, "result").get("seconds")
     return {k: v for k, v in found.items() if isinstance(v, (int, float))} if isinstance(found, dict) else {}
+
+
+def _budget(path: Path) -> tuple[int, ...]:
+    found = read_records(path, lambda line: line.get("budget_bytes"))
+    known = found[-1] if found else None
+    return tuple(known) if isinstance(known, list) and all(isinstance(one, int) for one in known) else ()
 
 
 def _of_kind(kind: Any) -> Callable[[Any], Mapping[str, Any]]:

@@ -1,7 +1,7 @@
-"""What the HTML report's charts have in common: one colour and one letter a stage, shared axes, fonts.
+"""Colours, letters, axes and fonts that the HTML report's charts share: a stage looks the same in all of them.
 
-Nothing is said by colour alone: a stage differs from its neighbours in lightness and carries a letter or its name,
-waiting is hatched, lines differ in dashes and marks in shape. `CHOSEN` keeps the rows of the page's selected epoch.
+Colour never stands alone: a stage differs from its neighbours in lightness and carries a letter or its name, waits
+are hatched, ranks are numbered, lines differ in dashes and marks in shape. `CHOSEN` keeps the selected interval's rows.
 """
 
 from __future__ import annotations
@@ -10,20 +10,24 @@ from typing import Any, TypeAlias
 
 import altair as alt
 
+from dlrm_autoshard.costs import STAGES, WAITS
+
 Layers: TypeAlias = alt.LayerChart | alt.FacetChart
 
-INK, BLUE, ORANGE, GREY, PAPER, BAND = "#222222", "#1d5fae", "#b85c00", "#999999", "#ffffff", "#d9e6f5"
+INK, BLUE, ORANGE, GREY, PAPER, BAND, NOISY = (
+    *("#222222", "#1d5fae", "#b85c00", "#999999", "#ffffff", "#d9e6f5", "#f0e6e1"),
+)
 ON_LIGHT, ON_DARK = "#212121", "#fefefe"
 """Text on a stage's colour, which is the same on a dark page."""
-DARK = {INK: "#e8e8e8", BLUE: "#6ea8f0", ORANGE: "#f0a050", PAPER: "#14171a", BAND: "#22384f", "#333333": "#d0d0d0",
-        "#e6e6e6": "#33383d"}  # fmt: skip
+DARK = {INK: "#e8e8e8", BLUE: "#6ea8f0", ORANGE: "#f0a050", PAPER: "#14171a", BAND: "#22384f", NOISY: "#33281f",
+        "#333333": "#d0d0d0", "#e6e6e6": "#33383d"}  # fmt: skip
 """What the page puts in the place of these colours where the reader prefers a dark one."""
 
 SEGMENTS: dict[str, tuple[str, str]] = {
-    # stage: its colour and that of text on it. Hue tells the kind of work.
+    # stage: its colour and that of text on it, in dark and light alike. Hue tells the kind of work.
     "data_wait": ("#767676", ON_DARK),
     "input_dist": ("#fde3bf", ON_LIGHT),
-    "fwd_compute": ("#1d5fae", ON_DARK),
+    "fwd_compute": ("#1f61af", ON_DARK),
     "fwd_comms": ("#fbc67c", ON_LIGHT),
     "dense_fwd": ("#2b7a66", ON_DARK),
     "dense_bwd": ("#a5d9c9", ON_LIGHT),
@@ -34,8 +38,12 @@ SEGMENTS: dict[str, tuple[str, str]] = {
     "other": ("#d0d0d0", ON_LIGHT),
     "wait": ("url(#hatch)", ON_LIGHT),
 }
-"""In the order of a step, waiting last, so that a bar's coloured part is what its rank worked."""
+"""Stages in the order of a step, and any wait."""
 LETTERS = {stage: "ABCDEFGHIJKL"[i] for i, stage in enumerate(SEGMENTS)}
+TIMELINE = tuple(name for stage in STAGES for name in (f"{stage}_wait", stage) if name in (*WAITS, *STAGES))
+"""A rank's step from left to right, each wait before the collective in which the rank waited."""
+RANKS = ("#4e9fd1", "#e69f00", "#29a383", "#c875a8", "#8d7ae6", "#d5703f", "#b0a61e", "#8a9299")
+"""Colours of ranks in the map of tables; the ninth rank has the first one's again, and its own number."""
 
 CONFIG: dict[str, Any] = {
     "font": "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', sans-serif",

@@ -2,7 +2,7 @@
 
     charts(record)          # [Chart(id="step-time", data="epochs", spec={...}), ...]
 
-Their data are columns of page_data.py. What they show: run_charts.py, epoch_charts.py; their style: chart_style.py.
+Their data are columns of page_data.py. What they show: run_charts.py, interval_charts.py; their style: chart_style.py.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from typing import Any
 import altair as alt
 
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.report import epoch_charts, run_charts
-from dlrm_autoshard.report.chart_style import SEGMENTS, Layers
-from dlrm_autoshard.report.page_data import METRICS, event_rows
+from dlrm_autoshard.report import interval_charts, run_charts
+from dlrm_autoshard.report.chart_style import Layers
+from dlrm_autoshard.report.interval_charts import MOST_TABLES
+from dlrm_autoshard.report.page_data import METRICS, event_rows, map_rows
 
 
 @dataclass(frozen=True)
 class Chart:
-    """id: of the element it is drawn in. data: the page's rows that it reads. points: along its axis, for its width."""
+    """A spec, and the element (`id`) in which it is drawn. data: the page's rows that it reads. points: how many lie
+    along its axis, for its width."""
 
     id: str
     data: tuple[str, ...]
@@ -30,25 +32,22 @@ class Chart:
 
 
 def charts(record: RunRecord) -> Iterator[Chart]:
-    """Those for which the record has something to show, in the order of the page."""
+    """Yields those for which the record has something to show, in the order of the page."""
     if record.intervals:
         ranks = max(profile.world_size for profile in record.intervals)
-        rows = ranks * (28 if ranks <= 16 else 15)
-        points, marked = len(record.intervals), any(True for _ in event_rows(record))
-        yield _chart("speed", ("speed", "events"), run_charts.speed(record.unit, marked=marked), height=240)
+        rows, points = ranks * (28 if ranks <= 16 else 15), len(record.intervals)
+        marked = any(True for _ in event_rows(record))
+        yield _chart("speed", ("speed", "events", "noisy"), run_charts.speed(record.unit, marked=marked), height=220)
     if any(profile.samples for profile in record.intervals):
+        names = {row["name"] for row in map_rows(record)}
+        yield _chart("map", ("map", "moves"), run_charts.table_map(), height=20 * len(names))
+        yield _chart("costliest", "placement", interval_charts.costliest(), height=18 * min(MOST_TABLES, len(names)))
+        yield _chart("ranks", "ranks", interval_charts.timeline(), height=rows)
+        yield _chart("memory", "ranks", interval_charts.memory(limited=bool(record.budget_bytes)), height=rows)
         yield _chart("step-time", "epochs", run_charts.step_time(record.unit), height=230, points=points)
-        yield _chart("imbalance", "epochs", run_charts.imbalance(record.unit), height=200, points=points)
-        yield _chart("stages", "stages", epoch_charts.stages(), height=24 * len(SEGMENTS))
-        yield _chart("ranks", "ranks", epoch_charts.ranks(), height=rows)
-        yield _chart("placement", "placement", epoch_charts.placement(), height=rows)
-        yield _chart("memory", "ranks", epoch_charts.memory(), height=rows)
         if any(profile.predicted for profile in record.intervals):
-            yield _chart("predictions", "predictions", epoch_charts.predictions(), height=300)
+            yield _chart("predictions", "predictions", interval_charts.predictions(), height=300)
             yield _chart("errors", "epochs", run_charts.errors(record.unit), height=300, points=points)
-    gains = ("predicted_gain", "measured_gain")
-    if any(decision.get(gain) is not None for decision in record.decisions for gain in gains):
-        yield _chart("decisions", "decisions", run_charts.decisions(), height=220, points=len(record.decisions))
     for metric in METRICS:
         known = {line.get("split") for line in record.metrics if line.get(metric) is not None}
         if known:
@@ -57,7 +56,7 @@ def charts(record: RunRecord) -> Iterator[Chart]:
 
 
 def comparison_charts(records: Sequence[RunRecord]) -> Iterator[Chart]:
-    """Of several runs in one picture."""
+    """Yields one chart of several runs."""
     if any(record.intervals for record in records):
         units = {record.unit for record in records}
         unit = units.pop() if len(units) == 1 else "interval"
@@ -65,7 +64,7 @@ def comparison_charts(records: Sequence[RunRecord]) -> Iterator[Chart]:
 
 
 def _chart(name: str, data: str | tuple[str, ...], layers: Layers, height: int, points: int | None = None) -> Chart:
-    """The first of `data` is what layers read that name none of their own."""
+    """Returns the chart. Layers that name no data of their own read the first of `data`."""
     data = (data,) if isinstance(data, str) else data
     sized = layers.properties(data=alt.NamedData(name=data[0]), width="container", height=height)
     spec: dict[str, Any] = sized.add_params(alt.param(name="at", value=0)).to_dict()

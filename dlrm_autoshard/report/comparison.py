@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from dlrm_autoshard.costs import STAGES
+from dlrm_autoshard.formats.words import some_of
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import compute_imbalance, total_wait_ms
+from dlrm_autoshard.tables import Shard
 
 COUNTS = ("ranks", "epochs", "moves")
 """Figures of which a change in percent says nothing."""
@@ -22,6 +24,30 @@ def side_by_side(one: RunRecord, other: RunRecord) -> Iterator[tuple[str, str, s
         a, b = figure(one), figure(other)
         change = "" if a is None or b is None or a == 0 or name in COUNTS else _change(b / a)
         yield name, _number(a), _number(b), change
+
+
+def different_models(one: RunRecord, other: RunRecord) -> str | None:
+    """A sentence where the runs' tables differ, so that speeds and plans are not of the same work."""
+    if not (one.intervals and other.intervals):
+        return None
+    shapes = []
+    for record in (one, other):
+        rows: dict[str, tuple[int, int]] = {}
+        for use in record.last.tables:
+            shard = Shard.parse(use.name)
+            rows[shard.table] = (use.num_embeddings, rows.get(shard.table, (0, 0))[1] + use.embedding_dim)
+        shapes.append(rows)
+    a, b = shapes
+    if a == b:
+        return None
+    alone = [
+        f"{some_of(set(x) - set(y), 3)} only in {run.name}"
+        for x, y, run in ((a, b, one), (b, a, other))
+        if set(x) - set(y)
+    ]
+    resized = [name for name in a.keys() & b.keys() if a[name] != b[name]]
+    said = [*alone, *([f"{some_of(resized, 3)} of another size"] if resized else [])]
+    return f"These runs are of different models: {'; '.join(said)}. Their speeds do not compare."
 
 
 def _of_last(figure: Callable[[IntervalProfile], float]) -> Callable[[RunRecord], float | None]:

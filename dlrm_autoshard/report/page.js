@@ -6,16 +6,27 @@ const rows = (columns) => {
   const names = Object.keys(columns);
   return (columns[names[0]] || []).map((_, i) => Object.fromEntries(names.map((name) => [name, columns[name][i]])));
 };
-const tableRows = (tables) =>
-  tables.at.flatMap((use, at) =>
-    tables.name.map((name, i) => ({
-      at, name, rank: use.rank[i], cost: use.cost[i], rows: tables.rows[i], dim: tables.dim[i],
-      mib: tables.mib[i], pooling: use.pooling[i], reuse: use.reuse[i],
-    })).filter((line) => line.rank !== null)); // whole then, and in parts now, or the other way round
+const tableRows = (tables, epochs) => {
+  const share = (at, i) => { // of the step, in percent; null where the table was in other parts, or nothing was sampled
+    const cost = tables.at[at].cost[i];
+    return cost === null || !epochs[at].step_ms ? null : 100 * cost / epochs[at].step_ms;
+  };
+  const first = epochs.findIndex((line) => line.step_ms);
+  return tables.at.flatMap((use, at) =>
+    tables.name.map((name, i) => {
+      const now = share(at, i), start = first < 0 ? null : share(first, i);
+      return {
+        at, name, rank: use.rank[i], cost: use.cost[i], rows: tables.rows[i], dim: tables.dim[i], mib: tables.mib[i],
+        pooling: use.pooling[i], reuse: use.reuse[i], share: now, start,
+        change: now === null || start === null ? null : now - start,
+      };
+    }).filter((line) => line.rank !== null) // whole then, and in parts now, or the other way round
+      .sort((a, b) => b.cost - a.cost));
+};
 
 const data = Object.fromEntries(
   Object.entries(page.data).filter(([name]) => name !== "tables").map(([name, columns]) => [name, rows(columns)]));
-if (page.data.tables) data.placement = tableRows(page.data.tables);
+if (page.data.tables) data.placement = tableRows(page.data.tables, data.epochs);
 const views = [];
 const dark = window.matchMedia("(prefers-color-scheme: dark)").matches;
 // Colours of ink and paper are exchanged in the charts as the style sheet exchanges them in the text.
@@ -46,6 +57,14 @@ async function draw(chart) {
   views.push(view);
 }
 
+// A chart in a closed fold has no width: it is drawn when that is opened for the first time.
+async function drawOrWait(chart) {
+  const fold = document.getElementById(`chart-${chart.id}`).closest("details");
+  if (!fold || fold.open) return draw(chart);
+  fold.addEventListener("toggle", () => draw(chart).then(said), { once: true });
+}
+const said = () => { document.documentElement.dataset.drawn = String(views.length); }; // to tests: these charts are there
+
 function fill(table, columns, lines) {
   const body = table.tBodies[0];
   body.replaceChildren(...lines.map((line) => {
@@ -73,14 +92,13 @@ async function show() {
   for (const table of document.querySelectorAll("table[data-rows]")) {
     const columns = table.dataset.columns.split(",");
     const lines = data[table.dataset.rows].filter((row) => "every" in table.dataset || (row.at === at && ofRank(row)));
-    if (table.dataset.rows === "placement") lines.sort((a, b) => b.cost - a.cost);
     fill(table, columns, lines);
   }
   await Promise.all(views.map((view) => view.signal("at", at).runAsync()));
 }
 
 async function start() {
-  for (const chart of page.charts) await draw(chart);
+  for (const chart of page.charts) await drawOrWait(chart);
   if (control) {
     control.addEventListener("change", show);
     rank.addEventListener("change", () => {
@@ -89,6 +107,6 @@ async function start() {
     });
     await show();
   }
-  document.documentElement.dataset.drawn = String(views.length); // says to tests that all charts are there
+  said();
 }
 start();

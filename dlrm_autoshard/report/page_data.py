@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
-from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, imbalance
+from dlrm_autoshard.costs import PLANNED_STAGES, STAGES, WAITS, imbalance
 from dlrm_autoshard.records.decisions import worth_in_words
-from dlrm_autoshard.records.diagnosis import NOTABLE_DRIFT, drift, table_costs_ms, who_is_slow
+from dlrm_autoshard.records.diagnosis import NOTABLE_DRIFT, STARVED_BELOW, drift, table_costs_ms, who_is_slow
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import balanced_ms, comms_imbalance, compute_imbalance, step_time, total_wait_ms
@@ -25,19 +26,23 @@ METRICS = {"logloss": "Log loss", "loss": "Training loss, weighted or over all l
 """Those that are drawn."""
 MOST_POINTS = 400
 """Of one metric's line; more is more than a screen shows."""
+MOST_ROWS = 32
+"""Tables in the map; all are in the table under it."""
+SAME_SHARE = 1.0
+"""Percent of the step: a table's share that changes by less is drawn as one."""
 
 
 def page_data(record: RunRecord) -> dict[str, Any]:
     return {
         "speed": _columns(_speed_rows(record)),
         "events": _columns(event_rows(record)),
+        "noisy": _columns(_noisy_rows(record)),
+        "map": _columns(map_rows(record)),
         "epochs": _columns(_epoch_rows(record)),
         "ranks": _columns(_rank_rows(record)),
-        "stages": _columns(_stage_rows(record)),
         "predictions": _columns(_prediction_rows(record)),
         "tables": _table_columns(record),
         "metrics": _columns(_metric_rows(record)),
-        "decisions": _columns(_decision_rows(record)),
     }
 
 
@@ -46,10 +51,58 @@ def comparison_data(one: RunRecord, other: RunRecord) -> dict[str, Any]:
 
 
 def _speed_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
-    """Both ends of each interval, so that a line through them shows how long a speed lasted."""
+    """Yields speeds by step, as often as metrics have them; else both ends of each interval, so that a line through
+    them shows how long a speed lasted. smooth: the median of five neighbours."""
+    lines = _thinned(
+        [line for line in record.metrics_of("train") if line.get("examples_per_second") and "step" in line]
+    )
+    if len(lines) > len(record.intervals):
+        speeds = [line["examples_per_second"] for line in lines]
+        for i, line in enumerate(lines):
+            smooth = median(speeds[max(0, i - 2) : i + 3])
+            yield {"run": record.name, "step": line["step"], "examples": speeds[i], "smooth": smooth,
+                   "label": str(line.get("epoch", ""))}  # fmt: skip
+        return
     for profile in record.intervals:
+        speed = profile.throughput
         for step in (profile.first_step, profile.end_step):
-            yield {"run": record.name, "step": step, "examples": profile.throughput, "label": record.label(profile)}
+            yield {"run": record.name, "step": step, "examples": speed, "smooth": speed, "label": record.label(profile)}
+
+
+def _noisy_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
+    """Yields intervals in which something else had a rank's core: their times say little."""
+    for profile in record.intervals:
+        shares = [share for share in profile.cpu_share if share is not None]
+        if shares and min(shares) < STARVED_BELOW:
+            text = f"a rank had its core for {min(shares):.0%} of the time"
+            yield {"x0": profile.first_step, "x1": profile.end_step, "text": text}
+
+
+def map_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
+    """Yields cells of the map of tables: what a table, or a part of one, cost on its rank from step x0 to x1. Rows
+    come by the last rank, costliest first: the tables that moved, and of the others those with the largest shares.
+    Neighbours on one rank with nearly the same share of the step are one cell."""
+    cells: dict[str, list[dict[str, Any]]] = {}
+    for _, profile in _sampled(record):
+        costs, total = table_costs_ms(profile), max(profile.step_ms, 1e-9)
+        for use in profile.tables:
+            share, row = 100 * costs[use.name] / total, cells.setdefault(use.name, [])
+            before = row[-1] if row else None
+            stays = before is not None and before["rank"] == use.rank
+            if before is not None and stays and abs(before["share"] - share) < SAME_SHARE:
+                before["x1"] = profile.end_step
+                continue
+            label = None if stays else f"rank {use.rank}" if before is None else f"\N{RIGHTWARDS ARROW} {use.rank}"
+            row.append({"rank": use.rank, "x0": profile.first_step, "x1": profile.end_step, "share": share,
+                        "pooling": use.mean_pooling, "rows": use.num_embeddings, "dim": use.embedding_dim,
+                        "label": label, "moved": before is not None and not stays})  # fmt: skip
+    most = {
+        name: (any(cell["moved"] for cell in row), max(cell["share"] for cell in row)) for name, row in cells.items()
+    }
+    shown = sorted(cells, key=lambda name: most[name], reverse=True)[:MOST_ROWS]
+    for name in sorted(shown, key=lambda name: (cells[name][-1]["rank"], -cells[name][-1]["share"])):
+        for cell in cells[name]:
+            yield {"name": name, **cell, "steps": f"{cell['x0']:,} to {cell['x1'] - 1:,}"}
 
 
 def event_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
@@ -59,7 +112,7 @@ def event_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
         if action == "kept" or decision.get("step") is None:
             continue
         worth = worth_in_words(decision)
-        note = worth and f"saves {worth}"
+        note = worth and f"{decision['measured_gain']:.0%}"
         yield {"step": decision["step"], "event": action, "note": note, "text": str(decision.get("text"))}
     for earlier, later in itertools.pairwise(record.intervals):
         moved = drift(earlier, later)
@@ -93,6 +146,7 @@ def _sampled(record: RunRecord) -> Iterable[tuple[int, IntervalProfile]]:
 
 
 def _rank_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
+    budgets = record.budget_bytes
     for at, profile in _sampled(record):
         waits = total_wait_ms(profile)
         for rank in range(profile.world_size):
@@ -101,9 +155,11 @@ def _rank_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
                 "at": at,
                 "rank": rank,
                 **{stage: _or_none(profile, stage, profile.stage_ms[stage][rank]) for stage in STAGES},
+                **{wait: profile.wait_ms[wait][rank] for wait in WAITS},
                 "wait": waits[rank],
                 "step_ms": profile.step_ms_by_rank[rank],
                 "cpu": None if share is None else 100 * share,
+                "budget_mib": budgets[rank] / 2**20 if rank < len(budgets) else None,
                 "tables_mib": profile.table_bytes[rank] / 2**20,
                 "rest_mib": max(0, profile.peak_memory_bytes[rank] - profile.table_bytes[rank]) / 2**20,
             }
@@ -111,16 +167,6 @@ def _rank_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
 
 def _or_none(profile: IntervalProfile, stage: str, ms: float) -> float | None:
     return None if stage in profile.unmeasured else ms
-
-
-def _stage_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
-    """Of every stage the spread over ranks; "wait" is all waits of a rank together."""
-    for at, profile in _sampled(record):
-        measured = {stage: times for stage, times in profile.stage_ms.items() if stage not in profile.unmeasured}
-        for stage, times in [*measured.items(), ("wait", total_wait_ms(profile))]:
-            slowest = times.index(max(times))
-            mean = sum(times) / len(times)
-            yield {"at": at, "stage": stage, "min": min(times), "mean": mean, "max": times[slowest], "slowest": slowest}
 
 
 def _prediction_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
@@ -161,22 +207,6 @@ def _metric_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
             lines = [line for line in record.metrics_of(split) if line.get(name) is not None and "step" in line]
             for line in _thinned(lines):
                 yield {"step": line["step"], "split": split, "metric": name, "value": line[name]}
-
-
-MEASURED = {"measured": "gain", "low": "low", "high": "high"}
-"""Columns of what a move saved, by the record's key."""
-
-
-def _decision_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
-    for decision in record.decisions:
-        gains = {"predicted": decision.get("predicted_gain")}
-        known = worth_in_words(decision) is not None
-        gains |= {key: decision[f"measured_{of}"] if known else None for key, of in MEASURED.items()}
-        yield {
-            "step": decision.get("step"),
-            "action": str(decision.get("action")).replace("_", " "),
-            **{key: None if gain is None else 100 * gain for key, gain in gains.items()},
-        }
 
 
 def _thinned(lines: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

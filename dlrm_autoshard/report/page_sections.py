@@ -1,28 +1,28 @@
-"""The HTML report's text: headings, key figures, a sentence beside every chart and the tables behind them.
+"""The HTML report's text: tiles, headings, a sentence beside every chart and the tables behind them.
 
-    for anchor, heading, body in page_sections(record, {"step-time", "ranks", ...}): ...
+    for anchor, heading, body in page_sections(record, {"speed", "map", ...}): ...
 
-Aggregates come first; every rank and every table are in tables that open on demand, which page.js fills.
+What one wants to know in ten seconds comes first; every rank and every table are in tables that open on demand.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from dlrm_autoshard.costs import STAGES
-from dlrm_autoshard.formats.words import gib
+from dlrm_autoshard.formats.words import count, gib
 from dlrm_autoshard.records.decisions import worth_in_words
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.chart_style import LETTERS, SEGMENTS
-from dlrm_autoshard.report.comparison import side_by_side
+from dlrm_autoshard.report.comparison import different_models, side_by_side
 from dlrm_autoshard.report.page_data import METRICS
-from dlrm_autoshard.report.summary import compute_imbalance, details
-from dlrm_autoshard.report.verdict import autoshard_in_one_line, verdict
+from dlrm_autoshard.report.summary import details
+from dlrm_autoshard.report.verdict import autoshard_in_one_line, bottom_line, last_reason, moves_that_stayed, verdict
 
-NOTHING = "\N{EN DASH}"
 STAGE_MEANINGS = {
     "data_wait": "waiting for the next batch", "input_dist": "ids to their owners", "fwd_compute": "lookup",
     "fwd_comms": "vectors back", "dense_fwd": "MLPs", "dense_bwd": "their gradients",
@@ -32,17 +32,21 @@ STAGE_MEANINGS = {
 
 
 def page_sections(record: RunRecord, drawn: set[str]) -> Iterable[tuple[str, str, str]]:
-    """(id, heading, body) in the order of the page: aggregates first, detail after."""
-    yield "summary", "Verdict", _verdict(record, drawn)
-    if "stages" in drawn:
-        yield "over-time", "Over the run", _over_time(record.unit)
+    """Yields (id, heading, body) in the order of the page."""
+    yield "summary", "At a glance", _at_a_glance(record, drawn)
+    if "map" in drawn:
+        yield "tables", "Which tables lay where", _figure(
+            "map", "Tables by rank, over the run",
+            "A row is a table, a colour and a number the rank that held it; the stronger the colour, the larger the "
+            "table's share of the step (estimated from lookups and dims: no table is timed alone). A stroke and an "
+            "arrow mark a move. Tables that moved and the costliest are shown.", tall=True)  # fmt: skip
         yield "one-epoch", f"One {record.unit}, rank by rank", _one_epoch(record)
-        if "predictions" in drawn:
-            yield "prediction", "Predicted and measured", _prediction(record)
     if record.decisions:
-        yield "decisions", "What autoshard decided", _decisions(record, drawn)
+        yield "decisions", "What autoshard decided", _decisions(record)
     if drawn & METRICS.keys():
         yield "quality", "Loss and AUC", _quality(record, drawn)
+    if "step-time" in drawn:
+        yield "more", "More", _more(record, drawn)
 
 
 def comparison_sections(one: RunRecord, other: RunRecord, drawn: set[str]) -> Iterable[tuple[str, str, str]]:
@@ -52,6 +56,8 @@ def comparison_sections(one: RunRecord, other: RunRecord, drawn: set[str]) -> It
         for record in (one, other)
     )
     chart = _figure("speed", "Speed over both runs", "Examples a second of all ranks, over every step.")
+    warning = different_models(one, other)
+    said = (f'<p class="verdict">{escape(warning)}</p>' if warning else "") + said
     yield "summary", "Verdicts", said + (chart if "speed" in drawn else "")
     heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in ("", one.name, other.name, "change"))
     rows = "".join(
@@ -68,62 +74,68 @@ def comparison_sections(one: RunRecord, other: RunRecord, drawn: set[str]) -> It
     )
 
 
-def _verdict(record: RunRecord, drawn: set[str]) -> str:
-    """What one wants to know in ten seconds: the verdict, the speed over the run, key figures, then the rest."""
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in verdict(record))
+def _at_a_glance(record: RunRecord, drawn: set[str]) -> str:
+    """Tiles, one line of verdict, the speed over the run, then the rest."""
+    tiles = "".join(
+        f"<div><dt>{title}</dt><dd>{escape(value)} <small>{escape(note)}</small></dd></div>"
+        for title, value, note in _tiles(record)
+    )
     speed = (
         _figure("speed", "Speed over the run",
-                "Examples a second of all ranks, over every step, sampled or not. Marked: tables moved (with what that "
-                "saved of a step, where it is known), a move taken back, and drift, where the data look up other "
-                "tables than before.")
+                "Examples a second of all ranks: dots as measured, the line their running median. Shaded: a rank had "
+                "its core for less than 90% of the time. Marked: moves, with the part of a step that they saved where "
+                "that is known, and drift, where the data look up other tables than before.")
         if "speed" in drawn else ""
     )  # fmt: skip
-    bullets = "".join(f"<li>{escape(sentence)}</li>" for sentence in details(record)[1 if record.intervals else 0 :])
-    return f'<div class="verdict">{said}</div>{speed}{_key_figures(record)}<ul class="summary">{bullets}</ul>'
+    line = bottom_line(record)
+    said = [*verdict(record), *details(record)[1 if record.intervals else 0 :]]
+    bullets = "".join(f"<li>{escape(sentence)}</li>" for sentence in said)
+    return (
+        (f'<dl class="figures">{tiles}</dl>' if tiles else "")
+        + (f'<p class="verdict">{escape(line)}</p>' if line else "")
+        + speed
+        + _details("The run in sentences", "", f'<ul class="summary">{bullets}</ul>')
+    )
 
 
-def _key_figures(record: RunRecord) -> str:
-    shown: list[tuple[str, str, str]] = []
-    if record.intervals and record.told.samples:
+def _tiles(record: RunRecord) -> Iterable[tuple[str, str, str]]:
+    """Yields (title, figure, note): speed, slowest rank, what is left to gain, what moves were worth, AUC."""
+    if record.intervals:
         last = record.told
-        shown = [
-            ("Step, last interval", f"{last.mean_step_ms:.3g} ms", "mean of all steps"),
-            *_balance_figure(record),
-            ("Examples a second", f"{last.throughput:,.0f}", "all ranks"),
-            ("Embedding compute", f"{compute_imbalance(last):.2f}", "slowest / mean"),
-            ("Largest rank's tables", gib(max(last.table_bytes)), f"of {gib(sum(last.table_bytes))}"),
-        ]
+        yield "Speed now", f"{last.throughput:,.0f}", f"examples/s; {last.mean_step_ms:.3g} ms a step"
+        if last.world_size > 1 and last.samples:
+            straggler = last.straggler
+            yield (
+                ("Slowest rank", "none", "no rank is surely slower than the others")
+                if straggler is None
+                else ("Slowest rank", f"rank {straggler.rank}", straggler.reason)
+            )
+        balance = record.balance(last)
+        if balance is not None and math.isfinite(balance.high):
+            sure = f"{balance.gain:.1%}", f"{balance.low:.1%} to {balance.high:.1%} of a step, by perfect balance"
+            unsure = "nothing sure", f"at most {max(0.0, balance.high):.1%} of a step"
+            yield "Left to gain", *(sure if balance.low > 0 else unsure)
+    if record.decisions:
+        yield "Moves were worth", *_moves_worth(record)
     found = record.final_metrics()
     if found and found[1].get("auc") is not None:
-        shown.append(("AUC", f"{found[1]['auc']:.4f}", {"val": "validation"}.get(found[0], found[0])))
-    cells = "".join(f"<div><dt>{t}</dt><dd>{escape(v)} <small>{escape(n)}</small></dd></div>" for t, v, n in shown)
-    return f'<dl class="figures">{cells}</dl>' if cells else ""
+        yield "AUC", f"{found[1]['auc']:.4f}", f"{ {'val': 'validation'}.get(found[0], found[0]) } data"
 
 
-def _balance_figure(record: RunRecord) -> list[tuple[str, str, str]]:
-    balance = record.balance(record.told)
-    if balance is None or not math.isfinite(balance.high):
-        return []
-    if balance.low <= 0:
-        return [("Placement could save", "nothing sure", f"at most {max(0.0, balance.high):.1%} of a step")]
-    return [("Placement could save", f"{balance.gain:.1%}", f"{balance.low:.1%} to {balance.high:.1%} of a step")]
-
-
-def _over_time(unit: str) -> str:
-    columns = ["label", "step", "mean_step_ms", "step_ms", "balanced_ms", "embedding compute", "communication",
-               "memory", "error"]  # fmt: skip
-    return _figure(
-        "step-time", "Sampled step",
-        "Solid: a sampled step, in which ranks wait before each exchange and nothing overlaps: slower than the steps "
-        "above. Dashed: the same step at perfect balance of what placement decides. The band between them is what "
-        f"placement could still save. The ring is the {unit} chosen below.",
-    ) + _figure(
-        "imbalance", "Imbalance",
-        "Slowest rank over the mean (memory: largest over the mean); 1.0 is perfect balance.",
-    ) + _details(f"All {unit}s", f"Every {unit}: step and balanced step in ms, imbalance, prediction error in %",
-                 columns,
-                 [unit, "end step", "mean step", "sampled", "balanced", "compute", "communication", "memory",
-                  "error, %"], "epochs-all")  # fmt: skip
+def _moves_worth(record: RunRecord) -> tuple[str, str]:
+    moves = moves_that_stayed(record)
+    if not moves:
+        return "no move", last_reason(record.decisions)
+    known = [move for move in moves if worth_in_words(move)]
+    if not known:
+        return "not known", f"{count(len(moves), 'move')}: {moves[-1].get('doubt') or 'no interval followed'}"
+    if len(moves) == 1:
+        low, high = (known[0][f"measured_{end}"] for end in ("low", "high"))
+        return f"{known[0]['measured_gain']:.1%}", f"{low:.1%} to {high:.1%} of a step, 1 move"
+    unknown = f"; {len(moves) - len(known)} not known" if len(known) < len(moves) else ""
+    more = f" and {len(known) - 3} more" if len(known) > 3 else ""
+    said = ", ".join(filter(None, map(worth_in_words, known[:3])))
+    return f"{len(moves)} moves", f"saved {said}{more} of a step{unknown}"
 
 
 def _one_epoch(record: RunRecord) -> str:
@@ -140,29 +152,32 @@ def _one_epoch(record: RunRecord) -> str:
         for stage, (colour, ink) in SEGMENTS.items()
     )
     ranks = ["rank", *STAGES, "wait", "step_ms", "cpu"]
-    tables = ["name", "rank", "cost", "rows", "dim", "mib", "pooling", "reuse"]
+    tables = ["name", "rank", "share", "change", "cost", "rows", "dim", "mib", "pooling", "reuse"]
     return (
         f'<div class="control"><label for="epoch">{record.unit.capitalize()}</label>'
         f'<select id="epoch">{options}</select>'
         f'<label for="rank">Rank</label><select id="rank"><option value="">all</option>{_rank_options(record)}</select>'
         "</div>"
         '<p id="epoch-text" aria-live="polite"></p>'
-        + _figure("stages", "By stage",
-                  "Every stage's time, from the fastest rank to the slowest; the stroke is the mean, the dot the "
-                  "slowest rank. Ranks wait for each other after each stage, so the step takes the sum of the dots.")
-        + _figure("ranks", "By rank",
-                  "Each bar is one rank's step. The hatched end is time that it waited for slower ranks.",
+        + _figure("ranks", "A step of each rank",
+                  "From left to right, as it ran: ranks wait, hatched, before each exchange for the slowest, so stages "
+                  "begin together. Framed: the slowest rank of a stage, where that costs over 1% of the step.",
                   f'<ul class="legend" aria-label="Stages">{legend}</ul>', tall=tall)
         + _details("Figures of every rank",
                    "ms a step by rank and stage; cpu: part of the time in which it had its core, in %",
-                   ranks, [*ranks[:-2], "step", "cpu, %"], "ranks")
-        + _figure("placement", "Which tables where",
-                  "Each box is a table, as long as its part of its owner's embedding time, estimated from lookups and "
-                  "dims (no table is timed alone). Costliest first.", tall=tall)
-        + _details("Every table", "Tables by estimated cost; reuse: uses of an id in a batch, on average", tables,
-                   ["table", "rank", "ms, estimated", "rows", "dim", "MiB", "ids a sample", "reuse"], "placement")
+                   _table(ranks, [*ranks[:-2], "step", "cpu, %"], "ranks"))
+        + '<div class="pair">'
+        + _figure("costliest", "Costliest tables",
+                  "Each table's share of the step, estimated; the stroke is where it stood in the first interval.")
         + _figure("memory", "Memory",
-                  "Peak memory of each rank: dark, its tables and their optimizer state.", tall=tall)
+                  "Peak memory of each rank: dark, its tables and their optimizer state"
+                  + (", to be held against the stroke, its budget for them." if record.budget_bytes else "."),
+                  tall=tall)
+        + "</div>"
+        + _details("Every table", "Tables by estimated cost; change since the first interval, in points of the step; "
+                   "reuse: uses of an id in a batch, on average",
+                   _table(tables, ["table", "rank", "% of the step", "change", "ms", "rows", "dim", "MiB",
+                                   "lookups a sample", "reuse"], "placement"))
     )  # fmt: skip
 
 
@@ -171,59 +186,82 @@ def _rank_options(record: RunRecord) -> str:
     return "".join(f'<option value="{rank}">{rank}</option>' for rank in range(ranks))
 
 
-def _prediction(record: RunRecord) -> str:
-    last = next(profile for profile in reversed(record.intervals) if profile.predicted)
-    error = last.prediction_bias or 0.0
+def _decisions(record: RunRecord) -> str:
+    """Returns a row a decision; several in a row that kept the plan for one reason share a row."""
+    rows = []
+    for (action, text), group in itertools.groupby(record.decisions, lambda d: (str(d.get("action")), _what(d))):
+        decisions = [*group]
+        if action != "kept":
+            rows += [_decision(action, text, [decision]) for decision in decisions]
+        else:
+            rows.append(_decision(action, text, decisions))
     return (
-        f"<p>For {record.span(last)} the cost model expected the four stages that placement decides to "
-        f"take {abs(error):.1%} {'more' if error > 0 else 'less'} than they did.</p><div class=\"pair\">"
-        + _figure("predictions", f'{record.unit.capitalize()} <span class="epoch-name"></span>',
-                  f"Each mark is one stage on one rank, in the {record.unit} chosen above. On the dashed line "
-                  "prediction and measurement agree; above it the stage was faster than expected.",
-                  f'<p id="no-prediction" hidden>For this {record.unit} there was no prediction.</p>')
-        + _figure("errors", "Over the run",
-                  "Error of the predicted step cost; below zero the plan cost more than expected.")
-        + "</div>"
-    )  # fmt: skip
-
-
-def _decisions(record: RunRecord, drawn: set[str]) -> str:
-    figure = (
-        _figure("decisions", "Gain, predicted and measured",
-                "Open marks: predicted gain of the best candidate. Filled marks: what a move saved, with its 90% "
-                "interval, where that is known.")
-        if "decisions" in drawn else ""
-    )  # fmt: skip
-    cells = [_decision_cells(decision) for decision in record.decisions]
-    known = [column for column in cells[0] if any(row[column] != NOTHING for row in cells)]
-    heads = "".join(f'<th scope="col">{column}</th>' for column in known)
-    rows = "".join(
-        f'<tr><th scope="row">{_cell(decision.get("step"))}</th>'
-        f'<td class="text">{escape(str(decision.get("text") or decision.get("action")))}</td>'
-        + "".join(f"<td>{row[column]}</td>" for column in known) + "</tr>"
-        for decision, row in zip(record.decisions, cells, strict=True)
-    )  # fmt: skip
-    return (
-        f"<p>{escape(autoshard_in_one_line(record))}</p>{figure}"
-        '<div class="scroll" tabindex="0" role="region" aria-label="Decisions"><table>'
-        "<caption>Every decision. Gains are parts of the step saved: positive is faster. Errors are those of the cost "
-        "model on the interval just measured, before and after learning from it</caption>"
-        f'<thead><tr><th scope="col">step</th><th scope="col" class="text">decision</th>{heads}</tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
+        f"<p>{escape(autoshard_in_one_line(record))}</p>"
+        "<p>Gains are parts of the step saved: positive is faster. The model's error is that of its predictions for "
+        f'the interval just measured, before and after learning from it.</p><ol class="decisions">{"".join(rows)}</ol>'
     )
 
 
-def _decision_cells(decision: Mapping[str, Any]) -> dict[str, str]:
+def _what(decision: Mapping[str, Any]) -> str:
+    action = str(decision.get("action"))
+    return str(decision.get("text") or "").removeprefix(f"{action.replace('_', ' ')}").removeprefix(":").strip()
+
+
+def _decision(action: str, text: str, decisions: Sequence[Mapping[str, Any]]) -> str:
+    steps = [f"{decision['step']:,}" for decision in decisions if decision.get("step") is not None]
+    when = steps[0] if len(steps) == 1 else f"{steps[0]} to {steps[-1]} ({len(steps)} times)" if steps else ""
+    known = {name: value for name, value in _figures_of(decisions[-1]).items() if value and value not in text}
+    figures = " \N{MIDDLE DOT} ".join(f"{name} {value}" for name, value in known.items())
+    return (
+        f'<li class="{escape(action, quote=True)}"><span>{when}</span><div><b>{escape(action.replace("_", " "))}</b> '
+        f"{escape(text)}<small>{escape(figures)}</small></div></li>"
+    )
+
+
+def _figures_of(decision: Mapping[str, Any]) -> dict[str, str]:
+    speed, errors = decision.get("throughput_before"), [decision.get(f"error_{when}") for when in ("before", "after")]
+    paid = decision.get("paid_back_after_steps")
+    gain = decision.get("predicted_gain")
     return {
-        "examples/s before": _rate(decision.get("throughput_before")),
-        "gain, predicted": _part(decision.get("predicted_gain"), "+.1%"),
-        "gain, measured": worth_in_words(decision) or ("in doubt" if decision.get("doubt") else NOTHING),
-        "moved": gib(decision["bytes_moved"]) if decision.get("bytes_moved") else NOTHING,
-        "seconds": _cell(decision.get("move_seconds") or None),
-        "paid back after, steps": _cell(decision.get("paid_back_after_steps")),
-        "model error before": _part(decision.get("error_before")),
-        "model error after": _part(decision.get("error_after")),
+        "predicted": f"{gain:.1%}" if gain else "",
+        "measured": worth_in_words(decision) or ("in doubt" if decision.get("doubt") else ""),
+        "moved": gib(decision["bytes_moved"]) if decision.get("bytes_moved") else "",
+        "in": f"{decision['move_seconds']:.2f} s" if decision.get("move_seconds") else "",
+        "paid back after": "" if paid is None else f"{paid:,} steps",
+        "examples/s before": "" if speed is None else f"{speed:,.0f}",
+        "model error": "" if None in errors else " to ".join(f"{error:.1%}" for error in errors),
     }
+
+
+def _more(record: RunRecord, drawn: set[str]) -> str:
+    unit = record.unit
+    columns = ["label", "step", "mean_step_ms", "step_ms", "balanced_ms", "embedding compute", "communication",
+               "memory", "error"]  # fmt: skip
+    heads = [unit, "end step", "mean step", "sampled", "balanced", "compute", "communication", "memory", "error, %"]
+    said = _details(
+        "The sampled step over the run", "",
+        _figure("step-time", "Sampled step",
+                "Solid: a sampled step, in which ranks wait before each exchange and nothing overlaps. Dashed: the "
+                "same step at perfect balance of what placement decides; the band between them is what placement "
+                f"could still save. The ring is the {unit} chosen above."),
+    ) + _details(f"All {unit}s", f"Every {unit}: step and balanced step in ms, slowest rank over the mean, prediction "
+                 "error in %", _table(columns, heads, "epochs-all"))  # fmt: skip
+    if "predictions" not in drawn:
+        return said
+    last = next(profile for profile in reversed(record.intervals) if profile.predicted)
+    error = last.prediction_bias or 0.0
+    return said + _details(
+        "Predicted and measured costs", "",
+        f"<p>For {record.span(last)} the cost model expected the four stages that placement decides to "
+        f"take {abs(error):.1%} {'more' if error > 0 else 'less'} than they did.</p><div class=\"pair\">"
+        + _figure("predictions", f'{unit.capitalize()} <span class="epoch-name"></span>',
+                  f"Each mark is one stage on one rank, in the {unit} chosen above. On the dashed line "
+                  "prediction and measurement agree; above it the stage was faster than expected.",
+                  f'<p id="no-prediction" hidden>For this {unit} there was no prediction.</p>')
+        + _figure("errors", "Over the run",
+                  "Error of the predicted step cost; below zero the plan cost more than expected.")
+        + "</div>",
+    )  # fmt: skip
 
 
 def _quality(record: RunRecord, drawn: set[str]) -> str:
@@ -248,29 +286,19 @@ def _figure(chart: str, title: str, text: str, after: str = "", tall: bool = Fal
     )
 
 
-def _details(title: str, caption: str, columns: Sequence[str], heads: Sequence[str], rows: str) -> str:
-    """A table that page.js fills: with the chosen epoch's rows, or all of them where rows ends in '-all'."""
+def _details(title: str, caption: str, body: str) -> str:
+    scroll = (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title, quote=True)}">'
+        f"{body.replace('<thead>', f'<caption>{escape(caption)}</caption><thead>', 1)}</div>"
+    )
+    return f"<details><summary>{title}</summary>{scroll if caption else body}</details>"
+
+
+def _table(columns: Sequence[str], heads: Sequence[str], rows: str) -> str:
+    """A table that page.js fills: with the chosen interval's rows, or all of them where rows ends in '-all'."""
     kind, _, every = rows.partition("-")
     head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
     return (
-        f"<details><summary>{title}</summary>"
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title, quote=True)}">'
         f'<table data-rows="{kind}" data-columns="{escape(",".join(columns))}"{" data-every" if every else ""}>'
-        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody></tbody></table></div></details>"
+        f"<thead><tr>{head}</tr></thead><tbody></tbody></table>"
     )
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return NOTHING
-    return (
-        f"{value:,.3g}" if isinstance(value, float) else escape(f"{value:,}" if isinstance(value, int) else str(value))
-    )
-
-
-def _rate(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:,.0f}"
-
-
-def _part(value: float | None, form: str = ".1%") -> str:
-    return NOTHING if value is None else format(value, form)

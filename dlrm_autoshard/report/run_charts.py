@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import altair as alt
 
-from dlrm_autoshard.report.chart_style import BAND, BLUE, GREY, INK, ORANGE, Layers, mark, palette, step_axis, tip
-from dlrm_autoshard.report.chart_style import CHOSEN as CHOSEN_EPOCH
+from dlrm_autoshard.report import chart_style as style
+from dlrm_autoshard.report.chart_style import BLUE, GREY, INK, ORANGE, RANKS, Layers, mark, palette, step_axis, tip
 
 SPLITS: dict[str, tuple[str, list[int], str]] = {  # colour, dashes, shape
     "train": ("#6d8fb8", [1, 0], "circle"),
     "val": (BLUE, [6, 3], "square"),
     "test": (ORANGE, [2, 2], "diamond"),
 }
-ACTIONS = ["moved", "kept", "rolled back", "refused"]
 EVENTS = ["moved", "rolled back", "refused", "drift"]
 
 
 def speed(unit: str, *, marked: bool = True, several: bool = False) -> Layers:
-    """Examples/s of all steps, interval by interval; resharding's moves and the data's drift are marked. unit: what the
-    run calls an interval.
+    """Draws examples/s by step: each figure faint, their running median strong; stretches in which a rank lacked its
+    core are shaded, moves and drift of the data marked.
 
-    marked: there are such events. several: one line a run, for the comparison of runs; without marks."""
-    y = alt.Y("examples:Q", title="examples/s", axis=alt.Axis(tickCount=5, format="~s"), scale=alt.Scale(zero=True))
+    unit: the run's word for an interval. marked: there are such events. several: one line a run, without marks."""
+    y = alt.Y("smooth:Q", title="examples/s", axis=alt.Axis(tickCount=5, format="~s"), scale=alt.Scale(zero=True))
     tips = [tip("label:N", unit), tip("examples:Q", "examples/s", ",.0f")]
     if several:
         tips.append(tip("run:N", "run"))
@@ -32,22 +31,48 @@ def speed(unit: str, *, marked: bool = True, several: bool = False) -> Layers:
         "event:N",
         title=None,
         scale=palette(EVENTS, ["triangle-up", "triangle-down", "cross", "diamond"]),
-        legend=alt.Legend(columns=4) if marked else None,
+        legend=alt.Legend(columns=4, offset=26) if marked else None,
     )
     said = [tip("step:Q", "step", ",d"), tip("event:N", "what"), tip("text:N", "in words")]
+    noisy = alt.Chart(alt.NamedData("noisy")).mark_rect(color=style.NOISY)
     rules = events.mark_rule(color=GREY, strokeDash=[3, 3]).encode(x=step_axis(), tooltip=said)
     marks = events.mark_point(size=110, filled=True, color=INK, strokeWidth=2.5)
-    names = events.transform_filter("isValid(datum.note)").mark_text(align="left", dx=7, dy=3, color=INK)
+    names = events.transform_filter("isValid(datum.note)").mark_text(align="left", dx=7, color=INK, fontSize=11)
     return alt.layer(
+        noisy.encode(x=alt.X("x0:Q", title="step"), x2="x1:Q", tooltip=[tip("text:N", "noisy")]),
         rules,
+        mark().mark_point(color=BLUE, opacity=0.35, size=14, filled=True).encode(x=step_axis(), y="examples:Q"),
         mark().mark_line(color=BLUE, strokeWidth=2.5).encode(x=step_axis(), y=y, tooltip=tips),
-        marks.encode(x=step_axis(), y=alt.value(8), shape=shape, tooltip=said),
-        names.encode(x=step_axis(), y=alt.value(8), text="note:N"),
+        marks.encode(x=step_axis(), y=alt.value(-12), shape=shape, tooltip=said),
+        names.encode(x=step_axis(), y=alt.value(-12), text="note:N"),
     )
+
+
+def table_map() -> Layers:
+    """Draws a row a table and a cell an interval: the colour and number are the rank that held the table, the strength
+    its share of the step; a stroke stands where it moved."""
+    y = alt.Y("name:N", title=None, sort=None, axis=alt.Axis(ticks=False, domain=False))
+    axis = alt.Axis(format=",d", tickCount=6, grid=False)
+    x = alt.X("x0:Q", title="step", axis=axis, scale=alt.Scale(zero=False, nice=False))
+    tips = [tip("name:N", "table"), tip("rank:O", "rank"), tip("steps:N", "steps"), tip("rows:Q", "rows", ",")]
+    tips += [tip("dim:Q", "dim"), tip("pooling:Q", "lookups a sample"), tip("share:Q", "% of the step", ".1f")]
+    base = mark().transform_calculate(colour=f"datum.rank % {len(RANKS)}")
+    cells = base.mark_rect().encode(
+        x=x,
+        x2="x1:Q",
+        y=y,
+        color=alt.Color("colour:N", legend=None, scale=palette([*range(len(RANKS))], [*RANKS])),
+        opacity=alt.Opacity("share:Q", legend=None, scale=alt.Scale(domainMin=0, range=[0.25, 0.9])),
+        tooltip=tips,
+    )
+    started = base.transform_filter("isValid(datum.label)")
+    moved = started.transform_filter("datum.moved").mark_tick(color=INK, thickness=3, size=18, xOffset=1)
+    text = started.mark_text(align="left", dx=5, fontSize=11, fontWeight=500, color=INK)
+    return alt.layer(cells, moved.encode(x=x, y=y, tooltip=tips), text.encode(x=x, y=y, text="label:N"))
 
 
 def step_time(unit: str) -> Layers:
-    """Measured and balanced step, with what lies between them; a ring around the chosen epoch."""
+    """Draws the sampled and the balanced step, with what lies between them; a ring around the chosen interval."""
     x, tips = (
         step_axis(),
         [tip("label:N", unit), tip("step_ms:Q", "sampled step, ms"), tip("balanced_ms:Q", "balanced, ms")],
@@ -56,25 +81,10 @@ def step_time(unit: str) -> Layers:
     balanced = mark().mark_line(color=ORANGE, strokeDash=[5, 3])
     measured = mark().mark_line(color=BLUE, point=alt.OverlayMarkDef(filled=True, size=45, color=BLUE))
     return alt.layer(
-        mark().mark_area(color=BAND).encode(x=x, y=y, y2="balanced_ms:Q"),
+        mark().mark_area(color=style.BAND).encode(x=x, y=y, y2="balanced_ms:Q"),
         balanced.encode(x=x, y="balanced_ms:Q", tooltip=tips),
         measured.encode(x=x, y=y, tooltip=tips),
-        mark().mark_point(size=170, color=INK, strokeWidth=2).transform_filter(CHOSEN_EPOCH).encode(x=x, y=y),
-    )
-
-
-def imbalance(unit: str) -> Layers:
-    kinds = ["embedding compute", "communication", "memory"]
-    y = alt.Y("value:Q", title="largest / mean", scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
-    colour = alt.Color("kind:N", title=None, scale=palette(kinds, [BLUE, ORANGE, "#555"]))
-    dash = alt.StrokeDash("kind:N", title=None, scale=palette(kinds, [[1, 0], [6, 3], [2, 3]]))
-    shape = alt.Shape("kind:N", title=None, scale=palette(kinds, ["circle", "square", "triangle-up"]))
-    base = mark().transform_fold([*kinds], ["kind", "value"])
-    tips = [tip("label:N", unit), tip("kind:N", "of"), tip("value:Q", "largest / mean", ".3f")]
-    return alt.layer(
-        mark().mark_rule(color=GREY, strokeDash=[2, 2]).encode(y=alt.datum(1)),
-        base.mark_line().encode(x=step_axis(), y=y, color=colour, strokeDash=dash),
-        base.mark_point(filled=True, size=45).encode(x=step_axis(), y=y, color=colour, shape=shape, tooltip=tips),
+        mark().mark_point(size=170, color=INK, strokeWidth=2).transform_filter(style.CHOSEN).encode(x=x, y=y),
     )
 
 
@@ -88,7 +98,7 @@ def errors(unit: str) -> Layers:
 
 
 def metric(name: str, splits: list[str]) -> Layers:
-    """One metric of train, validation and test data; a split that was evaluated once is a point."""
+    """Draws one metric of train, validation and test data; a split that was evaluated once is a point."""
     y = alt.Y("value:Q", title=name, scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5))
     colour = alt.Color("split:N", title=None, scale=palette(splits, [SPLITS[split][0] for split in splits]))
     dash = alt.StrokeDash("split:N", title=None, scale=palette(splits, [SPLITS[split][1] for split in splits]))
@@ -99,25 +109,4 @@ def metric(name: str, splits: list[str]) -> Layers:
     return alt.layer(
         base.mark_line().encode(x=step_axis(), y=y, color=colour, strokeDash=dash),
         evaluated.encode(x=step_axis(), y=y, color=colour, shape=shape, tooltip=tips),
-    )
-
-
-def decisions() -> Layers:
-    """Open marks: predicted gain; filled: measured, on their interval; shape: what was done."""
-    y = alt.Y("predicted:Q", title="gain, % of the step", axis=alt.Axis(tickCount=5))
-    shape = alt.Shape(
-        "action:N", title=None, scale=palette(ACTIONS, ["triangle-up", "circle", "triangle-down", "cross"])
-    )
-    tips = [tip("step:Q", "step", ",d"), tip("action:N", "decision")]
-    tips += [tip(f"{kind}:Q", f"{kind}, %", ".1f") for kind in ("predicted", "measured", "low", "high")]
-    guess = mark().transform_filter("isValid(datum.predicted)").mark_point(size=95, strokeWidth=1.8, color=BLUE)
-    known = mark().transform_filter("isValid(datum.measured)")
-    interval = known.mark_rule(color=INK, strokeWidth=1.5)
-    return alt.layer(
-        mark().mark_rule(color=GREY).encode(y=alt.datum(0)),
-        interval.encode(x=step_axis(), y="low:Q", y2="high:Q", tooltip=tips),
-        guess.encode(x=step_axis(), y=y, shape=shape, tooltip=tips),
-        known.mark_point(size=95, filled=True, color=INK).encode(
-            x=step_axis(), y="measured:Q", shape=shape, tooltip=tips
-        ),
     )

@@ -21,7 +21,7 @@ from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.records.diagnosis import stage_summary, table_costs_ms, waited_for
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.report.comparison import side_by_side
+from dlrm_autoshard.report.comparison import different_models, side_by_side
 from dlrm_autoshard.report.summary import balanced_ms, compute_imbalance, summary, total_wait_ms
 
 _CAUSES = {"load": "load", "starved of CPU": "CPU", "slow data": "data"}
@@ -51,6 +51,8 @@ def print_comparison(console: Console, one: RunRecord, other: RunRecord) -> None
     for row in side_by_side(one, other):
         table.add_row(*row)
     console.print(table)
+    if warning := different_models(one, other):
+        console.print(_bullet(warning))
     for record in (one, other):
         console.print(Text(f"Run {record.name}", style="bold"))
         for sentence in summary(record):

@@ -7,6 +7,7 @@ autoshard_in_one_line(record)      # "1 move ('ad' from rank 1 to 0): saved 18.2
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,27 @@ from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 
 _WORTH_SAYING = 0.01
-"""Of a step: less is no reason to change a config."""
+"""Part of a step: less is no reason to change a config."""
+_NOT_BY_LOAD = {"starved of CPU": "other work on its core", "slow data": "its data loader"}
+
+
+def bottom_line(record: RunRecord) -> str:
+    """Whether the placement can be improved, in one sentence; "" where there are no costs."""
+    if not record.intervals:
+        return ""
+    profile, balance = record.told, record.balance(record.told)
+    if profile.world_size == 1:
+        return "One rank has all tables: there is nothing to place."
+    straggler = profile.straggler
+    if straggler is not None and straggler.cause != "load":
+        return f"Rank {straggler.rank} is held up by {_NOT_BY_LOAD[straggler.cause]}: no plan changes that."
+    if balance is None or not math.isfinite(balance.low):
+        return "Too few steps were sampled to judge the placement."
+    if balance.low <= 0 or balance.gain < _WORTH_SAYING:
+        most = f"perfect balance would save at most {max(0.0, balance.high):.1%} of a step"
+        return f"No other plan would surely be faster: {most}."
+    why = f"; tables stay ({last_reason(record.decisions)})" if record.decisions else "; tables may not move"
+    return f"Perfect balance would save {balance.gain:.1%} of a step{why}."
 
 
 def verdict(record: RunRecord) -> list[str]:
@@ -47,23 +68,27 @@ def autoshard_in_one_line(record: RunRecord) -> str:
     ]
     if not moves:
         kept = f"no move in {count(len(record.decisions), 'decision')}"
-        return ", ".join([kept, *others]) + f" ({_last_reason(record.decisions)})"
+        return ", ".join([kept, *others]) + f" ({last_reason(record.decisions)})"
     parts = [count(len(moves), "move"), *others]
     if len(moves) == 1 and (which := moves_in_words(moves[0])):
         parts[0] += f" ({which})"
     actions = [decision.get("action") for decision in record.decisions]
     if "rolled_back" in actions and actions[::-1].index("rolled_back") < actions[::-1].index("moved"):
         return ", ".join([*parts, "the last move among them"])
-    stayed = [
-        move
-        for move, (action, following) in zip(record.decisions, itertools.pairwise([*actions, None]), strict=True)
-        if action == "moved" and following != "rolled_back"
-    ]
+    stayed = moves_that_stayed(record)
     told = _worth_told(stayed)
     paid = [move["paid_back_after_steps"] for move in stayed if move.get("paid_back_after_steps") is not None]
     if paid:
         told += f", paid back after {' and '.join(f'{steps:,}' for steps in paid[:4])} steps"
     return f"{', '.join(parts)}: {told}"
+
+
+def moves_that_stayed(record: RunRecord) -> list[Mapping[str, Any]]:
+    """Decisions that moved tables and were not taken back."""
+    actions = [decision.get("action") for decision in record.decisions]
+    following = itertools.pairwise([*actions, None])
+    decided = zip(record.decisions, following, strict=True)
+    return [decision for decision, pair in decided if pair[0] == "moved" and pair[1] != "rolled_back"]
 
 
 def left_to_save(record: RunRecord, profile: IntervalProfile | None = None) -> list[str]:
@@ -88,8 +113,8 @@ def _worth_told(moves: Sequence[Mapping[str, Any]], most: int = 3) -> str:
     return "; ".join(said)
 
 
-def _last_reason(decisions: tuple[Mapping[str, Any], ...]) -> str:
-    """Why tables stayed, and when: the last reason that says something of the plan, not of the run's end."""
+def last_reason(decisions: tuple[Mapping[str, Any], ...]) -> str:
+    """Returns why tables stayed, and when: the last reason that concerns the plan, not the run's end."""
     reasons = [(d.get("step"), str(d.get("text") or d.get("action")).removeprefix("kept: ")) for d in decisions]
     silent = ("no steps are left", "nothing has changed since")
     step, reason = next((found for found in reversed(reasons) if not found[1].startswith(silent)), reasons[-1])

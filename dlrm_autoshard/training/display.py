@@ -79,9 +79,9 @@ class Display:
         """They were spent between two steps, on an evaluation, say."""
         self._apart += seconds
 
-    def progress(self, done: int, loss: float, batch_size: int) -> None:
-        """A line for those who see no bar: how fast steps were since the last such line, and how long it will take,
-        with as much between steps as there was so far.
+    def progress(self, done: int, loss: float, batch_size: int) -> float:
+        """Returns the examples/s of the steps since the last call, and shows a line to those who see no bar, with an
+        eta that allows for as much time between steps as there was so far.
 
         done: steps. batch_size: over all ranks.
         """
@@ -89,11 +89,12 @@ class Display:
         seconds_a_step = (now - self._last_time - self._apart) / max(1, done - self._last_done)
         apart = self._apart_before + self._apart
         self._last_done, self._last_time, self._apart_before, self._apart = done, now, apart, 0.0
+        speed = batch_size / max(seconds_a_step, 1e-9)
         if self._bar is None:
             apart_a_step = apart / max(1, done - self._first_done)
             left = duration((self._total_steps - done) * (seconds_a_step + apart_a_step))
-            speed = f"{batch_size / seconds_a_step:,.0f} examples/s"
-            self.line(f"step {done} of {self._total_steps}  {speed}  loss {loss:.4f}  eta {left}")
+            self.line(f"step {done} of {self._total_steps}  {speed:,.0f} examples/s  loss {loss:.4f}  eta {left}")
+        return speed
 
     def show(self, renderable: RenderableType) -> None:
         """A table, at the terminal's width."""

@@ -145,8 +145,9 @@ class Trainer(BetweenSteps):
         if logging:
             self.watch.compare_replicas(position.step)
             plain = batch.loss_weights_B is None and batch.labels_B.ndim == 1
-            self.log_metrics("train", {"logloss" if plain else "loss": loss})  # weighted, or summed over labels
-            self.display.progress(position.step, loss, self.global_batch)
+            name = "logloss" if plain else "loss"  # weighted, or summed over labels
+            speed = self.display.progress(position.step, loss, self.global_batch)
+            self.log_metrics("train", {name: loss, "examples_per_second": speed})
         self.display.step(loss)
         return batch.size
 
