@@ -157,11 +157,12 @@ def test_a_decision_is_read_in_one_folder_and_one_sitting() -> None:
 
 def test_a_step_is_read_in_two_folders_and_one_sitting() -> None:
     """From a batch to updated weights, in the trainer and in a loop of one's own, which have one engine; behind it are
-    how ranks of one host exchange (`shared_memory`), in how many bits (`wire`), what is different on a GPU
+    how ranks of one host exchange (`shared_memory`), in what bits (`wire`, `packed_ids`, `id_messages`),
+    what is different on a GPU
     (`recorded_passes`, `device_ids`, `side_streams`), means where only some tables average (`means`), what ranks tell
     each other of a batch (`note`), and where tables lie (`distributed.tables`)."""
     files, lines = read_from("dlrm_autoshard.distributed.step", "distributed", "distributed.lookup")
-    lookup = ("shared_memory", "wire", "device_ids", "side_streams", "means", "note")
+    lookup = ("shared_memory", "wire", "packed_ids", "id_messages", "device_ids", "side_streams", "means", "note")
     behind = {
         f"dlrm_autoshard.distributed.{name}"
         for name in ("recorded_passes", "passes_in_parts", *(f"lookup.{n}" for n in lookup))

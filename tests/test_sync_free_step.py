@@ -155,7 +155,8 @@ def test_no_step_reads_a_value_from_the_device(world_size: int, ranks: str) -> N
 
 
 def reads_of_a_batch_on_the_device(rank: int, world_size: int) -> int:
-    """As on the host: the batch copied first; its counts, the other ranks' notes and their counts read back."""
+    """As on the host: the batch copied first; its counts, the other ranks' notes and their counts read back, and how
+    large its lengths and ids are."""
     device = DeviceStandIn()
     embeddings = make_step(rank, "01101", None, world_size).embeddings
     batch = SMALL.batches(rank, world_size)[0]
@@ -166,7 +167,7 @@ def reads_of_a_batch_on_the_device(rank: int, world_size: int) -> int:
 
 
 def test_the_stand_in_catches_sizes_that_are_read_back() -> None:
-    assert run_ranks(reads_of_a_batch_on_the_device, 2) == [3, 3]
+    assert run_ranks(reads_of_a_batch_on_the_device, 2) == [15, 15]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

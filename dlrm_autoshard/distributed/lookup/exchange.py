@@ -19,6 +19,7 @@ from torch import Tensor
 from dlrm_autoshard.config import ExchangeDtypes
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
+from dlrm_autoshard.distributed.lookup.packed_ids import IdPacking
 from dlrm_autoshard.distributed.lookup.shared_memory import Put, SharedMemory
 from dlrm_autoshard.distributed.lookup.wire import Wire
 from dlrm_autoshard.plan import ShardingPlan, shards_by_table
@@ -103,6 +104,8 @@ class Exchange:
         """Of what arrives rank by rank, what is each lookup's in turn."""
         self.dims = [sum(shard.embedding_dim for shard, _ in own) for own in owned]
         self.total_dim = sum(self.dims)
+        over_network = self.link is None and self.device.type == "cpu" and self.world_size > 1
+        self.packing = IdPacking.of(self.features.features) if over_network else None
         dtypes = self.dtypes if self.world_size > 1 else ExchangeDtypes()  # nothing travels, so nothing is rounded
         self._vectors, self._gradients = (Wire(d, self.features.tables) for d in (dtypes.vectors, dtypes.gradients))
         # The output order, in chunks as wide as every shard's dim allows: where each chunk lies among what arrives.
@@ -139,15 +142,8 @@ class Exchange:
         """local: [W * B, D_local] of this rank's tables. Arrives as rank-major blocks; see `in_output_order`."""
         if self.world_size == 1:
             return Pending(None, local)
-        batch_size = local.shape[0] // self.world_size
-        sent, size = self._vectors.encode(local), self._vectors.size
-        return self.all_to_all(
-            "vectors",
-            self.empty(sent, size(batch_size * self.total_dim)),
-            sent,
-            [size(batch_size * dim) for dim in self.dims],
-            [size(batch_size * self.local_dim)] * self.world_size,
-        )
+        sent, (own, each) = self._vectors.encode(local), self._splits(self._vectors, local.shape[0] // self.world_size)
+        return self.all_to_all("vectors", self.empty(sent, sum(each)), sent, each, own)
 
     def in_output_order(self, arrived: Tensor, margin: Margin = (0, 0), into: Tensor | None = None) -> Tensor:
         """[B, margin + D + margin] float32 in the output order, from what `send_pooled` brought; margins: anything.
@@ -173,19 +169,25 @@ class Exchange:
             return Pending(None, without_margin(gradient_BD, margin))
         if self._ends_inside_a_chunk(margin):
             gradient_BD, margin = without_margin(gradient_BD, margin), (0, 0)
-        batch_size, size = gradient_BD.shape[0], self._gradients.size
-        sent = self._gradients.encode(gradient_BD, shares=batch_size * self.world_size)
-        chunks = sent.view(-1, size(self._chunk))
+        batch_size, wire = gradient_BD.shape[0], self._gradients
+        chunks = wire.encode(gradient_BD, shares=batch_size * self.world_size).view(-1, wire.size(self._chunk))
+        own, each = self._splits(wire, batch_size)
         _, rows = self._layout(batch_size, margin)
         if self.world_size == 1:
             return Pending(None, chunks.index_select(0, rows[0]).view(batch_size, -1))
         return self.all_to_all(
             "vectors",
-            self.empty(chunks, size(self.world_size * batch_size * self.local_dim)),
+            self.empty(chunks, sum(own)),
             lambda rank, into: torch.index_select(chunks, 0, rows[rank], out=into.view(-1, chunks.shape[1])),
-            [size(batch_size * self.local_dim)] * self.world_size,
-            [size(batch_size * dim) for dim in self.dims],
+            own,
+            each,
         )
+
+    def _splits(self, wire: Wire, batch_size: int) -> tuple[list[int], list[int]]:
+        """Elements of the own tables' vectors for each rank, and of each rank's tables for this one."""
+        return [wire.size(batch_size * self.local_dim)] * self.world_size, [
+            wire.size(batch_size * d) for d in self.dims
+        ]
 
     def as_gradient(self, arrived: Tensor) -> Tensor:
         """[W * B, D_local] float32, from what `send_gradients` brought."""

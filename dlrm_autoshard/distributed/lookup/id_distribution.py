@@ -14,10 +14,10 @@ from torch import Tensor
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.lookup.exchange import Exchange, Pending
-from dlrm_autoshard.distributed.lookup.note import NOTE, agreed, note_of
+from dlrm_autoshard.distributed.lookup.id_messages import send_ids, table_major, unpacked
+from dlrm_autoshard.distributed.lookup.note import NOTE, agreed, all_pack, note_of
 
-# Ids are copied by table (a table's ids lie side by side), from the batch straight to where they are sent from, and
-# from where they arrive straight into the owner's order. Axes: T tables, B samples a rank, W ranks, N ids.
+# Axes: T tables, B samples a rank, W ranks, N ids.
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,12 @@ class IdDistribution:
         self._counts: list[int] = batch.lengths_TB.sum(1).tolist()
         if e.send_order is not None:
             self._lengths = batch.lengths_TB.index_select(0, e.send_order)
-        self._lengths_pending = e.send_lengths(self._lengths, self._batch_size, note_of(batch, self._lengths))
+        self._packing = e.packing
+        fits = self._packing is not None and self._packing.fits(batch, self._counts)
+        note, lengths = note_of(batch, self._lengths, packs=fits), self._lengths
+        if self._packing is not None:
+            note, lengths = note.view(torch.uint8), lengths.to(torch.uint8)
+        self._lengths_pending = e.send_lengths(lengths, self._batch_size, note)
         self._values_pending: Pending | None = None
         self._weights_pending: Pending | None = None
 
@@ -53,12 +58,16 @@ class IdDistribution:
         if e.world_size == 1:
             return
         arrived = self._lengths_pending.wait().view(e.world_size, -1)
-        self._values = agreed(arrived, self._values)
-        self._received_lengths = arrived[:, NOTE:].view(e.world_size, e.num_local, self._batch_size)
+        note = NOTE * self._lengths.element_size() // arrived.element_size()
+        notes, lengths = arrived[:, :note].contiguous().view(self._lengths.dtype), arrived[:, note:]
+        self._values = agreed(notes, self._values)
+        if self._packing is not None and not all_pack(notes):
+            self._packing, lengths = None, e.send_lengths(self._lengths, self._batch_size).wait()
+        self._received_lengths = lengths.view(e.world_size, e.num_local, self._batch_size)
         self._arriving: list[list[int]] = self._received_lengths.sum(2).tolist()
-        self._values_pending = self._send("values", self._values)
+        self._values_pending = send_ids(e, "values", self._values, self._counts, self._arriving, self._packing)
         if self._weights is not None:
-            self._weights_pending = self._send("weights", self._weights)
+            self._weights_pending = send_ids(e, "weights", self._weights, self._counts, self._arriving)
 
     def finish(self) -> LocalIds:
         e = self._exchange
@@ -67,31 +76,12 @@ class IdDistribution:
             if self._values_pending is None:
                 self.send_values()
             assert self._values_pending is not None
-            values = self._table_major(self._values_pending.wait())
+            values = self._values_pending.wait()
+            if self._packing is not None:
+                values = unpacked(e, values, self._arriving, self._packing, self._values.dtype)
+            values = table_major(e, values, self._arriving)
             if self._weights_pending is not None:
-                weights = self._table_major(self._weights_pending.wait())
+                weights = table_major(e, self._weights_pending.wait(), self._arriving)
             lengths = self._received_lengths.transpose(0, 1)
         offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.reshape(-1).to(values.dtype))
         return LocalIds(values, offsets, self._batch_size, weights)
-
-    def _send(self, channel: str, of_ids_N: Tensor) -> Pending:
-        """One number an id, to the owners of the ids' tables."""
-        e = self._exchange
-        by_table = of_ids_N.split(self._counts)
-        sent = [[by_table[i] for i in e.owners_order[first:end]] for first, end in e.table_ranges]
-        splits = [sum(counts) for counts in self._arriving]
-        return e.all_to_all(
-            channel,
-            of_ids_N.new_empty(sum(splits)),
-            lambda rank, into: torch.cat(sent[rank], out=into),
-            splits,
-            [sum(len(part) for part in parts) for parts in sent],
-        )
-
-    def _table_major(self, arrived_N: Tensor) -> Tensor:
-        """From rank-major, as it arrived."""
-        tables = self._exchange.num_local
-        if not tables:
-            return arrived_N
-        parts = arrived_N.split([count for counts in self._arriving for count in counts])
-        return torch.cat([part for table in range(tables) for part in parts[table::tables]])

@@ -13,18 +13,26 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.errors import UserError
 
 NOTE = 3
+_PACKS = 2
 
 
-def note_of(batch: Batch, like: Tensor) -> Tensor:
-    """Returns whether the ids have weights, whether they are int64, and the number of samples; like: in its type."""
-    return like.new_tensor([batch.weights_N is not None, batch.values_N.dtype == torch.int64, batch.padded_size])
+def note_of(batch: Batch, like: Tensor, *, packs: bool = False) -> Tensor:
+    """Returns whether the ids have weights, whether they are int64, and the number of samples; like: in its type.
+    packs: this rank's lengths and ids fit in few bytes."""
+    kind = int(batch.values_N.dtype == torch.int64) + _PACKS * packs
+    return like.new_tensor([batch.weights_N is not None, kind, batch.padded_size])
+
+
+def all_pack(arrived: Tensor) -> bool:
+    """arrived: as `agreed` takes it."""
+    return bool((arrived[:, 1] >= _PACKS).all())
 
 
 def agreed(arrived: Tensor, values_N: Tensor) -> Tensor:
     """Returns the ids in the type that all ranks send: int64 where any has that. UserError, on all of them, where ranks
     differ in what they must have alike. arrived: [W, NOTE + ...], each rank's note first."""
     said = arrived[:, :NOTE].tolist()
-    (weighted, _, samples), wide = said[0], any(own[1] for own in said)
+    (weighted, _, samples), wide = said[0], any(own[1] % _PACKS for own in said)
     for rank, (weights, _, size) in enumerate(said):
         if weights != weighted:
             one, other = (rank, 0) if weights else (0, rank)

@@ -1,0 +1,62 @@
+"""How ids lie on their way to their tables' owners.
+
+pending = send_ids(exchange, "values", values_N, counts, arriving, packing)      # packing: in few bytes
+values_N = table_major(exchange, pending.wait(), arriving)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.distributed.lookup.exchange import Exchange, Pending
+from dlrm_autoshard.distributed.lookup.packed_ids import IdPacking
+
+# Ids are copied by table (a table's ids lie side by side), from the batch straight to where they are sent from, and
+# from where they arrive straight into the owner's order.
+
+
+def send_ids(
+    exchange: Exchange,
+    channel: str,
+    of_ids_N: Tensor,
+    counts: Sequence[int],
+    arriving: Sequence[Sequence[int]],
+    packing: IdPacking | None = None,
+) -> Pending:
+    """Sends one number an id to the owners of the ids' tables. counts: of each feature's ids; arriving: of each rank's
+    ids for each lookup of this one."""
+    by_table = of_ids_N.split(list(counts))
+    features = [exchange.owners_order[first:end] for first, end in exchange.table_ranges]
+    sent = [[by_table[i] for i in own] for own in features]
+    splits = [sum(each) for each in arriving]
+    if packing is not None:
+        sent = [packing.pack(parts, own) for parts, own in zip(sent, features, strict=True)]
+        splits = [packing.bytes_of(features[exchange.rank], each) for each in arriving]
+    return exchange.all_to_all(
+        channel,
+        of_ids_N.new_empty(sum(splits), dtype=of_ids_N.dtype if packing is None else torch.uint8),
+        lambda rank, into: torch.cat(sent[rank], out=into),
+        splits,
+        [sum(len(part) for part in parts) for parts in sent],
+    )
+
+
+def unpacked(
+    exchange: Exchange, packed: Tensor, arriving: Sequence[Sequence[int]], packing: IdPacking, dtype: torch.dtype
+) -> Tensor:
+    """Rank-major, as `send_ids` would bring them without packing."""
+    first, end = exchange.table_ranges[exchange.rank]
+    features = exchange.owners_order[first:end] * exchange.world_size
+    return packing.unpack(packed, features, [count for each in arriving for count in each], dtype)
+
+
+def table_major(exchange: Exchange, arrived_N: Tensor, arriving: Sequence[Sequence[int]]) -> Tensor:
+    """From rank-major, as it arrived."""
+    tables = exchange.num_local
+    if not tables:
+        return arrived_N
+    parts = arrived_N.split([count for each in arriving for count in each])
+    return torch.cat([part for table in range(tables) for part in parts[table::tables]])

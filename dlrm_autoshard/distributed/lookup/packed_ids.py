@@ -1,0 +1,70 @@
+"""Ids in as few bytes as their tables' row numbers need, lengths in one: between hosts they are a quarter of what
+vectors take in int8.
+
+packing = IdPacking.of(features.features)    # None where no table needs less than the ids' own type
+parts = packing.pack([ids_of_0, ids_of_2], [0, 2])   # of features 0 and 2
+ids_N = packing.unpack(packed, [0, 2], [17, 40], torch.int32)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.tables import TableConfig
+
+
+class IdPacking:
+    def __init__(self, widths: Sequence[int]) -> None:
+        """widths: bytes of an id of each feature."""
+        self._widths = widths
+
+    @staticmethod
+    def of(features: Sequence[TableConfig]) -> IdPacking | None:
+        widths = [max(1, -(-(feature.num_embeddings - 1).bit_length() // 8)) for feature in features]
+        return IdPacking(widths) if max(widths) <= 4 and min(widths) < 4 else None
+
+    def fits(self, batch: Batch, counts: Sequence[int]) -> bool:
+        """Whether nothing of its lengths and ids would be lost. counts: of each feature's ids in turn."""
+        for ids, width in zip(batch.values_N.split(list(counts)), self._widths, strict=True):
+            if len(ids):
+                least, most = ids.aminmax()
+                if int(least) < 0 or int(most) >= 256**width:
+                    return False
+        return int(batch.lengths_TB.max()) < 256
+
+    def bytes_of(self, features: Sequence[int], counts: Sequence[int]) -> int:
+        return sum(count * self._widths[feature] for feature, count in zip(features, counts, strict=True))
+
+    def pack(self, ids: Sequence[Tensor], features: Sequence[int]) -> list[Tensor]:
+        """The low bytes of each, little-endian, in parts that are to be put side by side."""
+        if not ids:
+            return []
+        raw, first, packed = _bytes_of_each(torch.cat([*ids])), 0, []
+        for number, width in self._runs(features, [len(part) for part in ids]):
+            packed.append(raw[first : first + number, :width].reshape(-1))
+            first += number
+        return packed
+
+    def unpack(self, packed: Tensor, features: Sequence[int], counts: Sequence[int], dtype: torch.dtype) -> Tensor:
+        ids_N = torch.zeros(sum(counts), dtype=dtype)
+        raw, first, start = _bytes_of_each(ids_N), 0, 0
+        for number, width in self._runs(features, counts):
+            stop = start + number * width
+            raw[first : first + number, :width] = packed[start:stop].view(number, width)
+            first, start = first + number, stop
+        return ids_N
+
+    def _runs(self, features: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Numbers of ids side by side with one width, and that width."""
+        widths = [self._widths[feature] for feature in features]
+        for width, run in groupby(zip(widths, counts, strict=True), key=lambda pair: pair[0]):
+            yield sum(count for _, count in run), width
+
+
+def _bytes_of_each(ids_N: Tensor) -> Tensor:
+    return ids_N.view(torch.uint8).view(-1, ids_N.element_size())
