@@ -42,6 +42,8 @@ class ConfigError(UserError):
 
 
 class RunConfig(Section):
+    """Name, place and device of a run."""
+
     name: str = "run"  # the run directory is <dir>/<name>
     dir: LocalPath = "runs"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -54,7 +56,7 @@ class RunConfig(Section):
     @pydantic.field_validator("name")
     @classmethod
     def _name_is_one_folders(cls, name: str) -> str:
-        """Of <dir>, and not of another run's."""
+        """Refuses a name that is no single folder of <dir>."""
         if name == "latest" or name[:1] in ("", ".") or "/" in name or not name.isprintable() or len(name) > 200:
             raise ValueError(
                 f"'run.name' is {name!r}; it must be the name of one folder in run.dir, without '/' and no '.' at its "
@@ -64,6 +66,8 @@ class RunConfig(Section):
 
 
 class TableOptimizerConfig(Section):
+    """Optimizer of the tables."""
+
     name: TableOptimizer = "rowwise_adagrad"
     lr: PositiveFloat = 0.02
     eps: NonNegativeFloat = 1e-8
@@ -77,6 +81,8 @@ class TableOptimizerConfig(Section):
 
 
 class TablesConfig(Section):
+    """Shapes of the tables, and how their bags are pooled."""
+
     embedding_dim: EmbeddingDim = 16  # of tables that the data source does not give a dim
     embedding_dims: dict[str, EmbeddingDim] = {}  # table -> dim, where it differs
     shared: dict[str, list[str]] = {}  # table -> features whose ids are its rows; else each has a table of its name
@@ -89,6 +95,8 @@ class TablesConfig(Section):
 
 
 class ModelConfig(Section):
+    """The dense part."""
+
     # Bottom MLP; the last is the common dim for dot.
     dense_arch_layer_sizes: list[PositiveInt] = Field(default=[64, 16], min_length=1)
     over_arch_layer_sizes: list[PositiveInt] = Field(default=[64, 1], min_length=1)  # top MLP; the last is 1, a label
@@ -101,6 +109,8 @@ class ModelConfig(Section):
 
 
 class DenseOptimizerConfig(Section):
+    """Optimizer of the dense part."""
+
     name: Literal["sgd", "adagrad", "adam"] = "adagrad"
     lr: PositiveFloat = 0.02
     eps: NonNegativeFloat = 1e-8
@@ -130,6 +140,8 @@ ExchangeDtype = Literal["fp32", "fp16", "bf16", "int8"]
 
 
 class ExchangeDtypes(Section):
+    """Types in which pooled vectors and their gradients travel."""
+
     vectors: ExchangeDtype = "fp32"
     gradients: ExchangeDtype = "fp32"
 
@@ -150,6 +162,8 @@ class ExchangeDtypes(Section):
 
 
 class TrainConfig(Section):
+    """Length and precision of training."""
+
     batch_size: PositiveInt = 1024  # per rank
     accumulate: PositiveInt = 1  # parts of a batch that the dense part takes in turn; weights are updated once
     epochs: Annotated[int, Field(gt=0, le=10**9)] = 1
@@ -167,6 +181,8 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """When checkpoints are written, and which are kept."""
+
     enabled: bool = True
     every_steps: PositiveInt | None = None  # beside the one at each epoch's end
     every_epochs: PositiveInt = 1
@@ -178,6 +194,8 @@ class CheckpointConfig(Section):
 
 
 class ProfileConfig(Section):
+    """Which steps are sampled."""
+
     enabled: bool = True
     every_steps: PositiveInt | None = None  # sampled steps have barriers; default: each 20th; fewer where calm
     warmup_steps: NonNegativeInt = 5  # of each epoch, never sampled
@@ -185,6 +203,8 @@ class ProfileConfig(Section):
 
 
 class ReshardConfig(Section):
+    """When tables may move while a job trains, and what a move must gain."""
+
     enabled: bool = True
     every_epochs: PositiveInt = 1  # 1: epochs longer than 1,000 steps and than a 20th of the job in parts
     every_steps: PositiveInt | None = None  # instead of epochs
@@ -203,6 +223,8 @@ class SplitsConfig(Section):
 
 
 class AutoshardConfig(Section):
+    """How tables are placed."""
+
     enabled: bool = True  # the planner places tables, and they move; false, and on one rank: round robin, for good
     placement: LocalPath | None = None  # at the start: round_robin, or a plan file; null: the planner's, if enabled
     algorithm: Algorithm = "auto"
@@ -220,6 +242,8 @@ class AutoshardConfig(Section):
 
 
 class Config(Section):
+    """A job's settings: all sections of the YAML file."""
+
     run: RunConfig = RunConfig()
     data: DataConfig
     tables: TablesConfig = TablesConfig()
@@ -293,6 +317,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(record: dict[str, Any]) -> Config:
+    """Checks a config. ConfigError has a sentence for each mistake."""
     try:
         return Config.model_validate(record)
     except pydantic.ValidationError as error:

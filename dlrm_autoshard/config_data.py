@@ -38,6 +38,8 @@ class DataSection(Section):
 
 
 class SyntheticTable(Section):
+    """A made-up table, and how its ids are drawn."""
+
     name: str
     num_embeddings: Annotated[int, Field(gt=0, le=2**40)]
     embedding_dim: EmbeddingDim | None = None  # default: tables.embedding_dim
@@ -54,6 +56,8 @@ class Drift(Section):
 
 
 class SyntheticData(DataSection):
+    """Made-up samples."""
+
     source: Literal["synthetic"]
     tables: list[SyntheticTable] = Field(min_length=1)
     num_dense: Annotated[int, Field(ge=0, le=10**6)] = 13
@@ -66,6 +70,8 @@ class SyntheticData(DataSection):
 
 
 class MovielensData(DataSection):
+    """MovieLens-100K."""
+
     source: Literal["movielens"]
     dir: LocalPath = "data/movielens-100k"
     split: Literal["random", "time"] = "random"  # time: test on the newest 10% of ratings (harder)
@@ -73,6 +79,8 @@ class MovielensData(DataSection):
 
 
 class CriteoData(DataSection):
+    """Criteo's click logs, preprocessed by `dlrm-autoshard data criteo`."""
+
     source: Literal["criteo"]
     dir: LocalPath
     train_days: list[NonNegativeInt] | None = None  # default: all days but test_days; []: all of test_days is test
@@ -83,6 +91,8 @@ class CriteoData(DataSection):
 
 
 class DlrmDatasetsData(DataSection):
+    """Files of Meta's dlrm_datasets."""
+
     source: Literal["dlrm_datasets"]
     files: list[LocalPath]
     tables: list[NonNegativeInt] | None = None  # default: all tables of the file
@@ -92,6 +102,8 @@ class DlrmDatasetsData(DataSection):
 
 
 class ParquetTable(Section):
+    """A column of ids, and the rows of its table."""
+
     column: str  # of whole numbers or text, or of lists of them; the table has its name
     num_embeddings: Annotated[int, Field(gt=0, le=2**40)]
     # true: 7 and "7" get one row; false: whole numbers are rows. Default: as the first file has it, true for text.
@@ -100,6 +112,8 @@ class ParquetTable(Section):
 
 
 class ParquetData(DataSection):
+    """Parquet files of your own."""
+
     source: Literal["parquet"]
     train: list[str] = Field(min_length=1)  # files, folders of them, or patterns such as day_*.parquet, **/*.parquet
     val: list[str] = []
@@ -141,6 +155,8 @@ class ParquetData(DataSection):
 
 
 class CustomData(DataSection):
+    """Samples from a Python class of your own."""
+
     source: Literal["custom"]
     factory: str  # file.py:name or package.module:name, called as name(tables_config, **options): a DataSource
     options: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What is wrong with a config, in sentences: the key as people write it, the value that they gave, what is allowed.
+"""Puts a config's mistakes in sentences: the key as people write it, the value that they gave, what is allowed.
 
 sentences(Config, error)
 # ["unknown key 'train.batchsize'. Did you mean 'train.batch_size'?",

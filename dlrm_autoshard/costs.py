@@ -1,4 +1,4 @@
-"""What a training step costs, in milliseconds, by stage and rank.
+"""Costs of a training step, in milliseconds, by stage and rank.
 
     step_cost_ms(profile.ranks)            # what placement makes every step take
 
@@ -48,9 +48,9 @@ STAGES = (
 DENSE_STAGES = ("dense_fwd", "dense_bwd", "dense_optim")
 """The same work on every rank."""
 COLLECTIVES = ("input_dist", "fwd_comms", "bwd_comms", "grad_allreduce")
-"""What ranks exchange: a rank alone has none of these stages."""
+"""Stages in which ranks exchange data: a rank alone has none of them."""
 COMPUTE_STAGES = ("fwd_compute", "bwd_compute", *DENSE_STAGES)
-"""What a rank computes by itself, and so stretches when its core is shared."""
+"""Stages that a rank computes by itself, and that take longer when its core is shared."""
 WAITS = ("input_dist_wait", "fwd_comms_wait", "bwd_comms_wait", "grad_allreduce_wait")
 """Waiting for slower ranks before a collective: kept apart, never charged to communication."""
 
@@ -109,7 +109,7 @@ class RankCost:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """What one placement cost: a fact where `source` is 'measured' or 'probe'.
+    """Cost of one placement: a fact where `source` is 'measured' or 'probe'.
 
     tables and stats are in canonical order and parallel; `ranks[r]` is rank r's cost. batch_size is the global
     batch. noise: how far its figures would scatter if they were measured again (interquartile range / median); 0 where
@@ -131,12 +131,12 @@ class StepProfile:
 
     @property
     def standard_error(self) -> float:
-        """Of its figures, as a part of them: `noise` as a standard deviation."""
+        """Standard deviation of the figures, relative."""
         return self.noise / IQR_OF_NORMAL
 
     @property
     def shards(self) -> tuple[tuple[TableConfig, ...], tuple[TableStats, ...]]:
-        """What the plan places, each with its table's statistics."""
+        """The plan's shards, each with its table's statistics."""
         if not self.plan.split_tables:
             return self.tables, self.stats
         shards = shard_tables(self.tables, self.plan)
@@ -270,7 +270,7 @@ class StageTime:
 
     @staticmethod
     def of(seconds: Sequence[float], typical: Sequence[float] = ()) -> StageTime:
-        """Of repeated measurements; typical: those of the typical steps."""
+        """Summarises repeated measurements; typical: those of the typical steps."""
         ordered = sorted(1e3 * value for value in seconds)
         quartiles = statistics.quantiles(ordered, n=4) if len(ordered) > 1 else [ordered[0]] * 3
         p95 = ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))]

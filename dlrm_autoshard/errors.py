@@ -1,4 +1,4 @@
-"""What went wrong, told apart: for people to fix, in a sentence; or ours, with its traceback.
+"""Tells errors that people can fix, which end in a sentence, from bugs, which end in a traceback.
 
     raise DataError("'day_0.npy' is cut short at byte 96. Copy it again.")       # every error for people is a UserError
     in_a_sentence(error)      # that text; None for a bug
@@ -17,7 +17,7 @@ _TOO_LONG_WORD = re.compile(rf"\S{{{_LONGEST_WORD + 1},}}")
 
 
 class UserError(ValueError):
-    """What people can fix: the message says in full sentences what, where, how much, and what to try."""
+    """An error that people can fix: its message says in full sentences what, where, how much, and what to try."""
 
 
 class BagsError(UserError):
@@ -25,7 +25,7 @@ class BagsError(UserError):
 
 
 def in_a_sentence(error: BaseException) -> str | None:
-    """What to say in the place of a traceback; None where only a traceback helps."""
+    """Returns the text to show in the place of a traceback; None where only a traceback helps."""
     if isinstance(error, UserError):
         return readable(str(error))
     if isinstance(error, OSError) and error.filename is not None:  # a file that somebody named

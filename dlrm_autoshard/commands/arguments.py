@@ -22,6 +22,7 @@ ALGORITHM_NAMES = (
 
 
 def add_devices(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Adds --devices and --memory-gib."""
     parser.add_argument("--devices", type=int, required=required, metavar="N", help="ranks to place tables on")
     parser.add_argument(
         "--memory-gib", type=float, metavar="GIB", help="memory for tables on each device (default: not limited)"
@@ -29,12 +30,13 @@ def add_devices(parser: argparse.ArgumentParser, required: bool = True) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser, out_help: str, required: bool = False) -> None:
+    """Adds --out and --json."""
     parser.add_argument("--out", type=Path, metavar="FILE", required=required, help=out_help)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def add_asked(parser: argparse.ArgumentParser) -> None:
-    """What `task_of` reads beside --devices and --memory-gib."""
+    """Adds the arguments that `task_of` reads beside --devices and --memory-gib."""
     parser.add_argument("--batch-size", type=positive, metavar="N", help="global batch (default: the tables' own)")
     parser.add_argument("--pin", action="append", default=[], metavar="TABLE=RANK", help="on this rank")
     parser.add_argument("--together", action="append", default=[], metavar="A,B,...", help="on one rank")
@@ -110,6 +112,7 @@ def check_out(path: Path | None, *, folder: bool = False) -> None:
 
 
 def write_json(path: Path | None, record: Any) -> None:
+    """Writes a record to a file, whose folders are made; nothing where no path is given."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")

@@ -89,6 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(names: Sequence[str], tasks: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns each algorithm's costs and seconds on the tasks."""
     from dlrm_autoshard.costs import step_cost_ms
     from dlrm_autoshard.plan import PlanError
     from dlrm_autoshard.planner.planner import ALGORITHMS

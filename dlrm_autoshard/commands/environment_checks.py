@@ -43,6 +43,8 @@ class EnvironmentProblem(UserError):
 
 @dataclass(frozen=True)
 class Check:
+    """One line of the doctor: what was found, and the command that fixes it."""
+
     name: str
     status: Literal["ok", "warn", "fail"]
     finding: str
@@ -50,7 +52,7 @@ class Check:
 
 
 def installed_version(package: str) -> str | None:
-    """What pip would show; nothing is imported."""
+    """Returns the version that pip would show; nothing is imported."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -73,6 +75,7 @@ def require_pair(version_of: VersionOf = installed_version) -> None:
 
 
 def check_python(version: tuple[int, int]) -> Check:
+    """Checks that fbgemm has packages for this Python."""
     found = f"Python {version[0]}.{version[1]}"
     if OLDEST_PYTHON <= version <= NEWEST_PYTHON:
         return Check("python", "ok", found)
@@ -156,6 +159,7 @@ def check_by_running(version_of: VersionOf) -> list[Check]:
 
 
 def check_cores(ranks: int, cores: int) -> Check:
+    """Checks that each rank can have a core."""
     finding = f"{cores} for {ranks} rank{'s' * (ranks > 1)}"
     if cores >= ranks:
         return Check("cores", "ok", finding)
@@ -163,6 +167,7 @@ def check_cores(ranks: int, cores: int) -> Check:
 
 
 def check_memory(ranks: int, available_bytes: float) -> Check:
+    """Checks that each rank has a GiB of free memory."""
     gib = available_bytes / 2**30
     finding = (
         f"{gib:.1f} GiB free, {gib / ranks:.1f} GiB for each of {ranks} ranks" if ranks > 1 else f"{gib:.1f} GiB free"
@@ -175,6 +180,7 @@ def check_memory(ranks: int, available_bytes: float) -> Check:
 
 
 def check_disk(folder: Path) -> Check:
+    """Checks that a checkpoint may fit."""
     gib = shutil.disk_usage(folder).free / 2**30
     if gib >= 1.0:
         return Check("disk", "ok", f"{gib:.1f} GiB free in {folder}")

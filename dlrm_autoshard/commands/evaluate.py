@@ -37,6 +37,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds RUN and the arguments that choose one of its checkpoints."""
     parser.add_argument("model", type=Path, metavar="RUN", help="a run's directory")
     parser.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="one of its checkpoints, or best (default: the newest)"
@@ -47,6 +48,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_split(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that choose data and ranks."""
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], help="that the tables' weights fit on (default: the run's)"
     )
@@ -94,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @on_ranks
 def run_predict(arguments: argparse.Namespace) -> int:
+    """Writes a probability a sample and label."""
     import numpy as np
 
     from dlrm_autoshard.data.batch import label_names_of

@@ -132,7 +132,7 @@ def costs_asked(plan_file: Path, fitted: Path | None) -> tuple[Path | None, str 
 
 
 def measured_of(record: RunRecord) -> list[str]:
-    """What the run's last interval measured under the plan, in the words of `report`."""
+    """Says in the words of `report` what the run's last interval measured under the plan."""
     from dlrm_autoshard.records.diagnosis import who_is_slow
     from dlrm_autoshard.report.verdict import left_to_save
 
@@ -180,7 +180,7 @@ def predicted_of(plan: ShardingPlan, pool: TablePool, costs: Sequence[RankCost])
 
 
 def memory_of(plan: ShardingPlan, table_bytes: dict[str, int], memory: Sequence[int] | None) -> list[str]:
-    """What tables take on the fullest rank, and whether they fit."""
+    """Says how much memory tables take on the fullest rank, and whether they fit."""
     from dlrm_autoshard.formats.words import gib
     from dlrm_autoshard.plan import bytes_per_rank
 
@@ -231,8 +231,8 @@ def why_split(task: PlacementTask, plan: ShardingPlan, step_ms: Callable[[Shardi
 
 
 def compare(plan: ShardingPlan, better: ShardingPlan, gain: Gain, of_what: str, per_part: bool = False) -> str:
-    """What the planner's own plan would save, with its 90% interval. per_part: tables may be split only because `plan`
-    is told so."""
+    """Says what the planner's own plan would save, with its 90% interval. per_part: tables may be split only because
+    `plan` is told so."""
     from dlrm_autoshard.formats.words import count
     from dlrm_autoshard.records.decisions import interval_in_words
     from dlrm_autoshard.records.diagnosis import NINETY

@@ -108,7 +108,7 @@ def write_npz(file: BinaryIO, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def inputs_of(config: Config, source: DataSource) -> dict[str, Any]:
-    """What the model takes and gives, in order, and the settings of the data that it learned from."""
+    """Describes the model's inputs and outputs, in order, and the settings of the data that it learned from."""
     from dlrm_autoshard.data.batch import has_id_weights, label_names_of
     from dlrm_autoshard.data.features import shared_by
 

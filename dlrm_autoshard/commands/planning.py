@@ -41,7 +41,7 @@ class OfRun:
 
 
 def topology_of(devices: int, memory_gib: float | None) -> Topology:
-    """Of --devices and --memory-gib."""
+    """Returns the topology that --devices and --memory-gib describe."""
     from dlrm_autoshard.plan import Topology
 
     check_devices(devices, memory_gib)
@@ -49,6 +49,7 @@ def topology_of(devices: int, memory_gib: float | None) -> Topology:
 
 
 def check_devices(devices: int, memory_gib: float | None) -> None:
+    """UserError where --devices or --memory-gib is out of range."""
     if devices < 1:
         raise UserError(f"--devices is {devices}; it must be 1 or more.")
     if memory_gib is not None and not 0 < memory_gib < 2**30:
@@ -106,8 +107,8 @@ def pins_of(pins: Sequence[str]) -> dict[str, int]:
 
 
 def learn_from(planner: Planner, record: RunRecord, of_run: OfRun, task: PlacementTask) -> None:
-    """What a run's last intervals measured corrects the costs, as it did in the run itself; not where another optimizer
-    or another number of ranks is asked for."""
+    """Corrects the costs by the run's last intervals, as the run itself did; not where another optimizer or another
+    number of ranks is asked for."""
     from dlrm_autoshard.costs import StepProfile
     from dlrm_autoshard.tables import Shard
 

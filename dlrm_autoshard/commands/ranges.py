@@ -25,4 +25,5 @@ def range_within(least: float, most: float) -> Callable[[str], Range]:
 
 
 def range_text(ends: Range) -> str:
+    """Writes a range as it is typed: '16:256', or '16'."""
     return f"{ends[0]:g}" if ends[0] == ends[1] else f"{ends[0]:g}:{ends[1]:g}"

@@ -29,6 +29,7 @@ _PLACE = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}  # of a rank,
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads a rank's command line."""
     parser = argparse.ArgumentParser(description="Trains a DLRM as a YAML file says.")
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="the YAML file")
     parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)  # by whoever started this rank
@@ -39,7 +40,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """What a job is started with beside its YAML file, whoever starts it."""
+    """Adds the settings of a job beside its YAML file, for every way to start it."""
     parser.add_argument(
         "--resume",
         nargs="?",

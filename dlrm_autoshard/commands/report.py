@@ -82,6 +82,7 @@ def told_apart(runs: Sequence[Path], records: Sequence[RunRecord]) -> list[RunRe
 
 
 def write_csv(records: Sequence[RunRecord], file: TextIO) -> None:
+    """Writes a row for each run, interval, rank and stage, in ms."""
     rows = csv.writer(file, lineterminator="\n")
     file.write("run,epoch,first_step,end_step,rank,host,stage,ms,median_ms,p95_ms,iqr_ms,samples\n")
     for record in records:

@@ -66,7 +66,7 @@ class Features:
         return sorted(range(len(self.features)), key=lambda feature: place[self.table_of[feature]])
 
     def joined(self, lengths_FB: np.ndarray, values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each table the ids of all its features: lengths [T, B], and ids table by table."""
+        """Returns lengths [T, B], and ids table by table: each table's ids of all its features."""
         return join(lengths_FB, values_N, self.table_of)
 
 

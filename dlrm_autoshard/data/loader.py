@@ -27,9 +27,9 @@ _MOST_FOR_A_GPU = 4
 
 
 def reader_threads(asked: int | None, device: torch.device, local_world_size: int) -> int:
-    """That read a rank's batches: as many as the config asks for. Else one, which keeps ahead of steps on a CPU; a
-    GPU's steps outrun it (distributed/GPU.md), so that they get what cores the host has for each rank beside its own,
-    up to four."""
+    """Number of threads that read a rank's batches: as many as the config asks for. By default one, which keeps ahead
+    of steps on a CPU; a GPU's steps outrun it (distributed/GPU.md), so they get the host's cores for each rank beside
+    its own, up to four."""
     if asked is not None:
         return asked
     cores = len(os.sched_getaffinity(0)) // local_world_size

@@ -18,6 +18,7 @@ from dlrm_autoshard.data.errors import DataError
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
+    """Yields a draft that takes the name `out` once it is whole; nothing is left of it where making it fails."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"'{out}' exists and is not empty. Remove it, or name another folder.")
     partial = out.with_name(out.name + ".partial")

@@ -19,7 +19,7 @@ from dlrm_autoshard.tables import TableConfig
 
 @dataclass(frozen=True)
 class TableRows:
-    """What a source knows of a table before the `tables:` section is applied."""
+    """A table as its source knows it, before the `tables:` section is applied."""
 
     name: str
     num_embeddings: int

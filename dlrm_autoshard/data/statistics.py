@@ -1,4 +1,4 @@
-"""What the data does to tables, measured before training begins.
+"""Measures how data use tables, before training begins.
 
 measure_stats(source, global_batch=4096, batches=8)       # one TableStats a table
 

@@ -1,4 +1,4 @@
-"""What pydantic found wrong with a value, in words: the key as people write it, what they gave, what is allowed."""
+"""Puts pydantic's findings in words: the key as people write it, what they gave, what is allowed."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ def _is_quoted_number(value: object) -> bool:
 
 
 def dotted(location: Sequence[str | int]) -> str:
+    """Writes a place in a config as people do: 'train.epochs'."""
     return ".".join(str(part) for part in location if part != "[key]")
 
 

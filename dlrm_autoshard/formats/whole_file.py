@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 
 def write_whole(path: Path, text: str) -> None:
+    """Writes a text file whole or not at all; its folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.write(text.encode())

@@ -22,7 +22,7 @@ from dlrm_autoshard.tables import TableConfig
 
 
 class DenseArch(nn.Module):
-    """What the training step asks of a dense part. tables: in the order of the pooled columns."""
+    """The dense part, as the training step uses it. tables: in the order of the pooled columns."""
 
     @property
     def margin(self) -> tuple[int, int]:
@@ -41,6 +41,7 @@ class DenseArch(nn.Module):
 def make_model(
     num_dense: int, tables: Sequence[TableConfig], config: ModelConfig, seed: int = 0, num_labels: int = 1
 ) -> DenseArch:
+    """Makes the dense part that the config describes, or a user's own by its factory."""
     if config.factory is None:
         return DLRM(num_dense, tables, config, seed, num_labels)
     factory = plug_in.load(config.factory, "model.factory")
@@ -107,6 +108,7 @@ class DLRM(DenseArch):
 def make_interaction(
     tables: Sequence[TableConfig], dim: int, config: ModelConfig
 ) -> DotInteraction | CatInteraction | LowRankCross:
+    """Makes the interaction that the config names."""
     width = dim + sum(table.embedding_dim for table in tables)
     if config.interaction == "dot":
         return DotInteraction(len(tables), dim)

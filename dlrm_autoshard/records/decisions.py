@@ -18,6 +18,8 @@ from dlrm_autoshard.records.jsonl import SCHEMA, append_jsonl, change_jsonl, los
 
 
 class DecisionLog:
+    """Writes decisions.jsonl, a line a decision."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
 

@@ -1,4 +1,4 @@
-"""What an epoch's times say: who holds the others up, in which stage, why, and because of which tables.
+"""Diagnoses an interval: which rank holds the others up, in which stage, why, and because of which tables.
 
 straggler = find_straggler(profile)
 straggler.rank, straggler.stage, straggler.cause     # 1, "fwd_compute", "load"
@@ -26,11 +26,11 @@ from dlrm_autoshard.tables import Shard, lookup_work
 Cause = Literal["load", "starved of CPU", "slow data"]
 
 NOTABLE_EXCESS = 0.03
-"""Of the step: ranks closer together than this have no straggler worth naming."""
+"""Part of the step: ranks closer together than this have no straggler worth naming."""
 NINETY = 1.64
 """Standard deviations on either side that hold 90% of normal errors."""
 NEARLY_ALL = 0.8
-"""Of a rank's time in its slowest stage: a table with more of it limits every plan."""
+"""Part of a rank's time in its slowest stage: a table that takes more limits every plan."""
 STARVED_BELOW = 0.9
 """CPU time / wall time under which a rank did not have its core to itself."""
 
@@ -165,7 +165,7 @@ def alone_limits(tables: Sequence[tuple[str, float]]) -> str:
 
 @dataclass(frozen=True)
 class Balance:
-    """What perfect balance of what placement decides would save, as a part of a step, with its 90% interval."""
+    """Saving by perfect balance of the stages that placement decides: a part of a step, with its 90% interval."""
 
     gain: float
     low: float
@@ -261,7 +261,7 @@ def moved_part(before: Sequence[float], after: Sequence[float]) -> float:
 
 
 def stage_summary(profile: IntervalFacts) -> dict[str, dict[str, float]]:
-    """Of every stage: slowest rank, its time, the mean, and imbalance (max / mean)."""
+    """Returns for each stage the slowest rank, its time, the mean, and imbalance (max / mean)."""
     return {
         stage: {
             "slowest_rank": times.index(max(times)),
@@ -274,7 +274,8 @@ def stage_summary(profile: IntervalFacts) -> dict[str, dict[str, float]]:
 
 
 def waited_for(profile: IntervalFacts) -> dict[str, dict[str, float]]:
-    """Of every collective: the rank that waited least, for which the others waited, and the longest and mean wait."""
+    """Returns for each collective the rank that waited least, for which the others waited, and the longest and mean
+    wait."""
     return {
         name: {"rank": waits.index(min(waits)), "max_ms": max(waits), "mean_ms": sum(waits) / len(waits)}
         for name, waits in profile.wait_ms.items()

@@ -1,4 +1,4 @@
-"""What a run writes down of an interval's steps (an epoch's, or a part's), as measured: by every rank, and of them all.
+"""Facts of an interval's steps (an epoch's, or a part's) as measured: by every rank, and of all ranks together.
 
 mine = RankInterval(epoch=0, first_step=0, end_step=64, rank=1, host="a", device="cpu", tables=("user",),
                  table_bytes=60_352, stages={"fwd_compute": StageTime(12.4, 13.0, 0.3, 20), ...},
@@ -32,6 +32,7 @@ from dlrm_autoshard.records.jsonl import SCHEMA, ReportError
 
 
 def rank_file(run_dir: Path, rank: int) -> Path:
+    """Returns costs/rank_00001.jsonl."""
     return run_dir / "costs" / f"rank_{rank:05d}.jsonl"
 
 
@@ -109,7 +110,7 @@ class RankInterval:
 
     @property
     def dense_ms(self) -> float | None:
-        """Of the dense part. None where it was not timed alone: in a loop of one's own ranks may wait in it."""
+        """ms of the dense part; None where it was not timed alone: in a custom loop ranks may wait in it."""
         timed = [self.stages[name].median_ms for name in DENSE_STAGES if name in self.stages]
         return sum(timed) if len(timed) == len(DENSE_STAGES) else None
 

@@ -16,6 +16,8 @@ REPLACED = (
 
 
 class RunFolder:
+    """Watches a run's directory by its identity on disk."""
+
     def __init__(self, path: Path) -> None:
         self._path, self._known = path, _identity(path)
 

@@ -35,6 +35,7 @@ from dlrm_autoshard.tables import TableConfig, TableStats
 
 
 def epochs_file(run_dir: Path) -> Path:
+    """Returns costs/epochs.jsonl."""
     return run_dir / "costs" / "epochs.jsonl"
 
 
@@ -76,6 +77,8 @@ class IntervalRecord(TypedDict):
 
 @dataclass(frozen=True)
 class IntervalProfile(IntervalFacts):
+    """All ranks' facts of an interval, with the straggler and the prediction's errors."""
+
     @staticmethod
     def gather(
         ranks: Sequence[RankInterval],

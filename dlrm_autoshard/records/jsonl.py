@@ -29,7 +29,8 @@ from dlrm_autoshard.formats.words import count
 LOG = logging.getLogger("dlrm_autoshard")
 T = TypeVar("T")
 SCHEMA = 1
-"""Of every record in a run directory. It grows when a key changes its meaning or goes; new keys don't change it."""
+"""Schema of every record in a run directory. It grows when a key changes its meaning or goes; new keys don't change it.
+"""
 
 
 class ReportError(UserError):

@@ -19,6 +19,7 @@ TABLES = Path("plan") / "tables.json"
 
 
 def write_plan(run_dir: Path, step: int, plan: ShardingPlan) -> None:
+    """Writes the plan that is live from `step` on."""
     path = run_dir / "plan" / f"{step_name(step)}.json"
     with lost_if_unwritable(path):
         write_whole(path, plan.as_text())

@@ -98,7 +98,7 @@ class RunRecord:
 
     @property
     def unit(self) -> str:
-        """What profiles are of: a loop of one's own knows no epochs, and has no config."""
+        """Name of what one profile covers: a custom loop knows no epochs, and has no config."""
         return "epoch" if self.config else "interval"
 
     def label(self, profile: IntervalProfile) -> str:
@@ -120,8 +120,9 @@ class RunRecord:
         return sum(other.epoch == profile.epoch for other in self.intervals) > 1
 
     def balance(self, profile: IntervalProfile) -> Balance | None:
-        """What perfect balance would have saved in one of its intervals: the figure that autoshard decided by, which
-        knows the ranks' speeds, where it decided on that interval. None where nothing was sampled, or is to be placed.
+        """Returns what perfect balance would have saved in one of the run's intervals: the figure that autoshard
+        decided by, which knows the ranks' speeds, where it decided on that interval. None where nothing was sampled, or
+        nothing is to be placed.
 
         The terminal, the page and `explain` all tell this one."""
         if profile.world_size == 1 or profile.samples == 0:
@@ -205,15 +206,19 @@ class DecisionRecord(TypedDict, total=False):
 
 
 class TrainKeys(TypedDict, total=False):
+    """Keys of the config's `train` section that a report reads."""
+
     epochs: Count
 
 
 class ProfileKeys(TypedDict, total=False):
+    """Keys of the config's `profile` section that a report reads."""
+
     enabled: bool
 
 
 class ConfigKeys(TypedDict, total=False):
-    """What a report reads of a config; it outlives the config's schema."""
+    """Keys of a config that a report reads; they outlive the config's schema."""
 
     train: TrainKeys
     profile: ProfileKeys
@@ -230,7 +235,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _object(path: Path, what: str) -> dict[str, Any]:
-    """What helps to understand a run, but nothing that a report needs."""
+    """Reads a JSON object that helps to understand a run; {} where it is missing or damaged, for no report needs it."""
     try:
         found = shown(parse_json(read_bytes(path, what)))
     except NotReadable:

@@ -1,1 +1,1 @@
-"""What people read, made from records, or a planner's result: the terminal's tables, one HTML page, its charts."""
+"""Reports, made from records or a planner's result: the terminal's tables, one HTML page, its charts."""

@@ -21,7 +21,7 @@ ON_LIGHT, ON_DARK = "#212121", "#fefefe"
 """Text on a stage's colour, which is the same on a dark page."""
 DARK = {INK: "#e8e8e8", BLUE: "#6ea8f0", ORANGE: "#f0a050", PAPER: "#14171a", BAND: "#22384f", NOISY: "#33281f",
         "#333333": "#d0d0d0", "#e6e6e6": "#33383d"}  # fmt: skip
-"""What the page puts in the place of these colours where the reader prefers a dark one."""
+"""Colours that replace these where the reader prefers a dark page."""
 
 SEGMENTS: dict[str, tuple[str, str]] = {
     # stage: its colour and that of text on it, in dark and light alike. Hue tells the kind of work.
@@ -77,21 +77,26 @@ def mark() -> alt.Chart:
 
 
 def step_axis() -> alt.X:
+    """Training steps from left to right."""
     axis = alt.Axis(format=",d", tickCount=6, grid=False)
     return alt.X("step:Q", title="step", axis=axis, scale=alt.Scale(zero=False, nice=False, padding=8))
 
 
 def rank_axis() -> alt.Y:
+    """A row for each rank."""
     return alt.Y("rank:O", title="rank", sort="ascending", axis=alt.Axis(ticks=False, domain=False, labelPadding=6))
 
 
 def ms_axis(field: str, title: str) -> alt.X:
+    """Milliseconds from left to right."""
     return alt.X(field, title=title, axis=alt.Axis(tickCount=6), scale=alt.Scale(nice=False))
 
 
 def tip(field: str, title: str, format: str = "") -> alt.Tooltip:
+    """A line of a tooltip."""
     return alt.Tooltip(field, title=title, format=format) if format else alt.Tooltip(field, title=title)
 
 
 def palette(kinds: list[str], values: list[Any]) -> alt.Scale:
+    """Gives each kind its colour, dashes or shape."""
     return alt.Scale(domain=kinds, range=values)

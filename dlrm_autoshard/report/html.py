@@ -31,6 +31,7 @@ from dlrm_autoshard.report.summary import where_it_ran
 
 
 def write_html(run_dir: Path, record: RunRecord) -> Path:
+    """Writes report.html into the run's directory."""
     path = run_dir / "report.html"
     write_whole(path, render_html(record))
     return path
@@ -43,6 +44,7 @@ def write_comparison(path: Path, one: RunRecord, other: RunRecord) -> Path:
 
 
 def render_html(record: RunRecord) -> str:
+    """Returns the page of one run."""
     drawn = {chart.id: chart for chart in charts(record)}
     lede = where_it_ran(record) if record.intervals else "Metrics of a run without profiles."
     sections = page_sections(record, set(drawn))
@@ -50,6 +52,7 @@ def render_html(record: RunRecord) -> str:
 
 
 def render_comparison(one: RunRecord, other: RunRecord) -> str:
+    """Returns the page of two runs."""
     drawn = list(comparison_charts((one, other)))
     sections = list(comparison_sections(one, other, {chart.id for chart in drawn}))
     return _page(f"{one.name} and {other.name}", "Two runs side by side.", comparison_data(one, other), drawn, sections)

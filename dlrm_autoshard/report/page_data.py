@@ -25,7 +25,7 @@ Columns = dict[str, list[Any]]
 METRICS = {"logloss": "Log loss", "loss": "Training loss, weighted or over all labels", "auc": "AUC"}
 """Those that are drawn."""
 MOST_POINTS = 400
-"""Of one metric's line; more is more than a screen shows."""
+"""Points in one line; more is more than a screen shows."""
 MOST_ROWS = 32
 """Tables in the map; all are in the table under it."""
 SAME_SHARE = 1.0
@@ -33,6 +33,7 @@ SAME_SHARE = 1.0
 
 
 def page_data(record: RunRecord) -> dict[str, Any]:
+    """Returns the rows of every chart and table of a run's page, as columns."""
     return {
         "speed": _columns(_speed_rows(record)),
         "events": _columns(event_rows(record)),
@@ -47,6 +48,7 @@ def page_data(record: RunRecord) -> dict[str, Any]:
 
 
 def comparison_data(one: RunRecord, other: RunRecord) -> dict[str, Any]:
+    """Returns the rows of the page of two runs, as columns."""
     return {"speed": _columns(row for record in (one, other) for row in _speed_rows(record))}
 
 

@@ -108,7 +108,7 @@ def what_splits_would_save(result: PlanResult, most: int = 6) -> str | None:
 
 
 def candidate_table(result: PlanResult, most: int = 12) -> Table:
-    """What the plan was chosen from, best first, each candidate beside the chosen one."""
+    """Lists the candidates that the plan was chosen from, best first, each beside the chosen one."""
     chosen = result.chosen
     grid = Table(title="chosen from", title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
     grid.caption = f"ms a step. predicted: by {result.costs_from}. "

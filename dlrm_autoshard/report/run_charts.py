@@ -89,6 +89,7 @@ def step_time(unit: str) -> Layers:
 
 
 def errors(unit: str) -> Layers:
+    """Draws the error of the predicted step cost over the run."""
     y = alt.Y("error:Q", title="predicted - measured, %", axis=alt.Axis(tickCount=5))
     line = mark().transform_filter("isValid(datum.error)").mark_line(color=BLUE, point=alt.OverlayMarkDef(size=45))
     return alt.layer(

@@ -14,11 +14,12 @@ from dlrm_autoshard.report.verdict import verdict
 
 
 def summary(record: RunRecord) -> list[str]:
+    """Returns the run in sentences, the verdict first."""
     return [*verdict(record), *details(record)]
 
 
 def details(record: RunRecord) -> list[str]:
-    """What the verdict leaves out."""
+    """Returns the sentences that the verdict leaves out."""
     sentences = []
     if record.intervals:
         sentences += [
@@ -47,6 +48,7 @@ def details(record: RunRecord) -> list[str]:
 
 
 def where_it_ran(record: RunRecord) -> str:
+    """Says how many ranks, hosts, tables and steps the run had."""
     last = record.last
     hosts, devices = len(set(last.hosts)), " and ".join(sorted(set(last.devices)))
     epochs = count(len({interval.epoch for interval in record.intervals}), record.unit)
@@ -57,6 +59,7 @@ def where_it_ran(record: RunRecord) -> str:
 
 
 def step_time(record: RunRecord, profile: IntervalProfile) -> str:
+    """Says how long a step took in an interval."""
     when = f"In {record.span(profile)}"
     took = f"{when} a step took {profile.mean_step_ms:.3g} ms ({profile.throughput:,.0f} examples/s)."
     if profile.samples == 0:
@@ -74,6 +77,7 @@ def balanced_ms(record: RunRecord, profile: IntervalProfile) -> float:
 
 
 def why_unsampled(profile: IntervalProfile) -> str:
+    """Says why an interval has no stages."""
     steps = profile.end_step - profile.first_step
     return (
         f"None of these {steps:,} steps was sampled, so there are no stages to show: lower profile.warmup_steps (those "
@@ -109,6 +113,7 @@ def what_it_cost(record: RunRecord) -> list[str]:
 
 
 def all_starved(profile: IntervalProfile) -> list[str]:
+    """Says where no rank had its core to itself."""
     shares = [share for share in profile.cpu_share if share is not None]
     if not shares or max(shares) >= STARVED_BELOW:
         return []
@@ -119,6 +124,7 @@ def all_starved(profile: IntervalProfile) -> list[str]:
 
 
 def prediction(profile: IntervalProfile) -> str:
+    """Says how far off the cost model was."""
     error = profile.prediction_bias or 0.0
     if abs(error) < 0.005:
         return "The cost model's prediction of this plan was right within half a percent."
@@ -128,6 +134,7 @@ def prediction(profile: IntervalProfile) -> str:
 
 
 def model_quality(record: RunRecord) -> str | None:
+    """Says the last evaluation's metrics; None where there was none."""
     found = record.final_metrics()
     if found is None:
         return None
@@ -163,6 +170,7 @@ def comms_imbalance(profile: IntervalProfile) -> float:
 
 
 def total_wait_ms(profile: IntervalProfile) -> list[float]:
+    """Returns each rank's waits together."""
     return [sum(waits[rank] for waits in profile.wait_ms.values()) for rank in range(profile.world_size)]
 
 

@@ -30,6 +30,7 @@ MOST_ROWS = 8
 
 
 def print_report(console: Console, record: RunRecord) -> None:
+    """Prints a run's verdict and tables."""
     console.print(Text(f"Run {record.name}", style="bold"))
     for sentence in summary(record):
         console.print(_bullet(sentence))
@@ -125,7 +126,7 @@ def _tables(profile: IntervalProfile) -> Table:
 
 
 def _predictions(profile: IntervalProfile, when: str) -> Table:
-    """Of every stage the slowest rank as predicted and as measured: their sums are what a step was to cost and did."""
+    """Shows each stage's slowest rank as predicted and as measured: their sums are the cost of a step."""
     predicted, measured = profile.predicted or (), profile.measured
     table = _table(f"Predicted, {when} (ms)", "stage", "predicted", "measured", "error", left=["stage"])
     rows = [(s, max(c.stage(s) for c in predicted), max(c.stage(s) for c in measured)) for s in PLANNED_STAGES]

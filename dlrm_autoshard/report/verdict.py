@@ -58,7 +58,7 @@ def verdict(record: RunRecord) -> list[str]:
 
 
 def autoshard_in_one_line(record: RunRecord) -> str:
-    """What resharding did, and what each move was worth: never the speed before and after, which has other causes."""
+    """Sums up resharding and the worth of each move, never the speed before and after, which has other causes."""
     done = Counter(str(decision.get("action")) for decision in record.decisions)
     moves = [decision for decision in record.decisions if decision.get("action") == "moved"]
     others = [
@@ -92,14 +92,14 @@ def moves_that_stayed(record: RunRecord) -> list[Mapping[str, Any]]:
 
 
 def left_to_save(record: RunRecord, profile: IntervalProfile | None = None) -> list[str]:
-    """What perfect balance would have saved in an interval (the last, where none is named), in a sentence."""
+    """Says what perfect balance would have saved in an interval (by default the last one)."""
     profile = profile or record.told
     balance = record.balance(profile)
     return [] if balance is None else [balance.sentence(record.span(profile), profile.samples)]
 
 
 def _worth_told(moves: Sequence[Mapping[str, Any]], most: int = 3) -> str:
-    """What moves saved, as far as it is known; of the last of the others why it is not."""
+    """Says what moves saved, as far as it is known, and why it is not known of the last of the others."""
     known = [worth for move in moves if (worth := worth_in_words(move))]
     said = []
     if known:

@@ -105,7 +105,7 @@ class TorchrecBags:
 
 @dataclass
 class Lookup:
-    """What one lookup was given: a KeyedJaggedTensor with the features of its groups, in their order."""
+    """One lookup's input: a KeyedJaggedTensor with the features of its groups, in their order."""
 
     path: str
     features: Any

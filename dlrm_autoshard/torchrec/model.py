@@ -42,7 +42,7 @@ class ShardedModel:
         agree(self.runtime, facts | {"the tables' optimizer": self.config.optimizer.name, "device": self.device.type})
         self.check_splits(self.plan)
         self.last_features: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        """What each module was called with last, by its path."""
+        """Arguments of each module's last call, by its path."""
 
     def check_splits(self, plan: ShardingPlan) -> None:
         """TorchrecError where moves could not keep what the optimizer knows of a split table."""

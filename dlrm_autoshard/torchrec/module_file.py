@@ -66,7 +66,7 @@ def load_modules(path: Path) -> Modules:
 
 
 def shapes_in(modules: Modules) -> dict[str, list[TableConfig]]:
-    """Of each module its tables, by their names in it."""
+    """Returns each module's tables, by their names in it."""
     return {
         path: [TableConfig(row["name"], row["num_embeddings"], row["embedding_dim"]) for row in rows]
         for path, rows in modules.items()

@@ -40,7 +40,7 @@ CHUNK_BYTES = 4096 * PAGE
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the ranks must know of a shard before it moves, which its owner says. formats: (bytes an element, number of
+    """Facts of a shard that all ranks need before it moves, from its owner. formats: (bytes an element, number of
     dimensions) of each of its tensors."""
 
     formats: Mapping[str, tuple[int, int]]
@@ -170,7 +170,7 @@ def _shards(sharded: ShardedModel, modules: Mapping[str, Any]) -> dict[str, Shar
 def _agree(
     sharded: ShardedModel, changed: Mapping[str, Any], old: Mapping[str, Shard], plan: ShardingPlan
 ) -> dict[str, _Facts]:
-    """What is known of each shard, on every rank; ReshardRefused on all of them where one can't go on."""
+    """Shares the facts of each shard with every rank; ReshardRefused on all of them where one can't go on."""
     runtime = sharded.runtime
     mine = {name: _Facts(shard.formats, shard.settings) for name, shard in old.items()}
     place = (platform.node(), free_memory(sharded.device))
@@ -210,7 +210,7 @@ def _pooled(sharded: ShardedModel, modules: Mapping[str, Any]) -> dict[str, dict
 
 
 def _settings(sharded: ShardedModel, path: str, facts: Mapping[str, _Facts]) -> Callable[[str], Settings]:
-    """Of a module's shards, by their names in it, old or new: those of the table."""
+    """Returns the settings of a module's shards, old or new, by their names in it: those of the table."""
     of_table = {ShardName.parse(name).table: fact.settings for name, fact in facts.items()}
     return lambda name: of_table[table_key(path, ShardName.parse(name).table, sharded.collections)]
 

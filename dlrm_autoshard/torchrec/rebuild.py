@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 _KEPT = {"training", "is_pipelined", "_optim", "post_lookup_tracker_fn", "post_odist_tracker_fn"}
-"""What others hold, or have set, of the live module; and its hooks."""
+"""Attributes of the live module that others hold or have set; and its hooks."""
 
 
 def rebuilt(collection: Any, sharding: Mapping[str, Any]) -> Any:
@@ -59,6 +59,7 @@ def put_in_place(live: Any, fresh: Any) -> Callable[[], None]:
 
 
 def table_parameters(collection: Any) -> dict[str, nn.Parameter]:
+    """Returns the weights of a collection's tables by name."""
     return {name: bag.weight for name, bag in collection.embedding_bags.items()}
 
 

@@ -37,7 +37,7 @@ def plan_record(
 
 
 def shapes_of(collections: Mapping[str, Any]) -> dict[str, list[TableConfig]]:
-    """Of each collection its tables, by their names in it; nothing of how they are pooled or kept."""
+    """Returns each collection's tables, by their names in it; nothing of how they are pooled or kept."""
     return {
         path: [TableConfig(c.name, c.num_embeddings, c.embedding_dim) for c in configs_of(collection)]
         for path, collection in collections.items()

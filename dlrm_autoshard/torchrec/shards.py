@@ -19,8 +19,8 @@ from dlrm_autoshard.tables import Shard as ShardName
 
 @dataclass(frozen=True)
 class Settings:
-    """What a table's lookup has that lies in no row. group: its optimizer's param group without the params: learning
-    rate, what a scheduler left there. rate: in effect, which the group's becomes with the fused optimizer's next step.
+    """Settings of a table's lookup that lie in no row. group: its optimizer's param group without the params: learning
+    rate, what a scheduler left there. rate: in effect; the group's takes effect with the fused optimizer's next step.
     counters: fbgemm's numbers of iterations."""
 
     group: Mapping[str, Any]
@@ -70,6 +70,7 @@ def local_shards(collection: Any) -> dict[str, Shard]:
 
 
 def restore_settings(collection: Any, settings_of: Callable[[str], Settings]) -> None:
+    """Sets a collection's learning rates and iteration counters as `settings_of` its tables says."""
     for kernel, tables in kernels(collection):
         settings = settings_of(tables[0])
         [group] = kernel.fused_optimizer.param_groups
@@ -96,12 +97,13 @@ def why_not(live: Any, fresh: Any, settings_of: Callable[[str], Settings]) -> st
 
 
 def digest(tensor: Tensor) -> str:
+    """Returns a hash of a tensor's bytes."""
     host = tensor.detach().cpu().contiguous()
     return xxhash.xxh3_128_hexdigest(host.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _states(tbe: Any) -> list[dict[str, Tensor]]:
-    """Of each table, what the optimizer keeps of its rows."""
+    """Returns for each table the optimizer's state of its rows."""
     rows = [spec[0] for spec in tbe.embedding_specs]
     if not tbe.split_optimizer_states():
         return [{} for _ in rows]

@@ -1,4 +1,4 @@
-"""What a batch's ids do to TorchRec's tables: a table's features count together.
+"""Statistics of TorchRec's tables from a batch's ids: a table's features count together.
 
 stats, samples = statistics([ids_by_table(collections, ids) for each rank])
 """
@@ -15,7 +15,7 @@ from dlrm_autoshard.tables import TableStats, measure_table_stats
 from dlrm_autoshard.torchrec.tables import TorchrecError, configs_of, table_key
 
 IdsByTable = Mapping[str, list[tuple[np.ndarray, np.ndarray]]]
-"""Of each of a table's features its lengths [B] and its ids [N]."""
+"""Each table's features: lengths [B] and ids [N]."""
 
 
 def ids_by_table(collections: Mapping[str, Any], ids: Any) -> IdsByTable:
@@ -38,7 +38,7 @@ def ids_by_table(collections: Mapping[str, Any], ids: Any) -> IdsByTable:
 
 
 def statistics(of_ranks: Sequence[IdsByTable]) -> tuple[dict[str, TableStats], int]:
-    """Of each table over all ranks' batches, and how many samples those are."""
+    """Returns each table's statistics over all ranks' batches, and the number of samples."""
     found, samples = {}, 0
     for name in of_ranks[0]:
         samples = sum(len(ids[name][0][0]) for ids in of_ranks)

@@ -1,4 +1,4 @@
-"""What TorchRec modules look up, as plain tables: shapes, pooling, dtypes, features; what we can't move is refused.
+"""Describes TorchRec modules' tables plainly: shapes, pooling, dtypes, features; what can't be moved is refused.
 
 collections = embedding_bags(module)            # {path: EmbeddingBagCollection}, sharded or not
 tables = table_configs(collections)             # one TableConfig a table, named as `table_key` says
@@ -64,8 +64,8 @@ def configs_of(collection: Any) -> list[Any]:
 
 
 def table_key(path: str, table: str, collections: Mapping[str, object]) -> str:
-    """What a table is called in plans and reports: by its own name, behind its module's path where there are several
-    modules, whose tables may be namesakes."""
+    """Returns a table's name in plans and reports: its own, behind its module's path where there are several modules,
+    whose tables may be namesakes."""
     return table if len(collections) == 1 else f"{path}.{table}"
 
 

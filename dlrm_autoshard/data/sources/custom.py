@@ -23,6 +23,7 @@ _LOOKED_AT = 2  # samples
 
 
 def open_custom(data: CustomData, tables: TablesConfig) -> DataSource:
+    """Makes a user's own source by its factory. DataError names what it lacks."""
     factory = plug_in.load(data.factory, "data.factory")
     source = plug_in.call(factory, "data.options", tables, **data.options)
     missing = [name for name in ("tables", "num_dense", "num_samples", "read") if not hasattr(source, name)]

@@ -24,6 +24,8 @@ _LABEL_STREAM = key_of("label")
 
 @dataclass(frozen=True)
 class HiddenModel:
+    """Draws the labels of synthetic samples, so that there is something to learn."""
+
     weights_F: NDArray[np.float64]
     weights_T: NDArray[np.float64]
     steps_T: NDArray[np.float64]  # row r's effect is the fractional part of r * step, minus a half

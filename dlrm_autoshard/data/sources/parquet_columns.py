@@ -94,7 +94,7 @@ class Rows:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """What pyarrow says of a file in here becomes a DataError that names it."""
+    """Turns pyarrow's errors about a file into a DataError that names it."""
     import pyarrow as pa
 
     try:
@@ -163,6 +163,7 @@ def _check_unchanged(group: RowGroup, file: pq.ParquetFile) -> None:
 
 
 def read_row_group(group: RowGroup, data: ParquetData) -> Rows:
+    """Reads the columns that the config names from one row group."""
     import pyarrow.parquet as pq
 
     where = f"{group.path}, row group {group.number}"

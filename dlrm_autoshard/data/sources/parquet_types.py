@@ -46,11 +46,12 @@ def is_number(kind: pa.DataType) -> bool:
 
 
 def is_number_or_list(kind: pa.DataType) -> bool:
+    """Whether values are numbers, or lists of them."""
     return is_number(kind.value_type if _is_list(kind) else kind)
 
 
 def kind_of_ids(kind: pa.DataType) -> Kind | None:
-    """What its ids are, also in lists; None where they cannot be ids."""
+    """Returns the kind of a column's ids, also in lists; None where they cannot be ids."""
     kind = kind.value_type if _is_list(kind) else kind
     kind = kind.value_type if _is(kind, "dictionary") else kind
     if _is(kind, "null"):

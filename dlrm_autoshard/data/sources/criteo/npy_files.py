@@ -25,6 +25,8 @@ _LOCAL_HEADER_BYTES = 30  # of a zip's member, before its name and extra field, 
 
 
 class NpyWriter:
+    """Writes an npy file row by row, whose number of rows is known only at the end."""
+
     def __init__(self, path: Path, columns: int, dtype: DTypeLike) -> None:
         self._columns, self._dtype, self._rows = columns, np.dtype(dtype), 0
         self._file = path.open("wb")
@@ -50,7 +52,8 @@ class NpyWriter:
 
 
 def rows_of(path: Path, columns: int, dtype: DTypeLike, rows_at_a_time: int) -> Iterator[NDArray[Any]]:
-    """What an NpyWriter wrote, some rows at a time, read and not mapped: mapped pages count as the process's memory."""
+    """Reads back an NpyWriter's rows, some at a time. They are read, not mapped: mapped pages count as the process's
+    memory."""
     with path.open("rb") as file:
         file.seek(_HEADER_BYTES)
         while len(values := np.fromfile(file, dtype, rows_at_a_time * columns)):

@@ -27,7 +27,7 @@ from dlrm_autoshard.formats.numbers import Positive
 TABLES_FILE = "tables.json"
 CATEGORIES_FILE = "categories.npz"
 ROWS_AT_A_TIME = 1 << 14
-"""Of the second pass, the one over the ids."""
+"""Rows that the second pass, over the ids, takes at a time."""
 _MOST_ROWS = 2**31
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done and how much there is (in bytes or rows)."""
@@ -40,7 +40,7 @@ class _Encoding(TypedDict):
 
 
 class _Recorded(TypedDict):
-    """Of tables.json."""
+    """`Preprocessed` as tables.json has it."""
 
     num_embeddings: list[Positive]
     encoding: _Encoding
@@ -80,6 +80,8 @@ Encoding = Contiguous | Modulo | Known
 
 @dataclass(frozen=True)
 class Preprocessed:
+    """Number of rows of each day, and of each table."""
+
     rows_per_day: list[int]
     table_rows: list[int]
 
@@ -114,7 +116,7 @@ def preprocess(inputs: Sequence[Path], out: Path, encoding: Encoding, progress: 
 
 
 def encoding_of(folder: Path) -> Encoding:
-    """That of a folder that `preprocess` made, for days to come."""
+    """Returns the encoding of a folder that `preprocess` made, for later days."""
     record = read_json(folder / TABLES_FILE, _Recorded, "tables of the data", extra="ignore")
     encoding = record["encoding"]
     if encoding["name"] == "modulo" and "rows" in encoding:
@@ -143,6 +145,7 @@ def _recorded(encoding: Encoding) -> _Encoding:
 
 
 def write_tables_file(folder: Path, table_rows: Sequence[int], **about: Any) -> None:
+    """Writes tables.json beside the data."""
     record = {"schema": 1, "num_embeddings": list(table_rows), **about}
     (folder / TABLES_FILE).write_text(json.dumps(record, indent=1) + "\n")
 

@@ -56,6 +56,7 @@ def write_sample_layout(out: Path, rows_per_day: Sequence[int], seed: int = 0) -
 
 
 def sample_source(seed: int) -> SyntheticSource:
+    """Returns a made-up source with Criteo's 26 tables, small."""
     tables = [SyntheticTable(name=f"cat_{i}", num_embeddings=rows) for i, rows in enumerate(SAMPLE_ROWS)]
     data = SyntheticData(source="synthetic", tables=tables, num_dense=NUM_INTEGERS, seed=seed)
     rows = [TableRows(table.name, table.num_embeddings) for table in tables]

@@ -99,7 +99,7 @@ def _whole_lines(path: Path, raw: IO[bytes], block_bytes: int) -> Iterator[bytes
 
 
 def _look_at_first_line(path: Path, text: bytes) -> tuple[bytes, bytes]:
-    """What separates columns, and the header if there is one."""
+    """Returns the separator of columns, and the header if there is one."""
     line = text[: text.index(b"\n") + 1]
     for separator in (b"\t", b","):
         fields = line.split(separator)
