@@ -20,7 +20,7 @@ from typing_extensions import NotRequired, TypedDict
 from dlrm_autoshard.formats.json_file import FormatError, checked
 from dlrm_autoshard.formats.numbers import Amount, BatchSize, Count, Share
 from dlrm_autoshard.plan import PlanRecord, ShardingPlan, shard_tables
-from dlrm_autoshard.tables import Shard, StatsRecord, TableConfig, TableRecord, TableStats
+from dlrm_autoshard.tables import StatsRecord, TableConfig, TableRecord, TableStats
 
 PLANNED_STAGES = ("fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute")
 """The four stages that placement decides; `RankCost` has one field for each."""
@@ -141,7 +141,7 @@ class StepProfile:
             return self.tables, self.stats
         shards = shard_tables(self.tables, self.plan)
         stats_of = dict(zip((table.name for table in self.tables), self.stats, strict=True))
-        return shards, tuple(stats_of[Shard.parse(shard.name).table] for shard in shards)
+        return shards, tuple(stats_of[shard.shard.table] for shard in shards)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -166,7 +166,7 @@ class StepProfile:
         for name, by_rank in (("hosts", hosts), ("dense_ms", dense_ms), ("core_shares", core_shares)):
             if by_rank is not None and len(by_rank) != plan.world_size:
                 raise FormatError(f"its {name} are not one for each rank.")
-        placed = {Shard.parse(name).table for name in plan.rank_of}
+        placed = {*plan.tables}
         if len(step["stats"]) != len(named) or len(step["ranks"]) != plan.world_size or set(named) != placed:
             raise FormatError("its plan, tables, stats and ranks are not of one job.")
         return StepProfile(

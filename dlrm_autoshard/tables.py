@@ -59,34 +59,62 @@ class TableRecord(TypedDict):
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank holds of a table: all of its rows, and columns [start, stop), or all of them (None).
+    """The part of a table that a rank holds: rows [start, stop) and columns [start, stop), or all of them (None).
 
-    As text `item` or `item[0:64]`: so plans, storage and reports name shards. A whole table's name is the table's.
+    As text `item`, `item[0:64]`, `item[rows 0:1000]` or `item[rows 0:1000, 0:64]`: the names of shards in plans,
+    storage and reports. A whole table's name is the table's.
     """
 
     table: str
     columns: tuple[int, int] | None = None
+    rows: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        return self.table if self.columns is None else f"{self.table}[{self.columns[0]}:{self.columns[1]}]"
+        ranges = [] if self.rows is None else ["rows {}:{}".format(*self.rows)]
+        ranges += [] if self.columns is None else ["{}:{}".format(*self.columns)]
+        return f"{self.table}[{', '.join(ranges)}]" if ranges else self.table
 
     @staticmethod
     @lru_cache(maxsize=2**16)
     def parse(name: str) -> Shard:
-        part = _PART.fullmatch(name) if name.endswith("]") else None
-        return Shard(name) if part is None else Shard(part[1], (int(part[2]), int(part[3])))
+        found = _SHARD.fullmatch(name) if name.endswith("]") else None
+        if found is None:
+            return Shard(name)
+        columns, rows = (None if found[i] is None else (int(found[i]), int(found[i + 1])) for i in (4, 2))
+        return Shard(found[1], columns, rows)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.columns is None and self.rows is None
 
     def __and__(self, other: Shard) -> Shard | None:
-        """What both hold, if anything."""
+        """Returns what both hold, if anything; `within` says where that lies in each."""
         if self.table != other.table:
             return None
-        if self.columns is None or other.columns is None:
-            return Shard(self.table, self.columns or other.columns)
-        start, stop = max(self.columns[0], other.columns[0]), min(self.columns[1], other.columns[1])
-        return Shard(self.table, (start, stop)) if start < stop else None
+        columns, rows = _common(self.columns, other.columns), _common(self.rows, other.rows)
+        if any(both is not None and both[0] >= both[1] for both in (columns, rows)):
+            return None
+        return Shard(self.table, columns, rows)
+
+    def within(self, other: Shard) -> tuple[slice, slice]:
+        """Returns the rows and columns of this shard among those of `other`, which holds all of it."""
+        return _among(self.rows, other.rows), _among(self.columns, other.columns)
 
 
-_PART = re.compile(r"(.+)\[(\d{1,9}):(\d{1,9})\]", re.DOTALL)
+def _common(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
+    if one is None or other is None:
+        return one or other
+    return max(one[0], other[0]), min(one[1], other[1])
+
+
+def _among(inner: tuple[int, int] | None, outer: tuple[int, int] | None) -> slice:
+    if inner is None or inner == outer:
+        return slice(None)
+    first = 0 if outer is None else outer[0]
+    return slice(inner[0] - first, inner[1] - first)
+
+
+_SHARD = re.compile(r"(.+?)\[(?!\])(?:rows (\d{1,15}):(\d{1,15}))?(?:(?:(?<=\[)|, )(\d{1,9}):(\d{1,9}))?\]", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -110,17 +138,31 @@ class TableConfig:
                 f"table '{self.name}' has embedding_dim {self.embedding_dim}; fbgemm needs a multiple of 4 "
                 f"(try {max(4, -(-self.embedding_dim // 4) * 4)})"
             )
-        start, stop = self.columns
-        if stop - start != self.embedding_dim:
-            raise UserError(
-                f"table '{self.name}' is named as columns {start} to {stop} of a table, and has embedding_dim "
-                f"{self.embedding_dim}. Give it a name without [{start}:{stop}]."
-            )
+        for what, (start, stop), key in (
+            ("columns", self.columns, "embedding_dim"),
+            ("rows", self.rows, "num_embeddings"),
+        ):
+            if stop - start != getattr(self, key):
+                name = f"[{'rows ' * (what == 'rows')}{start}:{stop}]"
+                raise UserError(
+                    f"table '{self.name}' is named as {what} {start} to {stop} of a table, and has {key} "
+                    f"{getattr(self, key)}. Give it a name without {name}."
+                )
+
+    @property
+    def shard(self) -> Shard:
+        """The part of a table that this is."""
+        return Shard.parse(self.name)
 
     @property
     def columns(self) -> tuple[int, int]:
         """[start, stop) of the whole table's columns."""
-        return Shard.parse(self.name).columns or (0, self.embedding_dim)
+        return self.shard.columns or (0, self.embedding_dim)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """[start, stop) of the whole table's rows."""
+        return self.shard.rows or (0, self.num_embeddings)
 
     def part(self, start: int, stop: int) -> TableConfig:
         """Columns [start, stop) of the whole table, which are among this one's. Its statistics are the table's."""
@@ -132,7 +174,21 @@ class TableConfig:
             )
         if (start, stop) == (first, last):
             return self
-        return replace(self, name=str(Shard(Shard.parse(self.name).table, (start, stop))), embedding_dim=stop - start)
+        return replace(self, name=str(replace(self.shard, columns=(start, stop))), embedding_dim=stop - start)
+
+    def row_range(self, start: int, stop: int) -> TableConfig:
+        """Rows [start, stop) of the whole table, which are among this one's."""
+        first, last = self.rows
+        if not first <= start < stop <= last:
+            raise UserError(f"table '{self.name}' has rows {first} to {last}: [rows {start}:{stop}] is no part of it.")
+        if (start, stop) == (first, last):
+            return self
+        return replace(self, name=str(replace(self.shard, rows=(start, stop))), num_embeddings=stop - start)
+
+    def holding(self, shard: Shard) -> TableConfig:
+        """Returns this table's part that `shard` says; the table itself where it is whole."""
+        part = self if shard.columns is None else self.part(*shard.columns)
+        return part if shard.rows is None else part.row_range(*shard.rows)
 
     def halves(self, min_dim: int) -> tuple[TableConfig, TableConfig] | None:
         """By columns, the first the wider one where they differ; None where one would have less than `min_dim`."""
@@ -141,11 +197,6 @@ class TableConfig:
         if min(middle - start, stop - middle) < max(4, min_dim):
             return None
         return self.part(start, middle), self.part(middle, stop)
-
-    def shard(self, name: str) -> TableConfig:
-        """The part that `name` says, or this table whole, where it says no columns."""
-        columns = Shard.parse(name).columns
-        return self if columns is None else self.part(*columns)
 
     @property
     def weight_bytes(self) -> int:

@@ -181,7 +181,7 @@ class Training:
         return best_ms
 
     def stats_of(self, table: TableConfig) -> TableStats:
-        return self.stats[[t.name for t in self.tables].index(Shard.parse(table.name).table)]
+        return self.stats[[t.name for t in self.tables].index(table.shard.table)]
 
     def _many_plans(self) -> Sequence[ShardingPlan]:
         return [p for p, _ in self.planner.propose(self.task, self.plan)]

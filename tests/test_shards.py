@@ -6,6 +6,7 @@ import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,12 +21,40 @@ TABLES = (TableConfig("user", 100, 16), TableConfig("item", 50, 32), TableConfig
 SPLIT = ShardingPlan({"user": 0, "item[0:8]": 1, "item[8:32]": 0, "a[b]": 1}, 2)
 
 
-@given(st.text(min_size=1), st.none() | st.tuples(st.integers(0, 999), st.integers(0, 999)))
-def test_a_shard_is_read_back_from_its_name(table: str, columns: tuple[int, int] | None) -> None:
-    shard = Shard(table, columns)
+RANGES = st.none() | st.tuples(st.integers(0, 999), st.integers(0, 999))
+
+
+@given(st.text(min_size=1), RANGES, RANGES)
+def test_a_shard_is_read_back_from_its_name(
+    table: str, columns: tuple[int, int] | None, rows: tuple[int, int] | None
+) -> None:
+    shard = Shard(table, columns, rows)
     assert Shard.parse(str(Shard.parse(str(shard)))) == Shard.parse(str(shard))
-    if columns is not None or not table.endswith("]"):
+    if not shard.is_whole or not table.endswith("]"):
         assert Shard.parse(str(shard)) == shard
+
+
+def test_shards_are_named_by_rows_and_columns() -> None:
+    names = ("item", "item[0:64]", "item[rows 0:1000000]", "item[rows 0:1000000, 0:64]", "a[b]", "a[]")
+    assert all(str(Shard.parse(name)) == name for name in names)
+    assert Shard.parse(names[3]) == Shard("item", (0, 64), (0, 10**6)) and Shard.parse("a[]") == Shard("a[]")
+
+
+@given(RANGES, RANGES, RANGES, RANGES)
+def test_what_two_shards_have_in_common_lies_in_both(
+    columns: tuple[int, int] | None, rows: tuple[int, int] | None,
+    other_columns: tuple[int, int] | None, other_rows: tuple[int, int] | None,
+) -> None:  # fmt: skip
+    one, other = Shard("t", columns, rows), Shard("t", other_columns, other_rows)
+    cells = np.arange(10**6).reshape(1000, 1000)
+    held = [cells[slice(*shard.rows or (None,)), slice(*shard.columns or (None,))] for shard in (one, other)]
+    common = one & other
+    if common is None:
+        assert not {*np.unique(held[0][:, :1])} & {*np.unique(held[1][:, :1])} or not np.intersect1d(
+            held[0][:1] % 1000, held[1][:1] % 1000).size  # fmt: skip
+        return
+    found = [of[common.within(shard)] for of, shard in zip(held, (one, other), strict=True)]
+    assert np.array_equal(found[0], found[1]) and found[0].size
 
 
 def test_a_plan_says_where_the_parts_of_a_table_are() -> None:
@@ -57,6 +86,10 @@ def test_the_shards_of_a_plan_are_tables_in_canonical_order() -> None:
         ({"item[0:32]": 0}, "only part"),
         ({"item[0:6]": 0, "item[6:32]": 1}, "multiples of 4"),
         ({"item[0:0]": 0, "item[0:32]": 1}, "multiples of 4"),
+        ({"item[rows 0:9]": 0, "item[rows 8:50]": 1}, "in common"),
+        ({"item[rows 0:9]": 0, "item[0:8]": 1}, "in common"),
+        ({"item[rows 0:50]": 0}, "only part"),
+        ({"item[rows 0:9, 0:6]": 0, "item[rows 9:50]": 1}, "multiples of 4"),
     ],
 )
 def test_columns_that_are_held_twice_or_not_at_all_are_refused(rank_of: dict[str, int], said: str) -> None:
@@ -68,6 +101,17 @@ def test_parts_of_a_wider_or_narrower_table_are_refused_by_name() -> None:
     for end in (28, 36):
         with pytest.raises(PlanError, match="item"):
             shard_tables(TABLES[1:2], ShardingPlan({"item[0:8]": 0, f"item[8:{end}]": 1}, 2))
+    for parts, said in (
+        (("item[rows 0:8]", "item[rows 8:49]"), "has 50 rows, and its parts hold 49"),
+        (("item[rows 0:8]", "item[rows 9:50]"), "once each"),
+        (("item[rows 0:8, 0:8]", "item[rows 8:50]"), "has 32 columns, and its parts hold 8"),
+        (("item[rows 0:50, 0:8]", "item[8:32]"), "Leave these out"),
+        (("item[rows 0:8, 0:32]", "item[rows 8:50]"), "Leave these out"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            shard_tables(TABLES[1:2], ShardingPlan(dict.fromkeys(parts, 0), 2))
+    with pytest.raises(UserError, match="named as rows 0 to 8"):
+        TableConfig("item[rows 0:8]", 10, 16)
     with pytest.raises(UserError, match="named as columns 0 to 8"):
         TableConfig("item[0:8]", 10, 16)
     with pytest.raises(UserError, match="no part of it"):
@@ -81,6 +125,10 @@ def test_a_plan_without_splits_is_written_as_before(tmp_path: Path) -> None:
         plan.save(tmp_path / "plan.json")
         assert ShardingPlan.load(tmp_path / "plan.json") == plan
     assert json.loads((tmp_path / "plan.json").read_text())["schema"] == 2
+    by_rows = ShardingPlan({"user": 0, "item[rows 0:9]": 1, "item[rows 9:50, 0:8]": 0, "item[rows 9:50, 8:32]": 1}, 2)
+    by_rows.save(tmp_path / "plan.json")
+    assert ShardingPlan.load(tmp_path / "plan.json") == by_rows
+    assert json.loads((tmp_path / "plan.json").read_text())["schema"] == 3
 
 
 def test_constraints_on_a_table_hold_for_its_parts() -> None:
@@ -104,6 +152,23 @@ def test_a_split_moves_what_leaves_its_rank_and_nothing_else() -> None:
     assert SPLIT.moves_to(whole) == (Move("item[0:8]", 1, 0, arrives="item"),)
     assert whole.changes_to(SPLIT)[1:] == (Move("item[8:32]", 0, 0, leaves="item"),)
     assert SPLIT.changes_to(SPLIT) == ()
+
+
+@given(plans_of(TABLES, 3, rows=True), plans_of(TABLES, 3, rows=True))
+def test_moves_carry_every_row_and_column_that_changes_its_rank_once(plan: ShardingPlan, other: ShardingPlan) -> None:
+    def owners(of: ShardingPlan) -> dict[str, np.ndarray]:
+        found = {table.name: np.full((table.num_embeddings, table.embedding_dim), -1) for table in TABLES}
+        for shard in shard_tables(TABLES, of):
+            found[shard.shard.table][slice(*shard.rows), slice(*shard.columns)] = of.rank_of[shard.name]
+        return found
+
+    before, after = owners(plan), owners(other)
+    for move in plan.moves_to(other):
+        shard = move.shard
+        part = before[shard.table][slice(*shard.rows or (None,)), slice(*shard.columns or (None,))]
+        assert (part == move.source).all()
+        part[:] = move.destination
+    assert all(np.array_equal(before[name], after[name]) for name in after)
 
 
 @given(plans_of(TABLES, 3), plans_of(TABLES, 3))

@@ -1,4 +1,4 @@
-"""A checkpoint knows no splits: whoever wrote which columns of a table, and whoever wants which."""
+"""A checkpoint knows no splits: whoever wrote which rows and columns of a table, and whoever wants which."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dlrm_autoshard.distributed.tables.saved_parts import assembled
 from dlrm_autoshard.plan import ShardingPlan, shard_tables
 from dlrm_autoshard.tables import Shard, TableConfig
 from dlrm_autoshard.training.checkpoints import tensor_file
@@ -35,8 +36,7 @@ def values_of(plan: ShardingPlan, rank: int, rows: dict[str, Tensor]) -> dict[st
     found: dict[str, Tensor] = {}
     for table in shard_tables(TABLES, plan):
         if plan.rank_of[table.name] == rank:
-            start, stop = table.columns
-            number = torch.arange(table.num_embeddings)[:, None] * 1000.0 + torch.arange(start, stop)
+            number = torch.arange(*table.rows)[:, None] * 1000.0 + torch.arange(*table.columns)
             found[f"tables.{table.name}.weight"] = number
             found[f"tables.{table.name}.momentum1"] = rows[table.name]
     return found
@@ -58,6 +58,18 @@ def saved_by(plan: ShardingPlan, folder: Path, rows: dict[str, Tensor]) -> Manif
 def test_any_columns_are_read_from_whatever_columns_were_written(
     tmp_path_factory: pytest.TempPathFactory, wrote: ShardingPlan, wants: ShardingPlan, chunk: int
 ) -> None:
+    assert_read(tmp_path_factory, wrote, wants, chunk)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans_of(TABLES, 3, 3, rows=True), plans_of(TABLES, 2, 3, rows=True), st.sampled_from([52, 64, 400, 1 << 20]))
+def test_any_rows_and_columns_are_read_from_whatever_were_written(
+    tmp_path_factory: pytest.TempPathFactory, wrote: ShardingPlan, wants: ShardingPlan, chunk: int
+) -> None:
+    assert_read(tmp_path_factory, wrote, wants, chunk)
+
+
+def assert_read(tmp_path_factory: pytest.TempPathFactory, wrote: ShardingPlan, wants: ShardingPlan, chunk: int) -> None:
     """chunk: bytes, which end within rows."""
     folder = tmp_path_factory.mktemp("run") / "step_00000003"
     draw = np.random.default_rng(0)
@@ -91,11 +103,28 @@ def test_any_columns_are_read_from_whatever_columns_were_written(
 def mean_of(rows: dict[str, Tensor], wanted: TableConfig) -> Tensor:
     """By columns, of the parts that have some of it."""
     total = torch.zeros(wanted.num_embeddings, dtype=torch.float64)
-    for column in range(*wanted.columns):
-        shard = Shard(Shard.parse(wanted.name).table, (column, column + 1))
-        [part] = [value for name, value in rows.items() if Shard.parse(name) & shard is not None]
-        total += part.double()
+    held = Shard(wanted.shard.table, wanted.columns, wanted.rows)
+    for name, value in rows.items():
+        shard = Shard.parse(name)
+        if (common := shard & held) is not None and common.columns is not None:
+            of_part = value[common.within(Shard(shard.table, shard.columns, shard.rows or (0, len(value))))[0]]
+            total[common.within(held)[0]] += of_part.double() * (common.columns[1] - common.columns[0])
     return (total / wanted.embedding_dim).float()
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans_of(TABLES, 3, 3, rows=True), plans_of(TABLES, 2, 3, rows=True))
+def test_a_modules_state_is_put_together_from_any_parts(wrote: ShardingPlan, wants: ShardingPlan) -> None:
+    draw = np.random.default_rng(0)
+    parts = shard_tables(TABLES, wrote)
+    rows = {part.name: torch.tensor(draw.random(part.num_embeddings), dtype=torch.float32) for part in parts}
+    saved = {key: value for rank in range(3) for key, value in values_of(wrote, rank, rows).items()}
+    saved = {key.removeprefix("tables."): value for key, value in saved.items()}
+    for wanted in shard_tables(TABLES, wants):
+        weight = torch.arange(*wanted.rows)[:, None] * 1000.0 + torch.arange(*wanted.columns)
+        for name, expected in (("weight", weight), ("momentum1", mean_of(rows, wanted))):
+            found = assembled(saved, f"{wanted.name}.{name}", torch.full_like(expected, -1.0))
+            torch.testing.assert_close(found, expected)
 
 
 def test_a_checkpoint_without_splits_is_written_as_before(tmp_path: Path) -> None:

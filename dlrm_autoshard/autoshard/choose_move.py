@@ -228,7 +228,7 @@ class MoveChooser:
         dims = {table.name: table.embedding_dim for table in task.tables}
         found: dict[str, int] = {}
         for move in plan.moves_to(candidate):
-            shard = Shard.parse(move.table)
+            shard = move.shard
             start, stop = shard.columns or (0, dims[shard.table])
             moved = -(-self.bytes_of[shard.table] * (stop - start) // dims[shard.table])
             found[shard.table] = found.get(shard.table, 0) + moved

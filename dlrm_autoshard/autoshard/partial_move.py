@@ -29,7 +29,7 @@ def movable(
     themselves (their halves, where they may be split) or with those that they must stay with; None where there are
     none. What is found so can be reached in parts."""
     now, stay = task.split_as(plan), dict[str, int]()
-    groups = _groups(list(dict.fromkeys(Shard.parse(name).table for name in plan.rank_of)), task.constraints)
+    groups = _groups(list(plan.tables), task.constraints)
     size_of = {table: _size(group, bytes_of) for group in groups if len(group) > 1 for table in group}
     for name, rank in plan.rank_of.items():
         whole, shard = now.shard(Shard.parse(name).table)[0], now.shard(name)[0]
@@ -55,7 +55,7 @@ def first_part(
 
     Tables go one after another, each time the one whose move leaves the least cost; where none may go alone (two
     full ranks swap), two at once. The best of the plans on the way is the part."""
-    groups = _groups(list(dict.fromkeys(Shard.parse(move.table).table for move in plan.moves_to(target))), constraints)
+    groups = _groups(list(dict.fromkeys(move.shard.table for move in plan.moves_to(target))), constraints)
     too_large = [group for group in groups if _size(group, bytes_of) > max_bytes]
     if not groups:
         return "no table moves"
@@ -113,7 +113,7 @@ def _groups(tables: Sequence[str], constraints: Constraints) -> list[Group]:
 def _moved(plan: ShardingPlan, target: ShardingPlan, tables: Iterable[str]) -> ShardingPlan:
     chosen = set(tables)
     mixed: dict[str, int] = {}
-    for table in dict.fromkeys(Shard.parse(name).table for name in plan.rank_of):
+    for table in plan.tables:
         of = target if table in chosen else plan
         mixed |= {str(shard): of.rank_of[str(shard)] for shard in of.parts_of(table)}
     return ShardingPlan(mixed, plan.world_size)

@@ -60,9 +60,9 @@ class CostOracle(Noise):
         row_bytes_T = 4 * 32 * np.ceil(self.dim_T / 32)
         distinct_T = self.ids_T / np.array([stat.mean_reuse for stat in stats])
         self.unique_bytes_T = distinct_T * row_bytes_T
-        wholes = list(dict.fromkeys(Shard.parse(table.name).table for table in tables))
+        wholes = list(dict.fromkeys(table.shard.table for table in tables))
         spread_R2 = np.exp(HIDDEN_SPREAD * hidden.standard_normal((len(wholes), 2)))
-        spread_T2 = spread_R2[[wholes.index(Shard.parse(table.name).table) for table in tables]]
+        spread_T2 = spread_R2[[wholes.index(table.shard.table) for table in tables]]
         self.read_ms_T = self.ids_T * row_bytes_T / BYTES_PER_MS * spread_T2[:, 0]
         self.update_ms_T = (2 * self.unique_bytes_T + 0.3 * self.ids_T * row_bytes_T) / BYTES_PER_MS * spread_T2[:, 1]
         self.write_ms_T = batch_size * 4 * self.dim_T / BYTES_PER_MS
@@ -119,7 +119,7 @@ class CostOracle(Noise):
         if names not in self._of_shards:
             stats_of = {table.name: stat for table, stat in zip(self.tables, self.stats, strict=True)}
             shards = shard_tables(self.tables, plan)
-            stats = [stats_of[Shard.parse(shard.name).table] for shard in shards]
+            stats = [stats_of[shard.shard.table] for shard in shards]
             self._of_shards[names] = CostOracle(shards, stats, self.batch_size, self.devices, self._seed, self.noise)
         return self._of_shards[names]
 

@@ -236,7 +236,6 @@ def compare(plan: ShardingPlan, better: ShardingPlan, gain: Gain, of_what: str, 
     from dlrm_autoshard.formats.words import count
     from dlrm_autoshard.records.decisions import interval_in_words
     from dlrm_autoshard.records.diagnosis import NINETY
-    from dlrm_autoshard.tables import Shard
 
     low, high = gain.mean - NINETY * gain.std, gain.mean + NINETY * gain.std
     if gain.mean < 0.005:
@@ -246,7 +245,7 @@ def compare(plan: ShardingPlan, better: ShardingPlan, gain: Gain, of_what: str, 
         return (
             f"The planner finds nothing that is surely better: the best plan is predicted to save {told} of {of_what}."
         )
-    tables = {Shard.parse(move.table).table for move in plan.moves_to(better)}
+    tables = {move.shard.table for move in plan.moves_to(better)}
     return (
         f"`dlrm-autoshard plan{' --per-part' if per_part else ''}` would move {count(len(tables), 'table')}, which is "
         f"predicted to save {told} of {of_what}."

@@ -101,7 +101,7 @@ class Constraints:
     def pieces(self, table: TableConfig) -> tuple[TableConfig, ...]:
         """What the table, or part of one, is cut into; itself where no cut is within it."""
         start, stop = table.columns
-        within = sorted(cut for cut in self.cuts.get(Shard.parse(table.name).table, ()) if start < cut < stop)
+        within = sorted(cut for cut in self.cuts.get(table.shard.table, ()) if start < cut < stop)
         return tuple(table.part(*columns) for columns in itertools.pairwise([start, *within, stop]))
 
     def check(self, tables: Sequence[TableConfig], max_parts: int, splits_allowed: bool) -> None:
@@ -112,8 +112,8 @@ class Constraints:
         for key, names in groups.items():
             for name in itertools.chain(*names):
                 try:
-                    if (table := of.get(Shard.parse(name).table)) is not None:
-                        table.shard(name)
+                    if (table := of.get(self.named[name].table)) is not None:
+                        table.holding(self.named[name])
                 except UserError as error:
                     raise PlanError(f"{key} names '{name}', but {error}") from error
         for one, other in itertools.combinations(self.pinned, 2):
@@ -161,7 +161,7 @@ class Splits:
         """What to set, other than it is here, for tables to be split so."""
         dims: dict[str, list[int]] = {}
         for shard in shards:
-            dims.setdefault(Shard.parse(shard.name).table, []).append(shard.embedding_dim)
+            dims.setdefault(shard.shard.table, []).append(shard.embedding_dim)
         split = [of_table for of_table in dims.values() if len(of_table) > 1]
         parts, narrowest = max(map(len, split)), min(map(min, split))
         other = {

@@ -1,4 +1,4 @@
-"""Which rank owns which shard: a table, or some of its columns.
+"""Which rank owns which shard: a table, or some of its columns or rows.
 
 plan = ShardingPlan({"user": 0, "item[0:64]": 0, "item[64:128]": 1}, world_size=2)
 plan.tables_on(1)                        # ("item[64:128]",)
@@ -33,10 +33,10 @@ class PlanCosts(TypedDict):
 
 
 class PlanRecord(TypedDict):
-    """A plan as JSON. rank_of: each shard's owner, tables in canonical order. schema: 2 where a table is split.
-    made_by: of a plan that `plan` made."""
+    """A plan as JSON. rank_of: each shard's owner, tables in canonical order. schema: 2 where a table is split
+    by columns, 3 where one is split by rows. made_by: of a plan that `plan` made."""
 
-    schema: Literal[1, 2]
+    schema: Literal[1, 2, 3]
     world_size: Ranks
     rank_of: dict[Name, Count]
     made_by: NotRequired[PlanCosts]
@@ -57,7 +57,7 @@ class PlanError(UserError):
 
 @dataclass(frozen=True)
 class Move:
-    """A shard on the way from one rank to another; where a table is split anew, columns that one shard gives another.
+    """A shard on the way from one rank to another; where a table is split anew, the part that one shard gives another.
 
     table: name of what travels. leaves, arrives: the shards that it is of, before and after, if not one of its own.
     """
@@ -68,13 +68,18 @@ class Move:
     leaves: str | None = None
     arrives: str | None = None
 
+    @cached_property
+    def shard(self) -> Shard:
+        return Shard.parse(self.table)
+
     def record(self, num_bytes: int) -> MoveRecord:
         return MoveRecord(shard=self.table, from_rank=self.source, to_rank=self.destination, bytes=num_bytes)
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Owner rank of every shard. Immutable; the order of `rank_of` is the tables' canonical order, parts by columns.
+    """Owner rank of every shard. Immutable; the order of `rank_of` is the tables' canonical order, parts by rows and
+    columns.
 
     rank_of: by the shards' names; a table that is not split goes by its own.
     """
@@ -94,15 +99,18 @@ class ShardingPlan:
 
     @cached_property
     def _parts(self) -> Mapping[str, tuple[Shard, ...]]:
-        """Of each table, by columns; tables in canonical order."""
+        """Of each table, by rows, then columns; tables in canonical order."""
         parts: dict[str, list[Shard]] = {}
         for name in self.rank_of:
             shard = Shard.parse(name)
             parts.setdefault(shard.table, []).append(shard)
-        return {table: tuple(sorted(of, key=lambda shard: shard.columns or (0, 0))) for table, of in parts.items()}
+        return {
+            table: tuple(sorted(of, key=lambda shard: (shard.rows or (0, 0), shard.columns or (0, 0))))
+            for table, of in parts.items()
+        }
 
     def parts_of(self, table: str) -> tuple[Shard, ...]:
-        """The table's shards by columns: one where it is whole, none where the plan doesn't place it."""
+        """The table's shards by rows, then columns: one where it is whole, none where the plan doesn't place it."""
         return self._parts.get(table, ())
 
     @cached_property
@@ -110,6 +118,19 @@ class ShardingPlan:
         if not any(name.endswith("]") for name in self.rank_of):
             return ()
         return tuple(table for table, parts in self._parts.items() if parts != (Shard(table),))
+
+    @cached_property
+    def tables(self) -> tuple[str, ...]:
+        """Names of the tables that it places, whole or in parts, in canonical order."""
+        return tuple(self._parts)
+
+    @cached_property
+    def column_split_tables(self) -> tuple[str, ...]:
+        return tuple(t for t in self.split_tables if any(shard.columns for shard in self.parts_of(t)))
+
+    @cached_property
+    def row_split_tables(self) -> tuple[str, ...]:
+        return tuple(t for t in self.split_tables if any(shard.rows for shard in self.parts_of(t)))
 
     @property
     def most_parts(self) -> int:
@@ -168,7 +189,8 @@ class ShardingPlan:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:12]
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": 2 if self.split_tables else 1, "world_size": self.world_size, "rank_of": dict(self.rank_of)}
+        schema = 3 if self.row_split_tables else 2 if self.split_tables else 1
+        return {"schema": schema, "world_size": self.world_size, "rank_of": dict(self.rank_of)}
 
     @staticmethod
     def from_json(record: Any) -> ShardingPlan:
@@ -204,10 +226,19 @@ def costs_of_plan(path: Path) -> PlanCosts | None:
 
 
 def _check_parts(table: str, parts: Sequence[Shard]) -> None:
-    """PlanError unless they are columns from 0 on, each exactly once, as fbgemm can hold them. Where they end, the
-    plan doesn't know: see `shard_tables`."""
+    """PlanError unless they are columns from 0 on, each exactly once, as fbgemm can hold them; or rows, or both, none
+    twice. Where they end, the plan doesn't know: see `shard_tables`."""
     if len(parts) == 1:
         raise PlanError(f"'{parts[0]}' is the only part of its table: one that is whole goes by its name, '{table}'.")
+    if any(shard.rows is not None for shard in parts):
+        for shard in parts:
+            (first, last), (start, stop) = shard.rows or (0, 1), shard.columns or (0, 4)
+            if first >= last or start % 4 or stop % 4 or start >= stop:
+                raise PlanError(f"'{shard}' is no part that can be held: columns start and stop at multiples of 4.")
+        for one, other in itertools.combinations(parts, 2):
+            if one & other is not None:
+                raise PlanError(f"'{one}' and '{other}' have rows and columns in common: each is held once.")
+        return
     end = 0
     for shard in parts:
         start, stop = shard.columns or (-1, -1)
@@ -228,20 +259,34 @@ def shard_tables(tables: Sequence[TableConfig], plan: ShardingPlan) -> tuple[Tab
 
 
 def shards_by_table(tables: Sequence[TableConfig], plan: ShardingPlan) -> list[tuple[TableConfig, ...]]:
-    """`shard_tables`, of each table by columns."""
+    """`shard_tables`, of each table by rows, then columns."""
     plan.check_tables(table.name for table in tables)
     shards: list[tuple[TableConfig, ...]] = []
     for table in tables:
         if table.name in plan.rank_of:
             shards.append((table,))
             continue
-        parts = [shard.columns for shard in plan.parts_of(table.name) if shard.columns is not None]
-        if parts[-1][1] != table.embedding_dim:
+        parts = plan.parts_of(table.name)
+        columns, rows = [part.columns for part in parts], [part.rows for part in parts]
+        for what, wanted, ranges in (("columns", table.embedding_dim, columns), ("rows", table.num_embeddings, rows)):
+            held = max((held[1] for held in ranges if held is not None), default=wanted)
+            if held != wanted:
+                raise PlanError(
+                    f"the plan is for other tables: table '{table.name}' has {wanted:,} {what}, and its parts hold "
+                    f"{held:,}. Make a new plan for this model."
+                )
+        own = tuple(table.holding(shard) for shard in parts)
+        misnamed = [str(named) for named, shard in zip(parts, own, strict=True) if named != shard.shard]
+        if misnamed:
             raise PlanError(
-                f"the plan is for other tables: table '{table.name}' has {table.embedding_dim} columns, and its parts "
-                f"hold {parts[-1][1]}. Make a new plan for this model."
+                f"'{misnamed[0]}' names all rows or all columns of table '{table.name}'. Leave these out of its name."
             )
-        shards.append(tuple(table.part(*columns) for columns in parts))
+        if sum(s.num_embeddings * s.embedding_dim for s in own) < table.num_embeddings * table.embedding_dim:
+            raise PlanError(
+                f"the parts of table '{table.name}' must hold its rows and columns once each; "
+                f"they are {', '.join(map(str, parts))}."
+            )
+        shards.append(own)
     return shards
 
 

@@ -81,7 +81,7 @@ class PlacementTask:
         """Parts that lie side by side on one rank are one, but where a constraint cuts their table."""
         placed: list[tuple[str, int, int, int]] = []  # table, columns, rank
         for shard, rank in zip(self.tables, map(int, rank_U[self.units.unit_of_T]), strict=True):
-            name, (start, stop) = Shard.parse(shard.name).table, shard.columns
+            name, (start, stop) = shard.shard.table, shard.columns
             cut = start in self.constraints.cuts.get(name, ())
             if placed and placed[-1][0] == name and placed[-1][2:] == (start, rank) and not cut:
                 start = placed.pop()[1]
@@ -121,7 +121,7 @@ class PlacementTask:
         """Of each whole table, by its name: its shards among these, with its statistics."""
         found: dict[str, list[tuple[TableConfig, TableStats]]] = {}
         for table, stat in zip(self.tables, self.stats, strict=True):
-            found.setdefault(Shard.parse(table.name).table, []).append((table, stat))
+            found.setdefault(table.shard.table, []).append((table, stat))
         return found
 
     @cached_property
@@ -137,18 +137,18 @@ class PlacementTask:
     def shard(self, name: str) -> tuple[TableConfig, TableStats]:
         """A table, or the part of one that `name` says; with the table's statistics."""
         table, stat = self._whole_of[Shard.parse(name).table]
-        return table.shard(name), stat
+        return table.holding(Shard.parse(name)), stat
 
     def has(self, table: TableConfig) -> bool:
         """Whether it is one of these tables, or a part of one."""
-        whole, _ = self._whole_of.get(Shard.parse(table.name).table, (None, None))
-        return whole is not None and table.columns[1] <= whole.embedding_dim and table == whole.shard(table.name)
+        whole, _ = self._whole_of.get(table.shard.table, (None, None))
+        return whole is not None and table.columns[1] <= whole.embedding_dim and table == whole.holding(table.shard)
 
     def with_shards(self, shards: Sequence[TableConfig]) -> PlacementTask:
         """The same task about these shards of its tables. A part's memory is in proportion to what its shape needs."""
         stats, table_bytes = [], {}
         for shard in shards:
-            like, stat = self.shards_of[Shard.parse(shard.name).table][0]
+            like, stat = self.shards_of[shard.shard.table][0]
             both = [*memory_bytes([shard], [stat], self.splits.optimizer, self.batch_size).values()]
             both += memory_bytes([like], [stat], self.splits.optimizer, self.batch_size).values()
             table_bytes[shard.name] = -(-self.table_bytes[like.name] * both[0] // both[1])

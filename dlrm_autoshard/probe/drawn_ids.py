@@ -14,7 +14,7 @@ import zlib
 import numpy as np
 
 from dlrm_autoshard.data.hashing import mix64
-from dlrm_autoshard.tables import NUM_REUSE_BINS, Shard, TableConfig, TableStats
+from dlrm_autoshard.tables import NUM_REUSE_BINS, TableConfig, TableStats
 
 _LOWEST_USES = np.array([1] + [2 ** (k - 1) + 1 for k in range(1, NUM_REUSE_BINS)], dtype=np.float64)
 _HIGHEST_USES = np.array([2.0**k for k in range(NUM_REUSE_BINS)])  # the last bin has no end: 2^16 is our guess
@@ -23,7 +23,7 @@ _FEISTEL_ROUNDS = 3
 
 def draw_ids(table: TableConfig, stats: TableStats, batch_size: int, draw: int) -> tuple[np.ndarray, np.ndarray]:
     """Bag lengths [B] and ids [N] of one table in the draw-th batch."""
-    whole = Shard.parse(table.name).table  # a part looks up what its table does
+    whole = table.shard.table  # a part looks up what its table does
     generator = np.random.default_rng((zlib.crc32(whole.encode()), table.num_embeddings, draw))
     lengths_B = _bag_lengths(stats.mean_pooling, batch_size, generator)
     num_ids = int(lengths_B.sum())

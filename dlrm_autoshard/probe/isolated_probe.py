@@ -54,7 +54,7 @@ class IsolatedProbe:
         """Measures a shard (again): repetitions are kept, and their median counts."""
         wanted = frozenset(names)
         chosen = [self._pair(name) for name in sorted(wanted, key=self._order)]
-        wholes = [self._pairs[Shard.parse(t.name).table][0] for t, _ in chosen]
+        wholes = [self._pairs[t.shard.table][0] for t, _ in chosen]
         measured = self._probe.measure([t for t, _ in chosen], [s for _, s in chosen], self.batch_size, wholes)
         self.shard_times.setdefault(wanted, []).append(measured)
         return measured
@@ -75,7 +75,7 @@ class IsolatedProbe:
     def _pair(self, name: str) -> tuple[TableConfig, TableStats]:
         """A table, or a part of one, with the table's statistics."""
         table, stats = self._pairs[Shard.parse(name).table]
-        return table.shard(name), stats
+        return table.holding(Shard.parse(name)), stats
 
     def _order(self, name: str) -> tuple[int, tuple[int, int]]:
         shard = Shard.parse(name)

@@ -143,7 +143,7 @@ class RankProbe:
     def measure_shards(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
         """Rank 0: times of sets of tables or parts, dealt out over the ranks, which measure at the same time."""
         parsed = [[Shard.parse(name) for name in shard] for shard in shards]
-        pairs = [[(self._pairs[s.table][0].shard(str(s)), self._pairs[s.table][1]) for s in own] for own in parsed]
+        pairs = [[(self._pairs[s.table][0].holding(s), self._pairs[s.table][1]) for s in own] for own in parsed]
         self._ask(_SHARDS, pairs)
         return self._measure_shards(pairs)
 
@@ -198,7 +198,7 @@ class RankProbe:
     def _try_shard(self, shard: Sequence[tuple[TableConfig, TableStats]]) -> tuple[ShardTime, Exception | None]:
         """A failure here (memory, mostly) must not leave the other ranks waiting in a collective."""
         tables, stats = [table for table, _ in shard], [stat for _, stat in shard]
-        wholes = [self._pairs[Shard.parse(table.name).table][0] for table in tables]
+        wholes = [self._pairs[table.shard.table][0] for table in tables]
         time, failure = _tried(lambda: self._probe.measure(tables, stats, self.batch_size, wholes))
         return time or ShardTime(), failure
 

@@ -25,7 +25,7 @@ from dlrm_autoshard.distributed.tables.storage import shared_format, state_shape
 from dlrm_autoshard.distributed.tables.tbe import make_tbe
 from dlrm_autoshard.probe.drawn_ids import draw_ids
 from dlrm_autoshard.probe.step_timer import StepTimer
-from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats, output_order
+from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats, output_order
 
 _ALIGN = 4096  # elements; real tables start at whole pages too
 _DRAWS = 4
@@ -135,7 +135,7 @@ class ShardProbe:
 
     def _drawn_ids(self, table: TableConfig, stats: TableStats, rows: int, batch_size: int) -> list[DrawnIds]:
         """Of each draw, one table's, in so many rows; remembered between shards."""
-        key = (Shard.parse(table.name).table, table.num_embeddings, stats, rows, batch_size)
+        key = (table.shard.table, table.num_embeddings, stats, rows, batch_size)
         if key not in self._drawn:
             drawn = [draw_ids(table, stats, batch_size, draw) for draw in range(_DRAWS)]
             ids = [torch.from_numpy(ids_N.astype(np.int32)) for _, ids_N in drawn]

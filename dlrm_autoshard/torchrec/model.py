@@ -11,7 +11,7 @@ from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.distributed.ranks.agreement import agree, facts_of
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 from dlrm_autoshard.plan import ShardingPlan, shard_tables
-from dlrm_autoshard.tables import Shard, TableConfig
+from dlrm_autoshard.tables import TableConfig
 from dlrm_autoshard.torchrec.sharding import plan_of
 from dlrm_autoshard.torchrec.tables import (
     TorchrecError,
@@ -68,7 +68,7 @@ class ShardedModel:
             for path, collection in self.collections.items()
             for config in configs_of(collection)
         }
-        return tuple(s for s in self.local_shards for _ in range(counts[Shard.parse(s.name).table]))
+        return tuple(s for s in self.local_shards for _ in range(counts[s.shard.table]))
 
 
 PIPELINED = (

@@ -129,7 +129,7 @@ class _Between:
 
     def table(self, name: str) -> TableConfig:
         """A shard as a table of its own."""
-        return self._tables[ShardName.parse(name).table].shard(name)
+        return self._tables[(shard := ShardName.parse(name)).table].holding(shard)
 
     def shape(self, name: str, tensor: str) -> tuple[int, ...]:
         table = self.table(name)
@@ -184,7 +184,7 @@ def _agree(
     for rank, (_, (host, free), _) in enumerate(said):
         where = host if sharded.device.type == "cpu" else f"the GPU of rank {rank}"
         shards = [shard for shard in plan.shards_on(rank) if shard.table in moving]
-        parts = [tables[shard.table].shard(str(shard)) for shard in shards]
+        parts = [tables[shard.table].holding(shard) for shard in shards]
         needed[where] = needed.get(where, 0) + sum(
             part.weight_bytes + part.optimizer_bytes(sharded.config.optimizer.name) for part in parts
         )

@@ -26,7 +26,7 @@ from dlrm_autoshard.distributed.tables.storage import state_shapes
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, checked
 from dlrm_autoshard.plan import PlanError, ShardingPlan
-from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer
+from dlrm_autoshard.tables import TableConfig, TableOptimizer
 from dlrm_autoshard.training.checkpoints.checkpoint import Checkpoints
 from dlrm_autoshard.training.checkpoints.folder import step_of
 from dlrm_autoshard.training.checkpoints.manifest import (
@@ -199,7 +199,7 @@ def plan_of(checkpoint: Path | None, tables: Sequence[TableConfig]) -> ShardingP
     if saved is None:
         return None
     plan = ShardingPlan.from_json(saved)
-    names, saved_names = {table.name for table in tables}, {shard.table for shard in map(Shard.parse, plan.rank_of)}
+    names, saved_names = {table.name for table in tables}, {*plan.tables}
     check_same(
         checkpoint,
         [f"table '{name}' is not in it" for name in sorted(names - saved_names)]

@@ -30,7 +30,7 @@ from dlrm_autoshard.distributed.tables.init import initialise as initialise
 from dlrm_autoshard.distributed.tables.rowwise_adagrad import faster_on_all
 from dlrm_autoshard.distributed.tables.storage import Storage
 from dlrm_autoshard.plan import PlanError, ShardingPlan, shard_tables
-from dlrm_autoshard.tables import Shard, TableConfig
+from dlrm_autoshard.tables import TableConfig
 
 
 class ShardedEmbeddings:
@@ -75,7 +75,7 @@ class ShardedEmbeddings:
         self.adopt(plan)
         if initial_values:
             for shard in self.local_shards:
-                weight, table = self.storage.tensors(shard.name)["weight"], Shard.parse(shard.name).table
+                weight, table = self.storage.tensors(shard.name)["weight"], shard.shard.table
                 initialise(weight, table, seed, first_column=shard.columns[0])
 
     @property
@@ -119,11 +119,11 @@ class ShardedEmbeddings:
         shard_tables(self.tables, plan)
         for dtype in {self._exchange_dtypes.vectors, self._exchange_dtypes.gradients}:
             Wire(dtype, self.tables).check(plan)
-        if plan.split_tables and not self.config.optimizer.splits_tables:
+        if plan.column_split_tables and not self.config.optimizer.splits_tables:
             raise PlanError(
-                f"the plan splits table '{plan.split_tables[0]}', and row-wise Adagrad keeps one sum of squares a row "
-                "over all columns. Set tables.optimizer.per_part: true for a sum a row and part, which is another "
-                "optimizer; or use adagrad, or a plan without splits."
+                f"the plan splits table '{plan.column_split_tables[0]}' by columns, and row-wise Adagrad "
+                "keeps one sum of squares a row over all columns. Set tables.optimizer.per_part: true for a sum a row "
+                "and part, which is another optimizer; or use adagrad, or a plan that splits no columns."
             )
 
     def distribute(self, batch: Batch) -> IdDistribution | DeviceIdDistribution:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.moves.agree import ReshardRefused, agree
 from dlrm_autoshard.distributed.moves.transfer import (
+    PAGE,
     ReshardError,
     checksums_of,
     in_common_order,
@@ -31,8 +32,6 @@ from dlrm_autoshard.errors import in_words
 from dlrm_autoshard.plan import MoveRecord, PlanError, ShardingPlan
 
 __all__ = ["ReshardError", "ReshardRefused", "ReshardStats", "reshard"]
-
-PAGE = 4096
 
 T = TypeVar("T")
 Sums = dict[tuple[str, str], int]

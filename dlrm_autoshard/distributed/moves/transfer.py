@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import Move, MoveRecord
 from dlrm_autoshard.tables import Shard, TableConfig
 
+PAGE = 4096
 IN_FLIGHT = 4
 """Chunks that a rank sends or receives at a time."""
 
@@ -56,7 +57,7 @@ class ReshardError(UserError):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows [start, stop) of one tensor of what moves."""
+    """Rows [start, stop) of one tensor of what moves, counted from its first."""
 
     move: Move
     tensor: str
@@ -77,25 +78,40 @@ def records_of(moves: Sequence[Move], storage: Storage) -> tuple[MoveRecord, ...
 def in_common_order(moves: Sequence[Move], sizes: RowSizes, chunk_bytes: int) -> list[Chunk]:
     """All chunks of all moves, the same list on every rank: by how far each route (ranks that send, ranks that
     receive) has come. A table that is split anew travels row by row, all its columns at once, so that the old shards'
-    memory goes as the new ones' comes."""
+    memory goes as the new ones' comes; so does each range of rows beside the others."""
     together: dict[Move | str, list[Move]] = defaultdict(list)
     for move in moves:
         whole = move.leaves is None and move.arrives is None
-        together[move if whole else Shard.parse(move.table).table].append(move)
+        together[move if whole else move.shard.table].append(move)
     chunks_of_route: dict[tuple[tuple[int, ...], ...], list[tuple[int, list[Chunk]]]] = defaultdict(list)
-    for group in together.values():
+    for group, span in itertools.chain.from_iterable(map(_by_rows, together.values())):
         route = tuple(tuple(sorted({getattr(move, end) for move in group})) for end in ("source", "destination"))
         for tensor in sizes[group[0].table]:
-            rows, row = sizes[group[0].table][tensor][0], sum(sizes[move.table][tensor][1] for move in group)
-            for start in range(0, rows, max(1, chunk_bytes // row)):
-                stop = min(rows, start + max(1, chunk_bytes // row))
-                chunks = [Chunk(move, tensor, start, stop) for move in group]
+            row = sum(sizes[move.table][tensor][1] for move in group)
+            first, last = span or (0, sizes[group[0].table][tensor][0])
+            for start in range(first, last, max(1, chunk_bytes // row)):
+                stop = min(last, start + max(1, chunk_bytes // row))
+                firsts = [0 if move.shard.rows is None else move.shard.rows[0] for move in group]
+                chunks = [Chunk(m, tensor, start - at, stop - at) for m, at in zip(group, firsts, strict=True)]
                 chunks_of_route[route].append(((stop - start) * row, chunks))
     keyed = []
     for route, sized in chunks_of_route.items():
         ends = list(itertools.accumulate(size for size, _ in sized))
         keyed += [((end / ends[-1], route), chunks) for end, (_, chunks) in zip(ends, sized, strict=True)]
     return [chunk for _, chunks in sorted(keyed, key=lambda item: item[0]) for chunk in chunks]
+
+
+def _by_rows(moves: Sequence[Move]) -> list[tuple[list[Move], tuple[int, int] | None]]:
+    """Returns each range of rows that the same moves carry, with these; None: all rows."""
+    if all(move.shard.rows is None for move in moves):
+        return [(list(moves), None)]
+    ends = sorted({end for move in moves for end in move.shard.rows or ()})
+    found: list[tuple[list[Move], tuple[int, int] | None]] = []
+    for start, stop in itertools.pairwise(ends):
+        within = Shard(moves[0].shard.table, rows=(start, stop))
+        carried = [move for move in moves if move.shard & within is not None]
+        found += [(carried, (start, stop))] if carried else []
+    return found
 
 
 def transfer(embeddings: Embeddings, chunks: Sequence[Chunk], group: dist.ProcessGroup) -> None:
@@ -215,33 +231,38 @@ class _Views:
     def _part(self, shard: str, chunk: Chunk) -> Tensor:
         if shard not in self._of_shard:
             self._of_shard[shard] = {n: value.detach() for n, value in self._storage.tensors(shard).items()}
-        rows = self._of_shard[shard][chunk.tensor][chunk.start : chunk.stop]
-        if rows.dim() == 1 or shard == chunk.move.table:
-            return rows
-        (first, _), (start, stop) = (self._storage.table(name).columns for name in (shard, chunk.move.table))
-        return rows[:, start - first : stop - first]
+        tensor = self._of_shard[shard][chunk.tensor]
+        rows, columns = chunk.move.shard.within(Shard.parse(shard))
+        part = tensor[rows] if tensor.dim() == 1 else tensor[rows, columns]
+        return part[chunk.start : chunk.stop]
 
 
 class _Sent:
-    """How far each departing shard has gone: its rows' memory goes when all of their columns have."""
+    """What of each departing shard has gone: its rows' memory goes when all of their columns have."""
 
     def __init__(self, storage: Storage, chunks: Sequence[Chunk]) -> None:
         self._storage = storage
-        self._rows: dict[tuple[str, str], dict[Move, int]] = defaultdict(dict)
-        for chunk in chunks:
-            self._rows[self._key(chunk)][chunk.move] = 0
+        self._open = Counter(map(self._rows, chunks))
+        self._gone = {(shard, tensor): {0} for shard, tensor, _, _ in self._open}  # ends of rows that have gone
 
     def mark(self, chunk: Chunk) -> None:
-        rows = self._rows[self._key(chunk)]
-        before, rows[chunk.move] = min(rows.values()), chunk.stop
-        if min(rows.values()) > before:
-            shard, tensor = self._key(chunk)
+        rows = self._rows(chunk)
+        self._open[rows] -= 1
+        if self._open[rows] == 0:
+            shard, tensor, start, stop = rows
             _, row = self._storage.row_bytes(shard)[tensor]
-            self._storage.release_part(shard, tensor, before * row, min(rows.values()) * row)
+            gone = self._gone[shard, tensor]
+            # A page that these rows share with ones before them goes only where those have gone.
+            first = start * row if start in gone else -(-start * row // PAGE) * PAGE
+            gone.add(stop)
+            self._storage.release_part(shard, tensor, first, stop * row)
 
     @staticmethod
-    def _key(chunk: Chunk) -> tuple[str, str]:
-        return chunk.move.leaves or chunk.move.table, chunk.tensor
+    def _rows(chunk: Chunk) -> tuple[str, str, int, int]:
+        """Name of the shard that they leave, of the tensor, and its rows [start, stop)."""
+        leaves = chunk.move.leaves or chunk.move.table
+        first = chunk.move.shard.within(Shard.parse(leaves))[0].start or 0
+        return leaves, chunk.tensor, first + chunk.start, first + chunk.stop
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

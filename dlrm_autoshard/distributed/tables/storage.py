@@ -132,7 +132,7 @@ class Storage:
     def table(self, name: str) -> TableConfig:
         """A shard as a table of its own."""
         whole = self._tables.get(name)
-        return self._tables[Shard.parse(name).table].shard(name) if whole is None else whole
+        return self._tables[(shard := Shard.parse(name)).table].holding(shard) if whole is None else whole
 
     def claim(self, names: Iterable[str]) -> str | None:
         """Takes places for shards that are to arrive, in reserved memory where that is used. Returns a sentence, and

@@ -23,7 +23,7 @@ from dlrm_autoshard.planner.costs.cost_model import COST, NUM_SUMMARY, CostModel
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.costs.loads import LoadRange, log_loads, many
 from dlrm_autoshard.planner.costs.replay import ShardSample
-from dlrm_autoshard.tables import Shard, TableConfig, TableStats
+from dlrm_autoshard.tables import TableConfig, TableStats
 
 MOST_ROWS = 600
 """Stages of profiles and of start-up shards, so that the system stays small. Shards have half of them at least: on many
@@ -105,7 +105,7 @@ class Observed:
         tables = profiles[-1].tables if profiles else tuple(dict.fromkeys(t for s in shards for t in s.tables))
         wholes = Parts(tables)
         split = [table for p in profiles if p.plan.split_tables for table in p.shards[0]]
-        split += [table for s in shards for table in s.tables if Shard.parse(table.name).columns]
+        split += [table for s in shards for table in s.tables if table.shard.columns]
         split = [table for table, inside_R in zip(split, wholes.wholes(split), strict=True) if inside_R.any()]
         tables = tuple(dict.fromkeys([*tables, *split]))
         column = {table: i for i, table in enumerate(tables)}

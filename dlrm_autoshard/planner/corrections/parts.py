@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dlrm_autoshard.tables import Shard, TableConfig
+from dlrm_autoshard.tables import TableConfig
 
 
 class Parts:
@@ -58,8 +58,8 @@ class Parts:
 
 
 def _is_part(table: TableConfig) -> bool:
-    return Shard.parse(table.name).columns is not None
+    return table.shard.columns is not None
 
 
 def _whole(table: TableConfig) -> tuple[str, int, str]:
-    return Shard.parse(table.name).table, table.num_embeddings, table.dtype
+    return table.shard.table, table.num_embeddings, table.dtype

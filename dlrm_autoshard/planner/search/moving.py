@@ -12,7 +12,6 @@ import numpy as np
 
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.tables import Shard
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def held_bytes(task: PlacementTask, current: ShardingPlan) -> np.ndarray:
     """[T, W] of each shard that lie on each rank under `current`, however that splits its table."""
     bytes_TW = np.zeros((len(task.tables), task.world_size))
     for row, table in zip(bytes_TW, task.tables, strict=True):
-        shard = Shard.parse(table.name)
+        shard = table.shard
         for part in current.parts_of(shard.table):
             if (common := part & shard) is not None:
                 held = table.part(*common.columns) if common.columns else table

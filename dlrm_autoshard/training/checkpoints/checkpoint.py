@@ -36,7 +36,7 @@ from dlrm_autoshard.training.checkpoints.manifest import (
     bytes_digest,
     check_columns,
     check_shapes,
-    name_and_columns,
+    name_and_shard,
     read_extra,
     read_manifest,
 )
@@ -173,7 +173,7 @@ class Checkpoints(CheckpointFolder):
             check_shapes(path, manifest.shapes(), shapes)
             check_columns(path, manifest.state.columns, columns)
             for key, tensor in tensors.items():
-                name, _ = name_and_columns(key)
+                name, _ = name_and_shard(key)
                 if str(tensor.dtype) != f"torch.{manifest.tensors[name].dtype}":
                     raise CheckpointError(
                         f"checkpoint '{path}' is of another model: {name} is {manifest.tensors[name].dtype}, the "

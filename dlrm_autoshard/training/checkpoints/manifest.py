@@ -46,8 +46,8 @@ class _Strict(pydantic.BaseModel):
 class Chunk(_Strict):
     """Bytes [offset, offset + bytes) of a file; a tensor's chunks in their order are its bytes, row-major.
 
-    columns: [start, stop) of the tensor's, if not all: the chunks of these columns are their bytes. Of what is kept a
-    row, each part of a split table has its own, for its columns.
+    columns, rows: [start, stop) of the tensor's, if not all: the chunks of these are their bytes. Of what is kept a
+    row, each part of a table that is split by columns has its own, for its columns.
     """
 
     file: str = pydantic.Field(pattern=r"^rank_\d{5}\.bin$")
@@ -55,6 +55,7 @@ class Chunk(_Strict):
     bytes: Count
     digest: str
     columns: list[NonNegativeInt] | None = pydantic.Field(default=None, min_length=2, max_length=2)
+    rows: list[NonNegativeInt] | None = pydantic.Field(default=None, min_length=2, max_length=2)
 
     @pydantic.model_serializer(mode="wrap")
     def _columns_where_split(self, handler: Callable[[Chunk], dict[str, Any]]) -> dict[str, Any]:
@@ -105,14 +106,16 @@ class Manifest(_Strict):
         """saved: under the names of the ranks that wrote them, which may be of parts: `tables.item[0:64].weight`."""
         tensors: dict[str, SavedTensor] = {}
         for key, part in saved.items():
-            name, columns = name_and_columns(key)
-            if columns is None:
+            name, shard = name_and_shard(key)
+            if shard.is_whole:
                 tensors[name] = part
                 continue
             others = tensors.get(name)
-            width = max([columns[1], *(others.shape[1:] if others else ())])
-            shape = [part.shape[0]] + [width] * (len(part.shape) - 1)
-            chunks = [chunk.model_copy(update={"columns": list(columns)}) for chunk in part.chunks]
+            ranges = (shard.rows, shard.columns)[: len(part.shape)]
+            ends = [held[1] if held else size for held, size in zip(ranges, part.shape, strict=True)]
+            shape = [max(pair) for pair in zip(ends, others.shape if others else ends, strict=True)]
+            at = {key: list(held) for key in ("columns", "rows") if (held := getattr(shard, key)) is not None}
+            chunks = [chunk.model_copy(update=at) for chunk in part.chunks]
             tensors[name] = SavedTensor(
                 dtype=part.dtype, shape=shape, chunks=(others.chunks if others else []) + chunks
             )
@@ -122,11 +125,11 @@ class Manifest(_Strict):
         return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
 
-def name_and_columns(key: str) -> tuple[str, tuple[int, int] | None]:
+def name_and_shard(key: str) -> tuple[str, Shard]:
     """A rank's `tables.item[0:64].weight` is columns 0 to 64 of `tables.item.weight`."""
     owner, dot, tensor = key.rpartition(".")
     shard = Shard.parse(owner)
-    return f"{shard.table}{dot}{tensor}", shard.columns
+    return f"{shard.table}{dot}{tensor}", shard
 
 
 def read_manifest(path: Path) -> Manifest:

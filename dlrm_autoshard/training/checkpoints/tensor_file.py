@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dlrm_autoshard.tables import Shard
 from dlrm_autoshard.training.checkpoints.digest import digest_of
 from dlrm_autoshard.training.checkpoints.direct_file import DirectFile
 from dlrm_autoshard.training.checkpoints.manifest import (
@@ -23,7 +24,7 @@ from dlrm_autoshard.training.checkpoints.manifest import (
     DamagedCheckpoint,
     Manifest,
     SavedTensor,
-    name_and_columns,
+    name_and_shard,
 )
 
 CHUNK = 16 << 20
@@ -50,37 +51,62 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, SavedT
 
 @dataclass(frozen=True)
 class _Cut:
-    """Where a chunk goes whose columns are not those of the tensor it is read into.
+    """Where a chunk goes that is of another part of the table than the tensor it is read into.
 
-    first: number of the chunk's first element among those of its columns. Of what is kept a row, the tensor's is the
-    mean of the parts that were saved, by columns.
+    first: number of the chunk's first element among those of `saved`. Of what is kept a row, the tensor's is the mean
+    of the parts that were saved, by columns. Both parts name their rows and columns.
     """
 
     into: Tensor
-    wanted: tuple[int, int]
-    saved: tuple[int, int]
+    wanted: Shard
+    saved: Shard
     first: int
+
+    def takes(self, elements: int) -> bool:
+        """Whether some of the rows of a chunk of so many elements are wanted."""
+        common = self.saved & self.wanted
+        assert common is not None
+        width = _width(self.saved) if self.into.dim() == 2 else 1
+        first, last = self.first // width, -(-(self.first + elements) // width)
+        start, stop = _clipped(common.within(self.saved)[0], last - first, first)
+        return start < stop
 
     def put(self, arrived: Tensor) -> None:
         values = arrived.view(self.into.dtype).to(self.into.device)
-        (start, stop), (from_column, to_column) = self.saved, self.wanted
+        common = self.saved & self.wanted
+        assert common is not None and common.columns is not None
+        into = self.into.detach()[common.within(self.wanted)[: self.into.dim()]]
+        rows, columns = common.within(self.saved)
         if self.into.dim() == 1:
-            left, right = max(start, from_column), min(stop, to_column)
-            rows = self.into.detach()[self.first : self.first + len(values)]
-            rows.add_(values, alpha=(right - left) / (to_column - from_column))
+            share = (common.columns[1] - common.columns[0]) / _width(self.wanted)
+            left, right = _clipped(rows, len(values), self.first)
+            into[left:right].add_(values[left + (rows.start or 0) - self.first :][: right - left], alpha=share)
             return
-        width, place = stop - start, self.first
+        width, place = _width(self.saved), self.first
+        low, high = (0, width) if columns.start is None else (columns.start, columns.stop)
         while len(values):  # a row that the chunk has a piece of, whole rows, another such row
             row, column = divmod(place, width)
             whole = column == 0 and len(values) >= width
             count = len(values) // width * width if whole else min(width - column, len(values))
             block = values[:count].view(-1, width if whole else count)
-            first = start + column
-            left, right = max(first, from_column), min(first + block.shape[1], to_column)
-            if left < right:
-                columns = slice(left - from_column, right - from_column)
-                self.into.detach()[row : row + len(block), columns] = block[:, left - first : right - first]
+            left, right = max(column, low), min(column + block.shape[1], high)
+            top, end = _clipped(rows, len(block), row)
+            if left < right and top < end:
+                first = top + (rows.start or 0) - row
+                wanted = block[first : first + end - top, left - column : right - column]
+                into[top:end, left - low : right - low] = wanted
             values, place = values[count:], place + count
+
+
+def _clipped(wanted: slice, count: int, first: int) -> tuple[int, int]:
+    """[start, stop) among the wanted rows of those rows [first, first + count) that are wanted."""
+    start, stop = wanted.start or 0, wanted.stop
+    return max(first - start, 0), (first + count if stop is None else min(first + count, stop)) - start
+
+
+def _width(shard: Shard) -> int:
+    assert shard.columns is not None
+    return shard.columns[1] - shard.columns[0]
 
 
 def read_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
@@ -89,8 +115,8 @@ def read_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) 
     tensors: of whole tables, or of columns (`tables.item[0:64].weight`), whoever wrote which columns."""
     jobs: list[tuple[Chunk, Tensor | _Cut]] = []
     for key, tensor in tensors.items():
-        name, columns = name_and_columns(key)
-        jobs += _jobs(f"checkpoint '{path}': '{name}'", manifest.tensors[name], tensor, columns)
+        name, shard = name_and_shard(key)
+        jobs += _jobs(f"checkpoint '{path}': '{name}'", manifest.tensors[name], tensor, shard)
     with ExitStack() as opened, ThreadPoolExecutor(_READERS) as readers:
         files = {}
         for file in {chunk.file for chunk, _ in jobs}:
@@ -115,40 +141,55 @@ def read_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) 
                 read(*job)
 
 
-def _jobs(
-    what: str, saved: SavedTensor, tensor: Tensor, columns: tuple[int, int] | None
-) -> list[tuple[Chunk, Tensor | _Cut]]:
-    """Where each chunk of a saved tensor goes, of which `tensor` is these columns, or all."""
-    groups: dict[tuple[int, int] | None, list[Chunk]] = {}
+def _jobs(what: str, saved: SavedTensor, tensor: Tensor, part: Shard) -> list[tuple[Chunk, Tensor | _Cut]]:
+    """Where each chunk of a saved tensor goes, of which `tensor` is this part, or all."""
+    groups: dict[tuple[tuple[int, int] | None, tuple[int, int] | None], list[Chunk]] = {}
     for chunk in saved.chunks:
-        groups.setdefault(None if chunk.columns is None else (chunk.columns[0], chunk.columns[1]), []).append(chunk)
-    groups = groups or {None: []}
-    ends = [own[1] for own in groups if own is not None]
-    whole = (0, saved.shape[1]) if tensor.dim() == 2 else (0, max(ends, default=0))
-    wanted = columns or whole
+        groups.setdefault((_pair(chunk.columns), _pair(chunk.rows)), []).append(chunk)
+    groups = groups or {(None, None): []}
+    width = saved.shape[1] if tensor.dim() == 2 else max([end for own, _ in groups if own for end in own], default=1)
+    rows = (0, saved.shape[0] if saved.shape else 1)
+
+    def named(columns: tuple[int, int] | None, of_rows: tuple[int, int] | None, all_columns: tuple[int, int]) -> Shard:
+        return Shard(part.table, columns or all_columns, of_rows or rows)
+
+    wanted = named(part.columns, part.rows, (0, width))
     jobs: list[tuple[Chunk, Tensor | _Cut]] = []
-    missing = wanted[1] - wanted[0]
-    for own, chunks in groups.items():
-        start, stop = own or (whole if tensor.dim() == 2 else wanted)
-        shared = max(0, min(stop, wanted[1]) - max(start, wanted[0]))
-        same, row = (start, stop) == wanted, (stop - start if tensor.dim() == 2 else 1) * tensor.itemsize
-        if not shared and not same:
+    missing = _area(wanted)
+    for (columns, of_rows), chunks in groups.items():
+        own = named(columns, of_rows, (0, width) if tensor.dim() == 2 else wanted.columns or (0, width))
+        common = own & wanted
+        if common is None and own != wanted:
             continue
-        missing -= shared
-        place, size = 0, tensor.numel() * tensor.itemsize if same else len(tensor) * row
+        missing -= 0 if common is None else _area(common)
+        elements = _area(own) if tensor.dim() == 2 else (own.rows or rows)[1] - (own.rows or rows)[0]
+        place, size = 0, tensor.numel() * tensor.itemsize if own == wanted else elements * tensor.itemsize
         for chunk in chunks:
-            if same:
+            if own == wanted:
                 jobs.append((chunk, _bytes_of(tensor)[place : place + chunk.bytes]))
-            else:
-                jobs.append((chunk, _Cut(tensor, wanted, (start, stop), place // tensor.itemsize)))
+            elif chunk.bytes % tensor.itemsize == 0:
+                cut = _Cut(tensor, wanted, own, place // tensor.itemsize)
+                jobs += [(chunk, cut)] if cut.takes(chunk.bytes // tensor.itemsize) else []
             place += chunk.bytes
         if place != size or any(chunk.bytes % tensor.itemsize for chunk in chunks):
             raise DamagedCheckpoint(f"{what} has {place} bytes, not {size}.")
     if missing:
-        raise DamagedCheckpoint(f"{what} lacks {missing} of columns {wanted[0]} to {wanted[1]}.")
+        (first, last), (start, stop) = wanted.rows or rows, wanted.columns or (0, width)
+        of = f"columns {start} to {stop}" if missing % (last - first) == 0 else f"rows {first} to {last}"
+        lacking = missing // (last - first) if missing % (last - first) == 0 else missing // (stop - start)
+        raise DamagedCheckpoint(f"{what} lacks {lacking} of {of}.")
     if tensor.dim() == 1 and any(isinstance(into, _Cut) for _, into in jobs):
         tensor.detach().zero_()
     return jobs
+
+
+def _pair(ends: list[int] | None) -> tuple[int, int] | None:
+    return None if ends is None else (ends[0], ends[1])
+
+
+def _area(shard: Shard) -> int:
+    assert shard.rows is not None
+    return (shard.rows[1] - shard.rows[0]) * _width(shard)
 
 
 def _read(path: Path, manifest: Manifest, descriptor: int, chunk: Chunk, part: Tensor) -> None:
