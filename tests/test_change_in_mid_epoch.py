@@ -30,8 +30,8 @@ def train_with_a_slow_rank(rank: int, world_size: int, job: Config, run_dir: Pat
     """What was decided on, on rank 0."""
     decided_on: list[Interval] = []
     with trainer(job, make_runtime(rank, world_size), run_dir) as made:
-        lookup = made.embeddings.lookup
-        resharding = made.intervals.resharding
+        lookup = made.job.embeddings.lookup
+        resharding = made.job.intervals.resharding
         if resharding is not None and (controller := resharding.controller) is not None:
             decide = controller.decide
 
@@ -42,10 +42,10 @@ def train_with_a_slow_rank(rank: int, world_size: int, job: Config, run_dir: Pat
             controller.decide = heard  # type: ignore[method-assign, assignment]
 
         def slowed(*given: Any, **options: Any) -> Any:
-            time.sleep(0.02 * (SLOWER if rank == 1 and made.position.step >= SLOW_FROM else 1))
+            time.sleep(0.02 * (SLOWER if rank == 1 and made.job.position.step >= SLOW_FROM else 1))
             return lookup(*given, **options)
 
-        made.embeddings.lookup = slowed  # type: ignore[method-assign]
+        made.job.embeddings.lookup = slowed  # type: ignore[method-assign]
         made.run()
     return decided_on
 

@@ -80,7 +80,7 @@ def load_all(rank: int, world_size: int, folder: Path, count: int) -> list[str]:
     with trainer(settings(folder), make_runtime(rank, world_size), folder / "run") as made:
         made.run()
         before = tensors(made)
-        newest = made.checkpoints.latest()
+        newest = made.job.checkpoints.latest()
         assert newest is not None
         content, manifest, said = (newest / EXTRA).read_bytes(), manifest_of(newest), []
         dist.barrier()
@@ -95,13 +95,13 @@ def load_all(rank: int, world_size: int, folder: Path, count: int) -> list[str]:
         dist.barrier()
         assert attempt(made, newest) == "", "what the job itself has written"
         assert all((value == before[name]).all() for name, value in tensors(made).items())
-        json.dumps(made.intervals.state_dict())
+        json.dumps(made.job.intervals.state_dict())
     return said
 
 
 def attempt(made: Trainer, checkpoint: Path) -> str:
     try:
-        made.state.resume(checkpoint)
+        made.job.state.resume(checkpoint)
     except CheckpointError as error:
         return str(error)
     return ""

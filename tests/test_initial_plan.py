@@ -80,8 +80,8 @@ def start_thrice(rank: int, world_size: int, folder: Path) -> list[tuple[int, in
             runtime.barrier()
             lines = [line for log in (folder / where / ".costs").glob("*") for line in log.read_text().splitlines()]
             of_plans = alone = 0
-            if job.placement.planner is not None:  # on rank 0
-                replay = job.placement.planner.costs.replay
+            if job.job.placement.planner is not None:  # on rank 0
+                replay = job.job.placement.planner.costs.replay
                 of_plans = sum(len(shards_of(profile)) for profile in replay.profiles)
                 alone = len({shard.tables for shard in replay.shards if len(shard.tables) == 1})
             found.append((sum('"shard"' in line for line in lines), of_plans, alone))

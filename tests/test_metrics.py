@@ -95,7 +95,7 @@ def evaluate(rank: int, world_size: int, run_dir: Path) -> tuple[list[float], li
         made.run()
         source = open_source(made_with.data, made_with.tables)
         batch = source.read("test", 0, 0, 101)
-        probabilities = torch.sigmoid(predict(made.step.model, made.embeddings, batch, autocast=False))
+        probabilities = torch.sigmoid(predict(made.job.step.model, made.job.embeddings, batch, autocast=False))
         return probabilities.tolist(), batch.labels_B.int().tolist()
 
 

@@ -57,20 +57,20 @@ def both_loops(rank: int, world_size: int, folder: Path) -> tuple[list[float], d
     )
     found = []
     with trainer(settings, make_runtime(rank, world_size), folder / "trainer") as made:
-        tables, optimizer = made.embeddings.output_tables, das.SGD(lr=0.2)
-        initial = [value.clone() for value in made.dense.module.state_dict().values()]
-        with made.batches("train", 0) as loader:
+        tables, optimizer = made.job.embeddings.output_tables, das.SGD(lr=0.2)
+        initial = [value.clone() for value in made.job.dense.module.state_dict().values()]
+        with made.job.data.batches("train", 0) as loader:
             batches = list(loader)
         made.run()
-        theirs = {name.removeprefix("tables."): value.clone() for name, value in made.state.tensors().items()}
-    bags = das.ShardedEmbeddingBags(tables, optimizer=optimizer, plan=made.embeddings.plan)
+        theirs = {name.removeprefix("tables."): value.clone() for name, value in made.job.state.tensors().items()}
+    bags = das.ShardedEmbeddingBags(tables, optimizer=optimizer, plan=made.job.embeddings.plan)
     tower = Tower(3, tables)
     for value, first in zip(tower.state_dict().values(), initial, strict=True):
         value.copy_(first)
     model = DistributedDataParallel(tower)
     dense_optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     autoshard = das.Autoshard(bags, every_steps=10, sample_every=3, run_dir=folder / "own", budget_seconds=2.0)
-    order = [made.embeddings.tables.index(table) for table in tables]
+    order = [made.job.embeddings.tables.index(table) for table in tables]
 
     def ids_of(batch: Batch) -> tuple[Tensor, Tensor]:
         parts = batch.values_N.split(batch.lengths_TB.sum(1).tolist())

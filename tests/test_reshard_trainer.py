@@ -67,12 +67,12 @@ def run_both(
         still.run()
         expected = tensors(still)
     with trainer(resharded, runtime, folder / "resharded") as moving:
-        if moving.intervals.resharding is not None:
-            force_moves(moving.intervals.resharding.controller)
+        if moving.job.intervals.resharding is not None:
+            force_moves(moving.job.intervals.resharding.controller)
         moving.run()
         found = tensors(moving)
     shared = sorted(expected.keys() & found.keys())
-    return [bool((expected[name] == found[name]).all()) for name in shared], moving.embeddings.plan.to_json()
+    return [bool((expected[name] == found[name]).all()) for name in shared], moving.job.embeddings.plan.to_json()
 
 
 PLANS = ("0000", "1100", "0111")

@@ -104,7 +104,7 @@ def read_slowly(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
     """How many read from the data at once, at most, and how often they did."""
     readers, most, calls = 0, 0, 0
     with trainer(settings(folder, train={"epochs": 1}), make_runtime(rank, world_size), folder) as made:
-        read = made.source.read
+        read = made.job.data.source.read
 
         def slow(*place: Any) -> Any:
             nonlocal readers, most, calls
@@ -114,8 +114,8 @@ def read_slowly(rank: int, world_size: int, folder: Path) -> tuple[int, int]:
             readers -= 1
             return read(*place)
 
-        made.source.read = slow  # type: ignore[method-assign, assignment]
-        made.source.parallel_reads = False  # type: ignore[attr-defined]
+        made.job.data.source.read = slow  # type: ignore[method-assign, assignment]
+        made.job.data.source.parallel_reads = False  # type: ignore[attr-defined]
         made.run()
     return most, calls
 
@@ -162,10 +162,10 @@ def best_after_a_stop(rank: int, world_size: int, folder: Path) -> tuple[int | N
     with trainer(stopped, runtime, folder) as made:
         made.run()
         if rank == 0:
-            made.checkpoints.point_best_at(best_at)  # whatever was measured: as if it had been the best
+            made.job.checkpoints.point_best_at(best_at)  # whatever was measured: as if it had been the best
         runtime.barrier()
     with trainer(settings(train={"max_steps": 8}), runtime, folder) as made:
-        kept = made.selection.kept
+        kept = made.job.selection.kept
         assert kept is not None
         before = kept.value is not None
         made._begin()
@@ -197,14 +197,14 @@ def stopped_in_an_evaluation(rank: int, world_size: int, folder: Path) -> str:
         StopSignals() as signals,
         trainer(seldom, make_runtime(rank, world_size), folder, signals=signals) as made,
     ):
-        select = made.select
+        select = made.evaluations.select
 
         def asked_to_stop() -> None:
-            if made.position.epoch == 2:
+            if made.job.position.epoch == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
             select()
 
-        made.select = asked_to_stop  # type: ignore[method-assign]
+        made.evaluations.select = asked_to_stop  # type: ignore[method-assign]
         with pytest.raises(Stopped) as caught:
             made.run()
         return str(caught.value)

@@ -116,7 +116,7 @@ def resumed(rank: int, world_size: int, jobs: list[tuple[Config, Path]]) -> list
     runtime, found = make_runtime(rank, world_size), []
     for settings, run_dir in jobs:
         with trainer(settings, runtime, run_dir) as made:
-            found.append((made.placement.plan, list(made.notes)))
+            found.append((made.job.placement.plan, list(made.job.notes)))
             made.run()
     return found
 

@@ -71,11 +71,11 @@ def test_on_a_gpu_it_is_the_gpus_memory_that_counts(monkeypatch: pytest.MonkeyPa
 
 def job(config: Config, steps: int, interval: int, samples: int = 10_000, ranks: int = 2) -> Job:
     """What is asked of a job that is about to start."""
+    global_batch = config.train.batch_size * ranks
     return SimpleNamespace(  # type: ignore[return-value]
         config=config,
-        source=SimpleNamespace(num_samples=lambda split: samples),
+        data=SimpleNamespace(samples=samples, global_batch=global_batch, steps_of_epoch=-(-samples // global_batch)),
         runtime=SimpleNamespace(world_size=ranks),
-        global_batch=config.train.batch_size * ranks,
         total_steps=steps,
         position=SimpleNamespace(step=0),
         interval_steps=interval,

@@ -45,8 +45,8 @@ def fall_back(rank: int, world_size: int, folder: Path, damaged: str) -> tuple[s
     with pytest.raises(CheckpointError) as caught, trainer(job(12), runtime, folder, fall_back=False):
         pass
     with trainer(job(12), runtime, folder) as made:
-        assert made.position.step == 5
-        loaded, notes = tensors(made), made.notes
+        assert made.job.position.step == 5
+        loaded, notes = tensors(made), made.job.notes
         made.run()
     return str(caught.value), loaded, notes
 
@@ -103,9 +103,9 @@ def start_from_an_older_one(rank: int, world_size: int, folder: Path) -> list[st
         made.run()
     asked = folder / "checkpoints/step_00000005"
     with trainer(job(7), runtime, folder, checkpoint=asked, fall_back=False) as made:
-        assert made.position.step == 5
+        assert made.job.position.step == 5
         made.run()
-        return made.notes
+        return made.job.notes
 
 
 def test_an_older_checkpoint_can_be_asked_for_and_later_ones_are_set_aside(tmp_path: Path) -> None:
@@ -151,13 +151,13 @@ def save_steps(rank: int, world_size: int, folder: Path) -> list[int]:
         tables={"optimizer": {"name": "sgd", "lr": 10.0}},
     )
     with trainer(made_with, make_runtime(rank, world_size), folder) as made:
-        save = made.checkpoints.save
+        save = made.job.checkpoints.save
 
         def count(*arguments: Any) -> Path:
             steps.append(arguments[1].step)
             return save(*arguments)
 
-        made.checkpoints.save = count  # type: ignore[method-assign, assignment]
+        made.job.checkpoints.save = count  # type: ignore[method-assign, assignment]
         assert made.run().steps == steps[-1] < 30
     return steps
 
@@ -185,7 +185,7 @@ def train_while_no_byte_is_free(rank: int, world_size: int, folder: Path) -> tup
 
     with trainer(job(12, on_error="warn"), make_runtime(rank, world_size), folder) as made:
         os.fsync = full  # type: ignore[assignment]
-        return made.run().steps, made.journal.finish(made.embeddings.plan, made.seconds)
+        return made.run().steps, made.log.journal.finish(made.job.embeddings.plan, made.log.seconds)
 
 
 def test_training_goes_on_where_no_record_can_be_written(tmp_path: Path) -> None:

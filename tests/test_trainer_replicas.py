@@ -83,7 +83,7 @@ def interrupt(rank: int, world_size: int, folder: Path) -> list[list[str]]:
         assert all(torch.equal(replicas[0][name], value) for name, value in replicas[1].items())
         assert any(name.startswith("dense_buffers.norm.running_var") for name in replicas[0])
         made.run()
-        assert made.dense.module.training
+        assert made.job.dense.module.training
         drawn = [[str(random.random()), str(np.random.random()), str(torch.rand(1))]]
     with trainer(job(12), runtime, folder / "pieces") as made:
         made.run()
@@ -110,10 +110,10 @@ def evaluate_twice(rank: int, world_size: int, folder: Path) -> bool:
     with trainer(job(6), make_runtime(rank, world_size), folder) as made:
         made.run()
         before = tensors(made)
-        metrics, made.metrics = dict(made.metrics), {}
+        metrics, made.evaluations.metrics = dict(made.evaluations.metrics), {}
         made.run()  # no step is left, so the test split alone
         same = all(torch.equal(value, before[name]) for name, value in tensors(made).items())
-        return same and metrics == dict(made.metrics)
+        return same and metrics == dict(made.evaluations.metrics)
 
 
 def test_evaluation_draws_nothing_and_changes_nothing(tmp_path: Path) -> None:
@@ -122,14 +122,14 @@ def test_evaluation_draws_nothing_and_changes_nothing(tmp_path: Path) -> None:
 
 def drift(rank: int, world_size: int, folder: Path) -> str:
     with trainer(config(train={"epochs": 2}), make_runtime(rank, world_size), folder) as made:
-        begin = made.step.begin_epoch
+        begin = made.job.step.begin_epoch
 
         def begin_apart(batches: Iterator[Batch]) -> bool:
-            if rank == 1 and made.position.epoch == 1:
-                made.dense.flat.data[3] *= 1 + 2**-23  # one bit of one weight
+            if rank == 1 and made.job.position.epoch == 1:
+                made.job.dense.flat.data[3] *= 1 + 2**-23  # one bit of one weight
             return begin(batches)
 
-        made.step.begin_epoch = begin_apart  # type: ignore[method-assign]
+        made.job.step.begin_epoch = begin_apart  # type: ignore[method-assign]
         with pytest.raises(TrainError) as caught:
             made.run()
         return str(caught.value)
@@ -144,14 +144,14 @@ def drift_unseen(rank: int, world_size: int, folder: Path) -> tuple[str, list[st
     """As above, in a job that logs less often than it writes checkpoints."""
     settings = config(train={"log_every_steps": 50}, checkpoint={"enabled": True, "every_steps": 4})
     with trainer(settings, make_runtime(rank, world_size), folder) as made:
-        run = made.step.run
+        run = made.job.step.run
 
         def run_apart(*given: Any, **options: Any) -> Batch:
-            if rank == 1 and made.position.step == 6:
-                made.dense.flat.data[3] *= 1 + 2**-23
+            if rank == 1 and made.job.position.step == 6:
+                made.job.dense.flat.data[3] *= 1 + 2**-23
             return run(*given, **options)
 
-        made.step.run = run_apart  # type: ignore[method-assign]
+        made.job.step.run = run_apart  # type: ignore[method-assign]
         with pytest.raises(TrainError) as caught:
             made.run()
         return str(caught.value), sorted(path.name for path in (folder / "checkpoints").iterdir())

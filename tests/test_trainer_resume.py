@@ -52,22 +52,22 @@ def interrupt(rank: int, world_size: int, folder: Path, optimizer: str) -> None:
         with trainer(settings(optimizer, train={"max_steps": stop}), runtime, folder / "pieces") as made:
             made.run()
     with trainer(settings(optimizer), runtime, folder / "pieces") as made:
-        assert made.position.step == 32
-        usual = made.step.run
+        assert made.job.position.step == 32
+        usual = made.job.step.run
 
         def killed(lr_scale: float, table_lr: float, *, sampled: bool = False) -> Batch:
-            if made.position.step == 38:  # the last checkpoint is of step 35
+            if made.job.position.step == 38:  # the last checkpoint is of step 35
                 if rank == 0:
-                    made.embeddings.plan.save(folder / "pieces/plan/step_00000037.json")  # as if tables had moved
+                    made.job.embeddings.plan.save(folder / "pieces/plan/step_00000037.json")  # as if tables had moved
                 raise KeyboardInterrupt
             return usual(lr_scale, table_lr, sampled=sampled)
 
-        made.step.run = killed  # type: ignore[method-assign]
+        made.job.step.run = killed  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             made.run()
-        made.checkpoints.finish()
+        made.job.checkpoints.finish()
     with trainer(settings(optimizer), runtime, folder / "pieces") as made:
-        assert (made.position.step, made.position.epoch, made.position.sample) == (35, 2, 48)
+        assert (made.job.position.step, made.job.position.epoch, made.job.position.sample) == (35, 2, 48)
         made.run()
 
 
@@ -104,9 +104,9 @@ def load_and_give(rank: int, world_size: int, run_dir: Path, made_with: Config) 
     """What is in memory after loading; then goes on, to the end."""
     with trainer(made_with, make_runtime(rank, world_size), run_dir) as made:
         loaded = tensors(made)
-        start = made.position.step
+        start = made.job.position.step
         made.run()
-        return loaded, [start, made.position.step, made.position.epoch, made.embeddings.updates]
+        return loaded, [start, made.job.position.step, made.job.position.epoch, made.job.embeddings.updates]
 
 
 @pytest.mark.parametrize("before,after,placement", [(2, 1, "0000"), (2, 3, "2002"), (3, 2, "1011")])
@@ -132,9 +132,9 @@ def resume_elsewhere(rank: int, world_size: int, run_dir: Path, made_with: Confi
     with trainer(made_with, make_runtime(rank, world_size), run_dir) as made:
         made.run()
         finished = (run_dir / "result.json").exists()  # an earlier start's: this one has written none yet
-        made.runtime.barrier()
+        made.job.runtime.barrier()
         made.write_report()
-        return made.notes, made.embeddings.plan.rank_of["user"], finished
+        return made.job.notes, made.job.embeddings.plan.rank_of["user"], finished
 
 
 def test_what_is_asked_of_plans_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_what_is_asked_of_plans_may_change_when_a_run_is_resumed(tmp_path: Path)
 def costs_after_resuming(rank: int, world_size: int, run_dir: Path, made_with: Config) -> tuple[str, int] | None:
     """Where rank 0's planner has its costs from, and how many profiles it knows, before the first step."""
     with trainer(made_with, make_runtime(rank, world_size), run_dir) as made:
-        planner = made.placement.planner
+        planner = made.job.placement.planner
         known = None if planner is None else (planner.costs.costs_from, len(planner.costs.replay.profiles))
         made.run()
     return known

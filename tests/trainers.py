@@ -84,7 +84,7 @@ def trainer(settings: Config, runtime: Runtime, run_dir: Path, **options: Any) -
 
 def tensors(made: Trainer) -> dict[str, Tensor]:
     """Copies of all that this rank would save."""
-    return {name: value.detach().clone() for name, value in made.state.tensors().items()}
+    return {name: value.detach().clone() for name, value in made.job.state.tensors().items()}
 
 
 def records(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

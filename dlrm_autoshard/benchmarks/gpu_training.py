@@ -113,15 +113,15 @@ def synchronisation(folder: Path, seconds: float, found: dict[str, Any]) -> None
     config = load_config(Path("configs/debug_cpu.yaml"), [*overrides, f"run.dir={folder}"])
     names: list[str] = []
     with Runtime.start(config.run) as runtime:
-        trainer = Trainer(config, runtime, folder)
-        with trainer.batches("train", 0) as loader:
-            trainer.step.begin_epoch(iter(loader))
+        job = Trainer(config, runtime, folder).job
+        with job.data.batches("train", 0) as loader:
+            job.step.begin_epoch(iter(loader))
             for _ in range(5):
-                trainer.step.run(1.0, config.tables.optimizer.lr)
+                job.step.run(1.0, config.tables.optimizer.lr)
             torch.cuda.synchronize()
             with torch.profiler.profile() as profiler:
                 for _ in range(5):
-                    trainer.step.run(1.0, config.tables.optimizer.lr)
+                    job.step.run(1.0, config.tables.optimizer.lr)
             names = [event.key for event in profiler.key_averages() if "Synchronize" in event.key]
     # The profiler's own, when it stops; and of an event two steps old, which has passed.
     waiting = [name for name in names if "Device" not in name and "Event" not in name]

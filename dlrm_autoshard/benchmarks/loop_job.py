@@ -192,9 +192,9 @@ class _Trainer(Trainer):
 
     def __init__(self, job: Job, runtime: Runtime, run_dir: Path) -> None:
         super().__init__(job.config, runtime, run_dir)
-        self._job = job
+        self._busy_epochs = job.busy_epochs
 
     def _train_epoch(self) -> None:
-        here = self.runtime.rank == self.runtime.world_size - 1
-        with busy_neighbour(here and self.position.epoch in self._job.busy_epochs):
+        here = self.job.runtime.rank == self.job.runtime.world_size - 1
+        with busy_neighbour(here and self.job.position.epoch in self._busy_epochs):
             super()._train_epoch()

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.config import Config, parse_config
+from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.moves.reshard import reshard
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
@@ -176,29 +177,32 @@ class MovingTrainer(Trainer):
             killer.at("planning", 0)
             killer.at("starting", _LATER)
         super().__init__(config, runtime, run_dir)
-        self.moves = RandomMoves(config.run.seed, self.embeddings, runtime, killer) if moves else None
-        self.intervals.resharding = self.moves  # type: ignore[assignment]
+        self.moves = RandomMoves(config.run.seed, self.job.embeddings, runtime, killer) if moves else None
+        self.job.intervals.resharding = self.moves  # type: ignore[assignment]
+        save = self.saver.save
 
-    def _train_step(self, *, sampled: bool) -> int:
+        def killed_or_saved() -> None:
+            if killer is not None:
+                killer.at("saving", self.job.position.step)
+            save()
+
+        self.saver.save = killed_or_saved  # type: ignore[method-assign]
+
+    def _train_step(self, *, sampled: bool) -> Batch:
         if self._killer is not None:
-            self._killer.at("step", self.position.step)
-        samples = super()._train_step(sampled=sampled)
+            self._killer.at("step", self.job.position.step)
+        batch = super()._train_step(sampled=sampled)
         if self.moves is not None:
-            self.moves.step = self.position.step
-        if self.runtime.rank == 0:  # where the last start finds all steps done, it has no loss of its own
-            (self._folder / "loss").write_text(repr(float(self.dense.global_loss)))
-        return samples
-
-    def save(self) -> None:
-        if self._killer is not None:
-            self._killer.at("saving", self.position.step)
-        super().save()
+            self.moves.step = self.job.position.step
+        if self.job.runtime.rank == 0:  # where the last start finds all steps done, it has no loss of its own
+            (self._folder / "loss").write_text(repr(float(self.job.dense.global_loss)))
+        return batch
 
     def digests(self) -> dict[str, str]:
         """Of everything this rank holds."""
         return {
             name: hashlib.sha256(value.detach().contiguous().numpy().tobytes()).hexdigest()
-            for name, value in self.state.tensors().items()
+            for name, value in self.job.state.tensors().items()
         }
 
 

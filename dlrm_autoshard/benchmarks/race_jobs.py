@@ -32,12 +32,12 @@ def _clairvoyant(config_file: Path, run: Path, plans: Mapping[int, ShardingPlan]
         class Clairvoyant(Trainer):
             def _tell(self, ended: Ended) -> None:
                 super()._tell(ended)
-                plan = plans.get(self.position.epoch + 1)
+                plan = plans.get(self.job.position.epoch + 1)
                 if plan is None:
                     return
-                stats = reshard(self.embeddings, plan, group=self.runtime.control)
-                self.step.redistribute()
-                free.append((self.position.step, stats.seconds))
+                stats = reshard(self.job.embeddings, plan, group=self.job.runtime.control)
+                self.job.step.redistribute()
+                free.append((self.job.position.step, stats.seconds))
 
         free: list[tuple[int, float]] = []
         job = run / "job"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
 from dlrm_autoshard.benchmarks.moving_job import MovingTrainer, settings
+from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 
 TITLE = "10,000 steps with a move every 200: memory and descriptors stay flat, the model is bit-equal to an unmoved one"
@@ -75,9 +76,9 @@ class _Soaked(MovingTrainer):
     readings: list[tuple[int, int]]
     """(bytes of resident memory, open descriptors) every few steps."""
 
-    def _train_step(self, *, sampled: bool) -> int:
-        samples = super()._train_step(sampled=sampled)
-        if self.position.step % _SAMPLE_EVERY == 0:
+    def _train_step(self, *, sampled: bool) -> Batch:
+        batch = super()._train_step(sampled=sampled)
+        if self.job.position.step % _SAMPLE_EVERY == 0:
             process = psutil.Process()
             self.readings.append((int(process.memory_info().rss), process.num_fds()))
-        return samples
+        return batch

@@ -8,18 +8,13 @@ from __future__ import annotations
 import time
 from functools import partial
 from pathlib import Path
-from threading import Lock
 
 import psutil
 import torch
 
-from dlrm_autoshard.autoshard.initial_plan import place
+from dlrm_autoshard.autoshard.initial_plan import Placement, place
 from dlrm_autoshard.autoshard.intervals import Intervals
-from dlrm_autoshard.autoshard.sampling import steps_of_part
 from dlrm_autoshard.config import Config
-from dlrm_autoshard.data.batch import Split, label_names_of
-from dlrm_autoshard.data.features import Features
-from dlrm_autoshard.data.loader import Loader, reader_threads
 from dlrm_autoshard.data.open import open_source, settled
 from dlrm_autoshard.data.statistics import measure_stats
 from dlrm_autoshard.distributed.dense import DataParallelDense
@@ -33,6 +28,7 @@ from dlrm_autoshard.model.dlrm import make_model
 from dlrm_autoshard.training.agreement import agree_on_dense
 from dlrm_autoshard.training.checkpoints.checkpoint import Checkpoints
 from dlrm_autoshard.training.checkpoints.manifest import DamagedCheckpoint
+from dlrm_autoshard.training.data import TrainingData
 from dlrm_autoshard.training.random_state import seed_all
 from dlrm_autoshard.training.selection import Selection
 from dlrm_autoshard.training.start_checks import (
@@ -42,7 +38,7 @@ from dlrm_autoshard.training.start_checks import (
     check_splits,
     free_and_sharers,
 )
-from dlrm_autoshard.training.state import Position, TrainingState, in_trained_order, plan_of
+from dlrm_autoshard.training.state import Position, TrainingState, plan_of
 
 
 class Job:
@@ -64,13 +60,12 @@ class Job:
         """checkpoint: to start from; None: the newest. fall_back: where that is damaged, to the one before it."""
         joined = time.time()
         seed_all(config.run.seed, runtime.rank)
-        self.source, self._reading = open_source(config.data, config.tables), Lock()
-        config = config.model_copy(update={"data": settled(config.data, self.source)})
+        source = open_source(config.data, config.tables)
+        config = config.model_copy(update={"data": settled(config.data, source)})
         self.config, self.runtime, self.run_dir = config, runtime, run_dir
-        check_splits(config, self.source)
+        check_splits(config, source)
         check_optimizer(config.tables.optimizer.name, runtime.device)
-        check_sizes(config, self.source, runtime.world_size, *free_and_sharers(runtime))
-        self.global_batch = config.train.batch_size * runtime.world_size
+        check_sizes(config, source, runtime.world_size, *free_and_sharers(runtime))
         self.checkpoints = Checkpoints(
             run_dir / "checkpoints",
             runtime,
@@ -81,47 +76,13 @@ class Job:
         self.resumed_from, self.notes = runtime.from_rank_0(
             lambda: self.checkpoints.choose(checkpoint, fall_back=fall_back)
         )
-        self.notes += getattr(self.source, "remarks", [])
-        given, shared = self.source, config.tables.shared
-        self.source, columns = in_trained_order(given, shared, self.resumed_from)
-        if self.source is not given:
+        self.notes += getattr(source, "remarks", [])
+        self.data = TrainingData(source, config, runtime, self.resumed_from)
+        if self.data.reordered:
             self.notes.append("The config has columns in another order than the checkpoint, whose order is kept.")
-        features = Features.of(self.source.tables, shared)
-        current = plan_of(self.resumed_from, features.tables)
-        total, decides = self._count_steps(Position()), config.autoshard.reshard
-        self.interval_steps = decides.every_steps or decides.every_epochs * self.steps_of_interval(total)
-        self.placement = place(
-            config.autoshard,
-            runtime,
-            features.tables,
-            partial(
-                measure_stats,
-                self.source,
-                self.global_batch,
-                config.autoshard.stats_batches,
-                features,
-                on_bad_id=config.data.on_bad_id,
-            ),
-            batch_size=self.global_batch,
-            optimizer=config.tables.optimizer,
-            exchange_dtype=config.train.exchange_dtype,
-            steps=total,
-            interval_steps=self.interval_steps,
-            seed=config.run.seed,
-            current=current,
-            on_host=config.tables.location == "managed_caching",
-            costs_dir=Path(config.run.dir) / ".costs",
-        )
-        if current is not None and self.placement.plan != current and current.world_size == runtime.world_size:
-            self.notes.append("The checkpoint's plan does not fit these settings any more: tables were placed anew.")
-        if current is not None and current.world_size != runtime.world_size:
-            self.notes.append(
-                f"The checkpoint is of {current.world_size} rank(s), these are {runtime.world_size}: train.batch_size "
-                f"is of a rank, so the global batch is {self.global_batch:,} now. Learning rates, and schedules by "
-                "steps, are as configured."
-            )
+        self.placement = self._place()
         self.embeddings = ShardedEmbeddings(
-            features,
+            self.data.features,
             self.placement.plan,
             config.tables,
             rank=runtime.rank,
@@ -132,8 +93,8 @@ class Job:
             seed=config.run.seed,
             initial_values=self.resumed_from is None,
         )
-        tables, labels = self.embeddings.output_tables, label_names_of(self.source)
-        model = make_model(self.source.num_dense, tables, config.model, config.run.seed, len(labels))
+        tables, labels = self.embeddings.output_tables, len(self.data.label_names)
+        model = make_model(self.data.source.num_dense, tables, config.model, config.run.seed, labels)
         self.dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device, average=False)
         agree_on_dense(self.dense, runtime)
         self.clock = StageClock(runtime.device, runtime.control if runtime.device.type == "cpu" else runtime.group)
@@ -161,26 +122,59 @@ class Job:
             self.placement,
             run_dir,
         )
+        self.selection = Selection(config.checkpoint.keep_best, config.train.early_stopping)
         self.state = TrainingState(
-            runtime,
-            self.checkpoints,
-            self.embeddings,
-            self.dense,
-            columns,
-            self.intervals,
-            Selection(config.checkpoint.keep_best, config.train.early_stopping),
+            runtime, self.checkpoints, self.embeddings, self.dense, self.data.columns, self.intervals, self.selection
         )
         self.position = self._resume(fall_back)
-        check_position(self.position, self.source)
-        samples = self.source.num_samples("train")
-        check_batch_norm(model, samples, self.position.sample, self.global_batch, runtime.world_size)
-        self.total_steps = self._count_steps(self.position)
+        check_position(self.position, self.data.source)
+        samples, first = self.data.samples, self.position.sample
+        check_batch_norm(model, samples, first, self.data.global_batch, runtime.world_size)
+        self.total_steps = self.data.count_steps(self.position)
         planned = 0.0 if self.placement.result is None else self.placement.result.seconds
         self.start_seconds = {
             "joining": joined - psutil.Process().create_time(),
             "planning": planned,
             "building": time.time() - joined - planned,
         }
+
+    def _place(self) -> Placement:
+        """A plan for the tables: the checkpoint's, where it still fits."""
+        config, runtime, data = self.config, self.runtime, self.data
+        current = plan_of(self.resumed_from, data.features.tables)
+        total, decides = data.count_steps(Position()), config.autoshard.reshard
+        self.interval_steps = decides.every_steps or decides.every_epochs * data.steps_of_interval(total)
+        placement = place(
+            config.autoshard,
+            runtime,
+            data.features.tables,
+            partial(
+                measure_stats,
+                data.source,
+                data.global_batch,
+                config.autoshard.stats_batches,
+                data.features,
+                on_bad_id=config.data.on_bad_id,
+            ),
+            batch_size=data.global_batch,
+            optimizer=config.tables.optimizer,
+            exchange_dtype=config.train.exchange_dtype,
+            steps=total,
+            interval_steps=self.interval_steps,
+            seed=config.run.seed,
+            current=current,
+            on_host=config.tables.location == "managed_caching",
+            costs_dir=Path(config.run.dir) / ".costs",
+        )
+        if current is not None and placement.plan != current and current.world_size == runtime.world_size:
+            self.notes.append("The checkpoint's plan does not fit these settings any more: tables were placed anew.")
+        if current is not None and current.world_size != runtime.world_size:
+            self.notes.append(
+                f"The checkpoint is of {current.world_size} rank(s), these are {runtime.world_size}: train.batch_size "
+                f"is of a rank, so the global batch is {data.global_batch:,} now. Learning rates, and schedules by "
+                "steps, are as configured."
+            )
+        return placement
 
     def _resume(self, fall_back: bool) -> Position:
         while self.resumed_from is not None:
@@ -192,37 +186,3 @@ class Job:
                 self.resumed_from, note = self.runtime.from_rank_0(older)
                 self.notes.append(note)
         return Position()
-
-    def _count_steps(self, position: Position) -> int:
-        """Those done there, and to come."""
-        samples, train = self.source.num_samples("train"), self.config.train
-        total = position.step
-        if position.epoch < train.epochs:
-            this_epoch = -(-(samples - position.sample) // self.global_batch)
-            total += this_epoch + (train.epochs - position.epoch - 1) * -(-samples // self.global_batch)
-        return total if train.max_steps is None else min(total, train.max_steps)
-
-    def steps_of_interval(self, total: int) -> int:
-        """Where `reshard.every_steps` says nothing: an epoch's, or those of an equal part. total: of the job."""
-        epoch = -(-self.source.num_samples("train") // self.global_batch)
-        return epoch if self.config.autoshard.reshard.every_epochs > 1 else steps_of_part(epoch, total)
-
-    def batches(self, split: Split, epoch: int, first_sample: int = 0) -> Loader:
-        """This rank's slices of an epoch."""
-        train, data = self.config.train, self.config.data
-        return Loader(
-            self.source,
-            split,
-            epoch,
-            train.batch_size if split == "train" else train.eval_batch_size or train.batch_size,
-            self.runtime.rank,
-            self.runtime.world_size,
-            first_sample=first_sample,
-            prefetch_batches=data.prefetch_batches,
-            threads=reader_threads(data.reader_threads, self.runtime.device, self.runtime.local_world_size),
-            on_bad_id=data.on_bad_id,
-            cores=self.runtime.loader_cores,
-            pin=self.runtime.device.type == "cuda",
-            finite=split != "train" or train.on_nan == "stop",
-            reading=self._reading,
-        )

@@ -28,9 +28,9 @@ def open_run(display: Display, job: Job, *, finished: bool) -> None:
     resumed = f", resumed at step {step}" + (": nothing is left to do" if finished else "") if step else ""
     display.line(
         f"{len(job.embeddings.tables)} tables on {job.runtime.world_size} rank(s), {job.total_steps} steps of "
-        f"{job.global_batch} examples{resumed}; run directory {run_dir}"
+        f"{job.data.global_batch} examples{resumed}; run directory {run_dir}"
     )
-    display.line(found(job.source))
+    display.line(found(job.data.source))
     changes = changes_since_last_start(run_dir)
     if changes:
         display.line(f"changed since its last start: {', '.join(changes)}")
@@ -59,12 +59,12 @@ def open_run(display: Display, job: Job, *, finished: bool) -> None:
 
 def doubts_of(job: Job) -> list[str]:
     """Returns sentences about settings that are allowed, and surely not what is wanted."""
-    config, samples, ranks = job.config, job.source.num_samples("train"), job.runtime.world_size
-    epoch, doubts = -(-samples // job.global_batch), []
-    if samples < job.global_batch:
+    config, samples, ranks = job.config, job.data.samples, job.runtime.world_size
+    epoch, doubts = job.data.steps_of_epoch, []
+    if samples < job.data.global_batch:
         doubts.append(
-            f"A step takes {job.global_batch:,} samples ({config.train.batch_size:,} on each of {ranks} ranks), and "
-            f"there are {samples:,}: an epoch is one step, of fewer. Lower train.batch_size."
+            f"A step takes {job.data.global_batch:,} samples ({config.train.batch_size:,} on each of {ranks} ranks), "
+            f"and there are {samples:,}: an epoch is one step, of fewer. Lower train.batch_size."
         )
     if not reshards(config.autoshard, ranks):
         return doubts

@@ -49,11 +49,11 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
                 fall_back = resume is None or own is not None
                 config = as_started(run_dir, config)
                 trainer = Trainer(config, runtime, run_dir, signals, checkpoint, fall_back=fall_back)
-                config = trainer.config  # with what it left open as the data have it
+                config = trainer.job.config  # with what it left open as the data have it
                 runtime.from_rank_0(lambda: record_start(run_dir, config, runtime.world_size))
-                trainer.write_start = partial(_write_start_again, run_dir, config, runtime.world_size, job, resume)
+                trainer.log.write_start = partial(_write_start_again, run_dir, config, runtime.world_size, job, resume)
                 # Before it says that --resume was obeyed: a kill in between must not leave later checkpoints.
-                trainer.notes += runtime.from_rank_0(trainer.set_later_aside)
+                trainer.job.notes += runtime.from_rank_0(trainer.set_later_aside)
                 runtime.from_rank_0(lambda: write_job(run_dir, job, resume))
                 result = trainer.run()
         except RankFailure as failure:

@@ -60,6 +60,11 @@ class Position:
     sample: int = 0
     step: int = 0
 
+    @property
+    def epochs_done(self) -> int:
+        """The number of the epoch that training is in, or that has just ended."""
+        return self.epoch - (self.sample == 0 and self.epoch > 0)
+
 
 @dataclass
 class TrainingState:

@@ -1,23 +1,24 @@
 """When a job evaluates, writes a checkpoint, decides on its tables, and ends: by its position alone.
 
-timetable = Timetable(job)
+timetable = Timetable(job, evaluations)
 timetable.finished, timetable.evaluation_due, timetable.interval_due, timetable.checkpoint_due
 """
 
 from __future__ import annotations
 
 from dlrm_autoshard.data.batch import Split
+from dlrm_autoshard.training.evaluations import Evaluations
 from dlrm_autoshard.training.job import Job
 
 
 class Timetable:
     """Of a job, which moves its position and selection on."""
 
-    def __init__(self, job: Job) -> None:
-        self._config, self._source, self._global_batch = job.config, job.source, job.global_batch
-        self._position, self._selection, self._total_steps = job.position, job.state.selection, job.total_steps
-        self._steps_of_part = job.steps_of_interval(job.total_steps)  # of an epoch that is decided on in parts
-        self._evaluated_step = -1  # the last evaluation's
+    def __init__(self, job: Job, evaluations: Evaluations) -> None:
+        self._config, self._data, self._evaluations = job.config, job.data, evaluations
+        self._position, self._selection, self._total_steps = job.position, job.selection, job.total_steps
+        self._steps_of_part = job.data.steps_of_interval(job.total_steps)  # of an epoch that is decided on in parts
+        self._intervals = job.intervals
 
     @property
     def finished(self) -> bool:
@@ -33,12 +34,12 @@ class Timetable:
 
     @property
     def split_between_epochs(self) -> Split:
-        return "val" if self._source.num_samples("val") else "test"
+        return "val" if self._data.source.num_samples("val") else "test"
 
     @property
     def batch_is_whole(self) -> bool:
         """The next one. The last of an epoch may be a smaller one, whose times say nothing about the others."""
-        return self._position.sample + self._global_batch <= self._source.num_samples("train")
+        return self._position.sample + self._data.global_batch <= self._data.samples
 
     @property
     def evaluation_due(self) -> bool:
@@ -46,17 +47,17 @@ class Timetable:
         every, position = self._config.train.eval_every_steps, self._position
         due = position.sample == 0 or self.out_of_steps or (every is not None and position.step % every == 0)
         last = self.out_of_steps and not self._selection.wanted
-        return due and self._evaluated_step != position.step and not last
-
-    def evaluated(self) -> None:
-        self._evaluated_step = self._position.step
+        return due and self._evaluations.step != position.step and not last
 
     @property
     def interval_due(self) -> bool:
-        """Inside an epoch; at its end one ends in any case."""
+        """Inside an epoch, where steps are named for its parts, or tables may move; at its end one ends in any case."""
         every = self._config.autoshard.reshard.every_steps
         if every is None:
-            return self._position.sample // self._global_batch % self._steps_of_part == 0
+            return (
+                self._intervals.resharding is not None
+                and self._position.sample // self._data.global_batch % self._steps_of_part == 0
+            )
         return self._position.step % every == 0
 
     @property

@@ -1,9 +1,9 @@
-"""Training. `Trainer.run` and `_train_epoch` are its rhythm; job.py says what it works with, between_steps.py what else
-it does, timetable.py what is when.
+"""Training: `Trainer.run` and `_train_epoch` are its rhythm, and its parts say the rest.
 
 result = Trainer(config, runtime, run_dir).run()
 
-Reading order: run_job.py -> `Trainer.run` -> `_train_epoch` -> distributed/step.py.
+Reading order: run_job.py -> `Trainer.run` -> `_train_epoch` -> `_train_step` -> distributed/step.py. A job's parts are
+built in job.py; timetable.py says what is due when.
 """
 
 from __future__ import annotations
@@ -11,16 +11,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 from dlrm_autoshard.autoshard.intervals import Ended
+from dlrm_autoshard.config import Config
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
 from dlrm_autoshard.records.jsonl import forget_after
 from dlrm_autoshard.records.run import RESULT
-from dlrm_autoshard.training.between_steps import BetweenSteps
+from dlrm_autoshard.training.callbacks import Callback, Factory, find_callbacks
+from dlrm_autoshard.training.evaluations import Evaluations
+from dlrm_autoshard.training.job import Job
+from dlrm_autoshard.training.loss_watch import LossWatch
 from dlrm_autoshard.training.lr_schedule import lr_scale
 from dlrm_autoshard.training.opening import open_run
-from dlrm_autoshard.training.stop_signals import Stopped
+from dlrm_autoshard.training.random_state import random_state, restore_random_state
+from dlrm_autoshard.training.run_log import RunLog
+from dlrm_autoshard.training.saver import Saver
+from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
+from dlrm_autoshard.training.timetable import Timetable
 
 
 @dataclass(frozen=True)
@@ -31,149 +42,159 @@ class TrainResult:
     metrics: Mapping[str, float]
 
 
-class Trainer(BetweenSteps):
-    """A job that runs, and says what it does."""
+class Trainer:
+    """A job that runs, and its parts: what it says, when it saves and evaluates, whether its loss is finite."""
 
     best_on_test: Mapping[str, float] | None = None
+
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        run_dir: Path,
+        signals: StopSignals | None = None,
+        checkpoint: Path | None = None,
+        *,
+        fall_back: bool = True,
+    ) -> None:
+        """signals: those that end the job between two steps. checkpoint, fall_back: as a `Job` takes them."""
+        factories: list[Factory] = []
+        runtime.from_rank_0(lambda: factories.extend(find_callbacks(config.callbacks)))
+        self.job = job = Job(config, runtime, run_dir, checkpoint, fall_back=fall_back)
+        self.signals = signals or StopSignals()
+        callbacks: list[Callback] = []
+        random = random_state(runtime.device)
+        runtime.from_rank_0(lambda: callbacks.extend(make(run_dir, config) for make in factories))
+        restore_random_state(random, runtime.device)  # whatever they drew: they are made anew at each start
+        self.log = RunLog(job, callbacks)
+        self.watch = LossWatch(runtime, job.step, job.state)
+        self.saver = Saver(job, self.log, self.watch, self.signals)
+        self.evaluations = Evaluations(job, self.log, self.saver, self.signals)
+        self.timetable = Timetable(job, self.evaluations)
 
     # -- the rhythm --------------------------------------------------------------------------------------------------
 
     def run(self) -> TrainResult:
         """All epochs that are left, an evaluation after each, the test split's at the end."""
+        position, due, evaluations = self.job.position, self.timetable, self.evaluations
         try:
-            with self.display, self.timed("total"):
+            with self.log.display, self.log.timed("total"):
                 self._begin()
-                while not self.timetable.finished:
+                while not due.finished:
                     with self.signals.postponed():
                         self._train_epoch()
-                        self.end_if_asked()
-                        if self.timetable.evaluation_due:
-                            self.evaluate(self.timetable.split_between_epochs)
-                self.evaluate("test")
-                self.written(self.checkpoints.finish)
-                self.best_on_test = self.evaluate_best()
+                        self.saver.end_if_asked()
+                        if due.evaluation_due:
+                            evaluations.evaluate(due.split_between_epochs)
+                evaluations.evaluate("test")
+                self.saver.finish()
+                self.best_on_test = evaluations.evaluate_best()
         except Stopped as stopped:
-            newest = self.checkpoints.newest()
+            newest = self.job.checkpoints.newest()
             saved = f"--resume continues from {newest}." if newest else "There is no checkpoint of it."
-            raise Stopped(stopped.number, f"after step {self.position.step}. {saved}") from None
-        return TrainResult(self.position.step, self.metrics)
+            raise Stopped(stopped.number, f"after step {position.step}. {saved}") from None
+        return TrainResult(position.step, evaluations.metrics)
 
     def _train_epoch(self) -> None:
         """From the current position to the epoch's end, or to where the job ends before."""
-        position, due = self.position, self.timetable
-        # An epoch's parts end intervals where steps are named for them, or tables may move.
-        parts_decided = self.config.autoshard.reshard.every_steps is not None or self.intervals.resharding is not None
-        with self.batches("train", position.epoch, position.sample) as loader:
-            self.step.begin_epoch(iter(loader))
-            self.intervals.begin(position.step)
-            while not (self.step.exhausted or due.finished or self.dense.stop_agreed):
-                samples = self._train_step(sampled=due.batch_is_whole and self.intervals.is_sampled(position.step))
-                inside = not self.step.exhausted
-                whole = not inside or (due.interval_due and parts_decided)
-                place = (position.epoch, position.step)
-                self.intervals.after_step(*place, samples, due.steps_left, whole=whole, tell=self._tell)
+        job, due = self.job, self.timetable
+        position, step, intervals = job.position, job.step, job.intervals
+        with job.data.batches("train", position.epoch, position.sample) as loader:
+            step.begin_epoch(iter(loader))
+            intervals.begin(position.step)
+            while not (step.exhausted or due.finished or job.dense.stop_agreed):
+                batch = self._train_step(sampled=due.batch_is_whole and intervals.is_sampled(position.step))
+                inside = not step.exhausted
+                intervals.after_step(
+                    position.epoch, position.step, batch.size, due.steps_left,
+                    whole=not inside or due.interval_due, tell=self._tell,
+                )  # fmt: skip
                 if inside and due.checkpoint_due:
-                    self.save()
+                    self.saver.save()
                 if inside and not due.out_of_steps and due.evaluation_due:
-                    self.evaluate(due.split_between_epochs)
-        stopped = not (self.step.exhausted or due.finished)
-        if position.step > self.intervals.first_step and not stopped:
-            self.intervals.end(position.epoch, position.step, due.steps_left, tell=self._tell)
-        if self.step.exhausted:
+                    self.evaluations.evaluate(due.split_between_epochs)
+        stopped = not (step.exhausted or due.finished)
+        if position.step > intervals.first_step and not stopped:
+            intervals.end(position.epoch, position.step, due.steps_left, tell=self._tell)
+        if step.exhausted:
             position.epoch, position.sample = position.epoch + 1, 0
         if stopped or due.checkpoint_due_after_epoch:
-            self.save()
+            self.saver.save()
 
-    # -- its beats ---------------------------------------------------------------------------------------------------
+    def _train_step(self, *, sampled: bool) -> Batch:
+        """A step, and what follows from its loss. Returns the batch; of a loss that is not finite nothing is learned
+        where such batches are left out."""
+        job, log, watch = self.job, self.log, self.watch
+        config, position, ids = job.config, job.position, job.step.ids
+        scale = lr_scale(position.step, config.schedule)
+        tracing = position.step in config.profile.trace_steps
+        trace = job.run_dir / "traces" / f"step_{position.step:08d}_rank_{job.runtime.rank:05d}.json"
+        job.dense.stop_asked = self.signals.received is not None
+        if job.runtime.heartbeats is not None:
+            job.runtime.heartbeats.step = position.step
+        left_out, loss = False, None
+        try:
+            with traced(trace, job.clock) if tracing else nullcontext():
+                batch = job.step.run(scale, config.tables.optimizer.lr * scale, sampled=sampled or tracing)
+            if tracing:
+                job.clock.forget_last()  # the profiler's own time is in it
+        except NotFinite as found:
+            batch, left_out = found.batch, True
+        position.sample += batch.global_size
+        position.step += 1
+        logging = position.step % config.train.log_every_steps == 0
+        if left_out:
+            log.metrics("train", {"skipped_not_finite": 1.0})
+            watch.left_out(position.step)
+        else:
+            watch.updated()
+            if sampled and ids is not None:
+                job.intervals.observe(ids, batch.global_size)
+            if logging or job.runtime.device.type == "cpu":  # on a GPU looking at it makes the queue run dry
+                loss = watch.check(position.step)
+            if logging and loss is not None:
+                watch.compare_replicas(position.step)
+                plain = batch.loss_weights_B is None and batch.labels_B.ndim == 1
+                name = "logloss" if plain else "loss"  # weighted, or summed over labels
+                speed = log.display.progress(position.step, loss, job.data.global_batch)
+                log.metrics("train", {name: loss, "examples_per_second": speed})
+        log.display.step(loss)
+        return batch
+
+    def _tell(self, ended: Ended) -> None:
+        """Of an interval that has ended."""
+        if ended.moved:
+            self.job.step.redistribute()
+        self.log.interval(ended)
+
+    # -- before it and after it --------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        position = self.position
-        self.notes += self.runtime.from_rank_0(self._forget_what_comes_again)
-        if self.runtime.rank == 0:
-            open_run(self.display, self, finished=self.timetable.finished)
-        for note in self.notes:
-            self.display.line(note)
-        if self.resumed_from is None and self.config.checkpoint.initial:
-            self.save()  # so that there is always a good one to name and to go back to
-        if position.step and self.timetable.evaluation_due:  # after its checkpoint: a kill may have come between
-            self.evaluate(self.timetable.split_between_epochs)
+        job = self.job
+        job.notes += job.runtime.from_rank_0(self._forget_what_comes_again)
+        if job.runtime.rank == 0:
+            open_run(self.log.display, job, finished=self.timetable.finished)
+        for note in job.notes:
+            self.log.line(note)
+        if job.resumed_from is None and job.config.checkpoint.initial:
+            self.saver.save()  # so that there is always a good one to name and to go back to
+        if job.position.step and self.timetable.evaluation_due:  # after its checkpoint: a kill may have come between
+            self.evaluations.evaluate(self.timetable.split_between_epochs)
         else:
-            self.know_best_again()
+            self.evaluations.know_best_again()
 
     def _forget_what_comes_again(self) -> list[str]:
         """On rank 0, for all ranks: there may be fewer now. Started again without a checkpoint, all comes again."""
-        forget_after(self.run_dir, -1 if self.resumed_from is None else self.position.step)
-        (self.run_dir / RESULT).unlink(missing_ok=True)  # of an earlier start: this one has not finished
+        job = self.job
+        forget_after(job.run_dir, -1 if job.resumed_from is None else job.position.step)
+        (job.run_dir / RESULT).unlink(missing_ok=True)  # of an earlier start: this one has not finished
         return self.set_later_aside()
 
     def set_later_aside(self) -> list[str]:
         """Checkpoints of steps that are to come. On rank 0; sentences to say of them."""
-        return self.checkpoints.set_aside_after(self.position.step)
-
-    def _train_step(self, *, sampled: bool) -> int:
-        """Returns the number of this rank's samples."""
-        config, position = self.config, self.position
-        scale = lr_scale(position.step, config.schedule)
-        tracing = position.step in config.profile.trace_steps
-        trace = self.run_dir / "traces" / f"step_{position.step:08d}_rank_{self.runtime.rank:05d}.json"
-        ids, left_out = self.step.ids, False
-        self.dense.stop_asked = self.signals.received is not None
-        if self.runtime.heartbeats is not None:
-            self.runtime.heartbeats.step = position.step
-        try:
-            with traced(trace, self.clock) if tracing else nullcontext():
-                batch = self.step.run(scale, config.tables.optimizer.lr * scale, sampled=sampled or tracing)
-        except NotFinite as found:
-            batch, left_out = found.batch, True
-        if tracing and not left_out:
-            self.clock.forget_last()  # the profiler's own time is in it
-        position.sample += batch.global_size
-        position.step += 1
-        if left_out:
-            self.log_metrics("train", {"skipped_not_finite": 1.0})
-            self.watch.left_out(position.step)
-            self.display.step()
-            return batch.size
-        self.watch.updated()
-        if sampled and ids is not None:
-            self.intervals.observe(ids, batch.global_size)
-        logging = position.step % config.train.log_every_steps == 0
-        if not logging and self.runtime.device.type != "cpu":
-            self.display.step()  # looking at the loss would make the GPU's queue run dry
-            return batch.size
-        loss = self.watch.check(position.step)
-        if logging:
-            self.watch.compare_replicas(position.step)
-            plain = batch.loss_weights_B is None and batch.labels_B.ndim == 1
-            name = "logloss" if plain else "loss"  # weighted, or summed over labels
-            speed = self.display.progress(position.step, loss, self.global_batch)
-            self.log_metrics("train", {name: loss, "examples_per_second": speed})
-        self.display.step(loss)
-        return batch.size
-
-    def _tell(self, ended: Ended) -> None:
-        """Says what was measured, and what was decided on it."""
-        position, record, decision = self.position, ended.record, ended.decision
-        if ended.moved:
-            self.step.redistribute()
-        self.spent("resharding", ended.seconds)
-        if record is not None:
-            self.journal.profile(record)
-            self.log_metrics("train", {"throughput": record.throughput, "step_ms": record.step_ms})
-            self.display.line(
-                f"epoch {position.epoch}  step {position.step}  {record.throughput:,.0f} examples/s  "
-                f"loss {float(self.dense.global_loss):.4f}"
-            )
-        if decision is not None:
-            self.display.line(f"step {position.step}  {decision.text}")
-        elif ended.noticed is not None:
-            self.display.line(f"step {position.step}  {ended.noticed}")
+        return self.job.checkpoints.set_aside_after(self.job.position.step)
 
     def write_report(self) -> None:
         """The result and the report, on rank 0, after training, which a signal that comes now does not take back."""
-        seconds = self.seconds
-        seconds["training"] = 2 * seconds["total"] - sum(seconds.values())
-        seconds |= self.start_seconds
-        with self.display, self.signals.postponed():
-            for line in self.journal.finish(self.embeddings.plan, seconds, self.selection.best, self.best_on_test):
-                self.display.line(line)
+        with self.signals.postponed():
+            self.log.finish(self.best_on_test)

@@ -1,0 +1,76 @@
+"""When and how a job keeps checkpoints: as its config asks for them, whole, and of weights that are good.
+
+saver = Saver(job, log, watch, signals)
+saver.save()                            # unless this step's checkpoint is there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from dlrm_autoshard.training.checkpoints.folder import step_of
+from dlrm_autoshard.training.checkpoints.manifest import CheckpointError
+from dlrm_autoshard.training.display import LOG
+from dlrm_autoshard.training.job import Job
+from dlrm_autoshard.training.loss_watch import LossWatch
+from dlrm_autoshard.training.run_log import RunLog
+from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
+
+
+class Saver:
+    """Every method is a collective."""
+
+    def __init__(self, job: Job, log: RunLog, watch: LossWatch, signals: StopSignals) -> None:
+        self._job, self._log, self._watch, self._signals = job, log, watch, signals
+        self._stops = job.config.checkpoint.on_error == "stop"
+
+    def save(self) -> None:
+        """Unless this step's is there: what was evaluated since is evaluated again by whoever goes on from it."""
+        job = self._job
+        if job.config.checkpoint.enabled:
+            self._log.keep_folder()
+            with self._log.timed("checkpoints"):
+                self.finish()
+                newest = job.checkpoints.latest()
+                if newest is None or step_of(newest) != job.position.step:
+                    self._watch.compare_replicas(job.position.step)  # what is saved as good is good
+                    self._written(lambda: job.state.save(job.position))
+
+    def save_this_step(self) -> None:
+        """Returns when it is on disk."""
+        self.save()
+        with self._log.timed("checkpoints"):
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits until what is being written is on disk."""
+        self._written(self._job.checkpoints.finish)
+
+    def end_if_asked(self) -> None:
+        """Raises `Stopped`, with a checkpoint, after a signal that any rank was sent."""
+        received = [number for number in self._job.runtime.all_gather(self._signals.received) if number is not None]
+        if received:
+            self.save_this_step()
+            raise Stopped(received[0])
+
+    def point_best_at(self, step: int) -> None:
+        """Makes the checkpoint of this step, which is there, the best."""
+        with self._log.timed("checkpoints"):
+            self._job.runtime.from_rank_0(partial(self._point_best_at, step))
+
+    def _point_best_at(self, step: int) -> None:
+        try:
+            self._job.checkpoints.point_best_at(step)
+        except OSError as error:
+            if self._stops:
+                raise
+            LOG.warning("step %d  checkpoints/best cannot be written: %s", step, error.strerror)
+
+    def _written(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except CheckpointError as error:
+            if self._stops:
+                raise
+            self._log.line(f"step {self._job.position.step}  {error}")
