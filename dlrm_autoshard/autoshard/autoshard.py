@@ -182,8 +182,9 @@ class Autoshard:
         """None where tables have moved since they were looked up, so that nothing is known of some. Collective."""
         by_rank = self._runtime.all_gather(self._observer.summary())
         seen = {name: stat for own in by_rank for name, stat in own.items()}
-        found = [seen[table.name] for table in self._bags.tables if table.name in seen]
-        return tuple(found) if len(found) == len(self._bags.tables) else None
+        tables = self._bags.sharded.tables
+        found = [seen[table.name] for table in tables if table.name in seen]
+        return tuple(found) if len(found) == len(tables) else None
 
     def _start(self, stats: tuple[TableStats, ...]) -> Intervals:
         """Tables move to the first plan, which is the saved state's where that is for these ranks."""

@@ -22,6 +22,8 @@ from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.lookup.bag_inputs import BagInputs, BagsError, features_given
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.lookup.lookups import Lookup, Lookups, SentIds
+from dlrm_autoshard.distributed.lookup.replicas import Replicas
+from dlrm_autoshard.distributed.lookup.wire import exchange_bytes
 from dlrm_autoshard.distributed.moves.movable import ArrivedIds
 from dlrm_autoshard.distributed.moves.reshard import ReshardStats, reshard
 from dlrm_autoshard.distributed.ranks.agreement import agree, facts_of
@@ -30,7 +32,9 @@ from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.tables.optimizers import RowwiseAdagrad
 from dlrm_autoshard.distributed.tables.saved_parts import assembled
+from dlrm_autoshard.formats.words import some_of
 from dlrm_autoshard.plan import PlanError, ShardingPlan, Topology, round_robin
+from dlrm_autoshard.plan.replicated import replicated_tables
 from dlrm_autoshard.tables import Shard, TableConfig
 
 AnyBatch = TypeVar("AnyBatch")
@@ -52,6 +56,8 @@ class ShardedEmbeddingBags(nn.Module):
         seed: int = 0,
         features: Mapping[str, Sequence[str]] | None = None,
         average: bool = True,
+        replicate: str | Sequence[str] = "none",
+        batch_size: int | None = None,
     ) -> None:
         """optimizer: fused into the backward pass; RowwiseAdagrad() by default. plan: round robin by default.
         UserError, on every rank, where ranks are not given the same.
@@ -63,6 +69,9 @@ class ShardedEmbeddingBags(nn.Module):
         table (on a GPU that waits for the device). seed: of the initial weights, which no plan changes. features: table
         -> those that look up its rows, in the place of one of its name. average: gradients over ranks, as DDP does;
         False: sum them, for a loss that is this rank's share of the mean over all samples (no pass over gradients).
+        replicate: tables of which every rank is to have a copy, by name, and that no plan places; "auto": those whose
+        gradients are fewer bytes than the vectors of `batch_size` samples (of one rank). Their gradients travel with
+        those of a `DataParallelDense(..., replicas=bags.replicas)`, or else by themselves in the backward pass.
         """
         super().__init__()
         group = group_or_alone(group)
@@ -70,23 +79,35 @@ class ShardedEmbeddingBags(nn.Module):
         self.device = self.runtime.device
         self.shared_memory = True
 
-        def checked() -> tuple[Features, TableOptimizerConfig, ShardingPlan]:
+        def checked() -> tuple[Features, TableOptimizerConfig, ShardingPlan, tuple[str, ...]]:
             own = RowwiseAdagrad() if optimizer is None else optimizer
             found = features_given(tables, features or {}, exchange_dtype, own)
-            names = [table.name for table in tables]
+            if replicate == "auto" and batch_size is None:
+                raise BagsError('replicate="auto" needs batch_size=, the samples that one rank looks up in a step.')
+            copied = replicated_tables(
+                replicate,
+                tables,
+                features=found.counts,
+                batch_size=batch_size or 0,
+                world_size=self.world_size,
+                exchange_bytes=exchange_bytes(ExchangeDtypes.model_validate(exchange_dtype)),
+                optimizer=own.name,
+                placed={shard.table for shard in map(Shard.parse, plan.rank_of)} if plan else (),
+            )
+            names = [table.name for table in tables if table.name not in copied]
             taken = plan or round_robin(names, Topology(self.world_size))
             taken.check_tables(names)
             if taken.world_size != self.world_size:
                 raise PlanError(f"the plan is for {taken.world_size} ranks, and the group has {self.world_size}.")
-            return found, own, taken
+            return found, own, taken, copied
 
-        self.features, optimizer, plan = self.runtime.on_all(checked)
+        self.features, optimizer, plan, replicated = self.runtime.on_all(checked)
         self.tables = tuple(tables)
         own = {f"the optimizer's {key}": value for key, value in optimizer.model_dump().items()}
         own |= {f"features['{name}']": ", ".join(named) for name, named in (features or {}).items()}
         self.exchange_dtype = ExchangeDtypes.model_validate(exchange_dtype)
         own |= {"exchange_dtype": str(self.exchange_dtype), "seed": seed, "average": average}
-        own |= {"device": self.device.type, "torch": torch.__version__}
+        own |= {"device": self.device.type, "torch": torch.__version__, "replicate": some_of(replicated)}
         agree(self.runtime, facts_of(self.tables, plan) | own)
         self.sharded = ShardedEmbeddings(
             self.features,
@@ -98,6 +119,7 @@ class ShardedEmbeddingBags(nn.Module):
             device=self.device,
             exchange_dtype=self.exchange_dtype,
             seed=seed,
+            replicated=replicated,
         )
         self.clock = StageClock(self.device, self.runtime.control if self.device.type == "cpu" else group)
         self._inputs = BagInputs(self.features.features, self.runtime.rank, check_ids=check_ids)
@@ -111,6 +133,11 @@ class ShardedEmbeddingBags(nn.Module):
     def plan(self) -> ShardingPlan:
         """The live one."""
         return self.sharded.plan
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """The tables of which every rank has a copy."""
+        return self.sharded.replicas
 
     @property
     def rank(self) -> int:
@@ -205,11 +232,13 @@ class ShardedEmbeddingBags(nn.Module):
 
     def own_tensors(self) -> dict[str, Tensor]:
         """Live views of this rank's rows and optimizer state: `NAME.weight`, `NAME.momentum1`; of a split table, its
-        columns: `NAME[0:64].weight`. They load under any plan."""
+        columns: `NAME[0:64].weight`; and of the replicated ones, which are the same on every rank. They load under any
+        plan, whichever are replicated."""
         tensors_of = self.sharded.storage.tensors
-        return {
+        own = {
             f"{name}.{key}": value for name in self.plan.tables_on(self.rank) for key, value in tensors_of(name).items()
         }
+        return own if self.replicas is None else own | dict(self.replicas.named_tensors())
 
     def get_extra_state(self) -> dict[str, Any]:
         """Plain data: what the tensors leave out."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dlrm_autoshard.config import DenseOptimizerConfig
 from dlrm_autoshard.distributed.lookup.exchange import Pending
+from dlrm_autoshard.distributed.lookup.replicas import Replicas
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
 from dlrm_autoshard.distributed.ranks.groups import group_or_alone
 from dlrm_autoshard.distributed.stage_clock import StageClock
@@ -47,6 +48,7 @@ class DataParallelDense:
         shared_memory: bool = True,
         max_gradient_norm: float | None = None,
         clock: StageClock | None = None,
+        replicas: Replicas | None = None,
         **options: Any,
     ) -> None:
         """optimizer: a class of torch's that treats each number alone (SGD, Adagrad, Adam, AdamW), with its `options`;
@@ -57,6 +59,7 @@ class DataParallelDense:
         average: the loss is the mean over this rank's samples, and gradients are averaged over ranks, as by DDP; False:
         it is this rank's share of the mean over all samples, and they are summed. shared_memory: reduce through it
         where the ranks are all on one host. max_gradient_norm: a longer gradient, of all weights, is scaled to it.
+        replicas: `bags.replicas`, tables of which every rank has a copy: their gradients travel with the dense ones.
         """
         group, self.clock = group_or_alone(group), clock
         device = device or next((p.device for p in module.parameters()), torch.device("cpu"))
@@ -68,7 +71,11 @@ class DataParallelDense:
         empty = torch.zeros(0, device=device)  # for a module without parameters
         weights = [parameter.detach().reshape(-1) for parameter in trained.values()]
         self.flat = nn.Parameter(torch.cat([empty, *weights]))
-        self.gradient = torch.zeros(len(self.flat) + 2, device=device)
+        self._replicas, copies = replicas, 0 if replicas is None else len(replicas.gradient)
+        self.gradient = torch.zeros(len(self.flat) + copies + 2, device=device)
+        self._own_gradient = self.gradient[: len(self.flat)]
+        if replicas is not None:
+            replicas.join(self.gradient[len(self.flat) : -2], self._not_too_late, self._start_if_complete)
         self.stop_asked = False  # set it where this rank wants the job to end
         self.stop_agreed = False  # after a step: whether any rank wanted it; on all ranks alike
         self._stops: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # on their way from the GPU
@@ -83,6 +90,7 @@ class DataParallelDense:
             self._trained.append((parameter, parameter.grad))
             parameter.register_post_accumulate_grad_hook(self._made)
             start = end
+        self._all_made = False  # of those that autograd makes of the parameters
         self._missing = 0  # gradients of the backward pass whose last one starts the all-reduce
         self._unknown = torch.full((), torch.nan, device=device)
         self._loss = self._unknown
@@ -140,7 +148,8 @@ class DataParallelDense:
 
     def fingerprint(self) -> int:
         """The same for the same weights, bit by bit; any single change changes it."""
-        return int(self.flat.data.view(torch.int32).sum(dtype=torch.int64))
+        own = int(self.flat.data.view(torch.int32).sum(dtype=torch.int64))
+        return own if self._replicas is None else own + self._replicas.fingerprint()
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -150,7 +159,7 @@ class DataParallelDense:
         if self._reduced is not None:  # of a step that was left out
             self.all_reduce()
             self.zero_gradient()
-        self._loss = loss.detach()
+        self._loss, self._all_made = loss.detach(), False
         self._missing = len(self._trained) if counted else -1
         try:
             loss.backward()
@@ -158,7 +167,13 @@ class DataParallelDense:
             self._missing = -1
 
     def gradients_made(self) -> None:
-        """All gradients of this step are there."""
+        """All gradients of this step are there, but for the replicas' where their lookup was waited for before."""
+        self._all_made = True
+        self._start_if_complete()
+
+    def _start_if_complete(self) -> None:
+        if not self._all_made or (self._replicas is not None and self._replicas.outstanding):
+            return
         if self.overlap and (self.clock is None or not self.clock.sampled):
             self.start_all_reduce(self._loss)
 
@@ -168,21 +183,30 @@ class DataParallelDense:
         if clock is not None:
             clock.barrier("grad_allreduce")
         with nullcontext() if clock is None else clock.stage("grad_allreduce"):
-            self.all_reduce()
+            self._wait_for_sum()
         with nullcontext() if clock is None else clock.stage("dense_optim"):
+            self._update_replicas()
             self.update(lr_scale)
 
     def all_reduce(self) -> None:
         """Parameters' gradients are all ranks' afterwards: the first half of `step`, for an optimizer of your own."""
+        self._wait_for_sum()
+        self._update_replicas()
+
+    def _wait_for_sum(self) -> None:
         (self._reduced or self.start_all_reduce(self._loss)).wait()
-        self._reduced, self._loss = None, self._unknown
+        self._reduced, self._loss, self._all_made = None, self._unknown, False
+
+    def _update_replicas(self) -> None:
+        if self._replicas is not None:
+            self._replicas.update()
 
     def update(self, lr_scale: float | None = None) -> None:
         """Updates the weights of this rank, and clears the gradients."""
         group = self.optimizer.param_groups[0]
         if lr_scale is not None:
             group["lr"] = group["initial_lr"] * lr_scale
-        self.flat.grad = self.gradient[:-2]
+        self.flat.grad = self._own_gradient
         if self._max_norm is not None:  # on all ranks by the same factor, of the same sum
             nn.utils.clip_grad_norm_([self.flat], self._max_norm)
         self.optimizer.step()
@@ -190,7 +214,7 @@ class DataParallelDense:
         self._read_stop()
 
     def zero_gradient(self) -> None:
-        self.gradient[:-2].zero_()  # the last step's loss can be asked for until there is another
+        self._own_gradient.zero_()  # the last step's loss can be asked for until there is another
 
     def start_all_reduce(self, local_loss: Tensor) -> Pending:
         """Sums, or averages, gradients and loss over ranks."""
@@ -200,8 +224,9 @@ class DataParallelDense:
                 parameter.grad = view
         self.gradient[-2:-1] = float(self.stop_asked)  # a slice is filled; one element would be copied, which waits
         self.gradient[-1] = local_loss
-        if self._divisor > 1:
-            self.gradient /= self._divisor
+        if self._divisor > 1:  # the replicas' are as their lookups average them
+            self._own_gradient /= self._divisor
+            self.gradient[-2:] /= self._divisor
         self._reduced = Pending(self._start(), self.gradient)
         return self._reduced
 
@@ -213,13 +238,16 @@ class DataParallelDense:
         finish: Callable[[], object] = dist.all_reduce(self.gradient, group=self._group, async_op=True).wait
         return finish
 
-    def _made(self, parameter: Tensor) -> None:
-        """A gradient of a backward pass."""
+    def _not_too_late(self) -> None:
         if self._reduced is not None:
             raise UserError(
                 "a gradient came after their sum over ranks had begun. Of a step with several losses call backward() "
                 "of all others first, then `dense.backward(last)`; activation checkpoints need use_reentrant=False."
             )
+
+    def _made(self, parameter: Tensor) -> None:
+        """A gradient of a backward pass."""
+        self._not_too_late()
         self._missing -= 1
         if self._missing == 0:
             self.gradients_made()

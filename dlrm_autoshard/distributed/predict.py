@@ -18,6 +18,8 @@ def predict(model: DenseArch, embeddings: ShardedEmbeddings, batch: Batch, *, au
     pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait(), model.margin)
     if embeddings.means is not None:
         embeddings.means.divide_(pooled, batch.lengths_TB, model.margin)
+    if embeddings.replicas is not None:
+        embeddings.replicas.look_up(batch, training=False).put(pooled, model.margin[0])
     with torch.autocast(embeddings.device.type, torch.bfloat16, enabled=autocast):
         logits = model.top(model.bottom(batch.dense_BF), pooled)
     return logits[: batch.size].float()

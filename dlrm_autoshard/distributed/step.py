@@ -61,7 +61,7 @@ class TrainStep:
         if accumulate > 1:
             self.passes = PassesInParts(model, accumulate, autocast=autocast)
         elif graphs and embeddings.device.type == "cuda":
-            width = sum(table.embedding_dim for table in embeddings.tables)
+            width = sum(table.embedding_dim for table in embeddings.output_tables)
             self.passes = RecordedPasses(model, width, autocast=autocast, record=CudaGraphs(embeddings.device))
         self._waiting: deque[SentIds] = deque()
 

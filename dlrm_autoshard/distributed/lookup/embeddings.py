@@ -8,7 +8,7 @@ embeddings.update(local, embeddings.send_gradients(pooled_gradient).wait())
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,6 +23,7 @@ from dlrm_autoshard.distributed.lookup.device_ids import DeviceIdDistribution
 from dlrm_autoshard.distributed.lookup.exchange import Exchange, Margin, Pending
 from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.lookup.means import Means
+from dlrm_autoshard.distributed.lookup.replicas import Reduce, Replicas
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
 from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
 from dlrm_autoshard.distributed.lookup.wire import Wire
@@ -36,7 +37,8 @@ from dlrm_autoshard.tables import TableConfig
 class ShardedEmbeddings:
     """All tables of the model, of which this rank owns the shards `plan.tables_on(rank)`.
 
-    The live plan is here, identical on every rank.
+    The live plan is here, identical on every rank. tables: those that it places. replicas: the others, if there are
+    any, of which every rank has a copy.
     """
 
     def __init__(
@@ -55,13 +57,14 @@ class ShardedEmbeddings:
         initial_values: bool = True,
         storage: Storage | None = None,
         streams: SideStreams | None = None,
+        replicated: Collection[str] = (),
     ) -> None:
         """shared_memory: exchange through it where the ranks are all on one host. initial_values: False where a
         checkpoint is about to be loaded over them. storage, streams: if not the device's usual ones. tables: with
-        what looks them up, where features share some."""
+        what looks them up, where features share some. replicated: those that lie on every rank, and in no plan."""
         self.features = tables if isinstance(tables, Features) else Features.one_each(tables)
-        self.tables = self.features.tables
-        self.means = Means.where_mixed(self.features, device)  # of pooled vectors and their gradients, for the caller
+        self.tables = tuple(table for table in self.features.tables if table.name not in replicated)
+        self.means = Means.where_mixed(self.features, device, replicated)  # of vectors and gradients, for the caller
         self.config, self.rank, self.device = config, rank, device
         self.groups, self._exchange_dtypes = (group, id_group), exchange_dtype or ExchangeDtypes()
         self._link = connect(group) if shared_memory and device.type == "cpu" else None
@@ -72,6 +75,11 @@ class ShardedEmbeddings:
         loop = faster_on_all(id_group) if device.type == "cpu" else None
         self.storage = storage or Storage(self.tables, config, device, features=shared, plain_loop=loop)
         self.streams = streams or (None if device.type == "cpu" else SideStreams(device))
+        self.replicas: Replicas | None = None
+        if replicated:
+            reduce = Reduce(group, self._link)
+            self.replicas = Replicas(self.features, replicated, config.optimizer, device, reduce, self.streams, seed)
+        self._replicated = frozenset(replicated)
         self.adopt(plan)
         if initial_values:
             for shard in self.local_shards:
@@ -108,8 +116,9 @@ class ShardedEmbeddings:
         self.plan = plan.ordered([table.name for table in self.tables])
         group, id_group = self.groups
         self._exchange = Exchange(
-            self.features, self.plan, self.rank, group, id_group, self.device, self._exchange_dtypes, self._link
-        )
+            self.features, self.plan, self.rank, group, id_group, self.device, self._exchange_dtypes, self._link,
+            self._replicated,
+        )  # fmt: skip
         self.storage.hold([shard.name for shard in self.local_shards])
         self._restore_counters()
         self.set_learning_rate(self.learning_rate)
@@ -118,7 +127,7 @@ class ShardedEmbeddings:
         """PlanError where it is of other tables, or splits some under an optimizer that this would change."""
         shard_tables(self.tables, plan)
         for dtype in {self._exchange_dtypes.vectors, self._exchange_dtypes.gradients}:
-            Wire(dtype, self.tables).check(plan)
+            Wire(dtype, self.features.tables).check(plan)
         if plan.column_split_tables and not self.config.optimizer.splits_tables:
             raise PlanError(
                 f"the plan splits table '{plan.column_split_tables[0]}' by columns, and row-wise Adagrad "
@@ -187,6 +196,8 @@ class ShardedEmbeddings:
 
     def set_learning_rate(self, lr: float) -> None:
         self.learning_rate = lr
+        if self.replicas is not None:
+            self.replicas.learning_rate = lr
         if self.storage.lookup is not None:
             self.storage.lookup.set_learning_rate(lr)
 

@@ -62,7 +62,8 @@ class Pending:
 class Exchange:
     """Who sends what to whom under one plan. Made anew when the plan changes; holds no rows.
 
-    empty: memory for what arrives, of a tensor's type and so many elements.
+    empty: memory for what arrives, of a tensor's type and so many elements. replicated: tables that are not the plan's,
+    because every rank has them: their columns of the output are left free.
     """
 
     features: Features
@@ -73,13 +74,16 @@ class Exchange:
     device: torch.device
     dtypes: ExchangeDtypes = field(default_factory=ExchangeDtypes)
     link: SharedMemory | None = None
+    replicated: frozenset[str] = frozenset()
     empty: Callable[[Tensor, int], Tensor] = Tensor.new_empty
     _layouts: dict[tuple[int, Margin], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.world_size, rank_of = self.plan.world_size, self.plan.rank_of
-        by_table, table_of = shards_by_table(self.features.tables, self.plan), self.features.table_of
-        order = self.features.output_order()
+        placed = [table for table in self.features.tables if table.name not in self.replicated]
+        shards_of = {t.name: shards for t, shards in zip(placed, shards_by_table(placed, self.plan), strict=True)}
+        by_table = [shards_of.get(table.name, ()) for table in self.features.tables]
+        order, table_of = self.features.output_order(), self.features.table_of
         ordered = [(shard, feature) for feature in order for shard in by_table[table_of[feature]]]
         # A lookup takes the features of one shard side by side, as fbgemm wants them.
         features_of = dict[int, list[int]]()
@@ -99,6 +103,7 @@ class Exchange:
         self.send_order: Tensor | None = None  # where the batch's order is not the owners' already
         if self.owners_order != list(range(len(self.features.features))):
             self.send_order = torch.tensor(self.owners_order, dtype=torch.int32, device=self.device)
+        self._each_once = sorted(self.owners_order) == list(range(len(self.features.features)))
         by_rank = [rank * self.num_local + t for t in range(self.num_local) for rank in range(self.world_size)]
         self.table_major = torch.tensor(by_rank, dtype=torch.int32, device=self.device)
         """Of what arrives rank by rank, what is each lookup's in turn."""
@@ -109,7 +114,7 @@ class Exchange:
         dtypes = self.dtypes if self.world_size > 1 else ExchangeDtypes()  # nothing travels, so nothing is rounded
         self._vectors, self._gradients = (Wire(d, self.features.tables) for d in (dtypes.vectors, dtypes.gradients))
         # The output order, in chunks as wide as every shard's dim allows: where each chunk lies among what arrives.
-        self._chunk = math.gcd(*(shard.embedding_dim for shard, _ in ordered))
+        self._chunk = math.gcd(*(s.embedding_dim for s in (*self.features.features, *(shard for shard, _ in ordered))))
         first_chunk = dict[tuple[str, int], int]()
         for own in owned:
             position = 0
@@ -126,7 +131,14 @@ class Exchange:
                 column.append(first_chunk[shard.name, feature] + chunk)
         self._as_looked_up = self.world_size == 1 and column == sorted(column)
         """One rank's lookup gives the output as it is."""
-        self._where = torch.tensor([base, stride, column], device=self.device)
+        ends = list(itertools.accumulate((self.features.features[i].embedding_dim for i in order), initial=0))
+        self._width = ends[-1] // self._chunk
+        places = [
+            place // self._chunk
+            for feature, (start, stop) in zip(order, itertools.pairwise(ends), strict=True)
+            for place in (range(start, stop, self._chunk) if by_table[table_of[feature]] else ())
+        ]
+        self._where = torch.tensor([base, stride, column, places], device=self.device)
 
     @property
     def local_dim(self) -> int:
@@ -134,7 +146,7 @@ class Exchange:
 
     def ids_sent(self, batch: Batch) -> int:
         """Of one batch: those of a split table once a part."""
-        if len(self.owners_order) == len(self.features.features):
+        if self._each_once:
             return batch.values_N.numel()
         return int(batch.lengths_TB.sum(1)[self.owners_order].sum())
 
@@ -236,16 +248,17 @@ class Exchange:
         are its tables'. Two batch sizes occur in a run, so both are kept."""
         key = (batch_size, margin)
         if key not in self._layouts:
-            base, stride, column = self._where
+            base, stride, column, places = self._where
             before, after = (columns // self._chunk for columns in margin)
             rows = torch.arange(batch_size, device=self.device)[:, None]
             source = base * batch_size + rows * stride + column
-            index = torch.nn.functional.pad(source, (before, after)).reshape(-1)
+            width = before + self._width + after
+            index = torch.zeros(batch_size, width, dtype=torch.int64, device=self.device)
+            index[:, before + places] = source
             inverse = torch.empty(source.numel(), dtype=torch.int64, device=self.device)
-            width = before + len(base) + after
-            inverse[source] = rows * width + before + torch.arange(len(base), device=self.device)
+            inverse[source] = rows * width + before + places
             if len(self._layouts) > 4:
                 self._layouts.clear()
             splits = [batch_size * dim // self._chunk for dim in self.dims]
-            self._layouts[key] = (index, list(inverse.split(splits)))
+            self._layouts[key] = (index.view(-1), list(inverse.split(splits)))
         return self._layouts[key]

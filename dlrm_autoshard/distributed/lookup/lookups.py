@@ -19,6 +19,7 @@ from dlrm_autoshard.distributed.lookup.device_ids import DeviceIdDistribution
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.lookup.exchange import Margin, Pending, with_margin, without_margin
 from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
+from dlrm_autoshard.distributed.lookup.replicas import ReplicaLookup
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.errors import BagsError
 from dlrm_autoshard.plan import ShardingPlan
@@ -85,9 +86,8 @@ class Lookups:
 
     def look_up(self, sent: SentIds, *, training: bool = True) -> Lookup:
         ids, embeddings, clock = self.ids(sent, timed=training), self.embeddings, self.clock
-        lengths_TB = sent.batch.lengths_TB
         if not training:
-            return Lookup(self, embeddings.lookup(ids, training=False), lengths_TB, training=False)
+            return Lookup(self, embeddings.lookup(ids, training=False), sent.batch, training=False)
         with clock.stage("fwd_compute"):
             local = embeddings.lookup(ids)
         if local.grad_fn is None:  # of no tables
@@ -96,11 +96,18 @@ class Lookups:
             local.grad_fn.register_hook(lambda *_: self._updated())
         clock.barrier("fwd_comms")
         with clock.stage("fwd_comms"):
-            return Lookup(self, local, lengths_TB, training=True)
+            lookup = Lookup(self, local, sent.batch, training=True)
+        if embeddings.replicas is not None:
+            with clock.stage("dense_fwd"):  # on every rank alike: no plan changes what copies cost
+                lookup.look_up_replicas()
+        return lookup
 
     def _updated(self) -> None:
         """The backward pass has updated the tables: its end, as far as they are concerned."""
         self.clock.end()
+        if self.embeddings.replicas is not None:
+            with self.clock.stage("grad_allreduce"):
+                self.embeddings.replicas.finish_alone()
         if self._arrive:
             self.arrive(timed=True)
 
@@ -143,9 +150,10 @@ class Lookup:
     receives them, and fbgemm's own node updates the tables.
     """
 
-    def __init__(self, lookups: Lookups, local: Tensor, lengths_TB: Tensor, *, training: bool) -> None:
+    def __init__(self, lookups: Lookups, local: Tensor, batch: Batch, *, training: bool) -> None:
         """local: what the tables' owner looked up."""
-        self._lookups, self._lengths_TB, self._training = lookups, lengths_TB, training
+        self._lookups, self._batch, self._training = lookups, batch, training
+        self._replicated: ReplicaLookup | None = None
         self._plan = lookups.embeddings.plan
         self._vectors: Pending | None = None
         self._gradients: Pending | None = None
@@ -155,6 +163,13 @@ class Lookup:
             self._token = _Send.apply(local, self)
         else:
             self.send(local)
+            self.look_up_replicas()
+
+    def look_up_replicas(self) -> None:
+        """Looks up in the tables that this rank has copies of, while the others' vectors travel."""
+        replicas = self._lookups.embeddings.replicas
+        if replicas is not None:
+            self._replicated = replicas.look_up(self._batch, training=self._training)
 
     def wait(self, margin: Margin = (0, 0), into: Tensor | None = None) -> Tensor:
         """[B, margin + D + margin] pooled vectors of this rank's samples; they may be changed in place. margin: columns
@@ -177,7 +192,7 @@ class Lookup:
             self._vectors.wait()
         if self._training:
             self._lookups.embeddings.take_back_lookup()
-        self._vectors = self._token = None
+        self._vectors = self._token = self._replicated = None
         self._over = True
 
     # -- what the two nodes do -----------------------------------------------------------------------------------------
@@ -195,7 +210,9 @@ class Lookup:
         inner = margin if columns is None else (0, 0)
         pooled_BD = embeddings.in_output_order(vectors.wait(), inner, into if columns is None else None)
         if embeddings.means is not None:
-            embeddings.means.divide_(pooled_BD, self._lengths_TB, inner)
+            embeddings.means.divide_(pooled_BD, self._batch.lengths_TB, inner)
+        if self._replicated is not None:
+            self._replicated.put(pooled_BD, inner[0])
         if columns is not None:
             pooled_BD = pooled_BD.index_select(1, columns[0])
             if any(margin) or into is not None:
@@ -220,11 +237,13 @@ class Lookup:
                 gradient_BD = gradient_BD / embeddings.world_size
             if embeddings.means is not None:
                 own = gradient_BD if lookups.average else gradient_BD.clone()  # others may read what autograd gave
-                gradient_BD = embeddings.means.divide_(own, self._lengths_TB, margin)
+                gradient_BD = embeddings.means.divide_(own, self._batch.lengths_TB, margin)
             self._gradients = embeddings.send_gradients(gradient_BD.contiguous(), margin)
             if not lookups.overlaps:
                 self._gradients.wait()
         clock.begin("dense_bwd")
+        if self._replicated is not None:
+            self._replicated.add_gradient(gradient_BD, margin[0])
 
     def receive_gradients(self) -> Tensor:
         """[W * B, D_local], for the kernel that updates the tables."""

@@ -6,6 +6,8 @@ means.divide_(pooled_BD, batch.lengths_TB); means.divide_(gradient_BD, batch.len
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -13,15 +15,18 @@ from dlrm_autoshard.data.features import Features
 
 
 class Means:
-    def __init__(self, features: Features, device: torch.device) -> None:
+    def __init__(self, features: Features, device: torch.device, replicated: Collection[str] = ()) -> None:
+        """replicated: tables whose copies divide by themselves."""
         order = features.output_order()
         dims = torch.tensor([features.features[i].embedding_dim for i in order])
         self._feature_of_D = torch.tensor(order).repeat_interleave(dims).to(device)
-        self._averages_F1 = torch.tensor([[feature.pooling == "mean"] for feature in features.features]).to(device)
+        averages = [[t.pooling == "mean" and t.name not in replicated] for t in features.tables]
+        self._averages_F1 = torch.tensor([averages[table] for table in features.table_of]).to(device)
 
     @staticmethod
-    def where_mixed(features: Features, device: torch.device) -> Means | None:
-        return Means(features, device) if len({table.pooling for table in features.tables}) > 1 else None
+    def where_mixed(features: Features, device: torch.device, replicated: Collection[str] = ()) -> Means | None:
+        poolings = {table.pooling for table in features.tables if table.name not in replicated}
+        return Means(features, device, replicated) if len(poolings) > 1 else None
 
     def divide_(self, vectors_BD: Tensor, lengths_FB: Tensor, margin: tuple[int, int] = (0, 0)) -> Tensor:
         """In place, pooled vectors in the output order, or gradients of them, by the lengths of their bags; empty bags

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dlrm_autoshard.config import ExchangeDtype
+from dlrm_autoshard.config import ExchangeDtype, ExchangeDtypes
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.tables import Shard, TableConfig
 
@@ -25,6 +25,11 @@ DTYPES: dict[ExchangeDtype, torch.dtype] = {
 }
 WIDEST_BLOCK = 16
 _INFINITE = 255  # the exponent byte of infinities and NaN, which come out as one of them
+
+
+def exchange_bytes(dtypes: ExchangeDtypes) -> int:
+    """Returns the bytes of a number that travels and of its gradient, together."""
+    return DTYPES[dtypes.vectors].itemsize + DTYPES[dtypes.gradients].itemsize
 
 
 class Wire:

@@ -1,0 +1,82 @@
+"""Which tables lie on every rank, and in no plan: chosen once, before the first step, for the whole job.
+
+replicated_tables("auto", tables, features={"day": 1}, batch_size=2048, world_size=4, exchange_bytes=8, optimizer="sgd")
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+
+from dlrm_autoshard.formats.words import some_of
+from dlrm_autoshard.plan.sharding_plan import PlanError
+from dlrm_autoshard.tables import TableConfig, TableOptimizer
+
+_SUM_BYTES = 8
+"""Bytes of one number of a copy's gradient, in float32, on its way to be summed, and of the sum on its way back."""
+
+
+def replicated_tables(
+    asked: str | Sequence[str],
+    tables: Sequence[TableConfig],
+    *,
+    features: Mapping[str, int],
+    batch_size: int,
+    world_size: int,
+    exchange_bytes: int,
+    optimizer: TableOptimizer,
+    placed: Collection[str] = (),
+) -> tuple[str, ...]:
+    """Returns their names, in the tables' order; none on one rank. asked: `auto`, `none` or names.
+
+    `auto` takes a table where summing its whole gradient sends fewer bytes than its vectors and their gradients would:
+    with one feature and float32 vectors, where it has fewer rows than a rank's batch has samples. The largest stays
+    with an owner where all are so small.
+
+    features: that look up each table. batch_size: of one rank. exchange_bytes: of one number of a vector that travels,
+    and of its gradient. placed: tables of which something else says where they lie. PlanError names the table that
+    cannot be replicated.
+    """
+    if isinstance(asked, str):
+        if asked not in ("auto", "none"):
+            raise PlanError(f"replicate is {asked!r}; it must be 'auto', 'none' or a list of tables.")
+        wanted = [
+            table
+            for table in tables
+            if asked == "auto"
+            and _why_not(table, optimizer, placed) is None
+            and table.num_embeddings * _SUM_BYTES < features[table.name] * batch_size * exchange_bytes
+        ]
+        if len(wanted) == len(tables):
+            wanted.remove(max(wanted, key=lambda table: table.weight_bytes))
+    else:
+        by_name = {table.name: table for table in tables}
+        for name in asked:
+            if name not in by_name:
+                near = difflib.get_close_matches(name, by_name, n=1, cutoff=0.0)[0]
+                raise PlanError(
+                    f"replicate names table '{name}', which the model does not have. Did you mean '{near}'?"
+                )
+            reason = _why_not(by_name[name], optimizer, placed)
+            if reason is not None and world_size > 1:
+                raise PlanError(f"replicate names table '{name}', {reason}")
+        wanted = [table for table in tables if table.name in asked]
+        if len(wanted) == len(tables):
+            raise PlanError("replicate names all tables; at least one must be left for the plan to place.")
+    return tuple(table.name for table in wanted) if world_size > 1 else ()
+
+
+def said_of(names: Sequence[str]) -> str:
+    """'12 small tables are on every rank: day, hour, ...'"""
+    small = "1 small table is" if len(names) == 1 else f"{len(names)} small tables are"
+    return f"{small} on every rank: {some_of(names)}"
+
+
+def _why_not(table: TableConfig, optimizer: TableOptimizer, placed: Collection[str]) -> str | None:
+    if optimizer == "adam":
+        return "and Adam updates only the rows that a batch looks up, which copies do not keep: use another optimizer."
+    if table.dtype != "fp32":
+        return f"which is {table.dtype}: copies are float32. Leave it out, or make the tables fp32."
+    if table.name in placed:
+        return "and the plan, or what is asked of it, says where that lies: leave it out of one of them."
+    return None
