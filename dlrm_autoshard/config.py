@@ -45,12 +45,12 @@ class RunConfig(Section):
     """Name, place and device of a run."""
 
     name: str = "run"  # the run directory is <dir>/<name>
-    dir: LocalPath = "runs"
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dir: LocalPath = "runs"  # the folder of runs; all machines see it
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of initial weights
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: GPUs where there are any
     threads_per_rank: PositiveInt = 1  # on CPU more than one makes fbgemm's backward erratic
     pin_cores: bool = True  # bind each rank to cores that no other job has, where there are enough
-    collective_timeout_seconds: PositiveFloat = 300.0
+    collective_timeout_seconds: PositiveFloat = 300.0  # after which a rank that others wait for is named
     log_level: Literal["debug", "info", "warning", "error"] = "info"  # of what is printed
 
     @pydantic.field_validator("name")
@@ -100,9 +100,9 @@ class ModelConfig(Section):
     # Bottom MLP; the last is the common dim for dot.
     dense_arch_layer_sizes: list[PositiveInt] = Field(default=[64, 16], min_length=1)
     over_arch_layer_sizes: list[PositiveInt] = Field(default=[64, 1], min_length=1)  # top MLP; the last is 1, a label
-    interaction: Literal["dot", "cat", "dcn"] = "dot"
-    dcn_num_layers: PositiveInt = 3
-    dcn_low_rank_dim: PositiveInt = 512
+    interaction: Literal["dot", "cat", "dcn"] = "dot"  # dcn: low-rank cross network
+    dcn_num_layers: PositiveInt = 3  # layers of dcn
+    dcn_low_rank_dim: PositiveInt = 512  # rank of dcn's weights
     # Instead of all that: file.py:name or package.module:name, a DenseArch from (num_dense, tables, **options).
     factory: str | None = None
     options: dict[str, Any] = {}
@@ -122,11 +122,11 @@ class DenseOptimizerConfig(Section):
 class ScheduleConfig(Section):
     """Learning rate of tables and dense part alike: linear warm-up, constant, polynomial decay (as in MLPerf DLRM)."""
 
-    warmup_steps: NonNegativeInt = 0
-    decay_start_step: NonNegativeInt = 0
+    warmup_steps: NonNegativeInt = 0  # steps from 0 to the full rate
+    decay_start_step: NonNegativeInt = 0  # the step at which decay begins
     decay_steps: NonNegativeInt = 0  # 0: no decay
-    decay_power: PositiveFloat = 2.0
-    end_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    decay_power: PositiveFloat = 2.0  # exponent of the decay
+    end_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0  # rate at the end, as a part of the full one
 
 
 class EarlyStopping(Section):
@@ -171,13 +171,13 @@ class TrainConfig(Section):
     eval_batch_size: PositiveInt | None = None  # per rank; default: batch_size
     eval_every_steps: PositiveInt | None = None  # beside the evaluation at each epoch's end; on val where there is one
     early_stopping: EarlyStopping | None = None
-    on_nan: Literal["stop", "skip"] = "stop"
+    on_nan: Literal["stop", "skip"] = "stop"  # where the loss is not finite: end the job, or leave out the batch
     exchange_dtype: ExchangeDtypes = ExchangeDtypes()  # of what travels between ranks; or one word for both
     dense_dtype: Literal["fp32", "bf16"] = "fp32"  # bf16: products of the dense part; its parameters stay fp32
     tf32: bool = True  # on GPUs: fp32 products with 10 bits of mantissa, several times as fast
     cuda_graphs: bool | None = None  # on GPUs: the dense part's kernels launched as one; default: DLRM's
     overlap: bool = True  # the next batch's ids and the dense gradients travel while the step computes
-    log_every_steps: PositiveInt = 50
+    log_every_steps: PositiveInt = 50  # lines of metrics.jsonl, and of the terminal without a bar
 
 
 class CheckpointConfig(Section):
@@ -205,13 +205,13 @@ class ProfileConfig(Section):
 class ReshardConfig(Section):
     """When tables may move while a job trains, and what a move must gain."""
 
-    enabled: bool = True
+    enabled: bool = True  # false: tables stay where the start put them
     every_epochs: PositiveInt = 1  # 1: epochs longer than 1,000 steps and than a 20th of the job in parts
     every_steps: PositiveInt | None = None  # instead of epochs
     on_change: bool = True  # and as soon as sampled steps show that ranks wait for one another by more than before
     min_gain: Annotated[float, Field(ge=0, lt=1)] = 0.01  # of the step time: 0.01 is 1%; smaller gains are left alone
-    rollback: bool = True
-    max_move_gib_per_step: PositiveFloat | None = None
+    rollback: bool = True  # a move that turns out to cost more than it gains is taken back
+    max_move_gib_per_step: PositiveFloat | None = None  # GiB; larger moves go in parts, larger tables stay
     checksums: bool = False  # of every tensor that moves, compared where it left and where it arrived
 
 
@@ -227,15 +227,16 @@ class AutoshardConfig(Section):
 
     enabled: bool = True  # the planner places tables, and they move; false, and on one rank: round robin, for good
     placement: LocalPath | None = None  # at the start: round_robin, or a plan file; null: the planner's, if enabled
-    algorithm: Algorithm = "auto"
+    algorithm: Algorithm = "auto"  # of the plan at the start; auto: the best of all by predicted cost
+    # GiB for tables and their optimizer state on each rank, or a list by rank; null: the memory that is free.
     memory_gib: Annotated[list[PositiveFloat] | PositiveFloat | None, Field(union_mode="left_to_right")] = None
     budget_seconds: PositiveFloat = 20.0  # of planning at the start; less where the plan serves for few steps
     cache_dir: LocalPath | None = "auto"  # of costs measured here, for later jobs; auto: run.dir/.costs; null: nowhere
     measure_plans: NonNegativeInt = 12  # finalists that are measured on the running ranks, at most, where that pays
     pinned: dict[str, NonNegativeInt] = {}  # by tables (all of their parts), or by parts: `item[0:64]`
-    together: list[list[str]] = []
-    apart: list[list[str]] = []
-    exclude_ranks: list[NonNegativeInt] = []
+    together: list[list[str]] = []  # groups of tables that share a rank
+    apart: list[list[str]] = []  # groups of tables of which no two share a rank
+    exclude_ranks: list[NonNegativeInt] = []  # ranks without tables
     splits: SplitsConfig = SplitsConfig()
     stats_batches: PositiveInt = 8  # first batches from which table statistics are measured
     reshard: ReshardConfig = ReshardConfig()

@@ -32,9 +32,9 @@ EmbeddingDim = Annotated[int, Field(gt=0, le=2**16)]
 class DataSection(Section):
     """Keys that every source has."""
 
-    on_bad_id: Literal["error", "clip", "hash"] = "error"
-    prefetch_batches: Annotated[int, Field(ge=0, le=1000)] = 2
-    reader_threads: Annotated[int, Field(ge=1, le=64)] | None = None  # a rank; None: 1 on CPU, up to 4 for a GPU
+    on_bad_id: Literal["error", "clip", "hash"] = "error"  # ids outside of their table: end, take the nearest, or hash
+    prefetch_batches: Annotated[int, Field(ge=0, le=1000)] = 2  # batches that are read ahead
+    reader_threads: Annotated[int, Field(ge=1, le=64)] | None = None  # a rank; null: 1 on CPU, up to 4 for a GPU
 
 
 class SyntheticTable(Section):
@@ -50,9 +50,9 @@ class SyntheticTable(Section):
 class Drift(Section):
     """From `epoch` on, each table takes the mean pooling of another (a seeded permutation) and/or other hot rows."""
 
-    epoch: PositiveInt
-    permute_pooling: bool = True
-    move_hot_ids: bool = True
+    epoch: PositiveInt  # the first epoch, from 0, with the changed data
+    permute_pooling: bool = True  # tables exchange their numbers of ids a sample
+    move_hot_ids: bool = True  # other rows of each table become the frequent ones
 
 
 class SyntheticData(DataSection):

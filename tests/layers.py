@@ -1,6 +1,6 @@
 """The package's layers, in the order in which they may import each other.
 
-test_imports.py holds the code to it, and test_readme.py the README's map.
+test_imports.py holds the code to it, and test_readme.py the map in dlrm_autoshard/README.md.
 """
 
 LAYERS = (

@@ -1,4 +1,4 @@
-"""Users' own data and dense part: the README's example as it stands trains on two ranks and learns; whatever is wrong
+"""Users' own data and dense part: the example of configs/README.md trains on two ranks and learns; whatever is wrong
 with such code is a sentence that names the key."""
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dlrm_autoshard.model.dlrm import make_model
 ROOT = Path(__file__).parents[1]
 
 
-def readme_example(folder: Path) -> None:
-    """The README's two classes, and clicks that depend on dense features and ids alike."""
-    blocks = re.findall(r"```python\n(# (\w+\.py)\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def page_example(folder: Path) -> None:
+    """The page's two classes, and clicks that depend on dense features and ids alike."""
+    blocks = re.findall(r"```python\n(# (\w+\.py)\n.*?)```", (ROOT / "configs/README.md").read_text(), re.DOTALL)
     assert sorted(name for _, name in blocks) == ["clicks.py", "tower.py"]
     for text, name in blocks:
         (folder / name).write_text(text)
@@ -38,8 +38,8 @@ def readme_example(folder: Path) -> None:
     np.savez(folder / "clicks.npz", dense=dense, ids=ids, label=generator.random(20_000) < 1 / (1 + np.exp(-odds)))
 
 
-def readme_yaml() -> dict[str, object]:
-    text = re.search(r"```yaml\n(data: \{source: custom.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def page_yaml() -> dict[str, object]:
+    text = re.search(r"```yaml\n(data: \{source: custom.*?)```", (ROOT / "configs/README.md").read_text(), re.DOTALL)
     assert text is not None
     return yaml.safe_load(text[1])
 
@@ -55,7 +55,7 @@ def test_files_of_one_name_are_several_modules(tmp_path: Path) -> None:
 
 
 def test_a_source_may_count_in_numpys_numbers(tmp_path: Path) -> None:
-    readme_example(tmp_path)
+    page_example(tmp_path)
     with open(tmp_path / "clicks.py", "a") as file:
         file.write("\n\nclass Counted(Clicks):\n    def num_samples(self, split):\n")
         file.write("        return np.int64(super().num_samples(split))\n")
@@ -66,9 +66,9 @@ def test_a_source_may_count_in_numpys_numbers(tmp_path: Path) -> None:
     assert source.num_samples("train") == 18_000
 
 
-def test_the_readmes_example_trains_on_two_ranks(tmp_path: Path) -> None:
-    readme_example(tmp_path)
-    record = {**readme_yaml(), "run": {"device": "cpu"}, "train": {"batch_size": 128, "epochs": 2}}
+def test_the_pages_example_trains_on_two_ranks(tmp_path: Path) -> None:
+    page_example(tmp_path)
+    record = {**page_yaml(), "run": {"device": "cpu"}, "train": {"batch_size": 128, "epochs": 2}}
     (tmp_path / "own.yaml").write_text(yaml.safe_dump({**record, "autoshard": {"enabled": True}}))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
@@ -123,7 +123,7 @@ def test_custom_tables_and_labels_have_names_of_their_own(tmp_path: Path) -> Non
 
 
 def test_what_custom_data_gets_wrong_is_said_before_training(tmp_path: Path) -> None:
-    readme_example(tmp_path)
+    page_example(tmp_path)
     place, tables = f"{tmp_path / 'clicks.py'}:Clicks", TablesConfig()
 
     def opened(**options: object) -> object:

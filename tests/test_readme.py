@@ -1,8 +1,9 @@
-"""The README's promises: files that are linked exist, its YAML loads, its scripts and configs are there."""
+"""The pages' promises: links lead somewhere, YAML loads, scripts are there, commands run; and pages are short."""
 
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,49 +13,73 @@ import pytest
 import yaml
 
 from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
+from dlrm_autoshard.commands.keys import keys_page
+from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.config import parse_config
 from tests.layers import LAYERS
 from tests.wheels import bare, build_wheel, install_beside_our_packages
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
-
-
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", README))))
-def test_links_lead_somewhere(target: str) -> None:
-    assert target.startswith("http") or (REPOSITORY / target).exists()
-
-
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"(?:launch|configs)/[\w.]+", README))))
-def test_scripts_and_configs_are_there(path: str) -> None:
-    assert (REPOSITORY / path).exists()
-
-
-@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", README, re.DOTALL))
-def test_its_yaml_is_valid(block: str) -> None:
-    record = {"data": {"source": "movielens"}, **yaml.safe_load(block)}
-    assert parse_config(record).to_yaml()
-
-
-def test_its_yaml_names_tables_that_the_data_have() -> None:
-    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)]
-    named = {(b["data"]["source"], name) for b in blocks for name in b.get("tables", {}).get("embedding_dims", {})}
-    assert named and named <= {("criteo", f"t_cat_{number}") for number in range(26)}
-
-
-# Its map of the code -----------------------------------------------------------------------------------------------
-
 PACKAGE = REPOSITORY / "dlrm_autoshard"
-CODE = README.split("\n## The code, in reading order\n")[1].split("\n## ")[0]
+SHORT = {  # pages for people who want to do something: 300 to 1,000 words
+    "launch/README.md", "configs/README.md", "dlrm_autoshard/README.md", "dlrm_autoshard/report/README.md",
+    "dlrm_autoshard/planner/README.md", "dlrm_autoshard/torchrec/README.md", "dlrm_autoshard/distributed/GPU.md",
+    "dlrm_autoshard/commands/EXPORT.md",
+}  # fmt: skip
+PAGES = {
+    path.relative_to(REPOSITORY).as_posix(): path.read_text()
+    for folder in (".", "launch", "configs", "dlrm_autoshard")
+    for path in sorted((REPOSITORY / folder).glob("*.md" if folder == "." else "**/*.md"))
+}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere_and_scripts_are_there(page: str) -> None:
+    links = {link for link in re.findall(r"\]\(([^)#\s]+)\)", PAGES[page]) if not link.startswith("http")}
+    assert not [link for link in links if not (REPOSITORY / page).parent.joinpath(link).exists()]
+    named = set(re.findall(r"(?<![\w/])(?:launch|configs)/\w[\w.]*\w", PAGES[page]))
+    assert not [path for path in named if not (REPOSITORY / path).exists()]
+
+
+@pytest.mark.parametrize("page", sorted(SHORT))
+def test_a_page_is_read_in_minutes(page: str) -> None:
+    assert 300 <= len(PAGES[page].split()) <= 1000
+
+
+def test_the_glossary_has_at_most_thirty_terms() -> None:
+    assert PAGES["dlrm_autoshard/GLOSSARY.md"].count("\n| ") - 2 <= 30
+
+
+def test_the_page_of_keys_is_what_the_command_prints() -> None:
+    assert PAGES["configs/KEYS.md"] == keys_page(), "run `dlrm-autoshard configs --keys > configs/KEYS.md`"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```yaml" in PAGES[page]])
+def test_yaml_is_valid_and_names_tables_that_the_data_have(page: str) -> None:
+    for block in blocks(page, "yaml"):
+        record = {"data": {"source": "movielens"}, **yaml.safe_load(block)}
+        assert parse_config(record).to_yaml()
+        named = set(record.get("tables", {}).get("embedding_dims", {}))
+        assert record["data"]["source"] != "criteo" or named <= {f"t_cat_{number}" for number in range(26)}
+
+
+# The map of the code -----------------------------------------------------------------------------------------------
+
+CODE = PAGES["dlrm_autoshard/README.md"]
 
 
 @pytest.mark.parametrize("path", re.findall(r'\["([\w/]+\.py)"\]', CODE))
-def test_each_file_of_its_diagram_is_there(path: str) -> None:
+def test_each_file_of_the_diagram_is_there(path: str) -> None:
     assert (PACKAGE / path).is_file()
 
 
 def test_every_folder_is_named_in_the_order_of_imports() -> None:
-    named = re.findall(r"\]\(dlrm_autoshard/([\w/]+)\)", CODE)
+    named = [path.rstrip("/") for path in re.findall(r"^\| \[[\w/]+/\]\(([\w/]+)\)", CODE, re.MULTILINE)]
     files = (path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if path.is_file())
     folders = {path.parent.as_posix() for path in files if "__pycache__" not in path.parts} - {"."}
     assert set(named) == folders
@@ -116,13 +141,13 @@ batches = [(features, torch.randint(2, (64,)).float()) for features in ids]
 
 @pytest.mark.skipif(find_torchrec() is not None, reason=find_torchrec() or "")
 def test_its_torchrec_loop_runs_on_two_ranks(tmp_path: Path) -> None:
-    run_loop(tmp_path, TORCHREC + the_loop("das.torchrec"))
+    run_loop(tmp_path, TORCHREC + the_loop("das.torchrec.Autoshard", "dlrm_autoshard/torchrec/README.md"))
     decisions = (tmp_path / "runs/torchrec/decisions.jsonl").read_text().splitlines()
     assert decisions and (tmp_path / "runs/torchrec/report.html").exists()
 
 
-def the_loop(marked: str) -> str:
-    (loop,) = (block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if marked in block)
+def the_loop(marked: str, page: str = "README.md") -> str:
+    (loop,) = (block for block in blocks(page, "python") if marked in block)
     return loop
 
 
@@ -140,31 +165,65 @@ def run_loop(tmp_path: Path, code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# Its commands, from a wheel ------------------------------------------------------------------------------------------
+# Commands ----------------------------------------------------------------------------------------------------------
 
-COMMANDS = [
-    line.partition("  #")[0].strip()
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
-    if line.strip()
-]
-OURS = ("dlrm-autoshard", "OMP_NUM_THREADS=1 torchrun")
+
+def commands(page: str) -> list[str]:
+    lines = (line for block in blocks(page, "bash") for line in block.splitlines() if line.strip())
+    return [line.partition("  #")[0].strip() for line in lines]
+
+
 ELSEWHERE = {
     "pip install": "test_wheel.py, in a bare environment",
     "NNODES=2 RANKS_PER_NODE=4": "test_launch.py, two agents on one machine",
     "dlrm-autoshard train mine.yaml --nodes": "test_train_command.py, two launchers on one machine",
     "dlrm-autoshard bench gpu-all": "test_gpu_ready.py, which learns that there is no GPU",
+    "dlrm-autoshard train movielens": "as the quickstart trains it",
+    "dlrm-autoshard plan --from-torchrec": "test_torchrec_module_file.py, of a module that it saves",
+    "bash launch/test.sh": "by whoever runs this",
     "sbatch --nodes=2": "nowhere: it needs SLURM; test_launch.py checks that it is bash",
+    "docker": "nowhere: it needs Docker",
 }
-QUICK = [
-    line for line in COMMANDS if line.startswith(OURS) and not line.startswith(tuple(ELSEWHERE)) and "demo" not in line
-]
 SLOW = ["dlrm-autoshard train demo --ranks 2", "bash launch/quickstart.sh"]
+TORCHRUN = "OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 launch/train.py --config configs/debug_cpu.yaml"
+QUICK = {
+    page: [
+        line
+        for line in commands(page)
+        if line not in SLOW and not line.startswith(tuple(ELSEWHERE)) and not (line == TORCHRUN and page != "README.md")
+    ]
+    for page in PAGES
+}
 
 
 def test_every_command_is_run_by_some_test() -> None:
-    assert set(SLOW) <= set(COMMANDS)
-    assert not [line for line in COMMANDS if line not in QUICK + SLOW and not line.startswith(tuple(ELSEWHERE))]
+    assert TORCHRUN in QUICK["README.md"] and set(SLOW) <= set(commands("README.md"))
+    lines = [line for page in PAGES for line in QUICK[page]]
+    assert not [line for line in lines if line != TORCHRUN and not line.startswith("dlrm-autoshard ")]
+
+
+@pytest.fixture(scope="module")
+def with_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the commands of launch/README.md have trained."""
+    folder = tmp_path_factory.mktemp("pages")
+    for name in ("launch", "configs"):
+        shutil.copytree(REPOSITORY / name, folder / name)
+    run_here("launch/README.md", folder)
+    return folder
+
+
+def run_here(page: str, folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for line in QUICK[page]:
+            assert main(shlex.split(line)[1:]) == 0, line
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if QUICK[page] and page not in ("README.md", "launch/README.md")]
+)
+def test_a_pages_commands_work_in_their_order(page: str, with_a_run: Path) -> None:
+    run_here(page, with_a_run)
 
 
 def shell(command: str, folder: Path, programs: Path | None = None, limit: float = 280) -> str:
@@ -191,7 +250,7 @@ def test_its_commands_work_in_their_order(programs: Path, tmp_path: Path) -> Non
     assert where.startswith(str(programs.parent)), "the wheel's package, not the repository's"
     for name in ("launch", "configs"):
         shutil.copytree(REPOSITORY / name, tmp_path / name)
-    for command in QUICK:
+    for command in QUICK["README.md"]:
         shell(command, tmp_path, programs)
     for made in ("mine.yaml", "predictions.npy", "model.pt2", "runs/debug_cpu/result.json"):
         assert (tmp_path / made).exists(), made

@@ -65,8 +65,10 @@ def test_a_bare_environment_gets_all_it_needs_from_pip_and_trains(programs: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_the_readmes_line_installs_torchrec_there(wheel: Path, programs: Path) -> None:
-    (line,) = re.findall(r"`(pip install \"\.\[[^`]*torchrec==[^`]*)`", (REPOSITORY / "README.md").read_text())
+def test_the_pages_line_installs_torchrec_there(wheel: Path, programs: Path) -> None:
+    (line,) = re.findall(
+        r"`(pip install \"\.\[[^`]*torchrec==[^`]*)`", (REPOSITORY / "dlrm_autoshard/torchrec/README.md").read_text()
+    )
     for command in line.replace('".[', f'"{wheel}[').split(" && "):
         run([str(programs / "python"), "-m", *shlex.split(command), "--quiet"])
     run([str(programs / "python"), "-c", "import torchrec.distributed, dlrm_autoshard as das; das.torchrec.Autoshard"])

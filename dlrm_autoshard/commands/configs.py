@@ -1,4 +1,5 @@
-"""`dlrm-autoshard configs`: lists the configs that come with the package; `configs NAME` copies one to start from."""
+"""`dlrm-autoshard configs`: lists the configs that come with the package; `configs NAME` copies one to start from;
+`configs --keys` prints every key with its default."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from dlrm_autoshard.commands.keys import keys_page
 from dlrm_autoshard.config import SHIPPED
 from dlrm_autoshard.errors import UserError
 
@@ -16,10 +18,14 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("configs", help="list the shipped configs, or copy one to start from")
     parser.add_argument("name", nargs="?", help="the config to copy; without one they are listed")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to (default: NAME.yaml here)")
+    parser.add_argument("--keys", action="store_true", help="print every key with its default and meaning")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.keys:
+        print(keys_page(), end="")
+        return 0
     if arguments.name is None:
         for name, path in shipped_configs().items():
             print(f"{name:<18}  {path.read_text().splitlines()[0].lstrip('# ')}")

@@ -3,7 +3,7 @@
     model.ms(dims_W, batch_size=4096, hosts=(0, 0, 1, 1))    # [2] forward, backward; hosts: the host of each rank
 
 A collective ends on all ranks when the slowest has sent and received: by the most that a rank sends, the most that one
-receives, what travels in all, and the slowest link between hosts, one figure a plan is fitted. README.md says why.
+receives, what travels in all, and the slowest link between hosts, one figure a plan is fitted. DERIVATIONS.md says why.
 """
 
 from __future__ import annotations
