@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from dlrm_autoshard.benchmarks.slow_link import ADDRESSES, DEVICE, Link, cannot_make_link, slow_link
 from tests.jobs import CONFIG, REPOSITORY, TRAIN, free_port, started, steps_saved, torchrun, until
-from tests.slow_link import ADDRESSES, DEVICE, Link, cannot_make_link, slow_link
 
 pytestmark = pytest.mark.alone  # hangs are told from slowness by the clock
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
+from dlrm_autoshard.benchmarks import hosts
+from dlrm_autoshard.benchmarks import slow_link as links
+from dlrm_autoshard.benchmarks.harness import BenchError
+from dlrm_autoshard.benchmarks.slow_link import Link, LinkError, cannot_make_link, slow_link
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import read_jsonl
-from tests import slow_link as links
-from tests.slow_link import Link, LinkError, cannot_make_link, slow_link
 
 
 @pytest.fixture
@@ -94,3 +97,24 @@ def test_the_loop_learns_that_the_link_is_dear_and_leaves_the_far_rank_alone(tmp
             throughput[name] = train(link, tmp_path / name, 1, fixed)[0].throughput
     assert len(found.tables_on(3)) < len(start.tables_on(3))
     assert throughput["found"] > 1.1 * throughput["start"]
+
+
+def test_bench_hosts_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "cannot_make_link", lambda: "making network namespaces needs root.")
+    with pytest.raises(BenchError, match=r"bench hosts .* cannot: making network namespaces needs root\."):
+        hosts.run(quick=True)
+
+
+@pytest.mark.slow
+def test_in_int8_little_more_than_a_quarter_of_the_bytes_crosses_the_link(tmp_path: Path) -> None:
+    why_not = cannot_make_link()
+    if why_not is not None:
+        pytest.skip(why_not)
+    with slow_link(1000, 0, both_ways=True) as link:
+        assert "each way" in link.made_by
+        out = tmp_path / "found.json"
+        link.run([sys.executable, "-m", "dlrm_autoshard.benchmarks.hosts", str(out), "1"], hosts.HOSTS, timeout=120)
+    crossed = {name: measured["bytes"][0] for name, measured in json.loads(out.read_text()).items()}
+    fp32 = crossed["fp32, ids as int32"]
+    assert 0.5 < crossed["fp16"] / fp32 < 0.52 and crossed["fp16"] < crossed["fp16, ids as int32"]
+    assert crossed["int8"] / fp32 <= 0.28

@@ -53,6 +53,7 @@ NAMES = (
     "train-wemb",
     "train-scale",
     "own-loop",
+    "hosts",
     "splits",
     "kills",
     "soak",

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.config import DenseOptimizerConfig, ModelConfig, TableOptimizerConfig, TablesConfig
+from dlrm_autoshard.config import DenseOptimizerConfig, ExchangeDtypes, ModelConfig, TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.config_data import SyntheticData, SyntheticTable
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.sources.synthetic import SyntheticSource
@@ -160,6 +160,7 @@ class OurJob:
         *,
         overlap: bool = True,
         shared_memory: bool = True,
+        exchange_dtype: ExchangeDtypes | None = None,
         ranks: Sequence[int] | None = None,
         device: torch.device = torch.device("cpu"),
         autocast: bool = False,
@@ -179,6 +180,7 @@ class OurJob:
             id_group=id_group,
             device=device,
             shared_memory=shared_memory,
+            exchange_dtype=exchange_dtype,
         )
         self.model = DLRM(workload.num_dense, self.embeddings.output_tables, workload.model, seed=workload.seed)
         self.dense = DataParallelDense(

@@ -16,8 +16,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from dlrm_autoshard.errors import UserError
 
-class LinkError(Exception):
+
+class LinkError(UserError):
     """A link that cannot be made, or ranks on it that fail."""
 
 
@@ -66,9 +68,10 @@ class Link:
 
 
 @contextlib.contextmanager
-def slow_link(mbit_per_s: float, delay_ms: float = 1.0) -> Iterator[Link]:
-    """The second host's uplink is slow; what comes down to it is not. netem makes it where the kernel has it (with a
-    delay), else tbf, which limits the rate alone. Needs root and iproute2; everything is gone afterwards.
+def slow_link(mbit_per_s: float, delay_ms: float = 1.0, *, both_ways: bool = False) -> Iterator[Link]:
+    """The second host's uplink is slow; what comes down to it is so only with both_ways. netem makes it where the
+    kernel has it (with a delay), else tbf, which limits the rate alone. delay_ms: 0 for tbf. Needs root and iproute2;
+    everything is gone afterwards.
     """
     hosts = (f"autoshard-a-{os.getpid()}", f"autoshard-b-{os.getpid()}")
     try:
@@ -80,13 +83,16 @@ def slow_link(mbit_per_s: float, delay_ms: float = 1.0) -> Iterator[Link]:
             _ip("-n", host, "addr", "add", f"{address}/24", "dev", DEVICE)
             _ip("-n", host, "link", "set", DEVICE, "up")
         rate = f"{mbit_per_s:g}mbit"
-        uplink = ["tc", "-n", hosts[1], "qdisc", "add", "dev", DEVICE, "root"]
-        made_by = f"netem, {mbit_per_s:g} Mbit/s and {delay_ms:g} ms up"
-        if not _works([*uplink, "netem", "rate", rate, "delay", f"{delay_ms:g}ms", "limit", "10000"]):
-            made_by = f"tbf, {mbit_per_s:g} Mbit/s up (this kernel has no netem, so no delay)"
-            if not _works([*uplink, "tbf", "rate", rate, "burst", "64kb", "limit", "16mb"]):
-                raise LinkError("this kernel can slow no link down: it has neither netem nor tbf.")
-        yield Link(hosts, made_by)
+        burst = f"{max(64, mbit_per_s / 8):.0f}kb"  # 1 ms of it
+        for host in hosts if both_ways else hosts[1:]:
+            uplink = ["tc", "-n", host, "qdisc", "add", "dev", DEVICE, "root"]
+            made_by = f"netem, {mbit_per_s:g} Mbit/s and {delay_ms:g} ms up"
+            netem = ["netem", "rate", rate, "delay", f"{delay_ms:g}ms", "limit", "10000"]
+            if not delay_ms or not _works([*uplink, *netem]):
+                made_by = f"tbf, {mbit_per_s:g} Mbit/s up, no delay" + " (this kernel has no netem)" * bool(delay_ms)
+                if not _works([*uplink, "tbf", "rate", rate, "burst", burst, "limit", "16mb"]):
+                    raise LinkError("this kernel can slow no link down: it has neither netem nor tbf.")
+        yield Link(hosts, made_by.replace(" up", " each way") if both_ways else made_by)
     finally:
         for host in hosts:  # the devices go with them
             _works(["ip", "netns", "del", host])

@@ -1,0 +1,129 @@
+"""Two hosts of two ranks with a slow link between them: a step, and bytes between the hosts, by how vectors travel.
+
+The hosts are network namespaces of this machine, the link is a veth pair limited by `tc`. Four ranks share this
+machine's cores, so the job is one that the link bounds: 24 tables of dim 64, one id a sample, 512 samples a rank, and
+small MLPs. All variants train in the same four ranks, a few steps of each in turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dlrm_autoshard.benchmarks.harness import BenchError, Findings
+from dlrm_autoshard.benchmarks.paired import median_with_interval, paired_ratio
+from dlrm_autoshard.benchmarks.slow_link import DEVICE, cannot_make_link, slow_link
+from dlrm_autoshard.benchmarks.workloads import OurJob, Workload
+from dlrm_autoshard.config import ExchangeDtypes
+from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
+from dlrm_autoshard.plan import ShardingPlan
+
+TITLE = "two hosts with a slow link between them: a step, and bytes between the hosts, by how vectors and ids travel"
+ROUGH_TIME = "2 min"
+HOSTS = (0, 0, 1, 1)
+STEPS = 3  # of one variant, before it is the next one's turn
+WORKLOAD = Workload(
+    "two hosts",
+    tuple(int(1000 * 10 ** (i / 8)) for i in range(24)),
+    (1.0,) * 24,
+    bottom=(64,),
+    top=(16, 1),
+    num_batches=6,
+)
+VARIANTS = {
+    "fp32, ids as int32": ("fp32", False),
+    "fp16, ids as int32": ("fp16", False),
+    "fp16": ("fp16", True),
+    "int8, gradients fp16": ({"vectors": "int8", "gradients": "fp16"}, True),
+    "int8": ("int8", True),
+}
+"""Name -> exchange_dtype, and whether ids are packed."""
+
+
+def run(quick: bool) -> dict[str, Any]:
+    why_not = cannot_make_link()
+    if why_not is not None:
+        raise BenchError(f"bench hosts makes two hosts of this machine, and cannot: {why_not}")
+    found = Findings()
+    for gbit in (1,) if quick else (1, 10):
+        with slow_link(1000 * gbit, 0, both_ways=True) as link, tempfile.TemporaryDirectory() as folder:
+            out, rounds = Path(folder) / "found.json", 6 if quick else 14
+            command = [sys.executable, "-m", "dlrm_autoshard.benchmarks.hosts", str(out), str(rounds)]
+            link.run(command, HOSTS, timeout=300)
+            put(found, f"{gbit} Gbit/s", json.loads(out.read_text()), targets=gbit == 1)
+        found.notes.append(f"{gbit} Gbit/s: {link.made_by}; hosts {HOSTS}, by rank.")
+    return vars(found)
+
+
+def put(found: Findings, link: str, by_variant: dict[str, dict[str, list[float]]], *, targets: bool) -> None:
+    """by_variant: rank 0's seconds and CPU seconds a step, and bytes that leave its host in a step, by round."""
+    fp32, fp16, *_ = VARIANTS
+    for name, measured in by_variant.items():
+        found.put(f"{link}, {name}: a step, ms", median_with_interval([1e3 * s for s in measured["seconds"]]), digits=1)
+        found.put(f"{link}, {name}: CPU of a rank in a step, ms", 1e3 * statistics.median(measured["cpu"]), digits=1)
+        found.put(f"{link}, {name}: MB out of a host in a step", measured["bytes"][-1] / 1e6, digits=2)
+        for than, target in ((fp32, ">= 2.0"), (fp16, ">= 1.3")):
+            if name not in (fp32, than):
+                ratio = paired_ratio(by_variant[than]["seconds"], measured["seconds"])
+                wanted = target if targets and name == "int8" else None
+                found.put(f"{link}, {name}: steps as fast as {than}", ratio, wanted, digits=2)
+        of = measured["bytes"][-1] / by_variant[fp32]["bytes"][-1]
+        found.put(f"{link}, {name}: bytes of fp32's", round(of, 3), "<= 0.28" if targets and name == "int8" else None)
+
+
+def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
+    """On each rank; bytes are its own host's."""
+    keep_freed_memory()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    plan = ShardingPlan({table.name: i % world_size for i, table in enumerate(WORKLOAD.tables)}, world_size)
+    batches, jobs = WORKLOAD.batches(rank, world_size), {}
+    for name, (dtypes, packs) in VARIANTS.items():
+        job = OurJob(WORKLOAD, plan, rank, batches, exchange_dtype=ExchangeDtypes.model_validate(dtypes))
+        if not packs:
+            job.embeddings._exchange.packing = None
+        jobs[name] = job
+    found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu": [], "bytes": []} for name in jobs}
+    for number in range(rounds + 1):
+        for name in VARIANTS if number % 2 else reversed(VARIANTS):
+            dist.barrier()
+            before, started, cpu = bytes_out(), time.perf_counter(), time.process_time()
+            jobs[name].run(STEPS)
+            cpu = time.process_time() - cpu
+            dist.barrier()
+            if number:
+                found[name]["cpu"].append(cpu / STEPS)
+                found[name]["seconds"].append((time.perf_counter() - started) / STEPS)
+                found[name]["bytes"].append((bytes_out() - before) / STEPS)
+    return found
+
+
+def bytes_out() -> int:
+    """Bytes that this host has sent over the link, headers included."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == DEVICE:
+            return int(counters.split()[8])
+    raise BenchError(f"this namespace has no link {DEVICE}.")
+
+
+def main(out: Path, rounds: int) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+    dist.init_process_group("gloo")
+    found = measure(rounds)
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
