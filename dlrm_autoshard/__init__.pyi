@@ -14,6 +14,7 @@ from .distributed.tables.optimizers import Adam as Adam
 from .distributed.tables.optimizers import RowwiseAdagrad as RowwiseAdagrad
 from .errors import UserError as UserError
 from .model.dlrm import DenseArch as DenseArch
+from .model.jagged import Jagged as Jagged
 from .plan import Constraints as Constraints
 from .plan import PlanError as PlanError
 from .plan import ShardingPlan as ShardingPlan

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,15 +20,20 @@ from dlrm_autoshard.tables import TableConfig, output_order
 @dataclass(frozen=True)
 class Features:
     """features: in the batch's order, each of its table's shape, under its own name. tables: each once, in the order of
-    their first features. table_of: of each feature, the number of its table."""
+    their first features. table_of: of each feature, the number of its table. sequences: names of the features whose
+    vectors are not pooled, in the batch's order."""
 
     features: tuple[TableConfig, ...]
     tables: tuple[TableConfig, ...]
     table_of: tuple[int, ...]
+    sequences: tuple[str, ...] = ()
 
     @staticmethod
-    def of(features: Sequence[TableConfig], shared: Mapping[str, Sequence[str]]) -> Features:
-        """shared: table -> its features, where there are several. DataError where they cannot be of one table."""
+    def of(
+        features: Sequence[TableConfig], shared: Mapping[str, Sequence[str]], sequences: Iterable[str] = ()
+    ) -> Features:
+        """shared: table -> its features, where there are several. DataError where they cannot be of one table, or a
+        sequence is no feature."""
         table_named = shared_by([feature.name for feature in features], shared)
         tables: dict[str, TableConfig] = {}
         for feature in features:
@@ -41,7 +46,13 @@ class Features:
                 )
         numbers = {name: number for number, name in enumerate(tables)}
         table_of = tuple(numbers[table_named.get(feature.name, feature.name)] for feature in features)
-        return Features(tuple(features), tuple(tables.values()), table_of)
+        names = [feature.name for feature in features]
+        for name in (wanted := set(sequences)):
+            if name not in names:
+                raise DataError(f"sequences: '{name}' is no feature.{near_to(name, names)}")
+        return Features(
+            tuple(features), tuple(tables.values()), table_of, tuple(name for name in names if name in wanted)
+        )
 
     @staticmethod
     def one_each(tables: Sequence[TableConfig]) -> Features:
@@ -59,11 +70,31 @@ class Features:
         number_of = Counter(self.table_of)
         return {table.name: number_of[number] for number, table in enumerate(self.tables)}
 
-    def output_order(self) -> list[int]:
-        """Numbers of the features in their tables' `output_order`, those of one table side by side: the order of the
-        pooled output's columns, whatever the plan."""
+    @property
+    def pooled(self) -> tuple[TableConfig, ...]:
+        """The features that are no sequences."""
+        return tuple(feature for feature in self.features if feature.name not in self.sequences)
+
+    @property
+    def sequence_tables(self) -> frozenset[int]:
+        """Numbers of the tables that a sequence looks up, other features beside it or not."""
+        return frozenset(
+            table for feature, table in zip(self.features, self.table_of, strict=True) if feature.name in self.sequences
+        )
+
+    def lookup_order(self) -> list[int]:
+        """Numbers of the features in their tables' `output_order`, those of one table side by side and of tables with
+        sequences last: the order of lookups, whatever the plan."""
         place = {table: number for number, table in enumerate(output_order(self.tables))}
-        return sorted(range(len(self.features)), key=lambda feature: place[self.table_of[feature]])
+        apart = self.sequence_tables
+        return sorted(range(len(self.features)), key=lambda i: (self.table_of[i] in apart, place[self.table_of[i]]))
+
+    def output_order(self) -> list[int]:
+        """Numbers of the pooled features in their tables' `output_order`, those of one table side by side: the order of
+        the pooled output's columns, whatever the plan."""
+        place = {table: number for number, table in enumerate(output_order(self.tables))}
+        pooled = [i for i, feature in enumerate(self.features) if feature.name not in self.sequences]
+        return sorted(pooled, key=lambda feature: place[self.table_of[feature]])
 
     def joined(self, lengths_FB: np.ndarray, values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns lengths [T, B], and ids table by table: each table's ids of all its features."""
@@ -91,12 +122,19 @@ def shared_by(features: Sequence[str], shared: Mapping[str, Sequence[str]]) -> d
             )
         for name in names:
             if name not in features:
-                near = difflib.get_close_matches(name, features, n=1, cutoff=0.0)
-                meant = f" Did you mean '{near[0]}'?" if near else ""
-                raise DataError(f"tables.shared.{table} names a feature '{name}', which the data does not have.{meant}")
+                raise DataError(
+                    f"tables.shared.{table} names a feature '{name}', which the data does not have."
+                    f"{near_to(name, features)}"
+                )
             if table_named.setdefault(name, table) != table:
                 raise DataError(f"tables.shared: '{name}' is in '{table_named[name]}' and in '{table}'.")
     return table_named
+
+
+def near_to(name: str, names: Sequence[str]) -> str:
+    """Returns a question, after a blank, whether a similar name was meant, where there is one."""
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+    return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def _shape(table: TableConfig) -> str:

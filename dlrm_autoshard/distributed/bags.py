@@ -33,6 +33,7 @@ from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.tables.optimizers import RowwiseAdagrad
 from dlrm_autoshard.distributed.tables.saved_parts import assembled
 from dlrm_autoshard.formats.words import some_of
+from dlrm_autoshard.model.jagged import Looked
 from dlrm_autoshard.plan import PlanError, ShardingPlan, Topology, round_robin
 from dlrm_autoshard.plan.replicated import replicated_tables
 from dlrm_autoshard.tables import Shard, TableConfig
@@ -58,6 +59,7 @@ class ShardedEmbeddingBags(nn.Module):
         average: bool = True,
         replicate: str | Sequence[str] = "none",
         batch_size: int | None = None,
+        sequences: Sequence[str] = (),
     ) -> None:
         """optimizer: fused into the backward pass; RowwiseAdagrad() by default. plan: round robin by default.
         UserError, on every rank, where ranks are not given the same.
@@ -72,6 +74,7 @@ class ShardedEmbeddingBags(nn.Module):
         replicate: tables of which every rank is to have a copy, by name, and that no plan places; "auto": those whose
         gradients are fewer bytes than the vectors of `batch_size` samples (of one rank). Their gradients travel with
         those of a `DataParallelDense(..., replicas=bags.replicas)`, or else by themselves in the backward pass.
+        sequences: tables, or features, whose vectors are not pooled: a `Jagged` of each has one an id.
         """
         super().__init__()
         group = group_or_alone(group)
@@ -81,7 +84,7 @@ class ShardedEmbeddingBags(nn.Module):
 
         def checked() -> tuple[Features, TableOptimizerConfig, ShardingPlan, tuple[str, ...]]:
             own = RowwiseAdagrad() if optimizer is None else optimizer
-            found = features_given(tables, features or {}, exchange_dtype, own)
+            found = features_given(tables, features or {}, exchange_dtype, own, sequences)
             if replicate == "auto" and batch_size is None:
                 raise BagsError('replicate="auto" needs batch_size=, the samples that one rank looks up in a step.')
             copied = replicated_tables(
@@ -93,6 +96,7 @@ class ShardedEmbeddingBags(nn.Module):
                 exchange_bytes=exchange_bytes(ExchangeDtypes.model_validate(exchange_dtype)),
                 optimizer=own.name,
                 placed={shard.table for shard in map(Shard.parse, plan.rank_of)} if plan else (),
+                sequences={found.tables[number].name for number in found.sequence_tables},
             )
             names = [table.name for table in tables if table.name not in copied]
             taken = plan or round_robin(names, Topology(self.world_size))
@@ -108,6 +112,7 @@ class ShardedEmbeddingBags(nn.Module):
         self.exchange_dtype = ExchangeDtypes.model_validate(exchange_dtype)
         own |= {"exchange_dtype": str(self.exchange_dtype), "seed": seed, "average": average}
         own |= {"device": self.device.type, "torch": torch.__version__, "replicate": some_of(replicated)}
+        own["sequences"] = ", ".join(self.features.sequences)
         agree(self.runtime, facts_of(self.tables, plan) | own)
         self.sharded = ShardedEmbeddings(
             self.features,
@@ -123,7 +128,7 @@ class ShardedEmbeddingBags(nn.Module):
         )
         self.clock = StageClock(self.device, self.runtime.control if self.device.type == "cpu" else group)
         self._inputs = BagInputs(self.features.features, self.runtime.rank, check_ids=check_ids)
-        columns = _columns_as_given(self.features.features, self.sharded.output_tables, self.device)
+        columns = _columns_as_given(self.features.pooled, self.sharded.output_tables, self.device)
         self._lookups = Lookups(self.sharded, self.clock, average=average, columns=columns)
         self._heard: list[Callable[[ArrivedIds, int], None]] = []
 
@@ -157,9 +162,9 @@ class ShardedEmbeddingBags(nn.Module):
         self.sharded.set_learning_rate(lr)
 
     def split(self, pooled_BD: Tensor) -> dict[str, Tensor]:
-        """The columns of each table, or of each of its features, by name: [B, dim] each."""
-        parts = pooled_BD.split([feature.embedding_dim for feature in self.features.features], dim=1)
-        return {feature.name: part for feature, part in zip(self.features.features, parts, strict=True)}
+        """The columns of each pooled table, or of each of its features, by name: [B, dim] each."""
+        parts = pooled_BD.split([feature.embedding_dim for feature in self.features.pooled], dim=1)
+        return {feature.name: part for feature, part in zip(self.features.pooled, parts, strict=True)}
 
     def on_lookup(self, listener: Callable[[ArrivedIds, int], None]) -> None:
         """`listener(ids, B)` hears of each training lookup: the ids that reached this rank, the samples of one rank."""
@@ -170,18 +175,21 @@ class ShardedEmbeddingBags(nn.Module):
         self._lookups.arrive(timed=False)
         return reshard(self.sharded, plan, group=self.runtime.control, checksums=checksums)
 
-    def forward(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> Tensor:
+    def forward(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> Tensor | Looked:
         """[B, sum of dims] float32, columns in the tables' order; B must be the same on every rank.
 
         ids: lengths [T, B] (or [T * B]) with `values_N`, all of table 0's ids first; or a KeyedJaggedTensor, whose keys
         are the tables' names in any order. weights_N: by which each id's row is multiplied; on every rank or on none.
-        A table's `features`, where several were named, each count as a table here, in their order.
+        A table's `features`, where several were named, each count as a table here, in their order. With sequences:
+        the pooled vectors of the others, and each sequence's `Jagged` by name.
         """
-        return self._look_up(ids, values_N, weights_N).wait()
+        lookup = self._look_up(ids, values_N, weights_N)
+        pooled_BD = lookup.wait()
+        return Looked(pooled_BD, lookup.sequences) if self.features.sequences else pooled_BD
 
     def look_up(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> Lookup:
         """Ids as `forward` takes them. Returns at once: what is computed before `wait()` is called on what this returns
-        runs while vectors travel, and its backward pass while their gradients do."""
+        runs while vectors travel, and its backward pass while their gradients do. Sequences are its `sequences`."""
         lookup = self._look_up(ids, values_N, weights_N)
         if self._trains:
             self.clock.begin("dense_fwd")

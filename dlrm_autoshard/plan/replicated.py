@@ -26,6 +26,7 @@ def replicated_tables(
     exchange_bytes: int,
     optimizer: TableOptimizer,
     placed: Collection[str] = (),
+    sequences: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Returns their names, in the tables' order; none on one rank. asked: `auto`, `none` or names.
 
@@ -34,8 +35,8 @@ def replicated_tables(
     with an owner where all are so small.
 
     features: that look up each table. batch_size: of one rank. exchange_bytes: of one number of a vector that travels,
-    and of its gradient. placed: tables of which something else says where they lie. PlanError names the table that
-    cannot be replicated.
+    and of its gradient. placed: tables of which something else says where they lie. sequences: tables that are looked
+    up without pooling. PlanError names the table that cannot be replicated.
     """
     if isinstance(asked, str):
         if asked not in ("auto", "none"):
@@ -44,7 +45,7 @@ def replicated_tables(
             table
             for table in tables
             if asked == "auto"
-            and _why_not(table, optimizer, placed) is None
+            and _why_not(table, optimizer, placed, sequences) is None
             and table.num_embeddings * _SUM_BYTES < features[table.name] * batch_size * exchange_bytes
         ]
         if len(wanted) == len(tables):
@@ -57,7 +58,7 @@ def replicated_tables(
                 raise PlanError(
                     f"replicate names table '{name}', which the model does not have. Did you mean '{near}'?"
                 )
-            reason = _why_not(by_name[name], optimizer, placed)
+            reason = _why_not(by_name[name], optimizer, placed, sequences)
             if reason is not None and world_size > 1:
                 raise PlanError(f"replicate names table '{name}', {reason}")
         wanted = [table for table in tables if table.name in asked]
@@ -72,11 +73,15 @@ def said_of(names: Sequence[str]) -> str:
     return f"{small} on every rank: {some_of(names)}"
 
 
-def _why_not(table: TableConfig, optimizer: TableOptimizer, placed: Collection[str]) -> str | None:
+def _why_not(
+    table: TableConfig, optimizer: TableOptimizer, placed: Collection[str], sequences: Collection[str]
+) -> str | None:
     if optimizer == "adam":
         return "and Adam updates only the rows that a batch looks up, which copies do not keep: use another optimizer."
     if table.dtype != "fp32":
         return f"which is {table.dtype}: copies are float32. Leave it out, or make the tables fp32."
+    if table.name in sequences:
+        return "which a sequence looks up: copies pool. Leave it out."
     if table.name in placed:
         return "and the plan, or what is asked of it, says where that lies: leave it out of one of them."
     return None

@@ -28,6 +28,7 @@ def features_given(
     features: Mapping[str, Sequence[str]],
     exchange_dtype: str | Mapping[str, str],
     optimizer: object,
+    sequences: Sequence[str] = (),
 ) -> Features:
     """Returns the tables with what looks them up; BagsError names what `ShardedEmbeddingBags` cannot be made of."""
     check_tables(tables)
@@ -42,7 +43,9 @@ def features_given(
         raise BagsError(
             f"optimizer is {optimizer!r}; it must be a RowwiseAdagrad(lr), Adagrad(lr), SGD(lr) or Adam(lr)."
         )
-    return Features.of(looked_up, features)
+    if isinstance(sequences, str):
+        raise BagsError(f"sequences is '{sequences}'; it is a list of names: ['{sequences}'].")
+    return Features.of(looked_up, features, sequences)
 
 
 def check_tables(tables: Sequence[TableConfig]) -> None:

@@ -24,6 +24,7 @@ from dlrm_autoshard.distributed.lookup.exchange import Exchange, Margin, Pending
 from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.lookup.means import Means
 from dlrm_autoshard.distributed.lookup.replicas import Reduce, Replicas
+from dlrm_autoshard.distributed.lookup.sequences import SequencePlan
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
 from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
 from dlrm_autoshard.distributed.lookup.wire import Wire
@@ -73,7 +74,8 @@ class ShardedEmbeddings:
         counts = self.features.counts
         shared = counts if max(counts.values()) > 1 else None
         loop = faster_on_all(id_group) if device.type == "cpu" else None
-        self.storage = storage or Storage(self.tables, config, device, features=shared, plain_loop=loop)
+        apart = [self.features.tables[number].name for number in self.features.sequence_tables]
+        self.storage = storage or Storage(self.tables, config, device, features=shared, plain_loop=loop, apart=apart)
         self.streams = streams or (None if device.type == "cpu" else SideStreams(device))
         self.replicas: Replicas | None = None
         if replicated:
@@ -119,6 +121,7 @@ class ShardedEmbeddings:
             self.features, self.plan, self.rank, group, id_group, self.device, self._exchange_dtypes, self._link,
             self._replicated,
         )  # fmt: skip
+        self.sequences = SequencePlan(self._exchange)
         self.storage.hold([shard.name for shard in self.local_shards])
         self._restore_counters()
         self.set_learning_rate(self.learning_rate)
@@ -162,7 +165,8 @@ class ShardedEmbeddings:
 
     def lookup(self, ids: LocalIds, *, training: bool = True) -> Tensor:
         """Pooled vectors of the local tables for the global batch: [W * B, D_local], with a fused update as its
-        gradient function when training."""
+        gradient function when training. With sequences, those of the tables without them: see sequences.py."""
+        ids = self.sequences.fused(ids)
         if self.storage.lookup is None:
             self.updates += training  # a rank without tables counts too: it may be given some
             return torch.zeros(self.world_size * ids.batch_size, 0, device=self.device, requires_grad=training)
@@ -198,8 +202,8 @@ class ShardedEmbeddings:
         self.learning_rate = lr
         if self.replicas is not None:
             self.replicas.learning_rate = lr
-        if self.storage.lookup is not None:
-            self.storage.lookup.set_learning_rate(lr)
+        for lookup in self.storage.lookups:
+            lookup.set_learning_rate(lr)
 
     def take_back_lookup(self) -> None:
         """As if the last training lookup had not been: no update will follow it."""
@@ -211,8 +215,7 @@ class ShardedEmbeddings:
         self._restore_counters()
 
     def _restore_counters(self) -> None:
-        tbe = self.storage.lookup
-        if tbe is not None:
+        for tbe in self.storage.lookups:
             for counter in (getattr(tbe, "iter", None), getattr(tbe, "iter_cpu", None)):
                 if counter is not None:
                     counter.fill_(self.updates)

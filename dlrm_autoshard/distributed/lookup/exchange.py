@@ -49,13 +49,13 @@ class Pending:
     """A collective on its way. `wait()` gives what arrived, as often as it is asked."""
 
     def __init__(self, finish: Callable[[], object] | None, result: Tensor, *kept_alive: Tensor) -> None:
-        self._finish, self._result, self._kept_alive = finish, result, kept_alive
+        self._finish, self.result, self._kept_alive = finish, result, kept_alive
 
     def wait(self) -> Tensor:
         if self._finish is not None:
             self._finish()
             self._finish, self._kept_alive = None, ()
-        return self._result
+        return self.result
 
 
 @dataclass
@@ -83,14 +83,18 @@ class Exchange:
         placed = [table for table in self.features.tables if table.name not in self.replicated]
         shards_of = {t.name: shards for t, shards in zip(placed, shards_by_table(placed, self.plan), strict=True)}
         by_table = [shards_of.get(table.name, ()) for table in self.features.tables]
-        order, table_of = self.features.output_order(), self.features.table_of
-        ordered = [(shard, feature) for feature in order for shard in by_table[table_of[feature]]]
+        pooled, table_of = self.features.output_order(), self.features.table_of
+        ordered = [(shard, feature) for feature in pooled for shard in by_table[table_of[feature]]]
+        order = self.features.lookup_order() if self.features.sequences else pooled
         # A lookup takes the features of one shard side by side, as fbgemm wants them.
         features_of = dict[int, list[int]]()
         for feature in order:
             features_of.setdefault(table_of[feature], []).append(feature)
         looked_up = [(s, feature) for table, own in features_of.items() for s in by_table[table] for feature in own]
-        owned = [[(s, f) for s, f in looked_up if rank_of[s.name] == rank] for rank in range(self.world_size)]
+        self.owned = owned = [
+            [(s, f) for s, f in looked_up if rank_of[s.name] == rank] for rank in range(self.world_size)
+        ]
+        """Of each rank, the shard and the feature's number of each of its lookups."""
         self.local_lookups = tuple(shard for shard, _ in owned[self.rank])
         """The shard of each feature that this rank looks up, in the order of its lookup."""
         self.local_shards = tuple(dict.fromkeys(self.local_lookups))
@@ -107,20 +111,23 @@ class Exchange:
         by_rank = [rank * self.num_local + t for t in range(self.num_local) for rank in range(self.world_size)]
         self.table_major = torch.tensor(by_rank, dtype=torch.int32, device=self.device)
         """Of what arrives rank by rank, what is each lookup's in turn."""
-        self.dims = [sum(shard.embedding_dim for shard, _ in own) for own in owned]
+        is_pooled = set(pooled)
+        self.dims = [sum(shard.embedding_dim for shard, f in own if f in is_pooled) for own in owned]
         self.total_dim = sum(self.dims)
         over_network = self.link is None and self.device.type == "cpu" and self.world_size > 1
         self.packing = IdPacking.of(self.features.features) if over_network else None
         dtypes = self.dtypes if self.world_size > 1 else ExchangeDtypes()  # nothing travels, so nothing is rounded
         self._vectors, self._gradients = (Wire(d, self.features.tables) for d in (dtypes.vectors, dtypes.gradients))
+        self.wires = self._vectors, self._gradients
         # The output order, in chunks as wide as every shard's dim allows: where each chunk lies among what arrives.
         self._chunk = math.gcd(*(s.embedding_dim for s in (*self.features.features, *(shard for shard, _ in ordered))))
         first_chunk = dict[tuple[str, int], int]()
         for own in owned:
             position = 0
             for shard, feature in own:
-                first_chunk[shard.name, feature] = position
-                position += shard.embedding_dim // self._chunk
+                if feature in is_pooled:
+                    first_chunk[shard.name, feature] = position
+                    position += shard.embedding_dim // self._chunk
         base, stride, column = [], [], []
         starts = list(itertools.accumulate(self.dims, initial=0))
         for shard, feature in ordered:
@@ -131,11 +138,11 @@ class Exchange:
                 column.append(first_chunk[shard.name, feature] + chunk)
         self._as_looked_up = self.world_size == 1 and column == sorted(column)
         """One rank's lookup gives the output as it is."""
-        ends = list(itertools.accumulate((self.features.features[i].embedding_dim for i in order), initial=0))
+        ends = list(itertools.accumulate((self.features.features[i].embedding_dim for i in pooled), initial=0))
         self._width = ends[-1] // self._chunk
         places = [
             place // self._chunk
-            for feature, (start, stop) in zip(order, itertools.pairwise(ends), strict=True)
+            for feature, (start, stop) in zip(pooled, itertools.pairwise(ends), strict=True)
             for place in (range(start, stop, self._chunk) if by_table[table_of[feature]] else ())
         ]
         self._where = torch.tensor([base, stride, column, places], device=self.device)
@@ -152,14 +159,17 @@ class Exchange:
 
     def send_pooled(self, local: Tensor) -> Pending:
         """local: [W * B, D_local] of this rank's tables. Arrives as rank-major blocks; see `in_output_order`."""
-        if self.world_size == 1:
-            return Pending(None, local)
-        sent, (own, each) = self._vectors.encode(local), self._splits(self._vectors, local.shape[0] // self.world_size)
+        batch_size = local.shape[0] // self.world_size
+        if self.world_size == 1 or not self.total_dim:
+            return Pending(None, local[:batch_size])
+        sent, (own, each) = self._vectors.encode(local), self._splits(self._vectors, batch_size)
         return self.all_to_all("vectors", self.empty(sent, sum(each)), sent, each, own)
 
     def in_output_order(self, arrived: Tensor, margin: Margin = (0, 0), into: Tensor | None = None) -> Tensor:
         """[B, margin + D + margin] float32 in the output order, from what `send_pooled` brought; margins: anything.
         into: memory for it."""
+        if not self.total_dim:  # sequences travel, and nothing that is pooled
+            return with_margin(arrived.new_empty(len(arrived), self._width * self._chunk), margin, into)
         if self._as_looked_up:
             return with_margin(arrived, margin, into) if any(margin) or into is not None else arrived
         if self._ends_inside_a_chunk(margin):
@@ -179,6 +189,8 @@ class Exchange:
         """Gradients of the pooled output, as `in_output_order` gave it, to the owners; see `as_gradient`."""
         if self._as_looked_up:
             return Pending(None, without_margin(gradient_BD, margin))
+        if not self.total_dim:
+            return Pending(None, gradient_BD[:, :0])
         if self._ends_inside_a_chunk(margin):
             gradient_BD, margin = without_margin(gradient_BD, margin), (0, 0)
         batch_size, wire = gradient_BD.shape[0], self._gradients

@@ -7,6 +7,7 @@ pooled_BD = lookup.wait(); loss.backward()   # gradients travel back to the owne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,8 +21,10 @@ from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.lookup.exchange import Margin, Pending, with_margin, without_margin
 from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.lookup.replicas import ReplicaLookup
+from dlrm_autoshard.distributed.lookup.sequences import NoSequences
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.errors import BagsError
+from dlrm_autoshard.model.jagged import Jagged
 from dlrm_autoshard.plan import ShardingPlan
 
 
@@ -86,17 +89,20 @@ class Lookups:
 
     def look_up(self, sent: SentIds, *, training: bool = True) -> Lookup:
         ids, embeddings, clock = self.ids(sent, timed=training), self.embeddings, self.clock
+        sequences = embeddings.sequences.of(ids, sent.batch.lengths_TB)
+        with clock.stage("fwd_compute") if training else nullcontext():
+            local = [embeddings.lookup(ids, training=training), *sequences.look_up(embeddings.storage)]
         if not training:
-            return Lookup(self, embeddings.lookup(ids, training=False), sent.batch, training=False)
-        with clock.stage("fwd_compute"):
-            local = embeddings.lookup(ids)
-        if local.grad_fn is None:  # of no tables
-            local.register_post_accumulate_grad_hook(lambda _: self._updated())
+            return Lookup(self, local, sent.batch, sequences, training=False)
+        # The node that was made first is the last that autograd takes.
+        first = next((vectors.grad_fn for vectors in local if vectors.grad_fn is not None), None)
+        if first is None:  # of no tables
+            local[0].register_post_accumulate_grad_hook(lambda _: self._updated())
         else:
-            local.grad_fn.register_hook(lambda *_: self._updated())
+            first.register_hook(lambda *_: self._updated())
         clock.barrier("fwd_comms")
         with clock.stage("fwd_comms"):
-            lookup = Lookup(self, local, sent.batch, training=True)
+            lookup = Lookup(self, local, sent.batch, sequences, training=True)
         if embeddings.replicas is not None:
             with clock.stage("dense_fwd"):  # on every rank alike: no plan changes what copies cost
                 lookup.look_up_replicas()
@@ -150,9 +156,13 @@ class Lookup:
     receives them, and fbgemm's own node updates the tables.
     """
 
-    def __init__(self, lookups: Lookups, local: Tensor, batch: Batch, *, training: bool) -> None:
-        """local: what the tables' owner looked up."""
-        self._lookups, self._batch, self._training = lookups, batch, training
+    def __init__(
+        self, lookups: Lookups, local: list[Tensor], batch: Batch, rows: NoSequences, *, training: bool
+    ) -> None:
+        """local: what the tables' owner looked up: of all together, and of each one with sequences. rows: of these."""
+        self._lookups, self._batch, self._rows, self._training = lookups, batch, rows, training
+        self.sequences: dict[str, Jagged] = {}
+        """After `wait()`: the vectors that are not pooled."""
         self._replicated: ReplicaLookup | None = None
         self._plan = lookups.embeddings.plan
         self._vectors: Pending | None = None
@@ -160,9 +170,9 @@ class Lookup:
         self._over = False
         self._token: Tensor | None = None
         if training:
-            self._token = _Send.apply(local, self)
+            self._token = _Send.apply(self, *local)
         else:
-            self.send(local)
+            self.send(*local)
             self.look_up_replicas()
 
     def look_up_replicas(self) -> None:
@@ -176,12 +186,14 @@ class Lookup:
         left free before and after them. into: memory to put them in."""
         if self._vectors is None:
             raise BagsError("a lookup was waited for twice, or after it was cancelled. Keep what `wait()` gave.")
-        if not self._training:
-            return self.receive(margin, into)
-        clock, token, self._token = self._lookups.clock, self._token, None
-        with clock.stage("fwd_comms"):
-            pooled: Tensor = _Wait.apply(token, self, margin, into)
-        clock.begin("dense_fwd")
+        if self._training:
+            clock, token, self._token = self._lookups.clock, self._token, None
+            with clock.stage("fwd_comms"):
+                pooled, *of_sequences = _Wait.apply(token, self, margin, into)
+            clock.begin("dense_fwd")
+        else:
+            pooled, *of_sequences = self.receive(margin, into)
+        self.sequences = self._rows.by_name(of_sequences)
         return pooled
 
     def cancel(self) -> None:
@@ -197,12 +209,14 @@ class Lookup:
 
     # -- what the two nodes do -----------------------------------------------------------------------------------------
 
-    def send(self, local: Tensor) -> None:
-        self._vectors = self._lookups.embeddings.send_pooled(local)
+    def send(self, pooled: Tensor, *local: Tensor) -> None:
+        pending = self._lookups.embeddings.send_pooled(self._rows.with_pooled(pooled, local))
+        self._vectors = self._rows.send(local, pending)
         if not self._lookups.overlaps:
             self._vectors.wait()
 
-    def receive(self, margin: Margin, into: Tensor | None) -> Tensor:
+    def receive(self, margin: Margin, into: Tensor | None) -> list[Tensor]:
+        """Pooled vectors, and each sequence's."""
         embeddings, columns, vectors = self._lookups.embeddings, self._lookups.columns, self._vectors
         self._check_plan()
         assert vectors is not None
@@ -217,9 +231,9 @@ class Lookup:
             pooled_BD = pooled_BD.index_select(1, columns[0])
             if any(margin) or into is not None:
                 pooled_BD = with_margin(pooled_BD, margin, into)
-        return pooled_BD
+        return [pooled_BD, *self._rows.values()]
 
-    def send_gradients(self, gradient_BD: Tensor, margin: Margin) -> None:
+    def send_gradients(self, gradient_BD: Tensor, of_sequences: Sequence[Tensor], margin: Margin) -> None:
         lookups, embeddings, clock = self._lookups, self._lookups.embeddings, self._lookups.clock
         if self._over:
             raise BagsError(
@@ -235,24 +249,26 @@ class Lookup:
                 margin = (0, 0)
             if lookups.average:
                 gradient_BD = gradient_BD / embeddings.world_size
+                of_sequences = [gradient / embeddings.world_size for gradient in of_sequences]
             if embeddings.means is not None:
                 own = gradient_BD if lookups.average else gradient_BD.clone()  # others may read what autograd gave
                 gradient_BD = embeddings.means.divide_(own, self._batch.lengths_TB, margin)
-            self._gradients = embeddings.send_gradients(gradient_BD.contiguous(), margin)
+            pending = embeddings.send_gradients(gradient_BD.contiguous(), margin)
+            self._gradients = self._rows.send_gradients(of_sequences, pending)
             if not lookups.overlaps:
                 self._gradients.wait()
         clock.begin("dense_bwd")
         if self._replicated is not None:
             self._replicated.add_gradient(gradient_BD, margin[0])
 
-    def receive_gradients(self) -> Tensor:
-        """[W * B, D_local], for the kernel that updates the tables."""
+    def receive_gradients(self) -> list[Tensor]:
+        """[W * B, D_local], for the kernel that updates the tables; and what each one's with sequences takes."""
         lookups, clock, gradients = self._lookups, self._lookups.clock, self._gradients
         assert gradients is not None
         self._gradients = None
         clock.end()
         lookups.send_values()
-        arrived = lookups.embeddings.as_gradient(gradients.wait())
+        arrived = self._rows.as_gradients(lookups.embeddings.as_gradient(gradients.wait()))
         clock.begin("bwd_compute")
         return arrived
 
@@ -268,29 +284,29 @@ class _Send(torch.autograd.Function):
     """From a lookup to a token that stands for it on its way."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, lookup: Lookup) -> Tensor:
-        ctx.lookup, ctx.shape = lookup, local.shape
-        lookup.send(local)
-        return local.new_zeros(())
+    def forward(ctx: Any, lookup: Lookup, *local: Tensor) -> Tensor:
+        ctx.lookup, ctx.shapes = lookup, [vectors.shape for vectors in local]
+        lookup.send(*local)
+        return local[0].new_zeros(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, token: Tensor) -> tuple[Tensor, None]:
-        return ctx.lookup.receive_gradients().view(ctx.shape), None
+    def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.lookup.receive_gradients()
+        return None, *(gradient.view(shape) for gradient, shape in zip(gradients, ctx.shapes, strict=True))
 
 
 class _Wait(torch.autograd.Function):
     """From that token to the vectors where they have arrived."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, lookup: Lookup, margin: Margin, into: Tensor | None) -> Tensor:
+    def forward(ctx: Any, token: Tensor, lookup: Lookup, margin: Margin, into: Tensor | None) -> tuple[Tensor, ...]:
         ctx.lookup, ctx.margin = lookup, margin
-        pooled = lookup.receive(margin, into)
-        alias: Tensor = pooled.new_empty(0).set_(pooled)  # type: ignore[call-overload]
-        return alias  # the same memory as no view: a view could not be changed in place
+        # The same memory as no view: a view could not be changed in place.
+        return tuple(one.new_empty(0).set_(one) for one in lookup.receive(margin, into))  # type: ignore[call-overload]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_BD: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.lookup.send_gradients(gradient_BD, ctx.margin)
+    def backward(ctx: Any, gradient_BD: Tensor, *of_sequences: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.lookup.send_gradients(gradient_BD, of_sequences, ctx.margin)
         return gradient_BD.new_zeros(()), None, None, None

@@ -18,8 +18,8 @@ class Means:
     def __init__(self, features: Features, device: torch.device, replicated: Collection[str] = ()) -> None:
         """replicated: tables whose copies divide by themselves."""
         order = features.output_order()
-        dims = torch.tensor([features.features[i].embedding_dim for i in order])
-        self._feature_of_D = torch.tensor(order).repeat_interleave(dims).to(device)
+        dims = torch.tensor([features.features[i].embedding_dim for i in order], dtype=torch.int64)
+        self._feature_of_D = torch.tensor(order, dtype=torch.int64).repeat_interleave(dims).to(device)
         averages = [[t.pooling == "mean" and t.name not in replicated] for t in features.tables]
         self._averages_F1 = torch.tensor([averages[table] for table in features.table_of]).to(device)
 

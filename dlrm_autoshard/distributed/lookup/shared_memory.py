@@ -26,13 +26,13 @@ from torch import Tensor
 
 from dlrm_autoshard.errors import UserError
 
-CHANNELS = ("lengths", "values", "weights", "vectors", "reduce", "reduced")
+CHANNELS = ("lengths", "values", "weights", "vectors", "sequences", "reduce", "reduced")
 _REGION_BYTES = 1 << 34  # of address space; memory is taken only where something was written
 _READY, _DONE, _OUT_OF_STEP = 0, 1, 2
 _MESSAGE = struct.Struct("<BBqqq")  # channel, what of it, number of the exchange, first byte, number of bytes
 _DOES = {
     **dict.fromkeys(("lengths", "values", "weights"), "looks a batch up"),
-    "vectors": "is in a lookup or a backward pass that rank {} is not in",
+    **dict.fromkeys(("vectors", "sequences"), "is in a lookup or a backward pass that rank {} is not in"),
     **dict.fromkeys(("reduce", "reduced"), "adds up dense gradients"),
 }
 Put = Callable[[int, Tensor], object]

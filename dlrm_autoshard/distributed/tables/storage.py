@@ -7,7 +7,7 @@ storage.hold(["user", "item[0:64]"])   # these shards can be looked up, in this 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import NoReturn
@@ -62,13 +62,20 @@ class Storage:
         allocate: Allocate | None = None,
         features: Mapping[str, int] | None = None,
         plain_loop: bool | None = None,
+        apart: Collection[str] = (),
     ) -> None:
         """allocate: gives each table's tensors. None: the device's memory on a GPU, reserved memory on CPU.
-        features: how many look up rows of each table, where several share some. plain_loop: as `make_tbe` takes it."""
+        features: how many look up rows of each table, where several share some. plain_loop: as `make_tbe` takes it.
+        apart: tables each of whose shards has a lookup of its own."""
         check_optimizer(config.optimizer.name, device)
+        if apart and device.type != "cpu":
+            raise StorageError(
+                f"table '{sorted(apart)[0]}' is looked up by a sequence, which needs CPU ranks (run.device: cpu). "
+                "On a GPU pool it."
+            )
         self._tables, self._config, self._device = {table.name: table for table in tables}, config, device
         self._dtype, self._pooling = shared_format(tables)
-        self._features, self._plain_loop = features, plain_loop
+        self._features, self._plain_loop, self._apart = features, plain_loop, frozenset(apart)
         self._process = os.getpid()
         self._allocate, self.in_pieces = allocate, allocate is None and device.type == "cpu"
         """in_pieces: memory is taken and given back piece by piece, not table by table."""
@@ -80,6 +87,7 @@ class Storage:
         self._claimed: set[str] = set()
         self._cache_is_newer = False
         self.lookup: Tbe | None = None
+        self.lookups_apart: dict[str, Tbe] = {}
         self._row_cache: RowCache | None = None
         self._no_weight_gradients: Tensor | None = None
 
@@ -90,8 +98,8 @@ class Storage:
     def look_up(
         self, values_N: Tensor, offsets: Tensor, weights_N: Tensor | None = None, *, training: bool = True
     ) -> Tensor:
-        """Pooled vectors [B, D] of the held tables, of which there is at least one. weights_N: of the ids, if any.
-        training: a backward pass follows."""
+        """Pooled vectors [B, D] of the held tables that are looked up together, of which there is at least one.
+        weights_N: of the ids, if any. training: a backward pass follows."""
         assert self.lookup is not None
         self._check_process()
         self._cache_is_newer = True
@@ -106,6 +114,17 @@ class Storage:
                 else self.lookup(values_N, offsets, weights_N, feature_requires_grad=unwanted)
             )
         return pooled
+
+    def look_up_apart(self, name: str, values_N: Tensor, offsets: Tensor, weights_N: Tensor | None) -> Tensor:
+        """Pooled vectors [B, D] of a held shard of a table apart, of any number of bags."""
+        self._check_process()
+        pooled: Tensor = self.lookups_apart[name](values_N, offsets, weights_N)
+        return pooled
+
+    @property
+    def lookups(self) -> list[Tbe]:
+        """All fused lookups."""
+        return [*([] if self.lookup is None else [self.lookup]), *self.lookups_apart.values()]
 
     def prefetch(self, values_N: Tensor, offsets: Tensor) -> None:
         """Where rows lie in host memory beside a GPU: to its cache, for the next training lookup."""
@@ -175,6 +194,7 @@ class Storage:
         if self.lookup is not None and self._held == tuple(names):
             return  # a move of others: what the device caches stays
         self.lookup = self._row_cache = None  # with its rows, before there is another
+        self.lookups_apart = {}
         for name in set(self._held) - set(names):
             for memory in self._memory.values():
                 memory.release(name)
@@ -183,10 +203,12 @@ class Storage:
         if names:
             for name in names:
                 self.tensors(name)
-            self.lookup = self._build()
+            self.lookups_apart = {name: self._build([name], None) for name in names if self._is_apart(name)}
+        if together := [name for name in names if not self._is_apart(name)]:
+            self.lookup = self._build(together, self._table_of(together))
             self._row_cache = RowCache(self.lookup, self._device) if self._caches_rows else None
             if self._device.type != "cpu":
-                lookups = len(self._table_of() or names)
+                lookups = len(self._table_of(together) or together)
                 self._no_weight_gradients = torch.zeros(lookups, dtype=torch.int32, device=self._device)
 
     def overwritten(self) -> None:
@@ -260,27 +282,30 @@ class Storage:
         default = on_host_for(self._device) if self._on_host(tensor) else on_device(self._device)
         return Allocated(shape_of, dtype, self._allocate or default, zeros=tensor != "weight")
 
-    def _build(self) -> Tbe:
-        tables = [self.table(name) for name in self._held]
+    def _is_apart(self, name: str) -> bool:
+        return Shard.parse(name).table in self._apart
+
+    def _build(self, shards: Sequence[str], table_of: list[int] | None) -> Tbe:
+        tables = [self.table(name) for name in shards]
         names = {"weight": "weights"}  # what fbgemm calls it
         return make_tbe(
             [(table.num_embeddings, table.embedding_dim) for table in tables],
-            {names.get(tensor, tensor): memory.addressed(self._held) for tensor, memory in self._memory.items()},
+            {names.get(tensor, tensor): memory.addressed(shards) for tensor, memory in self._memory.items()},
             self._config.optimizer,
             self._dtype,
             self._pooling,
             self._device,
             self._config.location,
             self._config.cache_load_factor,
-            self._table_of(),
+            table_of,
             self._plain_loop,
         )
 
-    def _table_of(self) -> list[int] | None:
-        """Of each lookup, the number of the held shard; None where each has one."""
+    def _table_of(self, shards: Sequence[str]) -> list[int] | None:
+        """Of each lookup, the number of the shard; None where each has one."""
         if self._features is None:
             return None
-        counts = [self._features[Shard.parse(name).table] for name in self._held]
+        counts = [self._features[Shard.parse(name).table] for name in shards]
         return [number for number, count in enumerate(counts) for _ in range(count)]
 
 

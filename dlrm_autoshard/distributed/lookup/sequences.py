@@ -1,0 +1,229 @@
+"""Vectors that are not pooled: one an id, from the owners of its table's shards to the rank that asked, and back.
+
+A table that a sequence looks up has a fused lookup of its own, of as many bags as it needs: each id of a sequence is
+one, and so is each bag of the table's pooled features. So all gradients of a row come to one update, as autograd would
+add them up. A rank's other tables are looked up together, as everywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dlrm_autoshard.distributed.lookup.exchange import Exchange, Pending
+from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
+from dlrm_autoshard.distributed.lookup.wire import Wire
+from dlrm_autoshard.distributed.tables.storage import Storage
+from dlrm_autoshard.model.jagged import Jagged
+from dlrm_autoshard.tables import Shard
+
+# Axes: B samples a rank, W ranks, N ids, D embedding dims, R bags of one table's lookup.
+
+
+class SequencePlan:
+    """Which lookups are of tables with sequences, under one plan. Such tables lie apart from the others."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        features = exchange.features
+        apart = {features.tables[table].name for table in features.sequence_tables}
+        self.exchange, self.names = exchange, features.sequences
+        self.numbers = [i for i, feature in enumerate(features.features) if feature.name in features.sequences]
+        """Of the sequences, among all features."""
+        self.sent_by = [[(s, f) for s, f in own if f in self.numbers] for own in exchange.owned]
+        """Of each rank, the shard and the feature of each sequence that it looks up."""
+        own = exchange.owned[exchange.rank]
+        self.num_fused = sum(Shard.parse(shard.name).table not in apart for shard, _ in own)
+        """Lookups of this rank that are of other tables; they come first."""
+        self.fused_dim = sum(shard.embedding_dim for shard, _ in own[: self.num_fused])
+        self.lookups = [(shard, feature not in self.numbers) for shard, feature in own[self.num_fused :]]
+        """The shard of each lookup apart, those of one shard side by side, and whether it is pooled."""
+        self.shards = list(dict.fromkeys(shard for shard, _ in self.lookups))
+
+    def of(self, ids: LocalIds, lengths_FB: Tensor) -> NoSequences:
+        """One batch's. ids: those of this rank's tables. lengths_FB: of this rank's samples."""
+        return SequenceLookup(self, ids, lengths_FB) if self.names else NoSequences()
+
+    def fused(self, ids: LocalIds) -> LocalIds:
+        """Those of the tables that are looked up together."""
+        if not self.names:
+            return ids
+        bags = self.num_fused * self.exchange.world_size * ids.batch_size
+        count = int(ids.offsets[bags])
+        weights_N = None if ids.weights_N is None else ids.weights_N[:count]
+        return LocalIds(ids.values_N[:count], ids.offsets[: bags + 1], ids.batch_size, weights_N)
+
+
+class NoSequences:
+    """One batch's vectors of the tables with sequences, from their lookup to their update, where there are none."""
+
+    def look_up(self, storage: Storage) -> list[Tensor]:
+        """[R, D] of each table, with its fused update as gradient function when gradients are on."""
+        return []
+
+    def with_pooled(self, together: Tensor, looked_up: Sequence[Tensor]) -> Tensor:
+        """[W * B, D_local] pooled vectors: those of the tables looked up together, and of those apart."""
+        return together
+
+    def send(self, looked_up: Sequence[Tensor], beside: Pending) -> Pending:
+        """Vectors to the ranks that asked for their ids. Returns what waits for them, too."""
+        return beside
+
+    def values(self) -> list[Tensor]:
+        """[N, D] float32 of each sequence, which have arrived."""
+        return []
+
+    def by_name(self, values: Sequence[Tensor]) -> dict[str, Jagged]:
+        return {}
+
+    def send_gradients(self, gradients: Sequence[Tensor], beside: Pending) -> Pending:
+        """Those of `values`, to the owners. Returns what waits for them, too."""
+        return beside
+
+    def as_gradients(self, pooled: Tensor) -> list[Tensor]:
+        """Gradients of what was looked up together, and of each table apart. pooled: that of `with_pooled`."""
+        return [pooled]
+
+
+class SequenceLookup(NoSequences):
+    def __init__(self, plan: SequencePlan, ids: LocalIds, lengths_FB: Tensor) -> None:
+        """ids: those of this rank's tables. lengths_FB: of this rank's samples."""
+        self._plan, self._exchange, self._ids, self._bags = plan, plan.exchange, ids, ids.batch_size
+        self._lengths_FB = lengths_FB
+        ends = ids.offsets[plan.num_fused * self._bags * self._exchange.world_size :: self._bags].tolist()
+        world_size, counts = self._exchange.world_size, [b - a for a, b in itertools.pairwise(ends)]
+        self._starts = ends[::world_size]  # of the ids of each lookup, and the end
+        self._counts = [counts[first : first + world_size] for first in range(0, len(counts), world_size)]
+        """Of each lookup, its ids from each rank."""
+        self._bags *= world_size
+        self._vectors, self._gradients = plan.exchange.wires
+        self._rows = [self._bags if p else sum(n) for (_, p), n in zip(plan.lookups, self._counts, strict=True)]
+        asked = dict(zip(plan.numbers, lengths_FB[plan.numbers].sum(1).tolist(), strict=True))
+        self._coming = [[asked[f] * shard.embedding_dim for shard, f in own] for own in plan.sent_by]
+        """Numbers of each sequence that each rank looks up for this one."""
+        self._leaving = [
+            [n[rank] * s.embedding_dim for (s, p), n in zip(plan.lookups, self._counts, strict=True) if not p]
+            for rank in range(world_size)
+        ]
+        """Numbers of each sequence that this rank looks up for each."""
+
+    def look_up(self, storage: Storage) -> list[Tensor]:
+        ids, found, first = self._ids, list[Tensor](), 0
+        for shard in self._plan.shards:
+            own = [number for number, (other, _) in enumerate(self._plan.lookups) if other is shard]
+            start, stop = self._starts[own[0]], self._starts[own[-1] + 1]
+            bags = list[Tensor]()
+            for number in own:
+                if self._plan.lookups[number][1]:
+                    first = (self._plan.num_fused + number) * self._bags
+                    bags.append(ids.offsets[first : first + self._bags] - start)
+                else:
+                    begin, end = self._starts[number : number + 2]
+                    bags.append(torch.arange(begin - start, end - start, dtype=ids.offsets.dtype))
+            # fbgemm wants at least one bag.
+            ends = ids.offsets.new_full((1 if any(map(len, bags)) else 2,), stop - start)
+            weights_N = None if ids.weights_N is None else ids.weights_N[start:stop]
+            offsets = torch.cat([*bags, ends])
+            found.append(storage.look_up_apart(shard.name, ids.values_N[start:stop], offsets, weights_N))
+        return found
+
+    def with_pooled(self, together: Tensor, looked_up: Sequence[Tensor]) -> Tensor:
+        parts = self._of_lookups(looked_up)
+        pooled = [part for part, (_, is_pooled) in zip(parts, self._plan.lookups, strict=True) if is_pooled]
+        return torch.cat([together, *pooled], 1) if pooled else together
+
+    def send(self, looked_up: Sequence[Tensor], beside: Pending) -> Pending:
+        blocks: list[list[Tensor]] = [[] for _ in self._leaving]  # of each rank
+        for part, counts, (_, is_pooled) in zip(
+            self._of_lookups(looked_up), self._counts, self._plan.lookups, strict=True
+        ):
+            for rank, block in enumerate(() if is_pooled else part.split(counts)):
+                blocks[rank].append(self._vectors.encode(block))
+        self._arriving = self._send(self._vectors, blocks, self._leaving, self._coming)
+        return _both(beside, self._arriving)
+
+    def values(self) -> list[Tensor]:
+        arrived = self._arriving.wait()
+        del self._arriving  # memory that is done with goes at once
+        parts: dict[int, dict[int, Tensor]] = {feature: {} for feature in self._plan.numbers}
+        blocks = iter(self._vectors.decode(arrived).split([size for own in self._coming for size in own]))
+        for shard, feature in itertools.chain.from_iterable(self._plan.sent_by):
+            parts[feature][shard.columns[0]] = next(blocks).view(-1, shard.embedding_dim)
+        in_order = [[own[column] for column in sorted(own)] for own in parts.values()]
+        return [own[0] if len(own) == 1 else torch.cat(own, 1) for own in in_order]
+
+    def by_name(self, values: Sequence[Tensor]) -> dict[str, Jagged]:
+        return {
+            name: Jagged(own, self._lengths_FB[number])
+            for name, number, own in zip(self._plan.names, self._plan.numbers, values, strict=True)
+        }
+
+    def send_gradients(self, gradients: Sequence[Tensor], beside: Pending) -> Pending:
+        of_feature = dict(zip(self._plan.numbers, gradients, strict=True))
+        blocks = [
+            [
+                self._gradients.encode(of_feature[f][:, slice(*shard.columns)].contiguous(), shares=self._bags)
+                for shard, f in own
+            ]
+            for own in self._plan.sent_by
+        ]
+        self._arriving = self._send(self._gradients, blocks, self._coming, self._leaving)
+        return _both(beside, self._arriving)
+
+    def as_gradients(self, pooled: Tensor) -> list[Tensor]:
+        pooled = pooled.view(self._bags, self._exchange.local_dim)
+        arrived = self._gradients.decode(self._arriving.wait(), shares=self._bags)
+        del self._arriving
+        from_rank = [
+            part.split(own)
+            for part, own in zip(arrived.split([sum(own) for own in self._leaving]), self._leaving, strict=True)
+        ]
+        parts: dict[str, list[Tensor]] = {shard.name: [] for shard in self._plan.shards}
+        sequences, column = itertools.count(), self._plan.fused_dim
+        for shard, is_pooled in self._plan.lookups:
+            if is_pooled:
+                parts[shard.name].append(pooled[:, column : column + shard.embedding_dim])
+                column += shard.embedding_dim
+            elif len(self._plan.lookups) == 1:
+                parts[shard.name].append(arrived.view(-1, shard.embedding_dim))  # without a copy
+            else:
+                number = next(sequences)
+                parts[shard.name] += [own[number].view(-1, shard.embedding_dim) for own in from_rank]
+        gradients = [own[0] if len(own) == 1 else torch.cat(own) for own in parts.values()]
+        return [
+            pooled[:, : self._plan.fused_dim].contiguous(),
+            *(gradient if len(gradient) else gradient.new_zeros(1, gradient.shape[1]) for gradient in gradients),
+        ]
+
+    def _of_lookups(self, looked_up: Sequence[Tensor]) -> list[Tensor]:
+        """Rows of each lookup apart."""
+        rows = dict[str, list[int]]()
+        for (shard, _), count in zip(self._plan.lookups, self._rows, strict=True):
+            rows.setdefault(shard.name, []).append(count)
+        return [
+            part
+            for table, own in zip(looked_up, rows.values(), strict=True)
+            for part in table.detach()[: sum(own)].split(own)
+        ]
+
+    def _send(
+        self, wire: Wire, blocks: Sequence[list[Tensor]], leaving: list[list[int]], coming: list[list[int]]
+    ) -> Pending:
+        """blocks: encoded, of each rank."""
+        e = self._exchange
+        if e.world_size == 1:
+            return Pending(None, blocks[0][0] if len(blocks[0]) == 1 else torch.cat(blocks[0]))
+        return e.all_to_all(
+            "sequences",
+            e.empty(torch.empty(0, dtype=wire.dtype, device=e.device), wire.size(sum(map(sum, coming)))),
+            lambda rank, into: torch.cat(blocks[rank], out=into),
+            [wire.size(sum(own)) for own in coming],
+            [wire.size(sum(own)) for own in leaving],
+        )
+
+
+def _both(first: Pending, other: Pending) -> Pending:
+    """The first one, which waits for both."""
+    return Pending(lambda: (first.wait(), other.wait()), first.result)

@@ -1,0 +1,54 @@
+"""Vectors of sequences, such as a user's last clicks: those of all samples one after the other.
+
+vectors_BLD, mask_BL = history.padded(50)        # for an attention over the last fifty
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """values: [N, D], sample 0's first, each sample's in the order of its ids. lengths: [B], N = lengths.sum()."""
+
+    values: Tensor
+    lengths: Tensor
+
+    def padded(self, max_length: int | None = None) -> tuple[Tensor, Tensor]:
+        """Returns vectors [B, L, D], zeros behind the last of each sample, and a mask [B, L], True where there is one.
+        max_length: L, of which longer sequences keep their last; None: the longest one's length."""
+        lengths_B = self.lengths.long()
+        size = int(lengths_B.max()) if max_length is None else max_length
+        sample_N = torch.arange(len(lengths_B), device=lengths_B.device).repeat_interleave(lengths_B)
+        behind_N = torch.arange(len(self.values), device=lengths_B.device) - (lengths_B.cumsum(0) - lengths_B)[sample_N]
+        place_N = behind_N - (lengths_B - size).clamp(min=0)[sample_N]
+        values, place_N = self.values, sample_N * size + place_N.where(place_N >= 0, len(lengths_B) * size)
+        if bool((lengths_B > size).any()):
+            kept = place_N < len(lengths_B) * size
+            values, place_N = values[kept], place_N[kept]
+        padded = values.new_zeros(len(lengths_B) * size, values.shape[1]).index_copy(0, place_N, values)
+        mask_BL = torch.arange(size, device=lengths_B.device) < lengths_B.clamp(max=size)[:, None]
+        return padded.view(len(lengths_B), size, values.shape[1]), mask_BL
+
+    def first(self, samples: int) -> Jagged:
+        """The same of so many samples, behind which there are only empty ones."""
+        return replace(self, lengths=self.lengths[:samples])
+
+    def chunk(self, parts: int) -> list[Jagged]:
+        """As `Tensor.chunk` cuts samples."""
+        lengths = self.lengths.chunk(parts)
+        counts = [int(own.sum()) for own in lengths]
+        return [Jagged(values, own) for values, own in zip(self.values.split(counts), lengths, strict=True)]
+
+
+class Looked(NamedTuple):
+    """A lookup's vectors: pooled ones [B, D], and sequences by name."""
+
+    pooled: Tensor
+    sequences: Mapping[str, Jagged]
