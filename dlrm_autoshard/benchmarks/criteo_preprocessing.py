@@ -79,7 +79,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def plain_pandas_script(text: Path, out: Path, encoding: Contiguous | Modulo) -> None:
-    """What one would write without much thought: the whole file in a frame, then column by column."""
+    """Encodes as a plain script does: the whole file in a frame, then column by column."""
     import pandas as pd
 
     first_category = 1 + NUM_INTEGERS

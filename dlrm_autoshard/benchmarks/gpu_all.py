@@ -101,7 +101,7 @@ def judged(
 
 
 def run_section(section: str, out: Path, limit: float) -> tuple[dict[str, Any], str | None]:
-    """What the section wrote, and what went wrong if anything did."""
+    """Returns the section's output, and what went wrong if anything did."""
     target = out / f"{section}.json"
     target.unlink(missing_ok=True)
     started = time.monotonic()

@@ -49,8 +49,8 @@ def peer(folder: Path, seconds: float, found: dict[str, Any]) -> None:
 
 
 def variants(folder: Path, seconds: float, found: dict[str, Any]) -> None:
-    """What products of fewer bits, no CUDA graphs, and tables in host memory behind a cache (a fifth of the rows)
-    change of the speed: over fp32 and tables on the device, on the same batches in turns."""
+    """Speeds with products of fewer bits, without CUDA graphs, and with tables in host memory behind a cache (a fifth
+    of the rows): over fp32 and tables on the device, interleaved on the same batches."""
     device = _join()
     found["spread"] = {}
     for name, workload in WORKLOADS.items():
@@ -74,8 +74,8 @@ def variants(folder: Path, seconds: float, found: dict[str, Any]) -> None:
 
 
 def stages(folder: Path, seconds: float, found: dict[str, Any]) -> None:
-    """What stages of real steps take on the device, what planners are told by ids drawn for throwaway tables, and what
-    share of the time in which batches travel to the device other kernels run."""
+    """Times of real steps' stages on the device, planners' times for ids drawn on throwaway tables, and the share of
+    the time in which batches travel to the device while other kernels run."""
     device = _join()
     for name, workload in WORKLOADS.items():
         job = OurJob(workload, workload.plan(1), 0, [batch.pinned() for batch in workload.batches()], device=device)
@@ -102,7 +102,7 @@ Span: TypeAlias = tuple[float, float]
 
 
 def covered_share(spans: Iterable[Span], others: Iterable[Span]) -> float:
-    """Of the time of `spans` (each begins when the one before has ended), the part in which one of `others` goes on."""
+    """Part of the time of `spans` (each begins when the one before has ended) in which one of `others` goes on."""
     merged: list[list[float]] = []
     for start, end in sorted(others):
         if merged and start <= merged[-1][1]:
@@ -115,7 +115,7 @@ def covered_share(spans: Iterable[Span], others: Iterable[Span]) -> float:
 
 
 def _copies_and_kernels(job: OurJob) -> tuple[list[Span], list[Span]]:
-    """Of some steps, by a trace of the device: copies to it, and all that computes on it."""
+    """Returns copies to the device and all that computes on it, by a trace of some steps."""
     with torch.profiler.profile() as profiler:
         job.run(STEPS)
         torch.cuda.synchronize()

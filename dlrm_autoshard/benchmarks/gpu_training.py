@@ -172,7 +172,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 def auc(run_dir: Path) -> float:
-    """Of the test split."""
+    """AUC of the test split."""
     return float(json.loads((run_dir / "result.json").read_text())["metrics"]["auc"])
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the registry, pinned ranks, targets and verdicts, and the record that is printed.
+"""Shared by all benchmarks: the registry, pinned ranks, targets and verdicts, and the record that is printed.
 
 A benchmark is a module `dlrm_autoshard.benchmarks.<name with underscores>` that NAMES lists, with TITLE, ROUGH_TIME
 ("2 min") and `run(quick)`, which returns its `Findings` as a dictionary.
@@ -30,9 +30,10 @@ STATE = 1
 """Raised when figures must be taken again: what is measured, or how, is no longer what older records say. Records of
 before there were states have none."""
 UNKNOWN = "+"
-"""Of a commit: what was measured is of none that is known, or not of it alone."""
+"""Mark of a commit that is not known, or not the only one that was measured."""
 QUIET_LOAD = 0.5
-"""Of the cores, by other work, at a benchmark's start or beside it: under more of it no figure counts."""
+"""Share of the cores that other work may take, at a benchmark's start or beside it: under more of it no figure counts.
+"""
 NAMES = (
     "planner-time",
     "planner-quality",
@@ -75,7 +76,7 @@ class BenchError(UserError):
 
 @dataclass
 class Findings:
-    """What a benchmark found. targets: of a figure, '>= 1.0'. spread: its 95% interval. notes: sentences."""
+    """Findings of a benchmark. targets: of a figure, '>= 1.0'. spread: its 95% interval. notes: sentences."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     targets: dict[str, str] = field(default_factory=dict)

@@ -128,8 +128,7 @@ def train(folder: Path, kills: Sequence[Kill] = (), *, ranks: int = 2, steps: in
 
 
 def left_behind(folder: Path) -> list[str]:
-    """What a job left that it should not have: processes, shared memory, sockets, drafts. A process may take a moment
-    to go."""
+    """Returns what a job left behind: processes, shared memory, sockets, drafts. A process may take a moment to go."""
     deadline = time.monotonic() + 5
     while living := [str(process.pid) for process in psutil.process_iter() if _is_of(process, folder)]:
         if time.monotonic() > deadline:

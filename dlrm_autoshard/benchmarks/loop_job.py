@@ -1,4 +1,4 @@
-"""What resharding's benchmarks share: an embedding-heavy job, run on two pinned ranks, one setting after another.
+"""An embedding-heavy job for resharding's benchmarks, run on two pinned ranks, one setting after another.
 
 runs = run_jobs([Job("static", config), Job("loop", other)], folder)
 runs["loop"].throughput(first=2)             # examples/s over epochs 2, 3, ...
@@ -30,7 +30,7 @@ from dlrm_autoshard.records.jsonl import read_jsonl
 from dlrm_autoshard.training.trainer import Trainer
 
 JOB = replace(W_EMB, batch_size=1024, num_batches=8)
-"""What the jobs train on, for plans to be measured beside one another."""
+"""Workload of the jobs, for plans to be measured beside one another."""
 
 
 MANY_SAMPLES = {"every_steps": 4, "warmup_steps": 2}
@@ -60,7 +60,7 @@ def profiling_seconds(epochs: Iterable[IntervalProfile]) -> float:
 
 @dataclass(frozen=True)
 class JobRun:
-    """What a job wrote down."""
+    """Records of a job."""
 
     epochs: tuple[IntervalProfile, ...]
     decisions: tuple[Mapping[str, Any], ...]
@@ -82,7 +82,7 @@ class JobRun:
 
     @property
     def seconds(self) -> float:
-        """Of training alone."""
+        """Seconds of training alone."""
         return sum((e.end_step - e.first_step) * e.batch_size / e.throughput for e in self.epochs)
 
     @property

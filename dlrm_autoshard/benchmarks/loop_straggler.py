@@ -32,7 +32,7 @@ ROUGH_TIME = "6 min"
 STEPS = 240
 """An epoch, fixed: 12 s or so. What is recovered grows with it, so it is no knob."""
 SPEEDS = (0.3, 0.4, 0.5, 0.65)
-"""Of the busy rank, as who knew of it beforehand would assume: half a core, and what scheduling may make of it."""
+"""Speeds of the busy rank, as an oracle would assume: half a core, and what scheduling may make of it."""
 
 
 def run(quick: bool) -> dict[str, Any]:

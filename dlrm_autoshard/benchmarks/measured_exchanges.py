@@ -1,4 +1,4 @@
-"""What the exchanges of plans take on real ranks: vectors there and gradients back, with the training step's code.
+"""Times the exchanges of plans on real ranks: vectors there and gradients back, with the training step's code.
 
 rounds = exchange_ms(task, [plan, other], rounds=4, cores=[0, 1])
 rounds[0][1]                                       # ([fwd ms by rank], [bwd ms by rank]) of the other plan, first round

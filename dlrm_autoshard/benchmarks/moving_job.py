@@ -199,7 +199,7 @@ class MovingTrainer(Trainer):
         return batch
 
     def digests(self) -> dict[str, str]:
-        """Of everything this rank holds."""
+        """Digests of everything this rank holds."""
         return {
             name: hashlib.sha256(value.detach().contiguous().numpy().tobytes()).hexdigest()
             for name, value in self.job.state.tensors().items()

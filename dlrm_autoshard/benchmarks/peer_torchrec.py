@@ -197,7 +197,7 @@ class TorchrecJob:
 
 
 class _Batch:
-    """What DLRMTrain takes."""
+    """A batch as DLRMTrain takes it."""
 
     def __init__(self, dense_features: torch.Tensor, sparse_features: Any, labels: torch.Tensor) -> None:
         self.dense_features, self.sparse_features, self.labels = dense_features, sparse_features, labels

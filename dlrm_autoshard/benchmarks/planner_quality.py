@@ -163,7 +163,7 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
 
 
 def _exchanges_of_drawn_plans(task: PlacementTask) -> list[CommsSample]:
-    """Of plans that nobody made, so that none that is judged was measured."""
+    """Exchanges of plans that nobody made, so that none that is judged was measured."""
     generator = np.random.default_rng(0)
     plans = [task.plan_from(generator.integers(task.world_size, size=len(task.units))) for _ in range(DRAWN_PLANS)]
     samples = []

@@ -1,4 +1,4 @@
-"""What the rows of `planner_quality` say: each algorithm against the best heuristic and against perfect balance.
+"""Summarises the rows of `planner_quality`: each algorithm against the best heuristic and against perfect balance.
 
 summarise(rows, ["20x2", "20x4"], tasks=20)         # figures, targets, spread, notes; a pure function of the rows
 """
@@ -143,7 +143,7 @@ class _Cell:
         )
 
     def prediction_error(self, key: str) -> Ratio:
-        """Of all plans' steps, relative, in the mean, over tasks: before any plan was measured."""
+        """Mean relative error over all plans' steps and tasks, before any plan was measured."""
         predicted = {name: np.array([row[key][name] for row in self.rows]) for name in self.cost}
         errors = [np.abs(predicted[name] / self.cost[name] - 1) for name in self.cost]
         return with_interval(partial(np.mean, axis=-1), np.mean(errors, axis=0))

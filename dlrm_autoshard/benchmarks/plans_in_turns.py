@@ -1,4 +1,4 @@
-"""What plans are worth beside one another: one job on two pinned ranks whose tables move from plan to plan.
+"""Compares plans in one job on two pinned ranks, whose tables move from plan to plan.
 
 rates = plans_in_turns(W_EMB, {"static": Turn(plan), "busy": Turn(plan, busy=True)}, rounds=8)
 rates["static"][0]                         # examples/s in the first round
@@ -109,6 +109,6 @@ def recovered(looped: Sequence[float], static: Sequence[float], best: Sequence[f
 
 
 def share_of_gap(gained: np.ndarray, gap: np.ndarray) -> np.ndarray:
-    """What was gained of what could be. Without a gap any gain is more than all of it, and any loss less."""
+    """Part of the possible gain that was gained. Without a gap any gain is more than all of it, and any loss less."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(np.where(gained == 0, 0.0, gained / np.maximum(gap, 0.0)))

@@ -1,4 +1,4 @@
-"""What sampling every 20th step costs: the same trainer with and without, in turn, on W-emb.
+"""Cost of sampling every 20th step: the same trainer with and without, interleaved, on W-emb.
 
 A sampled step has barriers, marks and no overlap, so it is slower than the others; one in twenty is what the trainer
 samples by itself at first, before nothing has changed for long.

@@ -127,7 +127,7 @@ def _ran(arm: str, world: World, place: Path) -> dict[str, Any]:
 def _run_missing(
     world: World, arms: Sequence[str], place: Path, runs: dict[str, dict[str, Any]], on: Mapping[str, Any]
 ) -> None:
-    """Of one world and seed, into `runs`. on: the machine, as `slices.machine` says it."""
+    """Runs what is missing of one world and seed, into `runs`. on: the machine, as `slices.machine` says it."""
     pairless = _pairless(arms, place, runs)
     if pairless:
         print(f"{world.name}, seed {world.seed}: {', '.join(pairless)} ran elsewhere; all arms run anew", flush=True)

@@ -41,11 +41,12 @@ ARMS = ("round_robin", "heuristic", "planned", "loop", "clairvoyant", "torchrec"
 Arms = Mapping[WorldName, Sequence[str]]
 """Which run in which world."""
 Runs = Mapping[str, Mapping[int, Mapping[str, dict[str, Any]]]]
-"""What came of them, by world, seed and arm."""
+"""Results of jobs, by world, seed and arm."""
 DECIDES_EVERY = 100
 """Steps, a quarter of an epoch: what changes is seen an interval late, and a whole one costs a fifth of the gain."""
 PLANNING_SECONDS = 60.0
-"""Of a clairvoyant's start. With the usual 20 a start beside a busy core had no time left to measure what spares it."""
+"""Seconds of planning for a clairvoyant's start. With the usual 20 a start beside a busy core had no time left to
+measure what spares it."""
 POLL_SECONDS, LIMIT_SECONDS = 0.1, 3600
 REFUSED = 2
 """The status with which a command ends that says what is wrong with its settings."""

@@ -96,7 +96,7 @@ def panels(done: Runs) -> str:
 
 
 def _ahead(runs: Mapping[str, dict[str, Any]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Of each arm, seconds, and steps ahead of the static plan's job by then."""
+    """Returns each arm's seconds, and steps ahead of the static plan's job by then."""
     seconds, steps = _curve(runs["planned"])
     found = {}
     for arm in NAMES:

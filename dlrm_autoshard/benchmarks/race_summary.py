@@ -1,4 +1,4 @@
-"""What a race says: each arm's seconds, ratios of arms by each clock, what resharding recovered, how well gains of
+"""Summarises a race: each arm's seconds, ratios of arms by each clock, what resharding recovered, how well gains of
 moves were predicted, and the targets.
 
 summarise(done, arms, seeds=5)          # figures, targets, spread and notes, for a record
@@ -157,7 +157,8 @@ def _compare(world: str, seconds: Mapping[str, Sequence[float]], suffix: str, fo
 
 
 def _worst(done: Runs, arms: Arms, clock: str) -> Ratio | None:
-    """Of all worlds and seeds of which both jobs have run. While others are missing, it may come to any more."""
+    """Worst ratio of all worlds and seeds of which both jobs have run. While others are missing, it may come to any
+    more."""
     pairs = [[runs.get(arm, {}) for arm in ("loop", "planned")] for name in arms for runs in done[name].values()]
     ran = [looped[clock] / planned[clock] for looped, planned in pairs if clock in looped and clock in planned]
     if not ran:
@@ -176,7 +177,7 @@ def _saved_of_what_could_be(looped: np.ndarray, static: np.ndarray, best: np.nda
 
 
 def _starts(done: Runs, found: Findings) -> None:
-    """Of all worlds: seconds to the end of the first step, planned, and more than round robin where both have run."""
+    """Seconds to the end of the first step, in all worlds: planned, and more than round robin where both have run."""
     jobs = [arms for by_seed in done.values() for arms in by_seed.values() if "seconds" in arms.get("planned", {})]
     pairs = [arms for arms in jobs if "seconds" in arms.get("round_robin", {})]
     told = [arms["planned"]["phases_seconds"] for arms in jobs if "building" in arms["planned"]["phases_seconds"]]

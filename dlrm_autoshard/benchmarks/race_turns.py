@@ -73,8 +73,8 @@ def steps_in_turns(world: World, folder: Path, arms: Sequence[str]) -> tuple[dic
 
 
 def in_typical_round(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Of each arm one figure: the first one's median, and of the others that times the median of what they took beside
-    the first in the same round, which saw the same machine."""
+    """Returns one figure for each arm: the first one's median, and of the others that times the median of what they
+    took beside the first in the same round, which saw the same machine."""
     first = next(iter(seconds.values()))
     return {arm: median(first) * paired_ratio(own, first).median for arm, own in seconds.items()}
 

@@ -53,8 +53,8 @@ def in_slices(
 def _found(
     keys: Sequence[Key], measure: Callable[[Key], Mapping[str, Any]], pool: ProcessPoolExecutor | None
 ) -> Iterator[Mapping[str, Any]]:
-    """Of each key, in their order. Not by `pool.map`: interrupted, it cancels what the pool's own thread, on finding
-    its workers gone, calls broken a moment later, which that thread ends at (Python 3.11)."""
+    """Returns the result of each key, in their order. Not by `pool.map`: interrupted, it cancels what the pool's own
+    thread, on finding its workers gone, calls broken a moment later, which that thread ends at (Python 3.11)."""
     if pool is None:
         yield from map(measure, keys)
         return
@@ -98,12 +98,12 @@ def _busy_seconds() -> float:
 
 
 def _own_seconds() -> float:
-    """Of children that have ended, and of theirs."""
+    """CPU seconds of children that have ended, and of theirs."""
     return sum(os.times()[:4])
 
 
 def origins(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What `harness.finish` takes of all starts in which rows were measured."""
+    """Returns what `harness.finish` needs of all starts in which rows were measured."""
     loads = [row.get("load_beside", row.get("load_before", 0.0)) for row in rows if "load_before" in row]
     highest = {"load_before": max(loads)} if loads else {}
     return {"measured_at": commits(rows), "cpus": sorted({row["cpu"] for row in rows if "cpu" in row}), **highest}

@@ -1,4 +1,4 @@
-"""What row-wise Adagrad by parts (`per_part`: each keeps its own sums of squares) does to the AUC: all tables halved.
+"""AUC under row-wise Adagrad by parts (`per_part`: each keeps its own sums of squares): all tables halved.
 
 auc = auc_of("movielens", "by parts", seed=0, folder=Path("runs/splits"))
 """
@@ -23,8 +23,8 @@ Adagrad = Literal["row-wise", "by parts", "elementwise"]
 
 
 def auc_of(config: str, adagrad: Adagrad, seed: int, folder: Path, quick: bool = False) -> float:
-    """Of the shipped config's job on two ranks. seed: of all that is drawn at the start, weights before all; data and
-    order are the same."""
+    """AUC of the shipped config's job on two ranks. seed: of all that is drawn at the start, weights before all; data
+    and order are the same."""
     name, halved = f"{config}-{adagrad.replace(' ', '-')}-{seed}", adagrad == "by parts"
     loaded = load_config(SHIPPED / f"{config}.yaml")
     tables = open_source(loaded.data, loaded.tables).tables

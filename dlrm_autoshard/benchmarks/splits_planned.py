@@ -1,4 +1,4 @@
-"""What splitting tables by columns brings MLPerf's DLRM-DCNv2 on simulated devices, and what it takes to plan.
+"""Balance of MLPerf's DLRM-DCNv2 on simulated devices with tables split by columns, and the time to plan it.
 
 balance = dcn_balance(devices=8, seed=0)     # {"whole": 3.74, "split": 1.1, "step": 0.62}
 ratio = planning_time(50, 8, rounds=5)       # with splits over without

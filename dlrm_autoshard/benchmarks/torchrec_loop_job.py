@@ -48,7 +48,7 @@ class Job(race_torchrec.Job):
         return float(self.step(next(self._batches)))
 
     def seconds(self) -> float:
-        """Of so many steps, the first of which don't count."""
+        """Seconds of so many steps, the first of which don't count."""
         for _ in range(STEPS_TO_SETTLE):
             self.next_step()
         started = time.perf_counter()

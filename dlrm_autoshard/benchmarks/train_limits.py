@@ -24,7 +24,7 @@ STEPS = 5  # of one trainer, before it is the other's turn
 
 
 def limits_of(job: OurJob, alone: Callable[[], float] | None, rank: int, world_size: int) -> dict[str, Any]:
-    """Of a round: seconds of the "parts" of the "limit" on this rank while the others wait, of all of them "together";
+    """Seconds of a round: of the "parts" of the "limit" on this rank while the others wait, of all of them "together";
     and what `alone` gives. Collective."""
     found: dict[str, Any] = {}
     dist.barrier()
@@ -114,7 +114,7 @@ def idle_workload(tables: int, world_size: int) -> Workload:
 
 
 def batch_bytes(job: OurJob) -> int:
-    """What one batch takes on this rank: its tables' ids, and their pooled vectors, for the global batch."""
+    """Bytes of one batch on this rank: its tables' ids, and their pooled vectors, for the global batch."""
     ids = job.step.ids
     assert ids is not None
     bags = ids.batch_size * job.embeddings.world_size

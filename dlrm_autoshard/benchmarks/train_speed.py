@@ -1,4 +1,4 @@
-"""What train-wemb and train-wsmall share: ours against TorchRec's and against our own limit, at one and two ranks.
+"""Shared by train-wemb and train-wsmall: ours against TorchRec's and against our own limit, at one and two ranks.
 
 Each arm is a job in processes of its own, so that one's memory layout does not burden another; they take turns of a few
 steps each over the same batches in memory, pinned to a core, one thread, while the others wait. The limit of a step is
@@ -49,7 +49,8 @@ class Arm:
 
 
 OURS = {"ours": Arm(True), "limits": Arm(True, limits=True)}
-"""What is measured of limits in between leaves a job's rows out of the caches: so they have a process of their own."""
+"""Variants to run. Measuring limits in between would drive a job's rows out of the caches, so they have a process of
+their own."""
 OURS_BY_TCP = {"tcp": Arm(True, options={"shared_memory": False})}
 THEIRS = {
     "torchrec": Arm(False),

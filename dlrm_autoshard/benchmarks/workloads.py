@@ -77,7 +77,7 @@ class Workload:
 
     @property
     def table_bytes(self) -> int:
-        """Of weights and optimizer state."""
+        """Bytes of weights and optimizer state."""
         return sum(table.weight_bytes + table.optimizer_bytes(self.optimizer) for table in self.tables)
 
     def batches(self, rank: int = 0, world_size: int = 1) -> list[Batch]:

@@ -24,7 +24,8 @@ from dlrm_autoshard.planner.task import PlacementTask
 WORTH_MEASURING = 0.001
 """Part of a step. What measuring must be expected to save, where nobody says how long the job is."""
 STEPS_MEASURED = 15
-"""That measuring a plan takes as long as, until one was measured: two rounds of five, exchanges, and drawing ids."""
+"""Steps that measuring a plan costs, until one was measured: two rounds of five, exchanges, and drawing ids.
+"""
 RIVALS = 8
 """Placements of each search that compete to be measured next: the best by prediction is often one that is flattered."""
 MOST_OFF = 2.0
@@ -120,7 +121,7 @@ def _rivals(costs: LearnedCosts, task: PlacementTask, leading: ShardingPlan, dea
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate:
-    """Of those that were measured, if any, the one expected to cost least."""
+    """Returns the measured candidate, if any, that is expected to cost least."""
     return min(candidates, key=order)
 
 

@@ -1,4 +1,4 @@
-"""What a planner hands back: the plan, what it is predicted to cost, and everything it was chosen from.
+"""A planner's result: the plan, its predicted cost, and everything it was chosen from.
 
 result.plan.tables_on(0)
 result.best("lookup_greedy").predicted_ms, result.chosen.predicted_ms
@@ -40,7 +40,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a candidate saves over the current plan: a part of the predicted step, and how sure that is.
+    """Saving of a candidate over the current plan: a part of the predicted step, and how sure that is.
 
     mean and std are of the estimate; 0.02 +- 0.01 says that the four stages take 1 to 3% less.
     """

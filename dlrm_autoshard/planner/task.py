@@ -118,7 +118,7 @@ class PlacementTask:
 
     @cached_property
     def shards_of(self) -> Mapping[str, Sequence[tuple[TableConfig, TableStats]]]:
-        """Of each whole table, by its name: its shards among these, with its statistics."""
+        """Returns each whole table's shards among these, by the table's name, with its statistics."""
         found: dict[str, list[tuple[TableConfig, TableStats]]] = {}
         for table, stat in zip(self.tables, self.stats, strict=True):
             found.setdefault(table.shard.table, []).append((table, stat))
@@ -181,7 +181,7 @@ class PlacementTask:
         return np.array([plan.rank_of.get(self.tables[members[0]].name, -1) for members in self.units.members])
 
     def halves(self, name: str) -> tuple[TableConfig, TableConfig] | None:
-        """Of the shard `name`, where it may be split once more: its table's parts are not too many, halves not too
+        """Halves the shard `name`, where it may be split once more: its table's parts are not too many, halves not too
         narrow, and nothing asks that they share a rank."""
         table, shard = self.shard(name)[0], Shard.parse(name)
         if len(self.shards_of[shard.table]) >= self.splits.max_parts or self.constraints.bind(shard):

@@ -1,4 +1,4 @@
-"""What is placed: tables that must stay together as one unit each, with what every placement must obey.
+"""Units of placement: tables that must stay together as one unit each, with what every placement must obey.
 
 units = units_of(names, bytes_T, topology, constraints)
 room = Room(units)
@@ -22,7 +22,7 @@ UNLIMITED = np.iinfo(np.int64).max // 4
 
 @dataclass(frozen=True)
 class Units:
-    """What is placed: `members[u]` are table numbers; `rivals[u]` are units that may not share u's rank."""
+    """The units to place: `members[u]` are table numbers; `rivals[u]` are units that may not share u's rank."""
 
     members: tuple[tuple[int, ...], ...]
     unit_of_T: np.ndarray
@@ -71,7 +71,7 @@ class Room:
 
 
 def units_of(names: Sequence[str], bytes_T: np.ndarray, topology: Topology, constraints: Constraints) -> Units:
-    """Of tables, or parts of them, by name and bytes. PlanError names the constraint that nothing can meet."""
+    """Groups tables, or parts, into units, by name and bytes. PlanError names a constraint that nothing can meet."""
     shards = [Shard.parse(name) for name in names]
     numbers = constraints.holders(shards)
     cut = constraints.have_cut(shards)  # else what differs is asked of a shard's parts: it is one that no rank may take

@@ -1,4 +1,5 @@
-"""What ours is compared with: the reference DreamShard, and the sequence policies of the literature.
+"""Algorithms to compare ours with: the reference DreamShard, and the sequence policies of the literature. Not used by
+jobs.
 
 Not used by jobs.
 """

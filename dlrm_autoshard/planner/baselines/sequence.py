@@ -32,6 +32,8 @@ EMBED, HIDDEN = 32, 64
 
 @dataclass(frozen=True)
 class SequenceSettings:
+    """Settings of a sequence policy's training."""
+
     updates: int = 100
     episodes: int = 10
     learning_rate: float = 1e-3  # falls linearly to 0

@@ -1,1 +1,1 @@
-"""What a set of tables takes on a rank, and what an exchange takes, learned from measurements of many sets."""
+"""Costs of sets of tables on a rank, and of exchanges, learned from measurements of many sets."""

@@ -1,4 +1,4 @@
-"""What the networks see of a table: numbers that depend on the table and the batch, never on its companions.
+"""Features of a table for the networks: they depend on the table and the batch, never on its companions.
 
 raw_features(tables, stats)                    # [T, 21] raw, as in DreamShard section 3.1
 network_features(tables, stats, batch_size)    # [T, 29] logs with fixed scaling

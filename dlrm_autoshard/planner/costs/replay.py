@@ -47,7 +47,9 @@ class CommsRecord(TypedDict):
 
 @dataclass(frozen=True)
 class ShardSample:
-    """What one fused shard's computation took. batch_size: samples looked up per table (the global batch).
+    """Measured computation of one fused shard. batch_size: samples looked up per table (the global batch). noise:
+    relative spread of the repeated measurement. moment: samples with the same number tell of one another only: they
+    share one moment's error.
 
     noise: relative spread of the repeated measurement. moment: samples with the same number tell of one another only:
     what that moment was off by, they all are.
@@ -79,8 +81,8 @@ class ShardSample:
 
 @dataclass(frozen=True)
 class CommsSample:
-    """What one exchange took on each rank, waiting excluded. dims: sum of embedding dims that each rank owns.
-    hosts: number of each rank's host; None: all ranks are on one."""
+    """Measured exchange on each rank, waiting excluded. dims: sum of embedding dims that each rank owns. hosts: number
+    of each rank's host; None: all ranks are on one."""
 
     dims: tuple[int, ...]
     batch_size: int
@@ -121,6 +123,7 @@ def shards_of(profile: StepProfile) -> list[ShardSample]:
 
 
 def comms_of(profile: StepProfile) -> CommsSample:
+    """Returns a profile's exchanges as a sample."""
     dims = [0] * profile.plan.world_size
     for shard, stat in zip(*profile.shards, strict=True):
         dims[profile.plan.rank_of[shard.name]] += shard.embedding_dim * stat.features
@@ -135,7 +138,7 @@ def comms_of(profile: StepProfile) -> CommsSample:
 
 
 class ReplayBuffer:
-    """What has been measured, bounded, oldest first.
+    """Bounded store of measurements, oldest first.
 
     Start-up samples are kept as long as there is room (they are clean and cover many table sets). Of training's own
     profiles, and of the plans that they are of, each counts 0.8 of its successor, because data and machines drift.

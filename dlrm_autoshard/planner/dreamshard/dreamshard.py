@@ -39,6 +39,8 @@ class DreamShardSettings:
 
 
 class DreamShard:
+    """Trains a policy on the cost network's estimates, episode by episode."""
+
     def __init__(self, policy: DevicePolicy, settings: DreamShardSettings, seed: int = 0) -> None:
         self.policy = policy
         self.settings = settings

@@ -18,6 +18,7 @@ def masked_log_probs(logits: np.ndarray, legal: np.ndarray) -> np.ndarray:
 
 
 def entropy_of(log_probs: np.ndarray) -> np.ndarray:
+    """Entropy of each distribution."""
     # 0 x -inf is no number; an illegal device adds nothing.
     entropy: np.ndarray = -(np.exp(log_probs) * np.maximum(log_probs, -1e9)).sum(axis=-1)
     return entropy
@@ -41,4 +42,5 @@ def logit_gradient(
 
 
 def gumbel_noise(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    """Draws noise by which the largest logit is a sample of the softmax."""
     return generator.gumbel(size=shape).astype(np.float32)

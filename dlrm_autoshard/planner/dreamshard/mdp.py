@@ -26,6 +26,8 @@ MOST_RISE, LEAST_RISE = 5.0, 1e-20
 
 
 class Policy(Protocol):
+    """Networks that score devices for the next unit."""
+
     def embed(self, features_TF: np.ndarray) -> tuple[np.ndarray, Backward]:
         """[T, H]; a unit is the sum over its tables, a device the sum over its units."""
         ...

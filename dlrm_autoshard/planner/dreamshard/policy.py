@@ -32,6 +32,8 @@ UNIT = slice(NUM_FEATURES + HIDDEN, NUM_FEATURES + 2 * HIDDEN)
 
 
 class DevicePolicy:
+    """DreamShard's policy: a table network, and a device network on top of it."""
+
     def __init__(self, seed: int = 0, greediness: float = GREEDINESS) -> None:
         self.greediness = greediness
         generator = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""What dlrm_datasets (github.com/facebookresearch/dlrm_datasets) publishes of its tables, by year.
+"""Statistics that dlrm_datasets (github.com/facebookresearch/dlrm_datasets) publishes of its tables, by year.
 
 published_of(num_tables=788).mean_reuse     # 12.7: 2022's number of tables; of any other number 2021's figures
 
@@ -32,7 +32,7 @@ class Published:
 
     @property
     def mean_pooling(self) -> float:
-        """Of the tables on average."""
+        """Mean over the tables."""
         return self.num_ids / self.batch_size / self.num_tables
 
 

@@ -77,6 +77,7 @@ def judge(policy: DevicePolicy, problems: list[EstimatedMDP]) -> dict[str, float
 
 
 def train(updates: int, seed: int) -> tuple[DevicePolicy, dict[str, Any]]:
+    """Trains the policy that the package ships; returns it with how it fared on held-out tasks."""
     generator = np.random.default_rng(seed)
     problems = [draw_problem(generator) for _ in range(TASKS)]
     held_out = [draw_problem(np.random.default_rng([seed, 1, i])) for i in range(HELD_OUT)]

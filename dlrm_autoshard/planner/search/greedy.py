@@ -30,6 +30,7 @@ HEURISTICS = (*KEYS, "random")
 
 
 def heuristic(task: PlacementTask, name: str, generator: np.random.Generator) -> np.ndarray:
+    """Places a task by a heuristic's name, or at random."""
     return random_placement(task, generator) if name == "random" else greedy(task, name)
 
 

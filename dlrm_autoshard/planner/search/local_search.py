@@ -122,7 +122,7 @@ class _Search:
 
     @property
     def total_ms(self) -> float:
-        """Of a step, with what moving costs of it."""
+        """ms of a step, with its share of what moving costs."""
         return self.step_ms + (0.0 if self.moving is None else self.moving.total_ms(self.room.rank_U))
 
     def descend(self, deadline: float | None, most_moves: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What it costs a running job that units change ranks: a part of every step that the new plan will serve for.
+"""Prices changes of rank in a running job: a part of every step that the new plan will serve for.
 
 moving = Moving.of(task, current, ms_per_byte=1e-9)
 moving.ms(units, ranks), moving.home_U           # home: the rank that has most of a unit now

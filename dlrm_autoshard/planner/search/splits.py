@@ -28,7 +28,7 @@ LEAST_GAIN = 0.003
 PATIENCE = 1
 """Halvings in a row that may save less: two equal parts, or two stages' slowest ranks, are relieved one by one."""
 FEW_MOVES = 10
-"""Of a child's local search: there are dozens, and only the likeliest are searched thoroughly."""
+"""Moves in a child's local search: there are dozens, and only the likeliest are searched thoroughly."""
 RECEIVING = 2
 """Among the stages that searches see."""
 THOROUGH_KICKS, HINT_HALVINGS = 5, 40
@@ -137,7 +137,7 @@ def _halvings(task: PlacementTask, name: str) -> Iterator[PlacementTask]:
 
 
 def dear_shards(node: Splitted) -> Iterator[str]:
-    """Of each stage's slowest rank, the shard that is dearest in this stage and may be halved."""
+    """Returns for each stage the shard of the slowest rank that is costliest in this stage and may be halved."""
     task, costs, world_size = node.task, node.costs, node.task.world_size
     ms_W4 = costs.stage_ms(costs.sums(node.rank_U), np.arange(world_size))
     rank_T = node.rank_U[task.units.unit_of_T]
@@ -162,8 +162,7 @@ def with_halves(node: Splitted, name: str, costs_of: CostsOf, deadline: float | 
 
 
 def _placed(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: float | None) -> Splitted | None:
-    """What is new in `halved` placed beside all that stays as it is in `node`, and a few moves; None where nothing is
-    legal so."""
+    """Places the new parts of `halved` beside what stays in `node`, with a few moves; None where nothing is legal."""
     rank_of = dict(zip(node.task.names, node.rank_U[node.task.units.unit_of_T], strict=True))
     rank_U = np.array([rank_of.get(halved.names[members[0]], -1) for members in halved.units.members])
     room, sums_WK = Room(halved.units, rank_U), costs.sums(rank_U)
