@@ -29,5 +29,7 @@ from .probe.simulator import SimulatedCluster as SimulatedCluster
 from .tables import TableConfig as TableConfig
 from .tables import TableStats as TableStats
 from .tables import measure_table_stats as measure_table_stats
+from .training.train import train as train
+from .training.trainer import TrainResult as TrainResult
 
 __version__: str

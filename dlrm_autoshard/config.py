@@ -309,8 +309,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(str(error)) from error
     if not isinstance(record, dict):
         raise ConfigError(f"config file '{path}' has no sections; it needs at least 'data:'.")
-    for override in overrides:
-        _apply(record, override)
+    apply_overrides(record, overrides)
     try:
         return parse_config(record)
     except ConfigError as error:
@@ -328,6 +327,12 @@ def parse_config(record: dict[str, Any]) -> Config:
 def parse_sections(**sections: Any) -> Config:
     """Settings of a job whose data come from elsewhere: what is wrong in these sections, in the words of a file's."""
     return parse_config({"data": {"source": "movielens"}, **sections})
+
+
+def apply_overrides(record: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Sets what 'section.key=value' says, in the record that a config is parsed from."""
+    for override in overrides:
+        _apply(record, override)
 
 
 def _apply(record: dict[str, Any], override: str) -> None:

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import shutil
 from pathlib import Path
 from typing import Any
 
 from dlrm_autoshard.commands.keys import keys_page
-from dlrm_autoshard.config import SHIPPED
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.training.find_config import like_shipped, shipped_configs
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     source = shipped_configs().get(Path(arguments.name).stem)
     if source is None:
-        raise UserError(f"there is no config '{arguments.name}'.{_shipped(arguments.name)}")
+        raise UserError(f"there is no config '{arguments.name}'.{like_shipped(arguments.name)}")
     out = arguments.out or Path(source.name)
     if out.exists():
         raise UserError(f"'{out}' exists already. Name another file with --out.")
@@ -40,33 +39,3 @@ def run(arguments: argparse.Namespace) -> int:
     shutil.copyfile(source, out)
     print(f"{out}; train it with: dlrm-autoshard train {out}")
     return 0
-
-
-def shipped_configs() -> dict[str, Path]:
-    """Name -> file, of the configs that come with the package."""
-    return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
-
-
-def find_config(given: str) -> Path:
-    """The file that was named; else the shipped config of that name, in any spelling (demo, configs/demo.yaml)."""
-    path = Path(given)
-    if path.exists() and not path.is_dir():
-        return path
-    shipped = shipped_configs().get(path.stem)
-    if shipped is not None and path.suffix in ("", ".yaml"):
-        return shipped
-    if given and (path / "config.yaml").is_file():
-        raise UserError(
-            f"'{given}' is a folder, perhaps a run's: `dlrm-autoshard train {path / 'config.yaml'} --resume {given}` "
-            "goes on with it."
-        )
-    if given and path.is_dir():
-        raise UserError(f"'{given}' is a folder. Name a YAML file, or a config of the package.{_shipped(given)}")
-    raise UserError(f"there is no file '{given}', and no config of that name.{_shipped(given)}")
-
-
-def _shipped(given: str) -> str:
-    """Returns the shipped config of which `given` may be a misspelling; else all of them."""
-    names = list(shipped_configs())
-    close = difflib.get_close_matches(Path(given).stem, names, n=1)
-    return f" Did you mean '{close[0]}'?" if close else f" The package has {', '.join(names)}."

@@ -98,11 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(config: Config, resume: str | None) -> int:
     from dlrm_autoshard.distributed.ranks.signs_of_life import RankFailure
-    from dlrm_autoshard.training.run_job import train
+    from dlrm_autoshard.training.run_job import run_job
     from dlrm_autoshard.training.stop_signals import Stopped
 
     try:
-        train(config, resume=resume)
+        run_job(config, resume=resume)
     except Stopped as stopped:
         complain(str(stopped))
         return 128 + stopped.number

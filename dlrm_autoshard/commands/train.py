@@ -15,9 +15,9 @@ import signal
 from typing import Any
 
 from dlrm_autoshard.commands import rank
-from dlrm_autoshard.commands.configs import find_config
 from dlrm_autoshard.commands.streams import keep_training_without_output
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.training.find_config import find_config
 
 _JOB = "a name that only this job has: a start under it goes on from its newest checkpoint (needed with --nodes)"
 

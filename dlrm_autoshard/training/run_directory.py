@@ -182,22 +182,23 @@ def _number(path: Path, name: str) -> int:
     return 0 if found is None else int((found[1] or "-1")[1:])
 
 
-def job_of_this_process() -> str | None:
+def job_of_this_process(number: int = 1) -> str | None:
     """What the job of this rank is known by: the id that torchrun was given (the same on all machines and in all
     restarts); where it was given none, the torchrun process above this one, which outlives its ranks. A job without an
-    id is known by any torchrun process of it that is left."""
+    id is known by any torchrun process of it that is left. number: of the process's jobs, which come one by one."""
     given = os.environ.get("TORCHELASTIC_RUN_ID")
     if given is None:
         return None
+    which = "" if number == 1 else f", job {number}"
     if given not in ("", "none"):
-        return f"id {given}"
+        return f"id {given}{which}"
     above = os.getppid()
     try:  # processes are numbered anew after a while, and after each boot
         started = Path(f"/proc/{above}/stat").read_text().rsplit(")", 1)[1].split()[19]
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         started = boot = "?"
-    return f"torchrun process {above} started {started} on {platform.node()} {boot}"
+    return f"torchrun process {above} started {started} on {platform.node()} {boot}{which}"
 
 
 def job_of(run: Path) -> frozenset[str]:

@@ -1,6 +1,6 @@
 """A training job on this rank, from its config to its report.
 
-torchrun --nproc_per_node=2 launch/train.py --config configs/debug_cpu.yaml        # calls `train` on each rank
+torchrun --nproc_per_node=2 launch/train.py --config configs/debug_cpu.yaml        # calls `run_job` on each rank
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
 from dlrm_autoshard.training.trainer import Trainer, TrainResult
 
 
-def train(config: Config, resume: str | None = None) -> TrainResult:
+def run_job(config: Config, resume: str | None = None, number: int = 1) -> TrainResult:
     """Runs a job on this rank, from its config to its last evaluation.
+
+    number: of the job, in this process.
 
     resume: None starts a new run; "" continues the newest run of the config's name; else the run directory to continue,
     or a checkpoint in one. A job that is started again continues by itself, past checkpoints that are damaged, whatever
@@ -38,7 +40,7 @@ def train(config: Config, resume: str | None = None) -> TrainResult:
         try:
             with Runtime.start(config.run) as runtime:
                 agree(config, runtime)
-                job = frozenset(filter(None, runtime.all_gather(job_of_this_process())))
+                job = frozenset(filter(None, runtime.all_gather(job_of_this_process(number))))
                 run, checkpoint = run_and_checkpoint(resume)
                 own = runtime.from_rank_0(lambda: None if resume is None else run_that_obeyed(config, run, resume, job))
                 if own is not None:

@@ -8,6 +8,7 @@ with signals.postponed():                    # between steps only, so that what 
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -38,6 +39,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         taken = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]  # it is by nohup
+        if threading.current_thread() is not threading.main_thread():
+            taken = []  # only the main thread may take signals: the program has its own way to stop
         self._before = {number: signal.signal(number, self._handle) for number in taken}
         return self
 

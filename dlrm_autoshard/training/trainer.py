@@ -36,10 +36,11 @@ from dlrm_autoshard.training.timetable import Timetable
 
 @dataclass(frozen=True)
 class TrainResult:
-    """metrics: of the last evaluation."""
+    """metrics: of the last evaluation. run_dir: where records, checkpoints and report.html are."""
 
     steps: int
     metrics: Mapping[str, float]
+    run_dir: Path
 
 
 class Trainer:
@@ -93,7 +94,7 @@ class Trainer:
             newest = self.job.checkpoints.newest()
             saved = f"--resume continues from {newest}." if newest else "There is no checkpoint of it."
             raise Stopped(stopped.number, f"after step {position.step}. {saved}") from None
-        return TrainResult(position.step, evaluations.metrics)
+        return TrainResult(position.step, evaluations.metrics, self.job.run_dir)
 
     def _train_epoch(self) -> None:
         """From the current position to the epoch's end, or to where the job ends before."""
