@@ -15,14 +15,16 @@ import pydantic
 import yaml
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from dlrm_autoshard.config_data import DataConfig, EmbeddingDim, Section
+from dlrm_autoshard.config_data import DataConfig, EmbeddingDim
 from dlrm_autoshard.config_errors import sentences
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError
 from dlrm_autoshard.formats.local_path import LocalPath
+from dlrm_autoshard.formats.section import Section
 from dlrm_autoshard.formats.sentences import show
 from dlrm_autoshard.formats.yaml_file import parse_yaml, read_yaml
-from dlrm_autoshard.tables import Pooling, TableDtype, TableOptimizer
+from dlrm_autoshard.optimizers import TableOptimizerConfig as TableOptimizerConfig
+from dlrm_autoshard.tables import Pooling, TableDtype
 
 Algorithm = Literal[
     "auto", "dreamshard", "autoshard", "rnn", "search",
@@ -63,21 +65,6 @@ class RunConfig(Section):
                 "start, and not 'latest', which points at the newest run"
             )
         return name
-
-
-class TableOptimizerConfig(Section):
-    """Optimizer of the tables."""
-
-    name: TableOptimizer = "rowwise_adagrad"
-    lr: PositiveFloat = 0.02
-    eps: NonNegativeFloat = 1e-8
-    # rowwise_adagrad: each part of a split table keeps its own sum of squares a row, which is another optimizer than
-    # one sum over all columns. false: no table is split. The others are elementwise: a split changes no bit.
-    per_part: bool = False
-
-    @property
-    def splits_tables(self) -> bool:
-        return self.per_part or self.name != "rowwise_adagrad"
 
 
 class TablesConfig(Section):

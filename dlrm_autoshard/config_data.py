@@ -9,22 +9,8 @@ import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from dlrm_autoshard.formats.local_path import LocalPath
+from dlrm_autoshard.formats.section import Section
 from dlrm_autoshard.formats.sentences import show
-
-
-class Section(pydantic.BaseModel):
-    """A section of the config: unknown keys are errors, values never change after loading."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _whole_floats(cls, record: Any) -> Any:
-        """1e6 is a whole number to people, and a float in YAML; where a key wants a float, the integer will do."""
-        if not isinstance(record, dict):
-            return record
-        return {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in record.items()}
-
 
 EmbeddingDim = Annotated[int, Field(gt=0, le=2**16)]
 

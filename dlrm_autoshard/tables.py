@@ -8,6 +8,7 @@ stats[0].mean_pooling, stats[0].reuse_histogram          # 1.0, (0.1, 0.2, ...)
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,13 +22,14 @@ from typing_extensions import NotRequired, TypedDict
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import checked
 from dlrm_autoshard.formats.numbers import BatchSize, Name
+from dlrm_autoshard.optimizers import OPTIMIZERS, TableOptimizerConfig
+from dlrm_autoshard.optimizers import TableOptimizer as TableOptimizer
 
 # Axis suffixes used in the whole package: T tables, B samples of one rank's batch, N ids of one batch, W ranks, F dense
 # features, D embedding dim.
 
 Pooling = Literal["sum", "mean"]
 TableDtype = Literal["fp32", "fp16"]
-TableOptimizer = Literal["rowwise_adagrad", "adagrad", "sgd", "adam"]
 
 NUM_REUSE_BINS = 17
 """Bins (0,1], (1,2], (2,4], ... (16384,32768], (32768,inf) of DreamShard's locality feature (section 3.1)."""
@@ -55,6 +57,7 @@ class TableRecord(TypedDict):
     embedding_dim: Annotated[int, Field(gt=0, le=2**16)]
     pooling: NotRequired[Pooling]
     dtype: NotRequired[TableDtype]
+    optimizer: NotRequired[TableOptimizerConfig]
 
 
 @dataclass(frozen=True)
@@ -120,13 +123,14 @@ _SHARD = re.compile(r"(.+?)\[(?!\])(?:rows (\d{1,15}):(\d{1,15}))?(?:(?:(?<=\[)|
 @dataclass(frozen=True)
 class TableConfig:
     """One embedding table, or a part of one, which is named so. `embedding_dim` is a multiple of 4, as fbgemm's
-    kernels need."""
+    kernels need. optimizer: its own, where it has another than the rest of the tables."""
 
     name: str
     num_embeddings: int
     embedding_dim: int
     pooling: Pooling = "sum"
     dtype: TableDtype = "fp32"
+    optimizer: TableOptimizerConfig | None = None
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():
@@ -202,13 +206,22 @@ class TableConfig:
     def weight_bytes(self) -> int:
         return self.num_embeddings * self.embedding_dim * _DTYPE_BYTES[self.dtype]
 
+    def state_shapes(self, optimizer: TableOptimizer) -> dict[str, tuple[int, ...]]:
+        """State by name that its optimizer keeps: its own one's, or that of `optimizer`, the other tables'."""
+        name = optimizer if self.optimizer is None else self.optimizer.name
+        return OPTIMIZERS[name].state_shapes(self.num_embeddings, self.embedding_dim)
+
+    def may_split(self, others: bool) -> bool:
+        """Whether a split by columns trains the same model. others: whether those without an optimizer of their own."""
+        return others if self.optimizer is None else self.optimizer.splits_tables
+
     def optimizer_bytes(self, optimizer: TableOptimizer) -> int:
-        """Bytes of optimizer state: one float a row, one a weight, two a weight, or none."""
-        per_row = {"rowwise_adagrad": 1, "adagrad": self.embedding_dim, "sgd": 0, "adam": 2 * self.embedding_dim}
-        return 4 * self.num_embeddings * per_row[optimizer]
+        """Bytes of that state, in floats of 4."""
+        return 4 * sum(map(math.prod, self.state_shapes(optimizer).values()))
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        own = {} if self.optimizer is None else {"optimizer": self.optimizer.model_dump()}
+        return {key: value for key, value in vars(self).items() if key != "optimizer"} | own
 
     @staticmethod
     def from_json(record: Any) -> TableConfig:

@@ -5,7 +5,19 @@ test_imports.py holds the code to it, and test_readme.py the map in dlrm_autosha
 
 LAYERS = (
     # plain data
-    *("errors", "formats", "tables", "plan", "costs", "plug_in", "config_errors", "config_data", "config", "records"),
+    *(
+        "errors",
+        "formats",
+        "optimizers",
+        "tables",
+        "plan",
+        "costs",
+        "plug_in",
+        "config_errors",
+        "config_data",
+        "config",
+        "records",
+    ),
     # what is trained, and where
     *("data", "model", "distributed"),
     # what is decided, and shown

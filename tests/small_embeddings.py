@@ -45,7 +45,7 @@ def world() -> dist.ProcessGroup:
 
 def make(rank: int, plan: ShardingPlan, optimizer: str, dtype: str, tables: list[TableConfig]) -> ShardedEmbeddings:
     typed = [TableConfig(t.name, t.num_embeddings, t.embedding_dim, dtype=dtype) for t in tables]  # type: ignore[arg-type]
-    config = TablesConfig(optimizer=TableOptimizerConfig(name=optimizer, lr=0.1))  # type: ignore[arg-type]
+    config = TablesConfig(optimizer=TableOptimizerConfig(name=optimizer, lr=0.1))
     ids = new_group()
     return ShardedEmbeddings(typed, plan, config, rank=rank, group=world(), id_group=ids, device=torch.device("cpu"))
 

@@ -94,7 +94,7 @@ def test_overrides_replace_the_files_values_and_reach_sections_that_it_lacks(tmp
         ),
         (
             "tables.optimizer.name=adagard",
-            "must be one of rowwise_adagrad, adagrad, sgd, adam. Did you mean 'adagrad'?",
+            "must be one of rowwise_adagrad, adagrad, sgd, adam, frozen. Did you mean 'adagrad'?",
         ),
         ("tables.embedding_dim=10", "tables.embedding_dim is 10; fbgemm needs a multiple of 4 (try 12)."),
         ("tables.embedding_dims.user=7", "tables.embedding_dims.user is 7; fbgemm needs a multiple of 4 (try 8)."),

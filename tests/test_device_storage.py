@@ -46,7 +46,7 @@ class CountedMemory:
 def make(
     rank: int, plan: ShardingPlan, tables: list[TableConfig], optimizer: str, memory: CountedMemory | None
 ) -> ShardedEmbeddings:
-    config = TablesConfig(optimizer=TableOptimizerConfig(name=optimizer, lr=0.1))  # type: ignore[arg-type]
+    config = TablesConfig(optimizer=TableOptimizerConfig(name=optimizer, lr=0.1))
     storage = None if memory is None else Storage(tables, config, CPU, memory)
     group = dist.group.WORLD
     assert group is not None
@@ -151,13 +151,12 @@ def test_a_device_that_cannot_hold_the_new_layout_is_named() -> None:
 def count_flushes(rank: int, world_size: int) -> list[int]:
     names = [t.name for t in TABLES]
     embeddings = make(rank, ShardingPlan(dict.fromkeys(names, 0), 1), TABLES, "rowwise_adagrad", CountedMemory())
-    lookup, flushes, counts = embeddings.storage.lookup, 0, []
+    lookup, flushes, counts = embeddings.storage.lookups[0].tbe, 0, list[int]()
 
     def flush() -> None:
         nonlocal flushes
         flushes += 1
 
-    assert lookup is not None
     lookup.flush = flush
     for _ in range(2):
         embeddings.lookup(embeddings.distribute(global_batch(0, 1)[0]).finish())

@@ -21,7 +21,7 @@ STEPS = 4
 def train(rank: int, world_size: int, plan: ShardingPlan, optimizer: str, dtype: str) -> dict[str, torch.Tensor]:
     """Pooled output of each step, and the final weights of this rank's tables."""
     tables = [TableConfig(t.name, t.num_embeddings, t.embedding_dim, dtype=dtype) for t in TABLES]  # type: ignore[arg-type]
-    config = TablesConfig(optimizer=TableOptimizerConfig(name=optimizer, lr=0.1))  # type: ignore[arg-type]
+    config = TablesConfig(optimizer=TableOptimizerConfig(name=optimizer, lr=0.1))
     group = dist.group.WORLD
     assert group is not None
     embeddings = ShardedEmbeddings(

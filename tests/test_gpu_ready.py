@@ -179,7 +179,7 @@ def test_rows_that_were_loaded_over_are_not_taken_from_the_cache(streams: list[_
     tables = [TableConfig("a", 100, 8), TableConfig("b", 50, 8)]
     storage = Storage(tables, TablesConfig(), torch.device("cpu"))
     storage.hold(["a", "b"])
-    storage._row_cache = RowCache(tbe, torch.device("cuda"))
+    storage.lookups[0].cache = RowCache(tbe, torch.device("cuda"))
     tbe.prefetch(torch.arange(3), torch.zeros(1))
     storage.overwritten()
     assert forgotten and not tbe.timesteps_prefetched and not tbe.lxu_cache_locking_counter.any()
@@ -194,22 +194,23 @@ def test_weighted_ids_ask_a_gpu_for_no_gradients_of_their_weights() -> None:
         return torch.zeros(1)
 
     storage = Storage([TableConfig("a", 100, 8)], TablesConfig(), torch.device("cpu"))
-    storage.lookup = lookup
-    storage._no_weight_gradients = torch.zeros(1, dtype=torch.int32)
+    storage.hold(["a"])
+    fused = storage.lookups[0]
+    fused.tbe, fused.no_weight_gradients = lookup, torch.zeros(1, dtype=torch.int32)
     ids = torch.arange(2), torch.tensor([0, 2])
     storage.look_up(*ids)
     storage.look_up(*ids, torch.ones(2))
-    assert asked == [{}, {"feature_requires_grad": storage._no_weight_gradients}]
+    assert asked == [{}, {"feature_requires_grad": fused.no_weight_gradients}]
 
 
 def test_a_move_of_others_leaves_a_ranks_lookup_as_it_is() -> None:
     storage = Storage([TableConfig(name, 100, 8) for name in "abc"], TablesConfig(), torch.device("cpu"))
     storage.hold(["a", "b"])
-    lookup = storage.lookup
+    lookups = storage.lookups
     storage.hold(["a", "b"])
-    assert storage.lookup is lookup
+    assert storage.lookups is lookups
     storage.hold(["a", "c"])
-    assert storage.lookup is not lookup
+    assert storage.lookups is not lookups
 
 
 def test_gpu_all_is_not_met_where_a_section_failed_or_found_nothing() -> None:

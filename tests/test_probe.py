@@ -274,7 +274,7 @@ def test_windows_of_one_buffer_cost_what_real_tables_cost() -> None:
             storage = Storage(tables, config, torch.device("cpu"))
             storage.hold([table.name for table in tables])
             self.kept = storage
-            return storage.lookup
+            return storage.lookups[0].tbe
 
     pool = synthetic_pool(8, seed=5, batch_size=2048, rows=(1e4, 1e6))
     ratios = []

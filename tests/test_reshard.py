@@ -46,8 +46,8 @@ def train(rank: int, world_size: int, optimizer: str, dtype: str, first: str, sc
         for key, value in embeddings.storage.tensors(name).items():
             result[f"{name}.{key}"] = hashlib.sha256(value.detach().numpy().tobytes()).hexdigest()
     assert embeddings.updates == STEPS  # on every rank, also one that was empty for a while
-    if embeddings.storage.lookup is not None:
-        assert embeddings.storage.lookup.get_learning_rate() == pytest.approx(0.1 / STEPS)
+    for own in embeddings.storage.lookups:
+        assert own.tbe.get_learning_rate() == pytest.approx(0.1 / STEPS)
     return result
 
 

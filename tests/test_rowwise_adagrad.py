@@ -123,7 +123,7 @@ def test_it_is_taken_where_it_is_faster_for_one_thread_and_where_fbgemm_has_othe
 def loops_taken(rank: int, world_size: int, fast: tuple[bool, ...]) -> bool:
     rowwise_adagrad.plain_loop_is_faster = lambda: fast[rank]  # type: ignore[assignment]
     bags = ShardedEmbeddingBags([TableConfig("a", 10, 8), TableConfig("b", 10, 8)])
-    return isinstance(bags.sharded.storage.lookup, RowwiseAdagradTbe)
+    return isinstance(bags.sharded.storage.lookups[0].tbe, RowwiseAdagradTbe)
 
 
 @pytest.mark.parametrize("fast", [(True, True), (True, False), (False, True)])

@@ -53,7 +53,7 @@ PLANS = {
 def embeddings_of(rank: int, plan: ShardingPlan, optimizer: str) -> ShardedEmbeddings:
     group = dist.group.WORLD
     assert group is not None
-    how = TablesConfig(optimizer=TableOptimizerConfig(name=optimizer, lr=0.1, per_part=True))  # type: ignore[arg-type]
+    how = TablesConfig(optimizer=TableOptimizerConfig(name=optimizer, lr=0.1, per_part=True))
     return ShardedEmbeddings(
         LEARNED, plan, how, rank=rank, group=group, id_group=new_group(), device=torch.device("cpu")
     )

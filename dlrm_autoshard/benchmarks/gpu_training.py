@@ -209,7 +209,7 @@ def moved_and_unmoved(rank: int, world_size: int, optimizer: str) -> int:
     results = []
     for moves in (False, True):
         embeddings = ShardedEmbeddings(
-            tables, second if not moves else first, TablesConfig(optimizer=TableOptimizerConfig(name=optimizer)),  # type: ignore[arg-type]
+            tables, second if not moves else first, TablesConfig(optimizer=TableOptimizerConfig(name=optimizer)),
             rank=rank, group=group, id_group=group, device=device,
         )  # fmt: skip
         for step in range(6):

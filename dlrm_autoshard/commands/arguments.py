@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.optimizers import OPTIMIZERS
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ def add_asked(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--apart", action="append", default=[], metavar="A,B,...", help="no two on one rank")
     parser.add_argument(
         "--optimizer",
-        choices=["rowwise_adagrad", "adagrad", "sgd", "adam"],
+        choices=list(OPTIMIZERS),
         help="of the tables (default: the run's; without a run rowwise_adagrad)",
     )
     parser.add_argument(

@@ -130,7 +130,7 @@ class Constraints:
                 )
         for table in tables:
             parts = [piece.name for piece in self.pieces(table)]
-            if len(parts) > 1 and not splits_allowed:
+            if len(parts) > 1 and not table.may_split(splits_allowed):
                 name = next(name for name, part in self.named.items() if part.table == table.name and part.columns)
                 raise PlanError(
                     f"a constraint names '{name}', a part of a table, and no table is split here: row-wise Adagrad "

@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 
 from dlrm_autoshard.formats.words import some_of
+from dlrm_autoshard.optimizers import OPTIMIZERS
 from dlrm_autoshard.plan.sharding_plan import PlanError
 from dlrm_autoshard.tables import TableConfig, TableOptimizer
 
@@ -76,7 +77,9 @@ def said_of(names: Sequence[str]) -> str:
 def _why_not(
     table: TableConfig, optimizer: TableOptimizer, placed: Collection[str], sequences: Collection[str]
 ) -> str | None:
-    if optimizer == "adam":
+    if table.optimizer is not None:
+        return "which has an optimizer of its own: copies are updated by that of the other tables. Leave it out."
+    if not OPTIMIZERS[optimizer].replicates:
         return "and Adam updates only the rows that a batch looks up, which copies do not keep: use another optimizer."
     if table.dtype != "fp32":
         return f"which is {table.dtype}: copies are float32. Leave it out, or make the tables fp32."

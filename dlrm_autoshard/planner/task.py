@@ -106,7 +106,8 @@ class PlacementTask:
 
     def splits_enough(self, plan: ShardingPlan) -> bool:
         """False where a table of the plan is in more parts than may be: one made under other settings."""
-        return plan.most_parts <= (self.splits.max_parts if self.splits.allowed else 1)
+        may = all(self.shards_of[name][0][0].may_split(self.splits.allowed) for name in plan.column_split_tables)
+        return may and plan.most_parts <= self.splits.max_parts
 
     @cached_property
     def unconstrained(self) -> PlacementTask:
@@ -186,11 +187,10 @@ class PlacementTask:
         table, shard = self.shard(name)[0], Shard.parse(name)
         if len(self.shards_of[shard.table]) >= self.splits.max_parts or self.constraints.bind(shard):
             return None
-        return table.halves(self.splits.min_dim)
+        return table.halves(self.splits.min_dim) if table.may_split(True) else None
 
     def split(self, name: str) -> PlacementTask | None:
-        halves = self.halves(name)
-        if halves is None:
+        if (halves := self.halves(name)) is None:
             return None
         at = self.names.index(name)
         return self.with_shards([*self.tables[:at], *halves, *self.tables[at + 1 :]])

@@ -21,8 +21,9 @@ from torch import Tensor
 from dlrm_autoshard.config import TableOptimizerConfig
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
 from dlrm_autoshard.distributed.tables.memory import in_huge_pages
-from dlrm_autoshard.distributed.tables.storage import shared_format, state_shapes
+from dlrm_autoshard.distributed.tables.storage import shared_pooling
 from dlrm_autoshard.distributed.tables.tbe import make_tbe
+from dlrm_autoshard.optimizers import OPTIMIZERS
 from dlrm_autoshard.probe.drawn_ids import draw_ids
 from dlrm_autoshard.probe.step_timer import StepTimer
 from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats, output_order
@@ -158,14 +159,14 @@ class ShardProbe:
     def _module(self, tables: Sequence[TableConfig], rows: Sequence[int]) -> Any:
         """On windows of the resident buffers. On a GPU with the tables' true numbers of rows, by whose bits ids are
         sorted; on CPU its backward wants memory for every row."""
-        dtype, pooling = shared_format(tables)
+        dtype, pooling = tables[0].dtype, shared_pooling(tables)
         told = rows if self.device.type == "cpu" else [table.num_embeddings for table in tables]
         shapes = [(count, table.embedding_dim) for count, table in zip(told, tables, strict=True)]
         sizes = [count * table.embedding_dim for count, table in zip(rows, tables, strict=True)]
         weights, starts = self._windows(torch.float16 if dtype == "fp16" else torch.float32, sizes, "weights")
         memory = {"weights": (weights, starts)}
-        for state, shape in state_shapes(tables[0], self.optimizer).items():
-            if len(shape) == 1:
+        for state, each in OPTIMIZERS[self.optimizer].states.items():
+            if each == "row":
                 memory[state] = self._windows(torch.float32, rows, state)
             else:  # of the weights' shape, and on CPU it must have their offsets
                 memory[state] = self._buffer(state, torch.float32, weights.numel()), starts

@@ -15,14 +15,10 @@ from torch import nn
 
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.optimizers import OPTIMIZERS
 from dlrm_autoshard.tables import Pooling, TableConfig, TableDtype, TableOptimizer
 
-_OPTIMIZERS: dict[str, TableOptimizer] = {
-    "EXACT_ROWWISE_ADAGRAD": "rowwise_adagrad",
-    "EXACT_ADAGRAD": "adagrad",
-    "EXACT_SGD": "sgd",
-    "ADAM": "adam",
-}
+_OPTIMIZERS: dict[str, TableOptimizer] = {record.fbgemm: name for name, record in OPTIMIZERS.items()}
 _DTYPES: dict[str, TableDtype] = {"FP32": "fp32", "FP16": "fp16"}
 _POOLING: dict[str, Pooling] = {"SUM": "sum", "MEAN": "mean"}
 

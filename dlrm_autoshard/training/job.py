@@ -23,7 +23,7 @@ from dlrm_autoshard.distributed.moves.reshard import reshard
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
-from dlrm_autoshard.distributed.tables.optimizers import check_optimizer
+from dlrm_autoshard.distributed.tables.optimizers import check_optimizers
 from dlrm_autoshard.model.dlrm import make_model
 from dlrm_autoshard.training.agreement import agree_on_dense
 from dlrm_autoshard.training.checkpoints.checkpoint import Checkpoints
@@ -64,7 +64,7 @@ class Job:
         config = config.model_copy(update={"data": settled(config.data, source)})
         self.config, self.runtime, self.run_dir = config, runtime, run_dir
         check_splits(config, source)
-        check_optimizer(config.tables.optimizer.name, runtime.device)
+        check_optimizers([config.tables.optimizer], runtime.device)
         check_sizes(config, source, runtime.world_size, *free_and_sharers(runtime))
         self.checkpoints = Checkpoints(
             run_dir / "checkpoints",

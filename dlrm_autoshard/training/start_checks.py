@@ -21,7 +21,7 @@ from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.lookup.shared_memory import host_id
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.distributed.ranks.runtime import Runtime, check_threads, choose_device, name_of
-from dlrm_autoshard.distributed.tables.optimizers import check_optimizer
+from dlrm_autoshard.distributed.tables.optimizers import check_optimizers
 from dlrm_autoshard.errors import UserError, in_a_sentence
 from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.plan import Topology
@@ -66,7 +66,7 @@ def check_start(config: Config, ranks: int, resume: str | None = None) -> None:
         factory = config.model.factory
         attempt(lambda: check_place(factory, "model.factory"))
     if device is not None:
-        attempt(lambda: check_optimizer(config.tables.optimizer.name, device))
+        attempt(lambda: check_optimizers([config.tables.optimizer], device))
     source = attempt(lambda: _source_of(config))
     if source is not None:
         attempt(lambda: check_splits(config, source))

@@ -22,7 +22,6 @@ from dlrm_autoshard.data.columns import Columns, in_order
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
-from dlrm_autoshard.distributed.tables.storage import state_shapes
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, checked
 from dlrm_autoshard.plan import PlanError, ShardingPlan
@@ -164,7 +163,7 @@ class TrainingState:
         shapes = {name: tuple(value.shape) for name, value in self.dense.named_tensors()}
         for table in self.embeddings.tables:
             shapes[f"tables.{table.name}.weight"] = (table.num_embeddings, table.embedding_dim)
-            for state, shape in state_shapes(table, self.trained_by or self.embeddings.config.optimizer.name).items():
+            for state, shape in table.state_shapes(self.trained_by or self.embeddings.config.optimizer.name).items():
                 shapes[f"tables.{table.name}.{state}"] = shape
         return shapes
 

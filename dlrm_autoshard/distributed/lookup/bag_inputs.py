@@ -39,10 +39,12 @@ def features_given(
         if dtype not in DTYPES:
             where = f"exchange_dtype[{key!r}]" if key else "exchange_dtype"
             raise BagsError(f"{where} is {dtype!r}; it must be one of {', '.join(DTYPES)}.")
-    if not isinstance(optimizer, TableOptimizerConfig):
-        raise BagsError(
-            f"optimizer is {optimizer!r}; it must be a RowwiseAdagrad(lr), Adagrad(lr), SGD(lr) or Adam(lr)."
-        )
+    own = {f"the optimizer of table '{table.name}'": table.optimizer or optimizer for table in tables}
+    for what, given in {"optimizer": optimizer, **own}.items():
+        if not isinstance(given, TableOptimizerConfig):
+            raise BagsError(
+                f"{what} is {given!r}; it must be a RowwiseAdagrad(lr), Adagrad(lr), SGD(lr), Adam(lr) or Frozen()."
+            )
     if isinstance(sequences, str):
         raise BagsError(f"sequences is '{sequences}'; it is a list of names: ['{sequences}'].")
     return Features.of(looked_up, features, sequences)
@@ -58,11 +60,6 @@ def check_tables(tables: Sequence[TableConfig]) -> None:
             raise BagsError(
                 f"two tables are named '{table.name}'. Of features that share a table, give the table once, and their "
                 "names as features={'TABLE': [...]}."
-            )
-        if table.dtype != tables[0].dtype:
-            raise BagsError(
-                f"table '{table.name}' is {table.dtype}, table '{names[0]}' {tables[0].dtype}: one module has tables "
-                "of one dtype. Make a ShardedEmbeddingBags for each dtype and put what they give side by side."
             )
 
 

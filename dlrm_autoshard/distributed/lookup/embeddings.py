@@ -123,7 +123,7 @@ class ShardedEmbeddings:
         )  # fmt: skip
         self.sequences = SequencePlan(self._exchange)
         self.storage.hold([shard.name for shard in self.local_shards])
-        self._restore_counters()
+        self.storage.set_updates(self.updates)
         self.set_learning_rate(self.learning_rate)
 
     def check(self, plan: ShardingPlan) -> None:
@@ -131,9 +131,11 @@ class ShardedEmbeddings:
         shard_tables(self.tables, plan)
         for dtype in {self._exchange_dtypes.vectors, self._exchange_dtypes.gradients}:
             Wire(dtype, self.features.tables).check(plan)
-        if plan.column_split_tables and not self.config.optimizer.splits_tables:
+        tables, others = {table.name: table for table in self.tables}, self.config.optimizer.splits_tables
+        whole = [name for name in plan.column_split_tables if not tables[name].may_split(others)]
+        if whole:
             raise PlanError(
-                f"the plan splits table '{plan.column_split_tables[0]}' by columns, and row-wise Adagrad "
+                f"the plan splits table '{whole[0]}' by columns, and row-wise Adagrad "
                 "keeps one sum of squares a row over all columns. Set tables.optimizer.per_part: true for a sum a row "
                 "and part, which is another optimizer; or use adagrad, or a plan that splits no columns."
             )
@@ -167,14 +169,14 @@ class ShardedEmbeddings:
         """Pooled vectors of the local tables for the global batch: [W * B, D_local], with a fused update as its
         gradient function when training. With sequences, those of the tables without them: see sequences.py."""
         ids = self.sequences.fused(ids)
-        if self.storage.lookup is None:
+        if not self.storage.lookups:
             self.updates += training  # a rank without tables counts too: it may be given some
             return torch.zeros(self.world_size * ids.batch_size, 0, device=self.device, requires_grad=training)
         pooled = self.storage.look_up(ids.values_N, ids.offsets, ids.weights_N, training=training)
         if training:
             self.updates += 1
         else:
-            self._restore_counters()  # fbgemm counts every lookup as an iteration
+            self.storage.set_updates(self.updates)
         return pooled
 
     def send_pooled(self, local: Tensor) -> Pending:
@@ -202,8 +204,7 @@ class ShardedEmbeddings:
         self.learning_rate = lr
         if self.replicas is not None:
             self.replicas.learning_rate = lr
-        for lookup in self.storage.lookups:
-            lookup.set_learning_rate(lr)
+        self.storage.set_learning_rate(lr)
 
     def take_back_lookup(self) -> None:
         """As if the last training lookup had not been: no update will follow it."""
@@ -212,10 +213,4 @@ class ShardedEmbeddings:
 
     def set_updates(self, updates: int) -> None:
         self.updates = updates
-        self._restore_counters()
-
-    def _restore_counters(self) -> None:
-        for tbe in self.storage.lookups:
-            for counter in (getattr(tbe, "iter", None), getattr(tbe, "iter_cpu", None)):
-                if counter is not None:
-                    counter.fill_(self.updates)
+        self.storage.set_updates(updates)

@@ -86,11 +86,14 @@ class Exchange:
         pooled, table_of = self.features.output_order(), self.features.table_of
         ordered = [(shard, feature) for feature in pooled for shard in by_table[table_of[feature]]]
         order = self.features.lookup_order() if self.features.sequences else pooled
-        # A lookup takes the features of one shard side by side, as fbgemm wants them.
+        # A lookup takes the features of one shard side by side, as fbgemm wants them, and shards of one format.
         features_of = dict[int, list[int]]()
         for feature in order:
             features_of.setdefault(table_of[feature], []).append(feature)
-        looked_up = [(s, feature) for table, own in features_of.items() for s in by_table[table] for feature in own]
+        formats = list(dict.fromkeys((table.dtype, table.optimizer) for table in self.features.tables))
+        apart, format_of = self.features.sequence_tables, [(t.dtype, t.optimizer) for t in self.features.tables]
+        tables = sorted(features_of, key=lambda table: (table in apart, formats.index(format_of[table])))
+        looked_up = [(s, feature) for table in tables for s in by_table[table] for feature in features_of[table]]
         self.owned = owned = [
             [(s, f) for s, f in looked_up if rank_of[s.name] == rank] for rank in range(self.world_size)
         ]

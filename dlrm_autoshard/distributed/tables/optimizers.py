@@ -5,11 +5,12 @@ bags = ShardedEmbeddingBags(tables, optimizer=RowwiseAdagrad(lr=0.02))
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from dlrm_autoshard.config import TableOptimizerConfig
 from dlrm_autoshard.errors import UserError
-from dlrm_autoshard.tables import TableOptimizer
+from dlrm_autoshard.optimizers import OPTIMIZERS, TableOptimizerConfig
 
 
 def RowwiseAdagrad(lr: float = 0.02, eps: float = 1e-8, per_part: bool = False) -> TableOptimizerConfig:
@@ -31,7 +32,17 @@ def Adam(lr: float = 0.001, eps: float = 1e-8) -> TableOptimizerConfig:
     return TableOptimizerConfig(name="adam", lr=lr, eps=eps)
 
 
-def check_optimizer(optimizer: TableOptimizer, device: torch.device) -> None:
-    """UserError where fbgemm has no kernel of it for this device."""
-    if optimizer == "adam" and device.type == "cpu":
-        raise UserError("tables.optimizer.name 'adam' is for CUDA only; on CPU use rowwise_adagrad, adagrad or sgd.")
+def Frozen() -> TableOptimizerConfig:
+    """No updates: the table stays as it starts, or as it is loaded."""
+    return TableOptimizerConfig(name="frozen")
+
+
+def check_optimizers(optimizers: Iterable[TableOptimizerConfig], device: torch.device) -> None:
+    """UserError where fbgemm has no kernel of one of them for this device."""
+    for optimizer in optimizers:
+        if device.type not in optimizer.record.devices:
+            *most, last = (name for name, own in OPTIMIZERS.items() if own.updates and device.type in own.devices)
+            raise UserError(
+                f"tables.optimizer.name '{optimizer.name}' is for {' and '.join(optimizer.record.devices).upper()} "
+                f"only; on {device.type.upper()} use {', '.join(most)} or {last}."
+            )

@@ -27,19 +27,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor
 
-from dlrm_autoshard.config import TableOptimizerConfig
 from dlrm_autoshard.distributed.tables.rowwise_adagrad import RowwiseAdagradTbe, plain_loop_is_faster
+from dlrm_autoshard.optimizers import TableOptimizerConfig
 from dlrm_autoshard.tables import TableDtype
 
 # From C++, of every process that trains on a GPU, B200 or not: which loop its backward pass chose.
 warnings.filterwarnings("ignore", message="TBE B200 optimization")
 
-_OPTIMIZERS = {
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "sgd": EmbOptimType.EXACT_SGD,
-    "adam": EmbOptimType.ADAM,
-}
 _PRECISIONS = {"fp32": SparseType.FP32, "fp16": SparseType.FP16}
 _POOLING = {"sum": PoolingMode.SUM, "mean": PoolingMode.MEAN}
 _LOCATIONS = {"device": EmbeddingLocation.DEVICE, "managed_caching": EmbeddingLocation.MANAGED_CACHING}
@@ -78,7 +72,7 @@ def make_tbe(
             kind = RowwiseAdagradTbe  # for fp16 fbgemm takes the plain loop by itself
     tbe = kind(
         [(1, dim, place, compute) for _, dim in shapes],  # one row a table: next to nothing is allocated
-        optimizer=_OPTIMIZERS[optimizer.name],
+        optimizer=EmbOptimType[optimizer.record.fbgemm],
         learning_rate=optimizer.lr,
         eps=optimizer.eps,
         weights_precision=_PRECISIONS[dtype],
