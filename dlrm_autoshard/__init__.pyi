@@ -8,6 +8,8 @@ from .data.resolve_tables import TableRows as TableRows
 from .data.resolve_tables import resolve_tables as resolve_tables
 from .distributed.bags import ShardedEmbeddingBags as ShardedEmbeddingBags
 from .distributed.dense import DataParallelDense as DataParallelDense
+from .distributed.in_parts import in_parts as in_parts
+from .distributed.in_parts import joined_ids as joined_ids
 from .distributed.tables.optimizers import SGD as SGD
 from .distributed.tables.optimizers import Adagrad as Adagrad
 from .distributed.tables.optimizers import Adam as Adam
