@@ -1,7 +1,8 @@
 """Gradient accumulation in a custom training loop: several backward passes, then one update of tables and weights.
 
-for rows, part_BD in in_parts(bags(*joined_ids(micro_batches)), [len(labels) for labels in labels_of]):
-    (sum_of_losses(tower(part_BD), labels_B[rows]) / len(labels_B)).backward()
+pooled_BD = bags(*joined_ids(micro_batches))
+for rows, part_BD in in_parts(pooled_BD, 4):
+    (tower.summed_loss(part_BD, labels_B[rows]) / len(labels_B)).backward()
 dense.step(); autoshard.step()
 """
 
