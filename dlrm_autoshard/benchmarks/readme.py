@@ -1,4 +1,4 @@
-"""The README's figures, and all of them in FIGURES.md, from the records in results/: `dlrm-autoshard bench readme`.
+"""The README's three figures, and all in FIGURES.md, from the records in results/: `dlrm-autoshard bench readme`.
 
 A figure counts where its record is of the current STATE, full, of a clean commit, and was taken on a quiet machine;
 others are left out, and the benchmarks that would have to be run for them are named. Nobody writes a figure by hand.
@@ -34,11 +34,6 @@ WORLDS_HEAD = (
     "| what changes | static plan, s | with resharding, s | clairvoyant, s | TorchRec, s | with / static "
     "| in turns | TorchRec / with | recovered, of medians | in turns, of all seeds | moves, back | commit; CPU |"
 )
-HEAD = (
-    "| what changes in a job | with / without resharding, by wall clock | in turns | of a clairvoyant's gain, in turns "
-    "| TorchRec's / ours | moves |"
-)
-LONG = "Jobs of four to five minutes, 60 tables, 4 GiB and nine checkpoints, start to end; as many of a kind as ran:"
 
 
 def objections(record: Record) -> list[str]:
@@ -62,11 +57,7 @@ def maker_of_cpu(record: Record) -> str:
 def rewrite(readme: Path, results: Path = RESULTS, every: Path = ALL) -> str:
     """Writes figures into the README, and all of them into `every`; returns what a person should know of it."""
     counted, left_out = records(results)
-    places = {
-        (readme, PITCH): pitch(counted),
-        (readme, (FIRST, LAST)): summary(counted),
-        (every, (FIRST, LAST)): table(counted),
-    }
+    places = {(readme, PITCH): pitch(counted), (every, (FIRST, LAST)): table(counted)}
     for page, marks in places:
         _around_marks(page, *marks)  # neither is written unless both can be
     for (page, (first, last)), text in places.items():
@@ -90,32 +81,11 @@ def records(results: Path = RESULTS) -> tuple[dict[str, Record], dict[str, list[
     return {name: record for name, record in found.items() if name not in left_out}, left_out
 
 
-def summary(counted: Mapping[str, Record]) -> str:
-    """The README's: whole jobs by what changes in them, the figures that matter most, how many targets are met."""
-    text = kinds_of_job(counted["race-short"]) if "race-short" in counted else []
-    text += ["", LONG, "", *kinds_of_job(counted["race"])] if "race" in counted else []
-    shown = [row for row in ROWS if row.readme and row.benchmark in counted]
-    words = [row.what if row.readme is True else str(row.readme) for row in shown]
-    lines = [_line(row, what, counted[row.benchmark]) for row, what in zip(shown, words, strict=True)]
+def table(counted: Mapping[str, Record]) -> str:
+    """How many targets are met; then every figure that is asked for, or that a row is of, benchmark by benchmark."""
     verdicts = Counter(verdict for record in counted.values() for verdict in record["verdicts"].values())
     told = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in ("met", "inconclusive", "missed"))
-    return "\n".join([*text, "", *_HEAD, *lines, "", f"Of {verdicts.total()} targets {told}."])
-
-
-def kinds_of_job(record: Record) -> list[str]:
-    """A line of each that ran: a race's worlds, in short."""
-    figures, lines = record["figures"], []
-    for world, what in IN_WORDS.items():
-        if f"{world}: moves, roll-backs" in figures:
-            *times, torchrec = (cell(record, f"{world}: {key}", digits="#.3g") for key in RATIOS)
-            texts = [*times, _share(record, world, f"recovered of all seeds' seconds{NET}", NET), torchrec]
-            lines.append(f"| {what} | {' | '.join(texts)} | {figures[f'{world}: moves, roll-backs'][0]} |")
-    return [HEAD, "| --- " * (HEAD.count("|") - 1) + "|", *lines]
-
-
-def table(counted: Mapping[str, Record]) -> str:
-    """Every figure that is asked for, or that a row is of, benchmark by benchmark."""
-    text: list[str] = []
+    text = [f"Of {verdicts.total()} targets {told}.", ""]
     for benchmark in available():
         if benchmark.name in counted:
             text += [f"## `bench {benchmark.name}`", "", *_section(benchmark, counted[benchmark.name]), ""]
@@ -167,7 +137,7 @@ def _judged(record: Record, figure: str, *, spread: bool = True) -> str:
 
 
 def _share(record: Record, world: str, key: str, clock: str) -> str:
-    """That was recovered of what a clairvoyant gains, or how little that is; where nothing changes nothing is to be."""
+    """Returns the part that was recovered of an oracle's gain, or how small that gain is; "" where nothing changes."""
     gain, share = record["figures"].get(f"{world}: static / clairvoyant{clock}"), _judged(record, f"{world}: {key}")
     return share if share or gain is None else (LITTLE if gain - 1 < LEAST_GAIN else UNASKED).format(gain - 1)
 

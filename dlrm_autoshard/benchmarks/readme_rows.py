@@ -1,4 +1,4 @@
-"""What the figures of benchmarks are called in FIGURES.md and in the README."""
+"""Names of benchmarks' figures in FIGURES.md."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """what is measured, in words, for a figure of a benchmark. readme: whether it stands in the README, too; or the
-    words, where they are others there."""
+    """A figure of a benchmark. what: it in words."""
 
     benchmark: str
     figure: str
     what: str
     digits: str = ".3g"
-    readme: str | bool = False
 
 
 ROWS = (
@@ -35,32 +33,27 @@ ROWS = (
         "race-short",
         "worst run: loop on / loop off",
         "the slowest of those jobs, with resharding over without",
-        readme="the slowest of these jobs by wall clock, start to end: with resharding / without",
     ),
     Row(
         "race-short",
         "worst run: loop on / loop off, steps, deciding and moving",
         "the same in turns", "#.4g",
-        readme="the same in turns, as in the table",
     ),
     Row(
         "race-short",
         "gain predicted - measured of moves, points",
         "of their moves, gain predicted beside measured, points of a step off",
-        readme="of their moves: gain predicted beside measured, points of a step off",
     ),
     Row(
         "race-short",
         "gain predicted - measured of moves, points, in turns",
         "the same beside what both plans' steps take in turns",
-        readme=True,
     ),
     Row("race-short", "start: planned more than round robin, s", "seconds that planning adds to a cold start"),
     Row(
         "race-simulated",
         "8 ranks, abrupt: recovered",
         "200 tables on 8 simulated ranks, pooling permuted: recovered of what a clairvoyant gains",
-        readme=True,
     ),
     Row("race-simulated", "8 ranks, hot-ids: recovered", "the same, other rows become hot"),
     Row("race-simulated", "8 ranks, straggler: recovered", "the same, a rank half as fast for a third of the job"),
@@ -68,7 +61,6 @@ ROWS = (
         "race-simulated",
         "8 ranks, gradual: recovered",
         "the same, pooling drifts every epoch",
-        readme="the same, pooling drifts a little every epoch",
     ),
     Row("race-simulated", "64 ranks, abrupt: recovered", "the same on 64 simulated ranks, pooling permuted"),
     Row("race-simulated", "64 ranks, abrupt: worst job, loop on / static", "the slowest of these jobs, over static"),
@@ -82,21 +74,18 @@ ROWS = (
         "64 ranks, straggler: worst job, loop on / static",
         "the slowest of 64 ranks, one of them a straggler, over static",
         ".4g",
-        readme="the slowest job on 64 simulated ranks (one a straggler), over the same on its first plan",
     ),
-    Row("race-simulated", "seeds", "seeds of every world so far", readme="seeds of these simulated jobs so far"),
+    Row("race-simulated", "seeds", "seeds of every world so far"),
     Row("loop-bad-start", "of_best_known", "from the worst heuristic's plan: of the best plan known, held-out rounds"),
     Row(
         "loop-drift",
         "recovered",
         "pooling permuted in mid-run: recovered of the gap between static and clairvoyant",
-        readme="pooling permuted in mid-run: recovered of what a clairvoyant gains",
     ),
     Row(
         "loop-straggler",
         "recovered",
         "half of a core taken: recovered of what the best plan known recovers",
-        readme=True,
     ),
     Row("loop-straggler", "after_it_ended", "after it ends, of the healthy plan's speed"),
     Row("loop-steady", "moves", "moves in 10 epochs where nothing changes"),
@@ -104,33 +93,28 @@ ROWS = (
         "loop-steady",
         "overhead",
         "part of the job's time, start-up planning and profiling included",
-        readme="nothing changes: part of the job that start, profiling and deciding take",
     ),
     Row("loop-steady", "next_epoch_error", "cost model's error on the next epoch, median over epochs 3 to 9"),
     Row(
         "loop-split",
         "of_clairvoyant",
         "a table that becomes dominant is split live: of a clairvoyant plan's speed",
-        readme="a table becomes dominant and is split live: of a clairvoyant plan's speed",
     ),
     Row(
         "reshard-speed",
         "share_of_raw_1024_mib",
         "moving 1 GiB between 2 ranks, of gloo's raw bandwidth",
-        readme=True,
     ),
     Row(
         "checkpoint-speed",
         "write: dcp / ours",
         "writing a checkpoint of 2 GiB on 2 ranks: torch.distributed.checkpoint's seconds over ours",
-        readme=True,
     ),
     Row("checkpoint-speed", "write: through_page_cache / ours", "the same, ours through the page cache, over ours"),
     Row(
         "checkpoint-speed",
         "read: dcp / ours",
         "reading it again at once, from the page cache, over ours, from the disk",
-        readme=True,
     ),
     Row("profiler-overhead", "overhead at 2 ranks, percent", "profiling at its defaults on 2 ranks, % of throughput"),
     Row("train-wemb", "1 rank: over torchrec", "lookup-heavy training over torchrec, 1 rank"),
@@ -138,24 +122,21 @@ ROWS = (
         "train-wemb",
         "2 ranks: over torchrec",
         "2 ranks, torchrec with its own planner, ours through shared memory",
-        readme="lookup-heavy training on 2 ranks of one host, speed over TorchRec's: through shared memory, huge pages",
     ),
-    Row("train-wemb", "2 ranks: tcp, over torchrec", "the same, ours through TCP as torchrec", readme=True),
+    Row("train-wemb", "2 ranks: tcp, over torchrec", "the same, ours through TCP as torchrec"),
     Row("train-wemb", "2 ranks: share of limit", "share of the kernels' limit on 2 ranks"),
     Row("train-wsmall", "1 rank: over torchrec", "MLP-heavy training over torchrec, 1 rank"),
     Row(
         "train-wsmall",
         "2 ranks: over torchrec",
         "the same on 2 ranks",
-        readme="MLP-heavy training, through shared memory",
     ),
     Row(
         "gpu-all",
         "peer.w_emb: over the fastest of them",
         "lookup-heavy training on one H200, 16,384 samples a step, over the fastest of TorchRec's arms",
-        readme="lookup-heavy training on one H200 (16,384 samples a step), speed over TorchRec's",
     ),
-    Row("gpu-all", "peer.w_small: over the fastest of them", "MLP-heavy training there", readme=True),
+    Row("gpu-all", "peer.w_small: over the fastest of them", "MLP-heavy training there"),
     Row(
         "gpu-all",
         "training.largest_loss_difference",
@@ -165,7 +146,6 @@ ROWS = (
         "planner-time",
         "dreamshard_times_quicker_50_tables",
         "`fit`, 50 x 4: times quicker than the published code",
-        readme="fitting DreamShard, 50 tables x 4 devices: times quicker than the published code",
     ),
     Row("planner-time", "dreamshard_times_quicker_100_tables", "the same, 100 tables x 4 devices"),
     Row("planner-time", "reference_times_quicker_50_tables", "50 x 4, with as many cost updates as the published code"),
@@ -174,7 +154,6 @@ ROWS = (
         "start-plan",
         "resharding off: cold, s",
         "seconds to plan a job's start on 2 ranks, 50 tables, each measured alone",
-        readme="seconds to plan a job's start on 2 ranks: 50 tables, each measured alone",
     ),
     Row(
         "start-plan",
@@ -188,13 +167,11 @@ ROWS = (
         "planner-quality",
         "20x8 auto: excess removed",
         "20 tables x 8 devices (exchange modelled): of that excess",
-        readme="of the best heuristic's excess over balance, removed where tables stay whole (20 x 8)",
     ),
     Row(
         "planner-quality",
         "20x8 auto, tables split: excess removed",
         "the same where tables may be split by columns",
-        readme=True,
     ),
     Row("planner-quality", "50x8 auto, tables split: excess removed", "the same, 50 tables x 8 devices"),
     Row("planner-quality", "100x8 auto, tables split: excess removed", "the same, 100 tables x 8"),
@@ -206,13 +183,11 @@ ROWS = (
         "planner-oracle",
         "over_near_optimum_50x4",
         "the same, 50 tables x 4 devices", "#.4g",
-        readme="plans' cost over the near-optimum, by an oracle written apart from the planner, 50 x 4",
     ),
     Row(
         "planner-oracle",
         "over_near_optimum_100x8",
         "the same, 100 tables x 8", "#.4g",
-        readme="the same, 100 tables x 8 devices",
     ),
     Row("planner-oracle", "over_best_heuristic_20x4", "plans' cost over the best heuristic's, by an oracle, 20 x 4"),
     Row("planner-oracle", "over_best_heuristic_50x4", "the same, 50 tables x 4 devices"),
@@ -224,7 +199,6 @@ ROWS = (
         "own-loop",
         "W-emb, 2 ranks: step time over the trainer's",
         "a step in a loop of one's own over our trainer's",
-        readme=True,
     ),
     Row("own-loop", "W-small, 2 ranks: step time over the trainer's", "the same, MLP-heavy"),
     Row("torchrec-loop", "of best known", "TorchRec from its worst plan, moved by Autoshard: of the best plan known"),
@@ -232,7 +206,6 @@ ROWS = (
         "splits",
         "one dominant table of 26, 2 ranks: speed over the best table-wise plan",
         "a table with half of all lookups, split by columns: over the best table-wise plan",
-        readme="a table with half of all lookups, split by columns: speed over the best table-wise plan",
     ),
     Row(
         "splits",
@@ -247,7 +220,6 @@ ROWS = (
         "kills",
         "survived_bit_equal",
         "kill -9 at random moments: so many ended bit-equal",
-        readme="kill -9 at random moments: so many jobs went on and ended bit-equal",
     ),
     Row("criteo-preprocessing", "speedup_contiguous", "Criteo text to npy over a pandas script"),
 )  # fmt: skip
