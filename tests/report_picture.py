@@ -13,4 +13,4 @@ PICTURE = Path(__file__).with_name("report.png")
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        take_screenshot(Path(sys.argv[1]) / "report.html", PICTURE, Path(scratch), width=1000, height=1230)
+        take_screenshot(Path(sys.argv[1]) / "report.html", PICTURE, Path(scratch), width=1000, height=1380)
