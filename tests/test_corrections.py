@@ -410,7 +410,7 @@ def test_a_plan_is_expected_to_cost_the_more_the_less_is_known_of_its_ranks() ->
 @given(st.integers(0, 1000))
 def test_loads_products_are_a_squared_line(seed: int) -> None:
     """So that a set's load may bend what it takes, and sets of middling load agree."""
-    logs = np.random.default_rng(seed).uniform(1.0, 9.0, (9, 4))
+    logs = np.random.default_rng(seed).uniform(1.0, 9.0, (9, 5))
     features = LoadRange.of(logs).features(logs)
     z = logs - logs.mean(axis=0)
     assert features.shape == (9, NUM_FEATURES)

@@ -9,6 +9,8 @@ oracle.near_optimum(starts)             # what a long search on the exact costs 
 from __future__ import annotations
 
 import itertools
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,8 +37,11 @@ class Noise:
         self._noise = np.random.default_rng([seed, 1])
 
     def measured(self, exact_ms: np.ndarray) -> np.ndarray:
-        noisy: np.ndarray = exact_ms * np.exp(self.noise * self._noise.standard_normal(exact_ms.shape))
-        return noisy
+        return self.noisy(exact_ms, self._noise)
+
+    def noisy(self, exact_ms: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+        found: np.ndarray = exact_ms * np.exp(self.noise * generator.standard_normal(exact_ms.shape))
+        return found
 
 
 class CostOracle(Noise):
@@ -53,6 +58,7 @@ class CostOracle(Noise):
         self.tables, self.stats, self.batch_size, self.devices = tuple(tables), tuple(stats), batch_size, devices
         self._seed, hidden = seed, np.random.default_rng([seed, 2])
         self._of_shards: dict[tuple[str, ...], CostOracle] = {}
+        self._measured_before: Counter[str] = Counter()
         self.dim_T = np.array([table.embedding_dim for table in tables], dtype=np.float64)
         pooling_T = np.array([stat.mean_pooling for stat in stats])
         self.ids_T = pooling_T * batch_size
@@ -120,7 +126,8 @@ class CostOracle(Noise):
             stats_of = {table.name: stat for table, stat in zip(self.tables, self.stats, strict=True)}
             shards = shard_tables(self.tables, plan)
             stats = [stats_of[shard.shard.table] for shard in shards]
-            self._of_shards[names] = CostOracle(shards, stats, self.batch_size, self.devices, self._seed, self.noise)
+            made = type(self)(shards, stats, self.batch_size, self.devices, self._seed, self.noise)
+            self._of_shards[names] = made
         return self._of_shards[names]
 
     def plan_ms(self, plan: ShardingPlan) -> float:
@@ -139,7 +146,13 @@ class CostOracle(Noise):
         return StepProfile(plan, self.tables, self.stats, self.batch_size, ranks, "simulated", self.noise_iqr)
 
     def measure_shards(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
-        ms_N2 = self.measured(np.array([self._shard_ms(shard) for shard in shards]))
+        """The noise of a shard's measurement is its own, in whatever order shards are measured."""
+        ms_N2 = np.array([self._shard_ms(shard) for shard in shards])
+        for number, shard in enumerate(shards):
+            name = " ".join(shard)
+            self._measured_before[name] += 1
+            key = [self._seed, 3, zlib.crc32(name.encode()), self._measured_before[name]]
+            ms_N2[number] = self.noisy(ms_N2[number], np.random.default_rng(key))
         return [ShardTime(forward, backward, self.noise_iqr, 1) for forward, backward in ms_N2.tolist()]
 
     def _shard_ms(self, names: Sequence[str]) -> np.ndarray:
@@ -159,8 +172,8 @@ class CostOracle(Noise):
 
     # -- what can be had -----------------------------------------------------------------------------------------------
 
-    def near_optimum(self, starts: Sequence[np.ndarray], kicks: int, seed: int = 0) -> float:
-        """The least cost that descents from `starts`, and from shaken copies of the best, come to."""
+    def near_optimum(self, starts: Sequence[np.ndarray], kicks: int, seed: int = 0) -> tuple[float, np.ndarray]:
+        """The least cost that descents from `starts`, and from shaken copies of the best, come to, and its ranks."""
         generator = np.random.default_rng(seed)
         best = min((self._descend(start) for start in starts), key=lambda found: found[0])
         for _ in range(kicks):
@@ -168,7 +181,7 @@ class CostOracle(Noise):
             moved = generator.choice(len(rank_T), size=min(int(generator.integers(2, 5)), len(rank_T)), replace=False)
             rank_T[moved] = generator.integers(self.devices, size=len(moved))
             best = min(best, self._descend(rank_T), key=lambda found: found[0])
-        return best[0]
+        return best
 
     def _descend(self, rank_T: np.ndarray) -> tuple[float, np.ndarray]:
         """Best move or swap again and again, as long as one helps."""

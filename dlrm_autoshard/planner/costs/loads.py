@@ -14,20 +14,23 @@ import numpy as np
 
 from dlrm_autoshard.planner.costs.cost_model import LEAST_LOAD, LOADS, LOGGED, tables_that_count
 
-# Axes: N sets of tables, K summary columns, L loads (how many tables, then the cost model's), F features.
+# Axes: N sets of tables, K summary columns, L loads (how many tables count, how many there are, then the
+# cost model's), F features.
 
 _LOADS = slice(LOGGED.stop - len(LOADS), LOGGED.stop)
-_NUM_LOADS = 1 + len(LOADS)
+_NUM_LOADS = 2 + len(LOADS)
 _FIRST, _SECOND = np.triu_indices(_NUM_LOADS)
 _OF_PRODUCTS = np.where(_FIRST == _SECOND, 0.5, 0.5**0.5)
 NUM_FEATURES = 1 + _NUM_LOADS + _NUM_LOADS * (_NUM_LOADS + 1) // 2
 
 
 def log_loads(summary_NK: np.ndarray) -> np.ndarray:
-    """[..., L] natural logarithms: of the number of tables that count, ids, bytes read and bytes of different rows."""
+    """[..., L] natural logarithms: of the number of tables that count, of all tables (kernels may be launched by table,
+    however light it is), ids, bytes read and bytes of different rows."""
     loads = np.empty((*summary_NK.shape[:-1], _NUM_LOADS), dtype=summary_NK.dtype)
     loads[..., 0] = tables_that_count(summary_NK)
-    loads[..., 1:] = np.maximum(summary_NK[..., _LOADS], LEAST_LOAD)
+    loads[..., 1] = np.maximum(summary_NK[..., 0], 1.0)
+    loads[..., 2:] = np.maximum(summary_NK[..., _LOADS], LEAST_LOAD)
     return np.log(loads, out=loads)
 
 
