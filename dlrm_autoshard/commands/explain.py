@@ -61,8 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     if of_run is not None:
         record = RunRecord.load(arguments.plan)
         learn_from(planner, record, of_run, task)
-        if record.told.plan == plan and (measured := measured_of(record)):
-            step_part = step_cost_ms(record.told.measured) / max(record.told.mean_step_ms, 1e-9)
+        if record.reported.plan == plan and (measured := measured_of(record)):
+            step_part = step_cost_ms(record.reported.measured) / max(record.reported.mean_step_ms, 1e-9)
     costs = planner.predict(task, plan)
     better: PlanResult | PlanError
     gain = Gain(0.0, 0.0)
@@ -136,7 +136,7 @@ def measured_of(record: RunRecord) -> list[str]:
     from dlrm_autoshard.records.diagnosis import who_is_slow
     from dlrm_autoshard.report.verdict import left_to_save
 
-    return [sentence for sentence in (who_is_slow(record.told), *left_to_save(record)) if sentence]
+    return [sentence for sentence in (who_is_slow(record.reported), *left_to_save(record)) if sentence]
 
 
 def predicted_of(plan: ShardingPlan, pool: TablePool, costs: Sequence[RankCost]) -> list[str]:

@@ -90,9 +90,9 @@ class RunRecord:
         return self.intervals[-1]
 
     @property
-    def told(self) -> IntervalProfile:
-        """The last interval of which the stages can be told: three steps have quartiles, and the last of a run may be
-        a few steps long. It is the last one, too, where none of its steps was sampled, or no interval has so many."""
+    def reported(self) -> IntervalProfile:
+        """The interval that reports describe: the last with three sampled steps, which have quartiles, as the last of a
+        run may be a few steps long; the last one where none of its steps was sampled, or no interval has so many."""
         known = [profile for profile in self.intervals if profile.samples >= 3]
         return known[-1] if known and self.last.samples else self.last
 

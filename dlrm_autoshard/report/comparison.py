@@ -51,16 +51,16 @@ def different_models(one: RunRecord, other: RunRecord) -> str | None:
 
 
 def _of_last(figure: Callable[[IntervalProfile], float]) -> Callable[[RunRecord], float | None]:
-    return lambda record: figure(record.told) if record.intervals else None
+    return lambda record: figure(record.reported) if record.intervals else None
 
 
 def _of_samples(figure: Callable[[IntervalProfile], float]) -> Callable[[RunRecord], float | None]:
     """None, too, where no step of it was sampled."""
-    return lambda record: figure(record.told) if record.intervals and record.told.samples else None
+    return lambda record: figure(record.reported) if record.intervals and record.reported.samples else None
 
 
 def _balance(record: RunRecord) -> float | None:
-    balance = record.balance(record.told) if record.intervals else None
+    balance = record.balance(record.reported) if record.intervals else None
     return None if balance is None else 100 * balance.gain
 
 
@@ -70,7 +70,7 @@ def _metric(name: str) -> Callable[[RunRecord], float | None]:
 
 def _slowest(stage: str) -> Callable[[RunRecord], float | None]:
     measured = _of_samples(lambda profile: max(profile.stage_ms[stage]))
-    return lambda record: None if record.intervals and stage in record.told.unmeasured else measured(record)
+    return lambda record: None if record.intervals and stage in record.reported.unmeasured else measured(record)
 
 
 def _phases(phase: str) -> Callable[[RunRecord], float | None]:

@@ -52,7 +52,8 @@ def page_sections(record: RunRecord, drawn: set[str]) -> Iterable[tuple[str, str
 def comparison_sections(one: RunRecord, other: RunRecord, drawn: set[str]) -> Iterable[tuple[str, str, str]]:
     """(id, heading, body): both verdicts over one chart, then the figures side by side."""
     said = "".join(
-        f"<h3>{escape(record.name)}</h3>" + "".join(f"<p>{escape(sentence)}</p>" for sentence in verdict(record))
+        f"<h3>{escape(record.name)}</h3>"
+        + "".join(f"<p>{escape(sentence)}</p>" for sentence in [bottom_line(record), *verdict(record)])
         for record in (one, other)
     )
     chart = _figure("speed", "Speed over both runs", "Examples a second of all ranks, over every step.")
@@ -101,7 +102,7 @@ def _at_a_glance(record: RunRecord, drawn: set[str]) -> str:
 def _tiles(record: RunRecord) -> Iterable[tuple[str, str, str]]:
     """Yields (title, figure, note): speed, slowest rank, what is left to gain, what moves were worth, AUC."""
     if record.intervals:
-        last = record.told
+        last = record.reported
         yield "Speed now", f"{last.throughput:,.0f}", f"examples/s; {last.mean_step_ms:.3g} ms a step"
         if last.world_size > 1 and last.samples:
             straggler = last.straggler

@@ -1,4 +1,4 @@
-"""A run in a few sentences: its verdict first, then what one asks next. The terminal and the page both open with it.
+"""A run in a few sentences: its verdict first, then what one asks next. The terminal opens with it.
 
 for sentence in summary(record): print(sentence)
 """
@@ -10,12 +10,12 @@ from dlrm_autoshard.formats.words import count
 from dlrm_autoshard.records.diagnosis import STARVED_BELOW
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.report.verdict import verdict
+from dlrm_autoshard.report.verdict import bottom_line, verdict
 
 
 def summary(record: RunRecord) -> list[str]:
     """Returns the run in sentences, the verdict first."""
-    return [*verdict(record), *details(record)]
+    return [*filter(None, [bottom_line(record)]), *verdict(record), *details(record)]
 
 
 def details(record: RunRecord) -> list[str]:
@@ -24,16 +24,16 @@ def details(record: RunRecord) -> list[str]:
     if record.intervals:
         sentences += [
             where_it_ran(record),
-            step_time(record, record.told),
+            step_time(record, record.reported),
             *who_was_slow(record),
             *what_it_cost(record),
-            *all_starved(record.told),
+            *all_starved(record.reported),
         ]
-        if record.told.prediction_bias is not None:
-            sentences.append(prediction(record.told))
-        if record.told.samples and abs(record.told.accounted - 1) > 0.03:
+        if record.reported.prediction_bias is not None:
+            sentences.append(prediction(record.reported))
+        if record.reported.samples and abs(record.reported.accounted - 1) > 0.03:
             sentences.append(
-                f"Stages and waits add up to {record.told.accounted:.0%} of the step: read the stages with care."
+                f"Stages and waits add up to {record.reported.accounted:.0%} of the step: read the stages with care."
             )
     else:
         sentences.append("Profiling was off (profile.enabled: false), so there are metrics but no costs.")
@@ -89,7 +89,7 @@ def who_was_slow(record: RunRecord) -> list[str]:
     """Stragglers of the intervals before the one that is told; neighbours with the same one and the same cause are
     drawn together."""
     runs: list[tuple[str, list[IntervalProfile]]] = []
-    for profile in record.intervals[: record.intervals.index(record.told)]:
+    for profile in record.intervals[: record.intervals.index(record.reported)]:
         straggler = profile.straggler
         who = f"rank {straggler.rank} ({straggler.cause})" if straggler else ""
         if runs and runs[-1][0] == who:

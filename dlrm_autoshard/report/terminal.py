@@ -34,8 +34,8 @@ def print_report(console: Console, record: RunRecord) -> None:
     console.print(Text(f"Run {record.name}", style="bold"))
     for sentence in summary(record):
         console.print(_bullet(sentence))
-    if record.intervals and record.told.samples:
-        last = record.told
+    if record.intervals and record.reported.samples:
+        last = record.reported
         when = record.span(last)
         console.print(_stages(last, when), _ranks(last, when), _tables(last))
         if last.predicted is not None:

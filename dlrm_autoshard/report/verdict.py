@@ -27,7 +27,7 @@ def bottom_line(record: RunRecord) -> str:
     """Whether the placement can be improved, in one sentence; "" where there are no costs."""
     if not record.intervals:
         return ""
-    profile, balance = record.told, record.balance(record.told)
+    profile, balance = record.reported, record.balance(record.reported)
     if profile.world_size == 1:
         return "One rank has all tables: there is nothing to place."
     straggler = profile.straggler
@@ -45,11 +45,9 @@ def bottom_line(record: RunRecord) -> str:
 def verdict(record: RunRecord) -> list[str]:
     """Three sentences or so."""
     said = [f"Autoshard: {autoshard_in_one_line(record)}."] if record.decisions else []
-    if record.intervals and record.last.world_size == 1:
-        said.append("One rank has all tables: there is nothing to place.")
-    elif record.intervals:
-        said += [*filter(None, [who_is_slow(record.told)]), *left_to_save(record)]
-        balance = record.balance(record.told)
+    if record.intervals and record.last.world_size > 1:
+        said += [*filter(None, [who_is_slow(record.reported)]), *left_to_save(record)]
+        balance = record.balance(record.reported)
         if not record.decisions and balance is not None and balance.low > 0 and balance.gain >= _WORTH_SAYING:
             said.append("Tables stayed where they were put at the start (autoshard.enabled, autoshard.reshard).")
             if record.config:
@@ -93,7 +91,7 @@ def moves_that_stayed(record: RunRecord) -> list[Mapping[str, Any]]:
 
 def left_to_save(record: RunRecord, profile: IntervalProfile | None = None) -> list[str]:
     """Says what perfect balance would have saved in an interval (by default the last one)."""
-    profile = profile or record.told
+    profile = profile or record.reported
     balance = record.balance(profile)
     return [] if balance is None else [balance.sentence(record.span(profile), profile.samples)]
 
