@@ -20,7 +20,7 @@ from typing_extensions import NotRequired, TypedDict
 from dlrm_autoshard.formats.json_file import FormatError, checked
 from dlrm_autoshard.formats.numbers import Amount, BatchSize, Count, Share
 from dlrm_autoshard.plan import PlanRecord, ShardingPlan, shard_tables
-from dlrm_autoshard.tables import StatsRecord, TableConfig, TableRecord, TableStats
+from dlrm_autoshard.tables import StatsRecord, TableConfig, TableRecord, TableStats, stats_of_part
 
 PLANNED_STAGES = ("fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute")
 """The four stages that placement decides; `RankCost` has one field for each."""
@@ -136,12 +136,12 @@ class StepProfile:
 
     @property
     def shards(self) -> tuple[tuple[TableConfig, ...], tuple[TableStats, ...]]:
-        """The plan's shards, each with its table's statistics."""
+        """The plan's shards, each with its table's statistics, or its share of them."""
         if not self.plan.split_tables:
             return self.tables, self.stats
         shards = shard_tables(self.tables, self.plan)
-        stats_of = dict(zip((table.name for table in self.tables), self.stats, strict=True))
-        return shards, tuple(stats_of[shard.shard.table] for shard in shards)
+        of = {table.name: (table, stat) for table, stat in zip(self.tables, self.stats, strict=True)}
+        return shards, tuple(stats_of_part(shard, *of[shard.shard.table]) for shard in shards)
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal
@@ -268,6 +268,29 @@ class TableStats:
     def from_json(record: Any) -> TableStats:
         stats: dict[str, Any] = {**checked(StatsRecord, record)}
         return TableStats(**stats | {"reuse_histogram": tuple(stats["reuse_histogram"])})
+
+
+def stats_of_part(part: TableConfig, whole: TableConfig, stats: TableStats) -> TableStats:
+    """Returns what a part of a table looks up of the table's ids: all of them where it has all rows, else a share as
+    large as its share of the rows."""
+    if part.num_embeddings == whole.num_embeddings:
+        return stats
+    return replace(stats, mean_pooling=stats.mean_pooling * part.num_embeddings / whole.num_embeddings)
+
+
+def side_by_side(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns ranges of rows none of which has rows in common with another; from the first row on, as far as there are.
+    Parts of other columns may have been cut at other rows."""
+    chosen: list[tuple[int, int]] = []
+    for rows in sorted(ranges):
+        if not chosen or rows[0] == chosen[-1][1]:
+            chosen.append(rows)
+    return chosen
+
+
+def stats_of_whole(part: TableConfig, whole: TableConfig, stats: TableStats) -> TableStats:
+    """Returns the table's statistics from its part's, as `stats_of_part` has them."""
+    return stats_of_part(whole, part, stats)
 
 
 def reuse_bins(counts: np.ndarray) -> np.ndarray:

@@ -189,9 +189,10 @@ def test_a_modules_state_loads_under_any_splits() -> None:
 
 
 def test_parts_that_are_cut_anew_too_often_at_once_are_refused_before_anything_moves() -> None:
-    storage = Storage([TableConfig("t", 10, 64)], TablesConfig(), torch.device("cpu"))
-    for stop in (8, 12, 16, 20):
+    storage = Storage([TableConfig("t", 1 << 20, 64)], TablesConfig(), torch.device("cpu"))
+    for stop in (52, 56, 60):
         assert storage.claim([f"t[0:{stop}]"]) is None
+    assert storage.claim(["t[rows 0:1000000]"]) is None
     assert "split anew too often" in (storage.claim(["t[24:64]", "t[0:24]"]) or "")
-    storage.give_up(["t[0:8]"])
-    assert storage.claim(["t[0:24]"]) is None and storage.claim(["t[24:64]", "t"]) is None
+    storage.give_up(["t[0:60]"])
+    assert storage.claim(["t[0:24]"]) is None and storage.claim(["t[24:48]", "t"]) is None

@@ -19,7 +19,7 @@ from typing import Any
 from dlrm_autoshard.autoshard.decision import Decision
 from dlrm_autoshard.autoshard.initial_plan import Placement, place
 from dlrm_autoshard.autoshard.intervals import Ended, Intervals, random_numbers_kept
-from dlrm_autoshard.autoshard.table_observer import TableObserver
+from dlrm_autoshard.autoshard.table_observer import TableObserver, of_whole_tables
 from dlrm_autoshard.config import Config, parse_sections
 from dlrm_autoshard.distributed.moves.movable import ArrivedIds, MovableBags
 from dlrm_autoshard.distributed.moves.reshard import ReshardRefused
@@ -181,7 +181,7 @@ class Autoshard:
     def _first_stats(self) -> tuple[TableStats, ...] | None:
         """None where tables have moved since they were looked up, so that nothing is known of some. Collective."""
         by_rank = self._runtime.all_gather(self._observer.summary())
-        seen = {name: stat for own in by_rank for name, stat in own.items()}
+        seen = of_whole_tables(by_rank)
         tables = self._bags.sharded.tables
         found = [seen[table.name] for table in tables if table.name in seen]
         return tuple(found) if len(found) == len(tables) else None

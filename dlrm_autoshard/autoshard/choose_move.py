@@ -225,12 +225,13 @@ class MoveChooser:
 
     def _moving(self, task: PlacementTask, plan: ShardingPlan, candidate: ShardingPlan) -> dict[str, int]:
         """Bytes that move of each table, all of its parts."""
-        dims = {table.name: table.embedding_dim for table in task.tables}
+        tables = {table.name: table for table in task.wholes}
         found: dict[str, int] = {}
         for move in plan.moves_to(candidate):
-            shard = move.shard
-            start, stop = shard.columns or (0, dims[shard.table])
-            moved = -(-self.bytes_of[shard.table] * (stop - start) // dims[shard.table])
+            shard, whole = move.shard, tables[move.shard.table]
+            part = whole.holding(shard)
+            share = part.num_embeddings * part.embedding_dim
+            moved = -(-self.bytes_of[shard.table] * share // (whole.num_embeddings * whole.embedding_dim))
             found[shard.table] = found.get(shard.table, 0) + moved
         return found
 

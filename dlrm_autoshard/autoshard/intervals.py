@@ -28,7 +28,7 @@ from dlrm_autoshard.autoshard.decision import Decision, Interval, error_of_media
 from dlrm_autoshard.autoshard.initial_plan import Placement
 from dlrm_autoshard.autoshard.resharding import MoveTo, Resharding
 from dlrm_autoshard.autoshard.sampling import Sampling
-from dlrm_autoshard.autoshard.table_observer import TableObserver
+from dlrm_autoshard.autoshard.table_observer import TableObserver, of_whole_tables
 from dlrm_autoshard.config import AutoshardConfig, ProfileConfig
 from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile
 from dlrm_autoshard.distributed.moves.movable import ArrivedIds, PlacedTables
@@ -276,7 +276,7 @@ class Intervals:
         nothing = Timed(np.zeros((0, runtime.world_size, len(PLANNED_STAGES))), ())
         if gathered is None:
             return None, None, nothing
-        seen = {name: stat for _, observed, _ in gathered for name, stat in observed.items()}
+        seen = of_whole_tables(observed for _, observed, _ in gathered)
         stats = tuple(seen.get(table.name, stat) for table, stat in zip(tables, self.stats, strict=True))
         planner, predicted = self._placement.planner, None
         if planner is not None:

@@ -34,7 +34,7 @@ def movable(
     for name, rank in plan.rank_of.items():
         whole, shard = now.shard(Shard.parse(name).table)[0], now.shard(name)[0]
         least, *_ = now.halves(name) or (shard,)
-        of_part = bytes_of[whole.name] * least.embedding_dim / whole.embedding_dim
+        of_part = bytes_of[whole.name] * least.weight_bytes / whole.weight_bytes
         if size_of.get(whole.name, of_part) > max_bytes:
             stay[name] = rank
     pinned = stay | dict(task.constraints.pinned)

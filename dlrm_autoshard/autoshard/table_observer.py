@@ -7,11 +7,14 @@ short interval look slower than it is.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
 import numpy as np
 
 from dlrm_autoshard.data.features import join
 from dlrm_autoshard.distributed.moves.movable import ArrivedIds, PlacedTables
-from dlrm_autoshard.tables import Shard, TableStats, measure_table_stats
+from dlrm_autoshard.tables import Shard, TableStats, measure_table_stats, side_by_side
 
 
 class TableObserver:
@@ -39,15 +42,15 @@ class TableObserver:
             self._first = np.diff(offsets).reshape(-1, num_bags), values_N
 
     def summary(self) -> dict[str, TableStats]:
-        """name -> statistics, for the tables of which this rank owns something; {} where nothing was observed, or
-        tables have moved since. Starts afresh."""
+        """name -> statistics, for the tables (or ranges of their rows) of which this rank owns something; {} where
+        nothing was observed, or tables have moved since. Starts afresh."""
         if self._ids is None or self._first is None or self._embeddings.plan != self._plan:
             self._begin()
             return {}
         shards = [shard.name for shard in self._embeddings.local_lookups]
         owned = {name: number for number, name in enumerate(dict.fromkeys(shards))}
         shard_of = [owned[name] for name in shards]  # those of one lie side by side
-        names = [Shard.parse(name).table for name in owned]
+        names = [str(replace(Shard.parse(name), columns=None)) for name in owned]
         lengths_TB, ids_N = join(*self._first, shard_of)
         pooling = np.bincount(shard_of, self._ids, len(owned)) / self._samples
         reuse = measure_table_stats(lengths_TB, ids_N)
@@ -57,3 +60,23 @@ class TableObserver:
         }
         self._begin()
         return result
+
+
+def of_whole_tables(by_rank: Iterable[Mapping[str, TableStats]]) -> dict[str, TableStats]:
+    """Returns each table's statistics from all ranks' summaries: of ranges of its rows together."""
+    ranges: dict[str, dict[tuple[int, int], TableStats]] = {}
+    for name, stats in (item for own in by_rank for item in own.items()):
+        shard = Shard.parse(name)
+        ranges.setdefault(shard.table, {})[shard.rows or (0, 0)] = stats
+    return {table: _together([parts[rows] for rows in side_by_side(parts)]) for table, parts in ranges.items()}
+
+
+def _together(parts: list[TableStats]) -> TableStats:
+    if len(parts) == 1:
+        return parts[0]
+    pooling = sum(part.mean_pooling for part in parts)
+    distinct = np.array([part.mean_pooling / part.mean_reuse for part in parts])
+    weights = distinct / max(distinct.sum(), 1e-12)
+    histogram = np.array([part.reuse_histogram for part in parts]).T @ weights
+    reuse = max(1.0, pooling / max(float(distinct.sum()), 1e-12)) if pooling else 1.0
+    return replace(parts[0], mean_pooling=pooling, reuse_histogram=tuple(map(float, histogram)), mean_reuse=reuse)

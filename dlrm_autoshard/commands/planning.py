@@ -110,19 +110,18 @@ def learn_from(planner: Planner, record: RunRecord, of_run: OfRun, task: Placeme
     """Corrects the costs by the run's last intervals, as the run itself did; not where another optimizer or another
     number of ranks is asked for."""
     from dlrm_autoshard.costs import StepProfile
-    from dlrm_autoshard.tables import Shard
+    from dlrm_autoshard.records.facts import pooling_of_tables
 
     if task.splits.optimizer != of_run.config.tables.optimizer.name or task.world_size != record.last.world_size:
         return
     kept = [profile for profile in record.intervals[-_MOST_INTERVALS:] if profile.samples >= _LEAST_SAMPLES]
     pool = of_run.pool
     for profile in kept:
-        uses = {Shard.parse(use.name).table: use for use in profile.tables}
-        if uses.keys() != {table.name for table in pool.tables} or profile.world_size != task.world_size:
+        pooling = pooling_of_tables(profile.tables)
+        if pooling.keys() != {table.name for table in pool.tables} or profile.world_size != task.world_size:
             continue
         stats = tuple(
-            replace(stat, mean_pooling=uses[table.name].mean_pooling)
-            for table, stat in zip(pool.tables, pool.stats, strict=True)
+            replace(stat, mean_pooling=pooling[table.name]) for table, stat in zip(pool.tables, pool.stats, strict=True)
         )
         noise, ranks = profile.noise / profile.samples**0.5, profile.measured
         planner.costs.observe(

@@ -27,9 +27,9 @@ def tables_of_run(run: Path) -> OfRun:
 
     from dlrm_autoshard.config import load_config
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
+    from dlrm_autoshard.records.facts import pooling_of_tables
     from dlrm_autoshard.records.plans import TABLES
     from dlrm_autoshard.records.run import RunRecord
-    from dlrm_autoshard.tables import Shard
     from dlrm_autoshard.training.start_record import CONFIG
 
     record = RunRecord.load(run)
@@ -46,7 +46,7 @@ def tables_of_run(run: Path) -> OfRun:
             "it, or list its tables in a file (`tables --from-csv FILE`)."
         )
     pool = TablePool.load(run / TABLES)
-    pooling = {Shard.parse(use.name).table: use.mean_pooling for use in record.last.tables}  # parts have their table's
+    pooling = pooling_of_tables(record.last.tables)
     stats = [
         replace(s, mean_pooling=pooling.get(t.name, s.mean_pooling))
         for t, s in zip(pool.tables, pool.stats, strict=True)

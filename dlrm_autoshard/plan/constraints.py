@@ -111,6 +111,8 @@ class Constraints:
         groups = {"pinned": [tuple(self.pinned)], "together": self.together, "apart": self.apart}
         for key, names in groups.items():
             for name in itertools.chain(*names):
+                if self.named[name].rows is not None:
+                    raise PlanError(f"{key} names '{name}', a range of rows; name its table, or columns of it.")
                 try:
                     if (table := of.get(self.named[name].table)) is not None:
                         table.holding(self.named[name])

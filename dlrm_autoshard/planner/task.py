@@ -16,7 +16,7 @@ import numpy as np
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Splits, Topology, check_plan, shard_tables
 from dlrm_autoshard.planner.units import Units, units_of
-from dlrm_autoshard.tables import Shard, TableConfig, TableStats, memory_bytes
+from dlrm_autoshard.tables import Shard, TableConfig, TableStats, memory_bytes, stats_of_part, stats_of_whole
 
 __all__ = ["MeasureTask", "PlacementTask", "Splits"]
 
@@ -79,15 +79,24 @@ class PlacementTask:
 
     def plan_from(self, rank_U: np.ndarray) -> ShardingPlan:
         """Parts that lie side by side on one rank are one, but where a constraint cuts their table."""
-        placed: list[tuple[str, int, int, int]] = []  # table, columns, rank
+        placed: list[tuple[TableConfig, int]] = []
         for shard, rank in zip(self.tables, map(int, rank_U[self.units.unit_of_T]), strict=True):
-            name, (start, stop) = shard.shard.table, shard.columns
-            cut = start in self.constraints.cuts.get(name, ())
-            if placed and placed[-1][0] == name and placed[-1][2:] == (start, rank) and not cut:
-                start = placed.pop()[1]
-            placed.append((name, start, stop, rank))
-        whole = {table.name: table for table in self.wholes}
-        return ShardingPlan({whole[name].part(a, b).name: rank for name, a, b, rank in placed}, self.world_size)
+            cut = shard.columns[0] in self.constraints.cuts.get(shard.shard.table, ())
+            joined = None if not placed or placed[-1][1] != rank or cut else self._joined(placed[-1][0], shard)
+            if joined is not None:
+                placed.pop()
+            placed.append((joined or shard, rank))
+        return ShardingPlan({shard.name: rank for shard, rank in placed}, self.world_size)
+
+    def _joined(self, one: TableConfig, other: TableConfig) -> TableConfig | None:
+        """Both as one part, where the other follows the one."""
+        if one.shard.table == other.shard.table:
+            whole, _ = self._whole_of[one.shard.table]
+            if one.rows == other.rows and one.columns[1] == other.columns[0]:
+                return whole.row_range(*one.rows).part(one.columns[0], other.columns[1])
+            if one.columns == other.columns and one.rows[1] == other.rows[0]:
+                return whole.row_range(one.rows[0], other.rows[1]).part(*one.columns)
+        return None
 
     def ranks_from(self, plan: ShardingPlan) -> np.ndarray:
         """Rank of each unit in `plan`, which must satisfy this task and be of its shards."""
@@ -127,8 +136,13 @@ class PlacementTask:
 
     @cached_property
     def _whole_of(self) -> Mapping[str, tuple[TableConfig, TableStats]]:
-        last_of = {name: max(shards, key=lambda shard: shard[0].columns[1]) for name, shards in self.shards_of.items()}
-        return {n: (replace(t, name=n, embedding_dim=t.columns[1]), stat) for n, (t, stat) in last_of.items()}
+        found = {}
+        for name, shards in self.shards_of.items():
+            (part, stat), parts = shards[0], [part for part, _ in shards]
+            dim, rows = max(part.columns[1] for part in parts), max(part.rows[1] for part in parts)
+            whole = replace(part, name=name, embedding_dim=dim, num_embeddings=rows)
+            found[name] = whole, stats_of_whole(part, whole, stat)
+        return found
 
     @property
     def wholes(self) -> tuple[TableConfig, ...]:
@@ -136,22 +150,25 @@ class PlacementTask:
         return tuple(table for table, _ in self._whole_of.values())
 
     def shard(self, name: str) -> tuple[TableConfig, TableStats]:
-        """A table, or the part of one that `name` says; with the table's statistics."""
+        """A table, or the part of one that `name` says; with its statistics."""
         table, stat = self._whole_of[Shard.parse(name).table]
-        return table.holding(Shard.parse(name)), stat
+        part = table.holding(Shard.parse(name))
+        return part, stats_of_part(part, table, stat)
 
     def has(self, table: TableConfig) -> bool:
         """Whether it is one of these tables, or a part of one."""
         whole, _ = self._whole_of.get(table.shard.table, (None, None))
-        return whole is not None and table.columns[1] <= whole.embedding_dim and table == whole.holding(table.shard)
+        within = whole is not None and table.columns[1] <= whole.embedding_dim and table.rows[1] <= whole.num_embeddings
+        return whole is not None and within and table == whole.holding(table.shard)
 
     def with_shards(self, shards: Sequence[TableConfig]) -> PlacementTask:
         """The same task about these shards of its tables. A part's memory is in proportion to what its shape needs."""
         stats, table_bytes = [], {}
         for shard in shards:
-            like, stat = self.shards_of[shard.shard.table][0]
+            like, stat_of_like = self.shards_of[shard.shard.table][0]
+            stat = stats_of_part(shard, *self._whole_of[shard.shard.table])
             both = [*memory_bytes([shard], [stat], self.splits.optimizer, self.batch_size).values()]
-            both += memory_bytes([like], [stat], self.splits.optimizer, self.batch_size).values()
+            both += memory_bytes([like], [stat_of_like], self.splits.optimizer, self.batch_size).values()
             table_bytes[shard.name] = -(-self.table_bytes[like.name] * both[0] // both[1])
             stats.append(stat)
         return replace(self, tables=tuple(shards), stats=tuple(stats), table_bytes=table_bytes)

@@ -14,7 +14,7 @@ from dlrm_autoshard.costs import RankCost, StepProfile
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, median_time, spread_of_times
-from dlrm_autoshard.tables import Shard, TableConfig, TableStats
+from dlrm_autoshard.tables import Shard, TableConfig, TableStats, stats_of_part
 
 
 class IsolatedProbe:
@@ -75,8 +75,9 @@ class IsolatedProbe:
     def _pair(self, name: str) -> tuple[TableConfig, TableStats]:
         """A table, or a part of one, with the table's statistics."""
         table, stats = self._pairs[Shard.parse(name).table]
-        return table.holding(Shard.parse(name)), stats
+        part = table.holding(Shard.parse(name))
+        return part, stats_of_part(part, table, stats)
 
-    def _order(self, name: str) -> tuple[int, tuple[int, int]]:
+    def _order(self, name: str) -> tuple[int, tuple[int, int], tuple[int, int]]:
         shard = Shard.parse(name)
-        return self._position[shard.table], shard.columns or (0, 0)
+        return self._position[shard.table], shard.rows or (0, 0), shard.columns or (0, 0)

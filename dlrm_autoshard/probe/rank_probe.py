@@ -32,7 +32,7 @@ from dlrm_autoshard.planner.estimates import ROUNDS
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.kept_memory import KeptMemory
 from dlrm_autoshard.probe.shard_probe import ShardProbe, ShardTime, now, relative_spread
-from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats
+from dlrm_autoshard.tables import Shard, TableConfig, TableOptimizer, TableStats, stats_of_part
 
 T = TypeVar("T")
 
@@ -142,10 +142,14 @@ class RankProbe:
 
     def measure_shards(self, shards: Sequence[Sequence[str]]) -> list[ShardTime]:
         """Rank 0: times of sets of tables or parts, dealt out over the ranks, which measure at the same time."""
-        parsed = [[Shard.parse(name) for name in shard] for shard in shards]
-        pairs = [[(self._pairs[s.table][0].holding(s), self._pairs[s.table][1]) for s in own] for own in parsed]
+        pairs = [[self._pair(Shard.parse(name)) for name in shard] for shard in shards]
         self._ask(_SHARDS, pairs)
         return self._measure_shards(pairs)
+
+    def _pair(self, shard: Shard) -> tuple[TableConfig, TableStats]:
+        table, stats = self._pairs[shard.table]
+        part = table.holding(shard)
+        return part, stats_of_part(part, table, stats)
 
     # -- every rank --------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ mine = RankInterval(epoch=0, first_step=0, end_step=64, rank=1, host="a", device
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from dlrm_autoshard.formats.json_file import checked
 from dlrm_autoshard.formats.numbers import Amount, Count, Finite
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError
+from dlrm_autoshard.tables import Shard, side_by_side
 
 
 def rank_file(run_dir: Path, rank: int) -> Path:
@@ -145,6 +146,15 @@ class TableUse:
     mean_pooling: float
     mean_reuse: float
     features: int = 1
+
+
+def pooling_of_tables(uses: Iterable[TableUse]) -> dict[str, float]:
+    """Returns the ids per sample of each whole table: parts by columns have all of them, parts by rows their share."""
+    pooling: dict[str, dict[tuple[int, int], float]] = {}
+    for use in uses:
+        shard = Shard.parse(use.name)
+        pooling.setdefault(shard.table, {})[shard.rows or (0, 0)] = use.mean_pooling
+    return {table: sum(of[rows] for rows in side_by_side(of)) for table, of in pooling.items()}
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from dlrm_autoshard.plan import ShardingPlan, shards_by_table
 from dlrm_autoshard.records import diagnosis
 from dlrm_autoshard.records.facts import IntervalFacts, RankInterval, TableUse
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError
-from dlrm_autoshard.tables import TableConfig, TableStats
+from dlrm_autoshard.tables import TableConfig, TableStats, stats_of_part
 
 
 def epochs_file(run_dir: Path) -> Path:
@@ -113,9 +113,9 @@ class IntervalProfile(IntervalFacts):
             tables=tuple(
                 TableUse(
                     shard.name, plan.rank_of[shard.name], shard.num_embeddings, shard.embedding_dim,
-                    shard.weight_bytes, stat.mean_pooling, stat.mean_reuse, stat.features,
+                    shard.weight_bytes, stats_of_part(shard, table, stat).mean_pooling, stat.mean_reuse, stat.features,
                 )
-                for parts, stat in zip(shards_by_table(tables, plan), stats, strict=True)
+                for table, parts, stat in zip(tables, shards_by_table(tables, plan), stats, strict=True)
                 for shard in parts
             ),
             predicted=None if predicted is None else tuple(predicted),

@@ -20,7 +20,7 @@ class DeviceIdDistribution:
 
     def __init__(self, exchange: Exchange, batch: Batch, streams: SideStreams) -> None:
         self._exchange, self._streams, self._batch_size = exchange, streams, batch.padded_size
-        e = exchange
+        e, batch = exchange, exchange.row_ranges.split(batch)
         self._lengths, self._values = streams.copy(batch.lengths_TB), streams.copy(batch.values_N)
         self._weights = None if batch.weights_N is None else streams.copy(batch.weights_N)
         self._values_pending: Pending | None = None

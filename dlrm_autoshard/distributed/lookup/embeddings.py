@@ -65,7 +65,6 @@ class ShardedEmbeddings:
         what looks them up, where features share some. replicated: those that lie on every rank, and in no plan."""
         self.features = tables if isinstance(tables, Features) else Features.one_each(tables)
         self.tables = tuple(table for table in self.features.tables if table.name not in replicated)
-        self.means = Means.where_mixed(self.features, device, replicated)  # of vectors and gradients, for the caller
         self.config, self.rank, self.device = config, rank, device
         self.groups, self._exchange_dtypes = (group, id_group), exchange_dtype or ExchangeDtypes()
         self._link = connect(group) if shared_memory and device.type == "cpu" else None
@@ -84,9 +83,11 @@ class ShardedEmbeddings:
         self._replicated = frozenset(replicated)
         self.adopt(plan)
         if initial_values:
+            rows_of = {table.name: table.num_embeddings for table in self.tables}
             for shard in self.local_shards:
                 weight, table = self.storage.tensors(shard.name)["weight"], shard.shard.table
-                initialise(weight, table, seed, first_column=shard.columns[0])
+                (first, _), (column, _), rows = shard.rows, shard.columns, rows_of[table]
+                initialise(weight, table, seed, first_column=column, first_row=first, rows=rows)
 
     @property
     def output_tables(self) -> tuple[TableConfig, ...]:
@@ -122,13 +123,23 @@ class ShardedEmbeddings:
             self._replicated,
         )  # fmt: skip
         self.sequences = SequencePlan(self._exchange)
-        self.storage.hold([shard.name for shard in self.local_shards])
+        self.means = Means.where_needed(
+            self.features, self.device, self._replicated, partial=bool(plan.row_split_tables)
+        )
+        """Of pooled vectors and their gradients, for the caller."""
+        self.storage.hold([shard.name for shard in self.local_shards], sums=self.means is not None)
         self.storage.set_updates(self.updates)
         self.set_learning_rate(self.learning_rate)
 
     def check(self, plan: ShardingPlan) -> None:
         """PlanError where it is of other tables, or splits some under an optimizer that this would change."""
         shard_tables(self.tables, plan)
+        apart = {self.features.tables[number].name for number in self.features.sequence_tables}
+        if refused := apart.intersection(plan.row_split_tables):
+            raise PlanError(
+                f"the plan splits table '{min(refused)}' by rows, and a sequence looks it up, which needs all "
+                "rows on one rank. Split it by columns, or set autoshard.splits.rows: never."
+            )
         for dtype in {self._exchange_dtypes.vectors, self._exchange_dtypes.gradients}:
             Wire(dtype, self.features.tables).check(plan)
         tables, others = {table.name: table for table in self.tables}, self.config.optimizer.splits_tables

@@ -2,13 +2,15 @@
 
 Vectors need no packing: the owner's lookup computes the whole global batch, so the rows for one rank are contiguous
 already. On arrival one `index_select` puts them in the output order, which no plan changes: that is why placement
-cannot change a single bit of the model.
+cannot change a single bit of the model. Of a table that is split by rows, partial sums arrive, and are added up in the
+order of rows.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +22,7 @@ from dlrm_autoshard.config import ExchangeDtypes
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.lookup.packed_ids import IdPacking
+from dlrm_autoshard.distributed.lookup.row_ranges import RowRanges
 from dlrm_autoshard.distributed.lookup.shared_memory import Put, SharedMemory
 from dlrm_autoshard.distributed.lookup.wire import Wire
 from dlrm_autoshard.plan import ShardingPlan, shards_by_table
@@ -76,7 +79,7 @@ class Exchange:
     link: SharedMemory | None = None
     replicated: frozenset[str] = frozenset()
     empty: Callable[[Tensor, int], Tensor] = Tensor.new_empty
-    _layouts: dict[tuple[int, Margin], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
+    _layouts: dict[tuple[int, Margin], _Layout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.world_size, rank_of = self.plan.world_size, self.plan.rank_of
@@ -84,7 +87,6 @@ class Exchange:
         shards_of = {t.name: shards for t, shards in zip(placed, shards_by_table(placed, self.plan), strict=True)}
         by_table = [shards_of.get(table.name, ()) for table in self.features.tables]
         pooled, table_of = self.features.output_order(), self.features.table_of
-        ordered = [(shard, feature) for feature in pooled for shard in by_table[table_of[feature]]]
         order = self.features.lookup_order() if self.features.sequences else pooled
         # A lookup takes the features of one shard side by side, as fbgemm wants them, and shards of one format.
         features_of = dict[int, list[int]]()
@@ -105,12 +107,14 @@ class Exchange:
         ends = list(itertools.accumulate(map(len, owned), initial=0))
         self.table_ranges = list(itertools.pairwise(ends))
         """Of each rank, in `owners_order`."""
-        self.owners_order = [number for own in owned for _, number in own]
-        """Of each lookup, the feature whose ids it takes, by number: a split table's go to the owner of each part."""
+        self.row_ranges = RowRanges(self.features, self.plan)
+        self.owners_order = [self.row_ranges.number(feature, shard) for own in owned for shard, feature in own]
+        """Of each lookup, the feature, or range of rows of one, whose ids it takes, by number: those of a table that is
+        split by columns go to the owner of each part."""
         self.send_order: Tensor | None = None  # where the batch's order is not the owners' already
-        if self.owners_order != list(range(len(self.features.features))):
+        if self.owners_order != list(range(len(self.row_ranges.tables))):
             self.send_order = torch.tensor(self.owners_order, dtype=torch.int32, device=self.device)
-        self._each_once = sorted(self.owners_order) == list(range(len(self.features.features)))
+        self._each_once = sorted(self.owners_order) == list(range(len(self.row_ranges.tables)))
         by_rank = [rank * self.num_local + t for t in range(self.num_local) for rank in range(self.world_size)]
         self.table_major = torch.tensor(by_rank, dtype=torch.int32, device=self.device)
         """Of what arrives rank by rank, what is each lookup's in turn."""
@@ -118,12 +122,12 @@ class Exchange:
         self.dims = [sum(shard.embedding_dim for shard, f in own if f in is_pooled) for own in owned]
         self.total_dim = sum(self.dims)
         over_network = self.link is None and self.device.type == "cpu" and self.world_size > 1
-        self.packing = IdPacking.of(self.features.features) if over_network else None
+        self.packing = IdPacking.of(self.row_ranges.tables) if over_network else None
         dtypes = self.dtypes if self.world_size > 1 else ExchangeDtypes()  # nothing travels, so nothing is rounded
         self._vectors, self._gradients = (Wire(d, self.features.tables) for d in (dtypes.vectors, dtypes.gradients))
         self.wires = self._vectors, self._gradients
         # The output order, in chunks as wide as every shard's dim allows: where each chunk lies among what arrives.
-        self._chunk = math.gcd(*(s.embedding_dim for s in (*self.features.features, *(shard for shard, _ in ordered))))
+        self._chunk = math.gcd(*(s.embedding_dim for s in (*self.features.features, *itertools.chain(*by_table))))
         first_chunk = dict[tuple[str, int], int]()
         for own in owned:
             position = 0
@@ -131,31 +135,33 @@ class Exchange:
                 if feature in is_pooled:
                     first_chunk[shard.name, feature] = position
                     position += shard.embedding_dim // self._chunk
-        base, stride, column = [], [], []
         starts = list(itertools.accumulate(self.dims, initial=0))
-        for shard, feature in ordered:
-            owner = rank_of[shard.name]
-            for chunk in range(shard.embedding_dim // self._chunk):
-                base.append(starts[owner] // self._chunk)
-                stride.append(self.dims[owner] // self._chunk)
-                column.append(first_chunk[shard.name, feature] + chunk)
-        self._as_looked_up = self.world_size == 1 and column == sorted(column)
-        """One rank's lookup gives the output as it is."""
         ends = list(itertools.accumulate((self.features.features[i].embedding_dim for i in pooled), initial=0))
         self._width = ends[-1] // self._chunk
-        places = [
-            place // self._chunk
-            for feature, (start, stop) in zip(pooled, itertools.pairwise(ends), strict=True)
-            for place in (range(start, stop, self._chunk) if by_table[table_of[feature]] else ())
-        ]
-        self._where = torch.tensor([base, stride, column, places], device=self.device)
+        where = list[tuple[int, int, int, int, int]]()
+        for feature, first in zip(pooled, ends, strict=False):
+            sums = Counter[int]()  # of each chunk of the output, the parts of rows so far, which are added up in turn
+            for shard in by_table[table_of[feature]]:
+                owner, begins = rank_of[shard.name], (first + shard.columns[0]) // self._chunk
+                base, stride = starts[owner] // self._chunk, self.dims[owner] // self._chunk
+                for chunk in range(shard.embedding_dim // self._chunk):
+                    column = first_chunk[shard.name, feature] + chunk
+                    where.append((sums[begins + chunk], base, stride, column, begins + chunk))
+                    sums[begins + chunk] += 1
+        where.sort(key=lambda chunk: (chunk[0], chunk[-1]))
+        self._sums = [len(list(same)) for _, same in itertools.groupby(turn for turn, *_ in where)]
+        """Chunks of the output that are a sum of at least one part of rows, two, ..."""
+        columns = [column for *_, column, _ in where]
+        self._as_looked_up = self.world_size == 1 and len(self._sums) < 2 and columns == sorted(columns)
+        """One rank's lookup gives the output as it is."""
+        self._where = torch.tensor([chunk[1:] for chunk in where], dtype=torch.int64, device=self.device).view(-1, 4).T
 
     @property
     def local_dim(self) -> int:
         return self.dims[self.rank]
 
     def ids_sent(self, batch: Batch) -> int:
-        """Of one batch: those of a split table once a part."""
+        """Of one batch by `row_ranges`: those of a table that is split by columns once a part."""
         if self._each_once:
             return batch.values_N.numel()
         return int(batch.lengths_TB.sum(1)[self.owners_order].sum())
@@ -179,13 +185,17 @@ class Exchange:
             return with_margin(self.in_output_order(arrived), margin, into)
         wire = self._vectors
         batch_size, chunk = arrived.numel() // wire.size(self.total_dim), wire.size(self._chunk)
-        index, _ = self._layout(batch_size, margin)
-        if into is not None and into.dtype == arrived.dtype:
+        layout = self._layout(batch_size, margin)
+        index = layout.index
+        if into is not None and into.dtype == arrived.dtype and not layout.more:
             torch.index_select(arrived.view(-1, chunk), 0, index, out=into.view(-1, chunk))
             return into
         ordered = self.empty(arrived, len(index) * chunk)
         torch.index_select(arrived.view(-1, chunk), 0, index, out=ordered.view(-1, chunk))
         decoded = wire.decode(ordered).view(batch_size, -1)
+        for places, sources in layout.more:
+            part = wire.decode(arrived.view(-1, chunk).index_select(0, sources))
+            decoded.view(-1, self._chunk).index_add_(0, places, part.view(-1, self._chunk))
         return decoded if into is None else into.copy_(decoded)
 
     def send_gradients(self, gradient_BD: Tensor, margin: Margin = (0, 0)) -> Pending:
@@ -199,7 +209,7 @@ class Exchange:
         batch_size, wire = gradient_BD.shape[0], self._gradients
         chunks = wire.encode(gradient_BD, shares=batch_size * self.world_size).view(-1, wire.size(self._chunk))
         own, each = self._splits(wire, batch_size)
-        _, rows = self._layout(batch_size, margin)
+        rows = self._layout(batch_size, margin).rows
         if self.world_size == 1:
             return Pending(None, chunks.index_select(0, rows[0]).view(batch_size, -1))
         return self.all_to_all(
@@ -258,9 +268,8 @@ class Exchange:
         work = dist.all_to_all_single(received, sent, receive_splits, send_splits, group=group, async_op=True)
         return Pending(work.wait, received, sent)  # type: ignore[union-attr, unused-ignore]
 
-    def _layout(self, batch_size: int, margin: Margin) -> tuple[Tensor, list[Tensor]]:
-        """Which chunk of what arrives each chunk of the output takes, and for each rank, which chunks of the output
-        are its tables'. Two batch sizes occur in a run, so both are kept."""
+    def _layout(self, batch_size: int, margin: Margin) -> _Layout:
+        """Two batch sizes occur in a run, so both are kept."""
         key = (batch_size, margin)
         if key not in self._layouts:
             base, stride, column, places = self._where
@@ -269,11 +278,25 @@ class Exchange:
             source = base * batch_size + rows * stride + column
             width = before + self._width + after
             index = torch.zeros(batch_size, width, dtype=torch.int64, device=self.device)
-            index[:, before + places] = source
+            at = rows * width + before + places
+            turns = list(zip(at.split(self._sums, 1), source.split(self._sums, 1), strict=True)) if self._sums else []
+            for first, taken in turns[:1]:
+                index.view(-1)[first] = taken
             inverse = torch.empty(source.numel(), dtype=torch.int64, device=self.device)
-            inverse[source] = rows * width + before + places
+            inverse[source] = at
             if len(self._layouts) > 4:
                 self._layouts.clear()
             splits = [batch_size * dim // self._chunk for dim in self.dims]
-            self._layouts[key] = (index.view(-1), list(inverse.split(splits)))
+            more = [(first.reshape(-1), taken.reshape(-1)) for first, taken in turns[1:]]
+            self._layouts[key] = _Layout(index.view(-1), list(inverse.split(splits)), more)
         return self._layouts[key]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """index: which chunk of what arrives each chunk of the output takes. rows: for each rank, which chunks of the
+    output are its tables'. more: places in the output, and the chunks of what arrives that are added there."""
+
+    index: Tensor
+    rows: list[Tensor]
+    more: list[tuple[Tensor, Tensor]]

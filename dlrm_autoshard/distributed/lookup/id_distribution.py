@@ -33,7 +33,7 @@ class LocalIds:
 class IdDistribution:
     def __init__(self, exchange: Exchange, batch: Batch) -> None:
         self._exchange, self._batch_size = exchange, batch.padded_size
-        e = exchange
+        e, batch = exchange, exchange.row_ranges.split(batch)
         self._lengths, self._values, self._weights = batch.lengths_TB, batch.values_N, batch.weights_N
         if e.world_size == 1:
             if e.send_order is not None:

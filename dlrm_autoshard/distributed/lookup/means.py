@@ -1,6 +1,6 @@
-"""Means where some tables sum and others average: fbgemm's one lookup sums all, and bags are divided by their lengths.
+"""Means where some tables sum and others average, or bags are on several ranks: lookups sum, and bags are divided here.
 
-means = Means.where_mixed(features, device)          # None: the lookup pools as all tables ask
+means = Means.where_needed(features, device, partial=False)      # None: the lookup pools as all tables ask
 means.divide_(pooled_BD, batch.lengths_TB); means.divide_(gradient_BD, batch.lengths_TB)
 """
 
@@ -24,9 +24,13 @@ class Means:
         self._averages_F1 = torch.tensor([averages[table] for table in features.table_of]).to(device)
 
     @staticmethod
-    def where_mixed(features: Features, device: torch.device, replicated: Collection[str] = ()) -> Means | None:
+    def where_needed(
+        features: Features, device: torch.device, replicated: Collection[str] = (), *, partial: bool
+    ) -> Means | None:
+        """partial: some table is split by rows, so that no lookup knows a bag's whole length."""
         poolings = {table.pooling for table in features.tables if table.name not in replicated}
-        return Means(features, device, replicated) if len(poolings) > 1 else None
+        needed = len(poolings) > 1 or (partial and "mean" in poolings)
+        return Means(features, device, replicated) if needed else None
 
     def divide_(self, vectors_BD: Tensor, lengths_FB: Tensor, margin: tuple[int, int] = (0, 0)) -> Tensor:
         """In place, pooled vectors in the output order, or gradients of them, by the lengths of their bags; empty bags

@@ -17,17 +17,21 @@ _COLUMN_STEP = 0x9E3779B9 - (1 << 32)  # 2^32 over the golden ratio: neighbours'
 _ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 26}  # hashed at a time: what fits a core's cache; what fills a GPU
 
 
-def initialise(weight: Tensor, table: str, seed: int, first_column: int = 0) -> None:
-    """weight: [rows, columns], all of the table's rows and its columns from `first_column` on."""
+def initialise(
+    weight: Tensor, table: str, seed: int, first_column: int = 0, first_row: int = 0, rows: int | None = None
+) -> None:
+    """weight: [rows, columns], the table's rows and columns from these on. rows: of the whole table; None: all are in
+    `weight`."""
     digest = hashlib.sha256(f"{seed}/{table}".encode()).digest()
     row_key, column_key = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
-    rows, columns = weight.shape
+    own_rows, columns = weight.shape
+    rows = rows or own_rows
     columns_D = torch.arange(first_column, first_column + columns, dtype=torch.int32, device=weight.device)
     columns_D = columns_D.mul_(_COLUMN_STEP) ^ column_key
     at_a_time = max(1, _ELEMENTS.get(weight.device.type, 1 << 16) // columns)
-    for start in range(0, rows, at_a_time):
-        stop = min(rows, start + at_a_time)
-        rows_R = torch.arange(start, stop, dtype=torch.int32, device=weight.device) ^ row_key
+    for start in range(0, own_rows, at_a_time):
+        stop = min(own_rows, start + at_a_time)
+        rows_R = torch.arange(first_row + start, first_row + stop, dtype=torch.int32, device=weight.device) ^ row_key
         hashed = _hash(_hash(rows_R)[:, None] ^ columns_D)
         # 24 bits, as many as a float32 holds: exact until the one rounding of the last product.
         uniform = hashed.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).to(torch.float32)

@@ -25,6 +25,8 @@ Allocate = Callable[[int, torch.dtype], Tensor]
 _ALIGN = 4096
 """Elements to which a shard's place is aligned: whole pages for any dtype."""
 _LAYERS = 4
+_CUTS = 64
+"""Ranges of rows in which there is room for a rank's parts."""
 _PAGE = 4096
 _HUGE_PAGE = 1 << 21
 _MAP_NORESERVE = 0x4000  # not in Python 3.10's mmap; the same number on every Linux that fbgemm runs on
@@ -38,45 +40,48 @@ class Places:
     """Where each shard lies in reserved memory, counted in elements: alike for a weight and the states of its shape,
     which fbgemm's fp16 Adagrad on CPU takes for granted (it crashes otherwise).
 
-    Every table has a place for itself whole, and `_LAYERS` where its columns lie side by side: a new part goes to the
-    first in which no other part lies on its columns, so that old and new parts exist at once while tables are resplit.
+    Every table has a place for itself whole, and room for `_LAYERS` times its parts: a new part goes to the first gap
+    that it fits in, so that old and new parts exist at once while tables are resplit.
     """
 
     def __init__(self, tables: Sequence[TableConfig]) -> None:
         self._tables = {table.name: table for table in tables}
         self._first: dict[str, int] = {}
-        self._taken: dict[str, tuple[Shard, int, int]] = {}
+        self._taken: dict[str, dict[str, tuple[int, int]]] = {table.name: {} for table in tables}
         self.end = 0
         for table in tables:
             self._first[table.name] = self.end
             self.end += _aligned(table.num_embeddings * table.embedding_dim)
         self._parts = {}
         for table in tables:
-            self._parts[table.name] = self.end
-            self.end += _LAYERS * self._column(table, table.embedding_dim)
+            first, self.end = self.end, self.end + _LAYERS * self._room(table)
+            self._parts[table.name] = first, self.end
 
     def of(self, name: str) -> int:
         if name in self._first:
             return self._first[name]
-        if name not in self._taken:
-            shard = Shard.parse(name)
-            table = self._tables[shard.table]
-            used = {layer for other, layer, _ in self._taken.values() if other & shard is not None}
-            layer = min(set(range(_LAYERS)) - used, default=None)
-            if layer is None:
+        shard = Shard.parse(name)
+        taken, table = self._taken[shard.table], self._tables[shard.table]
+        if name not in taken:
+            part = table.holding(shard)
+            size = _aligned(part.num_embeddings * part.embedding_dim)
+            place, end = self._parts[table.name]
+            for start, stop in sorted(taken.values()):
+                if place + size <= start:
+                    break
+                place = stop
+            if place + size > end:
                 raise StorageError(f"table '{table.name}' is split anew too often at once: move it whole first.")
-            start, _ = shard.columns or (0, 0)
-            place = self._parts[table.name] + layer * self._column(table, table.embedding_dim)
-            self._taken[name] = (shard, layer, place + self._column(table, start))
-        return self._taken[name][2]
+            taken[name] = (place, place + size)
+        return taken[name][0]
 
     def free(self, name: str) -> None:
-        self._taken.pop(name, None)
+        self._taken[Shard.parse(name).table].pop(name, None)
 
     @staticmethod
-    def _column(table: TableConfig, column: int) -> int:
-        """Where a column starts: columns before it need whole pages, however they are split."""
-        return _aligned(table.num_embeddings * column) + column // 4 * _ALIGN
+    def _room(table: TableConfig) -> int:
+        """For all of its parts, each in whole pages, however it is split."""
+        return _aligned(table.num_embeddings * table.embedding_dim) + (table.embedding_dim // 4 + _CUTS) * _ALIGN
 
 
 def _aligned(elements: int) -> int:

@@ -67,6 +67,7 @@ class Storage:
         self.lookups: list[FusedLookup] = []  # of tables that are looked up together
         self.lookups_apart: dict[str, FusedLookup] = {}
         self._held: tuple[str, ...] = ()
+        self._sums = False
         self._claimed: set[str] = set()
         self._cache_is_newer = False
         self._updates = torch.zeros((), device=device, requires_grad=True)  # stands for tables where autograd asks
@@ -178,11 +179,13 @@ class Storage:
         """(rows, bytes a row) of a shard's tensors, wherever it lives."""
         return self._memory(name).row_bytes(name)
 
-    def hold(self, names: Sequence[str]) -> None:
-        """Makes `names` what this rank holds. Values of those that arrived lie in their `tensors` already."""
+    def hold(self, names: Sequence[str], *, sums: bool = False) -> None:
+        """Makes `names` what this rank holds. Values of those that arrived lie in their `tensors` already. sums: the
+        lookup sums, whatever the tables ask: means are the caller's."""
         self._flush()
         self._claimed.difference_update(names)
-        if self._all_lookups and self._held == tuple(names):
+        same_pooling, self._sums = sums == self._sums, sums
+        if self._all_lookups and same_pooling and self._held == tuple(names):
             return  # a move of others: what the device caches stays
         self.lookups, self.lookups_apart = [], {}  # with their rows, before there are others
         for name in set(self._held) - set(names):
@@ -230,7 +233,8 @@ class Storage:
 
     def _fused(self, names: Sequence[str]) -> FusedLookup:
         table_of = None if self._apart.issuperset(Shard.parse(name).table for name in names) else self._table_of(names)
-        return FusedLookup(self._memory(names[0]), names, self._pooling, table_of, self._plain_loop)
+        pooling = "sum" if self._sums else self._pooling
+        return FusedLookup(self._memory(names[0]), names, pooling, table_of, self._plain_loop)
 
     def _memory(self, name: str) -> FormatMemory:
         return self._memory_of[Shard.parse(name).table]

@@ -43,6 +43,6 @@ def held_bytes(task: PlacementTask, current: ShardingPlan) -> np.ndarray:
         shard = table.shard
         for part in current.parts_of(shard.table):
             if (common := part & shard) is not None:
-                held = table.part(*common.columns) if common.columns else table
+                held = table.holding(common)
                 row[current.rank_of[str(part)]] += held.weight_bytes + held.optimizer_bytes(task.splits.optimizer)
     return bytes_TW
