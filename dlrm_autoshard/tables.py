@@ -194,6 +194,21 @@ class TableConfig:
         part = self if shard.columns is None else self.part(*shard.columns)
         return part if shard.rows is None else part.row_range(*shard.rows)
 
+    def joined(self, one: TableConfig, other: TableConfig) -> TableConfig | None:
+        """Returns two parts as one, where both are this table's and the other follows the one."""
+        if one.shard.table == other.shard.table:
+            if one.rows == other.rows and one.columns[1] == other.columns[0]:
+                return self.row_range(*one.rows).part(one.columns[0], other.columns[1])
+            if one.columns == other.columns and one.rows[1] == other.rows[0]:
+                return self.row_range(one.rows[0], other.rows[1]).part(*one.columns)
+        return None
+
+    def halves_by_rows(self) -> tuple[TableConfig, TableConfig] | None:
+        """None where there is one row."""
+        start, stop = self.rows
+        middle = (start + stop + 1) // 2
+        return (self.row_range(start, middle), self.row_range(middle, stop)) if middle < stop else None
+
     def halves(self, min_dim: int) -> tuple[TableConfig, TableConfig] | None:
         """By columns, the first the wider one where they differ; None where one would have less than `min_dim`."""
         start, stop = self.columns

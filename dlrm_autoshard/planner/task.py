@@ -82,21 +82,12 @@ class PlacementTask:
         placed: list[tuple[TableConfig, int]] = []
         for shard, rank in zip(self.tables, map(int, rank_U[self.units.unit_of_T]), strict=True):
             cut = shard.columns[0] in self.constraints.cuts.get(shard.shard.table, ())
-            joined = None if not placed or placed[-1][1] != rank or cut else self._joined(placed[-1][0], shard)
+            whole, _ = self._whole_of[shard.shard.table]
+            joined = None if not placed or placed[-1][1] != rank or cut else whole.joined(placed[-1][0], shard)
             if joined is not None:
                 placed.pop()
             placed.append((joined or shard, rank))
         return ShardingPlan({shard.name: rank for shard, rank in placed}, self.world_size)
-
-    def _joined(self, one: TableConfig, other: TableConfig) -> TableConfig | None:
-        """Both as one part, where the other follows the one."""
-        if one.shard.table == other.shard.table:
-            whole, _ = self._whole_of[one.shard.table]
-            if one.rows == other.rows and one.columns[1] == other.columns[0]:
-                return whole.row_range(*one.rows).part(one.columns[0], other.columns[1])
-            if one.columns == other.columns and one.rows[1] == other.rows[0]:
-                return whole.row_range(one.rows[0], other.rows[1]).part(*one.columns)
-        return None
 
     def ranks_from(self, plan: ShardingPlan) -> np.ndarray:
         """Rank of each unit in `plan`, which must satisfy this task and be of its shards."""
