@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from dlrm_autoshard.commands.arguments import check_out
+from dlrm_autoshard.errors import UserError
 
 DIGITS = ".4g"
 
@@ -15,7 +17,13 @@ DIGITS = ".4g"
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="list the benchmarks, or run one and compare it with its targets")
     parser.add_argument(
-        "name", nargs="?", help="a benchmark (none: lists them); readme: README.md and FIGURES.md from records"
+        "name",
+        nargs="?",
+        help="a benchmark (none: lists them); network: links between ranks; readme: README.md, FIGURES.md from records",
+    )
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="of network, where torchrun starts none")
+    parser.add_argument(
+        "--costs", type=Path, default=Path("runs/.costs"), metavar="DIR", help="where network keeps what planners use"
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes: rough figures only")
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
@@ -35,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(rewrite(Path("README.md")))
         return 0
+    if arguments.name == "network":
+        return _network(arguments)
     check_out(arguments.out)
     record = run_benchmark(arguments.name, arguments.quick)
     text = json.dumps(record, indent=2)
@@ -45,6 +55,33 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print(record)
     return 0 if record["verdict"] == "met" else 1
+
+
+def _network(arguments: argparse.Namespace) -> int:
+    """Measures on the ranks that torchrun has started, or starts some here."""
+    from dlrm_autoshard.commands.environment_checks import require_pair
+    from dlrm_autoshard.distributed.ranks.launch import launch, recorded
+
+    require_pair()
+    if arguments.ranks < 2:
+        raise UserError(f"--ranks is {arguments.ranks}; a network has 2 or more.")
+    if "RANK" not in os.environ:
+        return launch(["-m", "dlrm_autoshard", *arguments.words], arguments.ranks, after_a_kill="Run it again.")
+
+    def measured() -> int:
+        from dlrm_autoshard.benchmarks.network import in_words, keep, measure
+        from dlrm_autoshard.config import RunConfig
+        from dlrm_autoshard.distributed.ranks.runtime import Runtime
+
+        with Runtime.start(RunConfig(pin_cores=False)) as runtime:
+            found = measure(runtime, arguments.quick)
+            if runtime.rank == 0:
+                print(in_words(found))
+                kept = keep(found, runtime, arguments.costs)
+                print(f"kept in {kept}: jobs of as many ranks with autoshard.cache_dir={kept} plan by it.")
+        return 0
+
+    return recorded(measured)()
 
 
 def _list(as_json: bool) -> None:
