@@ -76,6 +76,8 @@ class TablesConfig(Section):
     pooling: Pooling = "sum"
     poolings: dict[str, Pooling] = {}  # table -> pooling, where it differs
     dtype: TableDtype = "fp32"
+    # Tables of which every rank has a copy: by name, or auto: those of which fewer bytes travel then.
+    replicate: Literal["auto", "none"] | list[str] = "none"
     optimizer: TableOptimizerConfig = TableOptimizerConfig()
     location: Literal["device", "managed_caching"] = "device"  # managed_caching: CUDA, tables larger than the device
     cache_load_factor: Annotated[float, Field(gt=0, le=1)] = 0.2  # of all rows, cached on the device: managed_caching

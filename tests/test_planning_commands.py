@@ -559,7 +559,7 @@ def test_torchrec_itself_shards_by_our_plan() -> None:
 
     names, owned = zip(*run_ranks(_torchrec_rank, 2, timeout=90), strict=True)
     assert names == ("DistributedModelParallel",) * 2
-    assert owned == (["t_1"], ["t_0", "t_2"])
+    assert owned == (["t_1"], ["t_0", "t_2"])  # t_3 is on both, and no shard
 
 
 def _torchrec_rank(rank: int, world_size: int) -> tuple[str, list[str]]:
@@ -569,7 +569,7 @@ def _torchrec_rank(rank: int, world_size: int) -> tuple[str, list[str]]:
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.types import ShardingEnv
 
-    pool = synthetic_pool(3, seed=0, batch_size=64, rows=(10, 100))
+    pool = synthetic_pool(4, seed=0, batch_size=64, rows=(10, 100))
     plan = ShardingPlan({"t_0": 1, "t_1": 0, "t_2": 1}, 2)
     configs = [
         EmbeddingBagConfig(
@@ -584,7 +584,7 @@ def _torchrec_rank(rank: int, world_size: int) -> tuple[str, list[str]]:
         module,
         env=ShardingEnv.from_process_group(world),
         device=torch.device("cpu"),
-        plan=to_sharding_plan(torchrec_plan(plan, pool.tables, module="")),
+        plan=to_sharding_plan(torchrec_plan(plan, pool.tables, module="", replicated=["t_3"])),
         init_data_parallel=False,
     )
     owned = sorted(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ from dlrm_autoshard.distributed.tables.optimizers import SGD, Adagrad, RowwiseAd
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.plan.replicated import replicated_tables
+from dlrm_autoshard.records.plans import replicated_in
+from dlrm_autoshard.records.run import RunRecord
+from dlrm_autoshard.report.summary import summary
 from dlrm_autoshard.tables import TableConfig
 from tests.ranks import run_ranks
 
@@ -334,3 +338,22 @@ def test_ranks_that_differ_and_plans_of_replicated_tables_are_refused() -> None:
     for no_batch, differ, placed in run_ranks(refused, 2):
         assert "needs batch_size=" in no_batch and "the plan's rank of 'day' is 1 on rank 0, and not there" in differ
         assert "places 'day', 'hour', which the model does not have" in placed
+
+
+def with_autoshard(rank: int, world_size: int, folder: Path) -> None:
+    bags = ShardedEmbeddingBags(TABLES, optimizer=Adagrad(lr=0.5), replicate="auto", batch_size=30)
+    tower = nn.Linear(sum(table.embedding_dim for table in TABLES), 1)
+    dense = das.DataParallelDense(tower, torch.optim.SGD, lr=0.1, replicas=bags.replicas, clock=bags.clock)
+    autoshard = das.Autoshard(bags, every_steps=3, sample_every=1, run_dir=folder, budget_seconds=1, measure_plans=0)
+    for step in range(7):
+        dense.backward(tower(bags(*ids_of(rank, step))).square().mean())
+        dense.step()
+        autoshard.step()
+    assert set(bags.plan.tables) == {"item", "user"} and len(set(bags.runtime.all_gather(dense.fingerprint()))) == 1
+    autoshard.finish()
+
+
+def test_the_other_tables_are_planned_in_a_loop_of_ones_own(tmp_path: Path) -> None:
+    run_ranks(with_autoshard, 2, tmp_path / "run", timeout=60)
+    assert [table.name for table in replicated_in(tmp_path / "run")] == ["day", "hour"]
+    assert "2 small tables are on every rank: 'day', 'hour'." in summary(RunRecord.load(tmp_path / "run"))

@@ -29,9 +29,11 @@ from dlrm_autoshard.formats.local_path import checked_path
 from dlrm_autoshard.formats.words import some_of
 from dlrm_autoshard.formats.yaml_file import flat
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.plan.replicated import bytes_of_copies, said_of
 from dlrm_autoshard.records.folder import REPLACED, RunFolder
 from dlrm_autoshard.records.interval import epochs_file
 from dlrm_autoshard.records.jsonl import forget_after
+from dlrm_autoshard.records.plans import write_replicated
 from dlrm_autoshard.report.drawing import last_page
 from dlrm_autoshard.tables import TableStats
 
@@ -213,6 +215,7 @@ class Autoshard:
             current=current,
             stays=stays,
             held_bytes=sum(t.weight_bytes + t.optimizer_bytes(optimizer.name) for t in sharded.local_shards),
+            reserved_bytes=bytes_of_copies(sharded.replicated, optimizer.name),
         )
         try:
             bags.move_to(placement.plan)
@@ -224,8 +227,11 @@ class Autoshard:
                 LOG.warning("the first plan is not taken: %s", refusal)
         if runtime.rank == 0:
             placement.save(self.run_dir, self.steps)
+            write_replicated(self.run_dir, sharded.replicated)
         places = "; ".join(f"rank {rank}: {some_of(bags.plan.tables_on(rank))}" for rank in range(runtime.world_size))
         self._say(f"{len(bags.tables)} tables on {runtime.world_size} rank(s), run directory {self.run_dir}; {places}")
+        if sharded.replicated:
+            self._say(said_of([table.name for table in sharded.replicated]))
         intervals = Intervals(
             self.settings, self._profile, runtime, sharded, bags.move_to, bags.clock, placement, self.run_dir
         )

@@ -73,6 +73,7 @@ def place(
     current: ShardingPlan | None = None,
     stays: bool = False,
     held_bytes: int = 0,
+    reserved_bytes: int = 0,
     on_host: bool = False,
     costs_dir: Path | None = None,
 ) -> Placement:
@@ -82,9 +83,9 @@ def place(
     find_stats: of each table; asked on rank 0, once the settings are known to be right. batch_size: over all ranks.
     shared_memory: whether ranks of a host exchange through it. steps: of the job, where that is known;
     interval_steps: until resharding, which learns from steps for nothing, first decides. current: a plan that is taken
-    as it is, where it is for these ranks and legal; stays: whatever is asked of plans, for it is the live one of a job
-    in which nothing moves. held_bytes: that tables take on this rank already, and may take again. on_host: tables will
-    lie in host memory, beside a GPU too. costs_dir: for what is measured, where settings leave that open.
+    where it is for these ranks and legal; stays: in any case, for nothing moves. held_bytes: that tables take on this
+    rank already, and may take again. reserved_bytes: of each rank, for replicas. on_host: tables will lie in host
+    memory, beside a GPU too. costs_dir: for what is measured, where settings leave that open.
     """
     if interval_steps is not None and reshards(settings, runtime.world_size):
         steps = interval_steps if steps is None else min(steps, interval_steps)
@@ -93,7 +94,7 @@ def place(
     task = PlacementTask.build(
         tables,
         stats,
-        find_topology(settings, runtime, held_bytes, on_host=on_host),
+        find_topology(settings, runtime, held_bytes, reserved_bytes, on_host=on_host),
         batch_size=batch_size,
         table_bytes=memory_bytes(tables, stats, optimizer.name, batch_size),
         constraints=constraints_of(settings),
@@ -164,20 +165,17 @@ def _why(settings: AutoshardConfig, world_size: int, settled: ShardingPlan | Non
     return f"round robin; {stays}"
 
 
-# -- where it is to be placed ------------------------------------------------------------------------------------------
-
-
 def find_topology(
-    settings: AutoshardConfig, runtime: Runtime, held_bytes: int = 0, *, on_host: bool = False
+    settings: AutoshardConfig, runtime: Runtime, held_bytes: int = 0, reserved_bytes: int = 0, *, on_host: bool = False
 ) -> Topology:
-    """Memory as configured, else each rank's share of what is free where its tables will be, and what they hold there;
-    which ranks share a host. Collective."""
+    """Memory as configured, else each rank's share of what is free where its tables will be, and what they hold there,
+    without `reserved_bytes`; which ranks share a host. Collective."""
     device = torch.device("cpu") if on_host else runtime.device
     places = runtime.all_gather((host_id(), name_of(device)))
-    memory = memory_asked(settings, runtime.world_size)
-    if memory is None:
+    if (memory := memory_asked(settings, runtime.world_size)) is None:
         own_share = free_memory(device) // places.count(places[runtime.rank])
         memory = tuple(runtime.all_gather(int(thresholds.MEMORY_SHARE * (own_share + held_bytes))))
+    memory = tuple(max(0, own - reserved_bytes) for own in memory)
     ids = [host for host, _ in places]
     hosts = tuple(list(dict.fromkeys(ids)).index(one) for one in ids)
     return Topology(runtime.world_size, memory, excluded=frozenset(settings.exclude_ranks), hosts=hosts)

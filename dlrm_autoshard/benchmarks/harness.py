@@ -55,6 +55,7 @@ NAMES = (
     "train-scale",
     "own-loop",
     "hosts",
+    "replicas",
     "splits",
     "kills",
     "soak",

@@ -166,9 +166,11 @@ class OurJob:
         autocast: bool = False,
         location: Literal["device", "managed_caching"] = "device",
         graphs: bool = True,
+        replicated: Sequence[str] = (),
     ) -> None:
         """ranks: that train it, where not all do; the others must call `make_groups` meanwhile. On a GPU batches are in
-        pinned memory. autocast: products of bf16. location: of the tables. graphs: on a GPU, of the dense part."""
+        pinned memory. autocast: products of bf16. location: of the tables. graphs: on a GPU, of the dense part.
+        replicated: tables on every rank, which are not in the plan."""
         self.batches = batches
         group, id_group, control = make_groups(ranks)
         self.embeddings = ShardedEmbeddings(
@@ -181,6 +183,7 @@ class OurJob:
             device=device,
             shared_memory=shared_memory,
             exchange_dtype=exchange_dtype,
+            replicated=replicated,
         )
         self.model = DLRM(workload.num_dense, self.embeddings.output_tables, workload.model, seed=workload.seed)
         self.dense = DataParallelDense(
@@ -190,6 +193,7 @@ class OurJob:
             device,
             average=False,
             shared_memory=shared_memory,
+            replicas=self.embeddings.replicas,
         )
         self.clock = StageClock(device, control)
         step = (self.model, self.dense, self.embeddings, self.clock)

@@ -37,6 +37,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.costs import step_cost_ms
     from dlrm_autoshard.plan import PlanError, ShardingPlan
+    from dlrm_autoshard.plan.replicated import said_of
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.planner.result import Gain
     from dlrm_autoshard.records.plans import last_plan
@@ -57,10 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
     task = task_of(pool, of_run, plan.world_size, arguments, may_split=bool(plan.split_tables))
     fitted, made_otherwise = (arguments.fitted, None) if of_run else costs_asked(plan_file, arguments.fitted)
     planner = planner_of("auto", 0, fitted, optimizer=task.splits.optimizer)
-    measured, step_part = list[str](), 1.0
+    measured, step_part, replicated = list[str](), 1.0, tuple[str, ...]()
     if of_run is not None:
         record = RunRecord.load(arguments.plan)
         learn_from(planner, record, of_run, task)
+        replicated = record.replicated
         if record.reported.plan == plan and (measured := measured_of(record)):
             step_part = step_cost_ms(record.reported.measured) / max(record.reported.mean_step_ms, 1e-9)
     costs = planner.predict(task, plan)
@@ -74,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     task = task.split_as(plan)
     pool, table_bytes = replace(pool, tables=task.tables, stats=task.stats), dict(task.table_bytes)
     sentences = measured or predicted_of(plan, pool, costs)
+    sentences += [f"{said_of(replicated)}."] if replicated else []
     sentences += memory_of(plan, table_bytes, task.topology.memory_bytes)
     if made_otherwise:
         sentences.append(made_otherwise)

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.planner.dreamshard.pool import TablePool
     from dlrm_autoshard.planner.planner import ALGORITHMS
     from dlrm_autoshard.probe.measured import Costs
-    from dlrm_autoshard.records.plans import last_plan
+    from dlrm_autoshard.records.plans import last_plan, replicated_in
     from dlrm_autoshard.records.run import RunRecord
     from dlrm_autoshard.torchrec.module_file import Modules, load_modules, shapes_in
     from dlrm_autoshard.torchrec.plan_format import python_source
@@ -123,10 +123,13 @@ def run(arguments: argparse.Namespace) -> int:
         budget_seconds=arguments.budget_seconds,
     )
     if arguments.format == "torchrec":
-        shapes = {arguments.module: pool.tables} if modules is None else shapes_in(modules)
+        copies = () if arguments.of_run is None else replicated_in(arguments.of_run)
+        shapes = {arguments.module: (*pool.tables, *copies)} if modules is None else shapes_in(modules)
         numbers = range(arguments.devices)
         local_ranks = [rank % (arguments.ranks_per_host or arguments.devices) for rank in numbers]
-        record: dict[str, Any] = plan_record(result.plan, shapes, arguments.device, local_ranks)
+        record: dict[str, Any] = plan_record(
+            result.plan, shapes, arguments.device, local_ranks, {table.name for table in copies}
+        )
         if arguments.out is not None and arguments.out.suffix == ".py":
             arguments.out.write_text(python_source(record))
         else:

@@ -6,7 +6,7 @@ replicated_tables("auto", tables, features={"day": 1}, batch_size=2048, world_si
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dlrm_autoshard.formats.words import some_of
 from dlrm_autoshard.optimizers import OPTIMIZERS
@@ -66,6 +66,11 @@ def replicated_tables(
         if len(wanted) == len(tables):
             raise PlanError("replicate names all tables; at least one must be left for the plan to place.")
     return tuple(table.name for table in wanted) if world_size > 1 else ()
+
+
+def bytes_of_copies(tables: Iterable[TableConfig], optimizer: TableOptimizer) -> int:
+    """Returns what replicated tables take on each rank: weights, optimizer state and gradients."""
+    return sum(2 * table.weight_bytes + table.optimizer_bytes(optimizer) for table in tables)
 
 
 def said_of(names: Sequence[str]) -> str:

@@ -22,6 +22,8 @@ from dlrm_autoshard.records.diagnosis import Balance, balance_of
 from dlrm_autoshard.records.facts import RankInterval
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import SCHEMA, ReportError, read_records, shown
+from dlrm_autoshard.records.plans import replicated_in
+from dlrm_autoshard.tables import TableConfig
 
 RESULT = "result.json"
 """In the directory of a run that has finished."""
@@ -45,6 +47,8 @@ class RunRecord:
     """Whether the trainer said so at the end of the latest start."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Seconds by phase of the latest start, where it is finished."""
+    replicated: tuple[str, ...] = ()
+    """Tables that were on every rank, and in no plan, at the latest start."""
     budget_bytes: tuple[int, ...] = ()
     """Memory for tables on each rank, as the latest plan at a start knew it; () where there was none, or no limit."""
 
@@ -77,6 +81,7 @@ class RunRecord:
             starts=1 + sum(1 for _ in run_dir.glob("starts/*")),
             finished=(run_dir / RESULT).exists(),
             seconds=_seconds(run_dir / RESULT),
+            replicated=tuple(table.name for table in _replicated(run_dir)),
             budget_bytes=_budget(run_dir / "plan" / "evidence.jsonl"),
         )
 
@@ -252,6 +257,13 @@ def _budget(path: Path) -> tuple[int, ...]:
     found = read_records(path, lambda line: line.get("budget_bytes"))
     known = found[-1] if found else None
     return tuple(known) if isinstance(known, list) and all(isinstance(one, int) for one in known) else ()
+
+
+def _replicated(run_dir: Path) -> tuple[TableConfig, ...]:
+    try:
+        return replicated_in(run_dir)
+    except FormatError as error:
+        raise ReportError(str(error)) from error
 
 
 def _of_kind(kind: Any) -> Callable[[Any], Mapping[str, Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dlrm_autoshard.costs import imbalance
 from dlrm_autoshard.formats.words import count
+from dlrm_autoshard.plan.replicated import said_of
 from dlrm_autoshard.records.diagnosis import STARVED_BELOW
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
@@ -24,6 +25,7 @@ def details(record: RunRecord) -> list[str]:
     if record.intervals:
         sentences += [
             where_it_ran(record),
+            *([f"{said_of(record.replicated)}."] if record.replicated else []),
             step_time(record, record.reported),
             *who_was_slow(record),
             *what_it_cost(record),

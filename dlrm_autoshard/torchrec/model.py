@@ -34,6 +34,7 @@ class ShardedModel:
         self.environment = _check(self.collections)
         self.model_tables = table_configs(self.collections)
         self.tables: tuple[TableConfig, ...] = alike(self.model_tables)
+        self.replicated: tuple[TableConfig, ...] = ()
         self.runtime = runtime_of(self.environment.process_group, model.device)
         self.device: torch.device = self.runtime.device
         self.plan: ShardingPlan = plan_of(model.plan, self.collections, self.runtime.world_size)

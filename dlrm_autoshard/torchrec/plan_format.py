@@ -7,7 +7,7 @@ sharding_plan = to_sharding_plan(record)             # with torchrec installed: 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dlrm_autoshard.plan import ShardingPlan, shards_by_table
@@ -22,15 +22,27 @@ def torchrec_plan(
     module: str = DEFAULT_MODULE,
     device: str = "cpu",
     local_ranks: Sequence[int] | None = None,
+    replicated: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Table-wise sharding of tables that are whole, column-wise of those that are split; fused kernels. device: 'cpu'
+    """Table-wise sharding of tables that are whole, column-wise of those that are split; fused kernels. Replicated
+    tables, which the plan does not place, are data-parallel: TorchRec has DDP sum their gradients. device: 'cpu'
     or 'cuda', which TorchRec numbers on each host anew. local_ranks: each rank's number on its host, which is that of
     its GPU; by default all ranks are on one host.
 
     Plain JSON, {module: {table: {sharding_type, compute_kernel, ranks, sharding_spec}}}, so that making one needs no
     torchrec; `to_sharding_plan` turns it into torchrec's own classes.
     """
-    of_table = shards_by_table(tables, plan)
+    placed = [table for table in tables if table.name not in replicated]
+    own = {
+        table.name: {
+            "sharding_type": "data_parallel",
+            "compute_kernel": "dense",
+            "ranks": list(range(plan.world_size)),
+            "sharding_spec": None,
+        }
+        for table in tables
+        if table.name in replicated
+    }
     return {
         module: {
             table.name: {
@@ -48,8 +60,9 @@ def torchrec_plan(
                     ]
                 },
             }
-            for table, shards in zip(tables, of_table, strict=True)
+            for table, shards in zip(placed, shards_by_table(placed, plan), strict=True)
         }
+        | own
     }
 
 
@@ -67,7 +80,9 @@ def to_sharding_plan(record: Mapping[str, Any]) -> Any:
                         sharding_type=sharding["sharding_type"],
                         compute_kernel=sharding["compute_kernel"],
                         ranks=list(sharding["ranks"]),
-                        sharding_spec=EnumerableShardingSpec(
+                        sharding_spec=None
+                        if sharding["sharding_spec"] is None
+                        else EnumerableShardingSpec(
                             [ShardMetadata(**shard) for shard in sharding["sharding_spec"]["shards"]]
                         ),
                     )
@@ -86,12 +101,13 @@ def python_source(record: Mapping[str, Any]) -> str:
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
-PLAN = {json.dumps(record, indent=4)}
+PLAN = {_literal(record)}
 
 
 def _sharding(sharding_type, compute_kernel, ranks, sharding_spec):
-    shards = [ShardMetadata(**shard) for shard in sharding_spec["shards"]]
-    return ParameterSharding(sharding_type, compute_kernel, ranks, EnumerableShardingSpec(shards))
+    if sharding_spec is not None:
+        sharding_spec = EnumerableShardingSpec([ShardMetadata(**shard) for shard in sharding_spec["shards"]])
+    return ParameterSharding(sharding_type, compute_kernel, ranks, sharding_spec)
 
 
 sharding_plan = ShardingPlan(
@@ -101,6 +117,11 @@ sharding_plan = ShardingPlan(
     }}
 )
 '''
+
+
+def _literal(record: Mapping[str, Any]) -> str:
+    """Returns the record as Python writes it."""
+    return json.dumps(record, indent=4).replace('"sharding_spec": null', '"sharding_spec": None')
 
 
 def _placement(rank: int, device: str, local_ranks: Sequence[int] | None) -> str:

@@ -6,7 +6,7 @@ plan = plan_of(sharding_plan, collections, world_size)                   # refus
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,16 +23,19 @@ def plan_record(
     modules: Mapping[str, Sequence[TableConfig]],
     device: str,
     local_ranks: Sequence[int] | None = None,
+    replicated: Collection[str] = (),
 ) -> dict[str, Any]:
     """{module: {table: sharding}} of all modules. modules: of each its tables, by their names in it.
-    local_ranks: each rank's number on its host; all ranks on one host by default."""
+    local_ranks: each rank's number on its host; all ranks on one host by default. replicated: tables that the plan
+    does not place, as `table_key` names them."""
     record: dict[str, Any] = {}
     for path, tables in modules.items():
         own = {}
+        copies = {table.name for table in tables if table_key(path, table.name, modules) in replicated}
         for table in tables:
             for shard in plan.parts_of(table_key(path, table.name, modules)):
                 own[str(replace(shard, table=table.name))] = plan.rank_of[str(shard)]
-        record |= torchrec_plan(ShardingPlan(own, plan.world_size), tables, path, device, local_ranks)
+        record |= torchrec_plan(ShardingPlan(own, plan.world_size), tables, path, device, local_ranks, copies)
     return record
 
 

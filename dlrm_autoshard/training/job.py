@@ -25,9 +25,11 @@ from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.distributed.tables.optimizers import check_optimizers
 from dlrm_autoshard.model.dlrm import make_model
+from dlrm_autoshard.plan.replicated import bytes_of_copies
+from dlrm_autoshard.tables import TableStats
 from dlrm_autoshard.training.agreement import agree_on_dense
 from dlrm_autoshard.training.checkpoints.checkpoint import Checkpoints
-from dlrm_autoshard.training.checkpoints.manifest import DamagedCheckpoint
+from dlrm_autoshard.training.checkpoints.manifest import DamagedCheckpoint, read_manifest
 from dlrm_autoshard.training.data import TrainingData
 from dlrm_autoshard.training.random_state import seed_all
 from dlrm_autoshard.training.selection import Selection
@@ -37,6 +39,7 @@ from dlrm_autoshard.training.start_checks import (
     check_sizes,
     check_splits,
     free_and_sharers,
+    replicated_of,
 )
 from dlrm_autoshard.training.state import Position, TrainingState, plan_of
 
@@ -80,6 +83,7 @@ class Job:
         self.data = TrainingData(source, config, runtime, self.resumed_from)
         if self.data.reordered:
             self.notes.append("The config has columns in another order than the checkpoint, whose order is kept.")
+        self.replicated = runtime.from_rank_0(self._choose_replicated)
         self.placement = self._place()
         self.embeddings = ShardedEmbeddings(
             self.data.features,
@@ -92,10 +96,14 @@ class Job:
             exchange_dtype=config.train.exchange_dtype,
             seed=config.run.seed,
             initial_values=self.resumed_from is None,
+            replicated=self.replicated,
         )
         tables, labels = self.embeddings.output_tables, len(self.data.label_names)
         model = make_model(self.data.source.num_dense, tables, config.model, config.run.seed, labels)
-        self.dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device, average=False)
+        replicas = self.embeddings.replicas
+        self.dense = DataParallelDense(
+            model, config.dense_optimizer, runtime.group, runtime.device, average=False, replicas=replicas
+        )
         agree_on_dense(self.dense, runtime)
         self.clock = StageClock(runtime.device, runtime.control if runtime.device.type == "cpu" else runtime.group)
         self.autocast = config.train.dense_dtype == "bf16"
@@ -138,31 +146,37 @@ class Job:
             "building": time.time() - joined - planned,
         }
 
+    def _choose_replicated(self) -> tuple[str, ...]:
+        before = [] if self.resumed_from is None else read_manifest(self.resumed_from).state.replicated
+        return replicated_of(self.config, self.data.features, self.runtime.world_size, before)
+
     def _place(self) -> Placement:
         """A plan for the tables: the checkpoint's, where it still fits."""
         config, runtime, data = self.config, self.runtime, self.data
         current = plan_of(self.resumed_from, data.features.tables)
+        copies = [table for table in data.features.tables if table.name in self.replicated]
+        tables = [table for table in data.features.tables if table not in copies]
+
+        def find_stats() -> list[TableStats]:
+            settings = config.autoshard.stats_batches, data.features
+            found = measure_stats(data.source, data.global_batch, *settings, on_bad_id=config.data.on_bad_id)
+            return [stats for table, stats in zip(data.features.tables, found, strict=True) if table in tables]
+
         total, decides = data.count_steps(Position()), config.autoshard.reshard
         self.interval_steps = decides.every_steps or decides.every_epochs * data.steps_of_interval(total)
         placement = place(
             config.autoshard,
             runtime,
-            data.features.tables,
-            partial(
-                measure_stats,
-                data.source,
-                data.global_batch,
-                config.autoshard.stats_batches,
-                data.features,
-                on_bad_id=config.data.on_bad_id,
-            ),
+            tables,
+            find_stats,
             batch_size=data.global_batch,
             optimizer=config.tables.optimizer,
             exchange_dtype=config.train.exchange_dtype,
             steps=total,
             interval_steps=self.interval_steps,
             seed=config.run.seed,
-            current=current,
+            current=current if current and {*current.tables} == {table.name for table in tables} else None,
+            reserved_bytes=bytes_of_copies(copies, config.tables.optimizer.name),
             on_host=config.tables.location == "managed_caching",
             costs_dir=Path(config.run.dir) / ".costs",
         )

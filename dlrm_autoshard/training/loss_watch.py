@@ -28,12 +28,13 @@ class LossWatch:
         return loss
 
     def compare_replicas(self, steps_done: int) -> None:
-        """TrainError where the dense weights are not the same on all ranks, bit by bit. A collective."""
+        """TrainError where what all ranks have a copy of is not the same on all, bit by bit. A collective."""
         fingerprints = self._runtime.all_gather(self._step.dense.fingerprint())
         other = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
         if other:
+            copies = "" if self._step.embeddings.replicas is None else ", or copies of tables,"
             raise TrainError(
-                f"the dense weights of rank(s) {', '.join(map(str, other))} are not those of rank 0 after step "
+                f"the dense weights{copies} of rank(s) {', '.join(map(str, other))} are not those of rank 0 after step "
                 f"{steps_done - 1}: a rank's memory or arithmetic is at fault, or the model's code changes them on one "
                 f"rank only. {self._state.last_checkpoint(steps_done)}"
             )

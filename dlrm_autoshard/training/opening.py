@@ -7,9 +7,10 @@ from dataclasses import replace
 from dlrm_autoshard.autoshard.asked import reshards
 from dlrm_autoshard.data.open import found
 from dlrm_autoshard.formats.words import count
+from dlrm_autoshard.plan.replicated import said_of
 from dlrm_autoshard.planner.dreamshard.pool import TablePool
 from dlrm_autoshard.records.jsonl import lost_if_unwritable
-from dlrm_autoshard.records.plans import TABLES
+from dlrm_autoshard.records.plans import TABLES, write_replicated
 from dlrm_autoshard.report.plan_table import (
     candidate_table,
     rank_table,
@@ -27,7 +28,7 @@ def open_run(display: Display, job: Job, *, finished: bool) -> None:
     placement, step, run_dir = job.placement, job.position.step, job.run_dir
     resumed = f", resumed at step {step}" + (": nothing is left to do" if finished else "") if step else ""
     display.line(
-        f"{len(job.embeddings.tables)} tables on {job.runtime.world_size} rank(s), {job.total_steps} steps of "
+        f"{len(job.embeddings.features.tables)} tables on {job.runtime.world_size} rank(s), {job.total_steps} steps of "
         f"{job.data.global_batch} examples{resumed}; run directory {run_dir}"
     )
     display.line(found(job.data.source))
@@ -36,7 +37,11 @@ def open_run(display: Display, job: Job, *, finished: bool) -> None:
         display.line(f"changed since its last start: {', '.join(changes)}")
     display.line(f"placement: {placement.why}")
     result = placement.result
+    copies = job.embeddings.replicated
+    if copies:
+        display.line(said_of([table.name for table in copies]))
     placement.save(run_dir, step)
+    write_replicated(run_dir, copies)
     with lost_if_unwritable(run_dir / TABLES):
         TablePool(tuple(placement.task.tables), tuple(placement.task.stats)).save(run_dir / TABLES)
     predicted = None if result is None else result.predicted

@@ -6,7 +6,8 @@ check_start(config, ranks=2)          # before any rank runs: all that is wrong,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from torch import nn
@@ -19,15 +20,17 @@ from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.lookup.shared_memory import host_id
+from dlrm_autoshard.distributed.lookup.wire import exchange_bytes
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.distributed.ranks.runtime import Runtime, check_threads, choose_device, name_of
 from dlrm_autoshard.distributed.tables.optimizers import check_optimizers
 from dlrm_autoshard.errors import UserError, in_a_sentence
 from dlrm_autoshard.formats.words import gib
-from dlrm_autoshard.plan import Topology
+from dlrm_autoshard.plan import ShardingPlan, Topology
+from dlrm_autoshard.plan.replicated import replicated_tables
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.plug_in import check_place
-from dlrm_autoshard.tables import TableStats
+from dlrm_autoshard.tables import Shard, TableStats
 from dlrm_autoshard.training.callbacks import check_callbacks
 from dlrm_autoshard.training.checkpoints.folder import CheckpointFolder, run_and_checkpoint
 from dlrm_autoshard.training.run_directory import check_run_dir, run_to_continue
@@ -95,7 +98,9 @@ def check_resume(config: Config, resume: str) -> None:
 def check_placement(config: Config, source: DataSource, ranks: int) -> None:
     """UserError where what is asked of plans, or a plan that is given, is not of these tables and ranks. Memory that is
     free is looked at on the ranks, where it will be taken."""
-    settings, tables = config.autoshard, Features.of(source.tables, config.tables.shared).tables
+    settings, features = config.autoshard, Features.of(source.tables, config.tables.shared)
+    replicated = replicated_of(config, features, ranks)
+    tables = [table for table in features.tables if table.name not in replicated]
     check_asked(settings, [table.name for table in tables], ranks)
     task = PlacementTask.build(
         tables,
@@ -107,6 +112,29 @@ def check_placement(config: Config, source: DataSource, ranks: int) -> None:
     )
     if settings.placement not in (None, "round_robin"):
         given_plan(settings.placement, task)
+
+
+def replicated_of(config: Config, features: Features, ranks: int, before: Sequence[str] = ()) -> tuple[str, ...]:
+    """Returns the tables that lie on every rank. before: those of the checkpoint that the job goes on from, which
+    `auto` keeps, so that no bit depends on when it was stopped. PlanError names one that cannot be."""
+    asked, settings, names = config.tables.replicate, config.autoshard, {table.name for table in features.tables}
+    if asked == "auto" and ranks > 1 and before and names.issuperset(before):
+        return tuple(before)
+    placed = {Shard.parse(name).table for name in settings.pinned}
+    placed |= {Shard.parse(name).table for group in (*settings.together, *settings.apart) for name in group}
+    if settings.placement not in (None, "round_robin"):
+        placed |= {*ShardingPlan.load(Path(settings.placement)).tables}
+    return replicated_tables(
+        asked,
+        features.tables,
+        features=features.counts,
+        batch_size=config.train.batch_size,
+        world_size=ranks,
+        exchange_bytes=exchange_bytes(config.train.exchange_dtype),
+        optimizer=config.tables.optimizer.name,
+        placed=placed,
+        sequences={features.tables[number].name for number in features.sequence_tables},
+    )
 
 
 def check_splits(config: Config, source: DataSource) -> None:

@@ -91,6 +91,7 @@ class TrainingState:
             epoch=position.epoch,
             sample=position.sample,
             plan=self.embeddings.plan.to_json(),
+            replicated=self._replicated,
             columns=self.columns,
             table_updates=self.embeddings.updates,
             optimizer_steps=self.dense.optimizer_steps,
@@ -100,8 +101,8 @@ class TrainingState:
             "selection": self.selection.state_dict(),
             **({} if self.intervals is None else self.intervals.state_dict()),
         }
-        replicated = {} if self.runtime.rank == 0 else dict(self.dense.named_tensors())
-        own = {name: value for name, value in self.tensors().items() if name not in replicated}
+        elsewhere = {} if self.runtime.rank == 0 else self._on_every_rank()
+        own = {name: value for name, value in self.tensors().items() if name not in elsewhere}
         self.checkpoints.save(own, state, extra)
 
     def load_weights(self, checkpoint: Path) -> tuple[SavedState, Any]:
@@ -115,16 +116,17 @@ class TrainingState:
     def resume(self, checkpoint: Path) -> Position:
         state, extra = self.load_weights(checkpoint)
         best = self.runtime.broadcast(self.checkpoints.best())
-        self.checkpoints.on_all_ranks(lambda: self._remember(checkpoint, extra, best))
+        self.checkpoints.on_all_ranks(lambda: self._remember(checkpoint, state, extra, best))
         return Position(state.epoch, state.sample, state.step)
 
-    def _remember(self, checkpoint: Path, extra: Any, best: Path | None) -> None:
+    def _remember(self, checkpoint: Path, saved: SavedState, extra: Any, best: Path | None) -> None:
         """What a checkpoint holds beside tensors. DamagedCheckpoint where it is not what a job writes."""
+        learned = {*saved.replicated} == {*self._replicated}  # else of other tables than are placed now
         try:
             record = checked(ExtraRecord, extra, extra="ignore")
             for state in record["random"]:
                 check_random_state(state)
-            if self.intervals is not None:
+            if self.intervals is not None and learned:
                 self.intervals.load_state_dict(extra)
             self.selection.load_state_dict(record.get("selection", {}), None if best is None else step_of(best))
             if self.runtime.rank < len(record["random"]):
@@ -156,12 +158,22 @@ class TrainingState:
             for name in self.embeddings.plan.tables_on(self.runtime.rank)
             for key, value in self.embeddings.storage.tensors(name).items()
         }
-        return own | dict(self.dense.named_tensors())
+        return own | self._on_every_rank()
+
+    def _on_every_rank(self) -> dict[str, Tensor]:
+        replicas = self.embeddings.replicas
+        copies = {} if replicas is None else {f"tables.{name}": value for name, value in replicas.named_tensors()}
+        return copies | dict(self.dense.named_tensors())
+
+    @property
+    def _replicated(self) -> list[str]:
+        replicas = self.embeddings.replicas
+        return [] if replicas is None else [table.name for table in replicas.tables]
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every tensor of the model, whoever owns it."""
         shapes = {name: tuple(value.shape) for name, value in self.dense.named_tensors()}
-        for table in self.embeddings.tables:
+        for table in self.embeddings.features.tables:
             shapes[f"tables.{table.name}.weight"] = (table.num_embeddings, table.embedding_dim)
             for state, shape in table.state_shapes(self.trained_by or self.embeddings.config.optimizer.name).items():
                 shapes[f"tables.{table.name}.{state}"] = shape
@@ -196,14 +208,14 @@ def in_trained_order(
 
 
 def plan_of(checkpoint: Path | None, tables: Sequence[TableConfig]) -> ShardingPlan | None:
-    """The plan under which a checkpoint of these tables was written."""
+    """The plan under which a checkpoint of these tables was written; replicated ones are not in it."""
     if checkpoint is None:
         return None
-    saved = read_manifest(checkpoint).state.plan
-    if saved is None:
+    saved = read_manifest(checkpoint).state
+    if saved.plan is None:
         return None
-    plan = ShardingPlan.from_json(saved)
-    names, saved_names = {table.name for table in tables}, {*plan.tables}
+    plan = ShardingPlan.from_json(saved.plan)
+    names, saved_names = {table.name for table in tables}, {*plan.tables, *saved.replicated}
     check_same(
         checkpoint,
         [f"table '{name}' is not in it" for name in sorted(names - saved_names)]

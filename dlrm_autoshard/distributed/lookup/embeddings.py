@@ -90,6 +90,11 @@ class ShardedEmbeddings:
                 initialise(weight, table, seed, first_column=column, first_row=first, rows=rows)
 
     @property
+    def replicated(self) -> tuple[TableConfig, ...]:
+        """Tables of which every rank has a copy, and that no plan places."""
+        return () if self.replicas is None else self.replicas.tables
+
+    @property
     def output_tables(self) -> tuple[TableConfig, ...]:
         """Of each feature, in the order of the pooled output's columns, what it looks up, under its own name."""
         return tuple(self.features.features[i] for i in self.features.output_order())

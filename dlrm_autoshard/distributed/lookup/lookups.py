@@ -20,7 +20,6 @@ from dlrm_autoshard.distributed.lookup.device_ids import DeviceIdDistribution
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.lookup.exchange import Margin, Pending, with_margin, without_margin
 from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
-from dlrm_autoshard.distributed.lookup.replicas import ReplicaLookup
 from dlrm_autoshard.distributed.lookup.sequences import NoSequences
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.errors import BagsError
@@ -102,11 +101,7 @@ class Lookups:
             first.register_hook(lambda *_: self._updated())
         clock.barrier("fwd_comms")
         with clock.stage("fwd_comms"):
-            lookup = Lookup(self, local, sent.batch, sequences, training=True)
-        if embeddings.replicas is not None:
-            with clock.stage("dense_fwd"):  # on every rank alike: no plan changes what copies cost
-                lookup.look_up_replicas()
-        return lookup
+            return Lookup(self, local, sent.batch, sequences, training=True)
 
     def _updated(self) -> None:
         """The backward pass has updated the tables: its end, as far as they are concerned."""
@@ -163,7 +158,8 @@ class Lookup:
         self._lookups, self._batch, self._rows, self._training = lookups, batch, rows, training
         self.sequences: dict[str, Jagged] = {}
         """After `wait()`: the vectors that are not pooled."""
-        self._replicated: ReplicaLookup | None = None
+        replicas = lookups.embeddings.replicas
+        self._replicated = None if replicas is None else replicas.look_up(batch, training=training)
         self._plan = lookups.embeddings.plan
         self._vectors: Pending | None = None
         self._gradients: Pending | None = None
@@ -173,13 +169,6 @@ class Lookup:
             self._token = _Send.apply(self, *local)
         else:
             self.send(*local)
-            self.look_up_replicas()
-
-    def look_up_replicas(self) -> None:
-        """Looks up in the tables that this rank has copies of, while the others' vectors travel."""
-        replicas = self._lookups.embeddings.replicas
-        if replicas is not None:
-            self._replicated = replicas.look_up(self._batch, training=self._training)
 
     def wait(self, margin: Margin = (0, 0), into: Tensor | None = None) -> Tensor:
         """[B, margin + D + margin] pooled vectors of this rank's samples; they may be changed in place. margin: columns
@@ -188,8 +177,7 @@ class Lookup:
             raise BagsError("a lookup was waited for twice, or after it was cancelled. Keep what `wait()` gave.")
         if self._training:
             clock, token, self._token = self._lookups.clock, self._token, None
-            with clock.stage("fwd_comms"):
-                pooled, *of_sequences = _Wait.apply(token, self, margin, into)
+            pooled, *of_sequences = _Wait.apply(token, self, margin, into)
             clock.begin("dense_fwd")
         else:
             pooled, *of_sequences = self.receive(margin, into)
@@ -222,16 +210,25 @@ class Lookup:
         assert vectors is not None
         self._vectors = None  # memory that is done with goes at once
         inner = margin if columns is None else (0, 0)
-        pooled_BD = embeddings.in_output_order(vectors.wait(), inner, into if columns is None else None)
-        if embeddings.means is not None:
-            embeddings.means.divide_(pooled_BD, self._batch.lengths_TB, inner)
-        if self._replicated is not None:
+        stage = self._lookups.clock.stage if self._training else lambda _: nullcontext()
+        with stage("fwd_comms"):
+            pooled_BD = embeddings.in_output_order(vectors.wait(), inner, into if columns is None else None)
+            if embeddings.means is not None:
+                embeddings.means.divide_(pooled_BD, self._batch.lengths_TB, inner)
+            of_sequences = self._rows.values()
+            if self._replicated is None:
+                return [self._as_given(pooled_BD, margin, into), *of_sequences]
+        with stage("dense_fwd"):  # on every rank alike: no plan changes what copies cost
             self._replicated.put(pooled_BD, inner[0])
-        if columns is not None:
-            pooled_BD = pooled_BD.index_select(1, columns[0])
-            if any(margin) or into is not None:
-                pooled_BD = with_margin(pooled_BD, margin, into)
-        return [pooled_BD, *self._rows.values()]
+            return [self._as_given(pooled_BD, margin, into), *of_sequences]
+
+    def _as_given(self, pooled_BD: Tensor, margin: Margin, into: Tensor | None) -> Tensor:
+        """With columns in the order in which the tables were given."""
+        columns = self._lookups.columns
+        if columns is None:
+            return pooled_BD
+        pooled_BD = pooled_BD.index_select(1, columns[0])
+        return with_margin(pooled_BD, margin, into) if any(margin) or into is not None else pooled_BD
 
     def send_gradients(self, gradient_BD: Tensor, of_sequences: Sequence[Tensor], margin: Margin) -> None:
         lookups, embeddings, clock = self._lookups, self._lookups.embeddings, self._lookups.clock

@@ -1,14 +1,15 @@
 """Small tables that every rank has a copy of: each looks its own batch up, and all make the same update.
 
-looked_up = replicas.look_up(batch)                  # this rank's samples; no id and no vector travels
+looked_up = replicas.look_up(batch)                  # of this rank's samples; no id and no vector travels
 looked_up.put(pooled_BD, margin[0]); looked_up.add_gradient(gradient_BD, margin[0])
 replicas.update(lr)                                  # once `gradient` is the sum over ranks
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from weakref import WeakSet
 
 import torch
@@ -22,29 +23,24 @@ from dlrm_autoshard.distributed.lookup.exchange import Pending
 from dlrm_autoshard.distributed.lookup.shared_memory import SharedMemory
 from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
 from dlrm_autoshard.distributed.tables.init import initialise
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import TableConfig, output_order
 
-# Axes: B samples of this rank, F features of one dim, D columns of all replicated features, R rows, N ids.
+# Axes: B samples of this rank, R rows, N ids of one feature. Ops take one feature at a time: what it reads and writes
+# stays in the core's cache.
 
 
 @dataclass(frozen=True)
-class _Dim:
-    """The features of one embedding dim: their rows lie in one weight, in which ids are counted on from `first_rows_F`.
+class _Feature:
+    """number: in the batch. column: its first one in the pooled output. elements: of its table, among all weights."""
 
-    features: numbers in the batch. columns: in the replicas' own [B, D]. rows: [start, stop) of all rows. elements: of
-    all weights. averages_F: which features divide by their bags' lengths.
-    """
-
+    number: int
+    column: int
     dim: int
-    features: list[int]
-    first_rows_F: Tensor
-    columns: slice
-    rows: slice
     elements: slice
-    averages_F: Tensor
+    averages: bool
 
-    def weight(self, flat: Tensor) -> Tensor:
-        """[R, dim] of the weights, or of what is kept beside each."""
+    def rows(self, flat: Tensor) -> Tensor:
+        """Returns [R, dim] of the weights, or of their gradients."""
         return flat[self.elements].view(-1, self.dim)
 
 
@@ -81,9 +77,9 @@ class Replicas:
         """features: of the whole model; names: of the replicated tables among its tables. reduce: sums gradients,
         unless `join` has them travel with others."""
         self.optimizer, self.learning_rate, self._device, self._streams = optimizer, optimizer.lr, device, streams
-        order, of = features.output_order(), features.features
-        own = [number for number in order if features.tables[features.table_of[number]].name in names]
-        self.tables = tuple(dict.fromkeys(features.tables[features.table_of[number]] for number in own))
+        self.tables = tuple(
+            features.tables[i] for i in output_order(features.tables) if features.tables[i].name in names
+        )
         self._places: dict[str, tuple[int, int]] = {}  # table -> its first row and element
         rows = elements = 0
         for table in self.tables:
@@ -94,9 +90,7 @@ class Replicas:
         self._state: Tensor | None = None
         if optimizer.name != "sgd":
             self._state = torch.zeros(rows if optimizer.name == "rowwise_adagrad" else elements, device=device)
-        self._dims = list(self._by_dim(features, own))
-        self.runs = list(_runs(order, own, of))
-        """(first column of the pooled output, first of the replicas' own, number) of columns that lie side by side."""
+        self._features = list(self._looked_up(features))
         self.outstanding: WeakSet[ReplicaLookup] = WeakSet()
         self.joined = False
         self._before, self._after = self._finish_other, self._start_alone
@@ -106,49 +100,40 @@ class Replicas:
         for table in self.tables:
             initialise(self.tensors(table.name)["weight"], table.name, seed)
 
-    def _by_dim(self, features: Features, own: list[int]) -> Iterator[_Dim]:
-        first_column = 0
-        for dim in dict.fromkeys(features.features[number].embedding_dim for number in own):
-            alike = [number for number in own if features.features[number].embedding_dim == dim]
-            tables = [table for table in self.tables if table.embedding_dim == dim]
-            first_row, first_element = self._places[tables[0].name]
-            rows = sum(table.num_embeddings for table in tables)
-            starts = [self._places[features.tables[features.table_of[n]].name][0] - first_row for n in alike]
-            averages = [features.features[number].pooling == "mean" for number in alike]
-            yield _Dim(
-                dim,
-                alike,
-                torch.tensor(starts),
-                slice(first_column, first_column + dim * len(alike)),
-                slice(first_row, first_row + rows),
-                slice(first_element, first_element + rows * dim),
-                torch.tensor(averages),
-            )
-            first_column += dim * len(alike)
+    def _looked_up(self, features: Features) -> Iterator[_Feature]:
+        column = 0
+        for number in features.output_order():
+            table = features.tables[features.table_of[number]]
+            if table.name in self._places:
+                averages = features.features[number].pooling == "mean"
+                yield _Feature(number, column, table.embedding_dim, self._elements(table), averages)
+            column += table.embedding_dim
+
+    def _elements(self, table: TableConfig) -> slice:
+        _, first = self._places[table.name]
+        return slice(first, first + table.num_embeddings * table.embedding_dim)
 
     # -- lookups -------------------------------------------------------------------------------------------------------
 
     def look_up(self, batch: Batch, *, training: bool = True) -> ReplicaLookup:
-        """Vectors of this rank's samples. training: a backward pass follows."""
+        """Returns the lookup of this rank's samples. training: a backward pass follows."""
+        numbers = [feature.number for feature in self._features]
+        one_each = (batch.lengths_TB[numbers] == 1).all(1).tolist()
         counts = batch.lengths_TB.sum(1).tolist()
-        values, weights = batch.values_N.split(counts), None
-        if batch.weights_N is not None:
-            weights = batch.weights_N.split(counts)
-        looked_up = ReplicaLookup(self, [self._bags(of, batch, values, weights) for of in self._dims])
+        values, weights_N = batch.values_N.split(counts), batch.weights_N
+        weights = [None] * len(counts) if weights_N is None else weights_N.split(counts)
+        looked_up = ReplicaLookup(self)
+        for feature, single in zip(self._features, one_each, strict=True):
+            ids_N, multiplied = self._here(values[feature.number]), weights[feature.number]
+            if single and multiplied is None:
+                looked_up.bags.append(_Bags(feature, ids_N))
+            else:
+                lengths_B = self._here(batch.lengths_TB[feature.number])
+                own = None if multiplied is None else self._here(multiplied)
+                looked_up.bags.append(_Bags(feature, ids_N, lengths_B, own))
         if training:
             self.outstanding.add(looked_up)
         return looked_up
-
-    def _bags(self, of: _Dim, batch: Batch, values: tuple[Tensor, ...], weights: tuple[Tensor, ...] | None) -> _Bags:
-        lengths_FB = batch.lengths_TB[of.features]
-        starts_F = of.first_rows_F.to(batch.values_N)
-        if weights is None and bool((lengths_FB == 1).all()):
-            ids_FB = torch.stack([values[number] for number in of.features]) + starts_F[:, None]
-            return _Bags(of, self._here(ids_FB.T.reshape(-1)))
-        lengths_F = torch.tensor([len(values[number]) for number in of.features], device=starts_F.device)
-        ids_N = torch.cat([values[number] for number in of.features]) + starts_F.repeat_interleave(lengths_F)
-        weights_N = None if weights is None else self._here(torch.cat([weights[number] for number in of.features]))
-        return _Bags(of, self._here(ids_N), self._here(lengths_FB), weights_N)
 
     def _here(self, given: Tensor) -> Tensor:
         if self._streams is None:
@@ -164,11 +149,11 @@ class Replicas:
         after: called around each lookup's."""
         self.gradient, self._before, self._after, self.joined = gradient, before, after, True
 
-    def add(self, looked_up: ReplicaLookup, gradients: Sequence[tuple[_Bags, Tensor]]) -> None:
-        """gradients: of a lookup, by dim."""
+    def add(self, looked_up: ReplicaLookup, gradient_BD: Tensor, first_column: int) -> None:
+        """Adds a lookup's gradients to those of this step."""
         self._before()
-        for bags, gradient_BD in gradients:
-            bags.add_gradient(gradient_BD, bags.of.weight(self.gradient))
+        for bags in looked_up.bags:
+            bags.add_gradient(gradient_BD, first_column, self.gradient)
         self.outstanding.discard(looked_up)
         self._added = True
         self._after()
@@ -205,11 +190,14 @@ class Replicas:
             state.addcmul_(gradient, gradient)
             self.weights.addcdiv_(gradient, state.sqrt().add_(eps).clamp_(min=smallest), value=-lr)
         else:
-            for of in self._dims:
-                gradient_RD, state_R = of.weight(gradient), state[of.rows]
+            for dim, tables in groupby(self.tables, key=lambda table: table.embedding_dim):
+                alike = [*tables]
+                (row, element), rows = self._places[alike[0].name], sum(table.num_embeddings for table in alike)
+                elements, state_R = slice(element, element + rows * dim), state[row : row + rows]
+                gradient_RD = gradient[elements].view(rows, dim)
                 state_R.add_(gradient_RD.square().mean(1))
                 rate_R = lr / state_R.sqrt().add_(eps).clamp_(min=smallest)
-                of.weight(self.weights).sub_(gradient_RD * rate_R[:, None])
+                self.weights[elements].view(rows, dim).sub_(gradient_RD * rate_R[:, None])
         gradient.zero_()
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -217,8 +205,8 @@ class Replicas:
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Live views {weight, momentum1} of a table, shaped as its owner's would be."""
         table = next(table for table in self.tables if table.name == name)
-        (row, element), rows, dim = self._places[name], table.num_embeddings, table.embedding_dim
-        elements = slice(element, element + rows * dim)
+        (row, _), rows, dim = self._places[name], table.num_embeddings, table.embedding_dim
+        elements = self._elements(table)
         found = {"weight": self.weights[elements].view(rows, dim)}
         if self._state is not None and self.optimizer.name == "rowwise_adagrad":
             found["momentum1"] = self._state[row : row + rows]
@@ -240,81 +228,52 @@ class Replicas:
 
 @dataclass(frozen=True)
 class _Bags:
-    """Ids of one dim's features, as rows of its weight: sample by sample where each bag has one, else feature by
-    feature, in bags of `lengths_FB`."""
+    """Ids of one feature: one a sample, or as many as `lengths_B` says."""
 
-    of: _Dim
-    rows_N: Tensor
-    lengths_FB: Tensor | None = None
+    of: _Feature
+    ids_N: Tensor
+    lengths_B: Tensor | None = None
     weights_N: Tensor | None = None
 
-    def vectors(self, weight_RD: Tensor) -> Tensor:
-        """[B, F * dim]"""
-        if self.lengths_FB is None:
-            return weight_RD.index_select(0, self.rows_N).view(-1, len(self.of.features) * self.of.dim)
-        offsets = torch.nn.functional.pad(self.lengths_FB.reshape(-1).cumsum(0), (1, 0)).to(self.rows_N)
-        pooled = torch.nn.functional.embedding_bag(
-            self.rows_N, weight_RD, offsets, mode="sum", per_sample_weights=self.weights_N, include_last_offset=True
+    def put(self, weights: Tensor, output_BD: Tensor, first_column: int) -> None:
+        table_RD, into_BD = self.of.rows(weights), output_BD.narrow(1, first_column + self.of.column, self.of.dim)
+        if self.lengths_B is None:
+            torch.index_select(table_RD, 0, self.ids_N, out=into_BD)
+            return
+        offsets = torch.nn.functional.pad(self.lengths_B.cumsum(0), (1, 0)).to(self.ids_N)
+        pooled_BD = torch.nn.functional.embedding_bag(
+            self.ids_N, table_RD, offsets, mode="sum", per_sample_weights=self.weights_N, include_last_offset=True
         )
-        pooled_BFD = self._averaged(pooled.view(*self.lengths_FB.shape, self.of.dim).transpose(0, 1))
-        return pooled_BFD.reshape(len(pooled_BFD), -1)
+        into_BD.copy_(pooled_BD / self.lengths_B.clamp(min=1)[:, None] if self.of.averages else pooled_BD)
 
-    def add_gradient(self, gradient_BD: Tensor, into_RD: Tensor) -> None:
-        """In one order: the sum over the samples of a row is the same each time."""
-        rows_ND = gradient_BD.reshape(-1, self.of.dim)
-        if self.lengths_FB is not None:
-            features, samples = self.lengths_FB.shape
-            by_feature = self._averaged(gradient_BD.view(samples, features, self.of.dim)).transpose(0, 1)
-            bags_N = torch.arange(features * samples, device=into_RD.device).repeat_interleave(
-                self.lengths_FB.reshape(-1), output_size=len(self.rows_N)
-            )
-            rows_ND = by_feature.reshape(-1, self.of.dim).index_select(0, bags_N)
+    def add_gradient(self, gradient_BD: Tensor, first_column: int, into: Tensor) -> None:
+        """In one order, so that a row's sum is the same each time."""
+        rows_ND, into_RD = gradient_BD.narrow(1, first_column + self.of.column, self.of.dim), self.of.rows(into)
+        if self.lengths_B is not None:
+            if self.of.averages:
+                rows_ND = rows_ND / self.lengths_B.clamp(min=1)[:, None]
+            rows_ND = rows_ND.repeat_interleave(self.lengths_B, 0, output_size=len(self.ids_N))
             if self.weights_N is not None:
                 rows_ND = rows_ND * self.weights_N[:, None]
-        if into_RD.device.type == "cpu":
-            into_RD.index_add_(0, self.rows_N, rows_ND)
+        ids_N, rows_ND = self.ids_N.long(), rows_ND.contiguous()  # other indices and strides are slow here
+        if into.device.type == "cpu":
+            into_RD.index_add_(0, ids_N, rows_ND)
         else:  # whose index_add_ adds in any order
-            into_RD += torch.ops.aten.embedding_dense_backward(rows_ND, self.rows_N, len(into_RD), -1, False)
-
-    def _averaged(self, values_BFD: Tensor) -> Tensor:
-        if self.lengths_FB is None or not bool(self.of.averages_F.any()):
-            return values_BFD
-        averages_F1 = self.of.averages_F.to(self.lengths_FB.device)[:, None]
-        return values_BFD / torch.where(averages_F1, self.lengths_FB.clamp(min=1), 1).T[:, :, None]
+            into_RD += torch.ops.aten.embedding_dense_backward(rows_ND, ids_N, len(into_RD), -1, False)
 
 
 class ReplicaLookup:
-    """The vectors that one batch looked up, and where its gradients go."""
+    """The ids that one batch looks up in the copies, and where its gradients go."""
 
-    def __init__(self, replicas: Replicas, bags: list[_Bags]) -> None:
-        self._replicas, self._bags = replicas, bags
-        found = [own.vectors(own.of.weight(replicas.weights)) for own in bags]
-        self._vectors_BD: Tensor | None = found[0] if len(found) == 1 else torch.cat(found, 1)
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self.bags: list[_Bags] = []
 
-    def put(self, pooled_BD: Tensor, first_column: int) -> None:
-        """Writes the vectors to where they belong in the pooled output, which begins at `first_column`."""
-        vectors, self._vectors_BD = self._vectors_BD, None
-        assert vectors is not None
-        for output, own, width in self._replicas.runs:
-            pooled_BD.narrow(1, first_column + output, width).copy_(vectors.narrow(1, own, width))
+    def put(self, output_BD: Tensor, first_column: int) -> None:
+        """Writes the vectors to their columns of the pooled output, which begins at `first_column`."""
+        for bags in self.bags:
+            bags.put(self._replicas.weights, output_BD, first_column)
 
     def add_gradient(self, gradient_BD: Tensor, first_column: int) -> None:
         """gradient_BD: of the pooled output, which begins at `first_column`."""
-        runs = [gradient_BD.narrow(1, first_column + output, width) for output, _, width in self._replicas.runs]
-        own_BD = torch.cat(runs, 1).float()
-        self._replicas.add(self, [(bags, own_BD[:, bags.of.columns]) for bags in self._bags])
-
-
-def _runs(order: list[int], own: list[int], features: tuple[TableConfig, ...]) -> Iterator[tuple[int, int, int]]:
-    output = column = width = 0
-    wanted = set(own)
-    for number in order:
-        dim = features[number].embedding_dim
-        if number in wanted:
-            width += dim
-        elif width:
-            yield output - width, column, width
-            column, width = column + width, 0
-        output += dim
-    if width:
-        yield output - width, column, width
+        self._replicas.add(self, gradient_BD, first_column)

@@ -22,6 +22,11 @@ class PlacedTables(Protocol):
     @property
     def tables(self) -> tuple[TableConfig, ...]: ...
     @property
+    def replicated(self) -> tuple[TableConfig, ...]:
+        """Tables of which every rank has a copy, and that no plan places."""
+        ...
+
+    @property
     def plan(self) -> ShardingPlan: ...
     @property
     def local_shards(self) -> tuple[TableConfig, ...]:

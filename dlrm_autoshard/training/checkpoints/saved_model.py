@@ -132,7 +132,8 @@ def shared_out(tables: Sequence[TableConfig], topology: Topology, trained: Shard
     fits no rank. UserError where their weights do not fit."""
     splits = Splits(max_parts=topology.world_size, min_dim=4, optimizer="sgd")
     task = PlacementTask.build(tables, [TableStats(1.0)] * len(tables), topology, batch_size=1, splits=splits)
-    if trained is not None and trained.world_size == topology.world_size and task.allows(trained):
+    same = trained is not None and {*trained.tables} == {*task.names}  # none was replicated
+    if same and trained is not None and trained.world_size == topology.world_size and task.allows(trained):
         return trained
     try:
         return Planner("size_greedy").plan(task).plan
