@@ -67,12 +67,20 @@ class RunConfig(Section):
         return name
 
 
+class SequenceConfig(Section):
+    """A feature whose vectors are not pooled: the model gets one an id."""
+
+    max_length: Annotated[int, Field(gt=0, le=10**5)]  # of a sample's ids; longer lists are cut
+    keep: Literal["newest", "oldest"] = "newest"  # the last ids of a list, or the first
+
+
 class TablesConfig(Section):
     """Shapes of the tables, and how their bags are pooled."""
 
     embedding_dim: EmbeddingDim = 16  # of tables that the data source does not give a dim
     embedding_dims: dict[str, EmbeddingDim] = {}  # table -> dim, where it differs
     shared: dict[str, list[str]] = {}  # table -> features whose ids are its rows; else each has a table of its name
+    sequences: dict[str, SequenceConfig] = {}  # features that are not pooled, for a model.factory that takes them
     pooling: Pooling = "sum"
     poolings: dict[str, Pooling] = {}  # table -> pooling, where it differs
     dtype: TableDtype = "fp32"
@@ -275,6 +283,13 @@ class Config(Section):
             raise ValueError(
                 f"autoshard.splits.min_dim is {narrowest}; with train.exchange_dtype: int8 it must be at least 16, for "
                 "columns that are scaled together stay together"
+            )
+        if self.tables.sequences and self.model.factory is None:
+            name = next(iter(self.tables.sequences))
+            raise ValueError(
+                f"tables.sequences has {show(name)}, and the built-in DLRM pools every feature. Set model.factory to a "
+                "DenseArch that takes sequences (configs/movielens_sequence.yaml has one), or take it out to have it "
+                "pooled"
             )
         if self.model.options and self.model.factory is None:
             raise ValueError("model.options are for model.factory, and there is none")

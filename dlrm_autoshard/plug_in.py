@@ -78,6 +78,12 @@ def lies_in(place: str, folder: Path) -> bool:
     return False
 
 
+def takes(function: Callable[..., Any], option: str) -> bool:
+    """Whether it has a parameter of that name, or takes any."""
+    parameters = inspect.signature(function).parameters
+    return option in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 def call(function: Callable[..., Any], key: str, *given: Any, **options: Any) -> Any:
     """function(*given, **options), where it takes them. key: of the options, for messages."""
     try:

@@ -71,7 +71,7 @@ def _written(arguments: argparse.Namespace, file: BinaryIO) -> dict[str, Any]:
     path = CheckpointFolder(arguments.model / "checkpoints").asked_for(arguments.checkpoint)
     source = open_source(config.data, config.tables, labelled=False, splits=())
     source, _ = in_trained_order(source, config.tables.shared, path)
-    features = Features.of(source.tables, config.tables.shared)
+    features = Features.of(source.tables, config.tables.shared, config.tables.sequences)
     weights = SavedWeights.open(path, features.tables)
     described: dict[str, Any]
     if arguments.to == "pt":

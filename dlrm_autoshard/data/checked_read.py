@@ -28,10 +28,12 @@ class Stretch:
         return self.source.read(self.split, self.epoch, self.first, self.last)
 
     def checked(self, batch: Batch, id_check: IdCheck) -> Batch:
-        """The batch, of the right form, with ids that are rows or are repaired. DataError names sample and place."""
+        """The batch, of the right form, with ids that are rows or are repaired, and sequences cut. DataError names
+        sample and place."""
         named = f"data source '{type(self.source).__name__}', from {self.sample(0)},"
         check_form(batch, self.source, self.last - self.first, named)
-        return id_check(batch, self.sample, self.place)
+        checked, cuts = id_check(batch, self.sample, self.place), getattr(self.source, "cuts", None)
+        return checked if cuts is None else cuts(checked, self.source.tables)
 
     def sample(self, number: int) -> str:
         return f"sample {self.first + number} (from 0) of split '{self.split}' in epoch {self.epoch}"

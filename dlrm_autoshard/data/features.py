@@ -47,9 +47,7 @@ class Features:
         numbers = {name: number for number, name in enumerate(tables)}
         table_of = tuple(numbers[table_named.get(feature.name, feature.name)] for feature in features)
         names = [feature.name for feature in features]
-        for name in (wanted := set(sequences)):
-            if name not in names:
-                raise DataError(f"sequences: '{name}' is no feature.{near_to(name, names)}")
+        check_sequences(names, wanted := set(sequences))
         return Features(
             tuple(features), tuple(tables.values()), table_of, tuple(name for name in names if name in wanted)
         )
@@ -74,6 +72,11 @@ class Features:
     def pooled(self) -> tuple[TableConfig, ...]:
         """The features that are no sequences."""
         return tuple(feature for feature in self.features if feature.name not in self.sequences)
+
+    @property
+    def by_sequence(self) -> dict[str, TableConfig]:
+        """The sequences by name, each of its table's shape."""
+        return {feature.name: feature for feature in self.features if feature.name in self.sequences}
 
     @property
     def sequence_tables(self) -> frozenset[int]:
@@ -129,6 +132,13 @@ def shared_by(features: Sequence[str], shared: Mapping[str, Sequence[str]]) -> d
             if table_named.setdefault(name, table) != table:
                 raise DataError(f"tables.shared: '{name}' is in '{table_named[name]}' and in '{table}'.")
     return table_named
+
+
+def check_sequences(features: Sequence[str], sequences: Iterable[str]) -> None:
+    """DataError names one that is no feature."""
+    for name in sequences:
+        if name not in features:
+            raise DataError(f"sequences: '{name}' is no feature.{near_to(name, features)}")
 
 
 def near_to(name: str, names: Sequence[str]) -> str:

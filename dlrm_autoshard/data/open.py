@@ -15,6 +15,7 @@ from dlrm_autoshard.config_data import CriteoData, CustomData, DataConfig, Movie
 from dlrm_autoshard.data.batch import SPLITS, DataSource, Split
 from dlrm_autoshard.data.errors import DataError
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
+from dlrm_autoshard.data.sequences import with_cuts
 from dlrm_autoshard.data.sources.criteo.source import CriteoSource
 from dlrm_autoshard.data.sources.custom import open_custom
 from dlrm_autoshard.data.sources.dlrm_datasets import DlrmDatasetsSource
@@ -32,7 +33,7 @@ def open_source(
     labelled: False where one asks for predictions alone: parquet files may come without labels then, and are not
     shuffled. splits: what will be read: no parquet files of others need be there, no days to train on.
     """
-    source = _opened(data, tables, labelled, splits)
+    source: DataSource = with_cuts(_opened(data, tables, labelled, splits), tables.sequences)
     if "train" in splits and labelled and source.num_samples("train") == 0:
         raise DataError(f"data.source '{data.source}' has no samples in split 'train': there is nothing to train on.")
     return source

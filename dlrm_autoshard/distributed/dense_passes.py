@@ -1,11 +1,13 @@
 """The dense part of a step: the bottom while vectors travel, the top with them, and this rank's share of the loss.
 
 bottom = passes.bottom(batch)
-loss = passes.top(bottom, pooled, batch)     # summed over ranks it is the mean over the global batch
+loss = passes.top(bottom, pooled, batch, {})     # summed over ranks it is the mean over the global batch
 passes.backward(loss, dense)
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,6 +16,10 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.model.dlrm import DenseArch
+from dlrm_autoshard.model.jagged import Jagged
+
+Sequences = Mapping[str, Jagged]
+"""Vectors that are not pooled, by name; none for most models."""
 
 
 class DensePasses:
@@ -30,10 +36,12 @@ class DensePasses:
         with self._autocast(batch):
             return self.model.bottom(batch.real_rows(batch.dense_BF))
 
-    def top(self, bottom: Tensor, pooled: Tensor, batch: Batch) -> Tensor:
+    def top(self, bottom: Tensor, pooled: Tensor, batch: Batch, sequences: Sequences) -> Tensor:
         """pooled: with the model's margin, and written to."""
+        real = batch.real_rows(pooled)
+        of_real = {name: own.first(len(real)) for name, own in sequences.items()}
         with self._autocast(batch):
-            return share_of_loss(self.model.top(bottom, batch.real_rows(pooled)), batch)
+            return share_of_loss(self.model.logits(bottom, real, of_real), batch)
 
     def backward(self, loss: Tensor, dense: DataParallelDense) -> None:
         dense.backward(loss)

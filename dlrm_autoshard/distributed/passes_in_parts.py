@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.dense import DataParallelDense
-from dlrm_autoshard.distributed.dense_passes import DensePasses
+from dlrm_autoshard.distributed.dense_passes import DensePasses, Sequences
 from dlrm_autoshard.model.dlrm import DenseArch
 
 
@@ -31,8 +31,9 @@ class PassesInParts(DensePasses):
     def bottom(self, batch: Batch) -> Tensor:
         return batch.dense_BF  # of each part in turn
 
-    def top(self, bottom: Tensor, pooled: Tensor, batch: Batch) -> Tensor:
-        loss: Tensor = _InParts.apply(pooled, self, batch)
+    def top(self, bottom: Tensor, pooled: Tensor, batch: Batch, sequences: Sequences) -> Tensor:
+        vectors = [own.values for own in sequences.values()]
+        loss: Tensor = _InParts.apply(self, batch, sequences, pooled, *vectors)
         return loss
 
     def backward(self, loss: Tensor, dense: DataParallelDense) -> None:
@@ -44,34 +45,42 @@ class PassesInParts(DensePasses):
             if parameter.grad is not None:
                 parameter.grad.zero_()
 
-    def loss_and_gradient(self, pooled: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The gradient is of `pooled`; parameters have theirs."""
+    def loss_and_gradients(self, pooled: Tensor, batch: Batch, sequences: Sequences) -> tuple[Tensor, list[Tensor]]:
+        """Gradients are of `pooled` and of each sequence's vectors; parameters have theirs."""
         total, gradient, first = pooled.new_zeros(()), torch.zeros_like(pooled), 0
-        for leaf in pooled.detach().chunk(self._parts):
+        cut = {name: own.leaves(self._parts) for name, own in sequences.items()}
+        for number, leaf in enumerate(pooled.detach().chunk(self._parts)):
+            own = {name: parts[number] for name, parts in cut.items()}
             rows = slice(first, first := first + len(leaf))
             weights = None if batch.loss_weights_B is None else batch.loss_weights_B[rows]
             size = min(max(batch.size - rows.start, 0), len(leaf))
             part = replace(
                 batch, dense_BF=batch.dense_BF[rows], labels_B=batch.labels_B[rows], loss_weights_B=weights, size=size
             )
-            loss = super().top(super().bottom(part), leaf.requires_grad_(), part)
+            loss = super().top(super().bottom(part), leaf.requires_grad_(), part, own)
             loss.backward()
             total += loss.detach()
             if leaf.grad is not None:
                 gradient[rows] = leaf.grad
-        return total, gradient
+        of_sequences = [
+            torch.cat([torch.zeros_like(part.values) if (g := part.values.grad) is None else g for part in parts])
+            for parts in cut.values()
+        ]
+        return total, [gradient, *of_sequences]
 
 
 class _InParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pooled: Tensor, passes: PassesInParts, batch: Batch) -> Tensor:
+    def forward(
+        ctx: Any, passes: PassesInParts, batch: Batch, sequences: Sequences, pooled: Tensor, *vectors: Tensor
+    ) -> Tensor:
         with torch.enable_grad():
-            loss, ctx.gradient = passes.loss_and_gradient(pooled, batch)
+            loss, ctx.gradients = passes.loss_and_gradients(pooled, batch, sequences)
         ctx.passes = passes
         return loss
 
     @staticmethod
-    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor, None, None]:
-        gradient, ctx.gradient = ctx.gradient, None
+    def backward(ctx: Any, of_loss: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
         ctx.passes.gradients_made()
-        return gradient, None, None
+        return None, None, None, *gradients

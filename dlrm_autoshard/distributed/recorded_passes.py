@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.dense import DataParallelDense
-from dlrm_autoshard.distributed.dense_passes import DensePasses
+from dlrm_autoshard.distributed.dense_passes import DensePasses, Sequences
 from dlrm_autoshard.model.dlrm import DenseArch
 
 LOG = logging.getLogger("dlrm_autoshard")
@@ -45,7 +45,7 @@ class FourPasses:
 
     def top(self, pooled: Tensor) -> Tensor:
         self._leaves = self._bottom.detach().requires_grad_(), pooled.detach().requires_grad_()
-        self._loss = self._passes.top(*self._leaves, self.batch)
+        self._loss = self._passes.top(*self._leaves, self.batch, {})
         return self._loss.detach()
 
     def backward_top(self) -> Tensor:
@@ -92,8 +92,8 @@ class RecordedPasses:
         token: Tensor = _Bottom.apply(batch.dense_BF.new_zeros((), requires_grad=True), self, batch)
         return token
 
-    def top(self, bottom: Tensor, pooled: Tensor, batch: Batch) -> Tensor:
-        """pooled: lies in `place`, where that is not None."""
+    def top(self, bottom: Tensor, pooled: Tensor, batch: Batch, sequences: Sequences) -> Tensor:
+        """pooled: lies in `place`, where that is not None. sequences: none; on GPUs there are not any."""
         loss: Tensor = _Top.apply(bottom, pooled, self)
         return loss
 

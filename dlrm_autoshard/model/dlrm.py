@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dlrm_autoshard import plug_in
 from dlrm_autoshard.config import ModelConfig
 from dlrm_autoshard.model.interaction import CatInteraction, DotInteraction, LowRankCross, with_dense
+from dlrm_autoshard.model.jagged import Jagged
 from dlrm_autoshard.tables import TableConfig
 
 
@@ -34,20 +35,39 @@ class DenseArch(nn.Module):
         raise NotImplementedError
 
     def top(self, bottom_BD: Tensor, pooled_BD: Tensor) -> Tensor:
-        """Logits [B]; [B, L] for L labels. pooled_BD: every table's vectors side by side, with `margin`."""
+        """Logits [B]; [B, L] for L labels. pooled_BD: every table's vectors side by side, with `margin`. Where
+        `tables.sequences` names some, their vectors by name are a third argument."""
         raise NotImplementedError
+
+    def logits(self, bottom_BD: Tensor, pooled_BD: Tensor, sequences: Mapping[str, Jagged]) -> Tensor:
+        """What `top` gives."""
+        top: Callable[..., Tensor] = self.top
+        return top(bottom_BD, pooled_BD, sequences) if sequences else top(bottom_BD, pooled_BD)
 
 
 def make_model(
-    num_dense: int, tables: Sequence[TableConfig], config: ModelConfig, seed: int = 0, num_labels: int = 1
+    num_dense: int,
+    tables: Sequence[TableConfig],
+    config: ModelConfig,
+    seed: int = 0,
+    num_labels: int = 1,
+    sequences: Mapping[str, TableConfig] | None = None,
 ) -> DenseArch:
-    """Makes the dense part that the config describes, or a user's own by its factory."""
+    """Makes the dense part that the config describes, or a user's own by its factory, which is given `sequences`, the
+    features that are not pooled, where there are some."""
     if config.factory is None:
         return DLRM(num_dense, tables, config, seed, num_labels)
     factory = plug_in.load(config.factory, "model.factory")
+    given = {"sequences": sequences} if sequences else {}
+    if given and not plug_in.takes(factory, "sequences"):
+        raise plug_in.PlugInError(
+            f"model.factory: '{config.factory}' has no parameter `sequences`, and tables.sequences has "
+            f"'{next(iter(given['sequences']))}'. Let it take them, and `top(bottom, pooled, sequences)` their "
+            "vectors; or take them out to have them pooled."
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = plug_in.call(factory, "model.options", num_dense, tables, **config.options)
+        made = plug_in.call(factory, "model.options", num_dense, tables, **given, **config.options)
     if not isinstance(made, DenseArch):
         raise plug_in.PlugInError(
             f"model.factory: '{config.factory}' gives a {type(made).__name__}; it must give a "

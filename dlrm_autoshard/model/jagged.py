@@ -25,6 +25,11 @@ class Jagged:
         max_length: L, of which longer sequences keep their last; None: the longest one's length."""
         lengths_B = self.lengths.long()
         size = int(lengths_B.max()) if max_length is None else max_length
+        mask_BL = torch.arange(size, device=lengths_B.device) < lengths_B.clamp(max=size)[:, None]
+        if torch.compiler.is_exporting():  # a program in which no size depends on values; its backward is slower
+            first_B = lengths_B.cumsum(0) - lengths_B.clamp(max=size)
+            place_BL = (first_B[:, None] + torch.arange(size)).clamp(max=self.values.shape[0] - 1)
+            return self.values[place_BL].masked_fill(~mask_BL[:, :, None], 0), mask_BL
         sample_N = torch.arange(len(lengths_B), device=lengths_B.device).repeat_interleave(lengths_B)
         behind_N = torch.arange(len(self.values), device=lengths_B.device) - (lengths_B.cumsum(0) - lengths_B)[sample_N]
         place_N = behind_N - (lengths_B - size).clamp(min=0)[sample_N]
@@ -33,18 +38,17 @@ class Jagged:
             kept = place_N < len(lengths_B) * size
             values, place_N = values[kept], place_N[kept]
         padded = values.new_zeros(len(lengths_B) * size, values.shape[1]).index_copy(0, place_N, values)
-        mask_BL = torch.arange(size, device=lengths_B.device) < lengths_B.clamp(max=size)[:, None]
         return padded.view(len(lengths_B), size, values.shape[1]), mask_BL
 
     def first(self, samples: int) -> Jagged:
         """The same of so many samples, behind which there are only empty ones."""
         return replace(self, lengths=self.lengths[:samples])
 
-    def chunk(self, parts: int) -> list[Jagged]:
-        """As `Tensor.chunk` cuts samples."""
+    def leaves(self, parts: int) -> list[Jagged]:
+        """Samples as `Tensor.chunk` cuts them, vectors as leaves of autograd's."""
         lengths = self.lengths.chunk(parts)
-        counts = [int(own.sum()) for own in lengths]
-        return [Jagged(values, own) for values, own in zip(self.values.split(counts), lengths, strict=True)]
+        values = self.values.detach().split([int(own.sum()) for own in lengths])
+        return [Jagged(part.requires_grad_(), own) for part, own in zip(values, lengths, strict=True)]
 
 
 class Looked(NamedTuple):

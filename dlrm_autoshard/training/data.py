@@ -25,7 +25,7 @@ class TrainingData:
         """checkpoint: whose order of columns is kept."""
         self.source, self.columns = in_trained_order(source, config.tables.shared, checkpoint)
         self.reordered = self.source is not source
-        self.features = Features.of(self.source.tables, config.tables.shared)
+        self.features = Features.of(self.source.tables, config.tables.shared, config.tables.sequences)
         self.label_names = label_names_of(self.source)
         self.global_batch = config.train.batch_size * runtime.world_size
         self._config, self._runtime, self._reading = config, runtime, Lock()

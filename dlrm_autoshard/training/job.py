@@ -16,6 +16,7 @@ from dlrm_autoshard.autoshard.initial_plan import Placement, place
 from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.open import open_source, settled
+from dlrm_autoshard.data.sequences import said_of_cuts
 from dlrm_autoshard.data.statistics import measure_stats
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
@@ -79,7 +80,7 @@ class Job:
         self.resumed_from, self.notes = runtime.from_rank_0(
             lambda: self.checkpoints.choose(checkpoint, fall_back=fall_back)
         )
-        self.notes += getattr(source, "remarks", [])
+        self.notes += [*getattr(source, "remarks", []), *said_of_cuts(source)]
         self.data = TrainingData(source, config, runtime, self.resumed_from)
         if self.data.reordered:
             self.notes.append("The config has columns in another order than the checkpoint, whose order is kept.")
@@ -98,8 +99,8 @@ class Job:
             initial_values=self.resumed_from is None,
             replicated=self.replicated,
         )
-        tables, labels = self.embeddings.output_tables, len(self.data.label_names)
-        model = make_model(self.data.source.num_dense, tables, config.model, config.run.seed, labels)
+        tables, labels, of = self.embeddings.output_tables, len(self.data.label_names), self.data.features
+        model = make_model(self.data.source.num_dense, tables, config.model, config.run.seed, labels, of.by_sequence)
         replicas = self.embeddings.replicas
         self.dense = DataParallelDense(
             model, config.dense_optimizer, runtime.group, runtime.device, average=False, replicas=replicas

@@ -98,7 +98,8 @@ def check_resume(config: Config, resume: str) -> None:
 def check_placement(config: Config, source: DataSource, ranks: int) -> None:
     """UserError where what is asked of plans, or a plan that is given, is not of these tables and ranks. Memory that is
     free is looked at on the ranks, where it will be taken."""
-    settings, features = config.autoshard, Features.of(source.tables, config.tables.shared)
+    settings = config.autoshard
+    features = Features.of(source.tables, config.tables.shared, config.tables.sequences)
     replicated = replicated_of(config, features, ranks)
     tables = [table for table in features.tables if table.name not in replicated]
     check_asked(settings, [table.name for table in tables], ranks)

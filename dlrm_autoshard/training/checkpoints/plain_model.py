@@ -16,6 +16,7 @@ from dlrm_autoshard.data.batch import DataSource, has_id_weights, label_names_of
 from dlrm_autoshard.data.columns import dense_names_of
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.model.dlrm import make_model
+from dlrm_autoshard.model.jagged import Jagged
 from dlrm_autoshard.training.checkpoints.saved_weights import SavedWeights
 
 
@@ -29,8 +30,9 @@ class PlainModel(nn.Module):
     def __init__(self, weights: SavedWeights, source: DataSource, features: Features, config: ModelConfig) -> None:
         super().__init__()
         self.order, self.table_of = features.output_order(), features.table_of
+        self.sequences = [feature.name if feature.name in features.sequences else None for feature in features.features]
         pooled = [features.features[place] for place in self.order]
-        self.dense = make_model(source.num_dense, pooled, config, num_labels=len(label_names_of(source)))
+        self.dense = make_model(source.num_dense, pooled, config, 0, len(label_names_of(source)), features.by_sequence)
         weights.load(self.dense)
         self.margin = self.dense.margin
         self.bags = nn.ModuleList(
@@ -41,13 +43,24 @@ class PlainModel(nn.Module):
     def forward(
         self, dense_BF: Tensor, values: list[Tensor], offsets: list[Tensor], weights: list[Tensor] | None = None
     ) -> Tensor:
-        pooled = [
-            self.bags[table](values[feature], offsets[feature], None if weights is None else weights[feature])
-            for feature, table in enumerate(self.table_of)
-        ]
+        pooled, sequences = dict[int, Tensor](), dict[str, Jagged]()
+        for feature, table in enumerate(self.table_of):
+            bags, name = self.bags[table], self.sequences[feature]
+            own = None if weights is None else weights[feature]
+            if name is None:
+                pooled[feature] = bags(values[feature], offsets[feature], own)
+            else:
+                vectors = nn.functional.embedding(values[feature], bags.weight)
+                vectors = vectors if own is None else vectors * own[:, None]
+                sequences[name] = Jagged(vectors, _lengths(offsets[feature], values[feature]))
         before, after = (dense_BF.new_zeros(dense_BF.shape[0], columns) for columns in self.margin)
         pooled_BD = torch.cat([before, *(pooled[feature] for feature in self.order), after], 1)
-        return torch.sigmoid(self.dense.top(self.dense.bottom(dense_BF), pooled_BD))
+        return torch.sigmoid(self.dense.logits(self.dense.bottom(dense_BF), pooled_BD, sequences))
+
+
+def _lengths(offsets: Tensor, values: Tensor) -> Tensor:
+    """[B] of the bags that start there; the last one ends with the values."""
+    return torch.diff(offsets, append=torch.ones_like(offsets[:1]) * values.shape[0])
 
 
 def export_plain(model: PlainModel, source: DataSource, file: BinaryIO) -> None:

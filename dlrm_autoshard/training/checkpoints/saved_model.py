@@ -95,7 +95,7 @@ def saved_model(
         checkpoints = Checkpoints(run / "checkpoints", runtime)
         path = runtime.from_rank_0(lambda: checkpoints.asked_for(checkpoint))
         source, columns = in_trained_order(source, config.tables.shared, path)
-        features = Features.of(source.tables, config.tables.shared)
+        features = Features.of(source.tables, config.tables.shared, config.tables.sequences)
         topology = find_topology(AutoshardConfig(), runtime, on_host=tables.location == "managed_caching")
         plan = runtime.from_rank_0(lambda: shared_out(features.tables, topology, plan_of(path, features.tables)))
         embeddings = ShardedEmbeddings(
@@ -103,7 +103,7 @@ def saved_model(
             device=runtime.device, initial_values=False,
         )  # fmt: skip
         labels = len(label_names_of(source))
-        model = make_model(source.num_dense, embeddings.output_tables, config.model, num_labels=labels)
+        model = make_model(source.num_dense, embeddings.output_tables, config.model, 0, labels, features.by_sequence)
         dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device, average=False)
         trained_by = config.tables.optimizer.name
         state = TrainingState(runtime, checkpoints, embeddings, dense, columns, None, trained_by=trained_by)
