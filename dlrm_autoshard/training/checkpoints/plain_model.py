@@ -50,7 +50,8 @@ class PlainModel(nn.Module):
             if name is None:
                 pooled[feature] = bags(values[feature], offsets[feature], own)
             else:
-                vectors = nn.functional.embedding(values[feature], bags.weight)
+                weight: Any = bags.weight
+                vectors = nn.functional.embedding(values[feature], weight)
                 vectors = vectors if own is None else vectors * own[:, None]
                 sequences[name] = Jagged(vectors, _lengths(offsets[feature], values[feature]))
         before, after = (dense_BF.new_zeros(dense_BF.shape[0], columns) for columns in self.margin)
