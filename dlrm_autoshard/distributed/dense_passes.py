@@ -7,8 +7,6 @@ passes.backward(loss, dense)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -16,10 +14,7 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.model.dlrm import DenseArch
-from dlrm_autoshard.model.jagged import Jagged
-
-Sequences = Mapping[str, Jagged]
-"""Vectors that are not pooled, by name; none for most models."""
+from dlrm_autoshard.model.jagged import Sequences
 
 
 class DensePasses:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.dense import DataParallelDense
-from dlrm_autoshard.distributed.dense_passes import DensePasses, Sequences
+from dlrm_autoshard.distributed.dense_passes import DensePasses
 from dlrm_autoshard.model.dlrm import DenseArch
+from dlrm_autoshard.model.jagged import Sequences
 
 LOG = logging.getLogger("dlrm_autoshard")
 WARM_UP = 3

@@ -51,8 +51,12 @@ class Jagged:
         return [Jagged(part.requires_grad_(), own) for part, own in zip(values, lengths, strict=True)]
 
 
+Sequences = Mapping[str, Jagged]
+"""Vectors that are not pooled, by name; none for most models."""
+
+
 class Looked(NamedTuple):
     """A lookup's vectors: pooled ones [B, D], and sequences by name."""
 
     pooled: Tensor
-    sequences: Mapping[str, Jagged]
+    sequences: Sequences
