@@ -106,8 +106,7 @@ class TrainStep:
             self._send_following()
             clock.begin("dense_fwd")
             bottom = passes.bottom(batch)
-            pooled = lookup.wait(self.model.margin, passes.place)
-            loss = passes.top(bottom, pooled, batch, lookup.sequences)
+            loss = passes.top(bottom, lookup.wait(self.model.margin, passes.place), batch, lookup.sequences)
             self._loss = loss.detach()
             clock.end()
             if self._all_finite is not None and kept is not None and not self._all_finite(self._loss):

@@ -93,9 +93,8 @@ class Lookups:
             local = [embeddings.lookup(ids, training=training), *sequences.look_up(embeddings.storage)]
         if not training:
             return Lookup(self, local, sent.batch, sequences, training=False)
-        # The node that was made first is the last that autograd takes.
         first = next((vectors.grad_fn for vectors in local if vectors.grad_fn is not None), None)
-        if first is None:  # of no tables
+        if first is None:  # of no tables; else the node that was made first is the last that autograd takes
             local[0].register_post_accumulate_grad_hook(lambda _: self._updated())
         else:
             first.register_hook(lambda *_: self._updated())
