@@ -23,6 +23,8 @@ _COUNTED = 4096
 
 @dataclass(frozen=True)
 class Cuts:
+    """Cuts the lists of these features."""
+
     of: Mapping[str, SequenceConfig]
 
     def __call__(self, batch: Batch, tables: Sequence[TableConfig]) -> Batch:
