@@ -33,10 +33,8 @@ class DensePasses:
 
     def top(self, bottom: Tensor, pooled: Tensor, batch: Batch, sequences: Sequences) -> Tensor:
         """pooled: with the model's margin, and written to."""
-        real = batch.real_rows(pooled)
-        of_real = {name: own.first(len(real)) for name, own in sequences.items()}
         with self._autocast(batch):
-            return share_of_loss(self.model.logits(bottom, real, of_real), batch)
+            return share_of_loss(self.model.logits(bottom, batch.real_rows(pooled), sequences), batch)
 
     def backward(self, loss: Tensor, dense: DataParallelDense) -> None:
         dense.backward(loss)

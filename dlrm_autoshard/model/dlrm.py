@@ -40,9 +40,11 @@ class DenseArch(nn.Module):
         raise NotImplementedError
 
     def logits(self, bottom_BD: Tensor, pooled_BD: Tensor, sequences: Mapping[str, Jagged]) -> Tensor:
-        """What `top` gives."""
+        """Returns what `top` gives, from sequences as well where there are some: those of as many samples."""
         top: Callable[..., Tensor] = self.top
-        return top(bottom_BD, pooled_BD, sequences) if sequences else top(bottom_BD, pooled_BD)
+        if not sequences:
+            return top(bottom_BD, pooled_BD)
+        return top(bottom_BD, pooled_BD, {name: own.first(len(pooled_BD)) for name, own in sequences.items()})
 
 
 def make_model(

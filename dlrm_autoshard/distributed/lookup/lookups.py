@@ -155,8 +155,7 @@ class Lookup:
     ) -> None:
         """local: what the tables' owner looked up: of all together, and of each one with sequences. rows: of these."""
         self._lookups, self._batch, self._rows, self._training = lookups, batch, rows, training
-        self.sequences: dict[str, Jagged] = {}
-        """After `wait()`: the vectors that are not pooled."""
+        self.sequences: dict[str, Jagged] = {}  # after `wait()`: the vectors that are not pooled
         replicas = lookups.embeddings.replicas
         self._replicated = None if replicas is None else replicas.look_up(batch, training=training)
         self._plan = lookups.embeddings.plan
