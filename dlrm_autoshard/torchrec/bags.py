@@ -24,7 +24,7 @@ from dlrm_autoshard.torchrec.column_order import ColumnOrder
 from dlrm_autoshard.torchrec.model import PIPELINED, ShardedModel
 from dlrm_autoshard.torchrec.move import move
 from dlrm_autoshard.torchrec.shards import shard_name
-from dlrm_autoshard.torchrec.stages import StageHooks, Stages
+from dlrm_autoshard.torchrec.stages import StageHooks
 from dlrm_autoshard.torchrec.tables import TorchrecError, table_key
 
 
@@ -41,7 +41,6 @@ class TorchrecBags:
         self.clock = StageClock(self.device, group)
         self._heard: list[Callable[[ArrivedIds, int], None]] = []
         self._lookups: list[Lookup] = []  # of this step, so far
-        self._stages = Stages(self.clock)
         for path, collection in self.sharded.collections.items():
             collection.register_forward_pre_hook(self._remember(path), with_kwargs=True)
             if same_columns:
@@ -73,7 +72,7 @@ class TorchrecBags:
         """On the lookups as they are now."""
         for hooks in self._hooks:
             hooks.remove()
-        self._hooks = [StageHooks(c, self._stages, self._arrival(path)) for path, c in self.sharded.collections.items()]
+        self._hooks = [StageHooks(c, self.clock, self._arrival(path)) for path, c in self.sharded.collections.items()]
 
     # -- what is heard -------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ it does without us.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,28 +21,11 @@ Arrived = Callable[[Any, Any], None]
 """(features, the lookup's GroupedEmbeddingConfigs)"""
 
 
-class Stages:
-    """A step's stages, of which one is open at a time; shared by all collections of a model."""
-
-    def __init__(self, clock: StageClock) -> None:
-        self.clock = clock
-        self._open = ExitStack()
-
-    def begin(self, name: str, *, barrier: bool = False) -> None:
-        self._open.close()
-        if barrier:
-            self.clock.barrier(name)
-        self._open.enter_context(self.clock.stage(name))
-
-    def end(self) -> None:
-        self._open.close()
-
-
 class StageHooks:
     """On one collection; made anew whenever its lookups are. `remove` takes them away."""
 
-    def __init__(self, collection: Any, stages: Stages, arrived: Arrived) -> None:
-        self._collection, self._stages, self._arrived = collection, stages, arrived
+    def __init__(self, collection: Any, clock: StageClock, arrived: Arrived) -> None:
+        self._collection, self._clock, self._arrived = collection, clock, arrived
         self._handles = [collection.register_forward_pre_hook(self._before_ids)]
         for lookup in collection._lookups:
             self._handles += [
@@ -64,34 +46,38 @@ class StageHooks:
 
     @property
     def _timed(self) -> bool:
-        return self._stages.clock.sampled and self._training
+        return self._clock.sampled and self._training
 
     @property
     def _training(self) -> bool:
         return self._collection.training and torch.is_grad_enabled()
 
+    def _begin_exchange(self, stage: str) -> None:
+        self._clock.barrier(stage)
+        self._clock.begin(stage)
+
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _before_ids(self, collection: Any, inputs: Any) -> None:
         if self._timed:
-            self._stages.begin("input_dist", barrier=True)
+            self._begin_exchange("input_dist")
 
     def _before_lookup(self, lookup: Any, inputs: Any) -> None:
         if self._timed:
-            self._stages.end()
+            self._clock.end()
         if self._training:
             self._arrived(inputs[0], lookup.grouped_configs)
         if self._timed:
-            self._stages.begin("fwd_compute")
+            self._clock.begin("fwd_compute")
 
     def _after_lookup(self, lookup: Any, inputs: Any, pooled: Tensor) -> None:
         if self._timed:
-            self._stages.end()
+            self._clock.end()
 
     def _before_exchange(self, output: Any, inputs: Any) -> None:
         if self._timed:
-            self._stages.begin("fwd_comms", barrier=True)
-            _when_gradient(inputs[0], self._stages.end, once=True)  # the vectors' gradients have arrived here
+            self._begin_exchange("fwd_comms")
+            _when_gradient(inputs[0], self._clock.end, once=True)  # the vectors' gradients have arrived here
 
     def _after_exchange(self, output: Any, inputs: Any, pending: Any) -> Any:
         if not self._timed:
@@ -99,15 +85,15 @@ class StageHooks:
         from torchrec.distributed.types import NoWait
 
         arrived = pending.wait()
-        self._stages.begin("dense_fwd")
-        _when_gradient(arrived, lambda: self._stages.begin("bwd_comms", barrier=True))
+        self._clock.begin("dense_fwd")
+        _when_gradient(arrived, lambda: self._begin_exchange("bwd_comms"))
         return NoWait(arrived)
 
     def _after_kernel(self, kernel: Any, inputs: Any, pooled: Tensor) -> None:
         """Its gradient function is the fused backward and update."""
         if self._timed and pooled.grad_fn is not None:
-            pooled.grad_fn.register_prehook(lambda _: self._stages.begin("bwd_compute"))
-            pooled.grad_fn.register_hook(lambda _, __: self._stages.end())
+            pooled.grad_fn.register_prehook(lambda _: self._clock.begin("bwd_compute"))
+            pooled.grad_fn.register_hook(lambda _, __: self._clock.end())
 
 
 def _when_gradient(tensor: Tensor, call: Callable[[], None], *, once: bool = False) -> None:
