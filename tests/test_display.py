@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import os
+import sys
 
 import pytest
 from rich.console import Console
@@ -45,3 +47,21 @@ def test_a_long_line_is_broken_between_words_in_a_terminal_and_whole_elsewhere(t
     lines = shown.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert " ".join(lines).split() == words
     assert (max(map(len, lines)) <= 40) if terminal else (len(lines) == 1)
+
+
+@pytest.mark.parametrize("gone", ["its reader has left", "closed", "none"])
+def test_a_stream_that_is_gone_ends_no_training(monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
+    """Also where no command has seen to it: in a program that calls `train`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    stream = os.fdopen(writer, "w", buffering=1)
+    if gone == "closed":
+        with pytest.raises(OSError):
+            stream.write("lost\n")
+        with pytest.raises(OSError):
+            stream.close()
+    monkeypatch.setattr(sys, "stdout", None if gone == "none" else stream)
+    with Display(True, total_steps=4) as shown:
+        shown.line("step 1")
+        shown.progress(1, 0.5, 64)
+        shown.show("a table")

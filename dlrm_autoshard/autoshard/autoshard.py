@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from dlrm_autoshard.distributed.moves.reshard import ReshardRefused
 from dlrm_autoshard.distributed.ranks.agreement import agree
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.local_path import checked_path
+from dlrm_autoshard.formats.streams import unfailing
 from dlrm_autoshard.formats.words import some_of
 from dlrm_autoshard.formats.yaml_file import flat
 from dlrm_autoshard.plan import ShardingPlan
@@ -253,5 +254,4 @@ class Autoshard:
         if LOG.isEnabledFor(logging.INFO) and LOG.hasHandlers():
             LOG.info(text)
         else:
-            with suppress(OSError, ValueError):  # a terminal that is gone ends no training
-                print(text, file=sys.stderr, flush=True)  # standard output is the loop's own
+            print(text, file=unfailing(sys.stderr), flush=True)  # standard output is the loop's own

@@ -14,6 +14,8 @@ from types import TracebackType
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dlrm_autoshard.formats.streams import unfailing
+
 LOG = logging.getLogger("dlrm_autoshard")
 
 
@@ -33,14 +35,14 @@ class Display:
 
     def __init__(self, active: bool, total_steps: int, done: int = 0, level: str = "info") -> None:
         """level: lines below it are not shown."""
-        self.console = Console(stderr=False, quiet=not active, soft_wrap=True, highlight=False)
+        self.console = Console(file=unfailing(sys.stdout), quiet=not active, soft_wrap=True, highlight=False)
         self._handler = _OnConsole(self.console) if active else logging.NullHandler()
         self._total_steps, self._first_done = total_steps, done
         self._last_done, self._last_time = done, time.perf_counter()
         self._apart = self._apart_before = 0.0  # seconds that were no training: since the last line, and before it
         LOG.setLevel(level.upper())
         self._bar: Progress | None = None
-        if active and sys.stdout.isatty():
+        if active and self.console.file.isatty():
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
