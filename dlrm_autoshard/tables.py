@@ -256,7 +256,7 @@ def output_order(tables: Sequence[TableConfig]) -> list[int]:
 
 @dataclass(frozen=True)
 class TableStats:
-    """What the data does to one table.
+    """Statistics of how the data use one table.
 
     mean_pooling: ids per sample, a real number (0.7 is not 0).
     reuse_histogram: of the *unique* ids in a batch, the fraction whose number of uses falls in each of the

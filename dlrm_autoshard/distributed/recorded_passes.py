@@ -26,12 +26,12 @@ LOG = logging.getLogger("dlrm_autoshard")
 WARM_UP = 3
 """Steps before passes are recorded: libraries load their kernels and take their memory at the first."""
 AGREE = 0.01
-"""Of a tensor's norm, by which a replay may differ from what was launched. A library may add up in another order, of
-bf16's 8 bits; what reads a stale value differs by as much as batches do."""
+"""Part of a tensor's norm by which a replay may differ from what was launched. A library may add up in another order,
+of bf16's 8 bits; what reads a stale value differs by as much as batches do."""
 
 Replay = Callable[[], object]
 Record = Callable[[Callable[[], Any]], tuple[Any, Replay]]
-"""Of a function: what it returned, and what writes the same tensors anew as if it were called again."""
+"""Records a function: returns its result, and what writes the same tensors anew as if it were called again."""
 
 
 class FourPasses:
@@ -259,13 +259,13 @@ class CudaGraphs:
 
 
 def _read(batch: Batch) -> dict[str, Tensor]:
-    """What the dense part reads of a batch."""
+    """Tensors of a batch that the dense part reads."""
     read = {"dense_BF": batch.dense_BF, "labels_B": batch.labels_B, "loss_weights_B": batch.loss_weights_B}
     return {name: tensor for name, tensor in read.items() if tensor is not None}
 
 
 def _layout(batch: Batch) -> tuple[object, ...]:
-    """What is the same of all batches that one recording is good for."""
+    """Layout that all batches of one recording share."""
     return batch.size, batch.global_size, *((name, t.shape, t.dtype) for name, t in _read(batch).items())
 
 

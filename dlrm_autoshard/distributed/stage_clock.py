@@ -100,7 +100,7 @@ class StageClock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is not the step's, though within it: an evaluation, or a pause in one. Its stages are not marked."""
+        """Leaves time that is not the step's out of it: an evaluation, or a pause in one. Its stages are not marked."""
         sampled, self.sampled = self.sampled, False
         start = self._timer.mark()
         try:
@@ -164,7 +164,7 @@ class StageClock:
         return len(self._steps)
 
     def summary(self) -> dict[str, StageTime]:
-        """Of each stage that occurred; a step without it counts as one that spent no time there."""
+        """Summarises each stage that occurred; a step without it counts as one that spent no time there."""
         stages = {stage: None for step in self._steps for stage in step}
         return {
             stage: StageTime.of(
@@ -174,7 +174,7 @@ class StageClock:
         }
 
     def timed_ms(self, names: Sequence[str]) -> list[list[float]]:
-        """Of each sampled step these stages, in ms."""
+        """Returns these stages of each sampled step, in ms."""
         return [_ms(step, names) for step in self._steps]
 
     def last_ms(self, names: Sequence[str]) -> list[float]:
@@ -200,8 +200,8 @@ class StageClock:
 
     @property
     def cpu_shares(self) -> list[float]:
-        """Of each sampled step, CPU time of the process, its data thread included, over wall time of the stages that
-        compute; at most 1. Less means that something else had the rank's core. [] on a GPU."""
+        """Returns for each sampled step the CPU time of the process, its data thread included, over wall time of the
+        stages that compute; at most 1. Less means that something else had the rank's core. [] on a GPU."""
         return [min(1.0, share) for share in self._cpu_shares] if self._device.type == "cpu" else []
 
     @property

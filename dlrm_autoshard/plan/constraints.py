@@ -56,7 +56,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the user asks of a plan beside memory, by names of tables (all of their parts) or of parts.
+    """A user's constraints on a plan beside memory, by names of tables (all of their parts) or of parts.
 
     pinned: table -> the rank that must own it. together: groups that share a rank. apart: groups in which no
     two tables share one. Tables are cut where the parts that are named begin and end.
@@ -73,7 +73,7 @@ class Constraints:
         return {name: Shard.parse(name) for name in names}
 
     def holders(self, shards: Sequence[Shard]) -> dict[str, list[int]]:
-        """Of all that is named, the numbers of the shards that hold some of it: a constraint on a table is one on its
+        """Returns for each name the numbers of the shards that hold some of it: a constraint on a table is one on its
         parts, and the other way round. PlanError where there are none."""
         numbers = {name: [i for i, s in enumerate(shards) if s & part] for name, part in self.named.items()}
         for name, own in numbers.items():
@@ -91,7 +91,7 @@ class Constraints:
 
     @cached_property
     def cuts(self) -> Mapping[str, frozenset[int]]:
-        """Of each table some parts of which are named: the columns at which they begin and end."""
+        """Returns for each table with named parts the columns at which these begin and end."""
         cuts: dict[str, set[int]] = {}
         for shard in self.named.values():
             if shard.columns is not None:
@@ -99,7 +99,7 @@ class Constraints:
         return {table: frozenset(columns) for table, columns in cuts.items()}
 
     def pieces(self, table: TableConfig) -> tuple[TableConfig, ...]:
-        """What the table, or part of one, is cut into; itself where no cut is within it."""
+        """Cuts the table, or part of one, into pieces; itself where no cut is within it."""
         start, stop = table.columns
         within = sorted(cut for cut in self.cuts.get(table.shard.table, ()) if start < cut < stop)
         return tuple(table.part(*columns) for columns in itertools.pairwise([start, *within, stop]))
@@ -160,7 +160,7 @@ class Splits:
     optimizer: TableOptimizer = "rowwise_adagrad"
 
     def settings_for(self, shards: Iterable[TableConfig]) -> str:
-        """What to set, other than it is here, for tables to be split so."""
+        """Returns settings, other than these, under which tables may be split so."""
         dims: dict[str, list[int]] = {}
         for shard in shards:
             dims.setdefault(shard.shard.table, []).append(shard.embedding_dim)

@@ -99,7 +99,7 @@ class ShardingPlan:
 
     @cached_property
     def _parts(self) -> Mapping[str, tuple[Shard, ...]]:
-        """Of each table, by rows, then columns; tables in canonical order."""
+        """Each table's parts, by rows, then columns; tables in canonical order."""
         parts: dict[str, list[Shard]] = {}
         for name in self.rank_of:
             shard = Shard.parse(name)
@@ -134,7 +134,7 @@ class ShardingPlan:
 
     @property
     def most_parts(self) -> int:
-        """Of any table; 1: none is split."""
+        """Largest number of parts of a table; 1: none is split."""
         return max(map(len, self._parts.values()), default=1)
 
     def shards_on(self, rank: int) -> tuple[Shard, ...]:
@@ -291,6 +291,7 @@ def shards_by_table(tables: Sequence[TableConfig], plan: ShardingPlan) -> list[t
 
 
 def bytes_per_rank(plan: ShardingPlan, table_bytes: Mapping[str, int]) -> list[int]:
+    """Bytes of tables on each rank."""
     used = [0] * plan.world_size
     for table, rank in plan.rank_of.items():
         used[rank] += table_bytes[table]

@@ -1,4 +1,4 @@
-"""What a planner knows when a job starts: shipped costs, what earlier jobs measured here, and a short probe of its own.
+"""A planner's costs when a job starts: shipped ones, what earlier jobs measured here, and a short probe of its own.
 
 log = cost_log("costs", task, fingerprint, exchange="fp32 by shared memory")
 seconds_left = start_costs(planner, task, fingerprint=fingerprint, log=log, measure_shards=probe.measure_shards)
@@ -31,10 +31,10 @@ from dlrm_autoshard.tables import TableConfig, lookup_work
 MOST_SETS, MOST_ALONE, MOST_PARTS = 64, 128, 16
 PASSES = 5  # over the tables alone, at different moments
 MEASURING_SHARE = 0.15
-"""Of the budget, and as much again for fitting, which tables alone may use up; the rest is for planning."""
+"""Part of the budget that measuring tables alone may take, and as much again for fitting; the rest is for planning."""
 JOB_SHARE, LEAST_SECONDS = 0.03, 4.0
-"""Of the training time that shipped costs expect of the steps for which the plan serves: what a start may take; and
-seconds that it may take in any case. About a third of a budget is used, if anything is measured."""
+"""Part of the training time (as shipped costs expect it, over the steps for which the plan serves) that a start may
+take, and seconds that it may take in any case. About a third of a budget is used, if anything is measured."""
 UNSEEN_MOMENTS = 0.05
 """Noise of moments where no shard was measured at two of them: twice what it was, 0.005 to 0.03, on two quiet cores."""
 RANKS_ALIKE = 0.01
@@ -46,20 +46,20 @@ STATS_DIFFER = 0.1  # tables whose pooling and reuse are this close to the log's
 LOG = logging.getLogger("dlrm_autoshard")
 
 ShardTimer = Callable[[Sequence[Sequence[str]]], Sequence[ShardTime]]
-"""What `RankProbe.measure_shards` is: times of sets of tables, or parts of tables, by name."""
+"""The type of `RankProbe.measure_shards`: times of sets of tables, or parts of tables, by name."""
 
 
 def cost_log(
     cache_dir: str | Path | None, task: PlacementTask, fingerprint: Mapping[str, Any], *, exchange: str
 ) -> CostLog | None:
-    """Of what is measured of the task's tables, where it is to be kept; exchange: how vectors travel, in words."""
+    """Returns the log of the task's measured tables, where it is to be kept; exchange: how vectors travel, in words."""
     ranks = {"world_size": task.world_size, "optimizer": task.splits.optimizer, "exchange": exchange}
     return None if cache_dir is None else CostLog(Path(cache_dir), {**fingerprint, **ranks})
 
 
 def keep_profiles(log: CostLog | None, planner: Planner, task: PlacementTask) -> None:
-    """Of placements that this start has measured: what each rank's tables would have taken on the fastest rank, and the
-    exchanges."""
+    """Keeps placements that this start has measured: what each rank's tables would have taken on the fastest rank, and
+    the exchanges."""
     if log is None or not planner.costs.replay.profiles:
         return
     slower_W, samples = planner.rank_slowness(task.world_size), list[ShardSample | CommsSample]()
@@ -147,7 +147,7 @@ def measuring_pays(planner: Planner, task: PlacementTask, budget_seconds: float,
 
 
 def expected_seconds(planner: Planner, task: PlacementTask, steps: int) -> float:
-    """Of training under round-robin, as far as placement decides it."""
+    """Seconds of training under round robin, as far as placement decides it."""
     plan = round_robin(task.names, task.topology)
     return steps * step_cost_ms(planner.predict(task, plan)) / 1000
 
@@ -200,10 +200,11 @@ def _measured_in_passes(
     world_size: int,
     seconds: float,
 ) -> dict[tuple[str, ...], list[tuple[int, ShardTime]]]:
-    """Of each shard ranks and what they took. Tables alone in several passes, each by another rank than before, sets of
-    them in one. A shard a rank at a time, all of one kind, for ranks that measure at once wait for the slowest; half of
-    the time goes to each kind: a set takes as long as all its tables, and tells less of each, so each table has its
-    first turn before, if need be in twice the time: one that was not measured is what a start knows least of."""
+    """Returns for each shard the ranks that measured it, and what they took. Tables alone are measured in several
+    passes, each by another rank than before, sets of them in one. A shard a rank at a time, all of one kind, for ranks
+    that measure at once wait for the slowest. Half of the time goes to each kind: a set takes as long as all its
+    tables, and tells less of each, so each table has its first turn before, if need be in twice the time: one that was
+    not measured is what a start knows least of."""
     deadline = time.perf_counter() + seconds
     step = (len(alone) - 1) % world_size  # by so many tables each pass begins later: then each has the next rank
     begins = [number * step % max(1, len(alone)) for number in range(PASSES)]
@@ -227,8 +228,8 @@ def _measured_in_passes(
 def _as_if_on_one_rank(
     passes: Mapping[tuple[str, ...], Sequence[tuple[int, ShardTime]]],
 ) -> dict[tuple[str, ...], list[ShardTime]]:
-    """What the fastest rank would have taken. A slow rank's tables would look dear, and those that it shared with
-    others unsure; shards that several have measured tell how much longer each takes."""
+    """Converts times to those of the fastest rank. A slow rank's tables would look costly, and those that it shared
+    with others unsure; shards that several have measured tell how much longer each takes."""
     ranks = 1 + max((rank for seen in passes.values() for rank, _ in seen), default=0)
     information_WW, told_W = RANKS_ALIKE * np.eye(ranks), np.zeros(ranks)
     for seen in passes.values():
@@ -260,7 +261,7 @@ def _noise_of_moments(passes: Iterable[Sequence[ShardTime]]) -> float:
 
 
 def sample_of(task: PlacementTask, shard: Sequence[str], time: ShardTime) -> ShardSample:
-    """What was measured of some of the task's tables, or parts of them."""
+    """Returns the measured sample of some of the task's tables, or parts of them."""
     tables, stats = zip(*(task.shard(name) for name in shard), strict=True)
     return ShardSample(tables, stats, task.batch_size, time.fwd_compute_ms, time.bwd_compute_ms, time.noise)
 

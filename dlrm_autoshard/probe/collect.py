@@ -37,7 +37,7 @@ from dlrm_autoshard.probe.shipped_costs import SHIPPED, read_samples, write_samp
 
 @dataclass(frozen=True)
 class Draws:
-    """Of which batch sizes (and how often each) and how many tables of each pool shards are drawn. all_tables: the
+    """Distribution of the shards: batch sizes (and how often each), and number of tables of each pool. all_tables: the
     batch size up to which a shard has up to 50 tables; of larger ones it has fewer, or it would take minutes."""
 
     batch_sizes: tuple[int, ...]
@@ -71,7 +71,7 @@ class Shard:
 
 
 def pools(batch_size: int) -> dict[str, TablePool]:
-    """What shards are drawn from: tables as in `dlrm_datasets`, and small ones as in MovieLens or Criteo's tail."""
+    """Pools from which shards are drawn: tables as in `dlrm_datasets`, and small ones as in MovieLens or Criteo."""
     return {
         "large": synthetic_pool(428, seed=1, batch_size=batch_size),
         "small": synthetic_pool(200, seed=2, batch_size=batch_size, rows=(1e1, 1e5), dims=(4, 64), pooling=(0.5, 6.0)),
@@ -145,10 +145,12 @@ def collect(out: Path, num_shards: int, seconds: float, device: torch.device) ->
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Reads the rows that were collected so far."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def fingerprint_in(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Hardware on which rows were collected."""
     return dict(next(row["fingerprint"] for row in rows if "fingerprint" in row))
 
 
@@ -266,6 +268,7 @@ def fit(shards: Sequence[ShardSample], samples: Sequence[ShardSample | CommsSamp
 
 
 def refit(machine: str) -> dict[str, Any]:
+    """Fits shipped costs anew to their own samples."""
     record = json.loads((SHIPPED / f"{machine}.json").read_text())
     return fit_shipped(machine, {key: value for key, value in record.items() if key not in ("cost_model", "comms")})
 

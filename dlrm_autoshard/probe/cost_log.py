@@ -89,6 +89,8 @@ class CostLog:
 
 
 class TableLine(TypedDict):
+    """A measured table, as a line of the log."""
+
     id: str
     table: TableRecord
     stats: StatsRecord
@@ -127,4 +129,5 @@ def _read_line(row: Any, tables: dict[str, tuple[TableConfig, TableStats]]) -> S
 
 
 def digest(record: Any) -> str:
+    """Short name of a record."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:12]

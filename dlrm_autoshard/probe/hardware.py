@@ -19,7 +19,8 @@ from dlrm_autoshard.distributed.tables.rowwise_adagrad import plain_loop_is_fast
 
 
 def hardware_fingerprint(device: torch.device = torch.device("cpu")) -> dict[str, Any]:
-    """What a measured time depends on beside the shard itself; two jobs with equal ones can share measurements."""
+    """Identifies what a measured time depends on beside the shard itself; two jobs with equal fingerprints can share
+    measurements."""
     updates = {}
     if device.type == "cuda":
         processor = torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""What a running job measures before it decides: half of a dominant table. Only how the two compare is taken from it:
+"""Measures half of a dominant table in a running job, before it decides. Only how the two compare is taken from it:
 what they take in all, training steps tell better than a moment may.
 
 halved = next(dominant_halves(planner, task, plan))              # and the seconds that measuring it takes
@@ -46,8 +46,8 @@ class Halved:
 def dominant_halves(
     planner: Planner, task: PlacementTask, plan: ShardingPlan, deadline: float | None = None
 ) -> Iterator[Halved]:
-    """Of each stage's slowest rank, the shard that by itself computes for longer than ranks do in the mean, so that no
-    plan balances it whole, where it may be halved. deadline: of the searches for where halves would go."""
+    """Yields for each stage the slowest rank's shard that by itself computes for longer than ranks do in the mean, so
+    that no plan balances it whole, where it may be halved. deadline: of the searches for where halves would go."""
     now = task.split_as(plan)
     costs, rank_U = planner.costs.costs_of(now), now.placed(plan)
     live = Splitted(now, costs, rank_U, costs.step_ms(rank_U))
@@ -99,7 +99,7 @@ def _part_taken(wholes: Sequence[ShardTime], parts: Sequence[ShardTime]) -> np.n
 
 
 def _noise(times: Sequence[ShardTime]) -> float:
-    """Of one rank's, in the quadratic mean."""
+    """RMS noise of one rank."""
     return float(np.mean([took.noise**2 for took in times]) ** 0.5)
 
 
@@ -125,7 +125,7 @@ def _first_seconds(num_bytes: int) -> float:
 
 
 def _seconds(ms: float) -> float:
-    """That measuring a shard takes on the fastest rank, warmed up."""
+    """Seconds that measuring a shard takes on the fastest rank, warmed up."""
     return SECONDS_PER_SHARD + 4e-3 * ms
 
 

@@ -43,7 +43,7 @@ _ROUNDS_SECONDS = 1.5
 all of them are, and the median counts."""
 
 SECONDS_PER_SHARD = 0.03
-"""That a shard is measured for, at least. Little, for its moment may be a slow one: what matters is measured again, at
+"""Minimum seconds for measuring a shard. Few, for its moment may be a slow one: what matters is measured again, at
 others."""
 
 START_BUFFER_GIB, MID_RUN_BUFFER_GIB = 0.25, 0.125

@@ -120,7 +120,7 @@ class ShardProbe:
     def _batches(
         self, tables: Sequence[TableConfig], stats: Sequence[TableStats], rows: Sequence[int], batch_size: int
     ) -> list[tuple[Tensor, Tensor]]:
-        """Of each draw, ids and bag offsets of all tables, table-major, as fbgemm takes them."""
+        """Returns each draw's ids and bag offsets of all tables, table-major, as fbgemm takes them."""
         lengths: list[list[Tensor]] = [[] for _ in range(_DRAWS)]
         ids: list[list[Tensor]] = [[] for _ in range(_DRAWS)]
         for table, stat, count in zip(tables, stats, rows, strict=True):
@@ -135,7 +135,7 @@ class ShardProbe:
         return batches
 
     def _drawn_ids(self, table: TableConfig, stats: TableStats, rows: int, batch_size: int) -> list[DrawnIds]:
-        """Of each draw, one table's, in so many rows; remembered between shards."""
+        """Returns one table's ids of each draw, in so many rows; remembered between shards."""
         key = (table.shard.table, table.num_embeddings, stats, rows, batch_size)
         if key not in self._drawn:
             drawn = [draw_ids(table, stats, batch_size, draw) for draw in range(_DRAWS)]

@@ -18,7 +18,7 @@ from torch import Tensor
 from dlrm_autoshard.distributed.stage_clock import DeviceTimer, Timer
 
 _CYCLES_HELD = 3e9
-"""Of a GPU, for a second of launching: half as much again, at its highest clock."""
+"""Cycles of a GPU for a second of launching: half as much again, at its highest clock."""
 
 # Beside a process that never rests a rank computes for a time slice and waits for one, and a step of a few ms waits
 # once, twice or not at all. By medians of three steps, tables alone said in nineteen starts on two cores, half of one
@@ -73,7 +73,7 @@ class StepTimer:
     def ms(
         self, module: Any, batches: Sequence[tuple[Tensor, Tensor]], gradient: Tensor
     ) -> tuple[list[float], list[float]]:
-        """Of each timed step's lookup, and of its backward + update."""
+        """Returns ms of each timed step's lookup, and of its backward + update."""
         steps = self._timed(module, batches, gradient)
         if not self._apart or torch.get_num_threads() > 1:  # of what several threads do this one knows a part
             return [1e3 * step.lookup for step in steps], [1e3 * step.update for step in steps]

@@ -23,7 +23,7 @@ from dlrm_autoshard.formats.yaml_file import flat
 
 _NOTE = ".seen_by_all_ranks"
 _PATIENCE_SECONDS = 10.0
-"""That a network file system may take to show one host what another has written."""
+"""Seconds that a network file system may take to show one host what another has written."""
 
 
 def agree(config: Config, runtime: Runtime) -> None:
@@ -81,7 +81,7 @@ def check_shared(run_dir: Path, runtime: Runtime) -> None:
 
 
 def code_digest() -> str:
-    """Of every source file of the package."""
+    """Digest of every source file of the package."""
     digest, package = hashlib.blake2b(digest_size=6), Path(dlrm_autoshard.__file__).parent
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + file.read_bytes())

@@ -24,7 +24,8 @@ _NOT_METRICS = ("schema", "step", "epoch", "split")
 
 
 class Callback(Protocol):
-    """What `callbacks:` names makes one of these, on rank 0; its methods are called between training steps."""
+    """Interface of a callback: each name in `callbacks:` makes one, on rank 0; methods are called between training
+    steps."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """values: by names such as `train/logloss` and `stage/fwd_compute/slowest` (ms)."""
@@ -34,7 +35,7 @@ class Callback(Protocol):
 
 
 class TensorBoard:
-    """What an earlier start wrote of steps that are done again goes from the page."""
+    """TensorBoard's files. Lines that an earlier start wrote of steps that are done again are purged."""
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -126,7 +127,7 @@ def _start(name: str, run_dir: Path, config: Config) -> Callback:
 
 
 def metric_scalars(line: Mapping[str, Any]) -> dict[str, float]:
-    """Of a line of metrics.jsonl: train/logloss and the like."""
+    """Returns a line of metrics.jsonl as scalars: train/logloss and the like."""
     return {
         f"{line['split']}/{name}": value
         for name, value in line.items()
@@ -135,7 +136,7 @@ def metric_scalars(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def profile_scalars(profile: IntervalProfile) -> dict[str, float]:
-    """Of a line of costs/epochs.jsonl: each stage's slowest and mean rank, waits, balance, prediction error."""
+    """Returns a profile as scalars: each stage's slowest and mean rank, waits, balance, prediction error."""
     values = {}
     for name, times in [*profile.stage_ms.items(), ("wait", total_wait_ms(profile))]:
         values[f"stage/{name}/slowest"] = max(times)

@@ -1,4 +1,4 @@
-"""What rank 0 shows while training: a progress bar in a terminal, a line now and then elsewhere.
+"""Shows rank 0's progress: a bar in a terminal, a line now and then elsewhere.
 
 All lines are Python's logging, under the name `dlrm_autoshard`: add a handler to it to have them elsewhere too.
 """

@@ -37,8 +37,8 @@ def evaluate(
 def gathered_logits(
     model: DenseArch, embeddings: ShardedEmbeddings, batches: Iterable[Batch], runtime: Runtime, *, autocast: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Of a model in evaluation mode: logits [S] and labels [S] (of several tasks [S, L]) of all samples, in the data's
-    order, on rank 0. A collective. batches: as `evaluate` takes them."""
+    """Gathers logits [S] and labels [S] (of several tasks [S, L]) of all samples, in the data's order, on rank 0, from
+    a model in evaluation mode. A collective. batches: as `evaluate` takes them."""
     logits, labels = [], []
     for batch in batches:
         logits.append(predict(model, embeddings, batch, autocast=autocast).cpu())

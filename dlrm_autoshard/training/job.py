@@ -1,4 +1,4 @@
-"""What a training job consists of on one rank, built in the order in which things depend on one another.
+"""The parts of a training job on one rank, built in the order in which they depend on one another.
 
 job = Job(config, runtime, run_dir)         # tables placed, model made, the newest checkpoint loaded: ready to train
 """

@@ -1,4 +1,4 @@
-"""What rank 0 writes down for people and programs: metrics.jsonl, result.json and report.html, and the callbacks' part.
+"""Writes a run's files on rank 0: metrics.jsonl, result.json and report.html, and calls the callbacks.
 
 journal = Journal(run_dir, callbacks, active=runtime.rank == 0)
 journal.metrics(step=50, epoch=0, split="train", metrics={"logloss": 0.61})

@@ -16,6 +16,8 @@ _MOST_SKIPPED = 10  # losses in a row that are not finite; after so many it is t
 
 
 class LossWatch:
+    """Looks at losses: not finite, batches left out, replicas that drift apart."""
+
     def __init__(self, runtime: Runtime, step: TrainStep, state: TrainingState) -> None:
         self._runtime, self._step, self._state = runtime, step, state
         self._left_out = 0  # batches in a row

@@ -1,4 +1,4 @@
-"""What a job says, and writes down, before its first step: under which plan it runs, and on what evidence."""
+"""Says, and writes down, before a job's first step, under which plan it runs and on what evidence."""
 
 from __future__ import annotations
 

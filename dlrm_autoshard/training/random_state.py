@@ -25,6 +25,7 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
+    """State of every random generator that training may use, as JSON."""
     version, words, gauss = random.getstate()
     generator = np.random.get_state(legacy=False)
     state = {
@@ -50,7 +51,7 @@ class _NumpyState(TypedDict):
 
 
 class RandomState(TypedDict):
-    """What `random_state` gives, as JSON."""
+    """The result of `random_state` as JSON."""
 
     python: list[Any]
     numpy: _NumpyState
@@ -74,6 +75,7 @@ def check_random_state(state: Any) -> None:
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Sets every generator to a state that `random_state` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     generator = state["numpy"]

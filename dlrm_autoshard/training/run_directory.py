@@ -123,8 +123,8 @@ def _used(run: Path) -> bool:
 
 
 def refuse_links(run: Path) -> None:
-    """What a run writes must land in the run: through a link somebody else's file would be overwritten. Only
-    `checkpoints` may lie elsewhere; W&B's folder, in which it makes links itself, is W&B's."""
+    """Refuses links in a run: through one somebody else's file would be overwritten. Only `checkpoints` may lie
+    elsewhere; W&B's folder, in which it makes links itself, is W&B's."""
     for folder, folders, files in os.walk(run):
         for name in (*folders, *files):
             path = Path(folder, name)
@@ -183,7 +183,7 @@ def _number(path: Path, name: str) -> int:
 
 
 def job_of_this_process(number: int = 1) -> str | None:
-    """What the job of this rank is known by: the id that torchrun was given (the same on all machines and in all
+    """Returns the names of this rank's job: the id that torchrun was given (the same on all machines and in all
     restarts); where it was given none, the torchrun process above this one, which outlives its ranks. A job without an
     id is known by any torchrun process of it that is left. number: of the process's jobs, which come one by one."""
     given = os.environ.get("TORCHELASTIC_RUN_ID")
@@ -202,7 +202,7 @@ def job_of_this_process(number: int = 1) -> str | None:
 
 
 def job_of(run: Path) -> frozenset[str]:
-    """What the job was known by that wrote to this run last."""
+    """Returns the names of the job that wrote to this run last."""
     return _read_job(run)[0]
 
 
@@ -218,6 +218,7 @@ def run_that_obeyed(config: Config, run: str | None, resume: str, job: Set[str])
 
 
 def write_job(run: Path, job: Set[str], obeyed: str | None) -> None:
+    """Writes down by which names a run's job is known, and which --resume it has obeyed."""
     write_whole(run / _JOB, json.dumps({"job": sorted(job), "resume": obeyed}) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""What a job says and writes down while it runs: lines and a bar, metrics.jsonl, callbacks' figures, seconds by phase.
+"""Log of a running job: lines and a bar, metrics.jsonl, callbacks' figures, seconds by phase.
 
 log = RunLog(job, callbacks)
 with log.display, log.timed("evaluation"): log.metrics("val", {"auc": 0.79})
@@ -62,7 +62,7 @@ class RunLog:
         self.spent(phase, time.perf_counter() - started)
 
     def spent(self, phase: str, seconds: float) -> None:
-        """What is not training is left out of an interval's throughput, and of the speed that is shown."""
+        """Leaves seconds that are not training out of an interval's throughput, and of the speed that is shown."""
         self.seconds[phase] += seconds
         self._job.intervals.exclude(seconds)
         self.display.exclude(seconds)

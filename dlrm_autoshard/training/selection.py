@@ -1,4 +1,4 @@
-"""What evaluations on the val split decide: which checkpoint is kept as the best, and when training ends early.
+"""Chooses by evaluations on the val split which checkpoint is kept as the best, and when training ends early.
 
 selection = Selection(keep_best="auc", early_stopping=EarlyStopping(metric="logloss", patience=3))
 selection.add(step, metrics)                # the same on every rank, after each evaluation
@@ -16,7 +16,8 @@ from dlrm_autoshard.formats.json_file import made
 
 @dataclass
 class BestSoFar:
-    """Of one metric. value: None before the first evaluation that has it. worse: evaluations since the best one."""
+    """Best value of one metric so far. value: None before the first evaluation that has it. worse: evaluations since
+    the best one."""
 
     metric: ChoiceMetric
     value: float | None = None
@@ -58,7 +59,7 @@ class Selection:
 
     @property
     def best(self) -> BestSoFar | None:
-        """What a job is judged by: the kept checkpoint's evaluation before the one that training would end by."""
+        """The evaluation by which a job is judged: the kept checkpoint's before the one that training would end by."""
         return next((best for best in (self.kept, self.watched) if best is not None and best.value is not None), None)
 
     @property

@@ -1,4 +1,4 @@
-"""What a job's settings ask of its data and its machine: refused before anything is planned, measured or allocated.
+"""Checks a job's settings against its data and its machine, before anything is planned, measured or allocated.
 
 check_start(config, ranks=2)          # before any rank runs: all that is wrong, in one UserError
 """
@@ -40,7 +40,7 @@ from dlrm_autoshard.training.state import Position
 T = TypeVar("T")
 
 _COPIES = 4
-"""Of the dense weights: themselves, gradients and at most two of optimizer state."""
+"""Copies of the dense weights: themselves, gradients and at most two of optimizer state."""
 _MEASURED = 64  # samples
 
 

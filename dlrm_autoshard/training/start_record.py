@@ -1,4 +1,4 @@
-"""What each start of a run ran with: config.yaml and environment.json, the earlier ones' kept, `latest` beside the run.
+"""Records each start of a run: config.yaml and environment.json, the earlier ones' kept, `latest` beside the run.
 
 record_start(path, config, world_size=2)             # once all is built and loaded: only now it is this start's
 """
@@ -102,6 +102,7 @@ def changes_since_last_start(run: Path) -> list[str]:
 
 
 def environment(world_size: int) -> dict[str, object]:
+    """Versions, machine and command of this start."""
     versions = {}
     for package in ("torch", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "torchmetrics", "dlrm_autoshard"):
         try:
@@ -123,7 +124,7 @@ def environment(world_size: int) -> dict[str, object]:
 
 
 def commit() -> str | None:
-    """Of the checkout that this code runs from; '-dirty' where it has uncommitted changes. None for a wheel."""
+    """Commit of the checkout that this code runs from; '-dirty' where it has uncommitted changes. None for a wheel."""
     repository = Path(__file__).parents[2]
     if not (repository / ".git").exists():
         return None

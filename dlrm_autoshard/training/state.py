@@ -120,7 +120,7 @@ class TrainingState:
         return Position(state.epoch, state.sample, state.step)
 
     def _remember(self, checkpoint: Path, saved: SavedState, extra: Any, best: Path | None) -> None:
-        """What a checkpoint holds beside tensors. DamagedCheckpoint where it is not what a job writes."""
+        """Takes over what a checkpoint holds beside tensors. DamagedCheckpoint where it is not what a job writes."""
         learned = {*saved.replicated} == {*self._replicated}  # else of other tables than are placed now
         try:
             record = checked(ExtraRecord, extra, extra="ignore")
@@ -171,7 +171,7 @@ class TrainingState:
         return [] if replicas is None else [table.name for table in replicas.tables]
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor of the model, whoever owns it."""
+        """Shapes of every tensor of the model, whoever owns it."""
         shapes = {name: tuple(value.shape) for name, value in self.dense.named_tensors()}
         for table in self.embeddings.features.tables:
             shapes[f"tables.{table.name}.weight"] = (table.num_embeddings, table.embedding_dim)

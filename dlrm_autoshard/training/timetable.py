@@ -12,7 +12,7 @@ from dlrm_autoshard.training.job import Job
 
 
 class Timetable:
-    """Of a job, which moves its position and selection on."""
+    """Says when checkpoints, evaluations and intervals are due in a job, which moves its position and selection on."""
 
     def __init__(self, job: Job, evaluations: Evaluations) -> None:
         self._config, self._data, self._evaluations = job.config, job.data, evaluations

@@ -163,7 +163,7 @@ class Trainer:
         return batch
 
     def _tell(self, ended: Ended) -> None:
-        """Of an interval that has ended."""
+        """Tells of an interval that has ended."""
         if ended.moved:
             self.job.step.redistribute()
         self.log.interval(ended)

@@ -1,4 +1,4 @@
-"""What people give `ShardedEmbeddingBags` to look up: checked, in the tables' order, as a batch.
+"""Checks the inputs of `ShardedEmbeddingBags`, and puts them in the tables' order, as a batch.
 
 batch = BagInputs(tables, rank, check_ids=True).batch(lengths_TB, values_N)         # or of a KeyedJaggedTensor
 """
@@ -77,6 +77,8 @@ def features_of(tables: Sequence[TableConfig], features: Mapping[str, Sequence[s
 
 
 class BagInputs:
+    """Makes batches of what people give `ShardedEmbeddingBags`, checked."""
+
     def __init__(self, tables: Sequence[TableConfig], rank: int, *, check_ids: bool) -> None:
         """tables: one a feature, under the feature's name."""
         self._tables, self._rank = tables, rank

@@ -96,12 +96,12 @@ class ShardedEmbeddings:
 
     @property
     def output_tables(self) -> tuple[TableConfig, ...]:
-        """Of each feature, in the order of the pooled output's columns, what it looks up, under its own name."""
+        """Returns each feature's table, in the order of the pooled output's columns, under the feature's name."""
         return tuple(self.features.features[i] for i in self.features.output_order())
 
     @property
     def local_shards(self) -> tuple[TableConfig, ...]:
-        """What this rank owns, in the order of its lookup: whole tables, and parts as tables of their own."""
+        """This rank's shards, in the order of its lookup: whole tables, and parts as tables of their own."""
         return self._exchange.local_shards
 
     @property
@@ -131,7 +131,7 @@ class ShardedEmbeddings:
         self.means = Means.where_needed(
             self.features, self.device, self._replicated, partial=bool(plan.row_split_tables)
         )
-        """Of pooled vectors and their gradients, for the caller."""
+        """Divides pooled vectors and their gradients, for the caller."""
         self.storage.hold([shard.name for shard in self.local_shards], sums=self.means is not None)
         self.storage.set_updates(self.updates)
         self.set_learning_rate(self.learning_rate)

@@ -1,4 +1,4 @@
-"""What travels between ranks in a step: pooled vectors from the tables' owners, gradients back to them, ids to them.
+"""Exchanges between ranks in a step: pooled vectors from the tables' owners, gradients back to them, ids to them.
 
 Vectors need no packing: the owner's lookup computes the whole global batch, so the rows for one rank are contiguous
 already. On arrival one `index_select` puts them in the output order, which no plan changes: that is why placement
@@ -99,25 +99,24 @@ class Exchange:
         self.owned = owned = [
             [(s, f) for s, f in looked_up if rank_of[s.name] == rank] for rank in range(self.world_size)
         ]
-        """Of each rank, the shard and the feature's number of each of its lookups."""
+        """Each rank's lookups: the shard, and the feature's number."""
         self.local_lookups = tuple(shard for shard, _ in owned[self.rank])
         """The shard of each feature that this rank looks up, in the order of its lookup."""
         self.local_shards = tuple(dict.fromkeys(self.local_lookups))
         self.num_local = len(self.local_lookups)
         ends = list(itertools.accumulate(map(len, owned), initial=0))
         self.table_ranges = list(itertools.pairwise(ends))
-        """Of each rank, in `owners_order`."""
+        """Each rank's range in `owners_order`."""
         self.row_ranges = RowRanges(self.features, self.plan)
         self.owners_order = [self.row_ranges.number(feature, shard) for own in owned for shard, feature in own]
-        """Of each lookup, the feature, or range of rows of one, whose ids it takes, by number: those of a table that is
-        split by columns go to the owner of each part."""
+        """Number of the feature whose ids each lookup takes: a split table's go to the owner of each part."""
         self.send_order: Tensor | None = None  # where the batch's order is not the owners' already
         if self.owners_order != list(range(len(self.row_ranges.tables))):
             self.send_order = torch.tensor(self.owners_order, dtype=torch.int32, device=self.device)
         self._each_once = sorted(self.owners_order) == list(range(len(self.row_ranges.tables)))
         by_rank = [rank * self.num_local + t for t in range(self.num_local) for rank in range(self.world_size)]
         self.table_major = torch.tensor(by_rank, dtype=torch.int32, device=self.device)
-        """Of what arrives rank by rank, what is each lookup's in turn."""
+        """Order that turns arrivals rank by rank into each lookup's."""
         is_pooled = set(pooled)
         self.dims = [sum(shard.embedding_dim for shard, f in own if f in is_pooled) for own in owned]
         self.total_dim = sum(self.dims)
@@ -161,7 +160,7 @@ class Exchange:
         return self.dims[self.rank]
 
     def ids_sent(self, batch: Batch) -> int:
-        """Of one batch by `row_ranges`: those of a table that is split by columns once a part."""
+        """Ids that one batch sends, by `row_ranges`: those of a table that is split by columns once a part."""
         if self._each_once:
             return batch.values_N.numel()
         return int(batch.lengths_TB.sum(1)[self.owners_order].sum())

@@ -31,6 +31,8 @@ class LocalIds:
 
 
 class IdDistribution:
+    """Sends one batch's ids to their tables' owners."""
+
     def __init__(self, exchange: Exchange, batch: Batch) -> None:
         self._exchange, self._batch_size = exchange, batch.padded_size
         e, batch = exchange, exchange.row_ranges.split(batch)

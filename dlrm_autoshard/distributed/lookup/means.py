@@ -15,6 +15,8 @@ from dlrm_autoshard.data.features import Features
 
 
 class Means:
+    """Divides the sums of bags by their lengths, for tables that average."""
+
     def __init__(self, features: Features, device: torch.device, replicated: Collection[str] = ()) -> None:
         """replicated: tables whose copies divide by themselves."""
         order = features.output_order()

@@ -1,4 +1,4 @@
-"""What a rank tells all others of its batch, with the lengths of its bags: some might otherwise wait in vain.
+"""Notes of each rank to all others on its batch, with the lengths of its bags: some might otherwise wait in vain.
 
 note_of(batch, lengths_TB)                       # the first NOTE numbers that are sent to each rank
 values_N = agreed(arrived, values_N)             # UserError on every rank, or on none

@@ -19,6 +19,8 @@ from dlrm_autoshard.tables import TableConfig
 
 
 class IdPacking:
+    """Packs ids into as few bytes as their tables' rows need."""
+
     def __init__(self, widths: Sequence[int]) -> None:
         """widths: bytes of an id of each feature."""
         self._widths = widths

@@ -31,9 +31,9 @@ class SequencePlan:
         apart = {features.tables[table].name for table in features.sequence_tables}
         self.exchange, self.names = exchange, features.sequences
         self.numbers = [i for i, feature in enumerate(features.features) if feature.name in features.sequences]
-        """Of the sequences, among all features."""
+        """Numbers of the sequences among all features."""
         self.sent_by = [[(s, f) for s, f in own if f in self.numbers] for own in exchange.owned]
-        """Of each rank, the shard and the feature of each sequence that it looks up."""
+        """Each rank's sequences: the shard, and the feature."""
         own = exchange.owned[exchange.rank]
         self.num_fused = sum(Shard.parse(shard.name).table not in apart for shard, _ in own)
         """Lookups of this rank that are of other tables; they come first."""
@@ -88,6 +88,8 @@ class NoSequences:
 
 
 class SequenceLookup(NoSequences):
+    """One batch's lookup of vectors that are not pooled."""
+
     def __init__(self, plan: SequencePlan, ids: LocalIds, lengths_FB: Tensor) -> None:
         """ids: those of this rank's tables. lengths_FB: of this rank's samples."""
         self._plan, self._exchange, self._ids, self._bags = plan, plan.exchange, ids, ids.batch_size
@@ -96,7 +98,7 @@ class SequenceLookup(NoSequences):
         world_size, counts = self._exchange.world_size, [b - a for a, b in itertools.pairwise(ends)]
         self._starts = ends[::world_size]  # of the ids of each lookup, and the end
         self._counts = [counts[first : first + world_size] for first in range(0, len(counts), world_size)]
-        """Of each lookup, its ids from each rank."""
+        """Each lookup's ids from each rank."""
         self._bags *= world_size
         self._vectors, self._gradients = plan.exchange.wires
         self._rows = [self._bags if p else sum(n) for (_, p), n in zip(plan.lookups, self._counts, strict=True)]

@@ -165,7 +165,7 @@ class SharedMemory:
         self._send(rank, _MESSAGE.pack(number, _READY, self._begun[number], first, part.nbytes))
 
     def read(self, channel: str, rank: int, dtype: torch.dtype) -> Tensor:
-        """What `rank` has for this one: a view of its memory, until `done`."""
+        """Returns what `rank` has for this one: a view of its memory, until `done`."""
         first, size = self._await(rank, CHANNELS.index(channel), _READY)
         return self._memories[rank][first : first + size].view(dtype)
 

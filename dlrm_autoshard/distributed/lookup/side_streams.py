@@ -1,4 +1,4 @@
-"""What happens on a GPU beside the stream that computes: copies from the host, and ids on their way between ranks.
+"""Streams of a GPU beside the one that computes: copies from the host, and ids on their way between ranks.
 
 on_device = streams.copy(host_tensor)               # queued; the host goes on
 with streams.travel(): ...collectives...            # queued behind the copies
@@ -15,6 +15,8 @@ from torch import Tensor
 
 
 class SideStreams:
+    """Copies from the host, and travelling ids, on streams of their own."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies, self._travels = torch.cuda.Stream(device), torch.cuda.Stream(device)

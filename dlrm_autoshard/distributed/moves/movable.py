@@ -1,4 +1,4 @@
-"""What profiling and resharding ask of tables that ranks own, whoever looks them up: our lookup, or TorchRec's."""
+"""Interface of tables on ranks, for profiling and resharding, whoever looks them up: our lookup, or TorchRec's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PlacedTables(Protocol):
     def plan(self) -> ShardingPlan: ...
     @property
     def local_shards(self) -> tuple[TableConfig, ...]:
-        """What this rank owns, each once."""
+        """This rank's shards, each once."""
         ...
 
     @property

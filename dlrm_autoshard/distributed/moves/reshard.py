@@ -39,7 +39,7 @@ Sums = dict[tuple[str, str], int]
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """What went from rank to rank, and the seconds that it took (agreement, transfer, adoption)."""
+    """Shards that went from rank to rank, and the seconds that it took (agreement, transfer, adoption)."""
 
     moves: tuple[MoveRecord, ...]
     seconds: float

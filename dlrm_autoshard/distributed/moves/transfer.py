@@ -66,6 +66,7 @@ class Chunk:
 
 
 def row_sizes(storage: Storage, moves: Sequence[Move]) -> RowSizes:
+    """Bytes of a row of each table that moves."""
     return {move.table: storage.row_bytes(move.table) for move in moves}
 
 
@@ -219,8 +220,8 @@ class _Views:
         return self._share(chunk) == 1.0
 
     def _share(self, chunk: Chunk) -> float:
-        """Of what is kept a row, not an element, and was that of some of the new shard's columns: the new one's is the
-        parts' mean, by columns, which is what the whole row's would have been."""
+        """Merges state that is kept a row, not an element, and belonged to some of the new shard's columns: the new
+        one's is the parts' mean, by columns, which is what the whole row's would have been."""
         if len(self._storage.shape(chunk.move.table, chunk.tensor)) > 1:
             return 1.0
         moved, whole = (
@@ -238,7 +239,7 @@ class _Views:
 
 
 class _Sent:
-    """What of each departing shard has gone: its rows' memory goes when all of their columns have."""
+    """Tracks what of each departing shard has gone: its rows' memory goes when all of their columns have."""
 
     def __init__(self, storage: Storage, chunks: Sequence[Chunk]) -> None:
         self._storage = storage

@@ -1,4 +1,4 @@
-"""What ranks must all be given alike: compared before anything rests on it, and told apart in a sentence.
+"""Compares what all ranks must be given alike, before anything rests on it; differences are said in a sentence.
 
 agree(runtime, {"table 0": "'item', 60 rows", "the optimizer's lr": 0.02})     # DisagreementError on all ranks, or none
 """

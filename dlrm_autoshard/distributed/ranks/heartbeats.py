@@ -171,7 +171,8 @@ class Heartbeats:
         return cause.own_words and cause.signal is None and beat is not None and beat.place == self._identity[1]
 
     def _where(self, beat: Beat | None = None) -> str:
-        """Of this rank or another: none is more than a step ahead of the others, but its last beat may be old."""
+        """Says where this rank or another is: none is more than a step ahead of the others, but its last beat may be
+        old."""
         steps = [step for step in (self.step, beat.step if beat else None) if step is not None]
         return f"at step {max(steps)}" if steps else "before the first step"
 

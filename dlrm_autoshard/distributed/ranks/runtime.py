@@ -148,7 +148,9 @@ class Runtime:
         return float(bad) == 0.0
 
     def from_rank_0(self, decide: Callable[[], T], attempt: Callable[[Callable[[], Outcome]], Any] | None = None) -> T:
-        """What `decide` returns on rank 0, on every rank; an error for people that it raises there, everywhere.
+        """Returns on every rank what `decide` returns on rank 0; an error for people that it raises there is raised
+        everywhere. attempt: calls on rank 0 what it is given, while the other ranks serve it (a probe's
+        `on_rank_zero`).
 
         attempt: calls on rank 0 what it is given, while the other ranks serve it (a probe's `on_rank_zero`).
         """
@@ -226,6 +228,7 @@ def place_on_host(store: dist.Store, rank: int, world_size: int) -> tuple[int, i
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """Returns the device of a rank. RuntimeFailure where there is none of the wanted kind."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise RuntimeFailure(
             "run.device is 'cuda', but torch sees no GPU. Run `dlrm-autoshard doctor`, or use cpu (`evaluate` and "
@@ -237,6 +240,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def check_threads(config: RunConfig) -> None:
+    """RuntimeFailure where a rank is to have more threads than the host has cores."""
     if config.threads_per_rank > (os.cpu_count() or 1):
         raise RuntimeFailure(
             f"run.threads_per_rank is {config.threads_per_rank}, but this host has {os.cpu_count()} cores."

@@ -80,7 +80,7 @@ def _raised_by_exchange(error: BaseException) -> bool:
 
 
 def _codes(error: BaseException) -> list[CodeType]:
-    """That it came through, the one that raised it last."""
+    """Code objects that an error came through, the one that raised it last."""
     return [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 

@@ -32,6 +32,7 @@ def train_one_row() -> str:
 
 
 def exchange(rank: int, world_size: int) -> list[float]:
+    """Exchanges one number with every rank."""
     received = torch.empty(world_size)
     dist.all_to_all_single(received, torch.full((world_size,), float(rank)))
     return received.tolist()

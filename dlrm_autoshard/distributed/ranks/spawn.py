@@ -122,7 +122,7 @@ def _end_of(end: Connection) -> tuple[str, Any]:
 
 
 def _bad_end(came: Mapping[int, tuple[str, Any]], processes: Sequence[Any]) -> RankError | None:
-    """Of the first rank that died, or else raised; None where all returned."""
+    """Returns how the first rank ended badly: that died, or else raised; None where all returned."""
     raised = [(rank, f"raised:\n{text}") for rank, (how, text) in came.items() if how == "raised"]
     died = [rank for rank, (how, _) in came.items() if how == "died"]
     if died:

@@ -28,7 +28,7 @@ _CACHE_SLOT, _CACHE_ROW = 16, 4
 
 @dataclass(frozen=True)
 class Format:
-    """What tables of one fused lookup have in common."""
+    """Format that all tables of one fused lookup share."""
 
     dtype: TableDtype
     optimizer: TableOptimizerConfig
@@ -91,14 +91,14 @@ class FormatMemory:
                 memory.to_host(name)
 
     def bytes_of(self, name: str) -> dict[str, int]:
-        """What a shard takes: {"device": bytes, "host": bytes}, without the cache."""
+        """Bytes of a shard: {"device": bytes, "host": bytes}, without the cache."""
         sizes = {"device": 0, "host": 0}
         for tensor, (rows, row) in self.row_bytes(name).items():
             sizes["host" if self.on_host(tensor) else "device"] += rows * row
         return sizes
 
     def cache_bytes(self, names: Sequence[str]) -> int:
-        """Of the device's cache where all weights are in host memory beside a GPU."""
+        """Bytes of the device's cache where all weights are in host memory beside a GPU."""
         if not names or not self.caches_rows:
             return 0
         rows = sum(self.table(name).num_embeddings for name in names)

@@ -39,7 +39,7 @@ def initialise(
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Of int32 taken as 32 bits; in place."""
+    """Hashes int32 taken as 32 bits; in place."""
     for shift, factor in ((16, _FIRST), (15, _SECOND), (16, 1)):
         x ^= (x >> shift).bitwise_and_((1 << (32 - shift)) - 1)  # >> would copy the sign down
         if factor != 1:

@@ -180,7 +180,7 @@ class Allocated:
         """Nothing: an allocation goes as a whole."""
 
     def to_host(self, name: str) -> None:
-        """Of a table that leaves: frees its place on the device before it is sent."""
+        """Moves a leaving table to the host: frees its place on the device before it is sent."""
         self._flat[name] = self._flat[name].to("cpu", copy=True)
 
     def addressed(self, names: Sequence[str]) -> tuple[Tensor, list[int]]:
@@ -190,6 +190,7 @@ class Allocated:
 
 
 def on_device(device: torch.device) -> Allocate:
+    """Allocates on a device."""
     return lambda numel, dtype: torch.empty(numel, dtype=dtype, device=device)
 
 

@@ -24,6 +24,7 @@ def Adagrad(lr: float = 0.02, eps: float = 1e-8) -> TableOptimizerConfig:
 
 
 def SGD(lr: float = 0.02) -> TableOptimizerConfig:
+    """Plain SGD for tables."""
     return TableOptimizerConfig(name="sgd", lr=lr)
 
 

@@ -74,7 +74,7 @@ class RowwiseAdagradTbe(Tbe):
 
     @cached_property
     def _told(self) -> dict[str, Any]:
-        """What of the update's arguments is the same in every step."""
+        """Arguments of the update that are the same in every step."""
         told_of, added, _ = self._one_more
         placements = torch.zeros(len(told_of), dtype=torch.int32)
         starts = self.D_offsets[told_of]

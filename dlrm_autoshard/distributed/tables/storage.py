@@ -167,7 +167,7 @@ class Storage:
         return None
 
     def give_up(self, names: Iterable[str]) -> None:
-        """Of what `claim` took: these shards do not arrive."""
+        """Gives up what `claim` took: these shards do not arrive."""
         for name in names:
             self._claimed.discard(name)
             self._memory(name).places.free(name)
@@ -218,12 +218,12 @@ class Storage:
             torch.cuda.empty_cache()
 
     def bytes_of(self, names: Iterable[str]) -> dict[str, int]:
-        """What these tables take: {"device": bytes, "host": bytes}, without the cache."""
+        """Bytes of these tables: {"device": bytes, "host": bytes}, without the cache."""
         sizes = [self._memory(name).bytes_of(name) for name in names]
         return {place: sum(size[place] for size in sizes) for place in ("device", "host")}
 
     def cache_bytes(self, names: Iterable[str]) -> int:
-        """Of the devices' caches where all weights are in host memory beside a GPU."""
+        """Bytes of the devices' caches where all weights are in host memory beside a GPU."""
         names = list(names)
         return sum(own.cache_bytes([name for name in names if self._memory(name) is own]) for own in self._memories)
 
@@ -255,7 +255,7 @@ class Storage:
         self._cache_is_newer = False
 
     def _table_of(self, names: Sequence[str]) -> list[int] | None:
-        """Of each lookup, the number of the held shard; None where each has one."""
+        """Number of the held shard of each lookup; None where each has one."""
         if self._features is None:
             return None
         counts = [self._features[Shard.parse(name).table] for name in names]
@@ -294,6 +294,6 @@ class Lost:
 
 
 def shared_pooling(tables: Sequence[TableConfig]) -> Pooling:
-    """Of a lookup in all of them: where some sum and others average, it sums (lookup/means.py)."""
+    """Pooling of a lookup in all of them: where some sum and others average, it sums (lookup/means.py)."""
     poolings = {table.pooling for table in tables}
     return poolings.pop() if len(poolings) == 1 else "sum"

@@ -1,1 +1,1 @@
-"""What a job saves and loads again: checked by digests, independent of the plan and the number of ranks."""
+"""Saving and loading a job: checked by digests, independent of the plan and the number of ranks."""

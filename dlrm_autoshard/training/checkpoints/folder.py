@@ -112,7 +112,8 @@ class CheckpointFolder:
 
 
 def run_and_checkpoint(resume: str | None) -> tuple[str | None, Path | None]:
-    """What --resume asks for: RUN/checkpoints/step_00000400 (or best) is that checkpoint of RUN; else the newest."""
+    """Resolves what --resume asks for: RUN/checkpoints/step_00000400 (or best) is that checkpoint of RUN; else the
+    newest."""
     path = behind_best(Path(resume or "").absolute())
     if resume and path.name.startswith("step_") and path.parent.name == "checkpoints":
         run = behind_latest(path.parents[1])

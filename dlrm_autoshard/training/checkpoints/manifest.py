@@ -27,8 +27,8 @@ from dlrm_autoshard.training.checkpoints.digest import ALGORITHMS
 
 MANIFEST, EXTRA = "manifest.json", "extra.json"
 SCHEMA = 4
-"""Of a checkpoint. 2 and 3 did not name the columns of the data; 1 was torch.distributed.checkpoint's own format, which
-holds pickles."""
+"""Schema of a checkpoint. 2 and 3 did not name the columns of the data; 1 was torch.distributed.checkpoint's own
+format, which holds pickles."""
 
 
 class CheckpointError(UserError):
@@ -63,6 +63,8 @@ class Chunk(_Strict):
 
 
 class SavedTensor(_Strict):
+    """Shape, type and chunks of a tensor."""
+
     dtype: str
     shape: list[NonNegativeInt]
     chunks: list[Chunk]
@@ -135,7 +137,8 @@ def name_and_shard(key: str) -> tuple[str, Shard]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Of the checkpoint `path`. DamagedCheckpoint names the key or the file that is not as it was written."""
+    """Reads the manifest of the checkpoint `path`. DamagedCheckpoint names the key or the file that is not as it was
+    written."""
     file = path / MANIFEST
     if not os.path.exists(file) and os.path.exists(path / "state.json"):  # which bear names that are too long
         raise _of_an_earlier_format(path, "it executed code")
@@ -184,6 +187,7 @@ def _of_an_earlier_format(path: Path, why: str) -> CheckpointError:
 
 
 def read_extra(path: Path, manifest: Manifest) -> Any:
+    """Reads what a checkpoint holds beside tensors, checked by its digest."""
     file = path / EXTRA
     try:
         data = file.read_bytes()
@@ -198,6 +202,7 @@ def read_extra(path: Path, manifest: Manifest) -> Any:
 
 
 def check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """CheckpointError where a checkpoint has other tensors than the model."""
     missing, foreign = sorted(set(wanted) - set(saved)), sorted(set(saved) - set(wanted))
     other = [
         f"{name} is {list(saved[name])}, the model has {list(wanted[name])}"
@@ -229,9 +234,10 @@ def check_same(path: Path, differences: Sequence[str]) -> None:
 
 
 def bytes_digest(data: bytes) -> str:
+    """Digest of bytes."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    """Of the content: how it is spaced and ordered has no effect."""
+    """Digest of the content: how it is spaced and ordered has no effect."""
     return bytes_digest(json.dumps(record, sort_keys=True).encode())

@@ -18,7 +18,7 @@ from dlrm_autoshard.training.checkpoints.manifest import CheckpointError, Manife
 from dlrm_autoshard.training.checkpoints.tensor_file import read_tensors
 
 DENSE, BUFFERS = "dense.", "dense_buffers."
-"""What names in a checkpoint begin with; a module's state dict has parameters and buffers side by side."""
+"""Prefixes of names in a checkpoint; a module's state dict has parameters and buffers side by side."""
 
 
 @dataclass(frozen=True)
