@@ -182,6 +182,7 @@ ELSEWHERE = {
     "pip install": "test_wheel.py, in a bare environment",
     "NNODES=2 RANKS_PER_NODE=4": "test_launch.py, two agents on one machine",
     "dlrm-autoshard train mine.yaml --nodes": "test_train_command.py, two launchers on one machine",
+    "torchrun --nnodes=2": "test_network.py, four ranks on two hosts",
     "dlrm-autoshard bench gpu-all": "test_gpu_ready.py, which learns that there is no GPU",
     "dlrm-autoshard train movielens": "as the quickstart trains it",
     "dlrm-autoshard plan --from-torchrec": "test_torchrec_module_file.py, of a module that it saves",
