@@ -79,6 +79,9 @@ class Drawn:
         return ShardingPlan(rank_of, world_size)
 
     def _parts(self, table: TableConfig, draw: random.Random) -> tuple[TableConfig, ...]:
+        if table.num_embeddings >= 20 and draw.random() < 0.3:
+            middle = table.num_embeddings // 2
+            return table.row_range(0, middle), table.row_range(middle, table.num_embeddings)
         splits = self.optimizer != "rowwise_adagrad" and draw.random() < 0.3
         return (splits and table.halves(4)) or (table,)
 
