@@ -23,8 +23,9 @@ from dlrm_autoshard.formats.local_path import LocalPath
 from dlrm_autoshard.formats.section import Section
 from dlrm_autoshard.formats.sentences import show
 from dlrm_autoshard.formats.yaml_file import parse_yaml, read_yaml
+from dlrm_autoshard.optimizers import OptimizerChanges
 from dlrm_autoshard.optimizers import TableOptimizerConfig as TableOptimizerConfig
-from dlrm_autoshard.tables import Pooling, TableDtype
+from dlrm_autoshard.tables import Pooling, TableDtype, TableInit
 
 Algorithm = Literal[
     "auto", "dreamshard", "autoshard", "rnn", "search",
@@ -74,6 +75,18 @@ class SequenceConfig(Section):
     keep: Literal["newest", "oldest"] = "newest"  # the last ids of a list, or the first
 
 
+class TableSettings(Section):
+    """Settings of one table; the rest is as `tables` has it."""
+
+    dim: EmbeddingDim | None = None  # as all of these under the table's name: per_table: {item: {dim: 64}}
+    pooling: Pooling | None = None
+    dtype: TableDtype | None = None
+    optimizer: OptimizerChanges | None = None  # keys that differ from tables.optimizer
+    lr: PositiveFloat | None = None  # optimizer.lr in one word; schedules scale it as all
+    frozen: bool = False  # the table stays as it starts
+    init: TableInit | None = None  # of its first values
+
+
 class TablesConfig(Section):
     """Shapes of the tables, and how their bags are pooled."""
 
@@ -87,8 +100,42 @@ class TablesConfig(Section):
     # Tables of which every rank has a copy: by name, or auto: those of which fewer bytes travel then.
     replicate: Literal["auto", "none"] | list[str] = "none"
     optimizer: TableOptimizerConfig = TableOptimizerConfig()
+    per_table: dict[str, TableSettings] = {}  # table -> its own settings
     location: Literal["device", "managed_caching"] = "device"  # managed_caching: CUDA, tables larger than the device
     cache_load_factor: Annotated[float, Field(gt=0, le=1)] = 0.2  # of all rows, cached on the device: managed_caching
+
+    @pydantic.model_validator(mode="after")
+    def _tables_agree(self) -> TablesConfig:
+        for table, own in self.per_table.items():
+            key = f"tables.per_table.{table}"
+            if own.frozen and (own.optimizer is not None or own.lr is not None):
+                what = "lr" if own.optimizer is None else "optimizer"
+                raise ValueError(f"{key} is frozen, and has {key}.{what}: leave one of them out")
+            if own.lr is not None and own.optimizer is not None and own.optimizer.lr is not None:
+                raise ValueError(f"{key} has lr and optimizer.lr: leave one out")
+            for one, other, values in (
+                ("dim", "embedding_dims", self.embedding_dims),
+                ("pooling", "poolings", self.poolings),
+            ):
+                if getattr(own, one) is not None and table in values:
+                    raise ValueError(f"{key}.{one} and tables.{other}.{table} are of one table: leave one out")
+        return self
+
+    def settings_of(self, table: str) -> TableSettings:
+        """Returns what is set for this table, under whichever key."""
+        own = self.per_table.get(table, TableSettings())
+        dim, pooling = self.embedding_dims.get(table, own.dim), self.poolings.get(table, own.pooling)
+        return own.model_copy(update={"dim": dim, "pooling": pooling})
+
+    def optimizer_of(self, table: str) -> TableOptimizerConfig | None:
+        """Returns this table's own optimizer; None where it has that of the others."""
+        own = self.settings_of(table)
+        if own.frozen:
+            return TableOptimizerConfig(name="frozen")
+        changes = {} if own.optimizer is None else own.optimizer.model_dump(exclude_none=True)
+        changes |= {} if own.lr is None else {"lr": own.lr}
+        optimizer = self.optimizer.model_copy(update=changes)
+        return None if optimizer == self.optimizer else optimizer
 
 
 class ModelConfig(Section):
@@ -293,11 +340,13 @@ class Config(Section):
             )
         if self.model.options and self.model.factory is None:
             raise ValueError("model.options are for model.factory, and there is none")
-        for name, dim in [
-            ("autoshard.splits.min_dim", self.autoshard.splits.min_dim),
-            ("tables.embedding_dim", self.tables.embedding_dim),
-        ] + [(f"tables.embedding_dims.{table}", dim) for table, dim in self.tables.embedding_dims.items()]:
-            if dim % 4:
+        for name, dim in {
+            "autoshard.splits.min_dim": self.autoshard.splits.min_dim,
+            "tables.embedding_dim": self.tables.embedding_dim,
+            **{f"tables.embedding_dims.{table}": dim for table, dim in self.tables.embedding_dims.items()},
+            **{f"tables.per_table.{table}.dim": own.dim for table, own in self.tables.per_table.items()},
+        }.items():
+            if dim is not None and dim % 4:
                 raise ValueError(f"{name} is {dim}; fbgemm needs a multiple of 4 (try {-(-dim // 4) * 4})")
         return self
 

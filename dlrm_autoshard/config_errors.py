@@ -23,7 +23,7 @@ chance."""
 
 FOREIGN = {
     "pretrained pretrained_path init_from load_from warm_start": (
-        "starting from other weights is not supported; --resume RUN goes on from a checkpoint of this trainer"
+        "a table starts from a file by its init in tables.per_table; --resume RUN goes on from a checkpoint"
     ),
     "pos_weight scale_pos_weight class_weight class_weights": (
         "weights of classes are not supported; of parquet files data.sample_weight weighs rows, data.labels tasks"
@@ -38,7 +38,9 @@ FOREIGN = {
     "tables.weight_decay tables.optimizer.weight_decay data.tables.weight_decay tables.optimizer.momentum": (
         "tables have no weight decay and no momentum; dense_optimizer has both"
     ),
-    "data.tables.lr data.tables.optimizer data.tables.dtype": "all tables have the same (section 'tables')",
+    "data.tables.lr data.tables.optimizer data.tables.dtype data.tables.init data.tables.frozen": (
+        "tables.per_table has them: {TABLE: {lr: 0.01}}"
+    ),
     "l1 l2 regularization": "not supported for tables; the dense part has dense_optimizer.weight_decay",
     "gradient_accumulation gradient_accumulation_steps accumulate_grad_batches accumulation_steps": (
         "write train.accumulate: N, which takes train.batch_size in N parts"
@@ -60,8 +62,9 @@ FOREIGN = {
     ),
     "loss loss_fn criterion": "not supported; the loss is binary cross-entropy",
     "sampler negative_sampling": "not supported; samples are taken as the data have them",
-    "freeze frozen trainable requires_grad ema": "not supported",
-    "init initializer init_std": "not supported; a table starts from values that its name and run.seed give",
+    "freeze frozen trainable requires_grad": "tables.per_table has it: {TABLE: {frozen: true}}; the dense part learns",
+    "ema": "not supported",
+    "init initializer init_std": "a table starts as its name and run.seed say, or by its init in tables.per_table",
     "compile torch_compile": "not supported; train.cuda_graphs is for GPUs",
     "compute_kernel uvm": "there is tables.location",
     "workers num_workers": "there is data.reader_threads",
@@ -72,6 +75,8 @@ FOREIGN = {
     "gpus num_gpus num_ranks world_size nproc nproc_per_node": "the number of ranks is an option: --ranks N",
 }
 """Words of other trainers -> what to do here. With a section before it a word stands for that section's key alone."""
+
+_PER_TABLE = re.compile(r"^(tables\.per_table\.)[^.]+\.")
 
 _FOREIGN = {word: said for words, said in FOREIGN.items() for word in words.split()}
 
@@ -110,7 +115,8 @@ def nearest_key(keys: Sequence[str], key: str) -> str | None:
     section, _, last = key.rpartition(".")
     keys = sorted(keys, key=lambda known: known.count("."))
     own = [known for known in keys if known.rpartition(".")[0] == section]
-    for candidates, least in ((own, _ALIKE), (keys, _ALIKE_ELSEWHERE)):
+    elsewhere = [known for known in keys if not known.startswith("tables.per_table.")]  # those need a table's name
+    for candidates, least in ((own, _ALIKE), (elsewhere, _ALIKE_ELSEWHERE)):
         names = {known.rpartition(".")[2]: known for known in reversed(candidates)}
         close = difflib.get_close_matches(last, names, n=1, cutoff=least)
         if close and (candidates is own or close[0][0] == last[0]):
@@ -121,7 +127,8 @@ def nearest_key(keys: Sequence[str], key: str) -> str | None:
 def _sentence(key: str, detail: Mapping[str, Any], known: Sequence[str], sources: Sequence[str]) -> str:
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
-        return f"unknown key '{key}'{unknown_key(known, key)}"
+        said, own = unknown_key(known, key), _PER_TABLE.match(key)
+        return f"unknown key '{key}'{said if own is None else said.replace(own[1], own[0])}"
     if kind == "invalid_key":
         return f"the key {show(value)} must be text; no key here is a number."
     if kind == "union_tag_not_found":
@@ -157,7 +164,8 @@ def _section_instead(key: str, value: object, known: Sequence[str], sources: Seq
 
 
 def _without_numbers(key: str) -> str:
-    """data.tables.0.name -> data.tables.name"""
+    """data.tables.0.name -> data.tables.name, tables.per_table.item.dim -> tables.per_table.dim"""
+    key = _PER_TABLE.sub(r"\1", key)
     return ".".join(part for part in key.split(".") if not part.isdecimal()) or key
 
 

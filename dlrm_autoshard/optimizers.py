@@ -69,3 +69,12 @@ class TableOptimizerConfig(Section):
     @property
     def splits_tables(self) -> bool:
         return self.per_part or self.record.elementwise
+
+
+class OptimizerChanges(Section):
+    """Keys of an optimizer that are not those of the other tables' one."""
+
+    name: TableOptimizer | None = None
+    lr: PositiveFloat | None = None
+    eps: NonNegativeFloat | None = None
+    per_part: bool | None = None

@@ -11,17 +11,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, PositiveFloat, model_validator
 from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import checked
+from dlrm_autoshard.formats.local_path import LocalPath
 from dlrm_autoshard.formats.numbers import BatchSize, Name
+from dlrm_autoshard.formats.section import Section
 from dlrm_autoshard.optimizers import OPTIMIZERS, TableOptimizerConfig
 from dlrm_autoshard.optimizers import TableOptimizer as TableOptimizer
 
@@ -120,10 +122,26 @@ def _among(inner: tuple[int, int] | None, outer: tuple[int, int] | None) -> slic
 _SHARD = re.compile(r"(.+?)\[(?!\])(?:rows (\d{1,15}):(\d{1,15}))?(?:(?:(?<=\[)|, )(\d{1,9}):(\d{1,9}))?\]", re.DOTALL)
 
 
+class TableInit(Section):
+    """Values that a table starts with, in the place of uniform ones in +-1/sqrt(rows): one of these."""
+
+    file: LocalPath | None = None  # .npy: [rows, dim]; .parquet: a column of lists, or `dim` columns of numbers
+    uniform: PositiveFloat | None = None  # in +- this
+    normal: PositiveFloat | None = None  # the standard deviation, around 0
+
+    @model_validator(mode="after")
+    def _one(self) -> TableInit:
+        given = self.model_dump(exclude_none=True)
+        if len(given) != 1:
+            said = " and ".join(given) or "nothing"
+            raise ValueError(f"a table's init has {said}; give it one of file, uniform and normal")
+        return self
+
+
 @dataclass(frozen=True)
 class TableConfig:
     """One embedding table, or a part of one, which is named so. `embedding_dim` is a multiple of 4, as fbgemm's
-    kernels need. optimizer: its own, where it has another than the rest of the tables."""
+    kernels need. optimizer: its own, where it has another than the rest of the tables. init: of its first values."""
 
     name: str
     num_embeddings: int
@@ -131,6 +149,7 @@ class TableConfig:
     pooling: Pooling = "sum"
     dtype: TableDtype = "fp32"
     optimizer: TableOptimizerConfig | None = None
+    init: TableInit | None = field(default=None, compare=False)  # no part of what is planned or recorded
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():
@@ -236,7 +255,7 @@ class TableConfig:
 
     def to_json(self) -> dict[str, Any]:
         own = {} if self.optimizer is None else {"optimizer": self.optimizer.model_dump()}
-        return {key: value for key, value in vars(self).items() if key != "optimizer"} | own
+        return {key: value for key, value in vars(self).items() if key not in ("optimizer", "init")} | own
 
     @staticmethod
     def from_json(record: Any) -> TableConfig:

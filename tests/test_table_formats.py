@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import Tensor, nn
 
+from dlrm_autoshard.config import TablesConfig, parse_sections
+from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
 from dlrm_autoshard.distributed.bags import ShardedEmbeddingBags
 from dlrm_autoshard.distributed.lookup.embeddings import initialise
 from dlrm_autoshard.distributed.tables.optimizers import SGD, Adagrad, Frozen, RowwiseAdagrad
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.optimizers import TableOptimizerConfig
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import TableConfig, TableInit
 from tests.ranks import run_ranks
 
 DEFAULT = RowwiseAdagrad(lr=0.1)
@@ -169,3 +176,109 @@ def saved_and_loaded(rank: int, world_size: int) -> list[bool]:
 
 def test_state_of_every_optimizer_is_saved_and_loaded() -> None:
     assert all(all(same) for same in run_ranks(saved_and_loaded, 2))
+
+
+def pooled_from_files(rank: int, world_size: int, tables: list[TableConfig], plans: list[ShardingPlan]) -> list[Any]:
+    found: list[Any] = []
+    for plan in plans:
+        bags = ShardedEmbeddingBags(tables, optimizer=Adagrad(), plan=plan)
+        found.append({name: value.clone() for name, value in bags.own_tensors().items()})
+    return found
+
+
+def test_a_table_starts_from_a_file_under_every_plan(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    values = {name: generator.standard_normal((50, 8)).astype(np.float32) for name in ("npy", "lists", "columns")}
+    np.save(tmp_path / "npy.npy", values["npy"].astype(np.float64))
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(values["lists"].ravel()), 8)
+    pq.write_table(pa.table({"embedding": rows}), tmp_path / "lists.parquet", row_group_size=7)
+    columns = {f"d{i}": values["columns"][:, i] for i in range(8)}
+    pq.write_table(pa.table(columns), tmp_path / "columns.parquet", row_group_size=20)
+    endings = {"npy": "npy", "lists": "parquet", "columns": "parquet"}
+    tables = [
+        TableConfig(name, 50, 8, init=TableInit(file=str(tmp_path / f"{name}.{ending}")))
+        for name, ending in endings.items()
+    ]
+    tables += [TableConfig("normal", 5000, 8, init=TableInit(normal=0.1))]
+    tables += [TableConfig("uniform", 5000, 8, init=TableInit(uniform=0.3))]
+    names = [table.name for table in tables]
+    whole_plan = ShardingPlan({name: i % 2 for i, name in enumerate(names)}, 2)
+    halves = {f"{name}[{a}:{a + 4}]": a // 4 for name in names for a in (0, 4)}
+    ranks = run_ranks(pooled_from_files, 2, tables, [whole_plan, ShardingPlan(halves, 2)])
+    one, other = (whole([own[i] for own in ranks]) for i in (0, 1))
+    for name in names:
+        assert torch.equal(one[name], other[name])
+    for name, expected in values.items():
+        assert torch.equal(one[name], torch.from_numpy(expected))
+    assert float(one["normal"].std()) == pytest.approx(0.1, rel=0.02) and float(one["normal"].abs().max()) > 0.3
+    assert float(one["uniform"].abs().max()) == pytest.approx(0.3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("wide.npy", "has 50 x 12 numbers, and table 'item', which starts from it, 50 rows of 8. Give a file of that"),
+        ("long.npy", "has 60 x 8 numbers"),
+        ("whole.npy", "it holds int64; embeddings are float16"),
+        ("lacking.npy", "No such file"),
+        ("text.csv", "its name must end in .npy or .parquet"),
+        ("torn.npy", "cannot be read from"),
+        ("torn.parquet", "cannot be read from"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_in_a_sentence(file: str, said: str, tmp_path: Path) -> None:
+    for name, array in {"wide": np.ones((50, 12)), "long": np.ones((60, 8)), "whole": np.ones((50, 8), int)}.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    for name in ("torn.npy", "torn.parquet", "text.csv"):
+        (tmp_path / name).write_text("no numbers")
+    with pytest.raises(UserError) as caught:
+        ShardedEmbeddingBags([TableConfig("item", 50, 8, init=TableInit(file=str(tmp_path / file)))])
+    assert said in str(caught.value) and "item" in str(caught.value)
+
+
+PER_TABLE = {
+    "user": {"dim": 12, "dtype": "fp16", "optimizer": {"name": "sgd"}, "lr": 0.5},
+    "item": {"lr": 0.01, "pooling": "mean"},
+}
+
+
+def test_settings_of_a_table_are_resolved() -> None:
+    rows = [TableRows("user", 10), TableRows("item", 20, 32), TableRows("day", 7)]
+    tables = TablesConfig.model_validate({"optimizer": {"lr": 0.1, "eps": 1e-4}, "per_table": PER_TABLE})
+    user, item, day = resolve_tables(rows, tables)
+    own = TableOptimizerConfig(name="sgd", lr=0.5, eps=1e-4)
+    assert user == TableConfig("user", 10, 12, dtype="fp16", optimizer=own)
+    assert item == TableConfig("item", 20, 32, "mean", optimizer=TableOptimizerConfig(lr=0.01, eps=1e-4))
+    assert day == TableConfig("day", 7, 16)
+    assert all(TableConfig.from_json(table.to_json()) == table for table in (user, item, day))
+    with pytest.raises(UserError, match=r"tables.per_table names a table 'usr', .* Did you mean 'user'\?"):
+        resolve_tables(rows, TablesConfig.model_validate({"per_table": {"usr": {"dim": 8}}}))
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"dtpye": "fp16"}, "unknown key 'tables.per_table.item.dtpye'. Did you mean 'tables.per_table.item.dtype'?"),
+        ({"dim": 7}, "tables.per_table.item.dim is 7; fbgemm needs a multiple of 4 (try 8)"),
+        ({"dtype": "fp8"}, "'tables.per_table.item.dtype' is 'fp8'; it must be one of fp32, fp16."),
+        ({"frozen": True, "lr": 0.1}, "tables.per_table.item is frozen, and has tables.per_table.item.lr: leave one"),
+        ({"frozen": True, "optimizer": {"name": "sgd"}}, "has tables.per_table.item.optimizer: leave one of them out"),
+        ({"lr": 0.1, "optimizer": {"lr": 0.2}}, "tables.per_table.item has lr and optimizer.lr: leave one out"),
+        ({"optimizer": "sgd"}, "'tables.per_table.item.optimizer' is 'sgd'; it is a section."),
+        (
+            {"init": {"file": "a.npy", "normal": 1.0}},
+            "a table's init has file and normal; give it one",
+        ),
+        ({"init": {"xavier": 1.0}}, "unknown key 'tables.per_table.item.init.xavier'"),
+        ({"dim": 8, "weight_decay": 0.1}, "unknown key 'tables.per_table.item.weight_decay'"),
+    ],
+)
+def test_a_wrong_setting_of_a_table_is_said(own: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_sections(tables={"per_table": {"item": own}})
+    assert said in str(caught.value), caught.value
+
+
+def test_two_settings_of_one_thing_are_refused() -> None:
+    with pytest.raises(UserError, match=r"tables.per_table.item.dim and tables.embedding_dims.item are of one table"):
+        parse_sections(tables={"embedding_dims": {"item": 8}, "per_table": {"item": {"dim": 16}}})

@@ -27,8 +27,7 @@ class TableRows:
 
 
 def resolve_tables(rows: Sequence[TableRows], tables: TablesConfig) -> tuple[TableConfig, ...]:
-    """One a feature, under the feature's name. Dims by `tables.embedding_dims`, else by the source, else
-    `tables.embedding_dim`; poolings by `tables.poolings`, else `tables.pooling`."""
+    """One a feature, under the feature's name: by its table's own settings, else by the source, else by `tables`."""
     names = [table.name for table in rows]
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
@@ -36,8 +35,8 @@ def resolve_tables(rows: Sequence[TableRows], tables: TablesConfig) -> tuple[Tab
     shared = shared_by(names, tables.shared)
     table_of = {name: shared.get(name, name) for name in names}
     known = list(dict.fromkeys(table_of.values()))
-    for key, by_table in (("embedding_dims", tables.embedding_dims), ("poolings", tables.poolings)):
-        for name in by_table:
+    for key in ("embedding_dims", "poolings", "per_table"):
+        for name in getattr(tables, key):
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
                 raise DataError(
@@ -45,17 +44,20 @@ def resolve_tables(rows: Sequence[TableRows], tables: TablesConfig) -> tuple[Tab
                     + (f" Did you mean '{near[0]}'?" if near else "")
                 )
     try:
-        return tuple(
-            TableConfig(
-                name=table.name,
-                num_embeddings=table.num_embeddings,
-                embedding_dim=tables.embedding_dims.get(
-                    table_of[table.name], table.embedding_dim or tables.embedding_dim
-                ),
-                pooling=tables.poolings.get(table_of[table.name], tables.pooling),
-                dtype=tables.dtype,
-            )
-            for table in rows
-        )
+        return tuple(_resolved(table, table_of[table.name], tables) for table in rows)
     except UserError as error:
         raise DataError(f"data: {error}.") from error
+
+
+def _resolved(given: TableRows, table: str, tables: TablesConfig) -> TableConfig:
+    """table: which the feature looks up."""
+    own = tables.settings_of(table)
+    return TableConfig(
+        name=given.name,
+        num_embeddings=given.num_embeddings,
+        embedding_dim=own.dim or given.embedding_dim or tables.embedding_dim,
+        pooling=own.pooling or tables.pooling,
+        dtype=own.dtype or tables.dtype,
+        optimizer=tables.optimizer_of(table),
+        init=own.init,
+    )

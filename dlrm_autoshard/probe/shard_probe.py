@@ -103,6 +103,16 @@ class ShardProbe:
         are parts, where some are: a part has as many rows as its table would have in the buffer, to compare with it."""
         if not tables:
             return ShardTime()
+        formats = [(table.dtype, table.optimizer and table.optimizer.name) for table in tables]
+        if len(set(formats)) > 1:  # a lookup each
+            of_each = [[i for i, other in enumerate(formats) if other == own] for own in dict.fromkeys(formats)]
+            wholes = wholes or tables
+            times = [
+                self.measure([tables[i] for i in o], [stats[i] for i in o], batch_size, [wholes[i] for i in o])
+                for o in of_each
+            ]
+            forward, backward = (sum(getattr(time, f"{way}_compute_ms") for time in times) for way in ("fwd", "bwd"))
+            return ShardTime(forward, backward, max(time.noise for time in times), min(time.repeats for time in times))
         order = output_order(tables)  # as in the trainer's fused lookup
         rows = [self._rows((wholes or tables)[i]) for i in order]
         tables, stats = [tables[i] for i in order], [stats[i] for i in order]
@@ -112,7 +122,7 @@ class ShardProbe:
         forward, backward = self._timer.ms(module, batches, gradient)
         return ShardTime(
             fwd_compute_ms=float(np.median(forward)),
-            bwd_compute_ms=float(np.median(backward)),
+            bwd_compute_ms=float(np.median(backward)) if OPTIMIZERS[self._optimizer_of(tables)].updates else 0.0,
             noise=max(relative_spread(forward), relative_spread(backward)),
             repeats=len(forward),
         )
@@ -165,12 +175,17 @@ class ShardProbe:
         sizes = [count * table.embedding_dim for count, table in zip(rows, tables, strict=True)]
         weights, starts = self._windows(torch.float16 if dtype == "fp16" else torch.float32, sizes, "weights")
         memory = {"weights": (weights, starts)}
-        for state, each in OPTIMIZERS[self.optimizer].states.items():
+        optimizer = self._optimizer_of(tables)
+        for state, each in OPTIMIZERS[optimizer].states.items():
             if each == "row":
                 memory[state] = self._windows(torch.float32, rows, state)
             else:  # of the weights' shape, and on CPU it must have their offsets
                 memory[state] = self._buffer(state, torch.float32, weights.numel()), starts
-        return make_tbe(shapes, memory, TableOptimizerConfig(name=self.optimizer, lr=1e-6), dtype, pooling, self.device)
+        return make_tbe(shapes, memory, TableOptimizerConfig(name=optimizer, lr=1e-6), dtype, pooling, self.device)
+
+    def _optimizer_of(self, tables: Sequence[TableConfig]) -> TableOptimizer:
+        """Returns that of tables of one format."""
+        return self.optimizer if tables[0].optimizer is None else tables[0].optimizer.name
 
     def _windows(self, dtype: torch.dtype, sizes: Sequence[int], kind: str) -> tuple[Tensor, list[int]]:
         """A resident buffer that holds the largest window, and where each window starts in it."""

@@ -36,6 +36,7 @@ from dlrm_autoshard.training.random_state import seed_all
 from dlrm_autoshard.training.selection import Selection
 from dlrm_autoshard.training.start_checks import (
     check_batch_norm,
+    check_own,
     check_position,
     check_sizes,
     check_splits,
@@ -80,6 +81,7 @@ class Job:
         self.resumed_from, self.notes = runtime.from_rank_0(
             lambda: self.checkpoints.choose(checkpoint, fall_back=fall_back)
         )
+        check_own(source, runtime.device, files=self.resumed_from is None)
         self.notes += [*getattr(source, "remarks", []), *said_of_cuts(source)]
         self.data = TrainingData(source, config, runtime, self.resumed_from)
         if self.data.reordered:

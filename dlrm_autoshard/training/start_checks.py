@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from dlrm_autoshard.autoshard.asked import check_settings as check_asked
@@ -24,6 +25,7 @@ from dlrm_autoshard.distributed.lookup.wire import exchange_bytes
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.distributed.ranks.runtime import Runtime, check_threads, choose_device, name_of
 from dlrm_autoshard.distributed.tables.optimizers import check_optimizers
+from dlrm_autoshard.distributed.tables.warm_start import check_file
 from dlrm_autoshard.errors import UserError, in_a_sentence
 from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.plan import ShardingPlan, Topology
@@ -72,6 +74,7 @@ def check_start(config: Config, ranks: int, resume: str | None = None) -> None:
         attempt(lambda: check_optimizers([config.tables.optimizer], device))
     source = attempt(lambda: _source_of(config))
     if source is not None:
+        attempt(lambda: check_own(source, device, files=resume is None))
         attempt(lambda: check_splits(config, source))
         attempt(lambda: check_placement(config, source, ranks))
         if device is not None and device.type == "cpu":  # a GPU is not touched by who only starts ranks
@@ -136,6 +139,14 @@ def replicated_of(config: Config, features: Features, ranks: int, before: Sequen
         placed=placed,
         sequences={features.tables[number].name for number in features.sequence_tables},
     )
+
+
+def check_own(source: DataSource, device: torch.device | None, *, files: bool) -> None:
+    """UserError where a table's own optimizer cannot run, or the file of its first values is not of its shape."""
+    if device is not None:
+        check_optimizers((table.optimizer for table in source.tables if table.optimizer is not None), device)
+    for table in source.tables if files else ():
+        check_file(table)
 
 
 def check_splits(config: Config, source: DataSource) -> None:

@@ -25,7 +25,7 @@ from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.json_file import FormatError, checked
 from dlrm_autoshard.plan import PlanError, ShardingPlan
-from dlrm_autoshard.tables import TableConfig, TableOptimizer
+from dlrm_autoshard.tables import TableConfig
 from dlrm_autoshard.training.checkpoints.checkpoint import Checkpoints
 from dlrm_autoshard.training.checkpoints.folder import step_of
 from dlrm_autoshard.training.checkpoints.manifest import (
@@ -67,8 +67,8 @@ class Position:
 
 @dataclass
 class TrainingState:
-    """Every method is a collective. columns: of the data, in the model's order. trained_by: the tables' optimizer, of
-    which checkpoints hold the state, where only weights are loaded."""
+    """Every method is a collective. columns: of the data, in the model's order. states: the
+    shapes of each table's optimizer state in checkpoints, where only weights are loaded."""
 
     runtime: Runtime
     checkpoints: Checkpoints
@@ -77,7 +77,7 @@ class TrainingState:
     columns: Columns
     intervals: Intervals | None
     selection: Selection = field(default_factory=Selection)
-    trained_by: TableOptimizer | None = None
+    states: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None
 
     def __post_init__(self) -> None:
         """_masks: buffers and frozen weights that hold infinities as the model makes them, as attention masks do."""
@@ -175,7 +175,8 @@ class TrainingState:
         shapes = {name: tuple(value.shape) for name, value in self.dense.named_tensors()}
         for table in self.embeddings.features.tables:
             shapes[f"tables.{table.name}.weight"] = (table.num_embeddings, table.embedding_dim)
-            for state, shape in table.state_shapes(self.trained_by or self.embeddings.config.optimizer.name).items():
+            kept = table.state_shapes(self.embeddings.config.optimizer.name)
+            for state, shape in (kept if self.states is None else self.states[table.name]).items():
                 shapes[f"tables.{table.name}.{state}"] = shape
         return shapes
 

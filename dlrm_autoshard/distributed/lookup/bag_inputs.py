@@ -17,6 +17,7 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.id_check import IdCheck
 from dlrm_autoshard.distributed.lookup.wire import DTYPES
+from dlrm_autoshard.distributed.tables.warm_start import check_file
 from dlrm_autoshard.errors import BagsError as BagsError
 from dlrm_autoshard.tables import TableConfig
 
@@ -32,6 +33,8 @@ def features_given(
 ) -> Features:
     """Returns the tables with what looks them up; BagsError names what `ShardedEmbeddingBags` cannot be made of."""
     check_tables(tables)
+    for table in tables:
+        check_file(table)
     looked_up = features_of(tables, features)
     for key, dtype in exchange_dtype.items() if isinstance(exchange_dtype, Mapping) else [("", exchange_dtype)]:
         if key not in ("", *ExchangeDtypes.model_fields):

@@ -29,6 +29,7 @@ from dlrm_autoshard.distributed.lookup.shared_memory import connect
 from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
 from dlrm_autoshard.distributed.lookup.wire import Wire
 from dlrm_autoshard.distributed.tables.init import initialise as initialise
+from dlrm_autoshard.distributed.tables.init import start
 from dlrm_autoshard.distributed.tables.rowwise_adagrad import faster_on_all
 from dlrm_autoshard.distributed.tables.storage import Storage
 from dlrm_autoshard.plan import PlanError, ShardingPlan, shard_tables
@@ -85,9 +86,8 @@ class ShardedEmbeddings:
         if initial_values:
             rows_of = {table.name: table.num_embeddings for table in self.tables}
             for shard in self.local_shards:
-                weight, table = self.storage.tensors(shard.name)["weight"], shard.shard.table
-                (first, _), (column, _), rows = shard.rows, shard.columns, rows_of[table]
-                initialise(weight, table, seed, first_column=column, first_row=first, rows=rows)
+                weight = self.storage.tensors(shard.name)["weight"]
+                start(weight, shard, seed, rows_of[shard.shard.table])
 
     @property
     def replicated(self) -> tuple[TableConfig, ...]:

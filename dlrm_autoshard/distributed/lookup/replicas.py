@@ -22,7 +22,7 @@ from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.lookup.exchange import Pending
 from dlrm_autoshard.distributed.lookup.shared_memory import SharedMemory
 from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
-from dlrm_autoshard.distributed.tables.init import initialise
+from dlrm_autoshard.distributed.tables.init import start
 from dlrm_autoshard.tables import TableConfig, output_order
 
 # Axes: B samples of this rank, R rows, N ids of one feature. Ops take one feature at a time: what it reads and writes
@@ -98,7 +98,7 @@ class Replicas:
         self._sum: Pending | None = None  # on its way
         self._added = False
         for table in self.tables:
-            initialise(self.tensors(table.name)["weight"], table.name, seed)
+            start(self.tensors(table.name)["weight"], table, seed)
 
     def _looked_up(self, features: Features) -> Iterator[_Feature]:
         column = 0

@@ -43,7 +43,7 @@ def facts_of(tables: Sequence[TableConfig], plan: ShardingPlan | None = None) ->
     """Returns the facts of tables in their order, and of the plan, if there is one."""
     found: dict[str, object] = {
         f"table {number}": f"'{table.name}' ({table.num_embeddings:,} rows of {table.embedding_dim}, {table.dtype}, "
-        f"{table.pooling}{'' if table.optimizer is None else f', {table.optimizer!r}'})"
+        f"{', '.join([table.pooling, *(repr(own) for own in (table.optimizer, table.init) if own is not None)])})"
         for number, table in enumerate(tables)
     }
     return found | {

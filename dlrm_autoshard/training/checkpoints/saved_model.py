@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -95,7 +95,8 @@ def saved_model(
         checkpoints = Checkpoints(run / "checkpoints", runtime)
         path = runtime.from_rank_0(lambda: checkpoints.asked_for(checkpoint))
         source, columns = in_trained_order(source, config.tables.shared, path)
-        features = Features.of(source.tables, config.tables.shared, config.tables.sequences)
+        plain = [replace(table, optimizer=None) for table in source.tables]
+        features = Features.of(plain, config.tables.shared, config.tables.sequences)
         topology = find_topology(AutoshardConfig(), runtime, on_host=tables.location == "managed_caching")
         plan = runtime.from_rank_0(lambda: shared_out(features.tables, topology, plan_of(path, features.tables)))
         embeddings = ShardedEmbeddings(
@@ -105,8 +106,9 @@ def saved_model(
         labels = len(label_names_of(source))
         model = make_model(source.num_dense, embeddings.output_tables, config.model, 0, labels, features.by_sequence)
         dense = DataParallelDense(model, config.dense_optimizer, runtime.group, runtime.device, average=False)
-        trained_by = config.tables.optimizer.name
-        state = TrainingState(runtime, checkpoints, embeddings, dense, columns, None, trained_by=trained_by)
+        trained, optimizer = Features.of(source.tables, config.tables.shared).tables, config.tables.optimizer.name
+        states = {table.name: table.state_shapes(optimizer) for table in trained}
+        state = TrainingState(runtime, checkpoints, embeddings, dense, columns, None, states=states)
         saved, _ = state.load_weights(path)
         position = Position(saved.epoch, saved.sample, saved.step)
         yield SavedModel(runtime, config, source, embeddings, model.eval(), position, labelled)
