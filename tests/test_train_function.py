@@ -14,7 +14,7 @@ import yaml
 from tests.jobs import REPOSITORY, TINY_CONFIG
 
 ALONE = """
-import json, os, random, signal, threading
+import json, os, random, signal, threading, time
 import numpy, torch
 import dlrm_autoshard
 
@@ -32,8 +32,9 @@ torch.set_num_threads(2)
 before, found = process(), []
 for overrides in [(), ("train.max_steps=3",), ("run.threads_per_rank=9999",), ("data.tables.0.num_embeddings=x",)]:
     try:
+        called = time.time()
         result = dlrm_autoshard.train(CONFIG, *overrides)
-        found.append([result.steps, dict(result.metrics), str(result.run_dir)])
+        found.append([result.steps, dict(result.metrics), str(result.run_dir), time.time() - called])
     except dlrm_autoshard.UserError as error:
         found.append(str(error))
     assert {*process().items()} == {*before.items()}, {*process().items()} ^ {*before.items()}
@@ -85,6 +86,8 @@ def test_a_notebook_trains_again_and_again_and_is_as_it_was(tmp_path: Path) -> N
     whole, short, threads, wrong, resumed, in_thread, unknown = found
     assert whole[0] == 5 and whole[1]["logloss"] < 1 and (tmp_path / whole[2] / "report.html").exists()
     assert short[0] == 3 and short[2] != whole[2]
+    seconds = json.loads((tmp_path / short[2] / "result.json").read_text())["seconds"]
+    assert 0 <= seconds["joining"] < short[3]  # of the call's seconds, not of the process's
     assert "run.threads_per_rank is 9999" in threads and "data.tables.0.num_embeddings" in wrong
     assert resumed[0] == 10 and Path(resumed[2]).name == Path(whole[2]).name
     assert in_thread == 5 and "no file 'no_such'" in unknown

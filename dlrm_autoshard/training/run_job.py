@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.ranks.signs_of_life import RankFailure
@@ -27,11 +29,10 @@ from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
 from dlrm_autoshard.training.trainer import Trainer, TrainResult
 
 
-def run_job(config: Config, resume: str | None = None, number: int = 1) -> TrainResult:
+def run_job(config: Config, resume: str | None = None, number: int = 1, begun: float | None = None) -> TrainResult:
     """Runs a job on this rank, from its config to its last evaluation.
 
-    number: of the job, in this process.
-
+    number: of the job, in this process. begun: when it began, where that is not when the process did.
     resume: None starts a new run; "" continues the newest run of the config's name; else the run directory to continue,
     or a checkpoint in one. A job that is started again continues by itself, past checkpoints that are damaged, whatever
     its first start resumed. SIGINT, SIGTERM and SIGHUP end it with a checkpoint, and raise `Stopped`.
@@ -51,6 +52,8 @@ def run_job(config: Config, resume: str | None = None, number: int = 1) -> Train
                 fall_back = resume is None or own is not None
                 config = as_started(run_dir, config)
                 trainer = Trainer(config, runtime, run_dir, signals, checkpoint, fall_back=fall_back)
+                if begun is not None:
+                    trainer.job.start_seconds["joining"] -= begun - psutil.Process().create_time()
                 config = trainer.job.config  # with what it left open as the data have it
                 runtime.from_rank_0(lambda: record_start(run_dir, config, runtime.world_size))
                 trainer.log.write_start = partial(_write_start_again, run_dir, config, runtime.world_size, job, resume)

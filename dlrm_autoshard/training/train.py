@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,9 +40,10 @@ def train(
 
     UserError says what is wrong and what to try. Ctrl-C ends the job with a checkpoint and raises a KeyboardInterrupt.
     """
+    begun = time.time()
     try:
         with _process_kept():
-            return run_job(_parsed(config, overrides), None if resume is None else str(resume), next(_numbers))
+            return run_job(_parsed(config, overrides), None if resume is None else str(resume), next(_numbers), begun)
     except OSError as error:
         said = in_a_sentence(error)
         if said is None:
