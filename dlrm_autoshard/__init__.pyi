@@ -13,6 +13,7 @@ from .distributed.in_parts import joined_ids as joined_ids
 from .distributed.tables.optimizers import SGD as SGD
 from .distributed.tables.optimizers import Adagrad as Adagrad
 from .distributed.tables.optimizers import Adam as Adam
+from .distributed.tables.optimizers import Frozen as Frozen
 from .distributed.tables.optimizers import RowwiseAdagrad as RowwiseAdagrad
 from .errors import UserError as UserError
 from .model.dlrm import DenseArch as DenseArch
@@ -29,6 +30,7 @@ from .planner.result import PlanResult as PlanResult
 from .planner.task import PlacementTask as PlacementTask
 from .probe.simulator import SimulatedCluster as SimulatedCluster
 from .tables import TableConfig as TableConfig
+from .tables import TableInit as TableInit
 from .tables import TableStats as TableStats
 from .tables import measure_table_stats as measure_table_stats
 from .training.train import train as train

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dlrm_autoshard
 from dlrm_autoshard.config import TablesConfig, parse_sections
 from dlrm_autoshard.data.resolve_tables import TableRows, resolve_tables
 from dlrm_autoshard.distributed.bags import ShardedEmbeddingBags
@@ -234,6 +235,10 @@ def test_a_file_that_does_not_fit_is_refused_in_a_sentence(file: str, said: str,
     with pytest.raises(UserError) as caught:
         ShardedEmbeddingBags([TableConfig("item", 50, 8, init=TableInit(file=str(tmp_path / file)))])
     assert said in str(caught.value) and "item" in str(caught.value)
+
+
+def test_what_the_page_names_is_public() -> None:
+    assert dlrm_autoshard.Frozen() == Frozen() and dlrm_autoshard.TableInit(normal=0.1) == TableInit(normal=0.1)
 
 
 PER_TABLE = {
