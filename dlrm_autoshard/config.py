@@ -260,10 +260,11 @@ class ReshardConfig(Section):
 
 
 class SplitsConfig(Section):
-    """Columns of one table on several ranks; for row-wise Adagrad see tables.optimizer.per_part."""
+    """Columns or rows of one table on several ranks; columns under row-wise Adagrad: see tables.optimizer.per_part."""
 
     max_parts: PositiveInt = 4  # of a table; 1: none is split
     min_dim: EmbeddingDim = 16  # columns of a part at least, a multiple of 4
+    rows: Literal["auto", "never"] = "auto"  # auto: tables that fit no rank otherwise are split by rows
 
 
 class AutoshardConfig(Section):

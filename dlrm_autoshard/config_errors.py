@@ -22,6 +22,7 @@ _ALIKE, _ALIKE_ELSEWHERE = 0.76, 0.85
 chance."""
 
 FOREIGN = {
+    "tables.rows": "a table has as many rows as its data say: num_embeddings in data.tables",
     "pretrained pretrained_path init_from load_from warm_start": (
         "a table starts from a file by its init in tables.per_table; --resume RUN goes on from a checkpoint"
     ),

@@ -117,6 +117,22 @@ def test_a_table_that_fits_no_rank_whole_is_split_and_without_splits_it_is_named
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "lookup_greedy"])
+def test_a_table_that_fits_no_rank_by_columns_is_split_by_rows_and_no_other_is(algorithm: str) -> None:
+    tables, stats = [TableConfig("huge", 1_000_000, 16), TableConfig("small", 1000, 32)], [TableStats(2.0)] * 2
+    need = task_of(tables, stats, 2).table_bytes["huge"]
+    for splits in (Splits(4, 16, rows=True), Splits(4, 16, allowed=False, rows=True), Splits(1, 16, rows=True)):
+        task = task_of(tables, stats, 3, splits, memory=(int(2 * need / 3),) * 3)
+        plan = Planner(algorithm).plan(task).plan
+        assert plan.row_split_tables == plan.split_tables == ("huge",) and len(plan.ranks_of("huge")) > 1
+        task.check(plan)
+        assert task.splits_enough(plan) and not task_of(tables, stats, 3).splits_enough(plan)
+        roomy = Planner(algorithm).plan(task_of(tables, stats, 3, splits, memory=(2 * need,) * 3)).plan
+        assert not roomy.row_split_tables
+    with pytest.raises(PlanError, match=r"set autoshard\.splits\.min_dim: 8\.$"):
+        Planner(algorithm).plan(task_of(tables, stats, 3, Splits(4, 16), memory=(int(2 * need / 3),) * 3))
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "lookup_greedy"])
 @pytest.mark.parametrize(
     ("splits", "settings"),
     [

@@ -295,6 +295,9 @@ def test_where_no_whole_table_fits_plan_and_explain_say_that_parts_would(
     TablePool((table,), (stats,)).save(tmp_path / "t.json")
     ShardingPlan({"big": 0}, 2).save(tmp_path / "plan.json")
     asked = ["--tables", str(tmp_path / "t.json"), "--memory-gib", str(0.7 * table.weight_bytes / 2**30)]
+    assert run(capsys, "plan", "--devices", "2", *asked, "--rows", "auto")["plan"]["rank_of"].keys() == {
+        "big[rows 0:20000]", "big[rows 20000:40000]"}  # fmt: skip
+    asked += ["--rows", "never"]
     hint = "Split by columns, the tables would fit: set tables.optimizer.per_part: true (or use sgd)."
     assert main(["plan", "--devices", "2", *asked]) == 2 and hint in " ".join(capsys.readouterr().err.split())
     assert run(capsys, "explain", tmp_path / "plan.json", *asked)["explanation"][-1].endswith(hint)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,30 +17,12 @@ from dlrm_autoshard.tables import TableConfig
 from dlrm_autoshard.training.checkpoints.saved_model import saved_model
 from dlrm_autoshard.training.checkpoints.saved_weights import SavedWeights
 from tests.ranks import run_ranks
+from tests.split_jobs import WHOLE, job, predicted, train
 from tests.split_plans import whole
-from tests.trainers import TABLES, config, losses, make_runtime, tensors, trainer
+from tests.trainers import TABLES, losses, make_runtime, trainer
 
-WHOLE = {"user": 0, "item": 1, "tag": 0, "shop": 1}
 SPLIT = {"user[0:4]": 1, "user[4:8]": 0, "item": 0, "tag[0:4]": 0, "tag[4:12]": 1, "tag[12:16]": 0, "shop": 1}
 OTHER = {"user[0:4]": 2, "user[4:8]": 0, "item": 2, "tag[0:8]": 1, "tag[8:16]": 2, "shop": 1}
-
-
-def job(folder: Path, name: str, rank_of: dict[str, int] | None, world_size: int, **sections: object) -> Config:
-    path = folder / f"{name}.json"
-    if rank_of is not None:
-        ShardingPlan(rank_of, world_size).save(path)
-        sections = {"autoshard": {"placement": str(path)}} | sections
-    made = {"tables": {"optimizer": {"name": "adagrad", "lr": 0.1}}, "train": {"epochs": 2}, **sections}
-    return config(folder, **made)
-
-
-def train(rank: int, world_size: int, jobs: list[tuple[Config, Path]]) -> list[dict[str, Tensor]]:
-    runtime, found = make_runtime(rank, world_size), []
-    for settings, run_dir in jobs:
-        with trainer(settings, runtime, run_dir) as made:
-            made.run()
-            found.append(tensors(made))
-    return found
 
 
 def same(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> bool:
@@ -79,14 +59,6 @@ def test_a_job_with_split_tables_trains_resumes_and_exports_as_one_without(tmp_p
     assert exported and all(torch.equal(tensor, whole(unsplit)[name]) for name, tensor in exported.items())
     alone, shared = (predicted(tmp_path / "split", ranks) for ranks in (1, 3))  # by 3 under OTHER
     assert np.allclose(alone, shared, atol=1e-6)
-
-
-def predicted(run: Path, ranks: int) -> np.ndarray:
-    out = run.parent / f"by_{ranks}.npy"
-    predict = ["predict", str(run), "--split=train", f"--ranks={ranks}", "--out", str(out)]
-    subprocess.run([sys.executable, "-m", "dlrm_autoshard", *predict], check=True, timeout=120, capture_output=True)
-    found: np.ndarray = np.load(out)
-    return found
 
 
 def test_a_table_that_fits_no_rank_whole_trains_exactly(tmp_path: Path) -> None:

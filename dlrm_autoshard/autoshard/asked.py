@@ -56,7 +56,8 @@ def constraints_of(settings: AutoshardConfig) -> Constraints:
 
 
 def splits_of(settings: AutoshardConfig, optimizer: TableOptimizerConfig) -> Splits:
-    return Splits(settings.splits.max_parts, settings.splits.min_dim, optimizer.splits_tables, optimizer.name)
+    asked = settings.splits
+    return Splits(asked.max_parts, asked.min_dim, optimizer.splits_tables, optimizer.name, asked.rows == "auto")
 
 
 def given_plan(placement: str | None, task: PlacementTask) -> ShardingPlan:

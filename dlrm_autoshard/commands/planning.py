@@ -75,7 +75,7 @@ def task_of(
     if arguments.memory_gib is not None:
         settings = settings.model_copy(update={"memory_gib": arguments.memory_gib})
     check_settings(settings, [table.name for table in pool.tables], devices)
-    asked = {key: value for key in ("max_parts", "min_dim") if (value := getattr(arguments, key)) is not None}
+    asked = {key: value for key in ("max_parts", "min_dim", "rows") if (value := getattr(arguments, key)) is not None}
     settings = settings.model_copy(
         update={
             "pinned": {**settings.pinned, **pins_of(arguments.pin)},

@@ -148,7 +148,8 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Splits:
-    """Which tables may be split by columns. max_parts: of one table; 1: none are. min_dim: columns of a part.
+    """Which tables may be split by columns. max_parts: of one table; 1: none are. min_dim: columns of a part. rows:
+    tables that fit no rank otherwise are split by rows, into as many parts as that takes.
 
     allowed: False where parts would train another model (each with its own row-wise Adagrad): results say what splits
     would bring then. optimizer: whose state parts carry.
@@ -158,6 +159,7 @@ class Splits:
     min_dim: int = 16
     allowed: bool = True
     optimizer: TableOptimizer = "rowwise_adagrad"
+    rows: bool = False
 
     def settings_for(self, shards: Iterable[TableConfig]) -> str:
         """Returns settings, other than these, under which tables may be split so."""

@@ -107,7 +107,9 @@ class PlacementTask:
     def splits_enough(self, plan: ShardingPlan) -> bool:
         """False where a table of the plan is in more parts than may be: one made under other settings."""
         may = all(self.shards_of[name][0][0].may_split(self.splits.allowed) for name in plan.column_split_tables)
-        return may and plan.most_parts <= self.splits.max_parts
+        by_rows = plan.row_split_tables
+        most = max((len(plan.parts_of(name)) for name in plan.split_tables if name not in by_rows), default=1)
+        return may and most <= max(1, self.splits.max_parts) and (self.splits.rows or not by_rows)
 
     @cached_property
     def unconstrained(self) -> PlacementTask:
@@ -198,7 +200,15 @@ class PlacementTask:
         return table.halves(self.splits.min_dim) if table.may_split(True) else None
 
     def split(self, name: str) -> PlacementTask | None:
-        if (halves := self.halves(name)) is None:
+        return self._with_halves(name, self.halves(name))
+
+    def split_by_rows(self, name: str) -> PlacementTask | None:
+        """With the shard `name` as two ranges of rows; None where it has one row, or must be on one rank."""
+        bound = not self.splits.rows or self.constraints.bind(Shard.parse(name))
+        return None if bound else self._with_halves(name, self.shard(name)[0].halves_by_rows())
+
+    def _with_halves(self, name: str, halves: tuple[TableConfig, TableConfig] | None) -> PlacementTask | None:
+        if halves is None:
             return None
         at = self.names.index(name)
         return self.with_shards([*self.tables[:at], *halves, *self.tables[at + 1 :]])

@@ -1,4 +1,4 @@
-"""Which tables to split by columns, and where the parts go: a beam over halvings (NeuroShard, MLSys 2023).
+"""Which tables to split, and where the parts go: a beam over halvings (NeuroShard, MLSys 2023).
 
 task = fitting(task)                            # tables that fit no rank whole are split until a plan exists
 found = split_search(task, costs_of, rank_U)    # Splitted(task of shards, placement, ms), best first
@@ -58,21 +58,25 @@ def fitting(task: PlacementTask) -> PlacementTask:
         refusal = error
     if short_in_all(task) > 0:
         raise refusal
+    if asked.allowed and (split := _halved_to_fit(task)) is not None:
+        return split
+    if asked.rows and (split := _halved_to_fit(task, rows=True)) is not None:
+        return split
     for splits in (replace(asked, allowed=True), replace(asked, allowed=True, max_parts=2**16, min_dim=4)):
-        split = _halved_to_fit(replace(task, splits=splits), hint=splits != asked)
-        if split is not None and splits == asked:
-            return split
+        split = None if splits == asked else _halved_to_fit(replace(task, splits=splits), most=HINT_HALVINGS)
         if split is not None:
             set_so = asked.settings_for(split.tables)
             raise PlanError(f"{refusal} Split by columns, the tables would fit: set {set_so}.")
-    raise PlanError(f"{refusal} Splitting tables by columns was tried, too.")
+    raise PlanError(f"{refusal} Splitting tables by columns{' and by rows' * asked.rows} was tried, too.")
 
 
-def _halved_to_fit(task: PlacementTask, *, hint: bool) -> PlacementTask | None:
-    """With its largest shards halved until a legal plan exists; None where none is found. Halves take no less."""
-    for _ in range(HINT_HALVINGS if hint else MOST_HALVINGS * task.world_size):
+def _halved_to_fit(task: PlacementTask, *, rows: bool = False, most: int | None = None) -> PlacementTask | None:
+    """With its largest shards halved, by columns or by rows, until a legal plan exists; None where none is found.
+    Halves take no less."""
+    for _ in range(most or MOST_HALVINGS * task.world_size):
         by_bytes = sorted(task.names, key=lambda name: -task.table_bytes[name])
-        halved = next((half for name in by_bytes if (half := task.split(name)) is not None), None)
+        ways = (task.split_by_rows(name) if rows else task.split(name) for name in by_bytes)
+        halved = next((half for half in ways if half is not None), None)
         if halved is None or short_in_all(halved) > 0:
             return None
         try:

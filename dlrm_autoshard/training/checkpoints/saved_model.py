@@ -132,7 +132,7 @@ def config_of(run: Path, overrides: Sequence[str] = (), *, trust: bool = False) 
 def shared_out(tables: Sequence[TableConfig], topology: Topology, trained: ShardingPlan | None) -> ShardingPlan:
     """As they were trained, where that was on as many ranks; else as many bytes on each, and split by columns where one
     fits no rank. UserError where their weights do not fit."""
-    splits = Splits(max_parts=topology.world_size, min_dim=4, optimizer="sgd")
+    splits = Splits(max_parts=topology.world_size, min_dim=4, optimizer="sgd", rows=True)
     task = PlacementTask.build(tables, [TableStats(1.0)] * len(tables), topology, batch_size=1, splits=splits)
     same = trained is not None and {*trained.tables} == {*task.names}  # none was replicated
     if same and trained is not None and trained.world_size == topology.world_size and task.allows(trained):
