@@ -1,4 +1,4 @@
-"""Users' own data and dense part: the example of configs/README.md trains on two ranks and learns; whatever is wrong
+"""Users' own data and dense part: the example of configs/CUSTOM.md trains on two ranks and learns; whatever is wrong
 with such code is a sentence that names the key."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 def page_example(folder: Path) -> None:
     """The page's two classes, and clicks that depend on dense features and ids alike."""
-    blocks = re.findall(r"```python\n(# (\w+\.py)\n.*?)```", (ROOT / "configs/README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(# (\w+\.py)\n.*?)```", (ROOT / "configs/CUSTOM.md").read_text(), re.DOTALL)
     assert sorted(name for _, name in blocks) == ["clicks.py", "tower.py"]
     for text, name in blocks:
         (folder / name).write_text(text)
@@ -39,7 +39,7 @@ def page_example(folder: Path) -> None:
 
 
 def page_yaml() -> dict[str, object]:
-    text = re.search(r"```yaml\n(data: \{source: custom.*?)```", (ROOT / "configs/README.md").read_text(), re.DOTALL)
+    text = re.search(r"```yaml\n(data: \{source: custom.*?)```", (ROOT / "configs/CUSTOM.md").read_text(), re.DOTALL)
     assert text is not None
     return yaml.safe_load(text[1])
 
