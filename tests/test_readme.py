@@ -187,8 +187,6 @@ ELSEWHERE = {
     "dlrm-autoshard train movielens": "as the quickstart trains it",
     "dlrm-autoshard plan --from-torchrec": "test_torchrec_module_file.py, of a module that it saves",
     "bash launch/test.sh": "by whoever runs this",
-    "torchrun --nnodes=2": "test_network.py, two hosts in network namespaces",
-    "-m dlrm_autoshard bench network": "the same",
     "sbatch --nodes=2": "nowhere: it needs SLURM; test_launch.py checks that it is bash",
     "docker": "nowhere: it needs Docker",
 }
