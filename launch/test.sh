@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs ruff, mypy and the tests in the quickstart's environment. Arguments go to pytest:
 #   bash launch/test.sh
-#   bash launch/test.sh tests/test_payoff.py -k move
+#   bash launch/test.sh tests/test_decide.py -k move
 #   bash launch/test.sh -m slow
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -19,13 +19,11 @@ import pytest
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval
-from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.config import AutoshardConfig, ReshardConfig
 from dlrm_autoshard.costs import StepProfile, stages_W4, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask, Splits
-from dlrm_autoshard.probe.calibration import ShardTimer
 from dlrm_autoshard.probe.simulator import SimulatedCluster
 from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.jsonl import read_jsonl
@@ -39,7 +37,7 @@ BATCH, STEPS, DENSE_MS = 2048, 500, 4.0
 def unhurried_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never cut short by the clock, nor left out, so that a slow machine decides as a fast one does."""
     monkeypatch.setattr(thresholds, "SEARCH_SHARE", 1000.0)
-    monkeypatch.setattr(SearchTrigger, "looked", lambda *_: None)
+    monkeypatch.setattr(thresholds, "LOOKING", 1000.0)
 
 
 _STARTS: dict[Any, tuple[Planner, SimulatedCluster, ShardingPlan]] = {}
@@ -70,7 +68,6 @@ class Training:
         self.folder = tempfile.TemporaryDirectory()
         self.log = DecisionLog(Path(self.folder.name) / "decisions.jsonl")
         self.step, self.total = 0, 100_000
-        self.measure_shards: ShardTimer | None = None
         key = (seed, world_size, noise, num_tables, splits)
         if key not in _STARTS:
             self.planner, self.cluster = Planner(seed=seed), SimulatedCluster(seed, noise=noise)
@@ -124,7 +121,7 @@ class Training:
             timed_SW4=self.timed(profile), changed_steps=changed_steps, moves_since=moves_since,
             before_change=before_change, early=early,
         )  # fmt: skip
-        decision = self.controller.decide(interval, self.plan, self.measure_shards)
+        decision = self.controller.decide(interval, self.plan)
         if decision.new_plan is not None:
             moves = self.plan.moves_to(decision.new_plan)
             self.plan = decision.new_plan

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_autoshard.benchmarks import harness, paired, readme
+from dlrm_autoshard.benchmarks.pitch import NET
 from dlrm_autoshard.benchmarks.plans_in_turns import best_of, recovered
 from dlrm_autoshard.commands import main as cli
 
@@ -237,7 +238,7 @@ NOTHING_YET = "\n".join(readme.PITCH)
 def test_the_pitch_is_of_what_has_a_record() -> None:
     records = {
         "train-wemb": {"figures": {"2 ranks: over torchrec": 1.512}},
-        "race-short": {"figures": {f"abrupt: loop on / loop off{readme.NET}": 0.951}},
+        "race-short": {"figures": {f"abrupt: loop on / loop off{NET}": 0.951}},
     }
     told = readme.pitch(records)
     said = " ".join(told.split())
@@ -279,27 +280,6 @@ def test_a_figure_is_shown_only_where_its_record_counts(tmp_path: Path) -> None:
         complaint, full = rewritten(**change)
         assert "0.004" not in full and "loop-steady does not count" in complaint
     assert "`loop-steady`" in full
-
-
-def test_a_race_is_a_table_of_worlds() -> None:
-    seconds = {f"abrupt: {arm} seconds": 30.0 + i for i, arm in enumerate(("planned", "loop", "torchrec"))}
-    record = {
-        "figures": {
-            **seconds,
-            "abrupt: recovered": 0.5,
-            f"abrupt: static / clairvoyant{readme.NET}": 1.02,
-            "abrupt: moves, roll-backs": [3, 1],
-            "abrupt: commits": ["abc1234", "def5678"],
-        },
-        "targets": {"abrupt: recovered": ">= 0.8", "abrupt: torchrec / loop on": ">= 1.25"},
-        "spread": {"abrupt: recovered": [0.4, 0.6], "abrupt: loop seconds": [29, 33]},
-        "verdicts": {"abrupt: recovered": "missed", "abrupt: torchrec / loop on": "missed"},
-        "environment": {"commit": "abc1234", "cpu": "Intel(R) Xeon(R) Processor"},
-    }
-    *_, head, rule, line = readme.worlds(record)
-    assert line.startswith("| pooling permuted once | 30.0 | 31.0 |  | 32.0 |  |  | not measured, missed |")
-    assert line.endswith("| 0.500 (0.400 to 0.600), missed | of 2.0%: too little | 3, 1 | abc1234, def5678; Intel |")
-    assert head.count("|") == rule.count("|") == line.count("|")
 
 
 def test_a_readme_without_the_marks_is_left_alone(tmp_path: Path) -> None:

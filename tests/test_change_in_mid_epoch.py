@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from dlrm_autoshard.autoshard import thresholds
-from dlrm_autoshard.autoshard.change_watch import ChangeWatch
 from dlrm_autoshard.autoshard.decision import Decision, Interval
-from dlrm_autoshard.autoshard.sampling import Sampling, steps_of_part
+from dlrm_autoshard.autoshard.watch import Watch, steps_of_part
 from dlrm_autoshard.config import Config, ProfileConfig
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
 from dlrm_autoshard.records.jsonl import read_jsonl
@@ -84,7 +83,7 @@ def test_a_slower_rank_is_noticed_and_decided_on_in_mid_epoch(tmp_path: Path, ev
 def due_steps(slow: Callable[[int], float], moves_at: int | None = None) -> list[int]:
     """After which intervals of an epoch of 900 steps end early. slow: times longer that the second rank takes for a
     step. moves_at: after which tables move; else they stay."""
-    sampling = Sampling(ProfileConfig(every_steps=20, warmup_steps=5), ChangeWatch(min_gain=0.02))
+    sampling = Watch(ProfileConfig(every_steps=20, warmup_steps=5), 0.02)
     draw, samples, found = np.random.default_rng(0), 0, []
     sampling.begin(0)
     for step in range(900):
@@ -105,7 +104,7 @@ def due_steps(slow: Callable[[int], float], moves_at: int | None = None) -> list
 
 def test_after_a_change_is_seen_a_step_is_looked_at_before_it_is_decided_on() -> None:
     """Lookups are counted anew from there: times of after a change are no use beside statistics of before it."""
-    sampling = Sampling(ProfileConfig(every_steps=20, warmup_steps=5), ChangeWatch(min_gain=0.02))
+    sampling = Watch(ProfileConfig(every_steps=20, warmup_steps=5), 0.02)
     sampling.begin(0)
     step, looked, cut_at, carried = 0, False, None, 0
     while cut_at is None or not sampling.is_due(step, carried):
@@ -148,7 +147,7 @@ def test_a_change_is_decided_on_soon_and_again_each_time_it_has_lasted_twice_as_
 
 def test_after_a_move_at_an_intervals_end_it_soon_is_known_how_ranks_wait() -> None:
     """Else what changes meanwhile would be taken for the usual."""
-    sampling = Sampling(ProfileConfig(every_steps=20, warmup_steps=5), ChangeWatch(min_gain=0.02))
+    sampling = Watch(ProfileConfig(every_steps=20, warmup_steps=5), 0.02)
     sampling.begin(0)
     sampled = []
     for step in range(200):
@@ -163,7 +162,7 @@ def test_after_a_move_at_an_intervals_end_it_soon_is_known_how_ranks_wait() -> N
 
 def steps_sampled(every: int | None, steps: int, interval: int, slow: Callable[[int], float]) -> list[int]:
     """Of a job in whose intervals of so many steps no table moves. slow: as in `due_steps`."""
-    sampling = Sampling(ProfileConfig(every_steps=every, warmup_steps=5), ChangeWatch(min_gain=0.02))
+    sampling = Watch(ProfileConfig(every_steps=every, warmup_steps=5), 0.02)
     draw, sampled, samples = np.random.default_rng(0), [], 0
     sampling.begin(0)
     for step in range(steps):

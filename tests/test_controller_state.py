@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dlrm_autoshard.autoshard.decision import Interval, Proposal
 from dlrm_autoshard.plan import ShardingPlan, Splits
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
@@ -77,16 +76,16 @@ def test_a_plan_of_before_is_not_gone_back_to_where_it_may_not_be_split_so_any_m
     whole = job.worst_heuristic()
     halved = job.task.with_shards([*job.tables[0].halves(4), *job.tables[1:]])  # type: ignore[misc]
     split = halved.plan_from(np.array([i % 2 for i in range(len(halved.units))]))
-    chooser, asked = job.controller.chooser, list[ShardingPlan]()
-    proposals = chooser.proposals
+    asked = list[ShardingPlan]()
+    saved = job.planner.saved
 
-    def heard(task: PlacementTask, interval: Interval, plan: ShardingPlan, plans: list[ShardingPlan]) -> list[Proposal]:
+    def heard(task: PlacementTask, plan: ShardingPlan, plans: list[ShardingPlan]) -> np.ndarray:
         asked.extend(plans)
-        return proposals(task, interval, plan, plans)
+        return saved(task, plan, plans)
 
-    monkeypatch.setattr(chooser, "proposals", heard)
+    monkeypatch.setattr(job.planner, "saved", heard)
     for splits in (Splits(), Splits(max_parts=4, min_dim=4)):
-        job.splits, job.plan, chooser.left = splits, whole, [split]
+        job.splits, job.plan, job.controller.left = splits, whole, [split]
         job.controller.task = job.task
         asked.clear()
         job.interval()

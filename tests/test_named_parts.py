@@ -11,7 +11,6 @@ from dlrm_autoshard.autoshard.partial_move import first_part
 from dlrm_autoshard.planner.search.splits import merged
 from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.calibration import calibration_shards
-from dlrm_autoshard.probe.mid_run import dominant_halves
 
 BATCH = 2048
 TABLES = [TableConfig("item", 50_000, 128), TableConfig("user", 9_000, 64), TableConfig("tag", 500, 32)]
@@ -90,7 +89,6 @@ def test_all_columns_of_a_table_are_no_part_of_it() -> None:
 def test_a_live_plan_with_the_table_whole_is_not_allowed_and_a_legal_one_is_proposed(asked: dict[str, Any]) -> None:
     task, planner = task_of(**asked), Planner()
     assert not task.allows(WHOLE)
-    list(dominant_halves(planner, task, WHOLE))
     proposed = planner.propose(task, WHOLE)
     assert proposed and all(task.allows(plan) and "item" in plan.split_tables for plan, _ in proposed)
 

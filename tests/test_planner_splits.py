@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -16,9 +15,6 @@ from dlrm_autoshard.plan import shard_tables
 from dlrm_autoshard.planner.moves.relabel import relabelled
 from dlrm_autoshard.planner.search.splits import split_search
 from dlrm_autoshard.planner.task import PlacementTask, Splits
-from dlrm_autoshard.probe.calibration import sample_of
-from dlrm_autoshard.probe.mid_run import dominant_halves, learn_half
-from dlrm_autoshard.probe.shard_probe import ShardTime
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 from tests.planning_problems import BATCH, measurer, random_samples, some_tables, some_task
 from tests.split_plans import plans_of
@@ -219,53 +215,6 @@ def test_a_table_whose_name_ends_in_brackets_is_no_part_of_another() -> None:
     current = ShardingPlan({"a": 0, "a[b]": 0, "c": 1, "d": 1}, 2)
     for plan, _ in Planner().propose(task, current):
         task.check(plan)
-
-
-@pytest.mark.parametrize("probed", [None, 0.7, 1.4])
-def test_in_mid_run_half_of_what_no_whole_plan_balances_is_measured_once_by_all_ranks_at_a_time(
-    probed: float | None,
-) -> None:
-    """probed: what each table takes alone, at a start, of what it takes in training."""
-    tables, stats = with_a_dominant_table()
-    task, planner, asked = task_of(tables, stats, 4), learned(), list[list[str]]()
-    plan = ShardingPlan({name: 0 if name == "big" else 1 + i % 3 for i, name in enumerate(task.names)}, 4)
-
-    def measure(shards: Sequence[Sequence[str]]) -> list[ShardTime]:
-        """Half of `big` takes 0.4 of it, on each rank, of which the last is three times as slow."""
-        asked.extend(map(list, shards))
-        ms = [{"big": 60.0, "big[0:64]": 24.0}[name] * (3 if i % 4 == 3 else 1) for i, [name] in enumerate(shards)]
-        return [ShardTime(took, 2 * took, 0.01, 3) for took in ms]
-
-    if probed is not None:
-        alone_T2 = planner.costs.costs_of(task).device_ms(planner.costs.costs_of(task).summary_TK) * probed
-        planner.costs.observe_shards(
-            [
-                sample_of(task, [name], ShardTime(float(ms_2[0]), float(ms_2[1]), 0.02, 3))
-                for name, ms_2 in zip(task.names, alone_T2, strict=True)
-            ]
-        )
-    planner.costs.observe(SimulatedCluster(seed=0).profile(task.wholes, stats_of(task), plan, BATCH))
-    [halved] = dominant_halves(planner, task, plan)
-    assert (halved.shard, halved.half) == ("big", "big[0:64]") and halved.plan.split_tables == ("big",)
-    unknown = planner.gains(task, plan, [halved.plan])[0].std
-    told = planner.gain_once_measured(task, plan, halved.plan, halved.half).std()
-    assert 1.01 * unknown > told > 0.5 * unknown > 0.02  # what a width takes that nobody measured is a guess
-    [before] = planner.costs.costs_of(task).alone_ms()[:1]
-    unsure = planner.costs.estimates(task, [plan]).step_ms_DP.std()
-    learn_half(planner, task, plan, measure, halved)
-    assert planner.costs.estimates(task, [plan]).step_ms_DP.std() > 0.8 * unsure, "nothing was told of the whole"
-    assert asked == [["big"]] * 4 + [["big[0:64]"]] * 4
-    split = task.split("big")
-    assert split is not None
-    whole, halves = planner.costs.costs_of(task).alone_ms()[0], planner.costs.costs_of(split).alone_ms()[:2]
-    # Of the whole, whatever that took when it was probed; and the other half is as wide, so it takes as long.
-    assert whole == pytest.approx(before, rel=0.05)
-    assert halves == pytest.approx([0.4 * whole, 0.4 * whole], rel=0.15)
-    assert planner.gains(task, plan, [halved.plan])[0].std < 0.6 * unknown
-    assert [again.known for again in dominant_halves(planner, task, plan)] == [True] and not halved.known
-    others = task_of(tables[1:], stats[1:], 2)
-    even = ShardingPlan({name: i % 2 for i, name in enumerate(others.names)}, 2)
-    assert list(dominant_halves(planner, others, even)) == []  # none is dearer than an even share
 
 
 def test_what_a_split_tables_parts_are_off_by_is_learned_of_the_whole_and_the_other_way_round() -> None:

@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 
-from dlrm_autoshard.autoshard.choose_move import MoveChooser
 from dlrm_autoshard.autoshard.controller import Controller
+from dlrm_autoshard.autoshard.decide import History
 from dlrm_autoshard.autoshard.decision import Decision, Interval
-from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
 from dlrm_autoshard.benchmarks.moving_job import MovingTrainer, settings
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.distributed.moves import agree as reshard_agree
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.training.journal import result_of
 from tests.ranks import run_ranks
@@ -78,27 +76,25 @@ def run_both(
 PLANS = ("0000", "1100", "0111")
 
 
-class Always(SearchTrigger):
-    def reason_not_to_search(self) -> None:
-        return None
-
-
-class NextOfPlans(MoveChooser):
-    """Always goes for the next of PLANS: what is tested is everything around it."""
-
-    def choose(
-        self, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan, learn: Any = None
-    ) -> Decision:
-        ranks = PLANS[len(self.history.moves_at) % len(PLANS)]
-        rank_of = {table["name"]: int(rank) for table, rank in zip(TABLES, ranks, strict=True)}
-        return replace(base, action="moved", predicted_gain=0.1, new_plan=ShardingPlan(rank_of, 2), old_plan=plan)
-
-
 def force_moves(controller: Controller | None) -> None:
+    """It always goes for the next of PLANS: what is tested is everything around it."""
+
+    def looked(base: Decision, interval: Interval, plan: ShardingPlan) -> Decision:
+        assert controller is not None
+        ranks = PLANS[len(controller.history.moves_at) % len(PLANS)]
+        rank_of = {table["name"]: int(rank) for table, rank in zip(TABLES, ranks, strict=True)}
+        decision = plainly(base, interval, plan)
+        return replace(decision, action="moved", predicted_gain=0.1, new_plan=ShardingPlan(rank_of, 2), old_plan=plan)
+
     if controller is not None:  # rank 0's
-        controller.trigger = Always(min_gain=0.0)
-        chooser = controller.chooser
-        controller.chooser = NextOfPlans(chooser.config, chooser.planner, chooser.bytes_of, controller.trigger)
+        plainly = controller._looked
+        controller._looked = looked  # type: ignore[method-assign]
+        controller.history = Always()
+
+
+class Always(History):
+    def may_look(self, training_seconds: float, *, changed: bool) -> bool:
+        return True
 
 
 def test_tables_move_in_training_and_no_bit_changes(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""What resharding decides, on rank 0: after each interval learn from it, judge the last move, decide on the next.
+"""What resharding does after an interval, on rank 0: learn from it, judge the last move, decide on the next.
 
     decision = controller.decide(interval, plan)
     controller.moved(stats.moves, stats.seconds)      # of `reshard` to decision.new_plan; or controller.refused(why)
 
-Knows nothing of ranks that run, so a simulated cluster can stand in for them.
+Knows nothing of ranks that run, so a simulated cluster can stand in for them. `decide.py` says when a move pays.
 """
 
 from __future__ import annotations
@@ -11,37 +11,29 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field
 from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.autoshard import thresholds
-from dlrm_autoshard.autoshard.choose_move import MoveChooser
-from dlrm_autoshard.autoshard.decision import Decision, Interval, Shift, seen_of
-from dlrm_autoshard.autoshard.search_trigger import SearchTrigger
+from dlrm_autoshard.autoshard.decide import History, Horizon, MoveCost, Option, decide, percent
+from dlrm_autoshard.autoshard.decision import Decision, Interval, moving
+from dlrm_autoshard.autoshard.partial_move import first_part, moving_bytes
 from dlrm_autoshard.config import AutoshardConfig
-from dlrm_autoshard.costs import prediction_error, stages_W4, step_cost_ms
-from dlrm_autoshard.formats.json_file import checked
-from dlrm_autoshard.formats.numbers import Amount, Count
-from dlrm_autoshard.plan import MoveRecord, ShardingPlan
+from dlrm_autoshard.costs import balance_gain, prediction_error
+from dlrm_autoshard.formats.json_file import FormatError, checked, made
+from dlrm_autoshard.formats.numbers import Count
+from dlrm_autoshard.formats.words import gib, some_of
+from dlrm_autoshard.plan import MoveRecord, PlanError, ShardingPlan
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.probe.calibration import ShardTimer
 from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.move_worth import TimedSteps, worth_of
-
-
-class _Trigger(TypedDict):
-    gain_differences: list[Amount]
-
-
-class _Chooser(TypedDict):
-    history: dict[str, Any]
-    move_cost: dict[str, Any]
-    target: dict[str, Any] | None
-    left: NotRequired[list[dict[str, Any]]]
+from dlrm_autoshard.tables import Shard
 
 
 class ControllerRecord(TypedDict):
@@ -54,8 +46,9 @@ class ControllerRecord(TypedDict):
     steps: NotRequired[dict[str, Any] | None]
     before: NotRequired[dict[str, Any] | None]
     after: NotRequired[dict[str, Any] | None]
-    trigger: _Trigger
-    chooser: _Chooser
+    history: NotRequired[dict[str, Any]]
+    move_cost: NotRequired[dict[str, Any]]
+    left: NotRequired[list[dict[str, Any]]]
 
 
 class Controller:
@@ -69,9 +62,11 @@ class Controller:
     ) -> None:
         """task: the tables on these ranks, with what is asked of plans. bytes_of: of each table, which a move carries.
         log: takes each decision's record when it is made, and a move's again when its gain has been measured."""
-        self.config, self.planner, self.task, self.log = config, planner, task, log
-        self.trigger = SearchTrigger(config.reshard.min_gain, config.budget_seconds)
-        self.chooser = MoveChooser(config.reshard, planner, bytes_of, self.trigger)
+        self.config, self.planner, self.task, self.bytes_of, self.log = config, planner, task, bytes_of, log
+        most_gib = config.reshard.max_move_gib_per_step
+        self._most_bytes = None if most_gib is None else int(most_gib * 2**30)  # that may move at a time
+        self.history, self.move_cost = History(), MoveCost()
+        self.left: list[ShardingPlan] = []  # live ones of before, the newest last: what they cost is known best
         self._pending: Decision | None = None  # not yet carried out
         self._unproven: Decision | None = None  # carried out, gain not yet measured
         self._ranks_changed = False  # since it was
@@ -81,13 +76,13 @@ class Controller:
         self._after: TimedSteps | None = None  # since that move, as far as nothing else changed
         self._last_step = -1  # after which there was a decision
 
-    # -- one interval ------------------------------------------------------------------------------------------------
+    # -- one interval --------------------------------------------------------------------------------------------------
 
-    def decide(self, interval: Interval, plan: ShardingPlan, measure_shards: ShardTimer | None = None) -> Decision:
-        """`plan` is the live one, under which the interval ran. measure_shards: these ranks' micro-benchmark, where it
-        may be asked."""
+    def decide(self, interval: Interval, plan: ShardingPlan) -> Decision:
+        """`plan` is the live one, under which the interval ran."""
         started = time.perf_counter()
         self._last_step = interval.step
+        self.history.intervals += not interval.early
         if self._unproven is not None and self._unproven.new_plan != plan:
             self._unproven = None  # a job that was resumed may have placed its tables anew
         self._keep(interval)
@@ -95,66 +90,136 @@ class Controller:
         if interval.samples < thresholds.LEAST_SAMPLES:
             few = f"too few steps were timed to judge by ({interval.samples}); lower profile.every_steps"
             return self._written(replace(base, why=few))
-        in_question = self._unproven is not None or self.chooser.target is not None
-        unchanged = None if in_question else self.trigger.reason_not_to_look(interval)
-        if unchanged is not None:
-            self.chooser.history.intervals += 1
-            seconds = interval.gather_seconds + time.perf_counter() - started
-            return self._written(replace(base, why=unchanged, decide_seconds=seconds))
-        profile = interval.profile
-        task = replace(self.task, stats=profile.stats, batch_size=profile.batch_size)
-        error_before = prediction_error(self.planner.predict(task, plan), profile.ranks)
-        self.planner.costs.observe(profile, task.topology)
-        learned = self.planner.predict(task, plan)
-        error_after = prediction_error(learned, profile.ranks)
-        slow_W = self.planner.rank_slowness(task.world_size, task.topology.speed)
-        slowness = [math.inf if w in task.topology.excluded else float(slow) for w, slow in enumerate(slow_W)]
-        self.trigger.see(interval, slowness, learned, one_host=len(task.topology.ranks_by_host) == 1)
-        if not self.trigger.is_as_before:
-            self._steps = interval.timed
-        base = replace(base, balance_gain=self.trigger.balance_gain, error_before=error_before, error_after=error_after)
-        if measure_shards is not None:  # also where a search has settled: it is worth more the longer a change lasts
-            self.chooser.learn_halves(task, interval, plan, measure_shards)
-        no_search = self.trigger.reason_not_to_search()
-        if self._after is None or self._change_began is None:  # else the move is judged by the steps up to the change
-            self._ranks_changed |= self.planner.costs.ranks_changed
-        if self._after is None and not self._ranks_changed:  # what came with a move is its own doing
-            self._after = interval.timed
-        mistake = None if interval.early else self._judge_last_move(task, interval)  # few steps tell little of it
-        if mistake is not None:
-            self.chooser.give_up()
-            decision = _taken_back(base, mistake)
-        elif no_search is not None:
-            decision = replace(base, why=no_search)
-        else:
-            decision = self.chooser.choose(base, task, interval, plan)
-        if decision.new_plan is not None:
-            self._judge_last_move(task, interval)  # its last chance
-            decision = replace(decision, shift=self._shift(decision, task, interval, plan))
-        self.trigger.looked(time.perf_counter() - started)
-        decision = replace(decision, decide_seconds=interval.gather_seconds + time.perf_counter() - started)
-        self.chooser.history.intervals += 1
+        seconds = interval.step * interval.step_ms / 1000
+        if not self.history.may_look(seconds, changed=interval.changed_steps is not None):
+            return self._written(replace(base, why="looks have taken their share of the training time"))
+        decision = self._looked(base, interval, plan)
+        seconds = time.perf_counter() - started
+        self.history.looked(seconds)
+        decision = replace(decision, decide_seconds=interval.gather_seconds + seconds)
         if decision.new_plan is None:
             return self._written(decision)
         self._pending = decision
         return decision
 
-    def _shift(self, move: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan) -> Shift:
-        """What the move from `plan` is expected to change of what is seen of a step."""
-        assert move.new_plan is not None
-        now, then = (self.planner.predict(task, one) for one in (plan, move.new_plan))
-        then_ms = interval.step_ms + step_cost_ms(then) - step_cost_ms(now)
-        by_K = seen_of(stages_W4(then), then_ms) - seen_of(stages_W4(now), interval.step_ms)
-        return Shift(tuple(by_K.tolist()), self.trigger.gain_scatter if move.uncertainty is None else move.uncertainty)
+    def _looked(self, base: Decision, interval: Interval, plan: ShardingPlan) -> Decision:
+        """Learns from the interval, judges the last move, and decides on the next."""
+        profile, planner = interval.profile, self.planner
+        task = replace(self.task, stats=profile.stats, batch_size=profile.batch_size)
+        error_before = prediction_error(planner.predict(task, plan), profile.ranks)
+        planner.costs.observe(profile, task.topology)
+        error_after = prediction_error(planner.predict(task, plan), profile.ranks)
+        slow_W = planner.rank_slowness(task.world_size, task.topology.speed)
+        slowness = [math.inf if w in task.topology.excluded else float(slow) for w, slow in enumerate(slow_W)]
+        one_host = len(task.topology.ranks_by_host) == 1
+        balance = balance_gain(profile.ranks, interval.step_ms, slowness, exchange=one_host)
+        base = replace(base, balance_gain=balance, error_before=error_before, error_after=error_after)
+        self._ranks_changed |= planner.costs.ranks_changed and (self._after is None or self._change_began is None)
+        if self._after is None and not self._ranks_changed:  # what came with a move is its own doing
+            self._after = interval.timed
+        if not interval.early:  # few steps tell little of a move
+            self._judge_last_move(task, interval)
+        horizon = Horizon(
+            interval.step_ms, interval.lasting_steps, interval.remaining_steps, self.config.reshard.min_gain
+        )
+        seconds = balance * interval.step_ms / 1000 * interval.remaining_steps
+        if interval.remaining_steps <= 0:
+            return replace(base, why="no steps are left")
+        if balance < horizon.min_gain:
+            most = f"even perfect balance would save {percent(balance)}"
+            return replace(base, why=f"{most}, below min_gain {percent(horizon.min_gain)}")
+        if seconds <= thresholds.MOVE_SECONDS:
+            return replace(base, why=f"at most {seconds:.2g} s to gain in the {interval.remaining_steps} steps left")
+        try:
+            plans = self._candidates(task, plan, horizon, thresholds.SEARCH_SHARE * seconds)
+            options = self.options(task, interval, plan, plans, balance)
+        except PlanError as error:  # no reason to stop training under a plan that works
+            return replace(base, why=str(error))
+        choice = decide(self.history, options, self.move_cost, horizon, interval.moves_since)
+        base = replace(base, predicted_gain=choice.best.gain, uncertainty=choice.best.uncertainty, why=choice.why)
+        if choice.option is None:
+            return base
+        decision = self._move(choice.option, base, task, interval, plan, balance)
+        if decision.new_plan is not None:
+            self._judge_last_move(task, interval)  # its last chance
+        return decision
+
+    def _candidates(
+        self, task: PlacementTask, plan: ShardingPlan, horizon: Horizon, seconds: float
+    ) -> list[ShardingPlan]:
+        """Legal plans other than the live one that were not refused lately: where searches end, and those that were
+        left."""
+        # Of each step that a plan will serve for, what moving a byte takes.
+        ms_per_byte = 1000 / self.move_cost.bytes_per_second / max(1, horizon.steps)
+        found = self.planner.propose(task, plan, ms_per_byte, budget_seconds=min(seconds, self.config.budget_seconds))
+        plans = [candidate.ordered(task.names) for candidate, _ in found]
+        plans += [other for other in self.left if task.splits_enough(other)] if self.config.reshard.rollback else []
+        different = {one.fingerprint: one for one in plans if one != plan}
+        plans = [one for one in different.values() if self._may_be(task, one)]
+        if not plans:
+            raise PlanError("there is no other plan that is legal and was not refused lately")
+        return plans
+
+    def options(
+        self,
+        task: PlacementTask,
+        interval: Interval,
+        plan: ShardingPlan,
+        plans: Sequence[ShardingPlan],
+        most: float = math.inf,
+    ) -> list[Option]:
+        """What plans may save of the whole step. most: what perfect balance would: the best of many predictions is one
+        that errs to the good."""
+        saved_DP = interval.planned_part * self.planner.saved(task, plan, plans)
+        saved_DP = saved_DP - np.maximum(0.0, saved_DP.mean(axis=0) - most)
+        found = []
+        for other, saved_D in zip(plans, saved_DP.T, strict=True):
+            bytes_of = moving_bytes(plan, other, self.bytes_of, task.wholes)
+            num_bytes = sum(bytes_of.values())
+            parts = 1 if self._most_bytes is None else max(1, math.ceil(num_bytes / self._most_bytes))
+            found.append(Option(other, saved_D, len(bytes_of), num_bytes, parts))
+        return found
+
+    def _move(
+        self, whole: Option, base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan, most: float
+    ) -> Decision:
+        """To the option, or as much of it as may move at a time: the rest may follow after the next intervals."""
+        option, part_of = whole, None
+        if whole.parts > 1:
+            assert self._most_bytes is not None
+            bytes_of = moving_bytes(plan, whole.plan, self.bytes_of, task.wholes)
+            legal = partial(self._may_be, task)
+            cost_ms = self.planner.step_costs(task)
+            part = first_part(plan, whole.plan, bytes_of, self._most_bytes, cost_ms, legal, task.constraints)
+            said = f"{moving(whole.tables, whole.bytes)}: predicted gain {whole.gain:.1%}"
+            if isinstance(part, str):
+                limit = gib(self._most_bytes)
+                return replace(base, why=f"it moves {said}, at most {limit} may move at a time, and {part}")
+            [option] = self.options(task, interval, plan, [part], most)
+            part_of = f"a part of {said}; at most {gib(self._most_bytes)} may move at a time"
+        back = bool(self.left) and option.plan == self.left[-1]
+        return replace(
+            base,
+            action="rolled_back" if back else "moved",
+            predicted_gain=option.gain,
+            uncertainty=option.uncertainty,
+            new_plan=option.plan,
+            old_plan=plan,
+            part_of=part_of,
+        )
+
+    def _may_be(self, task: PlacementTask, plan: ShardingPlan) -> bool:
+        return not self.history.refused_lately(plan) and task.allows(plan)
 
     def moved(self, moves: Sequence[MoveRecord], seconds: float) -> Decision:
         """The last decision has been carried out on all ranks, by these moves."""
         decision, self._pending = self._pending, None
         assert decision is not None and decision.old_plan is not None, "there is no decision to carry out"
         old_plan, decision = decision.old_plan, replace(decision, moves=tuple(moves), move_seconds=seconds)
-        self.chooser.moved(old_plan, decision.bytes_moved, seconds, in_parts=decision.part_of is not None)
-        if decision.action == "moved":
-            self._unproven, self._ranks_changed, self._before = decision, False, self._steps
+        self.move_cost = self.move_cost.learned(decision.bytes_moved, seconds)
+        self.history.moved(old_plan)
+        self.left = [*(plan for plan in self.left if plan != old_plan), old_plan][-thresholds.MEMORY :]
+        self._unproven, self._ranks_changed, self._before = decision, False, self._steps
         self._steps = self._after = None
         return self._written(decision)
 
@@ -162,10 +227,10 @@ class Controller:
         """The ranks could not carry the last decision out; the old plan is still the live one."""
         decision, self._pending = self._pending, None
         assert decision is not None and decision.new_plan is not None, "there is no decision to carry out"
-        self.chooser.refused(decision.new_plan)
+        self.history.refused_at[decision.new_plan.fingerprint] = self.history.intervals
         return self._written(replace(decision, action="refused", why=why, new_plan=None, old_plan=None))
 
-    # -- the last move -----------------------------------------------------------------------------------------------
+    # -- the last move -------------------------------------------------------------------------------------------------
 
     def _keep(self, interval: Interval) -> None:
         """Adds an interval's timed steps to those of the live plan since something else changed last."""
@@ -178,53 +243,49 @@ class Controller:
             self._after = steps.after(self._after)
         elif self._after is None:
             self._after = interval.before_change
-        self._steps = steps if new_change else steps.after(self._steps)
+        alike = self._steps is not None and not new_change and self._steps.alike(steps)
+        self._steps = steps.after(self._steps) if alike else steps
 
-    def _judge_last_move(self, task: PlacementTask, interval: Interval) -> Decision | None:
-        """Completes its record. Returns it where it was a mistake that it pays to take back: where something else has
-        changed since, that is no question of the move, and the old plan is a candidate like others."""
+    def _judge_last_move(self, task: PlacementTask, interval: Interval) -> None:
+        """Completes its record: what the old plan's steps cost before, or would cost now where something else has
+        changed since, beside what the new one's cost."""
         move, before, after = self._unproven, self._before, self._after
         if move is None or before is None or after is None:
-            return None
+            return
         self._unproven = None
-        new_plan, old_plan = move.new_plan, move.old_plan
-        assert new_plan is not None and old_plan is not None and move.predicted_gain is not None
-        [back] = self.chooser.proposals(task, interval, new_plan, [old_plan])
-        instead = None
+        assert move.new_plan is not None and move.old_plan is not None and move.predicted_gain is not None
+        # Predicted was a part of the step of then, of which what no plan decides may take longer or shorter now.
+        foreseen_ms = move.predicted_gain * before.step_ms
+        then = before.step_ms / max(after.step_ms + foreseen_ms, 1e-9)
+        predicted, instead = (move.predicted_gain * then, (move.uncertainty or 0.0) * then), None
         if self._ranks_changed or not before.alike(after):
-            [gain] = self.planner.gains(task, new_plan, [old_plan])
-            instead = 1 - gain.mean, gain.std
+            [gain] = self.planner.gains(task, move.new_plan, [move.old_plan])
+            predicted, instead = (move.predicted_gain, move.uncertainty or 0.0), (1 - gain.mean, gain.std)
         worth = worth_of(
             before,
             after,
-            predicted=(move.predicted_gain, move.uncertainty or 0.0),
-            scatter=self.trigger.gain_scatter,
+            predicted=predicted,
+            scatter=thresholds.USUAL_SCATTER,
             instead=instead,
         )
         saved_ms = worth.saved_ms(interval.step_ms)
         pays_back = not worth.doubt and saved_ms > 0
-        move = replace(
-            move,
-            measured_gain=worth.gain,
-            measured_low=worth.low,
-            measured_high=worth.high,
-            doubt=worth.doubt or None,
-            paid_back_after_steps=round(1000 * move.move_seconds / saved_ms) if pays_back else None,
+        self._written(
+            replace(
+                move,
+                measured_gain=worth.gain,
+                measured_low=worth.low,
+                measured_high=worth.high,
+                doubt=worth.doubt or None,
+                paid_back_after_steps=round(1000 * move.move_seconds / saved_ms) if pays_back else None,
+            )
         )
-        self._written(move)
-        back = replace(back, gain=-saved_ms / interval.step_ms, uncertainty=worth.uncertainty)
-        mistake = instead is None and not worth.incomparable and self.chooser.pays(back, interval)
-        may_be = task.splits_enough(old_plan) and task.allows(old_plan)
-        if not (mistake and self.config.reshard.rollback and may_be):
-            return None
-        self.chooser.history.rolled_back.append(new_plan.fingerprint)
-        return move
 
     def _written(self, decision: Decision) -> Decision:
         self.log.write(decision.to_json())
         return decision
 
-    # -- state -------------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -233,8 +294,9 @@ class Controller:
             "ranks_changed": self._ranks_changed,
             "change_began": self._change_began,
             **{key: steps and steps.to_json() for key, steps in self._timed_steps.items()},
-            "trigger": self.trigger.state_dict(),
-            "chooser": self.chooser.state_dict(),
+            "history": asdict(self.history),
+            "move_cost": asdict(self.move_cost),
+            "left": [plan.to_json() for plan in self.left],
         }
 
     @property
@@ -250,20 +312,17 @@ class Controller:
             self._unproven, self._ranks_changed = unproven, record.get("ranks_changed", False)
             self._change_began = record.get("change_began")
             self._steps, self._before, self._after = (TimedSteps.from_json(state.get(key)) for key in self._timed_steps)
-            self.trigger.load_state_dict(record["trigger"])
-            self.chooser.load_state_dict(record["chooser"])
+            self.history = made(History, record.get("history", {}))
+            self.move_cost = made(MoveCost, record.get("move_cost", {}))
+            self.left = [self._known(ShardingPlan.from_json(plan)) for plan in record.get("left", [])]
         self._last_step = record["last_step"]
         self.log.forget_after(self._last_step)
         if unproven is not None:
             self._written(unproven)
 
-
-def _taken_back(base: Decision, move: Decision) -> Decision:
-    assert move.new_plan is not None and move.old_plan is not None
-    return replace(
-        base,
-        action="rolled_back",
-        why=f"it was {move.gains}",
-        new_plan=move.old_plan,
-        old_plan=move.new_plan,
-    )
+    def _known(self, plan: ShardingPlan) -> ShardingPlan:
+        """FormatError where it is of other tables."""
+        tables, known = ({Shard.parse(name).table for name in names} for names in (plan.rank_of, self.bytes_of))
+        if tables != known:
+            raise FormatError(f"a plan is of other tables: {some_of(tables ^ known)}.")
+        return plan

@@ -1,6 +1,5 @@
-"""What was measured over an interval, which plan is proposed, and what is decided on it: plain data.
+"""What was measured over an interval, and what is decided on it: plain data.
 
-Proposal(plan, gain=0.148, uncertainty=0.02, tables=7, bytes=432013312)
 decision.action, decision.text          # "kept", "kept: best candidate saves 1.2%, below min_gain 2%"
 decision.to_json()                      # a line of decisions.jsonl: its text is made here, of the other fields
 """
@@ -8,7 +7,7 @@ decision.to_json()                      # a line of decisions.jsonl: its text is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,10 +16,7 @@ import numpy as np
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.costs import (
     COMPUTE,
-    IQR_OF_NORMAL,
     StepProfile,
-    balance_gain,
-    balance_gains,
     stages_W4,
     step_cost_ms,
 )
@@ -37,8 +33,7 @@ Action = Literal["kept", "moved", "rolled_back", "refused"]
 @dataclass(frozen=True)
 class Interval:
     """What was measured over an interval that ends after `step`; throughput over all ranks, in examples/s. samples:
-    steps whose stages were timed, timed_SW4: each of them, in ms; sampled_ms: the whole of such a step, 0 where not
-    known: with barriers and nothing overlapped it is longer than others. remaining_steps: that are to come.
+    steps whose stages were timed, timed_SW4: each of them, in ms. remaining_steps: that are to come.
     changed_steps: since the ranks' times changed, where they did so in mid-interval; moves_since: that were made
     since then; before_change: timed steps of the interval that ended by it, up to there, where this is the next
     one. early: it ended before its time, to be decided on soon. cores_S: of each timed step the least part of the
@@ -57,7 +52,6 @@ class Interval:
     before_change: TimedSteps | None = None
     early: bool = False
     cores_S: tuple[float, ...] = ()
-    sampled_ms: float = 0.0
     gather_seconds: float = 0.0
 
     @property
@@ -73,8 +67,7 @@ class Interval:
             for table, stat in zip(self.profile.tables, self.profile.stats, strict=True)
         ]
         work_ms = float(stages_W4(self.profile.ranks)[:, COMPUTE].sum())
-        step_ms = self.sampled_ms or self.step_ms
-        return TimedSteps(tuple(timed_S), step_ms, work_ms, self.cores_S, tuple(lookups))
+        return TimedSteps(tuple(timed_S), self.step_ms, work_ms, self.cores_S, tuple(lookups))
 
     @property
     def planned_part(self) -> float:
@@ -85,55 +78,13 @@ class Interval:
     def lasting_steps(self) -> int:
         """For which what was measured is expected to last: to the end, if nothing has changed. Where nothing is known
         of how long changes last (a density of 1/T), one of t steps lasts for x more with probability t / (t + x)."""
-        t, left = self.changed_steps, self.remaining_steps
+        t, left = self.changed_steps, max(0, self.remaining_steps)
         return left if t is None else round(t * math.log1p(left / max(1, t)))
-
-    def balance_gain(self, slowness: Sequence[float], *, exchange: bool) -> tuple[float, float]:
-        """What perfect balance would save (`costs.balance_gain`), and the standard error of that.
-
-        Of each timed step by itself, for a moment in which the whole machine is slow says nothing of balance.
-        """
-        gain = balance_gain(self.profile.ranks, self.step_ms, slowness, exchange=exchange)
-        if len(self.timed_SW4) < thresholds.LEAST_SAMPLES:
-            return gain, 0.0
-        low, high = np.quantile(balance_gains(self.timed_SW4, self.step_ms, slowness, exchange=exchange), [0.25, 0.75])
-        return gain, error_of_median(len(self.timed_SW4)) * float(high - low) / IQR_OF_NORMAL
 
 
 def error_of_median(count: int) -> float:
     """Of so many normal values with a standard deviation of 1; of a single one its own."""
     return min(1.0, math.sqrt(math.pi / 2 / max(1, count)))
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A plan that tables could move to. gain: part of the step time that it is predicted to save; uncertainty: standard
-    deviation of that. tables, bytes: what would travel, in so many moves (`parts`). largest: bytes of the table of
-    which most would."""
-
-    plan: ShardingPlan
-    gain: float
-    uncertainty: float
-    tables: int
-    bytes: int
-    parts: int = 1
-    largest: int = 0
-
-
-def seen_of(stages_W4: np.ndarray, step_ms: float) -> np.ndarray:
-    """[1 + W], parts of the step: what perfect balance would save, and how much longer each rank computes than they do
-    in the mean."""
-    compute_W = stages_W4[:, COMPUTE].sum(axis=1)
-    away_W = (compute_W - compute_W.mean()) / max(step_ms, 1e-9)
-    return np.concatenate([[balance_gains(stages_W4, step_ms)], away_W])
-
-
-@dataclass(frozen=True)
-class Shift:
-    """By how much a move is expected to change what is `seen_of` a step; uncertainty: of that, a part of a step."""
-
-    by_K: tuple[float, ...]
-    uncertainty: float
 
 
 @dataclass(frozen=True)
@@ -146,8 +97,7 @@ class Decision:
     stages, before it had seen them and after. moves: what travelled, once it has. part_of: the larger move that this
     one is a part of, in words. measured_low, measured_high: 90% interval of measured_gain; doubt: why that says nothing
     (`move_worth.Worth`).
-    decide_seconds: for which training stood still to learn and decide, the move itself apart. shift: what is expected
-    to be seen of the next steps; it is in no record.
+    decide_seconds: for which training stood still to learn and decide, the move itself apart.
     """
 
     epoch: int
@@ -171,7 +121,6 @@ class Decision:
     decide_seconds: float = 0.0
     new_plan: ShardingPlan | None = None
     old_plan: ShardingPlan | None = None
-    shift: Shift | None = None
 
     @property
     def tables_moved(self) -> int:
@@ -203,15 +152,14 @@ class Decision:
         return predicted if measured is None else f"{predicted}, measured {measured}"
 
     def to_json(self) -> dict[str, Any]:
-        left_out = ("new_plan", "old_plan", "shift", "why")
+        left_out = ("new_plan", "old_plan", "why")
         record = {name: value for name, value in vars(self).items() if name not in left_out}
         plan = None if self.new_plan is None else self.new_plan.fingerprint
         return {**record, "bytes_moved": self.bytes_moved, "text": self.text, "plan": plan}
 
     def state_dict(self) -> dict[str, Any]:
-        """All fields, as JSON, but for what is only of the next steps."""
-        state = {name: v.to_json() if isinstance(v, ShardingPlan) else v for name, v in vars(self).items()}
-        return state | {"shift": None}
+        """All fields, as JSON."""
+        return {name: v.to_json() if isinstance(v, ShardingPlan) else v for name, v in vars(self).items()}
 
     @staticmethod
     def from_state_dict(state: Mapping[str, Any]) -> Decision:
@@ -219,15 +167,12 @@ class Decision:
         plans: dict[str, Any] = {
             name: ShardingPlan.from_json(state[name]) for name in ("new_plan", "old_plan") if state.get(name)
         }
-        rest = {name: value for name, value in state.items() if name not in (*plans, "shift")}
+        rest = {
+            name: value for name, value in state.items() if name not in (*plans, "shift")
+        }  # "shift": of older versions
         return replace(made(Decision, rest), **plans)
 
 
 def moving(tables: int, num_bytes: int) -> str:
     """'7 tables, 412 MiB'"""
     return f"{count(tables, 'table')}, {gib(num_bytes)}"
-
-
-def percent(part: float) -> str:
-    """'2%', '1.2%'"""
-    return f"{100 * part:.1f}".removesuffix(".0") + "%"

@@ -22,13 +22,12 @@ from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.asked import reshards
-from dlrm_autoshard.autoshard.change_watch import ChangeWatch
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decision import Decision, Interval, error_of_median
 from dlrm_autoshard.autoshard.initial_plan import Placement
 from dlrm_autoshard.autoshard.resharding import MoveTo, Resharding
-from dlrm_autoshard.autoshard.sampling import Sampling
 from dlrm_autoshard.autoshard.table_observer import TableObserver, of_whole_tables
+from dlrm_autoshard.autoshard.watch import Watch
 from dlrm_autoshard.config import AutoshardConfig, ProfileConfig
 from dlrm_autoshard.costs import PLANNED_STAGES, StepProfile
 from dlrm_autoshard.distributed.moves.movable import ArrivedIds, PlacedTables
@@ -37,7 +36,6 @@ from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.formats.json_file import FormatError, checked
 from dlrm_autoshard.formats.numbers import Ranks
 from dlrm_autoshard.plan import shard_tables
-from dlrm_autoshard.probe.rank_probe import MID_RUN_BUFFER_GIB, RankProbe
 from dlrm_autoshard.records.decisions import DecisionLog
 from dlrm_autoshard.records.facts import RankInterval, rank_file
 from dlrm_autoshard.records.interval import IntervalProfile, epochs_file
@@ -80,6 +78,7 @@ class IntervalsRecord(TypedDict):
     world_size: NotRequired[Ranks]
     planner: NotRequired[dict[str, Any] | None]
     resharding: NotRequired[dict[str, Any] | None]
+    watch: NotRequired[dict[str, Any]]
 
 
 class Timed(NamedTuple):
@@ -121,22 +120,21 @@ class Intervals:
                 bytes_of = {t.name: t.weight_bytes + t.optimizer_bytes(optimizer) for t in embeddings.tables}
                 log = DecisionLog(run_dir / "decisions.jsonl")
                 controller = Controller(settings, placement.planner, placement.task, bytes_of, log)
-            probe = self._shard_probe if settings.measure_plans > 0 else None
-            self.resharding = Resharding(settings.reshard, runtime, embeddings, move_to, controller, run_dir, probe)
+            self.resharding = Resharding(settings.reshard, runtime, embeddings, move_to, controller, run_dir)
         watching = self.resharding is not None and settings.reshard.on_change
-        self._sampling = Sampling(profile, ChangeWatch(settings.reshard.min_gain) if watching else None)
+        self._watch = Watch(profile, settings.reshard.min_gain if watching else None)
         self.begin(0)
 
     # -- what a training loop calls ----------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
         """Training starts, or starts again, with this step; the first are to warm up."""
-        self._sampling.begin(step)
+        self._watch.begin(step)
         self._open(step)
 
     def is_sampled(self, step: int) -> bool:
         """Whether the stages of this step are timed, with barriers; such a step should have a whole batch."""
-        return self._sampling.is_sampled(step)
+        return self._watch.is_sampled(step)
 
     def observe(self, ids: ArrivedIds, samples: int) -> None:
         """A sampled step's ids. samples: real ones, over all ranks."""
@@ -156,7 +154,7 @@ class Intervals:
         tell: hears of an interval that has ended, between the two; its time counts to neither.
         """
         self._count(step, samples)
-        if whole or self._sampling.is_due(step, self._clock.samples):
+        if whole or self._watch.is_due(step, self._clock.samples):
             self.end(number, step, remaining_steps, early=not whole, tell=tell)
 
     def end(
@@ -167,7 +165,7 @@ class Intervals:
         started = time.perf_counter()
         with random_numbers_kept(self._embeddings.device):
             record, decision = self._close(number, step, remaining_steps, early=early)
-        noticed = self._sampling.noticed if early and decision is None else None
+        noticed = self._watch.noticed if early and decision is None else None
         tell(Ended(record, decision, noticed, time.perf_counter() - started))
         self._open(step)
 
@@ -188,20 +186,20 @@ class Intervals:
         if self._embeddings.plan is not self._plan and self._embeddings.plan != self._plan:
             if self._runtime.rank == 0:
                 write_plan(self._run_dir, step, self._embeddings.plan)
-            self._sampling.decided(step, early=False, moved=True)
+            self._watch.decided(step, early=False, moved=True)
             self._open(step)
             return
         sampled, self._timed = self._clock.samples > self._timed, self._clock.samples
-        if sampled and not self._sampling.timed(step):
+        if sampled and not self._watch.timed(step):
             self._paused += self._clock.last_step_ms / 1000  # longer than others, and more of them than usual
         else:
             self._samples += samples
-        if sampled and self._sampling.watches:
+        if sampled and self._watch.watches:
             started = time.perf_counter()
             by_rank = self._runtime.all_gather_numbers([*self._clock.last_ms(PLANNED_STAGES), self._clock.last_step_ms])
             self.exclude(time.perf_counter() - started)
-            first = self._sampling.see(step, by_rank[:, :-1], float(by_rank[:, -1].max()))
-            if first and not self._sampling.learns:
+            first = self._watch.see(step, by_rank[:, :-1], float(by_rank[:, -1].max()))
+            if first and not self._watch.learns:
                 self._suspected = self._samples, self._seconds
 
     def _close(
@@ -211,27 +209,24 @@ class Intervals:
         started, (samples, seconds) = time.perf_counter(), self._suspected
         since = self._samples - samples, self._seconds - seconds
         record, profile, timed = self._recorded(number, step)
-        if early and (kept := self._sampling.cut()) is not None:
+        if early and (kept := self._watch.cut()) is not None:
             throughput = sum(self._runtime.gather(samples / seconds if seconds > 0 else 0.0) or ())
             before = None
             if profile is not None and throughput > 0 and len(timed.stages_SW4) > kept:
                 stages_SW4, cores_S = timed.stages_SW4[:-kept], timed.cores_S[:-kept]
-                sampled_ms = self._clock.step_ms
-                before = Interval(
-                    number, step, profile, throughput, 0, timed_SW4=stages_SW4, cores_S=cores_S, sampled_ms=sampled_ms
-                ).timed
+                before = Interval(number, step, profile, throughput, 0, timed_SW4=stages_SW4, cores_S=cores_S).timed
             self._carried = Carried(kept, *since, before)
             return record, None
         if not early:
-            self._sampling.ended(step - self.first_step)
+            self._watch.ended(step - self.first_step)
         interval = None
         if record is not None and profile is not None:
             self.stats = profile.stats
             if record.throughput > 0:
-                changed_steps, moves_since = self._sampling.since_change(step)
+                changed_steps, moves_since = self._watch.since_change(step)
                 interval = Interval(
                     number, step, profile, record.throughput, remaining_steps, record.samples, timed.stages_SW4,
-                    changed_steps, moves_since, self._before_change, early, timed.cores_S, record.step_ms,
+                    changed_steps, moves_since, self._before_change, early, timed.cores_S,
                     time.perf_counter() - started,
                 )  # fmt: skip
         if self.resharding is None or not (early or self.resharding.is_due(number)):
@@ -240,8 +235,7 @@ class Intervals:
         if rest and not early and self._clock.samples < thresholds.LEAST_SAMPLES:
             return record, None  # it was decided a few steps ago
         decision = self.resharding.after_interval(interval)
-        moved, shift = (False, None) if decision is None else (decision.new_plan is not None, decision.shift)
-        self._sampling.decided(step, early=early, moved=moved, shift=shift)
+        self._watch.decided(step, early=early, moved=decision is not None and decision.new_plan is not None)
         return record, decision
 
     @property
@@ -299,11 +293,6 @@ class Intervals:
         cores_S = tuple(min(shares) for shares in zip(*(shares for *_, (_, shares) in gathered), strict=True))
         return record, profile, Timed(stages_SW4, cores_S)
 
-    def _shard_probe(self) -> RankProbe:
-        """Of the tables as their data are now, which rank 0 knows; no exchange is measured with it."""
-        task, optimizer = replace(self._placement.task, stats=self.stats), self._embeddings.config.optimizer.name
-        return RankProbe.at_start(self._runtime, task, optimizer, shared_memory=False, buffer_gib=MID_RUN_BUFFER_GIB)
-
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -314,6 +303,7 @@ class Intervals:
             "world_size": self._runtime.world_size,
             "planner": None if planner is None else planner.state_dict(),
             "resharding": None if resharding is None else resharding.state_dict(),
+            "watch": self._watch.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -328,6 +318,8 @@ class Intervals:
             self._placement.planner.load_state_dict(planner)
         if self.resharding is not None and resharding:
             self.resharding.load_state_dict(resharding)
+        if "watch" in record and same_ranks:
+            self._watch.load_state_dict(record["watch"])
 
 
 def random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:

@@ -1,6 +1,6 @@
 """A part of a move: where it is larger than may move at a time, what to move now.
 
-    task = movable(task, plan, bytes_of, max_bytes)       # with what is too large to move where it is
+    bytes_of = moving_bytes(plan, target, bytes_of, tables)
     part = first_part(plan, target, bytes_of, max_bytes, cost_ms, legal)
 
 Pure arithmetic; `cost_ms` predicts, `legal` says whether memory and constraints allow a plan.
@@ -10,35 +10,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 
+from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.plan import Constraints, ShardingPlan
-from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.tables import Shard
+from dlrm_autoshard.tables import Shard, TableConfig
 
 Group = tuple[str, ...]
-MOST_WEIGHED = 40
-"""Groups that are weighed against each other: the time grows with their square."""
 
 
-def movable(
-    task: PlacementTask, plan: ShardingPlan, bytes_of: Mapping[str, int], max_bytes: int
-) -> PlacementTask | None:
-    """The same task, with the tables pinned to where they are that have more bytes than may move at a time, by
-    themselves (their halves, where they may be split) or with those that they must stay with; None where there are
-    none. What is found so can be reached in parts."""
-    now, stay = task.split_as(plan), dict[str, int]()
-    groups = _groups(list(plan.tables), task.constraints)
-    size_of = {table: _size(group, bytes_of) for group in groups if len(group) > 1 for table in group}
-    for name, rank in plan.rank_of.items():
-        whole, shard = now.shard(Shard.parse(name).table)[0], now.shard(name)[0]
-        least, *_ = now.halves(name) or (shard,)
-        of_part = bytes_of[whole.name] * least.weight_bytes / whole.weight_bytes
-        if size_of.get(whole.name, of_part) > max_bytes:
-            stay[name] = rank
-    pinned = stay | dict(task.constraints.pinned)
-    return replace(task, constraints=replace(task.constraints, pinned=pinned)) if stay else None
+def moving_bytes(
+    plan: ShardingPlan, target: ShardingPlan, bytes_of: Mapping[str, int], tables: Sequence[TableConfig]
+) -> dict[str, int]:
+    """Bytes that move of each table, all of its parts. bytes_of: of whole tables."""
+    wholes, found = {table.name: table for table in tables}, dict[str, int]()
+    for move in plan.moves_to(target):
+        shard, whole = move.shard, wholes[move.shard.table]
+        part = whole.holding(shard)
+        share = part.num_embeddings * part.embedding_dim
+        moved = -(-bytes_of[shard.table] * share // (whole.num_embeddings * whole.embedding_dim))
+        found[shard.table] = found.get(shard.table, 0) + moved
+    return found
 
 
 def first_part(
@@ -64,8 +56,8 @@ def first_part(
         named = " and ".join(f"'{table}'" for table in smallest)
         return f"the smallest of what moves, {named}, has {gib(_size(smallest, bytes_of))}"
     waiting = [group for group in groups if group not in too_large]
-    if len(waiting) > MOST_WEIGHED:  # those that help most by themselves
-        waiting = sorted(waiting, key=lambda group: cost_ms(_moved(plan, target, group)))[:MOST_WEIGHED]
+    if len(waiting) > thresholds.MOST_WEIGHED:  # those that help most by themselves
+        waiting = sorted(waiting, key=lambda group: cost_ms(_moved(plan, target, group)))[: thresholds.MOST_WEIGHED]
     now, best, best_ms = plan, None, cost_ms(plan)
     left = max_bytes
     while True:

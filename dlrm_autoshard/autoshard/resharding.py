@@ -8,7 +8,7 @@ controller.py's; how tables travel is `move_to`'s: distributed/moves/reshard.py'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,6 @@ from dlrm_autoshard.distributed.moves.movable import PlacedTables
 from dlrm_autoshard.distributed.moves.reshard import ReshardRefused, ReshardStats
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.probe.rank_probe import RankProbe
 from dlrm_autoshard.records.plans import write_plan
 
 
@@ -38,11 +37,9 @@ class Resharding:
         move_to: MoveTo,
         controller: Controller | None,
         run_dir: Path,
-        probe: Callable[[], RankProbe] | None = None,
     ) -> None:
-        """controller: rank 0's, where there is a planner. probe: makes one on every rank, for a decision to measure
-        shards with; None where nothing but training may be measured."""
-        self._settings, self._runtime, self._run_dir, self._probe = settings, runtime, run_dir, probe
+        """controller: rank 0's, where there is a planner."""
+        self._settings, self._runtime, self._run_dir = settings, runtime, run_dir
         self._embeddings, self._move_to, self.controller = embeddings, move_to, controller
 
     def is_due(self, epoch: int) -> bool:
@@ -52,14 +49,13 @@ class Resharding:
     def after_interval(self, interval: Interval | None) -> Decision | None:
         """Collective. None where nothing was measured, so that there is nothing to decide on."""
         controller = self.controller
-        probe = None if self._probe is None else self._probe()  # allocates nothing until it is asked
 
         def decide() -> Decision | None:
             if controller is None or interval is None:
                 return None
-            return controller.decide(interval, self._embeddings.plan, None if probe is None else probe.measure_shards)
+            return controller.decide(interval, self._embeddings.plan)
 
-        decision = self._runtime.from_rank_0(decide, None if probe is None else probe.on_rank_zero)
+        decision = self._runtime.from_rank_0(decide)
         if decision is None or decision.new_plan is None:
             return decision
         try:

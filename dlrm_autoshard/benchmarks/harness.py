@@ -11,6 +11,7 @@ import datetime
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import operator
 import os
 import platform
@@ -59,8 +60,6 @@ NAMES = (
     "splits",
     "kills",
     "soak",
-    "race",
-    "race-short",
     "race-simulated",
     "gpu-all",
     "criteo-preprocessing",
@@ -119,12 +118,16 @@ def available() -> list[Listing]:
     return listings
 
 
-def run_benchmark(name: str, quick: bool) -> dict[str, Any]:
+def run_benchmark(name: str, quick: bool, without: Sequence[str] = ()) -> dict[str, Any]:
+    """without: what the benchmark is to leave out, where it can."""
     names = [listing.name for listing in available()]
     if name not in names:
         raise BenchError(f"there is no benchmark '{name}'. There are: {', '.join(names) or 'none yet'}.")
     load, cores, started = os.getloadavg()[0], len(os.sched_getaffinity(0)), time.perf_counter()
-    outcome = importlib.import_module(_module(name)).run(quick)
+    run = importlib.import_module(_module(name)).run
+    if without and "without" not in inspect.signature(run).parameters:
+        raise BenchError(f"benchmark '{name}' has nothing to leave out.")
+    outcome = run(quick, without=without) if without else run(quick)
     return finish(name, quick, outcome, time.perf_counter() - started, load, cores)
 
 

@@ -9,9 +9,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-RACES = ("race", "race-short")
 NET = ", steps, deciding and moving"
-"""Suffix of a race's figures by that clock."""
+"""Suffix of the figures of races that ran in turns; their record is history."""
 _REASONS = {
     "train-wemb": (
         "2 ranks: over torchrec",

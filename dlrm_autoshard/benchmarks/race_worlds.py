@@ -1,4 +1,4 @@
-"""The worlds of `bench race`: what tables a job has, and how its data, its machine or its memory change under way.
+"""The scenarios of races: what tables a job has, and how its data, its machine or its memory change under way.
 
 world = World("abrupt", seed=3)                 # draws tables and the time of change from the seed
 world.draw_data(folder)                         # a file of batches for each phase of the data, shared by all arms
@@ -24,14 +24,6 @@ from dlrm_autoshard.tables import TableConfig, TableStats, memory_bytes
 
 WorldName = Literal["calm", "abrupt", "gradual", "hot-ids", "straggler", "tight"]
 WORLDS: tuple[WorldName, ...] = ("calm", "abrupt", "gradual", "hot-ids", "straggler", "tight")
-IN_WORDS: dict[str, str] = {  # in the README's order
-    "calm": "nothing changes",
-    "abrupt": "pooling permuted once",
-    "gradual": "pooling drifts every epoch",
-    "hot-ids": "other rows become hot, pooling stays",
-    "straggler": "half a core taken from one rank for a while",
-    "tight": "nothing; memory for few plans only",
-}
 RANKS, ALPHA, NUM_DENSE = 2, 1.05, 13
 
 

@@ -14,9 +14,7 @@ from typing import Any
 
 from dlrm_autoshard.benchmarks.harness import STATE, BenchError, Listing, available
 from dlrm_autoshard.benchmarks.paired import in_words
-from dlrm_autoshard.benchmarks.pitch import NET, RACES, pitch
-from dlrm_autoshard.benchmarks.race_summary import LEAST_GAIN
-from dlrm_autoshard.benchmarks.race_worlds import IN_WORDS
+from dlrm_autoshard.benchmarks.pitch import pitch
 from dlrm_autoshard.benchmarks.readme_rows import ROWS, Row
 
 FOLDER = Path(__file__).parent
@@ -24,16 +22,6 @@ RESULTS, ALL = FOLDER / "results", FOLDER / "FIGURES.md"
 FIRST, LAST = "<!-- figures: written by `dlrm-autoshard bench readme` -->", "<!-- end of figures -->"
 PITCH = "<!-- worth: written by `dlrm-autoshard bench readme` -->", "<!-- end of worth -->"
 Record = Mapping[str, Any]
-
-
-ARMS = ("planned", "loop", "clairvoyant", "torchrec")
-RATIOS = ("loop on / loop off", f"loop on / loop off{NET}", "torchrec / loop on")
-SHARES = {"recovered": "", f"recovered of all seeds' seconds{NET}": NET}
-LITTLE, UNASKED, NOTHING = "of {:.1%}: too little", "of {:.1%}: no target", "within the noise"
-WORLDS_HEAD = (
-    "| what changes | static plan, s | with resharding, s | clairvoyant, s | TorchRec, s | with / static "
-    "| in turns | TorchRec / with | recovered, of medians | in turns, of all seeds | moves, back | commit; CPU |"
-)
 
 
 def objections(record: Record) -> list[str]:
@@ -101,10 +89,8 @@ def _section(benchmark: Listing, record: Record) -> list[str]:
     at = f"Measured at {', '.join(commits_of(record))}, on {where}."
     text = [f"{benchmark.title[:1].upper()}{benchmark.title[1:]}. {at}", ""]
     rows = {row.figure: row for row in ROWS if row.benchmark == benchmark.name}
-    if benchmark.name in RACES:
-        text += [*worlds(record), ""]
     # What is asked for and no row is of, is told all the same.
-    words = {figure: figure.replace("_", " ") for figure in record["verdicts"] if not _in_worlds(benchmark, figure)}
+    words = {figure: figure.replace("_", " ") for figure in record["verdicts"]}
     rows |= {name: Row(benchmark.name, name, what) for name, what in words.items() if name not in rows}
     figures = record["figures"]
     measured = [row for row in rows.values() if isinstance(figures.get(row.figure), (int, float))]
@@ -114,47 +100,12 @@ def _section(benchmark: Listing, record: Record) -> list[str]:
     return text
 
 
-def _in_worlds(benchmark: Listing, figure: str) -> bool:
-    """Whether a race's table of worlds has it."""
-    world, _, key = figure.partition(": ")
-    return benchmark.name in RACES and world in IN_WORDS and key in (*RATIOS, *SHARES)
-
-
 _HEAD = ("| what | measured (95%) | target | |", "| --- | --- | --- | --- |")
 
 
 def _line(row: Row, what: str, record: Record) -> str:
     target, verdict = record["targets"].get(row.figure, ""), record["verdicts"].get(row.figure, "")
     return f"| {what} | {cell(record, row.figure, digits=row.digits)} | {target} | {verdict} |"
-
-
-def _judged(record: Record, figure: str, *, spread: bool = True) -> str:
-    figures, verdicts = record["figures"], record["verdicts"]
-    if figure not in figures and figure not in verdicts:
-        return ""
-    said = cell(record, figure, spread=spread, digits="#.3g") if figures.get(figure, 0) is not None else NOTHING
-    return said + (f", {verdicts[figure]}" if figure in verdicts else "")
-
-
-def _share(record: Record, world: str, key: str, clock: str) -> str:
-    """Returns the part that was recovered of an oracle's gain, or how small that gain is; "" where nothing changes."""
-    gain, share = record["figures"].get(f"{world}: static / clairvoyant{clock}"), _judged(record, f"{world}: {key}")
-    return share if share or gain is None else (LITTLE if gain - 1 < LEAST_GAIN else UNASKED).format(gain - 1)
-
-
-def worlds(record: Record) -> list[str]:
-    """A race's worlds, a line each: its arms' medians, ratios, what was recovered of a clairvoyant's gain."""
-    figures, lines = record["figures"], []
-    for world, what in IN_WORDS.items():
-        if f"{world}: loop seconds" not in figures:
-            continue
-        texts = [_judged(record, f"{world}: {arm} seconds", spread=False) for arm in ARMS]
-        texts += [_judged(record, f"{world}: {key}") for key in RATIOS]
-        texts += [_share(record, world, key, clock) for key, clock in SHARES.items()]
-        moves, back = figures[f"{world}: moves, roll-backs"]
-        at = f"{', '.join(figures.get(f'{world}: commits', commits_of(record)))}; {maker_of_cpu(record)}"
-        lines.append(f"| {what} | {' | '.join(texts)} | {moves}, {back} | {at} |")
-    return [WORLDS_HEAD, "| --- " * (WORLDS_HEAD.count("|") - 1) + "|", *lines]
 
 
 def cell(record: Record, figure: str, *, spread: bool = True, digits: str = ".3g") -> str:

@@ -16,66 +16,10 @@ class Row:
 
 
 ROWS = (
-    Row("race", "seeds", "seeds of which all six worlds have run"),
-    Row("race", "start: planned, s", "seconds from the process's start to the end of the first step, planned"),
-    Row("race", "start: planned more than round robin, s", "the same, more than of a job by round robin"),
-    Row(
-        "race",
-        "abrupt: torchrec / loop on",
-        "pooling permuted: TorchRec's seconds with its own planner over ours, nine checkpoints of both included",
-    ),
-    Row(
-        "race",
-        "abrupt: torchrec / loop on, checkpoints left out",
-        "the same without the time of checkpoints",
-    ),
-    Row(
-        "race-short",
-        "worst run: loop on / loop off",
-        "the slowest of those jobs, with resharding over without",
-    ),
-    Row(
-        "race-short",
-        "worst run: loop on / loop off, steps, deciding and moving",
-        "the same in turns", "#.4g",
-    ),
-    Row(
-        "race-short",
-        "gain predicted - measured of moves, points",
-        "of their moves, gain predicted beside measured, points of a step off",
-    ),
-    Row(
-        "race-short",
-        "gain predicted - measured of moves, points, in turns",
-        "the same beside what both plans' steps take in turns",
-    ),
-    Row("race-short", "start: planned more than round robin, s", "seconds that planning adds to a cold start"),
-    Row(
-        "race-simulated",
-        "8 ranks, abrupt: recovered",
-        "200 tables on 8 simulated ranks, pooling permuted: recovered of what a clairvoyant gains",
-    ),
-    Row("race-simulated", "8 ranks, hot-ids: recovered", "the same, other rows become hot"),
-    Row("race-simulated", "8 ranks, straggler: recovered", "the same, a rank half as fast for a third of the job"),
-    Row(
-        "race-simulated",
-        "8 ranks, gradual: recovered",
-        "the same, pooling drifts every epoch",
-    ),
-    Row("race-simulated", "64 ranks, abrupt: recovered", "the same on 64 simulated ranks, pooling permuted"),
-    Row("race-simulated", "64 ranks, abrupt: worst job, loop on / static", "the slowest of these jobs, over static"),
-    Row(
-        "race-simulated",
-        "64 ranks, calm: worst job, loop on / static",
-        "the slowest of 64 ranks where nothing changes, over static",
-    ),
-    Row(
-        "race-simulated",
-        "64 ranks, straggler: worst job, loop on / static",
-        "the slowest of 64 ranks, one of them a straggler, over static",
-        ".4g",
-    ),
-    Row("race-simulated", "seeds", "seeds of every world so far"),
+    Row("race-simulated", "real noise, abrupt: above the oracle, %", "simulated, pooling permuted once"),
+    Row("race-simulated", "real noise, hot-ids: above the oracle, %", "the same, other rows become hot"),
+    Row("race-simulated", "real noise, straggler: above the oracle, %", "the same, a rank half as fast for a while"),
+    Row("race-simulated", "real noise, calm: overhead, %", "deciding and timing steps where nothing changes"),
     Row("loop-bad-start", "of_best_known", "from the worst heuristic's plan: of the best plan known, held-out rounds"),
     Row(
         "loop-drift",

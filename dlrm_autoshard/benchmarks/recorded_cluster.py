@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 
 from dlrm_autoshard.benchmarks.cost_oracle import Noise
-from dlrm_autoshard.costs import RankCost, StepProfile
+from dlrm_autoshard.costs import COMPUTE, EXCHANGE, RankCost, StepProfile
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.costs.features import work
 from dlrm_autoshard.planner.costs.least_squares import fit_nonnegative
@@ -98,3 +98,37 @@ class RecordedCluster(Noise):
         number = {table.name: i for i, table in enumerate(self.tables)}
         exact = np.array([self.compute_ms(stats, batch_size, [number[n] for n in shard]) for shard in shards])
         return [ShardTime(forward, backward, self.noise_iqr, 1) for forward, backward in self.measured(exact).tolist()]
+
+
+class Disturbed:
+    """Noise of sampled steps: 2%, each stage by itself; or `real`, as two shared cores had it: a rank's stages of one
+    step correlated by 0.72, one step in ten beyond three robust standard deviations, and moments of a rank (3%) and of
+    the whole machine (4%) that last for a hundred steps."""
+
+    def __init__(self, seed: int, world_size: int, real: bool) -> None:
+        self._draw, self._ranks, self._real = np.random.default_rng([seed, 3]), world_size, real
+        self.machine, self._rank_W1 = 1.0, np.ones((world_size, 1))
+
+    def next_moment(self) -> None:
+        if self._real:
+            self.machine = float(np.exp(0.04 * self._draw.standard_normal()))
+            self._rank_W1 = np.exp(0.03 * self._draw.standard_normal((self._ranks, 1)))
+
+    def step(self, exact_W4: np.ndarray) -> np.ndarray:
+        """[W, 4] as one sampled step would show them."""
+        draw, own_W4 = self._draw, self._draw.standard_normal(exact_W4.shape)
+        if not self._real:
+            return exact_W4 * np.exp(0.02 * own_W4)
+        shared_W1 = draw.standard_normal((self._ranks, 1))
+        tail_W1 = draw.exponential(6.0, (self._ranks, 1)) * (draw.random((self._ranks, 1)) < 0.15)
+        away_W4 = 0.85 * shared_W1 + 0.53 * own_W4 + tail_W1
+        away_W4[:, EXCHANGE] = own_W4[:, EXCHANGE]  # which ends on all ranks at once
+        noisy: np.ndarray = exact_W4 * np.exp(0.03 * away_W4) * self.machine
+        noisy[:, COMPUTE] *= self._rank_W1
+        return noisy
+
+    def dense(self, slow_W: np.ndarray) -> np.ndarray:
+        """[W] ms of the dense part, which follows a slow rank by 0.75 of the logarithm."""
+        noise_W = np.exp((0.05 if self._real else 0.02) * self._draw.standard_normal(self._ranks))
+        dense: np.ndarray = DENSE_MS * self.machine * (slow_W**0.75 * self._rank_W1.ravel() ** 0.75) * noise_W
+        return dense

@@ -26,6 +26,13 @@ def add_parser(subparsers: Any) -> None:
         "--costs", type=Path, default=Path("runs/.costs"), metavar="DIR", help="where network keeps what planners use"
     )
     parser.add_argument("--quick", action="store_true", help="fewer rounds and smaller sizes: rough figures only")
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="race-simulated: a rule to leave out",
+    )
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the record to FILE as well")
     parser.set_defaults(run=run)
@@ -46,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.name == "network":
         return _network(arguments)
     check_out(arguments.out)
-    record = run_benchmark(arguments.name, arguments.quick)
+    record = run_benchmark(arguments.name, arguments.quick, arguments.without)
     text = json.dumps(record, indent=2)
     if arguments.out:
         arguments.out.write_text(text + "\n")

@@ -161,15 +161,12 @@ class Planner:
 
     def gains(self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan]) -> list[Gain]:
         """What each candidate saves over `current`, as a part of its predicted step."""
-        estimated = self.costs.estimates(task, [current, *candidates])
-        return [estimated.gain(0, number) for number in range(1, 1 + len(candidates))]
+        return [Gain(float(saved.mean()), float(saved.std())) for saved in self.saved(task, current, candidates).T]
 
-    def gain_once_measured(
-        self, task: PlacementTask, current: ShardingPlan, candidate: ShardingPlan, measuring: str
-    ) -> np.ndarray:
-        """[D] the same, as it may be expected once this table has been measured alone, in draws of that."""
-        saved_D: np.ndarray = self.costs.estimates(task, [current, candidate], alone=[measuring]).saved_DP(0)[:, 1]
-        return saved_D
+    def saved(self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan]) -> np.ndarray:
+        """[D, P] the same, in draws of what the measurements leave open."""
+        saved_DP: np.ndarray = self.costs.estimates(task, [current, *candidates]).saved_DP(0)[:, 1:]
+        return saved_DP
 
     def rank_slowness(self, world_size: int, expected_speed: Sequence[float] | None = None) -> np.ndarray:
         """[W] times longer that each rank takes to compute the same work. expected_speed: of ranks never observed."""

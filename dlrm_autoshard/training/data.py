@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from threading import Lock
 
-from dlrm_autoshard.autoshard.sampling import steps_of_part
+from dlrm_autoshard.autoshard.watch import steps_of_part
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import DataSource, Split, label_names_of
 from dlrm_autoshard.data.features import Features
