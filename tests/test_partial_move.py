@@ -7,8 +7,10 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_autoshard.autoshard.partial_move import first_part
+from dlrm_autoshard.autoshard.partial_move import first_part, movable
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, check_plan
+from dlrm_autoshard.planner.task import PlacementTask
+from dlrm_autoshard.tables import TableConfig, TableStats
 
 NAMES = [f"t{i}" for i in range(8)]
 SIZES = {name: 10 + 7 * i for i, name in enumerate(NAMES)}
@@ -66,3 +68,22 @@ def test_two_full_ranks_swap_at_once() -> None:
 
 def imbalance_of(plan: ShardingPlan, rank: int) -> int:
     return sum(SIZES[table] for table in plan.tables_on(rank))
+
+
+def test_what_may_never_move_is_pinned_by_itself_or_with_what_it_must_stay_with() -> None:
+    """Else targets are chosen that no number of parts reaches."""
+    tables = [TableConfig(name, 100, 16) for name in NAMES]
+    together = Constraints(together=(("t0", "t1", "t2"),), pinned={"t3": 1})
+    task = PlacementTask.build(
+        tables, [TableStats(1.0, batch_size=64)] * 8, Topology(3), batch_size=64, constraints=together
+    )
+    plan = ShardingPlan({**dict.fromkeys(NAMES, 0), "t3": 1, "t7": 2}, 3)
+
+    def pinned(limit: int) -> dict[str, int] | None:
+        found = movable(task, plan, SIZES, limit)
+        return None if found is None else dict(found.constraints.pinned)
+
+    assert pinned(SIZES["t7"]) is None
+    assert pinned(SIZES["t7"] - 1) == {"t7": 2, "t3": 1}
+    group = SIZES["t0"] + SIZES["t1"] + SIZES["t2"]  # 51, of tables of 24 at most
+    assert pinned(group - 1) == {"t0": 0, "t1": 0, "t2": 0, "t6": 0, "t7": 2, "t3": 1}

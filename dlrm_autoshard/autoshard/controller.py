@@ -22,7 +22,7 @@ from typing_extensions import NotRequired, TypedDict
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decide import History, Horizon, MoveCost, Option, decide, percent
 from dlrm_autoshard.autoshard.decision import Decision, Interval, moving
-from dlrm_autoshard.autoshard.partial_move import first_part, moving_bytes
+from dlrm_autoshard.autoshard.partial_move import first_part, movable, moving_bytes
 from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.costs import balance_gain, prediction_error
 from dlrm_autoshard.formats.json_file import FormatError, checked, made
@@ -151,7 +151,11 @@ class Controller:
         left."""
         # Of each step that a plan will serve for, what moving a byte takes.
         ms_per_byte = 1000 / self.move_cost.bytes_per_second / max(1, horizon.steps)
-        found = self.planner.propose(task, plan, ms_per_byte, budget_seconds=min(seconds, self.config.budget_seconds))
+        tasks = [task]
+        if self._most_bytes is not None and task.allows(plan):  # once more without what is too large to move
+            tasks += filter(None, [movable(task, plan, self.bytes_of, self._most_bytes)])
+        each = min(seconds, self.config.budget_seconds) / len(tasks)
+        found = [one for own in tasks for one in self.planner.propose(own, plan, ms_per_byte, budget_seconds=each)]
         plans = [candidate.ordered(task.names) for candidate, _ in found]
         plans += [other for other in self.left if task.splits_enough(other)] if self.config.reshard.rollback else []
         different = {one.fingerprint: one for one in plans if one != plan}
@@ -217,7 +221,8 @@ class Controller:
         assert decision is not None and decision.old_plan is not None, "there is no decision to carry out"
         old_plan, decision = decision.old_plan, replace(decision, moves=tuple(moves), move_seconds=seconds)
         self.move_cost = self.move_cost.learned(decision.bytes_moved, seconds)
-        self.history.moved(old_plan)
+        if decision.part_of is None:  # a part asks nothing more of the next ones
+            self.history.moved(old_plan)
         self.left = [*(plan for plan in self.left if plan != old_plan), old_plan][-thresholds.MEMORY :]
         self._unproven, self._ranks_changed, self._before = decision, False, self._steps
         self._steps = self._after = None

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.plan import Constraints, ShardingPlan
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import Shard, TableConfig
 
 Group = tuple[str, ...]
@@ -31,6 +33,25 @@ def moving_bytes(
         moved = -(-bytes_of[shard.table] * share // (whole.num_embeddings * whole.embedding_dim))
         found[shard.table] = found.get(shard.table, 0) + moved
     return found
+
+
+def movable(
+    task: PlacementTask, plan: ShardingPlan, bytes_of: Mapping[str, int], max_bytes: int
+) -> PlacementTask | None:
+    """The same task, with the tables pinned to where they are that have more bytes than may move at a time, by
+    themselves (their halves, where they may be split) or with those that they must stay with; None where there are
+    none. What is found so can be reached in parts."""
+    now, stay = task.split_as(plan), dict[str, int]()
+    groups = _groups(list(plan.tables), task.constraints)
+    size_of = {table: _size(group, bytes_of) for group in groups if len(group) > 1 for table in group}
+    for name, rank in plan.rank_of.items():
+        whole, shard = now.shard(Shard.parse(name).table)[0], now.shard(name)[0]
+        least, *_ = now.halves(name) or (shard,)
+        of_part = bytes_of[whole.name] * least.weight_bytes / whole.weight_bytes
+        if size_of.get(whole.name, of_part) > max_bytes:
+            stay[name] = rank
+    pinned = stay | dict(task.constraints.pinned)
+    return replace(task, constraints=replace(task.constraints, pinned=pinned)) if stay else None
 
 
 def first_part(
