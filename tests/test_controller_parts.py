@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from statistics import fmean
 
 from dlrm_autoshard.autoshard.decide import MoveCost
 from dlrm_autoshard.planner.task import Splits
@@ -29,7 +30,9 @@ def test_a_move_larger_than_the_limit_goes_in_parts_none_of_them_slower() -> Non
         most_parts = max(most_parts, len(parts))
         of_best.append(costs[-1] / job.best_known_ms())
     assert most_parts >= 2 and sum(in_parts) > len(in_parts) / 2
-    assert max(of_best) <= 1.08, "of what it may move, it moves what helps: tables above the limit stay"
+    assert fmean(of_best) <= 1.05 and max(of_best) <= 1.12, (
+        "of what it may move, it moves what helps: tables above the limit stay"
+    )
 
 
 def test_where_no_part_of_a_move_is_small_enough_it_says_so() -> None:
