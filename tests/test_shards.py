@@ -15,6 +15,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.plan import Constraints, Move, PlanError, ShardingPlan, Topology, check_plan, shard_tables
 from dlrm_autoshard.tables import Shard, TableConfig
+from dlrm_autoshard.torchrec.plan_format import torchrec_plan
 from tests.split_plans import plans_of
 
 TABLES = (TableConfig("user", 100, 16), TableConfig("item", 50, 32), TableConfig("a[b]", 5, 4))
@@ -194,3 +195,8 @@ def test_moves_carry_every_column_that_changes_its_rank_once(plan: ShardingPlan,
 )  # fmt: skip
 def test_bytes_are_said_in_a_unit_that_people_read(size: float, said: str) -> None:
     assert gib(size) == said
+
+
+def test_torchrec_is_given_no_plan_with_rows_that_it_cannot_hold() -> None:
+    with pytest.raises(PlanError, match=r"'user' by rows.*splits\.rows: never"):
+        torchrec_plan(ShardingPlan({"user[rows 0:9]": 0, "user[rows 9:100]": 1}, 2), TABLES[:1])

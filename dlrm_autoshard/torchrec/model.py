@@ -12,6 +12,7 @@ from dlrm_autoshard.distributed.ranks.agreement import agree, facts_of
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 from dlrm_autoshard.plan import ShardingPlan, shard_tables
 from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.torchrec.plan_format import check_no_rows
 from dlrm_autoshard.torchrec.sharding import plan_of
 from dlrm_autoshard.torchrec.tables import (
     TorchrecError,
@@ -47,6 +48,7 @@ class ShardedModel:
 
     def check_splits(self, plan: ShardingPlan) -> None:
         """TorchrecError where moves could not keep what the optimizer knows of a split table."""
+        check_no_rows(plan)
         if plan.split_tables and not self.config.optimizer.splits_tables:
             raise TorchrecError(
                 f"table '{plan.split_tables[0]}' is split by columns under row-wise Adagrad, which keeps a sum of "

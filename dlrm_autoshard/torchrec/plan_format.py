@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dlrm_autoshard.plan import ShardingPlan, shards_by_table
+from dlrm_autoshard.plan import PlanError, ShardingPlan, shards_by_table
 from dlrm_autoshard.tables import TableConfig
 
 DEFAULT_MODULE = "embedding_bag_collection"
@@ -32,6 +32,7 @@ def torchrec_plan(
     Plain JSON, {module: {table: {sharding_type, compute_kernel, ranks, sharding_spec}}}, so that making one needs no
     torchrec; `to_sharding_plan` turns it into torchrec's own classes.
     """
+    check_no_rows(plan)
     placed = [table for table in tables if table.name not in replicated]
     own = {
         table.name: {
@@ -64,6 +65,15 @@ def torchrec_plan(
         }
         | own
     }
+
+
+def check_no_rows(plan: ShardingPlan) -> None:
+    """PlanError where a table is split by rows: TorchRec's own row-wise sharding has equal blocks on all ranks."""
+    for table in plan.row_split_tables:
+        raise PlanError(
+            f"the plan splits table '{table}' by rows, and TorchRec's row-wise sharding has equal blocks "
+            "on all ranks. Plan without: autoshard.splits.rows: never, or plan --rows never."
+        )
 
 
 def to_sharding_plan(record: Mapping[str, Any]) -> Any:
