@@ -44,7 +44,7 @@ class DenseArch(nn.Module):
         top: Callable[..., Tensor] = self.top
         if not sequences:
             return top(bottom_BD, pooled_BD)
-        return top(bottom_BD, pooled_BD, {name: own.first(len(pooled_BD)) for name, own in sequences.items()})
+        return top(bottom_BD, pooled_BD, {name: own.first(pooled_BD.shape[0]) for name, own in sequences.items()})
 
 
 def make_model(
