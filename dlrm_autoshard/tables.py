@@ -48,7 +48,7 @@ class StatsRecord(TypedDict):
     ]
     mean_reuse: NotRequired[Annotated[float, Field(ge=1, le=1e12)]]
     batch_size: NotRequired[BatchSize]
-    features: NotRequired[Annotated[int, Field(ge=1, le=10**6)]]
+    features: NotRequired[Annotated[int, Field(ge=1, le=10**6)] | Annotated[float, Field(ge=0, le=10**6)]]
 
 
 class TableRecord(TypedDict):
@@ -282,14 +282,15 @@ class TableStats:
         17 bins; sums to 1, or is all zero where no id was seen.
     mean_reuse: ids / unique ids in that batch (1.0 where no id was seen).
     batch_size: samples in the batch that was measured. Reuse grows with it, so it belongs to the figure.
-    features: that look up its rows: so many vectors travel for a sample. The other figures are of their ids together.
+    features: that look up its rows: so many vectors travel for a sample, of a sequence one an id. The other figures are
+        of their ids together.
     """
 
     mean_pooling: float
     reuse_histogram: tuple[float, ...] = (1.0,) + (0.0,) * (NUM_REUSE_BINS - 1)
     mean_reuse: float = 1.0
     batch_size: int = 1
-    features: int = 1
+    features: float = 1
 
     def __post_init__(self) -> None:
         if len(self.reuse_histogram) != NUM_REUSE_BINS:
@@ -382,7 +383,7 @@ def memory_bytes(
     """
     needed = {}
     for table, stat in zip(tables, stats, strict=True):
-        vectors = 2 * 4 * table.embedding_dim * stat.features * global_batch_size
+        vectors = int(2 * 4 * table.embedding_dim * stat.features * global_batch_size)
         ids = 2 * 8 * int(np.ceil(stat.mean_pooling * global_batch_size))
         needed[table.name] = table.weight_bytes + table.optimizer_bytes(optimizer) + vectors + ids
     return needed

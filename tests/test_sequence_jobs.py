@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,11 +17,14 @@ from torch import Tensor
 from dlrm_autoshard.config import ConfigError, SequenceConfig, parse_config
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.errors import DataError
+from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.data.sequences import Cuts, said_of_cuts
+from dlrm_autoshard.data.statistics import measure_stats
 from dlrm_autoshard.model.dlrm import make_model
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.plug_in import PlugInError
+from dlrm_autoshard.records.interval import epochs_file
 from dlrm_autoshard.tables import TableConfig
 from tests.ranks import run_ranks
 from tests.trainers import config, losses, make_runtime, tensors, trainer
@@ -73,6 +77,14 @@ def test_a_job_plans_moves_and_resumes_without_a_bit_changed(tmp_path: Path) -> 
     assert item["fixed"].shape == (300, 8)
     assert torch.equal(item["planned"], item["fixed"]) and torch.equal(item["again"], item["fixed"])
     assert losses(tmp_path / "planned") == losses(tmp_path / "fixed")
+    settings = config(tmp_path, **SETTINGS)
+    source = open_source(settings.data, settings.tables)
+    stats = measure_stats(source, 16, 20, Features.of(source.tables, settings.tables.shared, ["clicks"]))
+    lengths = torch.cat([source.read("train", 0, 0, 320).lengths_TB[3]]).clamp(max=5).float().mean()
+    assert stats[1].features == pytest.approx(1 + lengths.item()) and stats[0].features == 1
+    for record in map(json.loads, epochs_file(tmp_path / "fixed").read_text().splitlines()):
+        seen = dict(zip(record["tables"]["name"], record["tables"]["features"], strict=True))
+        assert seen["item"] == pytest.approx(stats[1].features, rel=0.2) and seen["user"] == 1
     torch.testing.assert_close(item["in parts"], item["fixed"], rtol=1e-3, atol=1e-4)
 
 

@@ -54,9 +54,12 @@ class TableObserver:
         lengths_TB, ids_N = join(*self._first, shard_of)
         pooling = np.bincount(shard_of, self._ids, len(owned)) / self._samples
         reuse = measure_table_stats(lengths_TB, ids_N)
+        unpooled = getattr(self._embeddings, "local_unpooled", None)  # lookups whose vectors travel one an id
+        vectors = None if unpooled is None else np.where(unpooled, self._ids / self._samples, 1.0)
+        counts = np.bincount(shard_of, vectors, len(owned)).tolist()
         result = {
             name: TableStats(float(mean), seen.reuse_histogram, seen.mean_reuse, seen.batch_size, features)
-            for name, mean, seen, features in zip(names, pooling, reuse, np.bincount(shard_of).tolist(), strict=True)
+            for name, mean, seen, features in zip(names, pooling, reuse, counts, strict=True)
         }
         self._begin()
         return result

@@ -73,6 +73,14 @@ class Features:
         """The features that are no sequences."""
         return tuple(feature for feature in self.features if feature.name not in self.sequences)
 
+    def vectors(self, ids_F: Sequence[float]) -> list[float]:
+        """Vectors of each table that travel for a sample: one a pooled feature, one an id of a sequence. ids_F: of each
+        feature, per sample."""
+        found: list[float] = [0] * len(self.tables)
+        for feature, table, ids in zip(self.features, self.table_of, ids_F, strict=True):
+            found[table] += float(ids) if feature.name in self.sequences else 1
+        return found
+
     @property
     def by_sequence(self) -> dict[str, TableConfig]:
         """The sequences by name, each of its table's shape."""

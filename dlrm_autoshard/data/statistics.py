@@ -36,13 +36,16 @@ def measure_stats(
     total = source.num_samples("train")
     size = min(global_batch, total, MOST_SAMPLES)
     count = max(1, min(batches, total // size, MOST_SAMPLES // size))
-    seen, check = [], IdCheck(source.tables, on_bad_id)
+    seen, check, ids_F = [], IdCheck(source.tables, on_bad_id), np.zeros(len(source.tables))
     for index in range(count):
         stretch = Stretch(source, "train", 0, index * size, (index + 1) * size)
         batch = stretch.checked(stretch.read(), check)
+        ids_F += batch.lengths_TB.numpy().sum(1) / (size * count)
         seen.append(measure_table_stats(*features.joined(batch.lengths_TB.numpy(), batch.values_N.numpy())))
-    counts = features.counts.values()
-    return tuple(replace(_average(table), features=n) for n, table in zip(counts, zip(*seen, strict=True), strict=True))
+    vectors = features.vectors(ids_F.tolist())
+    return tuple(
+        replace(_average(table), features=n) for n, table in zip(vectors, zip(*seen, strict=True), strict=True)
+    )
 
 
 def _average(stats: Sequence[TableStats]) -> TableStats:

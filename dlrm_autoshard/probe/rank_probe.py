@@ -225,7 +225,7 @@ class RankProbe:
         """Returns the exchange with what is sent, vectors and gradients. Takes the memory that it needs before any rank
         begins it."""
         runtime = self._runtime
-        features = Features.alike(self.tables, [stat.features for stat in self.stats])
+        features = Features.alike(self.tables, [max(1, round(stat.features)) for stat in self.stats])
         exchange = Exchange(
             features, plan, runtime.rank, runtime.group, runtime.id_group, runtime.device, self._dtypes, self._link
         )

@@ -145,7 +145,7 @@ class TableUse:
     bytes: int
     mean_pooling: float
     mean_reuse: float
-    features: int = 1
+    features: float = 1
 
 
 def pooling_of_tables(uses: Iterable[TableUse]) -> dict[str, float]:

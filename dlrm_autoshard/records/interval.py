@@ -49,7 +49,7 @@ class TableColumns(TypedDict):
     bytes: list[Count]
     mean_pooling: list[Amount]
     mean_reuse: list[Amount]
-    features: NotRequired[list[Count]]
+    features: NotRequired[list[Count | Amount]]
 
 
 class IntervalRecord(TypedDict):

@@ -42,6 +42,12 @@ class SequencePlan:
         """The shard of each lookup apart, those of one shard side by side, and whether it is pooled."""
         self.shards = list(dict.fromkeys(shard for shard, _ in self.lookups))
 
+    @property
+    def local_unpooled(self) -> list[bool] | None:
+        """Which of this rank's lookups are of sequences; None where there are no sequences."""
+        fused = [False] * self.num_fused
+        return [*fused, *(not pooled for _, pooled in self.lookups)] if self.names else None
+
     def of(self, ids: LocalIds, lengths_FB: Tensor) -> NoSequences:
         """One batch's. ids: those of this rank's tables. lengths_FB: of this rank's samples."""
         return SequenceLookup(self, ids, lengths_FB) if self.names else NoSequences()
