@@ -37,7 +37,7 @@ class ShardRecord(TypedDict):
 class CommsRecord(TypedDict):
     """`CommsSample` as JSON."""
 
-    dims: list[Count]
+    dims: list[Count | Amount]
     batch_size: BatchSize
     fwd_comms_ms: list[Amount]
     bwd_comms_ms: list[Amount]
@@ -84,7 +84,7 @@ class CommsSample:
     """Measured exchange on each rank, waiting excluded. dims: sum of embedding dims that each rank owns. hosts: number
     of each rank's host; None: all ranks are on one."""
 
-    dims: tuple[int, ...]
+    dims: tuple[float, ...]
     batch_size: int
     fwd_comms_ms: tuple[float, ...]
     bwd_comms_ms: tuple[float, ...]
@@ -124,7 +124,7 @@ def shards_of(profile: StepProfile) -> list[ShardSample]:
 
 def comms_of(profile: StepProfile) -> CommsSample:
     """Returns a profile's exchanges as a sample."""
-    dims = [0] * profile.plan.world_size
+    dims: list[float] = [0] * profile.plan.world_size
     for shard, stat in zip(*profile.shards, strict=True):
         dims[profile.plan.rank_of[shard.name]] += shard.embedding_dim * stat.features
     return CommsSample(
