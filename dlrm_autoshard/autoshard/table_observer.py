@@ -54,7 +54,8 @@ class TableObserver:
         lengths_TB, ids_N = join(*self._first, shard_of)
         pooling = np.bincount(shard_of, self._ids, len(owned)) / self._samples
         reuse = measure_table_stats(lengths_TB, ids_N)
-        unpooled = getattr(self._embeddings, "local_unpooled", None)  # lookups whose vectors travel one an id
+        sequences = getattr(self._embeddings, "sequences", None)
+        unpooled = getattr(sequences, "local_unpooled", None)  # lookups whose vectors travel one an id
         vectors = None if unpooled is None else np.where(unpooled, self._ids / self._samples, 1.0)
         counts = np.bincount(shard_of, vectors, len(owned)).tolist()
         result = {

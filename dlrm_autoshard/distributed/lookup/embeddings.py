@@ -110,11 +110,6 @@ class ShardedEmbeddings:
         return self._exchange.local_lookups
 
     @property
-    def local_unpooled(self) -> list[bool] | None:
-        """Which of them are of sequences; None where none is."""
-        return self.sequences.local_unpooled
-
-    @property
     def world_size(self) -> int:
         return self.plan.world_size
 
