@@ -31,8 +31,8 @@ MEMORY = 6
 """Intervals. How long a move asks of the next that it surely saves `min_gain`; how many left plans stay candidates."""
 
 LOOKING = 0.0025
-"""Part of the training time that learning and deciding may take; twice that where a change shows. With what timed steps
-take beside others it is less than 0.5% of a job of five minutes."""
+"""Part of the training time that learning and deciding may take; twice that where a change shows. Timed steps come on
+top. The first look is free."""
 
 SEARCH_SHARE = 0.05
 """Of the seconds that perfect balance would save: what one search may take."""
