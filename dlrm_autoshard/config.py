@@ -336,7 +336,7 @@ class Config(Section):
             name = next(iter(self.tables.sequences))
             raise ValueError(
                 f"tables.sequences has {show(name)}, and the built-in DLRM pools every feature. Set model.factory to a "
-                "DenseArch that takes sequences (configs/movielens_sequence.yaml has one), or take it out to have it "
+                "DenseArch that takes sequences (launch/examples/attention.py is one), or take it out to have it "
                 "pooled"
             )
         if self.model.options and self.model.factory is None:

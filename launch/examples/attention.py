@@ -1,4 +1,4 @@
-"""A tower that attends to a user's last clicks, for `model.factory` (configs/movielens_sequence.yaml).
+"""A tower that attends to a user's last clicks, for `model.factory` (see configs/README.md).
 
 Each click is weighed by how well it fits the candidate item (as in DIN, Zhou et al. 2018: by a small MLP over both and
 their product), so that the same history means another vector for another candidate. An MLP takes that, the pooled
