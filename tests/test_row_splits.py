@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.lookup.row_ranges import RowRanges
 from dlrm_autoshard.distributed.moves.reshard import reshard
-from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.distributed.moves.transfer import Chunk, Sent
+from dlrm_autoshard.plan import Move, ShardingPlan
 from dlrm_autoshard.tables import TableConfig
 from tests.random_jobs import worst_differences
 from tests.ranks import run_ranks
@@ -113,3 +115,19 @@ def test_a_move_of_rows_takes_no_more_than_the_larger_layout_and_a_few_chunks() 
         for (before, most, after), was, will_be in zip(by_move, held[rank], held[rank][1:], strict=False):
             assert most - before < (max(0, will_be - was) + 24) * mib
             assert abs((after - before) - (will_be - was) * mib) < 16 * mib
+
+
+def test_a_page_that_rows_share_with_ones_that_are_still_to_be_sent_is_kept() -> None:
+    released: list[tuple[int, int]] = []
+    storage: Any = SimpleNamespace(
+        row_bytes=lambda name: {"weight": (400, 48)}, release_part=lambda *args: released.append(args[2:])
+    )
+    rows = [(0, 23), (23, 25), (25, 400)]
+    moves = [Move(f"t[rows {start}:{stop}]", 0, 1, leaves="t") for start, stop in rows]
+    chunks = [Chunk(move, "weight", 0, stop - start) for move, (start, stop) in zip(moves, rows, strict=True)]
+    sent = Sent(storage, chunks)
+    for chunk in (chunks[1], chunks[2]):
+        sent.mark(chunk)
+    assert all(start >= 4096 for start, stop in released if stop > start)
+    sent.mark(chunks[0])
+    assert max(stop for _, stop in released) == 400 * 48

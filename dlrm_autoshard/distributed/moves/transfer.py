@@ -129,7 +129,7 @@ def transfer(embeddings: Embeddings, chunks: Sequence[Chunk], group: dist.Proces
     chunks.
     """
     rank = embeddings.rank
-    views, sent = _Views(embeddings.storage), _Sent(embeddings.storage, chunks)
+    views, sent = _Views(embeddings.storage), Sent(embeddings.storage, chunks)
     carrier = embeddings.device if by_nccl(group) else torch.device("cpu")
     under_way: deque[tuple[dist.Work, Chunk, Tensor]] = deque()
     size_of = {id(chunk): _size(embeddings.storage, chunk) for chunk in chunks}
@@ -238,13 +238,16 @@ class _Views:
         return part[chunk.start : chunk.stop]
 
 
-class _Sent:
+class Sent:
     """Tracks what of each departing shard has gone: its rows' memory goes when all of their columns have."""
 
     def __init__(self, storage: Storage, chunks: Sequence[Chunk]) -> None:
         self._storage = storage
         self._open = Counter(map(self._rows, chunks))
-        self._gone = {(shard, tensor): {0} for shard, tensor, _, _ in self._open}  # ends of rows that have gone
+        self._gone: dict[tuple[str, str], int] = defaultdict(int)  # all rows before this one
+        self._further: dict[tuple[str, str], dict[int, int]] = defaultdict(
+            dict
+        )  # other rows that have gone: stop by start
 
     def mark(self, chunk: Chunk) -> None:
         rows = self._rows(chunk)
@@ -252,10 +255,12 @@ class _Sent:
         if self._open[rows] == 0:
             shard, tensor, start, stop = rows
             _, row = self._storage.row_bytes(shard)[tensor]
-            gone = self._gone[shard, tensor]
-            # A page that these rows share with ones before them goes only where those have gone.
-            first = start * row if start in gone else -(-start * row // PAGE) * PAGE
-            gone.add(stop)
+            key, further = (shard, tensor), self._further[shard, tensor]
+            # A page that these rows share with ones before them goes only where all of those have gone.
+            first = start * row if start == self._gone[key] else -(-start * row // PAGE) * PAGE
+            further[start] = stop
+            while self._gone[key] in further:
+                self._gone[key] = further.pop(self._gone[key])
             self._storage.release_part(shard, tensor, first, stop * row)
 
     @staticmethod
