@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,7 +142,7 @@ class Plain:
 def worst_differences(rank: int, world_size: int, seeds: list[int], folder: str) -> list[float]:
     """Of each job, the largest difference of a pooled vector, a weight or an optimizer's state from plain PyTorch's, as
     a part of the largest element of its tensor; on this rank."""
-    groups = {ranks: dist.new_group(list(range(ranks))) for ranks in range(1, world_size + 1)}
+    groups: dict[int, Any] = {ranks: dist.new_group(list(range(ranks))) for ranks in range(1, world_size + 1)}
     found = []
     for seed in seeds:
         job = Job.drawn(seed, world_size)
