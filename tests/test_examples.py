@@ -41,7 +41,7 @@ def said_when_run(example: str, folder: Path) -> str:
     return ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", sorted(EXAMPLES.keys() - {"attention"}))  # which test_sequence_jobs.py trains
 def test_an_example_runs_as_it_says(example: str, tmp_path: Path) -> None:
     if example == "torchrec_loop" and (why_not := find_torchrec()):
         pytest.skip(why_not)

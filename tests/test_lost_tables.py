@@ -26,12 +26,12 @@ def failing(how: str, storage: Any) -> None:
     """At the second use of what `how` names; `hold` at the first."""
     real, left = getattr(storage, how), 0 if how == "hold" else 1
 
-    def fails(*given: Any) -> Any:
+    def fails(*given: Any, **named: Any) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
             raise MemoryError("no memory left")
-        return real(*given)
+        return real(*given, **named)
 
     setattr(storage, how, fails)
 

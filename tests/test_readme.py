@@ -103,7 +103,7 @@ batches = [(lengths_TB, torch.randint(1000, (128,)), torch.randint(2, (64,)).flo
 
 @pytest.mark.parametrize(("page", "most_lines"), [("README.md", 20), ("dlrm_autoshard/CUSTOM_LOOP.md", 25)])
 def test_a_training_loop_runs_on_two_ranks(page: str, most_lines: int, tmp_path: Path) -> None:
-    loop = the_loop("ShardedEmbeddingBags(", page)
+    loop = the_loop("autoshard = Autoshard(bags", page)
     assert len(loop.splitlines()) <= most_lines
     run_loop(tmp_path, MADE_UP + loop)
     decisions = (tmp_path / "runs/mine/decisions.jsonl").read_text().splitlines()
