@@ -103,6 +103,17 @@ def test_looks_take_their_share_of_the_time_and_twice_that_where_something_chang
     assert history.spent_seconds <= thresholds.LOOKING * 1000
 
 
+def test_a_move_is_judged_once_whatever_looks_have_taken() -> None:
+    """Or nobody would learn what it was worth, and a mistake would stay."""
+    history = History(spent_seconds=10.0, last_seconds=1.0, unjudged=True)
+    assert not history.may_look(1.0, changed=True, whole=False), "few steps tell little of a move"
+    assert history.may_look(1.0, changed=False)
+    history.looked(1.0, whole=False)
+    assert history.may_look(1.0, changed=False)
+    history.looked(1.0)
+    assert not history.may_look(1.0, changed=False)
+
+
 def test_a_plan_that_a_rank_had_no_memory_for_is_asked_for_again_later() -> None:
     history = History(intervals=3, refused_at={PLANS["other"].fingerprint: 3})
     assert history.refused_lately(PLANS["other"]) and not history.refused_lately(PLANS["left"])

@@ -21,7 +21,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decide import History, Horizon, MoveCost, Option, decide, percent
-from dlrm_autoshard.autoshard.decision import Decision, Interval, moving
+from dlrm_autoshard.autoshard.decision import SKIPPED, Decision, Interval, moving
 from dlrm_autoshard.autoshard.partial_move import first_part, movable, moving_bytes
 from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.costs import balance_gain, prediction_error
@@ -91,11 +91,12 @@ class Controller:
             few = f"too few steps were timed to judge by ({interval.samples}); lower profile.every_steps"
             return self._written(replace(base, why=few))
         seconds = interval.step * interval.step_ms / 1000
-        if not self.history.may_look(seconds, changed=interval.changed_steps is not None):
-            return self._written(replace(base, why="looks have taken their share of the training time"))
+        changed, whole = interval.changed_steps is not None, not interval.early
+        if not self.history.may_look(seconds, changed=changed, whole=whole):
+            return self._written(replace(base, why=SKIPPED))
         decision = self._looked(base, interval, plan)
         seconds = time.perf_counter() - started
-        self.history.looked(seconds)
+        self.history.looked(seconds, whole=whole)
         decision = replace(decision, decide_seconds=interval.gather_seconds + seconds)
         if decision.new_plan is None:
             return self._written(decision)
@@ -221,6 +222,7 @@ class Controller:
         assert decision is not None and decision.old_plan is not None, "there is no decision to carry out"
         old_plan, decision = decision.old_plan, replace(decision, moves=tuple(moves), move_seconds=seconds)
         self.move_cost = self.move_cost.learned(decision.bytes_moved, seconds)
+        self.history.unjudged = True
         if decision.part_of is None:  # a part asks nothing more of the next ones
             self.history.moved(old_plan)
         self.left = [*(plan for plan in self.left if plan != old_plan), old_plan][-thresholds.MEMORY :]

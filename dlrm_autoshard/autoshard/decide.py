@@ -87,14 +87,19 @@ class History:
     refused_at: dict[str, int] = field(default_factory=dict)  # plan fingerprint -> when a rank could not take it
     spent_seconds: float = 0.0
     last_seconds: float = 0.0
+    unjudged: bool = False  # tables have moved, and no whole interval has been looked at since
 
-    def may_look(self, training_seconds: float, *, changed: bool) -> bool:
-        """Looks take `LOOKING` of the training time at most, where a change shows twice that. The first is free."""
+    def may_look(self, training_seconds: float, *, changed: bool, whole: bool = True) -> bool:
+        """Looks take `LOOKING` of the training time at most, where a change shows twice that. Two are made in any case:
+        the first, and one at the first whole interval after a move, which says what the move was worth and may take it
+        back. whole: the interval did not end before its time."""
         share = thresholds.LOOKING * (2 if changed else 1)
-        return self.spent_seconds == 0.0 or self.spent_seconds + self.last_seconds <= share * training_seconds
+        within = self.spent_seconds + self.last_seconds <= share * training_seconds
+        return within or self.spent_seconds == 0.0 or (self.unjudged and whole)
 
-    def looked(self, seconds: float) -> None:
+    def looked(self, seconds: float, *, whole: bool = True) -> None:
         self.spent_seconds, self.last_seconds = self.spent_seconds + seconds, seconds
+        self.unjudged &= not whole
 
     def moved(self, old_plan: ShardingPlan) -> None:
         self.moves_at = [*self.moves_at, self.intervals][-thresholds.MEMORY :]

@@ -32,7 +32,7 @@ MEMORY = 6
 
 LOOKING = 0.0025
 """Part of the training time that learning and deciding may take; twice that where a change shows. Timed steps come on
-top. The first look is free."""
+top. The first look is free, and the one that judges a move."""
 
 SEARCH_SHARE = 0.05
 """Of the seconds that perfect balance would save: what one search may take."""

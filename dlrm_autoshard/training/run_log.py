@@ -51,7 +51,8 @@ class RunLog:
                 f"epoch {position.epoch}  step {position.step}  {record.throughput:,.0f} examples/s  "
                 f"loss {float(self._job.dense.global_loss):.4f}"
             )
-        said = ended.noticed if ended.decision is None else ended.decision.text
+        decision = ended.decision
+        said = ended.noticed if decision is None else None if decision.skipped else decision.text
         if said is not None:
             self.line(f"step {position.step}  {said}")
 
