@@ -90,15 +90,16 @@ def test_move_cost_learns_a_steady_truth(bandwidth: float, fixed: float, sizes: 
         assert cost.seconds(size) == pytest.approx(fixed + size / bandwidth, rel=1.0)
 
 
-def test_looks_take_their_share_of_the_time_and_twice_that_where_something_changed() -> None:
+def test_looks_take_their_share_of_the_time_and_more_where_a_change_has_put_more_at_stake() -> None:
     history = History()
-    assert history.may_look(1.0, changed=False), "the first is free"
+    assert history.may_look(1.0), "the first is free"
     history.looked(0.3)
-    allowed = [seconds for seconds in range(1, 1000) if history.may_look(seconds, changed=False)]
+    allowed = [seconds for seconds in range(1, 1000) if history.may_look(seconds)]
     assert allowed[0] == math.ceil(0.6 / thresholds.LOOKING)
-    assert history.may_look(allowed[0] / 2 + 1, changed=True)
+    assert history.may_look(1.0, at_stake=0.3 / thresholds.SEARCH_SHARE)
+    assert not history.may_look(1.0, at_stake=0.2 / thresholds.SEARCH_SHARE)
     for second in range(1000):
-        if history.may_look(second, changed=False):
+        if history.may_look(second):
             history.looked(0.3)
     assert history.spent_seconds <= thresholds.LOOKING * 1000
 
@@ -106,12 +107,12 @@ def test_looks_take_their_share_of_the_time_and_twice_that_where_something_chang
 def test_a_move_is_judged_once_whatever_looks_have_taken() -> None:
     """Or nobody would learn what it was worth, and a mistake would stay."""
     history = History(spent_seconds=10.0, last_seconds=1.0, unjudged=True)
-    assert not history.may_look(1.0, changed=True, whole=False), "few steps tell little of a move"
-    assert history.may_look(1.0, changed=False)
+    assert not history.may_look(1.0, whole=False), "few steps tell little of a move"
+    assert history.may_look(1.0)
     history.looked(1.0, whole=False)
-    assert history.may_look(1.0, changed=False)
+    assert history.may_look(1.0)
     history.looked(1.0)
-    assert not history.may_look(1.0, changed=False)
+    assert not history.may_look(1.0)
 
 
 def test_a_plan_that_a_rank_had_no_memory_for_is_asked_for_again_later() -> None:

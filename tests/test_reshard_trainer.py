@@ -93,7 +93,7 @@ def force_moves(controller: Controller | None) -> None:
 
 
 class Always(History):
-    def may_look(self, training_seconds: float, *, changed: bool, whole: bool = True) -> bool:
+    def may_look(self, training_seconds: float, *, at_stake: float = 0.0, whole: bool = True) -> bool:
         return True
 
 

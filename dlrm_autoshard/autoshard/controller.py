@@ -91,8 +91,11 @@ class Controller:
             few = f"too few steps were timed to judge by ({interval.samples}); lower profile.every_steps"
             return self._written(replace(base, why=few))
         seconds = interval.step * interval.step_ms / 1000
-        changed, whole = interval.changed_steps is not None, not interval.early
-        if not self.history.may_look(seconds, changed=changed, whole=whole):
+        whole, at_stake = not interval.early, 0.0
+        if interval.changed_steps is not None:
+            saved = balance_gain(interval.profile.ranks, interval.step_ms)
+            at_stake = saved * interval.step_ms / 1000 * interval.lasting_steps
+        if not self.history.may_look(seconds, at_stake=at_stake, whole=whole):
             return self._written(replace(base, why=SKIPPED))
         decision = self._looked(base, interval, plan)
         seconds = time.perf_counter() - started

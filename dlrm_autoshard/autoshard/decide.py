@@ -89,13 +89,13 @@ class History:
     last_seconds: float = 0.0
     unjudged: bool = False  # tables have moved, and no whole interval has been looked at since
 
-    def may_look(self, training_seconds: float, *, changed: bool, whole: bool = True) -> bool:
-        """Looks take `LOOKING` of the training time at most, where a change shows twice that. Two are made in any case:
-        the first, and one at the first whole interval after a move, which says what the move was worth and may take it
-        back. whole: the interval did not end before its time."""
-        share = thresholds.LOOKING * (2 if changed else 1)
-        within = self.spent_seconds + self.last_seconds <= share * training_seconds
-        return within or self.spent_seconds == 0.0 or (self.unjudged and whole)
+    def may_look(self, training_seconds: float, *, at_stake: float = 0.0, whole: bool = True) -> bool:
+        """Looks take `LOOKING` of the training time at most. Made in any case are the first, one at the first whole
+        interval after a move, which says what the move was worth and may take it back, and those that cost little
+        beside what a change has put at stake: seconds that balance would save. whole: not ended before its time."""
+        within = self.spent_seconds + self.last_seconds <= thresholds.LOOKING * training_seconds
+        worth_it = self.last_seconds <= thresholds.SEARCH_SHARE * at_stake
+        return within or worth_it or self.spent_seconds == 0.0 or (self.unjudged and whole)
 
     def looked(self, seconds: float, *, whole: bool = True) -> None:
         self.spent_seconds, self.last_seconds = self.spent_seconds + seconds, seconds
