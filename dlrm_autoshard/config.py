@@ -316,6 +316,11 @@ class Config(Section):
             raise ValueError("model.over_arch_layer_sizes must end in 1: the last layer is the logit")
         if self.checkpoint.keep_best and not self.checkpoint.enabled:
             raise ValueError("checkpoint.keep_best needs checkpoint.enabled: true")
+        if self.train.accumulate > self.train.batch_size:
+            raise ValueError(
+                f"train.accumulate is {self.train.accumulate}, more parts than a rank's batch has samples "
+                f"(train.batch_size: {self.train.batch_size}); it may be that at most"
+            )
         dense, schedule = self.dense_optimizer, self.schedule
         if dense.momentum and dense.name != "sgd":
             raise ValueError(f"dense_optimizer.momentum is for sgd; dense_optimizer.name is {dense.name}")

@@ -77,6 +77,7 @@ def test_overrides_replace_the_files_values_and_reach_sections_that_it_lacks(tmp
         ("train.batchsize=3", "unknown key 'train.batchsize'. Did you mean 'train.batch_size'?"),
         ("batch_size=3", "unknown key 'batch_size'. Did you mean 'train.batch_size'?"),
         ("model.embedding_dim=8", "unknown key 'model.embedding_dim'. Did you mean 'tables.embedding_dim'?"),
+        ("train.accumulate=10000", "train.accumulate is 10000, more parts than a rank's batch has samples"),
         (
             "data.foo=1",
             "unknown key 'data.foo'. Section 'data' has on_bad_id, prefetch_batches, reader_threads, source, dir, "
