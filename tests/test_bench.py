@@ -17,10 +17,10 @@ from dlrm_autoshard.commands import main as cli
 
 
 def add_benchmark(monkeypatch: pytest.MonkeyPatch, folder: Path, outcome: str) -> None:
-    """A real benchmark file `soak` that returns this expression, in place of the package's own."""
-    source = folder / "soak.py"
+    """A real benchmark file `planner-scale` that returns this expression, in place of the package's own."""
+    source = folder / "planner_scale.py"
     source.write_text(f'TITLE = "a benchmark of a test"\nROUGH_TIME = "1 s"\n\ndef run(quick):\n    return {outcome}\n')
-    name = "dlrm_autoshard.benchmarks.soak"
+    name = "dlrm_autoshard.benchmarks.planner_scale"
     spec = importlib.util.spec_from_file_location(name, source)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -34,7 +34,7 @@ def test_the_list_names_each_benchmark_that_exists_with_its_title(
     add_benchmark(monkeypatch, tmp_path, "{'figures': {}}")
     assert cli.main(["bench", "--json"]) == 0
     listed = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
-    assert listed["soak"] == {"name": "soak", "title": "a benchmark of a test", "rough_time": "1 s"}
+    assert listed["planner-scale"] == {"name": "planner-scale", "title": "a benchmark of a test", "rough_time": "1 s"}
     assert set(listed) <= set(harness.NAMES)
     assert all(entry["title"] for entry in listed.values())
 
@@ -49,10 +49,10 @@ def test_a_met_target_exits_zero_and_the_record_is_written(
     }
     monkeypatch.setattr(harness, "QUIET_LOAD", 1e9)  # whatever else runs on this machine
     add_benchmark(monkeypatch, tmp_path, repr(outcome))
-    assert cli.main(["bench", "soak", "--out", str(tmp_path / "out" / "soak.json")]) == 0
+    assert cli.main(["bench", "planner-scale", "--out", str(tmp_path / "out" / "planner-scale.json")]) == 0
     printed = capsys.readouterr().out
     assert "1.25" in printed and ">= 1.2" in printed and "met" in printed and "1.21 to 1.3" in printed
-    record = json.loads((tmp_path / "out" / "soak.json").read_text())
+    record = json.loads((tmp_path / "out" / "planner-scale.json").read_text())
     assert record["verdict"] == "met" and record["verdicts"] == {"speedup": "met", "moves": "met"}
     assert record["figures"] == outcome["figures"] and record["environment"]["cores"] >= 1
     assert record["environment"]["packages"]["torch"]
@@ -63,7 +63,7 @@ def test_a_target_that_is_missed_or_not_measured_exits_one(
     figures: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     add_benchmark(monkeypatch, tmp_path, f"{{'figures': {figures}, 'targets': {{'speedup': '>= 1.2'}}}}")
-    assert cli.main(["bench", "soak"]) == 1
+    assert cli.main(["bench", "planner-scale"]) == 1
     assert "missed" in capsys.readouterr().out
 
 
@@ -98,16 +98,19 @@ def test_what_is_met_by_an_interval_is_met_by_all_of_it(low: float, middle: floa
 
 def test_no_quick_run_and_none_beside_other_work_meets_a_target() -> None:
     outcome = {"figures": {"a": 1, "b": 5}, "targets": {"a": "<= 2", "b": "<= 2"}}
-    for record in (harness.finish("soak", True, outcome, 1.0), harness.finish("soak", False, outcome, 1.0, 1e3)):
+    for record in (
+        harness.finish("planner-scale", True, outcome, 1.0),
+        harness.finish("planner-scale", False, outcome, 1.0, 1e3),
+    ):
         assert record["verdicts"] == {"a": "inconclusive", "b": "missed"} and record["verdict"] == "missed"
         assert record["reservations"]
 
 
 def test_load_is_weighed_by_the_cores_that_there_were_when_the_benchmark_began() -> None:
     """`planner-quality` keeps to one core: half of the load that two cores bear was too much for its record."""
-    record = harness.finish("soak", False, {"figures": {}}, 1.0, load_before=0.8, cores=2)
+    record = harness.finish("planner-scale", False, {"figures": {}}, 1.0, load_before=0.8, cores=2)
     assert not record["reservations"] and record["environment"]["cores"] == 2
-    assert harness.finish("soak", False, {"figures": {}}, 1.0, load_before=0.8, cores=1)["reservations"]
+    assert harness.finish("planner-scale", False, {"figures": {}}, 1.0, load_before=0.8, cores=1)["reservations"]
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_names(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +161,7 @@ def test_a_finding_that_nobody_could_measure_misses_its_target() -> None:
     found = harness.Findings()
     found.put("speedup", None, ">= 1.2")
     found.put("ratio", paired.Ratio(1.23456, 1.1, 1.3), ">= 1.0", digits=2)
-    record = harness.finish("soak", False, vars(found), 1.0)
+    record = harness.finish("planner-scale", False, vars(found), 1.0)
     assert record["verdicts"] == {"speedup": "missed", "ratio": "met"}
     assert record["figures"]["ratio"] == 1.23 and record["spread"] == {"ratio": [1.1, 1.3]}
 
@@ -236,13 +239,14 @@ NOTHING_YET = "\n".join(readme.PITCH)
 
 def test_the_pitch_is_of_what_has_a_record() -> None:
     records = {
-        "train-wemb": {"figures": {"2 ranks: over torchrec": 1.512}},
-        "loop-drift": {"figures": {"recovered": 0.871}},
+        "train-wemb": {"figures": {"2 ranks: over torchrec": 1.512}, "measured_at": ["abc1234"]},
+        "loop-drift": {"figures": {"recovered": 0.871}, "measured_at": ["def5678"]},
     }
     told = readme.pitch(records)
     said = " ".join(told.split())
     assert "1.5 times as fast" in said and "wins back 87% of" in said and "columns" not in said
-    assert said.count("([record](dlrm_autoshard/benchmarks/results/") == 2 and readme.pitch({}) == ""
+    assert "([measured at abc1234](dlrm_autoshard/benchmarks/results/train-wemb.json))" in said
+    assert readme.pitch({}) == ""
     assert max(map(len, told.splitlines())) <= 120
 
 
@@ -254,7 +258,7 @@ def test_a_figure_is_shown_only_where_its_record_counts(tmp_path: Path) -> None:
         "targets": {"moves": "== 0", "overhead": "<= 0.01"},
         "verdicts": {"moves": "met", "overhead": "inconclusive"},
         "reservations": [],
-        "environment": {"commit": "abc1234", "cpu": "AMD EPYC 9355"},
+        "environment": {"commit": "abc1234", "cpu": "AMD EPYC 9355", "date": "2026-11-02T10:00:00+00:00"},
     }
     results, page, every = tmp_path / "results", tmp_path / "README.md", tmp_path / "FIGURES.md"
     results.mkdir()
@@ -269,7 +273,7 @@ def test_a_figure_is_shown_only_where_its_record_counts(tmp_path: Path) -> None:
     assert "| 0.004 (0.003 to 0.0123) | <= 0.01 | inconclusive |" in full
     assert full.startswith("before\n") and full.endswith("after\n") and "old" not in full
     assert "Of 2 targets 1 met, 1 inconclusive, 0 missed." in full
-    assert "Measured at abc1234, on AMD's CPU." in full
+    assert "Measured at abc1234, on AMD's CPU, 2026-11-02." in full
     _, full = rewritten(targets={"new": ">= 2"}, verdicts={"new": "missed"})
     assert "Of 1 targets 0 met, 0 inconclusive, 1 missed." in full
     assert "Targets without a figure, which counts as missed: 1." in full

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_autoshard.benchmarks.criteo_text import write_sample_text
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.config import TablesConfig
 from dlrm_autoshard.config_data import CriteoData
@@ -21,6 +20,7 @@ from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.data.sources.criteo.npy_files import map_npz
 from dlrm_autoshard.data.sources.criteo.preprocess import Contiguous, preprocess
 from dlrm_autoshard.data.sources.criteo.sample import MULTI_HOT_SIZES, SAMPLE_ROWS, write_sample_layout
+from tests.criteo_text import write_sample_text
 
 DAYS = [70, 50, 31]
 

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_autoshard.benchmarks.criteo_text import write_sample_text
 from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.data.batch import DataError
 from dlrm_autoshard.data.sources.criteo.preprocess import Contiguous, Modulo, encoding_of, preprocess
@@ -26,6 +25,7 @@ from dlrm_autoshard.data.sources.criteo.sample import write_sample_layout
 from dlrm_autoshard.data.sources.criteo.text import read_blocks
 from dlrm_autoshard.data.sources.criteo.vocabulary import FrequencyCounter
 from dlrm_autoshard.errors import UserError
+from tests.criteo_text import write_sample_text
 
 Line = tuple[int, list["int | None"], list["str | None"]]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_autoshard.benchmarks.kills import kill_often, left_behind, train
-from dlrm_autoshard.benchmarks.moving_job import MOMENTS, Kill
+from tests.kills import kill_often, left_behind, train
+from tests.moving_job import MOMENTS, Kill
 
 pytestmark = pytest.mark.alone
 

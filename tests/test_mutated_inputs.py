@@ -27,7 +27,6 @@ import numpy as np
 import pytest
 import torch
 
-from dlrm_autoshard.benchmarks.criteo_text import write_sample_text
 from dlrm_autoshard.config import TablesConfig, load_config
 from dlrm_autoshard.config_data import CriteoData, DlrmDatasetsData, MovielensData, ParquetData
 from dlrm_autoshard.data.batch import DataSource
@@ -49,6 +48,7 @@ from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.saved_state import load_planner
 from dlrm_autoshard.probe.cost_log import CostLog
 from dlrm_autoshard.training.trainer import Trainer
+from tests.criteo_text import write_sample_text
 from tests.mutations import mutated, retyped
 from tests.report_records import make_profile, make_tables, write_run
 

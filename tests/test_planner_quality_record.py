@@ -23,8 +23,7 @@ def row(cell: str, task: int, slowest: dict[str, float], noise: float = 0.0) -> 
         "cell": cell,
         "task": task,
         "stages_ms": stages,
-        "dearest_table_ms": [[11.0, 0.0]] * 4,
-        "predicted_ms": dict.fromkeys(stages, 10.0),
+        "predicted_at_start_ms": dict.fromkeys(stages, 10.0),
         "seconds": 1.0,
     }
 
@@ -35,16 +34,14 @@ def test_what_is_removed_of_the_best_heuristics_excess() -> None:
     assert figures["20x2 best heuristic over balance bound"] == pytest.approx(1.2)
     assert figures["20x2 auto / best heuristic"] == pytest.approx(10.5 / 12)
     assert figures["20x2 auto: excess removed"] == pytest.approx(0.75)
-    assert figures["20x2 auto: excess removed, of what whole tables allow"] == pytest.approx(1.5)  # 11 ms is the least
     assert figures["all cells: dreamshard: excess removed"] == pytest.approx(0.5)
-    assert figures["20x2 two halves of the rounds differ by"] == 0
 
 
 def test_plans_with_split_tables_count_where_all_rows_of_a_cell_have_them() -> None:
     rows = [row("20x8", task, {"lookup_greedy": 2.0, "auto": 1.5}) for task in (0, 1)]
     for one in rows:
         one["stages_ms"][SPLIT] = [[[10.5, 0, 0, 0], [9.5, 0, 0, 0]]] * 4
-        one["predicted_ms"][SPLIT] = 10.0
+        one["predicted_at_start_ms"][SPLIT] = 10.0
     outcome = summarise(rows, ["20x8"], tasks=2)
     assert outcome["figures"][f"20x8 {SPLIT}: excess removed"] == pytest.approx(0.75)
     assert outcome["targets"][f"20x8 {SPLIT}: excess removed"] == ">= 0.667"
@@ -56,7 +53,7 @@ def test_auto_is_behind_where_a_heuristic_or_tables_added_up_cost_less() -> None
     rows = [row("20x2", task, {"lookup_greedy": 2.0, "auto": 1.0}) for task in range(4)]
     for one, over in zip(rows, (0.5, 0.95, 2.0, 2.0), strict=True):
         one["stages_ms"][ADDED_UP] = [[[10 + over, 0, 0, 0], [10 - over, 0, 0, 0]]] * 4
-        one["predicted_ms"][ADDED_UP] = 10.0
+        one["predicted_at_start_ms"][ADDED_UP] = 10.0
     rows[3]["stages_ms"]["auto"] = [[[12.5, 0, 0, 0], [9.0, 0, 0, 0]], [[10.0, 0, 0, 0], [9.0, 0, 0, 0]]] * 2
     figures = summarise(rows, ["20x2"], tasks=4)["figures"]
     assert figures["20x2 auto: tasks behind by > 1%"] == 0.25  # the first; the last one's median is 11.25
@@ -84,7 +81,7 @@ def test_figures_of_all_cells_have_intervals_over_the_tasks_of_each() -> None:
         assert low < exact < high and high - low < 0.1
 
 
-def test_it_names_the_cells_in_which_nothing_can_be_told_and_how_exchanges_were_had() -> None:
+def test_it_says_how_exchanges_were_had() -> None:
     even = [
         row("20x2", task, {"lookup_greedy": 2.0, "auto": 2.0 + (-1) ** task, "dreamshard": 1.5}) for task in range(8)
     ]
@@ -92,7 +89,5 @@ def test_it_names_the_cells_in_which_nothing_can_be_told_and_how_exchanges_were_
     for measured in even:
         measured |= {"exchange": "measured", "commit": "abc1234"}
     notes = summarise(even + clear, ["20x2", "20x8"], tasks=8)["notes"]
-    told = [note for note in notes if "cannot be told" in note or "plain dreamshard" in note]
-    assert len(told) == 2 and all(note.startswith("20x2: ") for note in told)
     assert "20x2: compute measured, exchange measured on real ranks; of commits abc1234" in notes
     assert "20x8: compute measured, exchange modelled in 8 of 8 tasks; of commits None" in notes

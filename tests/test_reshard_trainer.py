@@ -12,12 +12,12 @@ import pytest
 from dlrm_autoshard.autoshard.controller import Controller
 from dlrm_autoshard.autoshard.decide import History
 from dlrm_autoshard.autoshard.decision import Decision, Interval
-from dlrm_autoshard.benchmarks.moving_job import MovingTrainer, settings
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.distributed.moves import agree as reshard_agree
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.training.journal import result_of
+from tests.moving_job import MovingTrainer, settings
 from tests.ranks import run_ranks
 from tests.trainers import TABLES, config, losses, make_runtime, plan_file, records, tensors, trainer
 

@@ -39,10 +39,6 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert in_slices(kept, wanted[:1], measure)[0]["of"] == ["a", 1] and len(asked) == 5, "others are left out"
 
 
-def ten_times(number: int) -> dict[str, int]:
-    return {"ms": 10 * number}
-
-
 A_LONG_RUN = """
 import time
 from contextlib import nullcontext
@@ -57,12 +53,11 @@ def measure(number):
 
 
 if __name__ == "__main__":
-    print(len(in_slices(Path("rows.jsonl"), [(number,) for number in range(200)], measure, workers=2)), "rows")
+    print(len(in_slices(Path("rows.jsonl"), [(number,) for number in range(200)], measure)), "rows")
 """
 
 
-def test_several_processes_end_at_ctrl_c_and_what_was_measured_is_kept(tmp_path: Path) -> None:
-    """Which a terminal sends to all of them."""
+def test_it_ends_at_ctrl_c_and_what_was_measured_is_kept(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(A_LONG_RUN)
     command, pipe = [sys.executable, "run.py"], subprocess.PIPE
     hear = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where these tests run in the background
@@ -83,18 +78,6 @@ def test_several_processes_end_at_ctrl_c_and_what_was_measured_is_kept(tmp_path:
     assert [row["of"] for row in read_jsonl(tmp_path / "rows.jsonl")] == [[0], [1]]
 
 
-def never(number: int) -> dict[str, int]:
-    raise AssertionError(f"{number} was measured already")
-
-
-def test_several_processes_measure_the_same(tmp_path: Path) -> None:
-    wanted: list[Key] = [(number,) for number in range(5)]
-    rows = in_slices(tmp_path / "rows.jsonl", wanted[2:], ten_times)
-    rows = in_slices(tmp_path / "rows.jsonl", wanted, ten_times, workers=2)
-    assert sorted((row["of"][0], row["ms"]) for row in rows) == [(number, 10 * number) for number in range(5)]
-    assert len(in_slices(tmp_path / "rows.jsonl", wanted, never, workers=2)) == 5
-
-
 def test_rows_of_another_state_of_the_code_are_measured_again(tmp_path: Path) -> None:
     kept = tmp_path / "rows.jsonl"
     kept.write_text(json.dumps({"schema": 1, "state": STATE - 1, "of": ["a"], "ms": 7}) + "\n")
@@ -108,7 +91,7 @@ def test_the_record_has_the_load_and_cpus_of_all_starts(tmp_path: Path, monkeypa
         monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
         monkeypatch.setattr(slices, "other_work", lambda: nullcontext({}))  # as in rows of before it was measured
         rows = in_slices(tmp_path / "rows.jsonl", wanted[: number + 1], lambda _: {"ms": 8})
-    record = finish("soak", False, {"figures": {}, **origins(rows)}, 1.0, load_before=0.0, cores=2)
+    record = finish("planner-scale", False, {"figures": {}, **origins(rows)}, 1.0, load_before=0.0, cores=2)
     assert record["environment"]["cpu"] == "AMD EPYC, Intel Xeon", "not of the last start, which measured nothing"
     assert record["environment"]["load_before"] == 9.0
     assert record["reservations"] == ["other work ran beside it: a load of 9.0 on 2 cores"]

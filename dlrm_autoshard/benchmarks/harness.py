@@ -42,7 +42,6 @@ NAMES = (
     "planner-scale",
     "planner-oracle",
     "planner-generalization",
-    "profiler-overhead",
     "loop-bad-start",
     "loop-drift",
     "loop-straggler",
@@ -53,16 +52,12 @@ NAMES = (
     "checkpoint-speed",
     "train-wsmall",
     "train-wemb",
-    "train-scale",
     "own-loop",
     "hosts",
     "replicas",
     "splits",
-    "kills",
-    "soak",
     "race-simulated",
     "gpu-all",
-    "criteo-preprocessing",
 )
 _PACKAGES = ("dlrm_autoshard", "torch", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec", "numpy")
 

@@ -100,41 +100,28 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
         measure_shards=isolated.measure_shards,
     )
     plans: dict[str, ShardingPlan] = {}
-    seconds: dict[str, float] = {}
-    chosen = ""
     for algorithm in (*KEYS, *LEARNED, SPLIT):
         measures = algorithm in ("auto", SPLIT)
         planner = warm_planner("auto" if measures else algorithm)
         if measures:
             planner.load_state_dict(started.state_dict())
         isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, started.costs.exchange, rounds=3)
-        begun = time.perf_counter()
-        result = planner.plan(
-            splitting if algorithm == SPLIT else problem, measure=isolated.measure if measures else None
-        )
-        plans[algorithm], seconds[algorithm] = result.plan, time.perf_counter() - begun
-        chosen = result.chosen.name if algorithm == "auto" else chosen
-    begun = time.perf_counter()
+        wanted = splitting if algorithm == SPLIT else problem
+        plans[algorithm] = planner.plan(wanted, measure=isolated.measure if measures else None).plan
     isolated = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.costs.exchange, rounds=3)
     isolated.measure([ShardingPlan({table.name: rank for rank, table in enumerate(task.tables)}, len(task.tables))])
     times = [median_time(isolated.shard_times[frozenset({table.name})]) for table in task.tables]
     alone_T2 = np.array([[one.fwd_compute_ms, one.bwd_compute_ms] for one in times])
     plans[ADDED_UP] = problem.plan_from(search(problem, AddedUp(problem, started.costs, alone_T2)))
-    seconds[ADDED_UP] = time.perf_counter() - begun
-    alone = predictor.costs.costs_of(problem).alone_ms()
-    dearest = frozenset({task.tables[int(alone.argmax())].name})
     shards = sorted(
         {frozenset(plan.tables_on(r)) for plan in plans.values() for r in range(cell.num_devices)}, key=sorted
     )
     judge = IsolatedProbe(task.tables, task.stats, BATCH_SIZE, probe, predictor.costs.exchange)
     stages: dict[str, list[list[list[float]]]] = {algorithm: [] for algorithm in plans}
-    dearest_ms = []
     for number in range(ROUNDS):
         judge.shard_times.clear()
         for position in np.random.default_rng(number).permutation(len(shards)):
             judge.measure_shard(shards[position])
-        table = judge.measure_shard(dearest)
-        dearest_ms.append([table.fwd_compute_ms, table.bwd_compute_ms])
         for algorithm, plan in plans.items():
             ranks = judge.profile(plan).ranks
             stages[algorithm].append([[round(rank.stage(stage), 4) for stage in PLANNED_STAGES] for rank in ranks])
@@ -149,15 +136,9 @@ def measure_task(cell: Cell, index: int) -> dict[str, Any]:
         "exchange": "measured" if real else "modelled",
         "task": index,
         "stages_ms": stages,  # algorithm: rounds x ranks x PLANNED_STAGES
-        "dearest_table_ms": dearest_ms,  # rounds x (forward, backward)
-        "predicted_ms": {
-            algorithm: step_cost_ms(predictor.predict(problem, plan)) for algorithm, plan in plans.items()
-        },
         "predicted_at_start_ms": {  # tables measured alone
             algorithm: step_cost_ms(started.predict(problem, plan)) for algorithm, plan in plans.items()
         },
-        "auto_chose": chosen,
-        "plan_seconds": seconds,
         "seconds": time.perf_counter() - began,
     }
 

@@ -62,7 +62,6 @@ def summarise(rows: Sequence[Row], cells: Sequence[str], tasks: int) -> dict[str
         f"behind: dearer than the cell's best heuristic, or than '{ADDED_UP}' (nothing learned)",
         "excess: above the balance bound, the sum over ranks / ranks of the best heuristic's plan",
         "a split's ids go to each owner of a part: that exchange is no stage here, and is not counted",
-        "what whole tables allow: no stage below the dearest table's, measured alone",
     ]
     _put_cost_network(found)
     return vars(found)
@@ -75,27 +74,16 @@ def _put_cell(found: Findings, name: str, cell: _Cell) -> None:
         if algorithm in cell.cost:
             ratio = ratio_of_means(cell.cost[algorithm], cell.cost[cell.best])
             found.put(f"{name} {algorithm} / best heuristic", ratio)
-            found.put(f"{name} {algorithm}: excess removed", cell.removed(algorithm, cell.bound))
-    low, high = found.spread[f"{name} auto / best heuristic"]
-    if low <= 1 <= high:
-        found.notes.append(f"{name}: auto cannot be told from the best heuristic ({low:.3f} to {high:.3f})")
-    if cell.cost["dreamshard"].mean() < cell.cost["auto"].mean():
-        found.notes.append(f"{name}: plain dreamshard's plans cost less than auto's")
+            found.put(f"{name} {algorithm}: excess removed", cell.removed(algorithm))
     modelled = sum(row.get("exchange") != "measured" for row in cell.rows)
     how = "measured on real ranks" if not modelled else f"modelled in {modelled} of {len(cell.rows)} tasks"
     commits = ", ".join(sorted({str(row.get("commit")) for row in cell.rows}))
     found.notes.append(f"{name}: compute measured, exchange {how}; of commits {commits}")
-    found.put(f"{name} auto: excess removed, of what whole tables allow", cell.removed("auto", cell.reachable))
-    won = float((cell.cost["auto"] <= 1.01 * cell.cost[cell.best]).mean())
-    found.put(f"{name} auto: tasks won or tied within 1%", won)
     behind, surely = (proportion(count, len(cell.rows)) for count in cell.behind())
     found.put(f"{name} auto: tasks behind by > 1%", behind)
     found.put(f"{name} auto: tasks behind by > 1%, in each half of the rounds", surely)
-    found.put(f"{name} two halves of the rounds differ by", cell.halves_differ())
-    found.put(f"{name} step cost predicted within", cell.prediction_error("predicted_ms"))
-    if all("predicted_at_start_ms" in row for row in cell.rows):
-        error = cell.prediction_error("predicted_at_start_ms")
-        found.put(f"{name} step cost predicted within, tables measured", error)
+    error = cell.prediction_error("predicted_at_start_ms")
+    found.put(f"{name} step cost predicted within, tables measured", error)
     means = ", ".join(f"{algorithm} {values.mean():.2f}" for algorithm, values in cell.cost.items())
     found.notes.append(f"{name}: best heuristic {cell.best}; bound {cell.bound.mean():.2f}; mean ms {means}")
 
@@ -111,11 +99,10 @@ class _Cell:
             self.best = min(KEYS, key=lambda name: float(self.cost[name].mean()))
             even = [np.median(_rounds(row, self.best), axis=0).mean(axis=0) for row in rows]
             self.bound = np.array([stages.sum() for stages in even])
-            self.reachable = np.array([self._with_dearest(row, e).sum() for row, e in zip(rows, even, strict=True)])
 
-    def removed(self, name: str, bound: np.ndarray) -> Ratio:
+    def removed(self, name: str) -> Ratio:
         """The part of what the best heuristic leaves above the bound that this algorithm does not."""
-        left = ratio_of_means(self.cost[name] - bound, self.cost[self.best] - bound)
+        left = ratio_of_means(self.cost[name] - self.bound, self.cost[self.best] - self.bound)
         return Ratio(1 - left.median, 1 - left.high, 1 - left.low)
 
     def behind(self) -> tuple[int, int]:
@@ -130,29 +117,11 @@ class _Cell:
         over_all = np.array([self.cost["auto"] > 1.01 * self.cost[name] for name in others]).any(axis=0)
         return int(over_all.sum()), int(in_each.sum())
 
-    def halves_differ(self) -> float:
-        """How well the rounds repeat: a plan's step by the even ones against that by the odd ones, in the mean."""
-        return float(
-            np.mean(
-                [
-                    abs(_step(rounds[::2]) / _step(rounds[1::2]) - 1)
-                    for row in self.rows
-                    for rounds in (_rounds(row, name) for name in self.cost)
-                ]
-            )
-        )
-
     def prediction_error(self, key: str) -> Ratio:
         """Mean relative error over all plans' steps and tasks, before any plan was measured."""
         predicted = {name: np.array([row[key][name] for row in self.rows]) for name in self.cost}
         errors = [np.abs(predicted[name] / self.cost[name] - 1) for name in self.cost]
         return with_interval(partial(np.mean, axis=-1), np.mean(errors, axis=0))
-
-    def _with_dearest(self, row: Row, even_4: np.ndarray) -> np.ndarray:
-        """Stages as even as they can be where a rank must hold the dearest table."""
-        bounded = even_4.copy()
-        bounded[[0, 3]] = np.maximum(bounded[[0, 3]], np.median(row["dearest_table_ms"], axis=0))
-        return bounded
 
 
 def _over_cells(cells: Sequence[_Cell], name: str) -> tuple[Ratio, Ratio]:

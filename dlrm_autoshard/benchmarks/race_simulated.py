@@ -1,8 +1,8 @@
 """Whole jobs in simulation: the real planner, watch and controller on ranks that are arithmetic, against an oracle.
 
-Shard costs are recorded fbgemm costs (`recorded_cluster.py`), data and ranks change as in `race_worlds.py`. The oracle
-plans anew at each change and moves for nothing. The clock that decisions see counts calls, so a seed decides alike on
-any machine; `without` leaves out rules of the decision.
+Shard costs are recorded fbgemm costs (`recorded_cluster.py`), data or ranks change as a scenario's name says. The
+oracle plans anew at each change and moves for nothing. The clock that decisions see counts calls, so a seed decides
+alike on any machine; `without` leaves out rules of the decision.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal, get_args
 from unittest.mock import patch
 
 import numpy as np
@@ -28,7 +28,6 @@ from dlrm_autoshard.autoshard.decision import Interval, error_of_median
 from dlrm_autoshard.autoshard.watch import Watch
 from dlrm_autoshard.benchmarks.harness import BenchError, Findings
 from dlrm_autoshard.benchmarks.paired import median_with_interval
-from dlrm_autoshard.benchmarks.race_worlds import WORLDS, WorldName
 from dlrm_autoshard.benchmarks.recorded_cluster import Disturbed, RecordedCluster
 from dlrm_autoshard.benchmarks.slices import in_slices, origins
 from dlrm_autoshard.config import AutoshardConfig, ProfileConfig, ReshardConfig
@@ -43,6 +42,8 @@ from dlrm_autoshard.tables import TableConfig, TableStats
 
 TITLE = "resharding on 8 simulated ranks, 40 tables, six scenarios: seconds above an oracle, false moves, recovery"
 ROUGH_TIME = "15 min on one core (quick: 20 s)"
+WorldName = Literal["calm", "abrupt", "gradual", "hot-ids", "straggler", "tight"]
+WORLDS: tuple[WorldName, ...] = get_args(WorldName)
 EPOCHS, STEPS, BATCH, DENSE_MS = 12, 400, 8192, 2.0
 MOVE_SECONDS, MOVE_BYTES_PER_SECOND, SAMPLING = 0.1, 1e9, 0.2
 """What a move takes, and a sampled step more than others (a part of a step)."""

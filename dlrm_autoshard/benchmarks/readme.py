@@ -7,6 +7,7 @@ others are left out, and the benchmarks that would have to be run for them are n
 from __future__ import annotations
 
 import json
+import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +15,7 @@ from typing import Any
 
 from dlrm_autoshard.benchmarks.harness import STATE, BenchError, Listing, available
 from dlrm_autoshard.benchmarks.paired import in_words
-from dlrm_autoshard.benchmarks.pitch import pitch
-from dlrm_autoshard.benchmarks.readme_rows import ROWS, Row
+from dlrm_autoshard.benchmarks.readme_rows import FOUR_DIGITS, REASONS, ROWS
 
 FOLDER = Path(__file__).parent
 RESULTS, ALL = FOLDER / "results", FOLDER / "FIGURES.md"
@@ -69,6 +69,18 @@ def records(results: Path = RESULTS) -> tuple[dict[str, Record], dict[str, list[
     return {name: record for name, record in found.items() if name not in left_out}, left_out
 
 
+def pitch(counted: Mapping[str, Record]) -> str:
+    """Returns the README's bullets, each linked to its record and the commit at which that was measured."""
+    lines = []
+    for name, (figure, words) in REASONS.items():
+        record = counted.get(name, {})
+        value = record.get("figures", {}).get(figure)
+        if value is not None:
+            link = f"[measured at {commits_of(record)[-1]}](dlrm_autoshard/benchmarks/results/{name}.json)"
+            lines.append(f"{words.format(value)} ({link}).")
+    return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+
+
 def table(counted: Mapping[str, Record]) -> str:
     """How many targets are met; then every figure that is asked for, or that a row is of, benchmark by benchmark."""
     verdicts = Counter(verdict for record in counted.values() for verdict in record["verdicts"].values())
@@ -86,15 +98,15 @@ def table(counted: Mapping[str, Record]) -> str:
 def _section(benchmark: Listing, record: Record) -> list[str]:
     gpus = sorted(set(record["environment"].get("gpus", [])))
     where = f"an {' and '.join(gpus)}" if gpus else f"{maker_of_cpu(record)}'s CPU"
-    at = f"Measured at {', '.join(commits_of(record))}, on {where}."
+    day = str(record["environment"].get("date", "?")).partition("T")[0]
+    at = f"Measured at {', '.join(commits_of(record))}, on {where}, {day}."
     text = [f"{benchmark.title[:1].upper()}{benchmark.title[1:]}. {at}", ""]
-    rows = {row.figure: row for row in ROWS if row.benchmark == benchmark.name}
-    # What is asked for and no row is of, is told all the same.
-    words = {figure: figure.replace("_", " ") for figure in record["verdicts"]}
-    rows |= {name: Row(benchmark.name, name, what) for name, what in words.items() if name not in rows}
+    rows = {**ROWS.get(benchmark.name, {})}
+    # A figure that has a target and no row is shown all the same.
+    rows |= {figure: figure.replace("_", " ") for figure in record["verdicts"] if figure not in rows}
     figures = record["figures"]
-    measured = [row for row in rows.values() if isinstance(figures.get(row.figure), (int, float))]
-    text += [*_HEAD, *(_line(row, row.what, record) for row in measured)]
+    measured = [figure for figure in rows if isinstance(figures.get(figure), (int, float))]
+    text += [*_HEAD, *(_line(figure, rows[figure], record) for figure in measured)]
     if without := sum(not isinstance(figures.get(figure), (int, float)) for figure in record["verdicts"]):
         text += ["", f"Targets without a figure, which counts as missed: {without}."]
     return text
@@ -103,17 +115,14 @@ def _section(benchmark: Listing, record: Record) -> list[str]:
 _HEAD = ("| what | measured (95%) | target | |", "| --- | --- | --- | --- |")
 
 
-def _line(row: Row, what: str, record: Record) -> str:
-    target, verdict = record["targets"].get(row.figure, ""), record["verdicts"].get(row.figure, "")
-    return f"| {what} | {cell(record, row.figure, digits=row.digits)} | {target} | {verdict} |"
+def _line(figure: str, what: str, record: Record) -> str:
+    target, verdict = record["targets"].get(figure, ""), record["verdicts"].get(figure, "")
+    digits = "#.4g" if figure.startswith(FOUR_DIGITS) else ".3g"
+    return f"| {what} | {cell(record, figure, digits=digits)} | {target} | {verdict} |"
 
 
-def cell(record: Record, figure: str, *, spread: bool = True, digits: str = ".3g") -> str:
+def cell(record: Record, figure: str, *, digits: str = ".3g") -> str:
     """'1.30 (1.22 to 1.34)'; '1.30 (of few)', which has no interval; '1.09 (so far)', that may come to more."""
     value, interval = record["figures"].get(figure), record["spread"].get(figure)
-    if not isinstance(value, (int, float)):
-        return "not measured"
-    if not interval or not spread:
-        return f"{value:{digits}}"
-    told = in_words(value, interval, digits)
+    told = in_words(value, interval, digits) if interval else ""
     return f"{value:{digits}} ({told})" if told else f"{value:{digits}}"

@@ -7,13 +7,9 @@ rows[0]["of"], rows[0]["commit"]           # ["20x2", 0], at which that was meas
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from multiprocessing import active_children
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,54 +20,24 @@ Key = tuple[str | int, ...]
 
 
 def in_slices(
-    kept: Path | None, wanted: Sequence[Key], measure: Callable[..., Mapping[str, Any]], workers: int = 0
+    kept: Path | None, wanted: Sequence[Key], measure: Callable[..., Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A row of each key, in any order; where it is interrupted (SIGINT), of those that were measured till then. kept:
-    None keeps nothing. workers: processes for what takes no time of its own, but computes; 0 is this one."""
+    """Returns a row of each key; where it is interrupted (SIGINT), of those measured till then. kept: None keeps
+    nothing."""
     known = [] if kept is None else read_jsonl(kept)
     rows = [row for row in known if row["state"] == STATE and tuple(row["of"]) in wanted]
     done, on = {tuple(row["of"]) for row in rows}, machine()
-    left = [key for key in wanted if key not in done]
-    # Ctrl-C reaches a terminal's whole group: workers leave it to this process, which ends them.
-    pool = ProcessPoolExecutor(workers, initializer=_ignore_ctrl_c) if workers else None
     try:
-        for key, found in zip(left, _found(left, partial(_called, measure, pool is None), pool), strict=True):
-            rows.append({"state": STATE, "of": list(key), "commit": commit(), **on, **found})
+        for key in (key for key in wanted if key not in done):
+            with other_work() as beside:
+                found = measure(*key)
+            rows.append({"state": STATE, "of": list(key), "commit": commit(), **on, **found, **beside})
             if kept is not None:
                 append_jsonl(kept, rows[-1])
             print(f"{', '.join(map(str, key))}: {len(rows)} of {len(wanted)}", flush=True)
     except KeyboardInterrupt:
-        for worker in active_children() if pool is not None else ():
-            worker.terminate()
         print(f"Stopped. What was measured lies in {kept or 'no file'}.", flush=True)
-    finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
     return rows
-
-
-def _found(
-    keys: Sequence[Key], measure: Callable[[Key], Mapping[str, Any]], pool: ProcessPoolExecutor | None
-) -> Iterator[Mapping[str, Any]]:
-    """Returns the result of each key, in their order. Not by `pool.map`: interrupted, it cancels what the pool's own
-    thread, on finding its workers gone, calls broken a moment later, which that thread ends at (Python 3.11)."""
-    if pool is None:
-        yield from map(measure, keys)
-        return
-    for future in [pool.submit(measure, key) for key in keys]:
-        yield future.result()
-
-
-def _ignore_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _called(measure: Callable[..., Mapping[str, Any]], alone: bool, key: Key) -> Mapping[str, Any]:
-    """alone: no other process of this benchmark works beside it, which would count as other work."""
-    watched: AbstractContextManager[dict[str, float]] = other_work() if alone else nullcontext({})
-    with watched as beside:
-        found = measure(*key)
-    return {**found, **beside}
 
 
 def machine() -> dict[str, Any]:

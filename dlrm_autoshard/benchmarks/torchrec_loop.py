@@ -1,4 +1,4 @@
-"""TorchRec with Autoshard, and under our plans: from the worst plan, over random moves, against TorchRec's own planner.
+"""TorchRec with Autoshard from the worst plan, and under our plans against its own planner's.
 
 It can't run without torchrec; peer_torchrec.py says where to get it.
 """
@@ -15,14 +15,12 @@ from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
 from dlrm_autoshard.benchmarks.plans_in_turns import best_of
 from dlrm_autoshard.benchmarks.torchrec_loop_job import (
     from_the_worst_plan,
-    losses_with_moves,
     under_both_plans,
     workload,
 )
 
-TITLE = "TorchRec models: left from their worst plan, moved at random, and under our plans and TorchRec's own"
+TITLE = "TorchRec models: left from their worst plan, and under our plans and TorchRec's own"
 ROUGH_TIME = "7 min"
-MOVES = 50
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -30,16 +28,9 @@ def run(quick: bool) -> dict[str, Any]:
     if reason is not None:
         raise BenchError(f"torchrec-loop cannot run here: {reason}")
     found = Findings()
-    _random_moves(found, 10 if quick else MOVES)
     _worst_plan(found, quick)
     _planners(found, quick)
     return vars(found)
-
-
-def _random_moves(found: Findings, moves: int) -> None:
-    still, moved = (on_pinned_ranks(losses_with_moves, 2, moves, moving, timeout=300) for moving in (False, True))
-    differing = sum(a != b for one, other in zip(still, moved, strict=True) for a, b in zip(one, other, strict=True))
-    found.put(f"losses other than without {moves} random moves (SGD)", differing, "== 0")
 
 
 def _worst_plan(found: Findings, quick: bool) -> None:

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import gc
 import itertools
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
-from dlrm_autoshard.benchmarks import race_torchrec
-from dlrm_autoshard.benchmarks.peer_torchrec import find_torchrec
-from dlrm_autoshard.benchmarks.race_worlds import Scale, World
-from dlrm_autoshard.benchmarks.workloads import W_EMB, Workload
+from dlrm_autoshard.benchmarks.peer_torchrec import dense_parameters, embedding_bags, find_torchrec, sharded
+from dlrm_autoshard.benchmarks.workloads import DENSE_LR, W_EMB, Workload
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
-from dlrm_autoshard.plan import ShardingPlan, Topology, round_robin
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.tables import TableConfig
 
-STEPS, STEPS_TO_SETTLE = 12, 2
-SMALL = replace(W_EMB, rows=tuple(min(2000, rows) for rows in W_EMB.rows), batch_size=64, num_batches=4, seed=2)
+STEPS, STEPS_TO_SETTLE, MIXED_GIB = 12, 2, 1.0
 
 
 def workload(name: str, seed: int) -> Workload:
@@ -30,22 +29,56 @@ def workload(name: str, seed: int) -> Workload:
     drawn = replace(W_EMB, batch_size=1024, num_batches=4, seed=seed)
     if name == "W-emb":
         return drawn
-    world = World("calm", seed, Scale(tables=50, gib=1.0))
-    dims = tuple((i, table.embedding_dim) for i, table in enumerate(world.tables))
-    rows = tuple(table.num_embeddings for table in world.tables)
-    return replace(drawn, name=name, rows=rows, pooling=tuple(world.pooling(0).tolist()), dims=dims)
+    generator = np.random.default_rng([0, seed])
+    dims = generator.choice([16, 32, 64, 128], size=50)
+    rows = np.exp(generator.uniform(np.log(1e3), np.log(4e6), size=50))
+    rows *= min(1.0, MIXED_GIB * 2**30 / float((rows * (4 * dims + 4)).sum()))
+    return replace(
+        drawn,
+        name=name,
+        rows=tuple(rows.clip(1e3).astype(int).tolist()),
+        pooling=tuple(generator.permutation(np.geomspace(1, 100, 50)).tolist()),
+        dims=tuple(enumerate(dims.tolist())),
+    )
 
 
-class Job(race_torchrec.Job):
-    """On batches of its own."""
+class Model(nn.Module):
+    """A bottom MLP, pooled vectors beside it, a top MLP; gives the loss."""
 
-    def __init__(self, of: Workload, batches: Sequence[Batch], plan: Any, fused: str = "EXACT_ROWWISE_ADAGRAD"):
+    def __init__(self, tables: Sequence[TableConfig], num_dense: int) -> None:
+        super().__init__()
+        self.ebc = embedding_bags(tables)
+        self.bottom = nn.Sequential(nn.Linear(num_dense, 64), nn.ReLU())
+        width = 64 + sum(table.embedding_dim for table in tables)
+        self.top = nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, dense: torch.Tensor, features: Any, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.top(torch.cat([self.bottom(dense), self.ebc(features).values()], 1)).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels)
+
+
+class Job:
+    """One rank's trainer over batches of its own. Collective."""
+
+    def __init__(self, of: Workload, batches: Sequence[Batch], plan: Any) -> None:
+        """plan: ours or TorchRec's; None for that of TorchRec's planner, which is told each table's pooling."""
         torch.manual_seed(of.seed)
-        super().__init__(of.tables, of.pooling, of.num_dense, batches[0].size, plan, fused=fused)
+        self._keys = [table.name for table in of.tables]
+        self.model, self.plan = sharded(
+            Model(of.tables, of.num_dense), of.tables, of.pooling, batches[0].size,
+            module="ebc", plan=plan, check_ids=False,
+        )  # fmt: skip
+        self.optimizer = torch.optim.SGD(dense_parameters(self.model), lr=DENSE_LR)
         self._batches = itertools.cycle(batches)
 
     def next_step(self) -> float:
-        return float(self.step(next(self._batches)))
+        """Returns the loss. Ids are checked by the loader, as they are for us."""
+        batch = next(self._batches)
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = self.model(batch.dense_BF, features_of(batch, self._keys), batch.labels_B)
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
 
     def seconds(self) -> float:
         """Seconds of so many steps, the first of which don't count."""
@@ -55,6 +88,12 @@ class Job(race_torchrec.Job):
         for _ in range(STEPS):
             self.next_step()
         return time.perf_counter() - started
+
+
+def features_of(batch: Batch, keys: Sequence[str]) -> Any:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    return KeyedJaggedTensor(list(keys), batch.values_N, lengths=batch.lengths_TB.flatten())
 
 
 # What ranks do --------------------------------------------------------------------------------------------------------
@@ -111,26 +150,6 @@ def under_both_plans(rank: int, world_size: int, of: Workload, rounds: int) -> t
     return seconds
 
 
-def losses_with_moves(rank: int, world_size: int, moves: int, moving: bool) -> list[float]:
-    """SGD; every fifth move leaves a rank empty."""
-    _ready()
-    from dlrm_autoshard.torchrec.bags import TorchrecBags
-
-    start = round_robin([table.name for table in SMALL.tables], Topology(world_size))
-    job = Job(SMALL, SMALL.batches(rank, world_size), start, "EXACT_SGD")
-    _same_rows(job.model)
-    bags = TorchrecBags(job.model, job.optimizer) if moving else None
-    losses = []
-    for step in range(moves + 1):
-        losses.append(job.next_step())
-        if bags is not None:
-            drawn = random.Random(step)
-            only = drawn.randrange(world_size) if step % 5 == 1 else None
-            ranks = {t.name: drawn.randrange(world_size) if only is None else only for t in SMALL.tables}
-            bags.move_to(ShardingPlan(ranks, world_size))
-    return losses
-
-
 def _ready() -> None:
     assert find_torchrec() is None
     keep_freed_memory()
@@ -139,13 +158,5 @@ def _ready() -> None:
 def _planned(of: Workload, batch: Batch, seed: int) -> Any:
     import dlrm_autoshard.torchrec as das
 
-    module = race_torchrec.Model(of.tables, of.num_dense)
-    return das.plan(module, race_torchrec.features_of(batch, [table.name for table in of.tables]), seed=seed)
-
-
-def _same_rows(model: Any) -> None:
-    with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
-            if "embedding_bags" in name and parameter.numel():
-                generator = torch.Generator().manual_seed(sum(map(ord, name)))
-                parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.5)
+    module = Model(of.tables, of.num_dense)
+    return das.plan(module, features_of(batch, [table.name for table in of.tables]), seed=seed)

@@ -17,25 +17,15 @@ from typing import Any
 import numpy as np
 import psutil
 
-from dlrm_autoshard.benchmarks.harness import BenchError, Findings
-from dlrm_autoshard.benchmarks.moving_job import MOMENTS, Kill
-
-TITLE = "kill -9 of a rank or of torchrun at seeded moments: how many jobs go on and end bit-equal, with nothing left"
-ROUGH_TIME = "20 min"
+from tests.moving_job import MOMENTS, Kill
 
 SEED, STEPS, KILLS_A_JOB = 5, 30, 10
 _LAST_KILL = 22  # the step up to which a kill may wait for its moment: moves and saves come every few steps
 _START_SECONDS = 120.0  # of one start of a job, at most
 
 
-def run(quick: bool) -> dict[str, Any]:
-    wanted = 20 if quick else 200
-    outcome = kill_often(wanted, SEED)
-    found = Findings()
-    found.put("kills", outcome["kills"], f">= {wanted}")
-    found.put("survived_bit_equal", outcome["survived"], f"== {outcome['kills']}")
-    found.notes = outcome["notes"] or [f"In turn: {', '.join(MOMENTS)}; on 2 and 3 ranks, drawn with seed {SEED}."]
-    return vars(found)
+class Stuck(Exception):
+    """A job that did not end, or not as it should."""
 
 
 def kill_often(kills: int, seed: int, each: int = KILLS_A_JOB) -> dict[str, Any]:
@@ -59,7 +49,7 @@ def kill_often(kills: int, seed: int, each: int = KILLS_A_JOB) -> dict[str, Any]
             try:
                 final = train(folder, plan, ranks=ranks)
                 problems = differences(final, whole[ranks])
-            except BenchError as error:
+            except Stuck as error:
                 problems = [str(error)]
             problems += left_behind(folder)
             done = len(list(folder.glob("killed_*")))
@@ -105,7 +95,7 @@ def train(folder: Path, kills: Sequence[Kill] = (), *, ranks: int = 2, steps: in
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--max-restarts=100",
         "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4().hex}",
-        "-m", "dlrm_autoshard.benchmarks.moving_job",
+        "-m", "tests.moving_job",
         "--dir", str(folder), "--seed", str(SEED), "--steps", str(steps),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
@@ -117,11 +107,11 @@ def train(folder: Path, kills: Sequence[Kill] = (), *, ranks: int = 2, steps: in
                 status = job.wait(_START_SECONDS * (1 + len(kills)))
             except subprocess.TimeoutExpired as error:
                 job.kill()
-                raise BenchError(f"the job did not end:\n{said.read_text()[-3000:]}") from error
+                raise Stuck(f"the job did not end:\n{said.read_text()[-3000:]}") from error
         if status == 0:
             break
         if status > 0:
-            raise BenchError(f"the job ended with status {status}:\n{said.read_text()[-3000:]}")
+            raise Stuck(f"the job ended with status {status}:\n{said.read_text()[-3000:]}")
     finals = [json.loads((folder / f"final_{rank}.json").read_text()) for rank in range(ranks)]
     digests = {name: digest for final in finals for name, digest in final.items()}
     return {"loss": (folder / "loss").read_text(), "digests": digests}

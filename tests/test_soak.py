@@ -1,52 +1,39 @@
-"""Thousands of steps with a move every 200: no memory, no descriptor is lost, and no bit differs from never moving."""
+"""Thousands of steps with a move every 200 lose no memory and no descriptor, and change no bit."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.benchmarks.harness import Findings, on_pinned_ranks
-from dlrm_autoshard.benchmarks.moving_job import MovingTrainer, settings
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
-
-TITLE = "10,000 steps with a move every 200: memory and descriptors stay flat, the model is bit-equal to an unmoved one"
-ROUGH_TIME = "5 min"
+from tests.moving_job import MovingTrainer, settings
+from tests.ranks import run_ranks
 
 MOVE_EVERY = 200
 _SAMPLE_EVERY = 20  # steps between two readings of memory and descriptors
 
 
-def run(quick: bool) -> dict[str, Any]:
-    steps = 2_000 if quick else 10_000
-    with tempfile.TemporaryDirectory() as temporary:
-        ranks = on_pinned_ranks(_soak, 2, temporary, steps, timeout=1800)
-    digests = [{k: v for rank in ranks for k, v in rank[kind].items()} for kind in ("moved", "still")]
-    settled = [rank["readings"][len(rank["readings"]) // 3 :] for rank in ranks]
-    slopes = [slope([memory for memory, _ in readings]) for readings in settled]
-    found = Findings()
-    found.put("steps", steps)
-    found.put("moves", steps // MOVE_EVERY)
-    found.put("moved_mib", ranks[0]["moved_bytes"] / 2**20)
-    found.put("tensors_that_differ", sum(digests[0][name] != digests[1].get(name) for name in digests[0]), "== 0")
-    found.put("memory_mib_per_1000_steps", max(slopes) / 2**20 * 1000 / _SAMPLE_EVERY, "<= 1")
-    found.put("descriptors_more", max(readings[-1][1] - readings[0][1] for readings in settled), "<= 0")
-    found.notes = ["memory_mib_per_1000_steps: resident memory's slope over the last two thirds, worst rank."]
-    return vars(found)
-
-
-def slope(values: Sequence[float]) -> float:
-    """Of the straight line through them, a step from one to the next."""
-    return float(np.polyfit(np.arange(len(values)), values, 1)[0])
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_thousands_of_steps_with_moves_lose_nothing_and_change_no_bit(tmp_path: Path) -> None:
+    ranks = run_ranks(_soak, 2, str(tmp_path), 10_000, timeout=1700)
+    moved, still = ({k: v for rank in ranks for k, v in rank[kind].items()} for kind in ("moved", "still"))
+    assert moved == still and ranks[0]["moved_bytes"]
+    for rank in ranks:
+        readings = rank["readings"][len(rank["readings"]) // 3 :]
+        memory, descriptors = zip(*readings, strict=True)
+        slope = float(np.polyfit(np.arange(len(memory)), memory, 1)[0])
+        assert slope / 2**20 * 1000 / _SAMPLE_EVERY <= 1, "MiB of resident memory a thousand steps"
+        assert descriptors[-1] <= descriptors[0]
 
 
 def _soak(rank: int, world_size: int, folder: str, steps: int) -> dict[str, Any]:

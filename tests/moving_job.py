@@ -1,6 +1,6 @@
 """A small job whose tables are split and moved at random every few steps, and that kills ranks when told to.
 
-    torchrun --nproc_per_node=2 --max-restarts=9 -m dlrm_autoshard.benchmarks.moving_job --dir D --seed 3
+    torchrun --nproc_per_node=2 --max-restarts=9 -m tests.moving_job --dir D --seed 3
 
 Moves and data depend on seed and step alone, so every run of a seed must end with the same bits, killed, moved or not.
 Rank 0 writes each step's loss to D/loss, a rank at the end its digests to D/final_RANK.json; kills: D/kills.json.
