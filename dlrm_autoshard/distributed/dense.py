@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from dlrm_autoshard.config import DenseOptimizerConfig
 from dlrm_autoshard.distributed.lookup.exchange import Pending
 from dlrm_autoshard.distributed.lookup.replicas import Replicas
-from dlrm_autoshard.distributed.lookup.shared_memory import connect
 from dlrm_autoshard.distributed.ranks.groups import group_or_alone
 from dlrm_autoshard.distributed.stage_clock import StageClock
+from dlrm_autoshard.distributed.sums import sums_over
 from dlrm_autoshard.errors import UserError
 
 
@@ -58,13 +58,13 @@ class DataParallelDense:
 
         average: the loss is the mean over this rank's samples, and gradients are averaged over ranks, as by DDP; False:
         it is this rank's share of the mean over all samples, and they are summed. shared_memory: reduce through it
-        where the ranks are all on one host. max_gradient_norm: a longer gradient, of all weights, is scaled to it.
+        within a host. max_gradient_norm: a longer gradient, of all weights, is scaled to it.
         replicas: `bags.replicas`, tables of which every rank has a copy: their gradients travel with the dense ones.
         """
         group, self.clock = group_or_alone(group), clock
         device = device or next((p.device for p in module.parameters()), torch.device("cpu"))
         self.module, self._group = module.to(device), group
-        self._link = connect(group) if shared_memory and device.type == "cpu" else None
+        self._sum = sums_over(group, device, shared_memory=shared_memory)
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         if not isinstance(optimizer, DenseOptimizerConfig):
             self._check_alike(trained)
@@ -227,16 +227,8 @@ class DataParallelDense:
         if self._divisor > 1:  # the replicas' are as their lookups average them
             self._own_gradient /= self._divisor
             self.gradient[-2:] /= self._divisor
-        self._reduced = Pending(self._start(), self.gradient)
+        self._reduced = self._sum(self.gradient)
         return self._reduced
-
-    def _start(self) -> Callable[[], object] | None:
-        if dist.get_world_size(self._group) == 1:
-            return None
-        if self._link is not None:
-            return self._link.all_reduce(self.gradient)
-        finish: Callable[[], object] = dist.all_reduce(self.gradient, group=self._group, async_op=True).wait
-        return finish
 
     def _not_too_late(self) -> None:
         if self._reduced is not None:

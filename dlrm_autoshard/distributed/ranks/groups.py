@@ -10,6 +10,7 @@ control = group_beside(group, "gloo")        # waits as long as the group
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,20 +32,23 @@ def new_group(**how: Any) -> dist.ProcessGroup:
     return group
 
 
-def group_beside(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
+def group_beside(group: dist.ProcessGroup, backend: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
     """Make another group of the same ranks, with the same timeout. Collective over these ranks alone: others may be
     making theirs.
 
-    backend: "gloo", or "cpu:gloo,cuda:nccl".
+    backend: "gloo", or "cpu:gloo,cuda:nccl". ranks: those of them that it is of, by their numbers in `group`; the
+    others make groups of their own meanwhile.
     """
     _register()
     store = group.get_group_store()
     made = store.add(f"dlrm_autoshard/groups/{dist.get_rank(group)}", 1)  # a key a rank: calls are alike on all
+    everybody = dist.get_process_group_ranks(group)
+    parts = "" if ranks is None else f"/{min(ranks)}"
     return new_group(
-        ranks=dist.get_process_group_ranks(group),
+        ranks=everybody if ranks is None else [everybody[rank] for rank in ranks],
         backend=backend.replace("gloo", _GLOO).replace("nccl", _NCCL),
         timeout=timeout_of(group),
-        pg_options=dist.PrefixStore(f"dlrm_autoshard/group/{made}", store),
+        pg_options=dist.PrefixStore(f"dlrm_autoshard/group/{made}{parts}", store),
         use_local_synchronization=True,
     )
 
