@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.benchmarks.gpu_all import LIMITS, NOTHING_IS_TIMED, TARGETS, _results, judged, run_section
+from dlrm_autoshard.benchmarks.gpu_all import LIMITS, TARGETS, judged, run_section
 from dlrm_autoshard.benchmarks.gpu_kernels import compared
 from dlrm_autoshard.benchmarks.gpu_peer import covered_share
 from dlrm_autoshard.benchmarks.gpu_sections import SECTIONS
@@ -222,22 +221,6 @@ def test_gpu_all_is_not_met_where_a_section_failed_or_found_nothing() -> None:
     assert met(found, 0)
     assert not met(found, 1)
     assert not any(met({k: v for k, v in found.items() if k != name}, 0) for name in found)
-
-
-def test_sections_that_time_something_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once, most = set[str](), dict[str, int]()
-
-    def section(name: str, out: Path, limit: float) -> tuple[dict[str, Any], str | None]:
-        at_once.add(name)
-        time.sleep(0.05)
-        most[name] = len(at_once)
-        at_once.remove(name)
-        return {"found": 1, "spread": {"found": [0, 2]}}, None
-
-    monkeypatch.setattr("dlrm_autoshard.benchmarks.gpu_all.run_section", section)
-    assert [name for name, _, _ in _results(tmp_path, quick=True)] == list(LIMITS)
-    assert {name for name, others in most.items() if others > 1} <= set(NOTHING_IS_TIMED)
-    assert max(most.values()) > 1
 
 
 def test_plans_on_a_gpu_are_compared_with_the_heuristic_that_is_best_of_all_tasks() -> None:

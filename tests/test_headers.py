@@ -13,7 +13,10 @@ MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
 MOST_LINES = 6
 OPENINGS = ("Of", "That", "What")
 """Words that no docstring begins with: it starts with a verb, or names what is returned."""
-NOT_YET = {"autoshard", "benchmarks", "planner", "planner/corrections", "planner/costs"}
+NOT_YET = {
+    "autoshard", "benchmarks/race_simulated.py", "planner/corrections", "planner/costs", "planner/estimates.py",
+    "planner/learned_costs.py",
+}  # fmt: skip
 """Folders, and files, whose docstrings are still to be rewritten: the list only shrinks."""
 Definition = ast.FunctionDef | ast.ClassDef
 

@@ -26,11 +26,11 @@ from dlrm_autoshard.tables import Shard, TableConfig, TableStats
 BYTES_PER_MS, CACHE_BYTES, BAGS_IN_FLIGHT = 1.2e9, 40e6, 1.5e5
 LAUNCH_MS, TABLE_MS, SORT_MS_PER_MILLION = 0.03, 0.004, 0.12
 HIDDEN_SPREAD = 0.25
-"""Of the logarithm of what a table takes beside what its shape and statistics say."""
+"""Standard deviation of the logarithm of a table's cost beyond what its shape and statistics explain."""
 
 
 class Noise:
-    """Of measurements: a factor on each."""
+    """Multiplies each measurement by a random factor."""
 
     def __init__(self, noise: float, seed: int) -> None:
         self.noise, self.noise_iqr = noise, 1.35 * noise
@@ -45,6 +45,8 @@ class Noise:
 
 
 class CostOracle(Noise):
+    """Exact costs of plans on one drawn machine; a seed draws its laws' hidden factors."""
+
     def __init__(
         self,
         tables: Sequence[TableConfig],

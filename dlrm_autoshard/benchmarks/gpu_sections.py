@@ -17,13 +17,9 @@ from typing import Any
 
 from dlrm_autoshard.benchmarks.gpu_kernels import planning, roofline, shards
 from dlrm_autoshard.benchmarks.gpu_peer import peer, stages, variants
-from dlrm_autoshard.benchmarks.gpu_training import doctor, shared_gpu, synchronisation, training, uvm
 
-TRAINING = (doctor, training, shared_gpu, uvm, synchronisation)
-STEPS = (peer, variants, stages)
-KERNELS = (shards, planning, roofline)
 SECTIONS: dict[str, Callable[[Path, float, dict[str, Any]], None]] = {
-    function.__name__: function for function in (*TRAINING, *STEPS, *KERNELS)
+    function.__name__: function for function in (peer, variants, stages, shards, planning, roofline)
 }
 
 

@@ -28,13 +28,11 @@ from dlrm_autoshard.errors import UserError
 
 SCHEMA = 2
 STATE = 1
-"""Raised when figures must be taken again: what is measured, or how, is no longer what older records say. Records of
-before there were states have none."""
+"""Raise it when a benchmark measures something else, or otherwise: records of older states no longer count."""
 UNKNOWN = "+"
-"""Mark of a commit that is not known, or not the only one that was measured."""
+"""Marks a commit that is unknown, or that has local changes."""
 QUIET_LOAD = 0.5
-"""Share of the cores that other work may take, at a benchmark's start or beside it: under more of it no figure counts.
-"""
+"""Largest share of the cores that other work may take before or during a benchmark; above it no figure counts."""
 NAMES = (
     "planner-time",
     "planner-quality",
@@ -49,7 +47,6 @@ NAMES = (
     "loop-split",
     "torchrec-loop",
     "reshard-speed",
-    "checkpoint-speed",
     "train-wsmall",
     "train-wemb",
     "own-loop",
@@ -66,12 +63,12 @@ Verdict: TypeAlias = Literal["met", "inconclusive", "missed"]
 
 
 class BenchError(UserError):
-    """A benchmark that cannot be run as asked: the message says why."""
+    """A benchmark cannot run as asked; the message says why."""
 
 
 @dataclass
 class Findings:
-    """Findings of a benchmark. targets: of a figure, '>= 1.0'. spread: its 95% interval. notes: sentences."""
+    """Results of a benchmark. targets: '>= 1.0', by figure. spread: 95% intervals, by figure. notes: sentences."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     targets: dict[str, str] = field(default_factory=dict)
@@ -79,7 +76,7 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
     def put(self, name: str, found: object, target: str | None = None, *, digits: int | None = None) -> None:
-        """A Ratio has its interval beside it; None is a figure that nobody could measure, and misses its target."""
+        """Adds a figure. A Ratio brings its interval; None could not be measured, and misses its target."""
         if isinstance(found, Ratio):
             found = found if digits is None else found.map(lambda value: round(value, digits))
             self.spread[name] = [found.low, found.high]
@@ -91,13 +88,15 @@ class Findings:
 
 @dataclass(frozen=True)
 class Listing:
+    """A benchmark in the list that `bench` prints."""
+
     name: str
     title: str
     rough_time: str
 
 
 def available() -> list[Listing]:
-    """The benchmarks that exist. Titles are read from the source, so that listing imports neither torch nor peers."""
+    """Lists the benchmarks. Titles are read from the source, so that listing imports neither torch nor peers."""
     listings = []
     for name in NAMES:
         spec = importlib.util.find_spec(_module(name))
@@ -114,7 +113,7 @@ def available() -> list[Listing]:
 
 
 def run_benchmark(name: str, quick: bool, without: Sequence[str] = ()) -> dict[str, Any]:
-    """without: what the benchmark is to leave out, where it can."""
+    """Runs one and returns its record. without: parts to leave out, for benchmarks that can."""
     names = [listing.name for listing in available()]
     if name not in names:
         raise BenchError(f"there is no benchmark '{name}'. There are: {', '.join(names) or 'none yet'}.")
@@ -134,11 +133,10 @@ def finish(
     load_before: float = 0.0,
     cores: int | None = None,
 ) -> dict[str, Any]:
-    """The whole record. load_before, cores: the load average, which is other work's, and the cores when the benchmark
-    began: some keep to one of them from then on.
+    """Returns the whole record. load_before, cores: load average and cores when the benchmark began.
 
-    outcome: a dictionary of Findings, with, of all starts in which some of it was measured, "measured_at" (commits),
-    "cpus" and "load_before" (the highest, or what was measured of it meanwhile).
+    outcome: a dictionary of Findings. One that was measured in several starts adds "measured_at" (commits), "cpus" and
+    "load_before" (the highest).
     """
     figures, targets, spread = outcome["figures"], outcome.get("targets", {}), outcome.get("spread", {})
     cores, load_before = cores or len(os.sched_getaffinity(0)), outcome.get("load_before", load_before)
@@ -168,12 +166,13 @@ def finish(
 
 
 VERDICTS: tuple[Verdict, ...] = ("met", "inconclusive", "missed")
-"""From good to bad: a benchmark's is the worst of its targets'."""
+"""Ordered from good to bad; a benchmark's verdict is the worst of its targets'."""
 
 
 def verdict(figure: object, target: str, interval: Sequence[float] | None = None) -> Verdict:
-    """Met where the whole 95% interval passes, missed where none of it does. A figure without an interval is a count,
-    or exact: it is its own. One that is missing, None or not a number is a miss; so is one whose interval is."""
+    """Returns "met" where the whole 95% interval passes, "missed" where none of it does, else "inconclusive".
+
+    A figure without an interval is a count, or exact. A missing figure misses, and so does one that is not a number."""
     if not _is_number(figure):
         return "missed"
     ends = [figure] if interval is None else list(interval)
@@ -191,7 +190,7 @@ def _is_number(figure: object) -> TypeGuard[float]:
 
 
 def passes(figure: float, target: str) -> bool:
-    """`passes(1.2, ">= 1.0")` is True. Targets are '<= x', '>= x' or '== x'."""
+    """Returns whether a figure meets a target such as '<= x', '>= x' or '== x'."""
     relation, _, bound = target.partition(" ")
     if relation not in _RELATIONS:
         raise BenchError(f"target '{target}' is not of the form '<= x', '>= x' or '== x'.")
@@ -205,7 +204,7 @@ _RELATIONS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 
 
 def on_pinned_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0) -> list[Any]:
-    """`run_ranks` with each rank bound to a core of its own and one thread; ranks beyond the cores share them."""
+    """Runs ranks, each with one thread on a core of its own; ranks beyond the number of cores share them."""
     from dlrm_autoshard.distributed.ranks.spawn import run_ranks
 
     return run_ranks(function, world_size, *args, timeout=timeout, cores=sorted(os.sched_getaffinity(0)))
@@ -215,6 +214,7 @@ def on_pinned_ranks(function: Callable[..., Any], world_size: int, *args: Any, t
 
 
 def environment() -> dict[str, Any]:
+    """Describes the machine, the packages and the commit for a record."""
     import psutil
 
     record: dict[str, Any] = {
@@ -235,6 +235,7 @@ def environment() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
+    """Returns the processor's name, 'AMD EPYC 9355'."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -249,7 +250,7 @@ def _version(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The checkout's commit, '+' if it has changes; None where the package isn't a checkout."""
+    """Returns the checkout's commit, with '+' if it has changes; None outside a checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)

@@ -71,5 +71,6 @@ def error_said(error: float | None) -> str:
 
 
 def difference(before: IntervalProfile, after: IntervalProfile) -> float:
+    """Returns the mean relative difference of two intervals' stage times."""
     pairs = [(b.stage(s), a.stage(s)) for b, a in zip(before.measured, after.measured, strict=True) for s in STAGES]
     return sum(abs(b - a) for b, a in pairs) / sum(a for _, a in pairs)

@@ -1,4 +1,4 @@
-"""What the network between a job's ranks carries, measured on those ranks: which link is slow, and prices for plans.
+"""Measures the network between a job's ranks: which link is slow, and prices for plans.
 
 found = measure(runtime, quick=False)        # on every rank, the same everywhere
 print(in_words(found)); keep(found, runtime, Path("runs/.costs"))      # rank 0
@@ -34,7 +34,7 @@ from dlrm_autoshard.tables import TableConfig, TableOptimizer, TableStats
 MB_A_LINK = 4.0
 DIM, BATCH, MOST_EXCHANGES = 64, 128, 8  # of the exchanges: tables' dim, samples a rank, how many placements at most
 NOTABLY_SLOWER = 0.4
-"""Of the median of links of its kind, below which a link is named."""
+"""Share of the median bandwidth of its kind below which a link is named."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _median_ms(runtime: Runtime, function: Callable[[], object], repeats: int) -
 
 
 def _exchanges(runtime: Runtime, hosts: tuple[int, ...], repeats: int) -> list[CommsSample]:
-    """Of vectors and gradients, as a step has them, under an even placement and under some that are not."""
+    """Measures a step's exchanges of vectors and gradients under an even placement and under uneven ones."""
     ranks = range(runtime.world_size)
     tables = [TableConfig(f"t{number}", 100, DIM) for number in range(4 * runtime.world_size)]
     batch = BATCH * runtime.world_size

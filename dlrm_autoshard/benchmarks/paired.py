@@ -18,19 +18,19 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Ratio:
-    """A median of ratios, say, with its 95% bootstrap interval."""
+    """A figure, such as a median of ratios, with its 95% interval."""
 
     median: float
     low: float
     high: float
 
     def map(self, function: Callable[[float], float]) -> Ratio:
-        """function: one that rises."""
+        """Applies an increasing function to the figure and to the ends of its interval."""
         return Ratio(function(self.median), function(self.low), function(self.high))
 
 
 def in_words(value: float, interval: Sequence[float], digits: str) -> str:
-    """An interval as far as it has ends: '1.22 to 1.34', '1.22 or more', 'of few'; '' where it is a point."""
+    """Writes an interval: '1.22 to 1.34', '1.22 or more', 'of few' without ends, '' for a point."""
     low, high = interval[0], interval[-1]
     if low == high:
         return ""
@@ -58,30 +58,31 @@ def alternate(*contenders: Callable[[], float | None], rounds: int, warmup: int 
 
 
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
-    """Median over rounds of numerator / denominator: at 1.3 the denominator takes 1/1.3 of the numerator's time."""
+    """Returns the median over rounds of numerator / denominator, with its interval."""
     if len(numerator) != len(denominator) or not len(numerator):
         raise ValueError(f"paired timing needs as many rounds of each; got {len(numerator)} and {len(denominator)}.")
     return median_with_interval([a / b for a, b in zip(numerator, denominator, strict=True)])
 
 
 def median_with_interval(values: Sequence[float]) -> Ratio:
+    """Returns the median with its 95% bootstrap interval."""
     return with_interval(lambda rows: np.median(rows, axis=-1), values)
 
 
 FEWEST = 5
-"""Samples that an interval is told of."""
+"""Fewer samples than this give no interval."""
 Samples: TypeAlias = Sequence[float] | np.ndarray
 
 
 def ratio_of_means(numerator: Samples, denominator: Samples) -> Ratio:
+    """Returns mean(numerator) / mean(denominator) over paired samples, with its interval."""
     return with_interval(lambda a, b: a.mean(axis=-1) / b.mean(axis=-1), numerator, denominator)
 
 
 def with_interval(statistic: Callable[..., Any], *samples: Samples) -> Ratio:
-    """A statistic of samples, with 95% of what it is of other draws: the same rounds of each sample, so that what was
-    measured side by side stays so. Fewer than five tell too little of others: their interval has no ends (from the
-    least to the most of two holds the median half of the time, of four 87%). statistic: of arrays, along their last
-    axis."""
+    """Returns a statistic with its 95% bootstrap interval. Each draw takes the same rounds of every sample, so that
+    paired measurements stay paired. Fewer than five samples get an infinite interval: the range of two holds the median
+    half of the time, that of four 87%. statistic: reduces arrays along their last axis."""
     rows = np.asarray(samples, dtype=np.float64)
     found, count = float(statistic(*rows)), rows.shape[1]
     if count < FEWEST:
@@ -93,7 +94,7 @@ def with_interval(statistic: Callable[..., Any], *samples: Samples) -> Ratio:
 
 
 def proportion(count: int, of: int) -> Ratio:
-    """With 95% of what it may be of all (Wilson 1927): none of 12 does not say that there is none in 50."""
+    """Returns count / of with its 95% interval (Wilson 1927): none of 12 does not mean none of 50."""
     z = NormalDist().inv_cdf(0.975)
     middle = (count + z * z / 2) / (of + z * z)
     reach = z / (of + z * z) * (count * (of - count) / of + z * z / 4) ** 0.5
@@ -101,8 +102,8 @@ def proportion(count: int, of: int) -> Ratio:
 
 
 def _outside(count: int) -> float:
-    """Part of the draws of so many samples on either side of a 95% interval: less than 2.5%, for draws of a few differ
-    by less than these do from others (Hesterberg 2015, The American Statistician 69, "expanded percentile")."""
+    """Returns the share of draws on each side of a 95% interval. It is less than 2.5%, since draws from few samples
+    differ too little ("expanded percentile": Hesterberg 2015, The American Statistician 69)."""
     normal, degrees = NormalDist(), count - 1
     z = normal.inv_cdf(0.975)
     # Student's t, to the second order in 1 / degrees.

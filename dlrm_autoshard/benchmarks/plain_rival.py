@@ -1,4 +1,4 @@
-"""What a good engineer would write in an afternoon, to be measured against: tables alone, four features, local search.
+"""A planner that a good engineer would write in an afternoon: tables alone, four features, local search.
 
 rank_T = plain_rival(task, oracle, plans=12)
 """

@@ -46,6 +46,8 @@ _CORES = sorted(os.sched_getaffinity(0))  # before this process keeps to one of 
 
 @dataclass(frozen=True)
 class Cell:
+    """Tasks of one size."""
+
     num_tables: int
     num_devices: int
 

@@ -55,11 +55,6 @@ ROWS: Mapping[str, Mapping[str, str]] = {
     "reshard-speed": {
         "share_of_raw_1024_mib": "moving 1 GiB between 2 ranks, of gloo's raw bandwidth",
     },
-    "checkpoint-speed": {
-        "write: dcp / ours": "writing 2 GiB on 2 ranks: torch.distributed.checkpoint's seconds over ours",
-        "write: through_page_cache / ours": "the same, ours through the page cache, over ours",
-        "read: dcp / ours": "reading it again at once, from the page cache, over ours, from the disk",
-    },
     "train-wemb": {
         "1 rank: over torchrec": "lookup-heavy training over torchrec, 1 rank",
         "2 ranks: over torchrec": "2 ranks, torchrec with its own planner, ours through shared memory",
@@ -73,7 +68,6 @@ ROWS: Mapping[str, Mapping[str, str]] = {
     "gpu-all": {
         "peer.w_emb: over the fastest of them": "lookup-heavy training on an H200, over TorchRec's fastest",
         "peer.w_small: over the fastest of them": "MLP-heavy training there",
-        "training.largest_loss_difference": "largest difference of 50 losses from the CPU's",
     },
     "planner-time": {
         "dreamshard_times_quicker_50_tables": "`fit`, 50 x 4: times quicker than the published code",

@@ -79,6 +79,7 @@ def measure(rank: int, world_size: int, rounds: int) -> tuple[dict[str, list[flo
 
 
 def transfer(buffer: torch.Tensor, source: int, rank: int, group: dist.ProcessGroup) -> float:
+    """Returns the seconds in which one of two ranks sends the buffer to the other."""
     dist.barrier(group=group)
     started = time.perf_counter()
     peer = 1 - rank

@@ -99,6 +99,7 @@ def slow_link(mbit_per_s: float, delay_ms: float = 1.0, *, both_ways: bool = Fal
 
 
 def cannot_make_link() -> str | None:
+    """Returns why this machine can make no slow link; None where it can."""
     if os.name != "posix" or not os.path.exists("/proc/self/ns/net"):
         return "network namespaces are Linux's."
     for tool in ("ip", "tc"):

@@ -72,6 +72,7 @@ def planning_time(tables: int, devices: int, rounds: int) -> Ratio:
 
 
 def planning_seconds(tables: int, devices: int, splits: bool) -> float:
+    """Returns the seconds that one plan takes."""
     pool = synthetic_pool(tables, seed=0, batch_size=BATCH)
     task = PlacementTask.build(
         pool.tables,

@@ -91,6 +91,7 @@ class Job:
 
 
 def features_of(batch: Batch, keys: Sequence[str]) -> Any:
+    """Returns the batch's ids as TorchRec takes them."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     return KeyedJaggedTensor(list(keys), batch.values_N, lengths=batch.lengths_TB.flatten())

@@ -24,8 +24,8 @@ STEPS = 5  # of one trainer, before it is the other's turn
 
 
 def limits_of(job: OurJob, alone: Callable[[], float] | None, rank: int, world_size: int) -> dict[str, Any]:
-    """Seconds of a round: of the "parts" of the "limit" on this rank while the others wait, of all of them "together";
-    and what `alone` gives. Collective."""
+    """Returns seconds of a round: the "limit" on this rank while the others wait, its "parts", and what `alone` gives.
+    Collective."""
     found: dict[str, Any] = {}
     dist.barrier()
     if alone is not None:
@@ -36,9 +36,6 @@ def limits_of(job: OurJob, alone: Callable[[], float] | None, rank: int, world_s
         if turn == rank:
             found["parts"] = limit_parts(job, STEPS)
             found["limit"] = sum(found["parts"])
-    # And all ranks at once: what sharing caches and memory costs the kernels, whoever calls them.
-    dist.barrier()
-    found["together"] = sum(limit_parts(job, STEPS))
     return found
 
 
@@ -100,6 +97,7 @@ def idle_step(tables: int, steps: int = 200) -> tuple[float, list[float]]:
 
 
 def idle_workload(tables: int, world_size: int) -> Workload:
+    """Returns a workload whose kernels have nothing to do: eight rows a table, one id, two samples a rank."""
     return Workload(
         "idle",
         rows=(8,) * tables,

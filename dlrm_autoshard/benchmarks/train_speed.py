@@ -66,8 +66,7 @@ def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[st
     found = Findings(targets=targets)
     found.notes = [
         "over torchrec: over the fastest of its arms with its own planner, chosen on other rounds than it is measured "
-        "on; over torchrec as it comes: with fbgemm's bounds check, which our loader does beside the step; limits "
-        "measured in between: as all of our figures were until 58d1f3f, when one process did both.",
+        "on; over torchrec as it comes: with fbgemm's bounds check, which our loader does beside the step.",
         *([] if missing is None else [f"no comparison: {missing}"]),
     ]
     for ranks in (1, 2):
@@ -79,7 +78,7 @@ def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[st
         arms = OURS | (OURS_BY_TCP if ranks > 1 else {}) | (THEIRS if missing is None else {})
         if missing is None and ranks > 1:
             arms[OUR_PLAN] = Arm(False, options={"check_ids": False, "plan": plan})
-        measured = in_turns(workload, plan, arms, ranks, rounds, quick)
+        measured = in_turns(workload, plan, arms, ranks, rounds)
         seconds = {name: slowest_rank(by_rank, "seconds") for name, by_rank in measured.items()}
         for name, taken in seconds.items():
             put(f"{name} samples/s", median_with_interval([workload.batch_size / s for s in taken]))
@@ -89,14 +88,12 @@ def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[st
             theirs = [1 / rate for rate in fastest]
             put("over torchrec", paired_ratio(theirs, seconds["ours"]))
             put("over torchrec as it comes", paired_ratio(seconds["torchrec"], seconds["ours"]))
-            put("over torchrec, limits measured in between", paired_ratio(theirs, seconds["limits"]))
             if ranks > 1:
                 put("tcp, over torchrec", paired_ratio(theirs, seconds["tcp"]))
                 put("over torchrec with our plan", paired_ratio(seconds[OUR_PLAN], seconds["ours"]))
         limits = measured["limits"]
         put("share of limit", paired_ratio(slowest_rank(limits, "limit"), seconds["ours"]))
         if ranks > 1:
-            put("share of limit, all ranks at once", paired_ratio(slowest_rank(limits, "together"), seconds["ours"]))
             put("over 1", paired_ratio(limits[0]["alone"], seconds["ours"]))
         else:  # with several, it would count the waiting for each other
             put("bookkeeping ms", limits[0]["bookkeeping"])
@@ -107,16 +104,13 @@ def compare(workload: Workload, targets: dict[str, str], quick: bool) -> dict[st
 def _plain(limits: list[dict[str, Any]]) -> dict[str, Any]:
     """Figures without an interval."""
     slowest = max(limits, key=lambda m: statistics.median(m["limit"]))
-    figures: dict[str, Any] = {
+    return {
         "limit ms": round(1e3 * statistics.median(slowest["limit"]), 1),
         "slowest rank's lookup, backward, dense ms": [
             round(1e3 * statistics.median(part), 1) for part in zip(*slowest["parts"], strict=True)
         ],
         "peak memory over tables, in batches": round(max(m["buffers"] for m in limits), 1),
     }
-    if soak := limits[0]["soak"]:
-        figures[f"growth over {soak} steps, MiB"] = round(max(m["growth"] for m in limits) / 2**20, 1)
-    return figures
 
 
 def slowest_rank(measured: list[dict[str, Any]], whose: str) -> list[float]:
@@ -125,7 +119,7 @@ def slowest_rank(measured: list[dict[str, Any]], whose: str) -> list[float]:
 
 
 def in_turns(
-    workload: Workload, plan: ShardingPlan, arms: Mapping[str, Arm], ranks: int, rounds: int, quick: bool
+    workload: Workload, plan: ShardingPlan, arms: Mapping[str, Arm], ranks: int, rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
     """By arm and rank, what `_measure` returns. Every other round has the arms in the opposite order."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -135,7 +129,7 @@ def in_turns(
 
     def ranks_of(name: str) -> list[dict[str, Any]]:
         try:
-            return on_pinned_ranks(_measure, ranks, workload, plan, arms[name], store.port, turns[name], quick)
+            return on_pinned_ranks(_measure, ranks, workload, plan, arms[name], store.port, turns[name])
         except BaseException:
             for turn in turns[name]:  # the others go on; the failure is told at the end
                 store.set(f"turn {turn + 1}", "")
@@ -153,20 +147,19 @@ def _measure(
     arm: Arm,
     port: int,
     turns: list[int],
-    quick: bool,
 ) -> dict[str, Any]:
     """One rank of one arm: seconds a step by round, and what it found of limits. The first turn is a warm-up."""
     keep_freed_memory()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     batches = workload.batches(rank, world_size)
-    result: dict[str, Any] = {name: [] for name in ("seconds", "parts", "limit", "together", "alone")}
+    result: dict[str, Any] = {name: [] for name in ("seconds", "parts", "limit", "alone")}
     job: OurJob | TorchrecJob | None = None
     alone: Callable[[], float] | None = None
     for turn in turns:
         store.wait([f"turn {turn}"], timedelta(seconds=600))
         dist.barrier()
         if job is None:  # made in its turn, as others are measured meanwhile
-            job, alone = _start(rank, world_size, workload, plan, arm, batches, result, quick)
+            job, alone = _start(rank, world_size, workload, plan, arm, batches, result)
         found: dict[str, Any] = {"seconds": job.run(STEPS) / STEPS}
         if arm.limits:
             assert isinstance(job, OurJob)
@@ -188,7 +181,6 @@ def _start(
     arm: Arm,
     batches: list[Batch],
     result: dict[str, Any],
-    quick: bool,
 ) -> tuple[OurJob | TorchrecJob, Callable[[], float] | None]:
     if not arm.ours:
         theirs = TorchrecJob(workload, batches, **arm.options)
@@ -205,8 +197,4 @@ def _start(
     own = [t for t in workload.tables if plan.rank_of[t.name] == rank]
     state = sum(t.weight_bytes + t.optimizer_bytes("rowwise_adagrad") for t in own)
     result["buffers"] = (peak_memory(cpu) - before - state) / batch_bytes(ours)
-    warm = peak_memory(cpu)
-    result["soak"] = 0 if world_size == 1 else 50 if quick else 1000
-    ours.run(result["soak"])
-    result["growth"] = peak_memory(cpu) - warm
     return ours, rank_0_alone(workload, rank) if world_size > 1 else None

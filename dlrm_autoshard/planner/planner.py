@@ -36,11 +36,11 @@ from dlrm_autoshard.planner.task_costs import TaskCosts
 __all__ = ["ALGORITHMS", "Measure", "MeasureTask", "Planner"]
 
 FINALISTS_SHARE = 0.15
-"""Of the budget: what measuring finalists may take beside the first two."""
+"""Share of the budget for measuring finalists beyond the first two."""
 
 
 class Planner:
-    """algorithm: one of ALGORITHMS. reference: DreamShard to the letter (only `dreamshard`)."""
+    """Plans tasks and learns costs. algorithm: one of ALGORITHMS. reference: `dreamshard` exactly as published."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Planner:
     def _splitted(
         self, task: PlacementTask, candidates: Sequence[Candidate], deadline: float | None
     ) -> list[Candidate]:
-        """What splitting tables brings over the best of the candidates, if anything."""
+        """Returns a candidate with tables split, where that is predicted to cost less than the best whole one."""
         best_plan = min(candidates, key=lambda candidate: candidate.predicted_ms).plan
         start = task.split_as(best_plan)
         found = split_search(start, self.costs.costs_of, start.ranks_from(best_plan), deadline)
@@ -137,16 +137,17 @@ class Planner:
     def propose(
         self, task: PlacementTask, current: ShardingPlan, ms_per_byte: float = 0.0, budget_seconds: float | None = None
     ) -> list[tuple[ShardingPlan, float]]:
-        """Different plans with their predicted step cost in ms, the current one improved, best first
-        (`moves/proposals.py`). ms_per_byte: of each step, that moving costs."""
+        """Returns different plans with their predicted step in ms, best first (`moves/proposals.py`).
+
+        ms_per_byte: cost of moving a byte, spread over the remaining steps."""
         return proposals(self.costs, self.makers, task, current, ms_per_byte, deadline_in(budget_seconds))
 
     def predict(self, task: PlacementTask, plan: ShardingPlan) -> tuple[RankCost, ...]:
-        """[W] what each rank takes under `plan`, whether or not it is legal."""
+        """Returns each rank's cost under `plan`, legal or not."""
         return self.costs.predict(task, plan)
 
     def step_costs(self, task: PlacementTask) -> Callable[[ShardingPlan], float]:
-        """A function from plans, legal or not, to their predicted step cost in ms: for many plans of one task."""
+        """Returns a function from a plan, legal or not, to its predicted step in ms, for many plans of one task."""
         costs_by_shards: dict[frozenset[str], tuple[PlacementTask, TaskCosts]] = {}
 
         def step_ms(plan: ShardingPlan) -> float:
@@ -160,11 +161,11 @@ class Planner:
         return step_ms
 
     def gains(self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan]) -> list[Gain]:
-        """What each candidate saves over `current`, as a part of its predicted step."""
+        """Returns the share of the current plan's predicted step that each candidate saves."""
         return [Gain(float(saved.mean()), float(saved.std())) for saved in self.saved(task, current, candidates).T]
 
     def saved(self, task: PlacementTask, current: ShardingPlan, candidates: Sequence[ShardingPlan]) -> np.ndarray:
-        """[D, P] the same, in draws of what the measurements leave open."""
+        """Returns savings [D, P], one row for each posterior draw."""
         saved_DP: np.ndarray = self.costs.estimates(task, [current, *candidates]).saved_DP(0)[:, 1:]
         return saved_DP
 

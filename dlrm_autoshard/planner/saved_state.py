@@ -23,29 +23,37 @@ Weights = dict[str, Any]
 
 
 class SpreadsRecord(TypedDict):
+    """The posterior's spreads, and what they were fitted to."""
+
     likeliest: dict[Spread, Annotated[float, Field(gt=0, le=10)]]
     new_profiles: Annotated[int, Field(ge=0)]
     shard_rows: Annotated[int, Field(ge=-1)]
 
 
 class CorrectionsRecord(TypedDict):
+    """State of the corrections."""
+
     eras: list[Annotated[int, Field(ge=0)]]
     spreads: NotRequired[SpreadsRecord]  # not in states of older versions
 
 
 class ReplayRecord(TypedDict):
+    """Measurements that the costs are fitted to."""
+
     shards: list[ShardRecord]
     comms: list[CommsRecord]
     profiles: list[StepRecord]
 
 
 class Sequences(TypedDict):
+    """Weights of the policies, by network."""
+
     autoshard: Weights
     rnn: Weights
 
 
 class CostsRecord(TypedDict):
-    """What `LearnedCosts.to_json` gives."""
+    """Result of `LearnedCosts.to_json`."""
 
     cost_model: Weights
     comms: Annotated[list[Annotated[list[Price], Field(min_length=4, max_length=5)]], Field(min_length=2, max_length=2)]
@@ -55,7 +63,7 @@ class CostsRecord(TypedDict):
 
 
 class PlannerRecord(TypedDict):
-    """What `Planner.state_dict` gives."""
+    """Result of `Planner.state_dict`."""
 
     schema: Literal[2]
     algorithm: str

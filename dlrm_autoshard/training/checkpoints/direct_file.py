@@ -19,7 +19,7 @@ _ALIGNED = mmap.PAGESIZE
 
 class DirectFile:
     """Through the cache a core copies every byte into pages of its own, which push out what others read: two ranks that
-    wrote a GiB each took twice as long (bench checkpoint-speed). As FastPersist (arXiv:2406.13768).
+    wrote a GiB each took twice as long. As FastPersist (arXiv:2406.13768).
 
     OSError where it cannot be written; it may be there in part by then.
     """
