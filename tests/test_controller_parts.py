@@ -14,7 +14,7 @@ from tests.simulated_training import unhurried_searches as unhurried_searches  #
 
 def test_a_move_larger_than_the_limit_goes_in_parts_none_of_them_slower() -> None:
     limit, most_parts, in_parts, of_best = 0.02, 0, list[bool](), list[float]()
-    for seed in range(3):
+    for seed in range(5):
         job = Training(seed)
         job.plan = job.worst_heuristic()
         job.controller = job.make_controller(max_move_gib_per_step=limit)
@@ -30,9 +30,7 @@ def test_a_move_larger_than_the_limit_goes_in_parts_none_of_them_slower() -> Non
         most_parts = max(most_parts, len(parts))
         of_best.append(costs[-1] / job.best_known_ms())
     assert most_parts >= 2 and sum(in_parts) > len(in_parts) / 2
-    assert fmean(of_best) <= 1.05 and max(of_best) <= 1.12, (
-        "of what it may move, it moves what helps: tables above the limit stay"
-    )
+    assert fmean(of_best) <= 1.03 and max(of_best) <= 1.08, "it moves what helps, and tables above the limit stay"
 
 
 def test_where_no_part_of_a_move_is_small_enough_it_says_so() -> None:

@@ -155,11 +155,11 @@ class Controller:
         left."""
         # Of each step that a plan will serve for, what moving a byte takes.
         ms_per_byte = 1000 / self.move_cost.bytes_per_second / max(1, horizon.steps)
-        tasks = [task]
-        if self._most_bytes is not None and task.allows(plan):  # once more without what is too large to move
-            tasks += filter(None, [movable(task, plan, self.bytes_of, self._most_bytes)])
-        each = min(seconds, self.config.budget_seconds) / len(tasks)
-        found = [one for own in tasks for one in self.planner.propose(own, plan, ms_per_byte, budget_seconds=each)]
+        reachable = task
+        if self._most_bytes is not None and task.allows(plan):
+            reachable = movable(task, plan, self.bytes_of, self._most_bytes)
+        seconds = min(seconds, self.config.budget_seconds)
+        found = self.planner.propose(reachable, plan, ms_per_byte, budget_seconds=seconds)
         plans = [candidate.ordered(task.names) for candidate, _ in found]
         plans += [other for other in self.left if task.splits_enough(other)] if self.config.reshard.rollback else []
         different = {one.fingerprint: one for one in plans if one != plan}

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.formats.words import gib
-from dlrm_autoshard.plan import Constraints, ShardingPlan
+from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import Shard, TableConfig
 
@@ -35,23 +35,29 @@ def moving_bytes(
     return found
 
 
-def movable(
-    task: PlacementTask, plan: ShardingPlan, bytes_of: Mapping[str, int], max_bytes: int
-) -> PlacementTask | None:
-    """The same task, with the tables pinned to where they are that have more bytes than may move at a time, by
-    themselves (their halves, where they may be split) or with those that they must stay with; None where there are
-    none. What is found so can be reached in parts."""
+def movable(task: PlacementTask, plan: ShardingPlan, bytes_of: Mapping[str, int], max_bytes: int) -> PlacementTask:
+    """Returns the task with tables pinned where they are that no move can carry, by themselves (by halves, where they
+    may be split) or with those that they must stay with: only what parts can reach is worth searching for.
+    PlanError where that is all of them."""
     now, stay = task.split_as(plan), dict[str, int]()
     groups = _groups(list(plan.tables), task.constraints)
     size_of = {table: _size(group, bytes_of) for group in groups if len(group) > 1 for table in group}
+    least_of: dict[str, int] = {}
     for name, rank in plan.rank_of.items():
         whole, shard = now.shard(Shard.parse(name).table)[0], now.shard(name)[0]
         least, *_ = now.halves(name) or (shard,)
-        of_part = bytes_of[whole.name] * least.weight_bytes / whole.weight_bytes
-        if size_of.get(whole.name, of_part) > max_bytes:
+        of_part = round(bytes_of[whole.name] * least.weight_bytes / whole.weight_bytes)
+        least_of[name] = size_of.get(whole.name, of_part)
+        if least_of[name] > max_bytes:
             stay[name] = rank
+    if len(stay) == len(plan.rank_of):
+        smallest = min(least_of, key=least_of.__getitem__)
+        raise PlanError(
+            f"at most {gib(max_bytes)} may move at a time, and the smallest of what moves, '{smallest}', has "
+            f"{gib(least_of[smallest])}"
+        )
     pinned = stay | dict(task.constraints.pinned)
-    return replace(task, constraints=replace(task.constraints, pinned=pinned)) if stay else None
+    return replace(task, constraints=replace(task.constraints, pinned=pinned))
 
 
 def first_part(
