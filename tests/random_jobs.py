@@ -1,4 +1,5 @@
-"""Random small jobs on sharded tables beside plain PyTorch in float64, and by how much the two differ.
+"""Random small jobs beside plain PyTorch in float64, and by how much the two differ: tables whole, by rows, columns and
+on every rank, with optimizers of their own, pooled and in order, moved, and loaded on other ranks.
 
 differences = run_ranks(worst_differences, 3, [0, 1, 2], str(tmp_path))      # of jobs 0, 1 and 2
 """
@@ -6,7 +7,8 @@ differences = run_ranks(worst_differences, 3, [0, 1, 2], str(tmp_path))      # o
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from torch import Tensor
 from dlrm_autoshard.distributed.bags import ShardedEmbeddingBags
 from dlrm_autoshard.distributed.lookup import embeddings
 from dlrm_autoshard.distributed.tables.init import initialise
-from dlrm_autoshard.distributed.tables.optimizers import SGD, Adagrad, RowwiseAdagrad
+from dlrm_autoshard.distributed.tables.optimizers import SGD, Adagrad, Frozen, RowwiseAdagrad
 from dlrm_autoshard.formats.step_names import step_name
+from dlrm_autoshard.optimizers import TableOptimizerConfig
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import Pooling, TableConfig
 from dlrm_autoshard.training.checkpoints.digest import ALGORITHM
@@ -29,21 +32,24 @@ from dlrm_autoshard.training.checkpoints.tensor_file import read_tensors, write_
 
 LR, EPS, STEPS = 0.1, 1e-8, 3
 OPTIMIZERS = {"sgd": SGD(lr=LR), "adagrad": Adagrad(lr=LR, eps=EPS), "rowwise_adagrad": RowwiseAdagrad(lr=LR, eps=EPS)}
+OF_ONE_TABLE = (SGD(lr=LR / 2), Adagrad(lr=LR / 3, eps=EPS), RowwiseAdagrad(lr=LR / 4, eps=EPS), Frozen())
 
 
 @dataclass(frozen=True)
 class Job:
-    """phases: of each, its number of ranks, and its plans: it moves from one to the next, after STEPS of each. A phase
-    goes on from a checkpoint of the one before it. batch: samples over all ranks. table_of: each feature's. over_tcp:
-    no shared memory."""
+    """phases: of each, its number of ranks, its plans, from one to the next of which it moves after STEPS, and the
+    tables that every rank has a copy of. A phase goes on from a checkpoint of the one before it. batch: samples over
+    all ranks. table_of: each feature's. sequences: numbers of features that are not pooled. over_tcp: no shared memory.
+    """
 
     tables: tuple[TableConfig, ...]
     optimizer: str
     weighted: bool
     most_ids: int
-    phases: tuple[tuple[int, tuple[ShardingPlan, ...]], ...]
+    phases: tuple[tuple[int, tuple[ShardingPlan, ...], tuple[str, ...]], ...]
     batch: int
     table_of: tuple[int, ...]
+    sequences: tuple[int, ...]
     over_tcp: bool
 
     @staticmethod
@@ -57,18 +63,32 @@ class Job:
             for i in range(draw.integers(1, 4))
         )
         optimizer = str(draw.choice(list(OPTIMIZERS)))
+        weighted = poolings == ["sum"] and bool(draw.integers(2))
+        kinds = np.random.default_rng([seed, 1])
+        if kinds.integers(2):
+            own = [OF_ONE_TABLE[i] if i < len(OF_ONE_TABLE) else None for i in kinds.integers(0, 8, len(tables))]
+            tables = tuple(replace(table, optimizer=one) for table, one in zip(tables, own, strict=True))
+        table_of = tuple(i for i in range(len(tables)) for _ in range(1 + int(draw.integers(3) == 0)))
+        sums = [number for number, table in enumerate(table_of) if tables[table].pooling == "sum" and not weighted]
+        sequences = tuple(number for number in sums if kinds.integers(5) == 0)
+        in_order = {tables[table_of[number]].name for number in sequences}
         phases = []
         for _ in range(draw.integers(1, 3)):
             ranks = int(draw.integers(1, most_ranks + 1))
-            columns = optimizer != "rowwise_adagrad"
-            plans = tuple(_plan(draw, tables, ranks, columns) for _ in range(draw.integers(1, 4)))
-            phases.append((ranks, plans))
+            may_copy = [t.name for t in tables if t.optimizer is None and t.name not in in_order and ranks > 1]
+            copied = tuple(name for name in may_copy if kinds.integers(3) == 0)[: len(tables) - 1]
+            placed = [table for table in tables if table.name not in copied]
+            plans = tuple(_plan(draw, placed, ranks, optimizer, in_order) for _ in range(draw.integers(1, 4)))
+            phases.append((ranks, plans, copied))
         samples = int(draw.integers(1, 7)) * 6  # divides by 1, 2 and 3 ranks
-        table_of = tuple(i for i in range(len(tables)) for _ in range(1 + int(draw.integers(3) == 0)))
-        weighted = poolings == ["sum"] and bool(draw.integers(2))
         return Job(
-            tables, optimizer, weighted, int(draw.integers(1, 9)), tuple(phases), samples, table_of, seed % 3 == 0
-        )
+            tables, optimizer, weighted, int(draw.integers(1, 9)), tuple(phases), samples, table_of, sequences,
+            seed % 3 == 0,
+        )  # fmt: skip
+
+    def optimizer_of(self, table: int) -> TableOptimizerConfig:
+        """The table's own, or the job's."""
+        return self.tables[table].optimizer or OPTIMIZERS[self.optimizer]
 
     def ids(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Lengths [F, samples] with empty bags, ids and weights of the global batch."""
@@ -80,12 +100,16 @@ class Job:
         return torch.tensor(lengths, dtype=torch.int32), torch.tensor(np.concatenate(ids)), torch.tensor(weights)
 
 
-def _plan(draw: np.random.Generator, tables: tuple[TableConfig, ...], ranks: int, columns: bool) -> ShardingPlan:
+def _plan(
+    draw: np.random.Generator, tables: Sequence[TableConfig], ranks: int, optimizer: str, in_order: set[str]
+) -> ShardingPlan:
     """Each table whole, by columns, by rows, or a grid that need not be regular."""
     rank_of = {}
     for table in tables:
-        kind = draw.integers(4)
-        bands = _cut(draw, table.num_embeddings, 1) if kind >= 2 else [(0, table.num_embeddings)]
+        kind, own = draw.integers(4), optimizer if table.optimizer is None else table.optimizer.name
+        columns = "rowwise_adagrad" not in (own, optimizer)
+        by_rows = kind >= 2 and table.name not in in_order  # a sequence needs all rows on one rank
+        bands = _cut(draw, table.num_embeddings, 1) if by_rows else [(0, table.num_embeddings)]
         for rows in bands:
             cuts = _cut(draw, table.embedding_dim, 4) if kind in (1, 3) and columns else [(0, table.embedding_dim)]
             for part in cuts:
@@ -98,9 +122,9 @@ def _cut(draw: np.random.Generator, size: int, unit: int) -> list[tuple[int, int
     return list(itertools.pairwise([0, *sorted(cuts), size]))
 
 
-def loss_of(pooled_BD: Tensor) -> Tensor:
+def loss_of(vectors: Tensor) -> Tensor:
     """One whose gradients are positive, so that no sum of them is far smaller than its terms."""
-    return (pooled_BD**2 / 4 + pooled_BD * 2).sum() / 50
+    return (vectors**2 / 4 + vectors * 2).sum() / 50
 
 
 class Plain:
@@ -109,34 +133,44 @@ class Plain:
     def __init__(self, job: Job, weights: dict[str, Tensor]) -> None:
         self.job = job
         self.weights = [weights[table.name].double() for table in job.tables]
-        self.sums = [torch.zeros_like(w if job.optimizer == "adagrad" else w[:, 0]) for w in self.weights]
+        self.sums = [
+            torch.zeros_like(weight if job.optimizer_of(i).name == "adagrad" else weight[:, 0])
+            for i, weight in enumerate(self.weights)
+        ]
 
-    def step(self, step: int) -> Tensor:
+    def step(self, step: int) -> tuple[Tensor, list[Tensor]]:
+        """Returns the pooled vectors of all samples, and those of each sequence: [N, dim], sample by sample."""
         lengths, ids, id_weights = self.job.ids(step)
-        pooled, leaves = [], [weight.requires_grad_() for weight in self.weights]
+        pooled, sequences, leaves = [], [], [weight.requires_grad_() for weight in self.weights]
         counts = lengths.sum(1).tolist()
-        for number, own, ids_N, of_ids in zip(
-            self.job.table_of, lengths, ids.split(counts), id_weights.split(counts), strict=True
-        ):
+        by_feature = zip(self.job.table_of, lengths, ids.split(counts), id_weights.split(counts), strict=True)
+        for feature, (number, own, ids_N, of_ids) in enumerate(by_feature):
             table = self.job.tables[number]
             rows = leaves[number][ids_N] * (of_ids[:, None] if self.job.weighted else 1.0)
+            if feature in self.job.sequences:
+                sequences.append(rows)
+                continue
             sample = torch.repeat_interleave(torch.arange(len(own)), own)
             summed = torch.zeros(len(own), table.embedding_dim, dtype=torch.float64).index_add(0, sample, rows)
             pooled.append(summed / own.clamp(min=1)[:, None] if table.pooling == "mean" else summed)
-        pooled_BD = torch.cat(pooled, 1)
-        gradients = torch.autograd.grad(loss_of(pooled_BD), leaves, allow_unused=True)
+        pooled_BD = torch.cat(pooled, 1) if pooled else torch.zeros(self.job.batch, 0, dtype=torch.float64)
+        total = sum((loss_of(own) for own in sequences), loss_of(pooled_BD))
+        gradients = torch.autograd.grad(total, leaves, allow_unused=True)
         for i, (weight, gradient) in enumerate(zip(self.weights, gradients, strict=True)):
             assert gradient is not None
-            self.weights[i] = weight.detach() - LR * self._scaled(i, gradient)
-        return pooled_BD.detach()
+            self.weights[i] = weight.detach() - self._update(i, gradient)
+        return pooled_BD.detach(), [own.detach() for own in sequences]
 
-    def _scaled(self, table: int, gradient: Tensor) -> Tensor:
-        if self.job.optimizer == "sgd":
-            return gradient
+    def _update(self, table: int, gradient: Tensor) -> Tensor:
+        optimizer = self.job.optimizer_of(table)
+        if optimizer.name == "frozen":
+            return torch.zeros_like(gradient)
+        if optimizer.name == "sgd":
+            return optimizer.lr * gradient
         squares = gradient**2
-        self.sums[table] += squares if self.job.optimizer == "adagrad" else squares.mean(1)
+        self.sums[table] += squares if optimizer.name == "adagrad" else squares.mean(1)
         root = self.sums[table].sqrt()
-        return gradient / ((root if root.dim() == 2 else root[:, None]) + EPS)
+        return optimizer.lr * gradient / ((root if root.dim() == 2 else root[:, None]) + EPS)
 
 
 def worst_differences(rank: int, world_size: int, seeds: list[int], folder: str) -> list[float]:
@@ -156,11 +190,11 @@ def worst_differences(rank: int, world_size: int, seeds: list[int], folder: str)
 def _difference(rank: int, job: Job, groups: dict[int, dist.ProcessGroup], folder: Path) -> float:
     worst, step, plain = 0.0, 0, None
     saved: Path | None = None
-    for ranks, plans in job.phases:
+    for ranks, plans, copied in job.phases:
         if rank < ranks:
             bags = ShardedEmbeddingBags(
                 job.tables, optimizer=OPTIMIZERS[job.optimizer], plan=plans[0], group=groups[ranks], average=False,
-                features=features_of(job),
+                features=features_of(job), replicate=copied, sequences=[names_of(job)[n] for n in job.sequences],
             )  # fmt: skip
             if saved is not None:
                 read_tensors(saved, read_manifest(saved), _named(bags))
@@ -182,10 +216,21 @@ def _difference(rank: int, job: Job, groups: dict[int, dist.ProcessGroup], folde
     return worst
 
 
+def names_of(job: Job) -> list[str]:
+    """Returns each feature's name: its table's, where no other feature looks that up."""
+    places = [job.table_of[:number].count(table) for number, table in enumerate(job.table_of)]
+    several = [job.table_of.count(table) > 1 for table in job.table_of]
+    return [
+        f"{job.tables[table].name}_{place}" if shared else job.tables[table].name
+        for table, place, shared in zip(job.table_of, places, several, strict=True)
+    ]
+
+
 def features_of(job: Job) -> dict[str, list[str]]:
-    """Of tables that several features look up, their names."""
-    counts = [job.table_of.count(number) for number in range(len(job.tables))]
-    return {t.name: [f"{t.name}_{i}" for i in range(n)] for t, n in zip(job.tables, counts, strict=True) if n > 1}
+    """Returns the features of each table that several look up."""
+    names = names_of(job)
+    looked_up = {t.name: [names[n] for n, of in enumerate(job.table_of) if of == i] for i, t in enumerate(job.tables)}
+    return {table: own for table, own in looked_up.items() if len(own) > 1}
 
 
 def initial_of(job: Job) -> dict[str, Tensor]:
@@ -202,12 +247,25 @@ def _step(bags: ShardedEmbeddingBags, job: Job, plain: Plain, step: int, rank: i
     mask = torch.zeros_like(lengths, dtype=torch.bool)
     mask[:, own] = True
     chosen = mask.flatten().repeat_interleave(lengths.flatten())
-    pooled = bags(lengths[:, own].contiguous(), ids[chosen], weights[chosen].float() if job.weighted else None)
-    loss_of(pooled).backward()
-    return _relative(pooled, plain.step(step)[own])
+    found = bags(lengths[:, own].contiguous(), ids[chosen], weights[chosen].float() if job.weighted else None)
+    pooled, sequences = found if job.sequences else (found, {})
+    total = sum((loss_of(own.values) for own in sequences.values()), loss_of(pooled))
+    total.backward()
+    pooled_BD, by_sequence = plain.step(step)
+    worst = _relative(pooled, pooled_BD[own])
+    names = names_of(job)
+    for number, vectors in zip(job.sequences, by_sequence, strict=True):
+        here = mask[number].repeat_interleave(lengths[number])
+        assert torch.equal(sequences[names[number]].lengths.long(), lengths[number, own].long())
+        worst = max(worst, _relative(sequences[names[number]].values, vectors[here]))
+    return worst
 
 
 def _relative(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape:
+        return float("inf")
+    if not found.numel():
+        return 0.0
     return float((found.detach() - expected).abs().max() / max(float(expected.abs().max()), 1e-3))
 
 
@@ -216,9 +274,18 @@ def _named(bags: ShardedEmbeddingBags) -> dict[str, Tensor]:
 
 
 def _of_state(bags: ShardedEmbeddingBags, job: Job, plain: Plain) -> float:
+    """Of this rank's shards and copies."""
     worst = 0.0
+    by_name = {table.name: i for i, table in enumerate(job.tables)}
+    copies = bags.replicas
+    for table in () if copies is None else copies.tables:
+        assert copies is not None
+        tensors, number = copies.tensors(table.name), by_name[table.name]
+        worst = max(worst, _relative(tensors["weight"], plain.weights[number].detach()))
+        if "momentum1" in tensors:
+            worst = max(worst, _relative(tensors["momentum1"], plain.sums[number]))
     for shard in bags.sharded.local_shards:
-        number = [table.name for table in job.tables].index(shard.shard.table)
+        number = by_name[shard.shard.table]
         rows, columns = slice(*shard.rows), slice(*shard.columns)
         tensors, sums = bags.sharded.storage.tensors(shard.name), plain.sums[number][rows]
         worst = max(worst, _relative(tensors["weight"], plain.weights[number].detach()[rows, columns]))

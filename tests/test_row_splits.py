@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,27 +17,9 @@ from dlrm_autoshard.distributed.moves.reshard import reshard
 from dlrm_autoshard.distributed.moves.transfer import Chunk, Sent
 from dlrm_autoshard.plan import Move, ShardingPlan
 from dlrm_autoshard.tables import TableConfig
-from tests.random_jobs import worst_differences
 from tests.ranks import run_ranks
 from tests.small_embeddings import global_batch, make, own_tensors, resident, train_step, world
 from tests.split_plans import whole
-
-
-def assert_like_plain_torch(seeds: list[int], folder: Path) -> None:
-    by_rank = run_ranks(worst_differences, 3, seeds, str(folder), timeout=400)
-    worst = {seed: max(of_job) for seed, of_job in zip(seeds, zip(*by_rank, strict=True), strict=True)}
-    assert not {seed: value for seed, value in worst.items() if value > 1e-6}
-
-
-def test_random_jobs_train_as_plain_torch_does(tmp_path: Path) -> None:
-    assert_like_plain_torch(list(range(24)), tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", [24, 124, 224])
-def test_many_random_jobs_train_as_plain_torch_does(first: int, tmp_path: Path) -> None:
-    assert_like_plain_torch(list(range(first, first + 100)), tmp_path)
-
 
 TABLES = [TableConfig("a", 50, 8), TableConfig("b", 1000, 4), TableConfig("c", 7, 64)]
 WHOLE = ShardingPlan({"a": 0, "b": 1, "c": 0}, 2)
