@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.config import Config, parse_config
-from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.lookup.lookups import SentIds
 from dlrm_autoshard.distributed.moves.reshard import reshard
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.plan import ShardingPlan
@@ -188,15 +188,14 @@ class MovingTrainer(Trainer):
 
         self.saver.save = killed_or_saved  # type: ignore[method-assign]
 
-    def _train_step(self, *, sampled: bool) -> Batch:
+    def _train_step(self, ids: SentIds, *, sampled: bool) -> None:
         if self._killer is not None:
             self._killer.at("step", self.job.position.step)
-        batch = super()._train_step(sampled=sampled)
+        super()._train_step(ids, sampled=sampled)
         if self.moves is not None:
             self.moves.step = self.job.position.step
         if self.job.runtime.rank == 0:  # where the last start finds all steps done, it has no loss of its own
             (self._folder / "loss").write_text(repr(float(self.job.dense.global_loss)))
-        return batch
 
     def digests(self) -> dict[str, str]:
         """Digests of everything this rank holds."""

@@ -53,9 +53,9 @@ def make(rank: int, plan: ShardingPlan, optimizer: str, dtype: str, tables: list
 def train_step(embeddings: ShardedEmbeddings, batch: Batch) -> torch.Tensor:
     """The pooled vectors before an update whose gradient is a tenth of their sines."""
     local = embeddings.lookup(embeddings.distribute(batch).finish())
-    pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait())
+    pooled = embeddings.exchange.in_output_order(embeddings.exchange.send_pooled(local).wait())
     found = pooled.clone()
-    embeddings.update(local, embeddings.send_gradients(torch.sin(pooled) / 10).wait())
+    embeddings.update(local, embeddings.exchange.send_gradients(torch.sin(pooled) / 10).wait())
     return found
 
 

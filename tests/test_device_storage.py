@@ -66,8 +66,8 @@ def train_with_moves(rank: int, world_size: int, optimizer: str, on_device: bool
             plan = placed({2: "1100", 3: "1111", 5: "0000", 6: "0110"}[step])
             reshard(embeddings, plan, group=dist.group.WORLD, chunk_bytes=4096, checksums=True)  # type: ignore[arg-type]
         local = embeddings.lookup(embeddings.distribute(global_batch(step, world_size)[rank]).finish())
-        pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait())
-        embeddings.update(local, embeddings.send_gradients(torch.sin(pooled) / 10).wait())
+        pooled = embeddings.exchange.in_output_order(embeddings.exchange.send_pooled(local).wait())
+        embeddings.update(local, embeddings.exchange.send_gradients(torch.sin(pooled) / 10).wait())
     if memory is not None:
         assert memory.alive == embeddings.storage.bytes_of(embeddings.plan.tables_on(rank))["device"]
     return {

@@ -112,7 +112,7 @@ def gradient_of(rank: int, world_size: int, exchange_dtype: str, value: float) -
     ids = torch.arange(32, dtype=torch.int32) + 32 * rank
     batch = Batch(torch.zeros(32, 0), torch.ones(2, 32, dtype=torch.int32), ids.repeat(2), torch.zeros(32), 32, 64)
     local = embeddings.lookup(embeddings.distribute(batch).finish())
-    embeddings.update(local, embeddings.send_gradients(torch.full((32, 8), value)).wait())
+    embeddings.update(local, embeddings.exchange.send_gradients(torch.full((32, 8), value)).wait())
     return weight.clone()
 
 

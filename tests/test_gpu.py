@@ -116,13 +116,13 @@ def test_no_plain_step_waits_for_the_gpu(folder: Path) -> None:
     with Runtime.start(config.run) as runtime:
         job = Trainer(config, runtime, folder).job
         with job.data.batches("train", 0) as loader:
-            job.step.begin_epoch(iter(loader))
-            for _ in range(5):
-                job.step.run(1.0, config.tables.optimizer.lr)
+            batches = job.bags.ahead(loader, lambda batch: batch)
+            for _, (_, ids) in zip(range(5), batches, strict=False):
+                job.step.run(ids, 1.0, config.tables.optimizer.lr)
             torch.cuda.synchronize()
             with torch.profiler.profile() as profiler:
-                for _ in range(5):
-                    job.step.run(1.0, config.tables.optimizer.lr)
+                for _, (_, ids) in zip(range(5), batches, strict=False):
+                    job.step.run(ids, 1.0, config.tables.optimizer.lr)
             names = [event.key for event in profiler.key_averages() if "Synchronize" in event.key]
     # The profiler's own, when it stops; and of an event two steps old, which has passed.
     assert not [name for name in names if "Device" not in name and "Event" not in name]

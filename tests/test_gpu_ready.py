@@ -22,7 +22,7 @@ from dlrm_autoshard.benchmarks.gpu_sections import SECTIONS
 from dlrm_autoshard.benchmarks.harness import finish
 from dlrm_autoshard.benchmarks.planner_quality_record import LEARNED
 from dlrm_autoshard.config import TablesConfig
-from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
+from dlrm_autoshard.distributed.device import SideStreams
 from dlrm_autoshard.distributed.ranks.runtime import RuntimeFailure, choose_backend
 from dlrm_autoshard.distributed.tables.storage import Storage
 from dlrm_autoshard.distributed.tables.tbe import RowCache

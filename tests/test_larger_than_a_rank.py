@@ -46,7 +46,7 @@ def test_it_is_planned_trained_resumed_evaluated_and_exported_with_no_setting(tm
     assert np.allclose(losses(tmp_path / "split"), losses(tmp_path / "whole"), rtol=1e-5)
     (tmp_path / "split" / "config.yaml").write_text(twice.to_yaml())
     with saved_model(tmp_path / "split") as model:
-        assert torch.equal(model.embeddings.storage.tensors("big")["weight"], found["tables.big.weight"])
+        assert torch.equal(model.bags.sharded.storage.tensors("big")["weight"], found["tables.big.weight"])
         weights = SavedWeights.open(max((tmp_path / "split" / "checkpoints").glob("step_*")), model.source.tables)
     assert torch.equal(dict(weights.tensors())["tables.big.weight"], found["tables.big.weight"])
     assert np.allclose(predicted(tmp_path / "split", 1), predicted(tmp_path / "split", 2), atol=1e-6)

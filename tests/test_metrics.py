@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dlrm_autoshard.config import load_config
 from dlrm_autoshard.data.open import open_source
-from dlrm_autoshard.distributed.predict import predict
+from dlrm_autoshard.distributed.step import predict
 from dlrm_autoshard.training.display import describe
 from dlrm_autoshard.training.metrics import binary_metrics, metrics_of
 from dlrm_autoshard.training.selection import Selection
@@ -95,7 +95,7 @@ def evaluate(rank: int, world_size: int, run_dir: Path) -> tuple[list[float], li
         made.run()
         source = open_source(made_with.data, made_with.tables)
         batch = source.read("test", 0, 0, 101)
-        probabilities = torch.sigmoid(predict(made.job.step.model, made.job.embeddings, batch, autocast=False))
+        probabilities = torch.sigmoid(predict(made.job.step.model, made.job.bags, batch, autocast=False))
         return probabilities.tolist(), batch.labels_B.int().tolist()
 
 

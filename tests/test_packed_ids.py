@@ -63,7 +63,7 @@ def arrived(rank: int, world_size: int, kind: str) -> list[tuple[Tensor, Tensor,
             TABLES, plan, config, rank=rank, group=world(), id_group=new_group(), device=torch.device("cpu"),
             shared_memory=shared,
         )  # fmt: skip
-        exchange = embeddings._exchange
+        exchange = embeddings.exchange
         with patch.object(exchange, "all_to_all", wraps=exchange.all_to_all) as through:
             ids = embeddings.distribute(batches(kind, world_size)[rank]).finish()
         sent = sum(sum(leaving) * received.element_size() for (_, received, _, _, leaving), _ in through.call_args_list)

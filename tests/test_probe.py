@@ -18,8 +18,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dlrm_autoshard.costs import PLANNED_STAGES, RankCost, StepProfile
+from dlrm_autoshard.distributed.device import Timer
 from dlrm_autoshard.distributed.ranks.runtime import Runtime, keep_freed_memory, runtime_of
-from dlrm_autoshard.distributed.stage_clock import Timer
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
 from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool, zipf_stats

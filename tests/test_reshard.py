@@ -38,9 +38,9 @@ def train(rank: int, world_size: int, optimizer: str, dtype: str, first: str, sc
             assert (stats.bytes > 0) == (len(stats.moves) > 0)
         embeddings.set_learning_rate(0.1 / (1 + step))
         local = embeddings.lookup(embeddings.distribute(global_batch(step, world_size)[rank]).finish())
-        pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait())
+        pooled = embeddings.exchange.in_output_order(embeddings.exchange.send_pooled(local).wait())
         pooled_bytes.update(pooled.detach().numpy().tobytes())
-        embeddings.update(local, embeddings.send_gradients(torch.sin(pooled) / 10).wait())
+        embeddings.update(local, embeddings.exchange.send_gradients(torch.sin(pooled) / 10).wait())
     result: dict[str, Any] = {f"pooled on {rank}": pooled_bytes.hexdigest()}
     for name in embeddings.plan.tables_on(rank):
         for key, value in embeddings.storage.tensors(name).items():

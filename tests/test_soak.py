@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.lookup.lookups import SentIds
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 from tests.moving_job import MovingTrainer, settings
 from tests.ranks import run_ranks
@@ -63,9 +63,8 @@ class _Soaked(MovingTrainer):
     readings: list[tuple[int, int]]
     """(bytes of resident memory, open descriptors) every few steps."""
 
-    def _train_step(self, *, sampled: bool) -> Batch:
-        batch = super()._train_step(sampled=sampled)
+    def _train_step(self, ids: SentIds, *, sampled: bool) -> None:
+        super()._train_step(ids, sampled=sampled)
         if self.job.position.step % _SAMPLE_EVERY == 0:
             process = psutil.Process()
             self.readings.append((int(process.memory_info().rss), process.num_fds()))
-        return batch

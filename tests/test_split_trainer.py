@@ -52,7 +52,7 @@ def test_a_job_with_split_tables_trains_resumes_and_exports_as_one_without(tmp_p
     (tmp_path / "split" / "config.yaml").write_text(on.to_yaml())
     with saved_model(tmp_path / "split") as model:
         for table in TABLES:
-            weight = model.embeddings.storage.tensors(table["name"])["weight"]
+            weight = model.bags.sharded.storage.tensors(table["name"])["weight"]
             assert torch.equal(weight, whole(unsplit)[f"tables.{table['name']}.weight"])
         weights = SavedWeights.open(max((tmp_path / "split" / "checkpoints").glob("step_*")), model.source.tables)
     exported = {name: tensor for name, tensor in weights.tensors() if name.startswith("tables.")}

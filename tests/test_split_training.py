@@ -38,9 +38,9 @@ def train(rank: int, world_size: int, runs: list[Run]) -> list[dict[str, Tensor]
             if step in schedule:
                 reshard(embeddings, schedule[step], group=world(), chunk_bytes=4096, checksums=True)
             local = embeddings.lookup(embeddings.distribute(global_batch(step, world_size, TABLES)[rank]).finish())
-            pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait())
+            pooled = embeddings.exchange.in_output_order(embeddings.exchange.send_pooled(local).wait())
             result[f"step {step} on {rank}"] = pooled.clone()
-            embeddings.update(local, embeddings.send_gradients(torch.sin(pooled) / 10).wait())
+            embeddings.update(local, embeddings.exchange.send_gradients(torch.sin(pooled) / 10).wait())
         for name in embeddings.plan.tables_on(rank):
             result |= {f"{name}.{key}": value.clone() for key, value in embeddings.storage.tensors(name).items()}
         results.append(result)

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dlrm_autoshard.distributed.stage_clock import StageClock, Timer
+from dlrm_autoshard.distributed.device import Timer
+from dlrm_autoshard.distributed.stage_clock import StageClock
 from tests.ranks import run_ranks
 
 

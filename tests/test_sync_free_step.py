@@ -25,7 +25,7 @@ from dlrm_autoshard.benchmarks.workloads import W_EMB
 from dlrm_autoshard.config import DenseOptimizerConfig, TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.lookup.lookups import Lookup
+from dlrm_autoshard.distributed.lookup.lookups import EmbeddingBags, Lookup
 from dlrm_autoshard.distributed.ranks.groups import new_group
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
@@ -41,7 +41,10 @@ READS_A_VALUE = {
 }
 
 
-IN_BACKWARD = ((Lookup, "send_gradients"), (Lookup, "receive_gradients"), (DataParallelDense, "gradients_made"))
+IN_BACKWARD = (
+    *((Lookup, "send_gradients"), (Lookup, "receive_gradients"), (EmbeddingBags, "_updated")),
+    (DataParallelDense, "gradients_made"),
+)
 
 
 class DeviceStandIn(TorchFunctionMode):
@@ -78,7 +81,7 @@ class DeviceStandIn(TorchFunctionMode):
         to_host = name == "to" and any(str(leaf) == "cpu" for leaf in tree_leaves((args[1:], kwargs)))
         caller = traceback.extract_stack()[-2]
         # What is asked of the device is CPU's: the stop flag is read at once there, two steps late on a GPU.
-        if from_device and (name in READS_A_VALUE or to_host) and caller.name != "_read_stop":
+        if from_device and (name in READS_A_VALUE or to_host) and caller.name != "read_late":
             self.readers.append(f"{name} at {caller}")
         result = function(*args, **kwargs)
         if from_device:
@@ -117,13 +120,13 @@ def make_step(rank: int, ranks: str, streams: Any, world_size: int) -> TrainStep
     config = DenseOptimizerConfig(name="sgd", lr=0.1)
     dense = DataParallelDense(model, config, group, torch.device("cpu"), average=False, shared_memory=False)
     clock = StageClock(torch.device("cpu"), new_group())
-    return TrainStep(model, dense, embeddings, clock, overlap=True, autocast=False)
+    return TrainStep(model, dense, EmbeddingBags(embeddings, clock, average=False))
 
 
 def results_of(step: TrainStep, rank: int) -> dict[str, Tensor]:
     result = {"dense": step.dense.flat.detach().clone(), "loss": step.dense.global_loss.clone()}
-    for name in step.embeddings.plan.tables_on(rank):
-        result |= {f"{name}.{k}": v.detach().clone() for k, v in step.embeddings.storage.tensors(name).items()}
+    for name in step.bags.sharded.plan.tables_on(rank):
+        result |= {f"{name}.{k}": v.detach().clone() for k, v in step.bags.sharded.storage.tensors(name).items()}
     return result
 
 
@@ -136,10 +139,9 @@ def train(rank: int, world_size: int, ranks: str, on_device: bool) -> tuple[dict
     with device if on_device else contextlib.nullcontext():
         for tensor in (step.dense.flat, step.dense.gradient):
             device.own(tensor)
-        step.begin_epoch(itertools.islice(itertools.cycle(batches), 4))
-        while not step.exhausted:
-            step.run(1.0, 0.1)
-    assert step.embeddings.updates == 4
+        for _, ids in step.bags.ahead(itertools.islice(itertools.cycle(batches), 4), lambda batch: batch):
+            step.run(ids, 1.0, 0.1)
+    assert step.bags.sharded.updates == 4
     return results_of(step, rank), device.readers
 
 
@@ -158,7 +160,7 @@ def reads_of_a_batch_on_the_device(rank: int, world_size: int) -> int:
     """As on the host: the batch copied first; its counts, the other ranks' notes and their counts read back, and how
     large its lengths and ids are."""
     device = DeviceStandIn()
-    embeddings = make_step(rank, "01101", None, world_size).embeddings
+    embeddings = make_step(rank, "01101", None, world_size).bags.sharded
     batch = SMALL.batches(rank, world_size)[0]
     with device:
         lengths_TB, values_N = device.own(batch.lengths_TB.clone()), device.own(batch.values_N.clone())
@@ -182,10 +184,10 @@ def steps_on_a_gpu(rank: int, world_size: int) -> None:
     embeddings = ShardedEmbeddings(SMALL.tables, plan, config, rank=0, group=group, id_group=new_group(), device=device)
     model = DLRM(SMALL.num_dense, embeddings.output_tables, SMALL.model, seed=0)
     dense = DataParallelDense(model, DenseOptimizerConfig(name="sgd", lr=0.1), group, device, average=False)
-    step = TrainStep(model, dense, embeddings, StageClock(device, group), overlap=True, autocast=False)
-    step.begin_epoch(itertools.cycle(SMALL.batches(0, 1)))
-    step.run(1.0, 0.1)
+    step = TrainStep(model, dense, EmbeddingBags(embeddings, StageClock(device, group), average=False))
+    batches = step.bags.ahead(itertools.cycle(SMALL.batches(0, 1)), lambda batch: batch)
+    step.run(next(batches)[1], 1.0, 0.1)
     torch.cuda.set_sync_debug_mode("error")
     for _ in range(4):
-        step.run(1.0, 0.1)
+        step.run(next(batches)[1], 1.0, 0.1)
     torch.cuda.set_sync_debug_mode("default")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +122,14 @@ def test_evaluation_draws_nothing_and_changes_nothing(tmp_path: Path) -> None:
 
 def drift(rank: int, world_size: int, folder: Path) -> str:
     with trainer(config(train={"epochs": 2}), make_runtime(rank, world_size), folder) as made:
-        begin = made.job.step.begin_epoch
+        begin = made.job.bags.ahead
 
-        def begin_apart(batches: Iterator[Batch]) -> bool:
+        def begin_apart(*given: Any) -> Any:
             if rank == 1 and made.job.position.epoch == 1:
                 made.job.dense.flat.data[3] *= 1 + 2**-23  # one bit of one weight
-            return begin(batches)
+            return begin(*given)
 
-        made.job.step.begin_epoch = begin_apart  # type: ignore[method-assign]
+        made.job.bags.ahead = begin_apart  # type: ignore[method-assign, assignment]
         with pytest.raises(TrainError) as caught:
             made.run()
         return str(caught.value)
@@ -146,10 +146,10 @@ def drift_unseen(rank: int, world_size: int, folder: Path) -> tuple[str, list[st
     with trainer(settings, make_runtime(rank, world_size), folder) as made:
         run = made.job.step.run
 
-        def run_apart(*given: Any, **options: Any) -> Batch:
+        def run_apart(*given: Any, **options: Any) -> None:
             if rank == 1 and made.job.position.step == 6:
                 made.job.dense.flat.data[3] *= 1 + 2**-23
-            return run(*given, **options)
+            run(*given, **options)
 
         made.job.step.run = run_apart  # type: ignore[method-assign]
         with pytest.raises(TrainError) as caught:

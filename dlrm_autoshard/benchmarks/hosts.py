@@ -60,7 +60,7 @@ class Variant:
         dtypes = ExchangeDtypes.model_validate(self.dtypes)
         job = OurJob(self.workload, plan, rank, batches, exchange_dtype=dtypes)
         if not self.packs_ids:
-            job.embeddings._exchange.packing = None
+            job.embeddings.exchange.packing = None
         if self.in_one_ring:
             job.dense._sum = in_one_ring(new_group())
         return job

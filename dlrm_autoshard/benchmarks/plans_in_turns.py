@@ -74,7 +74,6 @@ def _rank(
         for number in range(-1, rounds):  # the first is a warm-up
             for name in list(turns) if number % 2 else reversed(turns):
                 reshard(job.embeddings, turns[name].plan, group=world)
-                job.step.redistribute()
                 if busy is not None:
                     busy.send_signal(signal.SIGCONT if turns[name].busy else signal.SIGSTOP)
                 job.run(STEPS_TO_SETTLE)

@@ -23,7 +23,7 @@ from dlrm_autoshard.benchmarks.workloads import TABLE_LR, OurJob, Workload, make
 from dlrm_autoshard.config import TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.lookup.lookups import Lookups, SentIds
+from dlrm_autoshard.distributed.lookup.lookups import EmbeddingBags, SentIds
 from dlrm_autoshard.distributed.ranks.runtime import keep_freed_memory
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.plan import ShardingPlan, Topology
@@ -106,12 +106,12 @@ def _embedding_part(
         shared_memory=shared_memory,
         replicated=_replicated(asked, world_size),
     )
-    lookups = Lookups(embeddings, StageClock(torch.device("cpu"), control), average=False)
+    bags = EmbeddingBags(embeddings, StageClock(torch.device("cpu"), control), average=False)
     turns, gradient_BD = itertools.cycle(batches), 1e-3 * torch.randn(batches[0].size, KAGGLE.dim * len(KAGGLE.tables))
 
     def steps() -> None:
         for _ in range(STEPS):
-            lookups.look_up(SentIds(next(turns), embeddings)).wait().backward(gradient_BD)
+            bags.look_up(SentIds(next(turns), embeddings)).wait().backward(gradient_BD)
 
     return steps
 

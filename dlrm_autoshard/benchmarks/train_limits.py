@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.workloads import OurJob, Workload, make_groups
-from dlrm_autoshard.distributed.dense_passes import share_of_loss
 from dlrm_autoshard.distributed.lookup.exchange import with_margin
+from dlrm_autoshard.distributed.step import share_of_loss
 from dlrm_autoshard.plan import Topology, round_robin
 
 STEPS = 5  # of one trainer, before it is the other's turn
@@ -51,9 +51,8 @@ def rank_0_alone(workload: Workload, rank: int) -> Callable[[], float]:
 
 def limit_parts(job: OurJob, rounds: int) -> tuple[float, float, float]:
     """Median seconds of the fused lookup, of its backward with update, and of the dense part forward and backward,
-    on the batch that waits. No collective; the tables and MLPs are trained by it, which changes no speed."""
-    batch, ids = job.batches[0], job.step.ids
-    assert ids is not None
+    on the last batch. No collective; the tables and MLPs are trained by it, which changes no speed."""
+    batch, ids = job.batches[0], job.ids
     times: tuple[list[float], ...] = ([], [], [])
     gradient = None
     # The dense part finds the vectors where it needs them and leaves their gradients where they are: a step could do
@@ -113,7 +112,6 @@ def idle_workload(tables: int, world_size: int) -> Workload:
 
 def batch_bytes(job: OurJob) -> int:
     """Bytes of one batch on this rank: its tables' ids, and their pooled vectors, for the global batch."""
-    ids = job.step.ids
-    assert ids is not None
+    ids = job.ids
     bags = ids.batch_size * job.embeddings.world_size
     return ids.values_N.nbytes + 4 * bags * job.embeddings.local_dim

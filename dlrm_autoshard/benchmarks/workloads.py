@@ -22,6 +22,9 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.sources.synthetic import SyntheticSource
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
+from dlrm_autoshard.distributed.lookup.lookups import EmbeddingBags
+from dlrm_autoshard.distributed.recorded_passes import passes_over
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.model.dlrm import DLRM
@@ -185,6 +188,8 @@ class OurJob:
             exchange_dtype=exchange_dtype,
             replicated=replicated,
         )
+        self.clock = StageClock(device, control)
+        self.bags = EmbeddingBags(self.embeddings, self.clock, average=False, overlap=overlap)
         self.model = DLRM(workload.num_dense, self.embeddings.output_tables, workload.model, seed=workload.seed)
         self.dense = DataParallelDense(
             self.model,
@@ -195,16 +200,21 @@ class OurJob:
             shared_memory=shared_memory,
             replicas=self.embeddings.replicas,
         )
-        self.clock = StageClock(device, control)
-        step = (self.model, self.dense, self.embeddings, self.clock)
-        self.step = TrainStep(*step, overlap=overlap, autocast=autocast, graphs=graphs)
-        self.step.begin_epoch(itertools.cycle(batches))
+        passes = passes_over(self.model, self.bags, autocast=autocast, graphs=graphs)
+        self.step = TrainStep(self.model, self.dense, self.bags, passes=passes)
+        self._ahead = self.bags.ahead(itertools.cycle(batches), lambda batch: batch)
+
+    @property
+    def ids(self) -> LocalIds:
+        """Those of the batch that was trained last."""
+        return self._trained.finish()
 
     def run(self, steps: int, *, sample_every: int = 0) -> float:
         """Seconds that so many steps took."""
         started = time.perf_counter()
         for number in range(steps):
-            self.step.run(1.0, TABLE_LR, sampled=bool(sample_every) and number % sample_every == 0)
+            _, self._trained = next(self._ahead)
+            self.step.run(self._trained, 1.0, TABLE_LR, sampled=bool(sample_every) and number % sample_every == 0)
         return time.perf_counter() - started
 
 

@@ -9,22 +9,19 @@ for batch, ids in bags.ahead(batches, ids_of): bags(ids)                     # t
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from dlrm_autoshard.config import ExchangeDtypes, TableOptimizerConfig, TablesConfig
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.lookup.bag_inputs import BagInputs, BagsError, features_given
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.lookup.lookups import Lookup, Lookups, SentIds
-from dlrm_autoshard.distributed.lookup.replicas import Replicas
+from dlrm_autoshard.distributed.lookup.lookups import EmbeddingBags, SentIds
 from dlrm_autoshard.distributed.lookup.wire import exchange_bytes
-from dlrm_autoshard.distributed.moves.movable import ArrivedIds
 from dlrm_autoshard.distributed.moves.reshard import ReshardStats, reshard
 from dlrm_autoshard.distributed.ranks.agreement import agree, facts_of
 from dlrm_autoshard.distributed.ranks.groups import group_or_alone
@@ -38,10 +35,8 @@ from dlrm_autoshard.plan import PlanError, ShardingPlan, Topology, round_robin
 from dlrm_autoshard.plan.replicated import replicated_tables
 from dlrm_autoshard.tables import Shard, TableConfig
 
-AnyBatch = TypeVar("AnyBatch")
 
-
-class ShardedEmbeddingBags(nn.Module):
+class ShardedEmbeddingBags(EmbeddingBags):
     """All tables of a model; each rank owns those that `plan` gives it. Made and called on every rank of `group`."""
 
     def __init__(
@@ -76,11 +71,8 @@ class ShardedEmbeddingBags(nn.Module):
         those of a `DataParallelDense(..., replicas=bags.replicas)`, or else by themselves in the backward pass.
         sequences: tables, or features, whose vectors are not pooled: a `Jagged` of each has one an id.
         """
-        super().__init__()
         group = group_or_alone(group)
-        self.runtime = runtime_of(group, device)
-        self.device = self.runtime.device
-        self.shared_memory = True
+        runtime = runtime_of(group, device)
 
         def checked() -> tuple[Features, TableOptimizerConfig, ShardingPlan, tuple[str, ...]]:
             own = RowwiseAdagrad() if optimizer is None else optimizer
@@ -92,57 +84,48 @@ class ShardedEmbeddingBags(nn.Module):
                 tables,
                 features=found.counts,
                 batch_size=batch_size or 0,
-                world_size=self.world_size,
+                world_size=runtime.world_size,
                 exchange_bytes=exchange_bytes(ExchangeDtypes.model_validate(exchange_dtype)),
                 optimizer=own.name,
                 placed={shard.table for shard in map(Shard.parse, plan.rank_of)} if plan else (),
                 sequences={found.tables[number].name for number in found.sequence_tables},
             )
             names = [table.name for table in tables if table.name not in copied]
-            taken = plan or round_robin(names, Topology(self.world_size))
+            taken = plan or round_robin(names, Topology(runtime.world_size))
             taken.check_tables(names)
-            if taken.world_size != self.world_size:
-                raise PlanError(f"the plan is for {taken.world_size} ranks, and the group has {self.world_size}.")
+            if taken.world_size != runtime.world_size:
+                raise PlanError(f"the plan is for {taken.world_size} ranks, and the group has {runtime.world_size}.")
             return found, own, taken, copied
 
-        self.features, optimizer, plan, replicated = self.runtime.on_all(checked)
-        self.tables = tuple(tables)
+        found, optimizer, plan, replicated = runtime.on_all(checked)
         own = {f"the optimizer's {key}": value for key, value in optimizer.model_dump().items()}
         own |= {f"features['{name}']": ", ".join(named) for name, named in (features or {}).items()}
-        self.exchange_dtype = ExchangeDtypes.model_validate(exchange_dtype)
-        own |= {"exchange_dtype": str(self.exchange_dtype), "seed": seed, "average": average}
-        own |= {"device": self.device.type, "torch": torch.__version__, "replicate": some_of(replicated)}
-        own["sequences"] = ", ".join(self.features.sequences)
-        agree(self.runtime, facts_of(self.tables, plan) | own)
-        self.sharded = ShardedEmbeddings(
-            self.features,
+        dtypes = ExchangeDtypes.model_validate(exchange_dtype)
+        own |= {"exchange_dtype": str(dtypes), "seed": seed, "average": average}
+        own |= {"device": runtime.device.type, "torch": torch.__version__, "replicate": some_of(replicated)}
+        own["sequences"] = ", ".join(found.sequences)
+        agree(runtime, facts_of(tables, plan) | own)
+        sharded = ShardedEmbeddings(
+            found,
             plan,
             TablesConfig(optimizer=optimizer),
-            rank=self.runtime.rank,
+            rank=runtime.rank,
             group=group,
-            id_group=self.runtime.id_group,
-            device=self.device,
-            exchange_dtype=self.exchange_dtype,
+            id_group=runtime.id_group,
+            device=runtime.device,
+            exchange_dtype=dtypes,
             seed=seed,
             replicated=replicated,
         )
-        self.clock = StageClock(self.device, self.runtime.control if self.device.type == "cpu" else group)
-        self._inputs = BagInputs(self.features.features, self.runtime.rank, check_ids=check_ids)
-        columns = _columns_as_given(self.features.pooled, self.sharded.output_tables, self.device)
-        self._lookups = Lookups(self.sharded, self.clock, average=average, columns=columns)
-        self._heard: list[Callable[[ArrivedIds, int], None]] = []
-
-    # -- what people ask -----------------------------------------------------------------------------------------------
-
-    @property
-    def plan(self) -> ShardingPlan:
-        """The live one."""
-        return self.sharded.plan
-
-    @property
-    def replicas(self) -> Replicas | None:
-        """The tables of which every rank has a copy."""
-        return self.sharded.replicas
+        super().__init__(
+            sharded,
+            StageClock(runtime.device, runtime.control if runtime.device.type == "cpu" else group),
+            average=average,
+            columns=_columns_as_given(found.pooled, sharded.output_tables, runtime.device),
+        )
+        self.runtime, self.features, self.shared_memory = runtime, found, True
+        self.tables, self.exchange_dtype = tuple(tables), sharded.exchange_dtype
+        self._inputs = BagInputs(found.features, runtime.rank, check_ids=check_ids)
 
     @property
     def rank(self) -> int:
@@ -152,27 +135,14 @@ class ShardedEmbeddingBags(nn.Module):
     def world_size(self) -> int:
         return self.runtime.world_size
 
-    @property
-    def table_lr(self) -> float:
-        """The fused optimizer's learning rate; set it between steps."""
-        return self.sharded.learning_rate
-
-    @table_lr.setter
-    def table_lr(self, lr: float) -> None:
-        self.sharded.set_learning_rate(lr)
-
     def split(self, pooled_BD: Tensor) -> dict[str, Tensor]:
         """The columns of each pooled table, or of each of its features, by name: [B, dim] each."""
         parts = pooled_BD.split([feature.embedding_dim for feature in self.features.pooled], dim=1)
         return {feature.name: part for feature, part in zip(self.features.pooled, parts, strict=True)}
 
-    def on_lookup(self, listener: Callable[[ArrivedIds, int], None]) -> None:
-        """`listener(ids, B)` hears of each training lookup: the ids that reached this rank, the samples of one rank."""
-        self._heard.append(listener)
-
     def move_to(self, plan: ShardingPlan, *, checksums: bool = False) -> ReshardStats:
         """Makes `plan` the live one, between steps, on every rank; no bit of the model changes. See `reshard`."""
-        self._lookups.arrive(timed=False)
+        self.arrive(timed=False)
         return reshard(self.sharded, plan, group=self.runtime.control, checksums=checksums)
 
     def forward(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> Tensor | Looked:
@@ -183,58 +153,12 @@ class ShardedEmbeddingBags(nn.Module):
         A table's `features`, where several were named, each count as a table here, in their order. With sequences:
         the pooled vectors of the others, and each sequence's `Jagged` by name.
         """
-        lookup = self._look_up(ids, values_N, weights_N)
-        pooled_BD = lookup.wait()
-        return Looked(pooled_BD, lookup.sequences) if self.features.sequences else pooled_BD
+        return super().forward(ids, values_N, weights_N)
 
-    def look_up(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> Lookup:
-        """Ids as `forward` takes them. Returns at once: what is computed before `wait()` is called on what this returns
-        runs while vectors travel, and its backward pass while their gradients do. Sequences are its `sequences`."""
-        lookup = self._look_up(ids, values_N, weights_N)
-        if self._trains:
-            self.clock.begin("dense_fwd")
-        return lookup
-
-    def send(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> SentIds:
-        """Sends ids, given as to `forward`, to their tables' owners: they travel during the backward pass that follows.
-        On every rank; `forward` takes what this returns in their place. Tables may have moved meanwhile."""
-        sent = self._given(ids, values_N, weights_N)
-        self._lookups.send(sent)
-        return sent
-
-    def ahead(
-        self, batches: Iterable[AnyBatch], ids_of: Callable[[AnyBatch], Any]
-    ) -> Iterator[tuple[AnyBatch, SentIds]]:
-        """Batches with their ids, which are sent one batch ahead; give them to `forward`. ids_of: of a batch, what
-        `forward` takes: a tuple (lengths_TB, values_N), or with weights_N, or a KeyedJaggedTensor."""
-        waiting: deque[tuple[AnyBatch, SentIds]] = deque()
-        for batch in batches:
-            ids = ids_of(batch)
-            waiting.append((batch, self.send(*ids) if isinstance(ids, tuple) else self.send(ids)))
-            if len(waiting) > 1:
-                yield waiting.popleft()
-        yield from waiting
-
-    def _given(self, ids: Any, values_N: Tensor | None, weights_N: Tensor | None) -> SentIds:
-        if not isinstance(ids, SentIds):
-            return SentIds(self._inputs.batch(ids, values_N, weights_N), self.sharded)
-        if ids.embeddings is not self.sharded:
-            raise BagsError("these ids were sent by other ShardedEmbeddingBags. Give each what its own `send` returns.")
-        if values_N is not None or weights_N is not None:
-            raise BagsError("ids that were sent already have their values and weights with them.")
-        return ids
-
-    @property
-    def _trains(self) -> bool:
-        return self.training and torch.is_grad_enabled()
-
-    def _look_up(self, ids: Any, values_N: Tensor | None, weights_N: Tensor | None) -> Lookup:
-        sent = self._given(ids, values_N, weights_N)
-        if self._trains:
-            local = self._lookups.ids(sent, timed=True)
-            for listener in self._heard:
-                listener(local, local.batch_size)
-        return self._lookups.look_up(sent, training=self._trains)
+    def _given(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> SentIds:
+        if isinstance(ids, SentIds):
+            return super()._given(ids, values_N, weights_N)
+        return SentIds(self._inputs.batch(ids, values_N, weights_N), self.sharded)
 
     # -- checkpoints: keys that no plan changes ------------------------------------------------------------------------
 

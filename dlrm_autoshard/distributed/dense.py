@@ -6,7 +6,6 @@ dense.backward(loss); dense.step()           # the all-reduce starts with the la
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import zip_longest
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dlrm_autoshard.config import DenseOptimizerConfig
+from dlrm_autoshard.distributed.device import LateFlag
 from dlrm_autoshard.distributed.lookup.exchange import Pending
 from dlrm_autoshard.distributed.lookup.replicas import Replicas
 from dlrm_autoshard.distributed.ranks.groups import group_or_alone
@@ -78,7 +78,7 @@ class DataParallelDense:
             replicas.join(self.gradient[len(self.flat) : -2], self._not_too_late, self._start_if_complete)
         self.stop_asked = False  # set it where this rank wants the job to end
         self.stop_agreed = False  # after a step: whether any rank wanted it; on all ranks alike
-        self._stops: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # on their way from the GPU
+        self._stop = LateFlag()
         self._views: dict[str, tuple[int, torch.Size]] = {}
         self._trained: list[tuple[nn.Parameter, Tensor]] = []  # and the view that is its gradient
         start = 0
@@ -159,6 +159,8 @@ class DataParallelDense:
         if self._reduced is not None:  # of a step that was left out
             self.all_reduce()
             self.zero_gradient()
+        if self.clock is not None:
+            self.clock.begin("dense_bwd")
         self._loss, self._all_made = loss.detach(), False
         self._missing = len(self._trained) if counted else -1
         try:
@@ -250,17 +252,8 @@ class DataParallelDense:
         return self.gradient[-1]
 
     def _read_stop(self) -> None:
-        """On GPUs as it was two steps ago, which waits for nothing."""
-        if self.gradient.device.type == "cpu":
-            self.stop_agreed = bool(self.gradient[-2])
-            return
-        self._stops.append((torch.empty(1, pin_memory=True), torch.cuda.Event()))
-        self._stops[-1][0].copy_(self.gradient[-2:-1], non_blocking=True)
-        self._stops[-1][1].record()
-        if len(self._stops) > 2:
-            stop, arrived = self._stops.popleft()
-            arrived.synchronize()
-            self.stop_agreed = bool(stop)
+        stop = self._stop.read_late(self.gradient[-2:-1])
+        self.stop_agreed = self.stop_agreed if stop is None else stop
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Live views of everything a checkpoint needs, by names that depend on the model alone."""

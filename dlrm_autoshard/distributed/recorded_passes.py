@@ -18,7 +18,10 @@ from torch import Tensor
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.dense import DataParallelDense
-from dlrm_autoshard.distributed.dense_passes import DensePasses
+from dlrm_autoshard.distributed.device import CudaGraphs, Record
+from dlrm_autoshard.distributed.in_parts import PassesInParts
+from dlrm_autoshard.distributed.lookup.lookups import EmbeddingBags
+from dlrm_autoshard.distributed.step import DensePasses
 from dlrm_autoshard.model.dlrm import DenseArch
 from dlrm_autoshard.model.jagged import Sequences
 
@@ -29,9 +32,18 @@ AGREE = 0.01
 """Part of a tensor's norm by which a replay may differ from what was launched. A library may add up in another order,
 of bf16's 8 bits; what reads a stale value differs by as much as batches do."""
 
-Replay = Callable[[], object]
-Record = Callable[[Callable[[], Any]], tuple[Any, Replay]]
-"""Records a function: returns its result, and what writes the same tensors anew as if it were called again."""
+
+def passes_over(
+    model: DenseArch, bags: EmbeddingBags, *, autocast: bool, graphs: bool, accumulate: int = 1
+) -> DensePasses:
+    """Returns the passes of a training step. autocast: products of bf16. graphs: on a GPU, as CUDA graphs. accumulate:
+    parts of a batch that are taken one after the other."""
+    if accumulate > 1:
+        return PassesInParts(model, accumulate, autocast=autocast)
+    if not graphs or bags.device.type != "cuda":
+        return DensePasses(model, autocast=autocast)
+    width = sum(table.embedding_dim for table in bags.sharded.output_tables)
+    return RecordedPasses(model, width, autocast=autocast, record=CudaGraphs(bags.device))
 
 
 class FourPasses:
@@ -68,16 +80,14 @@ class FourPasses:
         del self._bottom, self.batch, self._loss, self._leaves
 
 
-class RecordedPasses:
+class RecordedPasses(DensePasses):
     """In the place of `DensePasses`. Once recorded they are launched and replayed, on another batch than that of the
     recording, and from then on only replayed if loss and gradients agree; if not, the job's log says so, and they are
     launched as ever: of a model that draws numbers, say, or reads values on the host."""
 
-    place: Tensor | None = None
-
     def __init__(self, model: DenseArch, width: int, *, autocast: bool, record: Record) -> None:
         """width: of the pooled vectors, without the model's margin."""
-        self.model, self._bf16 = model, autocast
+        super().__init__(model, autocast=autocast)
         self._launched = FourPasses(DensePasses(model, autocast=autocast))
         self._record, self._width = record, sum(model.margin) + width
         self._launches, self._agrees = 0, False
@@ -237,25 +247,6 @@ class Recording:
         """The batch that the next replays are of."""
         for name, tensor in _read(self._batch).items():
             tensor.copy_(getattr(batch, name))
-
-
-class CudaGraphs:
-    """Records one function after another; they are replayed in that order, and share memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
-        self._memory = torch.cuda.graph_pool_handle()
-
-    def __call__(self, function: Callable[[], Any]) -> tuple[Any, Replay]:
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self._device)
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")  # others pin batches meanwhile
-            try:
-                result = function()
-            finally:
-                graph.capture_end()
-        return result, graph.replay
 
 
 def _read(batch: Batch) -> dict[str, Tensor]:

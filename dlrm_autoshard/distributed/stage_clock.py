@@ -21,40 +21,9 @@ import torch
 import torch.distributed as dist
 
 from dlrm_autoshard.costs import COMPUTE_STAGES, WAITS, StageTime
+from dlrm_autoshard.distributed.device import Timer, timer_of
 
 _UNTIMED = contextlib.nullcontext()
-
-
-class Timer:
-    """Marks moments without waiting for any work: of the host."""
-
-    def mark(self) -> Any:
-        return time.perf_counter()
-
-    def finish(self, mark: Any) -> None:
-        """Waits until the mark has been passed."""
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks that have been passed."""
-        return float(end - start)
-
-
-class DeviceTimer(Timer):
-    """CUDA events on the stream that computes: the device notes the time when it gets there; the host goes on."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))  # whatever device is the thread's current one
-        return event
-
-    def finish(self, mark: torch.cuda.Event) -> None:
-        mark.synchronize()
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return 1e-3 * start.elapsed_time(end)
 
 
 class StageClock:
@@ -71,7 +40,7 @@ class StageClock:
         """group: of all ranks, for the barriers; it carries tensors of `device`. timer: default: of the device."""
         self.sampled = False
         self._device, self._group = device, group
-        self._timer = timer or (DeviceTimer(device) if device.type == "cuda" else Timer())
+        self._timer = timer or timer_of(device)
         self._alone = dist.get_world_size(group) == 1
         self._token = torch.zeros(1, device=device)
         self._steps: list[dict[str, float]] = []

@@ -1,4 +1,4 @@
-"""One training step, as any PyTorch loop has it, with the next batch's ids on their way beside it.
+"""One training step, as any PyTorch loop has it, and the forward half of one.
 
 With `overlap`, whatever travels is started early and waited for late: the bottom MLP runs while vectors travel, its
 backward while gradients travel, the dense all-reduce behind the fused table update, a following batch's ids behind
@@ -8,137 +8,116 @@ Sampled steps wait at once after each start, so that each stage's time is its ow
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.distributed.dense import DataParallelDense
-from dlrm_autoshard.distributed.dense_passes import DensePasses
-from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
-from dlrm_autoshard.distributed.lookup.lookups import Lookups, SentIds
-from dlrm_autoshard.distributed.passes_in_parts import PassesInParts
-from dlrm_autoshard.distributed.recorded_passes import CudaGraphs, RecordedPasses
-from dlrm_autoshard.distributed.stage_clock import StageClock
+from dlrm_autoshard.distributed.lookup.lookups import EmbeddingBags, SentIds
+from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.model.dlrm import DenseArch
+from dlrm_autoshard.model.jagged import Sequences
 
 
 class NotFinite(Exception):
-    """A loss that is NaN or infinite, found before anything was updated by this batch."""
+    """A loss that is NaN or infinite, found before anything was updated by its batch."""
 
-    def __init__(self, batch: Batch) -> None:
-        super().__init__("the loss is not finite")
-        self.batch = batch
+
+class DensePasses:
+    """A model's two halves, and autograd behind them: the bottom while vectors travel, the top with them."""
+
+    place: Tensor | None = None
+    """Where the pooled vectors of the batch, whose bottom pass has been, are to be put; None: anywhere."""
+
+    def __init__(self, model: DenseArch, *, autocast: bool = False) -> None:
+        """autocast: products of bf16."""
+        self.model, self._bf16 = model, autocast
+
+    def bottom(self, batch: Batch) -> Tensor:
+        with self._autocast(batch):
+            return self.model.bottom(batch.real_rows(batch.dense_BF))
+
+    def top(self, bottom: Tensor, pooled: Tensor, batch: Batch, sequences: Sequences) -> Tensor:
+        """Returns this rank's share of the loss. pooled: with the model's margin, and written to."""
+        with self._autocast(batch):
+            return share_of_loss(self.model.logits(bottom, batch.real_rows(pooled), sequences), batch)
+
+    def backward(self, loss: Tensor, dense: DataParallelDense) -> None:
+        dense.backward(loss)
+
+    def give_up(self) -> None:
+        """No backward pass follows this batch's forward ones."""
+
+    def _autocast(self, batch: Batch) -> torch.autocast:
+        return torch.autocast(batch.dense_BF.device.type, torch.bfloat16, enabled=self._bf16)
 
 
 class TrainStep:
-    """Runs steps over an epoch's batches; the ids of the next `embeddings.batches_ahead` are with their owners."""
+    """Trains a model on one batch after the other: `for _, ids in bags.ahead(batches, lambda batch: batch)`."""
 
     def __init__(
         self,
         model: DenseArch,
         dense: DataParallelDense,
-        embeddings: ShardedEmbeddings,
-        clock: StageClock,
+        bags: EmbeddingBags,
         *,
-        overlap: bool,
-        autocast: bool,
-        graphs: bool = False,
-        accumulate: int = 1,
+        passes: DensePasses | None = None,
         all_finite: Callable[[Tensor], bool] | None = None,
     ) -> None:
-        """dense: of losses that are summed. autocast: dense products of bf16. graphs: on a GPU, the dense part's passes
-        as CUDA graphs. accumulate: parts of a batch that the dense part takes one after the other. all_finite: asked
-        with each local loss, before any update; all ranks must agree. None: not asked."""
-        self.model, self.dense, self.embeddings, self.clock = model, dense, embeddings, clock
-        self.lookups = Lookups(embeddings, clock, average=False, overlap=overlap, arrive=False)
-        dense.clock, dense.overlap = clock, overlap
-        self._all_finite = all_finite
-        self.passes: DensePasses | RecordedPasses = DensePasses(model, autocast=autocast)
-        if accumulate > 1:
-            self.passes = PassesInParts(model, accumulate, autocast=autocast)
-        elif graphs and embeddings.device.type == "cuda":
-            width = sum(table.embedding_dim for table in embeddings.output_tables)
-            self.passes = RecordedPasses(model, width, autocast=autocast, record=CudaGraphs(embeddings.device))
-        self._waiting: deque[SentIds] = deque()
-
-    def begin_epoch(self, batches: Iterator[Batch]) -> bool:
-        """Fetches the first batches and their ids. False where there is none."""
-        self._batches = batches
-        self._waiting.clear()
-        while len(self._waiting) < self.embeddings.batches_ahead and self._fetch():
-            pass
-        self.redistribute()
-        return not self.exhausted
-
-    def redistribute(self) -> None:
-        """Brings the waiting batches' ids to their owners, who are others after tables have moved."""
-        for sent in self._waiting:
-            self.lookups.ids(sent, timed=False)
-
-    @property
-    def ids(self) -> LocalIds | None:
-        """Those of the batch that the next `run` trains on."""
-        return None if self.exhausted else self._waiting[0].arrived
-
-    @property
-    def exhausted(self) -> bool:
-        return not self._waiting
+        """dense: of losses that are summed, as those of `bags` are. passes: over the model; None: in full precision.
+        all_finite: asked with each local loss, before any update; all ranks must agree. None: not asked."""
+        self.model, self.dense, self.bags, self._all_finite = model, dense, bags, all_finite
+        dense.clock, dense.overlap = bags.clock, bags.overlap
+        self.passes = passes or DensePasses(model)
 
     @property
     def last_loss_finite(self) -> bool:
         """Whether this rank's share of the last step's loss is."""
         return bool(torch.isfinite(self._loss))
 
-    def run(self, lr_scale: float, table_lr: float, *, sampled: bool = False) -> Batch:
-        """One step on the batch that has waited longest; afterwards another waits. Returns the batch trained on."""
-        clock, dense, lookups, passes = self.clock, self.dense, self.lookups, self.passes
-        sent = self._waiting[0]
-        batch = sent.batch
-        with clock.step(sampled=sampled):
-            self.embeddings.set_learning_rate(table_lr)
+    def run(self, ids: SentIds, lr_scale: float, table_lr: float, *, sampled: bool = False) -> None:
+        """One step on the batch of these ids. NotFinite where its loss is not, on all ranks alike."""
+        bags, dense, passes, batch = self.bags, self.dense, self.passes, ids.batch
+        with bags.clock.step(sampled=sampled):
+            bags.table_lr = table_lr
             kept = None if self._all_finite is None else dense.kept_buffers()
-            lookup = lookups.look_up(sent)  # whose vectors travel while the bottom runs
-            self._prefetch()
-            self._send_following()
-            clock.begin("dense_fwd")
+            lookup = bags.look_up(ids)  # whose vectors travel while the bottom runs
             bottom = passes.bottom(batch)
             loss = passes.top(bottom, lookup.wait(self.model.margin, passes.place), batch, lookup.sequences)
             self._loss = loss.detach()
-            clock.end()
+            bags.clock.end()
             if self._all_finite is not None and kept is not None and not self._all_finite(self._loss):
                 passes.give_up()
                 dense.restore_buffers(kept)  # of BatchNorm, say, which has seen the batch
                 lookup.cancel()
-                self._advance()
-                raise NotFinite(batch)
-            clock.begin("dense_bwd")
+                raise NotFinite
             passes.backward(loss, dense)  # updates the tables, too
             dense.step(lr_scale)
-            self._advance()
-        return batch
 
-    def _prefetch(self) -> None:
-        """The next batch's rows, beside the step, where some lie in host memory."""
-        if self.lookups.overlaps and len(self._waiting) > 1 and (ids := self._waiting[1].arrived) is not None:
-            self.embeddings.prefetch(ids)
 
-    def _send_following(self) -> None:
-        with self.clock.stage("data_wait"):
-            fetched = self._fetch()
-        if fetched:
-            self.lookups.send(self._waiting[-1])
+@torch.no_grad()
+def predict(model: DenseArch, bags: EmbeddingBags, batch: Batch, *, autocast: bool) -> Tensor:
+    """Logits of the batch's real samples: [size], or [size, L]. A collective: every rank calls it for every batch."""
+    lookup = bags.look_up(batch)
+    with torch.autocast(bags.device.type, torch.bfloat16, enabled=autocast):
+        bottom = model.bottom(lookup.batch.dense_BF)
+        logits = model.logits(bottom, lookup.wait(model.margin), lookup.sequences)
+    return logits[: batch.size].float()
 
-    def _fetch(self) -> bool:
-        batch = next(self._batches, None)
-        if batch is not None:
-            self._waiting.append(SentIds(self.embeddings.dense_on_device(batch), self.embeddings))
-        return batch is not None
 
-    def _advance(self) -> None:
-        """The batch of this step goes, and the following one's ids come home."""
-        self._waiting.popleft()
-        self.lookups.arrive(timed=True)
+def share_of_loss(logits_B: Tensor, batch: Batch) -> Tensor:
+    """This rank's share of the global mean loss, of which a sample's is the weighted sum over its tasks: summed over
+    ranks it is the mean over the global batch."""
+    if logits_B.shape not in (batch.labels_B.shape, batch.real_rows(batch.labels_B).shape):
+        raise UserError(
+            f"the model gives logits of shape {list(logits_B.shape)} for labels of shape {list(batch.labels_B.shape)}: "
+            "one is needed for each label. A data source with several names them, as `label_names`."
+        )
+    real = slice(0, batch.size)
+    weights = None if batch.loss_weights_B is None else batch.loss_weights_B[real]
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(
+        logits_B[real].float(), batch.labels_B[real], weights, reduction="sum"
+    )
+    return loss / batch.global_size

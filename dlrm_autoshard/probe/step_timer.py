@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dlrm_autoshard.distributed.stage_clock import DeviceTimer, Timer
+from dlrm_autoshard.distributed.device import timer_of
 
 _CYCLES_HELD = 3e9
 """Cycles of a GPU for a second of launching: half as much again, at its highest clock."""
@@ -65,7 +65,7 @@ class StepTimer:
         self._warmup, self._warmup_seconds = warmup, warmup_seconds
         self._repeats, self._seconds = repeats, seconds
         self._cuda = device.type == "cuda"
-        self._timer, self._steps_a_round = (DeviceTimer(device), warmup + repeats) if self._cuda else (Timer(), 1)
+        self._timer, self._steps_a_round = timer_of(device), warmup + repeats if self._cuda else 1
         self._undisturbed = undisturbed and not self._cuda
         self._apart = not (self._cuda or undisturbed) and _ticks_finely()
         self._wall = self._cpu = 0.0

@@ -1,6 +1,6 @@
 """Predictions over a whole split, by all ranks, and their metrics, exactly: gathered, not averaged.
 
-metrics = evaluate(model, embeddings, loader, runtime, autocast=False)     # a collective; {} but on rank 0
+metrics = evaluate(model, bags, loader, runtime, autocast=False)     # a collective; {} but on rank 0
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from dlrm_autoshard.data.batch import Batch
-from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
-from dlrm_autoshard.distributed.predict import predict
+from dlrm_autoshard.distributed.lookup.lookups import EmbeddingBags
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
+from dlrm_autoshard.distributed.step import predict
 from dlrm_autoshard.model.dlrm import DenseArch
 from dlrm_autoshard.training.metrics import metrics_of
 
 
 def evaluate(
     model: DenseArch,
-    embeddings: ShardedEmbeddings,
+    bags: EmbeddingBags,
     batches: Iterable[Batch],
     runtime: Runtime,
     *,
@@ -30,18 +30,18 @@ def evaluate(
 ) -> dict[str, float]:
     """batches: this rank's slices, as many on every rank. Dropout is off, BatchNorm uses its running statistics."""
     with evaluating(model):
-        found = gathered_logits(model, embeddings, batches, runtime, autocast=autocast)
+        found = gathered_logits(model, bags, batches, runtime, autocast=autocast)
     return {} if found is None else metrics_of(*found, label_names)
 
 
 def gathered_logits(
-    model: DenseArch, embeddings: ShardedEmbeddings, batches: Iterable[Batch], runtime: Runtime, *, autocast: bool
+    model: DenseArch, bags: EmbeddingBags, batches: Iterable[Batch], runtime: Runtime, *, autocast: bool
 ) -> tuple[Tensor, Tensor] | None:
     """Gathers logits [S] and labels [S] (of several tasks [S, L]) of all samples, in the data's order, on rank 0, from
     a model in evaluation mode. A collective. batches: as `evaluate` takes them."""
     logits, labels = [], []
     for batch in batches:
-        logits.append(predict(model, embeddings, batch, autocast=autocast).cpu())
+        logits.append(predict(model, bags, batch, autocast=autocast).cpu())
         labels.append(batch.labels_B[: batch.size])
     by_rank = runtime.gather((torch.cat(logits), torch.cat(labels), [len(of_batch) for of_batch in logits]))
     if by_rank is None:

@@ -100,7 +100,7 @@ class Evaluations:
         ):
             batches = loader if to_the_end else self._until_asked(loader)
             metrics = evaluate(
-                job.step.model, job.embeddings, batches, job.runtime,
+                job.step.model, job.bags, batches, job.runtime,
                 autocast=job.autocast, label_names=job.data.label_names,
             )  # fmt: skip
         found: Mapping[str, float] = job.runtime.broadcast(metrics)

@@ -20,8 +20,10 @@ from dlrm_autoshard.data.sequences import said_of_cuts
 from dlrm_autoshard.data.statistics import measure_stats
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.lookup.lookups import EmbeddingBags
 from dlrm_autoshard.distributed.moves.reshard import reshard
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
+from dlrm_autoshard.distributed.recorded_passes import passes_over
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.distributed.tables.optimizers import check_optimizers
@@ -103,24 +105,22 @@ class Job:
         )
         tables, labels, of = self.embeddings.output_tables, len(self.data.label_names), self.data.features
         model = make_model(self.data.source.num_dense, tables, config.model, config.run.seed, labels, of.by_sequence)
-        replicas = self.embeddings.replicas
+        clock = StageClock(runtime.device, runtime.control if runtime.device.type == "cpu" else runtime.group)
+        self.bags = EmbeddingBags(self.embeddings, clock, average=False, overlap=config.train.overlap)
         self.dense = DataParallelDense(
-            model, config.dense_optimizer, runtime.group, runtime.device, average=False, replicas=replicas
+            model, config.dense_optimizer, runtime.group, runtime.device, average=False, replicas=self.bags.replicas
         )
         agree_on_dense(self.dense, runtime)
-        self.clock = StageClock(runtime.device, runtime.control if runtime.device.type == "cpu" else runtime.group)
-        self.autocast = config.train.dense_dtype == "bf16"
+        self.clock, self.autocast = clock, config.train.dense_dtype == "bf16"
         graphs_fit = config.model.factory is None if config.train.cuda_graphs is None else config.train.cuda_graphs
         torch.backends.cuda.matmul.allow_tf32 = config.train.tf32
         self.step = TrainStep(
             model,
             self.dense,
-            self.embeddings,
-            self.clock,
-            overlap=config.train.overlap,
-            autocast=self.autocast,
-            graphs=graphs_fit,
-            accumulate=config.train.accumulate,
+            self.bags,
+            passes=passes_over(
+                model, self.bags, autocast=self.autocast, graphs=graphs_fit, accumulate=config.train.accumulate
+            ),
             all_finite=runtime.all_finite if config.train.on_nan == "skip" else None,
         )
         self.intervals = Intervals(

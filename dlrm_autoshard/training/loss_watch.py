@@ -34,7 +34,7 @@ class LossWatch:
         fingerprints = self._runtime.all_gather(self._step.dense.fingerprint())
         other = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
         if other:
-            copies = "" if self._step.embeddings.replicas is None else ", or copies of tables,"
+            copies = "" if self._step.bags.replicas is None else ", or copies of tables,"
             raise TrainError(
                 f"the dense weights{copies} of rank(s) {', '.join(map(str, other))} are not those of rank 0 after step "
                 f"{steps_done - 1}: a rank's memory or arithmetic is at fault, or the model's code changes them on one "

@@ -13,9 +13,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlrm_autoshard.autoshard.intervals import Ended
 from dlrm_autoshard.config import Config
-from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.lookup.lookups import SentIds
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.step import NotFinite
 from dlrm_autoshard.distributed.tracing import traced
@@ -99,34 +98,37 @@ class Trainer:
     def _train_epoch(self) -> None:
         """From the current position to the epoch's end, or to where the job ends before."""
         job, due = self.job, self.timetable
-        position, step, intervals = job.position, job.step, job.intervals
+        position, intervals, samples = job.position, job.intervals, job.data.samples
         with job.data.batches("train", position.epoch, position.sample) as loader:
-            step.begin_epoch(iter(loader))
+            batches = job.bags.ahead(loader, lambda batch: batch)
             intervals.begin(position.step)
-            while not (step.exhausted or due.finished or job.dense.stop_agreed):
-                batch = self._train_step(sampled=due.batch_is_whole and intervals.is_sampled(position.step))
-                inside = not step.exhausted
+            for batch, ids in batches:
+                self._train_step(ids, sampled=due.batch_is_whole and intervals.is_sampled(position.step))
+                inside = position.sample < samples
                 intervals.after_step(
                     position.epoch, position.step, batch.size, due.steps_left,
-                    whole=not inside or due.interval_due, tell=self._tell,
+                    whole=not inside or due.interval_due, tell=self.log.interval,
                 )  # fmt: skip
                 if inside and due.checkpoint_due:
                     self.saver.save()
                 if inside and not due.out_of_steps and due.evaluation_due:
                     self.evaluations.evaluate(due.split_between_epochs)
-        stopped = not (step.exhausted or due.finished)
+                if due.finished or job.dense.stop_agreed:
+                    break
+        whole = position.sample >= samples
+        stopped = not (whole or due.finished)
         if position.step > intervals.first_step and not stopped:
-            intervals.end(position.epoch, position.step, due.steps_left, tell=self._tell)
-        if step.exhausted:
+            intervals.end(position.epoch, position.step, due.steps_left, tell=self.log.interval)
+        if whole:
             position.epoch, position.sample = position.epoch + 1, 0
         if stopped or due.checkpoint_due_after_epoch:
             self.saver.save()
 
-    def _train_step(self, *, sampled: bool) -> Batch:
-        """A step, and what follows from its loss. Returns the batch; of a loss that is not finite nothing is learned
-        where such batches are left out."""
+    def _train_step(self, ids: SentIds, *, sampled: bool) -> None:
+        """A step, and what follows from its loss: where it is not finite, nothing is learned if such batches are left
+        out."""
         job, log, watch = self.job, self.log, self.watch
-        config, position, ids = job.config, job.position, job.step.ids
+        config, position, batch = job.config, job.position, ids.batch
         scale = lr_scale(position.step, config.schedule)
         tracing = position.step in config.profile.trace_steps
         trace = job.run_dir / "traces" / f"step_{position.step:08d}_rank_{job.runtime.rank:05d}.json"
@@ -136,11 +138,11 @@ class Trainer:
         left_out, loss = False, None
         try:
             with traced(trace, job.clock) if tracing else nullcontext():
-                batch = job.step.run(scale, config.tables.optimizer.lr * scale, sampled=sampled or tracing)
+                job.step.run(ids, scale, config.tables.optimizer.lr * scale, sampled=sampled or tracing)
             if tracing:
                 job.clock.forget_last()  # the profiler's own time is in it
-        except NotFinite as found:
-            batch, left_out = found.batch, True
+        except NotFinite:
+            left_out = True
         position.sample += batch.global_size
         position.step += 1
         logging = position.step % config.train.log_every_steps == 0
@@ -149,8 +151,8 @@ class Trainer:
             watch.left_out(position.step)
         else:
             watch.updated()
-            if sampled and ids is not None:
-                job.intervals.observe(ids, batch.global_size)
+            if sampled and ids.arrived is not None:
+                job.intervals.observe(ids.arrived, batch.global_size)
             if logging or job.runtime.device.type == "cpu":  # on a GPU looking at it makes the queue run dry
                 loss = watch.check(position.step)
             if logging and loss is not None:
@@ -160,13 +162,6 @@ class Trainer:
                 speed = log.display.progress(position.step, loss, job.data.global_batch)
                 log.metrics("train", {name: loss, "examples_per_second": speed})
         log.display.step(loss)
-        return batch
-
-    def _tell(self, ended: Ended) -> None:
-        """Tells of an interval that has ended."""
-        if ended.moved:
-            self.job.step.redistribute()
-        self.log.interval(ended)
 
     # -- before it and after it --------------------------------------------------------------------------------------
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.distributed.device import SideStreams
 from dlrm_autoshard.distributed.lookup.exchange import Exchange, Pending
 from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
 from dlrm_autoshard.distributed.lookup.note import NOTE, agreed, note_of
-from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
 
 
 class DeviceIdDistribution:

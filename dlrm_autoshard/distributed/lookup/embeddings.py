@@ -2,8 +2,8 @@
 
 ids = embeddings.distribute(batch).finish()
 local = embeddings.lookup(ids)                               # [W * B, D_local]
-pooled = embeddings.in_output_order(embeddings.send_pooled(local).wait())    # [B, D]
-embeddings.update(local, embeddings.send_gradients(pooled_gradient).wait())
+pooled = exchange.in_output_order(exchange.send_pooled(local).wait())    # [B, D], by embeddings.exchange
+embeddings.update(local, exchange.send_gradients(pooled_gradient).wait())
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.autograd.graph import GradientEdge
 from dlrm_autoshard.config import ExchangeDtypes, TablesConfig
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
+from dlrm_autoshard.distributed.device import SideStreams
 from dlrm_autoshard.distributed.lookup.device_ids import DeviceIdDistribution
-from dlrm_autoshard.distributed.lookup.exchange import Exchange, Margin, Pending
+from dlrm_autoshard.distributed.lookup.exchange import Exchange
 from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.lookup.means import Means
 from dlrm_autoshard.distributed.lookup.replicas import Reduce, Replicas
 from dlrm_autoshard.distributed.lookup.sequences import SequencePlan
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
-from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
 from dlrm_autoshard.distributed.lookup.wire import Wire
 from dlrm_autoshard.distributed.tables.init import initialise as initialise
 from dlrm_autoshard.distributed.tables.init import start
@@ -39,8 +39,8 @@ from dlrm_autoshard.tables import TableConfig
 class ShardedEmbeddings:
     """All tables of the model, of which this rank owns the shards `plan.tables_on(rank)`.
 
-    The live plan is here, identical on every rank. tables: those that it places. replicas: the others, if there are
-    any, of which every rank has a copy.
+    The live plan is here, identical on every rank, and the exchange under it. tables: those that it places. replicas:
+    the others, if there are any, of which every rank has a copy.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ShardedEmbeddings:
         self.features = tables if isinstance(tables, Features) else Features.one_each(tables)
         self.tables = tuple(table for table in self.features.tables if table.name not in replicated)
         self.config, self.rank, self.device = config, rank, device
-        self.groups, self._exchange_dtypes = (group, id_group), exchange_dtype or ExchangeDtypes()
+        self.groups, self.exchange_dtype = (group, id_group), exchange_dtype or ExchangeDtypes()
         self._link = connect(group) if shared_memory and device.type == "cpu" else None
         self.updates = 0  # training lookups so far: fbgemm's `iter`, which must survive a rebuild
         self.learning_rate = config.optimizer.lr
@@ -102,12 +102,12 @@ class ShardedEmbeddings:
     @property
     def local_shards(self) -> tuple[TableConfig, ...]:
         """This rank's shards, in the order of its lookup: whole tables, and parts as tables of their own."""
-        return self._exchange.local_shards
+        return self.exchange.local_shards
 
     @property
     def local_lookups(self) -> tuple[TableConfig, ...]:
         """The same, each as often as it has features."""
-        return self._exchange.local_lookups
+        return self.exchange.local_lookups
 
     @property
     def world_size(self) -> int:
@@ -116,18 +116,18 @@ class ShardedEmbeddings:
     @property
     def local_dim(self) -> int:
         """Sum of the dims of the shards this rank owns."""
-        return self._exchange.local_dim
+        return self.exchange.local_dim
 
     def adopt(self, plan: ShardingPlan) -> None:
         """Makes `plan` the live one. The bytes of arriving shards must lie in `storage.tensors(name)` already."""
         self.check(plan)
         self.plan = plan.ordered([table.name for table in self.tables])
         group, id_group = self.groups
-        self._exchange = Exchange(
-            self.features, self.plan, self.rank, group, id_group, self.device, self._exchange_dtypes, self._link,
+        self.exchange = Exchange(
+            self.features, self.plan, self.rank, group, id_group, self.device, self.exchange_dtype, self._link,
             self._replicated,
         )  # fmt: skip
-        self.sequences = SequencePlan(self._exchange)
+        self.sequences = SequencePlan(self.exchange)
         self.means = Means.where_needed(
             self.features, self.device, self._replicated, partial=bool(plan.row_split_tables)
         )
@@ -145,7 +145,7 @@ class ShardedEmbeddings:
                 f"the plan splits table '{min(refused)}' by rows, and a sequence looks it up, which needs all "
                 "rows on one rank. Split it by columns, or set autoshard.splits.rows: never."
             )
-        for dtype in {self._exchange_dtypes.vectors, self._exchange_dtypes.gradients}:
+        for dtype in {self.exchange_dtype.vectors, self.exchange_dtype.gradients}:
             Wire(dtype, self.features.tables).check(plan)
         tables, others = {table.name: table for table in self.tables}, self.config.optimizer.splits_tables
         whole = [name for name in plan.column_split_tables if not tables[name].may_split(others)]
@@ -159,8 +159,8 @@ class ShardedEmbeddings:
     def distribute(self, batch: Batch) -> IdDistribution | DeviceIdDistribution:
         """Sends the batch's ids, which are in host memory, on their way to the owners."""
         if self.streams is not None:
-            return DeviceIdDistribution(self._exchange, batch, self.streams)
-        return IdDistribution(self._exchange, batch)
+            return DeviceIdDistribution(self.exchange, batch, self.streams)
+        return IdDistribution(self.exchange, batch)
 
     def dense_on_device(self, batch: Batch) -> Batch:
         """Dense features and labels on their way to the device; ids stay, for `distribute`."""
@@ -195,26 +195,11 @@ class ShardedEmbeddings:
             self.storage.set_updates(self.updates)
         return pooled
 
-    def send_pooled(self, local: Tensor) -> Pending:
-        return self._exchange.send_pooled(local.detach())
-
-    def in_output_order(self, arrived: Tensor, margin: Margin = (0, 0), into: Tensor | None = None) -> Tensor:
-        """[B, margin + D + margin] pooled vectors of this rank's samples, columns as in `output_tables`. into: memory
-        for them."""
-        return self._exchange.in_output_order(arrived, margin, into)
-
-    def send_gradients(self, gradient_BD: Tensor, margin: Margin = (0, 0)) -> Pending:
-        return self._exchange.send_gradients(gradient_BD, margin)
-
     def update(self, lookup: Tensor | GradientEdge, gradient: Tensor) -> None:
         """Fused backward and optimizer step of the local tables. lookup: what `lookup` gave, or its gradient edge.
-        gradient: as `send_gradients` brought it."""
+        gradient: as the exchange brought it."""
         if self.local_dim:
-            torch.autograd.backward(lookup, self.as_gradient(gradient))
-
-    def as_gradient(self, arrived: Tensor) -> Tensor:
-        """[W * B, D_local] float32 gradient of what `lookup` gave, from what `send_gradients` brought."""
-        return self._exchange.as_gradient(arrived)
+            torch.autograd.backward(lookup, self.exchange.as_gradient(gradient))
 
     def set_learning_rate(self, lr: float) -> None:
         self.learning_rate = lr

@@ -167,7 +167,7 @@ class Exchange:
 
     def send_pooled(self, local: Tensor) -> Pending:
         """local: [W * B, D_local] of this rank's tables. Arrives as rank-major blocks; see `in_output_order`."""
-        batch_size = local.shape[0] // self.world_size
+        local, batch_size = local.detach(), local.shape[0] // self.world_size
         if self.world_size == 1 or not self.total_dim:
             return Pending(None, local[:batch_size])
         sent, (own, each) = self._vectors.encode(local), self._splits(self._vectors, batch_size)

@@ -1,18 +1,19 @@
 """Looks vectors up in two halves, between which other work runs: vectors travel forward, gradients backward.
 
-sent = SentIds(batch, embeddings); lookups.send(sent)        # ahead, if at all: while another batch is trained
-lookup = lookups.look_up(sent)               # on every rank; looks up and sends, and returns at once
-pooled_BD = lookup.wait(); loss.backward()   # gradients travel back to the owners, whose tables are updated
+for batch, ids in bags.ahead(batches, lambda batch: batch):    # its ids travel while the batch before is trained
+    lookup = bags.look_up(ids)                   # on every rank; looks up and sends, and returns at once
+    pooled_BD = lookup.wait(); loss.backward()   # gradients travel back to the owners, whose tables are updated
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dlrm_autoshard.data.batch import Batch
@@ -23,8 +24,10 @@ from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, Lo
 from dlrm_autoshard.distributed.lookup.sequences import NoSequences
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.errors import BagsError
-from dlrm_autoshard.model.jagged import Jagged
+from dlrm_autoshard.model.jagged import Jagged, Looked
 from dlrm_autoshard.plan import ShardingPlan
+
+AnyBatch = TypeVar("AnyBatch")
 
 
 class SentIds:
@@ -32,6 +35,8 @@ class SentIds:
 
     def __init__(self, batch: Batch, embeddings: ShardedEmbeddings) -> None:
         self.batch, self.embeddings = batch, embeddings
+        self.looked_up: Callable[[], None] | None = None
+        """Called once, when vectors are on their way, and there is time for something else."""
         self._on_the_way: IdDistribution | DeviceIdDistribution | None = None
         self._arrived: LocalIds | None = None
         self._plan: ShardingPlan | None = None
@@ -60,39 +65,124 @@ class SentIds:
         return arrived
 
 
-class Lookups:
-    """The lookups of one training loop in one set of tables, and the ids that were sent for the next one."""
+class EmbeddingBags(nn.Module):
+    """Tables that lie on the ranks, as one module for any training loop: `loss.backward()` updates them.
+
+    plan: the live one. replicas: the tables of which every rank has a copy. overlap: whether what travels is waited for
+    late. Called on every rank, with as many samples on each.
+    """
 
     def __init__(
         self,
-        embeddings: ShardedEmbeddings,
+        sharded: ShardedEmbeddings,
         clock: StageClock,
         *,
         average: bool,
         overlap: bool = True,
         columns: tuple[Tensor, Tensor] | None = None,
-        arrive: bool = True,
     ) -> None:
         """average: the loss is the mean over this rank's samples, so gradients are averaged over ranks, as DDP does;
         False: it is this rank's share of the mean over all samples, and they are summed. overlap: False waits for each
-        transfer where it starts. columns: the output's column of each wanted one, and the inverse. arrive: the backward
-        pass ends when ids that were sent ahead have arrived; False: somebody calls `arrive` after it."""
-        self.embeddings, self.clock, self.average, self.columns = embeddings, clock, average, columns
-        self._overlap, self._arrive = overlap, arrive
+        transfer where it starts. columns: the output's column of each wanted one, and the inverse; None: those of
+        `sharded.output_tables`."""
+        super().__init__()
+        self.sharded, self.clock, self.device, self.replicas = sharded, clock, sharded.device, sharded.replicas
+        self.average, self.overlap, self.columns = average, overlap, columns
         self._ahead: SentIds | None = None  # on their way
+        self._heard: list[Callable[[LocalIds, int], None]] = []
+
+    @property
+    def plan(self) -> ShardingPlan:
+        return self.sharded.plan
+
+    @property
+    def table_lr(self) -> float:
+        """The fused optimizer's learning rate; set it between steps."""
+        return self.sharded.learning_rate
+
+    @table_lr.setter
+    def table_lr(self, lr: float) -> None:
+        self.sharded.set_learning_rate(lr)
 
     @property
     def overlaps(self) -> bool:
         """False in sampled steps, so that each stage's time is its own."""
-        return self._overlap and not self.clock.sampled
+        return self.overlap and not self.clock.sampled
 
-    def look_up(self, sent: SentIds, *, training: bool = True) -> Lookup:
-        ids, embeddings, clock = self.ids(sent, timed=training), self.embeddings, self.clock
-        sequences = embeddings.sequences.of(ids, sent.batch.lengths_TB)
-        with clock.stage("fwd_compute") if training else nullcontext():
-            local = [embeddings.lookup(ids, training=training), *sequences.look_up(embeddings.storage)]
+    def on_lookup(self, listener: Callable[[LocalIds, int], None]) -> None:
+        """`listener(ids, B)` hears of each training lookup: the ids that reached this rank, the samples of one rank."""
+        self._heard.append(listener)
+
+    def forward(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> Tensor | Looked:
+        """[B, sum of dims] float32; with sequences: that of the others, and each sequence's `Jagged` by name."""
+        lookup = self._started(ids, values_N, weights_N)
+        pooled_BD = lookup.wait()
+        return Looked(pooled_BD, lookup.sequences) if self.sharded.features.sequences else pooled_BD
+
+    def look_up(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> Lookup:
+        """Ids as `forward` takes them. Returns at once: what is computed before `wait()` is called on what this returns
+        runs while vectors travel, and its backward pass while their gradients do. Sequences are its `sequences`."""
+        lookup = self._started(ids, values_N, weights_N)
+        if self.trains:
+            self.clock.begin("dense_fwd")
+        return lookup
+
+    def send(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> SentIds:
+        """Sends ids, given as to `forward`, to their tables' owners: they travel during the backward pass that follows.
+        On every rank; `forward` takes what this returns in their place. Tables may have moved meanwhile."""
+        sent = self._given(ids, values_N, weights_N)
+        self.arrive(timed=False)
+        self._ahead = sent
+        if self.overlaps:
+            sent.start()
+        return sent
+
+    def ahead(self, batches: Iterable[AnyBatch], ids_of: Callable[[AnyBatch], Any]) -> Ahead[AnyBatch]:
+        """Batches with their ids; give them to `forward` or `look_up`, which fetch the batch after and send its ids.
+        ids_of: of a batch, what `forward` takes: a tuple (lengths_TB, values_N), or with weights_N, or a
+        KeyedJaggedTensor."""
+
+        def sent_of(batch: AnyBatch) -> SentIds:
+            ids = ids_of(batch)
+            return self._given(*ids) if isinstance(ids, tuple) else self._given(ids)
+
+        return Ahead(self, batches, sent_of)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a backward pass follows a lookup."""
+        return self.training and torch.is_grad_enabled()
+
+    def _given(self, ids: Any, values_N: Tensor | None = None, weights_N: Tensor | None = None) -> SentIds:
+        """ids: a `Batch` that was checked, or those that were sent before."""
+        if isinstance(ids, Batch):
+            return SentIds(self.sharded.dense_on_device(ids), self.sharded)
+        if ids.embeddings is not self.sharded:
+            raise BagsError("these ids were sent by other ShardedEmbeddingBags. Give each what its own `send` returns.")
+        if values_N is not None or weights_N is not None:
+            raise BagsError("ids that were sent already have their values and weights with them.")
+        sent: SentIds = ids
+        return sent
+
+    def _started(self, ids: Any, values_N: Tensor | None, weights_N: Tensor | None) -> Lookup:
+        sent = self._given(ids, values_N, weights_N)
+        lookup, follow = self._looked_up(sent), sent.looked_up
+        if follow is not None:
+            sent.looked_up = None
+            follow()
+        return lookup
+
+    def _looked_up(self, sent: SentIds) -> Lookup:
+        sharded, clock, training = self.sharded, self.clock, self.trains
+        ids = self.ids(sent, timed=training)
+        sequences = sharded.sequences.of(ids, sent.batch.lengths_TB)
         if not training:
+            local = [sharded.lookup(ids, training=False), *sequences.look_up(sharded.storage)]
             return Lookup(self, local, sent.batch, sequences, training=False)
+        for listener in self._heard:
+            listener(ids, ids.batch_size)
+        with clock.stage("fwd_compute"):
+            local = [sharded.lookup(ids), *sequences.look_up(sharded.storage)]
         first = next((vectors.grad_fn for vectors in local if vectors.grad_fn is not None), None)
         if first is None:  # of no tables; else the node that was made first is the last that autograd takes
             local[0].register_post_accumulate_grad_hook(lambda _: self._updated())
@@ -103,21 +193,14 @@ class Lookups:
             return Lookup(self, local, sent.batch, sequences, training=True)
 
     def _updated(self) -> None:
-        """The backward pass has updated the tables: its end, as far as they are concerned."""
+        """The backward pass has updated the tables. It ends when ids that were sent ahead have arrived."""
         self.clock.end()
-        if self.embeddings.replicas is not None:
+        if self.replicas is not None:
             with self.clock.stage("grad_allreduce"):
-                self.embeddings.replicas.finish_alone()
-        if self._arrive:
-            self.arrive(timed=True)
+                self.replicas.finish_alone()
+        self.arrive(timed=True)
 
     # -- ids ahead: one batch's at a time, through the backward pass of another ----------------------------------------
-
-    def send(self, sent: SentIds) -> None:
-        self.arrive(timed=False)
-        self._ahead = sent
-        if self.overlaps:
-            sent.start()
 
     def send_values(self) -> None:
         if self._ahead is not None:
@@ -141,6 +224,54 @@ class Lookups:
             return sent.finish()
 
 
+class Ahead(Generic[AnyBatch]):
+    """Batches and their ids, which are with their owners before the batch's turn comes: the following batch is fetched,
+    and its ids are sent, while the vectors of the one at hand travel. On a GPU one more is there, so that its rows can
+    be fetched to the device."""
+
+    def __init__(
+        self, bags: EmbeddingBags, batches: Iterable[AnyBatch], sent_of: Callable[[AnyBatch], SentIds]
+    ) -> None:
+        """The first ids are sent at once. Collective."""
+        self._bags, self._batches, self._sent_of = bags, iter(batches), sent_of
+        self._waiting: deque[tuple[AnyBatch, SentIds]] = deque()
+        self._bring()
+
+    def __iter__(self) -> Iterator[tuple[AnyBatch, SentIds]]:
+        return self
+
+    def __next__(self) -> tuple[AnyBatch, SentIds]:
+        self._bring()
+        if not self._waiting:
+            raise StopIteration
+        batch, sent = self._waiting.popleft()
+        sent.looked_up = self._follow
+        return batch, sent
+
+    def _bring(self) -> None:
+        """Waits until ids of as many batches as are wanted are with their owners, who are others where tables have
+        moved."""
+        while len(self._waiting) < self._bags.sharded.batches_ahead and self._fetch():
+            pass
+        for _, sent in self._waiting:
+            self._bags.ids(sent, timed=False)
+
+    def _fetch(self) -> bool:
+        for batch in self._batches:
+            self._waiting.append((batch, self._sent_of(batch)))
+            return True
+        return False
+
+    def _follow(self) -> None:
+        bags = self._bags
+        if bags.overlaps and self._waiting and (ids := self._waiting[0][1].arrived) is not None:
+            bags.sharded.prefetch(ids)
+        with bags.clock.stage("data_wait"):
+            fetched = self._fetch()
+        if fetched:
+            bags.send(self._waiting[-1][1])
+
+
 class Lookup:
     """Pooled vectors on their way to the ranks that asked for them. Each is waited for once, in any order; one that is
     not needed any more is cancelled, or just dropped.
@@ -151,14 +282,14 @@ class Lookup:
     """
 
     def __init__(
-        self, lookups: Lookups, local: list[Tensor], batch: Batch, rows: NoSequences, *, training: bool
+        self, bags: EmbeddingBags, local: list[Tensor], batch: Batch, rows: NoSequences, *, training: bool
     ) -> None:
         """local: what the tables' owner looked up: of all together, and of each one with sequences. rows: of these."""
-        self._lookups, self._batch, self._rows, self._training = lookups, batch, rows, training
+        self.batch, self._bags, self._rows, self._training = batch, bags, rows, training
         self.sequences: dict[str, Jagged] = {}  # after `wait()`: the vectors that are not pooled
-        replicas = lookups.embeddings.replicas
+        replicas = bags.replicas
         self._replicated = None if replicas is None else replicas.look_up(batch, training=training)
-        self._plan = lookups.embeddings.plan
+        self._plan = bags.sharded.plan
         self._vectors: Pending | None = None
         self._gradients: Pending | None = None
         self._over = False
@@ -174,7 +305,7 @@ class Lookup:
         if self._vectors is None:
             raise BagsError("a lookup was waited for twice, or after it was cancelled. Keep what `wait()` gave.")
         if self._training:
-            clock, token, self._token = self._lookups.clock, self._token, None
+            clock, token, self._token = self._bags.clock, self._token, None
             pooled, *of_sequences = _Wait.apply(token, self, margin, into)
             clock.begin("dense_fwd")
         else:
@@ -189,30 +320,30 @@ class Lookup:
         if self._vectors is not None:
             self._vectors.wait()
         if self._training:
-            self._lookups.embeddings.take_back_lookup()
+            self._bags.sharded.take_back_lookup()
         self._vectors = self._token = self._replicated = None
         self._over = True
 
     # -- what the two nodes do -----------------------------------------------------------------------------------------
 
     def send(self, pooled: Tensor, *local: Tensor) -> None:
-        pending = self._lookups.embeddings.send_pooled(self._rows.with_pooled(pooled, local))
+        pending = self._bags.sharded.exchange.send_pooled(self._rows.with_pooled(pooled, local))
         self._vectors = self._rows.send(local, pending)
-        if not self._lookups.overlaps:
+        if not self._bags.overlaps:
             self._vectors.wait()
 
     def receive(self, margin: Margin, into: Tensor | None) -> list[Tensor]:
         """Pooled vectors, and each sequence's."""
-        embeddings, columns, vectors = self._lookups.embeddings, self._lookups.columns, self._vectors
+        sharded, columns, vectors = self._bags.sharded, self._bags.columns, self._vectors
         self._check_plan()
         assert vectors is not None
         self._vectors = None  # memory that is done with goes at once
         inner = margin if columns is None else (0, 0)
-        stage = self._lookups.clock.stage if self._training else lambda _: nullcontext()
+        stage = self._bags.clock.stage if self._training else lambda _: nullcontext()
         with stage("fwd_comms"):
-            pooled_BD = embeddings.in_output_order(vectors.wait(), inner, into if columns is None else None)
-            if embeddings.means is not None:
-                embeddings.means.divide_(pooled_BD, self._batch.lengths_TB, inner)
+            pooled_BD = sharded.exchange.in_output_order(vectors.wait(), inner, into if columns is None else None)
+            if sharded.means is not None:
+                sharded.means.divide_(pooled_BD, self.batch.lengths_TB, inner)
             of_sequences = self._rows.values()
             if self._replicated is None:
                 return [self._as_given(pooled_BD, margin, into), *of_sequences]
@@ -222,14 +353,14 @@ class Lookup:
 
     def _as_given(self, pooled_BD: Tensor, margin: Margin, into: Tensor | None) -> Tensor:
         """With columns in the order in which the tables were given."""
-        columns = self._lookups.columns
+        columns = self._bags.columns
         if columns is None:
             return pooled_BD
         pooled_BD = pooled_BD.index_select(1, columns[0])
         return with_margin(pooled_BD, margin, into) if any(margin) or into is not None else pooled_BD
 
     def send_gradients(self, gradient_BD: Tensor, of_sequences: Sequence[Tensor], margin: Margin) -> None:
-        lookups, embeddings, clock = self._lookups, self._lookups.embeddings, self._lookups.clock
+        bags, sharded, clock = self._bags, self._bags.sharded, self._bags.clock
         if self._over:
             raise BagsError(
                 "a second backward pass came through one lookup, or one after its cancel(): each would update the "
@@ -239,18 +370,18 @@ class Lookup:
         self._over = True
         clock.barrier("bwd_comms")
         with clock.stage("bwd_comms"):
-            if lookups.columns is not None:
-                gradient_BD = without_margin(gradient_BD, margin).index_select(1, lookups.columns[1])
+            if bags.columns is not None:
+                gradient_BD = without_margin(gradient_BD, margin).index_select(1, bags.columns[1])
                 margin = (0, 0)
-            if lookups.average:
-                gradient_BD = gradient_BD / embeddings.world_size
-                of_sequences = [gradient / embeddings.world_size for gradient in of_sequences]
-            if embeddings.means is not None:
-                own = gradient_BD if lookups.average else gradient_BD.clone()  # others may read what autograd gave
-                gradient_BD = embeddings.means.divide_(own, self._batch.lengths_TB, margin)
-            pending = embeddings.send_gradients(gradient_BD.contiguous(), margin)
+            if bags.average:
+                gradient_BD = gradient_BD / sharded.world_size
+                of_sequences = [gradient / sharded.world_size for gradient in of_sequences]
+            if sharded.means is not None:
+                own = gradient_BD if bags.average else gradient_BD.clone()  # others may read what autograd gave
+                gradient_BD = sharded.means.divide_(own, self.batch.lengths_TB, margin)
+            pending = sharded.exchange.send_gradients(gradient_BD.contiguous(), margin)
             self._gradients = self._rows.send_gradients(of_sequences, pending)
-            if not lookups.overlaps:
+            if not bags.overlaps:
                 self._gradients.wait()
         clock.begin("dense_bwd")
         if self._replicated is not None:
@@ -258,17 +389,17 @@ class Lookup:
 
     def receive_gradients(self) -> list[Tensor]:
         """[W * B, D_local], for the kernel that updates the tables; and what each one's with sequences takes."""
-        lookups, clock, gradients = self._lookups, self._lookups.clock, self._gradients
+        bags, clock, gradients = self._bags, self._bags.clock, self._gradients
         assert gradients is not None
         self._gradients = None
         clock.end()
-        lookups.send_values()
-        arrived = self._rows.as_gradients(lookups.embeddings.as_gradient(gradients.wait()))
+        bags.send_values()
+        arrived = self._rows.as_gradients(bags.sharded.exchange.as_gradient(gradients.wait()))
         clock.begin("bwd_compute")
         return arrived
 
     def _check_plan(self) -> None:
-        if self._plan is not self._lookups.embeddings.plan:
+        if self._plan is not self._bags.sharded.plan:
             raise BagsError(
                 "tables moved between look_up and the backward pass that belongs to it. Move them, or call "
                 "Autoshard.step(), between steps."

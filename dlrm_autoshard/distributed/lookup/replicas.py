@@ -19,9 +19,9 @@ from torch import Tensor
 from dlrm_autoshard.config import TableOptimizerConfig
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
+from dlrm_autoshard.distributed.device import SideStreams
 from dlrm_autoshard.distributed.lookup.exchange import Pending
 from dlrm_autoshard.distributed.lookup.shared_memory import SharedMemory
-from dlrm_autoshard.distributed.lookup.side_streams import SideStreams
 from dlrm_autoshard.distributed.tables.init import start
 from dlrm_autoshard.tables import TableConfig, output_order
 
@@ -54,6 +54,8 @@ class Reduce:
     def __call__(self, values: Tensor) -> Pending:
         if self.link is not None:
             return Pending(self.link.all_reduce(values), values)
+        if dist.get_world_size(self.group) == 1:
+            return Pending(None, values)
         work = dist.all_reduce(values, group=self.group, async_op=True)
         return Pending(work.wait, values)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dlrm_autoshard.distributed.lookup.shared_memory import RankGone
 from dlrm_autoshard.errors import UserError
 
-_WAITS = {"wait", "_await", "finish", "finish_oldest", "blame", "send_values", "_read_stop", "all_finite"}
+_WAITS = {"wait", "_await", "finish", "finish_oldest", "blame", "send_values", "read_late", "all_finite"}
 """Functions of distributed/ that wait for other ranks, or for a device that does."""
 
 

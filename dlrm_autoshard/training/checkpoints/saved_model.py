@@ -23,7 +23,9 @@ from dlrm_autoshard.data.loader import Loader, reader_threads
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.lookup.lookups import EmbeddingBags
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
+from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.model.dlrm import DenseArch, make_model
 from dlrm_autoshard.plan import PlanError, ShardingPlan, Splits, Topology
@@ -43,7 +45,7 @@ class SavedModel:
     runtime: Runtime
     config: Config
     source: DataSource
-    embeddings: ShardedEmbeddings
+    bags: EmbeddingBags
     dense: DenseArch
     position: Position
     labelled: bool
@@ -68,7 +70,7 @@ class SavedModel:
             cores=runtime.loader_cores,
             labelled=self.labelled,
         ) as batches:
-            return gathered_logits(self.dense, self.embeddings, batches, runtime, autocast=bf16)
+            return gathered_logits(self.dense, self.bags, batches, runtime, autocast=bf16)
 
 
 @contextmanager
@@ -111,7 +113,9 @@ def saved_model(
         state = TrainingState(runtime, checkpoints, embeddings, dense, columns, None, states=states)
         saved, _ = state.load_weights(path)
         position = Position(saved.epoch, saved.sample, saved.step)
-        yield SavedModel(runtime, config, source, embeddings, model.eval(), position, labelled)
+        clock = StageClock(runtime.device, runtime.control)
+        bags = EmbeddingBags(embeddings, clock, average=False)
+        yield SavedModel(runtime, config, source, bags, model.eval(), position, labelled)
 
 
 def config_of(run: Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Config:
