@@ -8,6 +8,7 @@ stats[0].mean_pooling, stats[0].reuse_histogram          # 1.0, (0.1, 0.2, ...)
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -221,6 +222,21 @@ class TableConfig:
             if one.columns == other.columns and one.rows[1] == other.rows[0]:
                 return self.row_range(one.rows[0], other.rows[1]).part(*one.columns)
         return None
+
+    def even_columns(self, parts: int, min_dim: int) -> tuple[TableConfig, ...] | None:
+        """Returns parts of about as many columns each; None where one would have less than `min_dim`."""
+        start, blocks = self.columns[0], self.embedding_dim // 4
+        if 4 * (blocks // parts) < max(4, min_dim):
+            return None
+        edges = [start + 4 * -(-blocks * number // parts) for number in range(parts + 1)]
+        return tuple(self.part(*columns) for columns in itertools.pairwise(edges))
+
+    def even_rows(self, parts: int) -> tuple[TableConfig, ...] | None:
+        """Returns parts of about as many rows each; None where there are fewer rows than parts."""
+        if self.num_embeddings < parts:
+            return None
+        edges = [self.rows[0] + -(-self.num_embeddings * number // parts) for number in range(parts + 1)]
+        return tuple(self.row_range(*rows) for rows in itertools.pairwise(edges))
 
     def halves_by_rows(self) -> tuple[TableConfig, TableConfig] | None:
         """None where there is one row."""

@@ -187,6 +187,15 @@ def test_auto_never_returns_a_split_plan_that_its_evidence_calls_slower_than_an_
         assert unsplit and result.chosen.estimate_ms <= min(c.estimate_ms for c in unsplit)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_a_table_with_nearly_all_lookups_is_cut_into_one_part_a_rank(ranks: int) -> None:
+    """Halvings alone would make it two, four or eight."""
+    tables, stats = some_tables(8, seed=2)
+    tables, stats = [TableConfig("big", 100_000, 240), *tables], [TableStats(120.0, batch_size=BATCH), *stats]
+    plan = learned().plan(task_of(tables, stats, ranks, Splits(max_parts=6, min_dim=4))).plan
+    assert len(plan.parts_of("big")) == len(plan.ranks_of("big")) == ranks
+
+
 def test_splitting_stops_where_it_gains_nothing() -> None:
     tables, stats = some_tables(30, seed=4)
     task = task_of(tables, stats, 2)  # two ranks are balanced with whole tables

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from dlrm_autoshard.planner.moves.proposals import proposals
 from dlrm_autoshard.planner.result import Candidate, Gain, PlanResult
 from dlrm_autoshard.planner.saved_state import PlannerRecord
 from dlrm_autoshard.planner.search.local_search import deadline_in
-from dlrm_autoshard.planner.search.splits import Splitted, dear_shards, split_search, with_halves
+from dlrm_autoshard.planner.search.splits import split_search
 from dlrm_autoshard.planner.task import MeasureTask, PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 
@@ -106,31 +107,12 @@ class Planner:
             would_split=next(iter(splitted), None) if not task.splits.allowed else None,
         )
 
-    def worth_measuring(self, task: PlacementTask, *, budget_seconds: float | None = None) -> float:
-        """ms of a step that choosing among the candidates would save, on average, once all tables were measured, and
-        half of those that make ranks slow, where they may be split: what a width takes that was not measured is a
-        guess, so that no search finds that it pays."""
-        deadline = deadline_in(budget_seconds)
-        candidates = self.makers.candidates("auto", task, self.costs.costs_of, deadline)
-        plans, names = [candidate.plan for candidate in candidates], list(task.names)
-        if task.splits.allowed:
-            best_plan = min(candidates, key=lambda candidate: candidate.predicted_ms).plan
-            now = task.split_as(best_plan)
-            start = Splitted(now, self.costs.costs_of(now), now.ranks_from(best_plan), 0.0)
-            for name in dear_shards(start):
-                child = with_halves(start, name, self.costs.costs_of, deadline)
-                if child is not None:
-                    plans.append(child.task.plan_from(child.rank_U))
-                    names += [half for half in child.task.names if half not in now.names][:1]
-        estimated = self.costs.estimates(task, plans, alone=names)
-        return estimated.worth_knowing() * float(estimated.step_ms.min())
-
     def _splitted(
         self, task: PlacementTask, candidates: Sequence[Candidate], deadline: float | None
     ) -> list[Candidate]:
         """Returns a candidate with tables split, where that is predicted to cost less than the best whole one."""
         best_plan = min(candidates, key=lambda candidate: candidate.predicted_ms).plan
-        start = task.split_as(best_plan)
+        start = replace(task, splits=replace(task.splits, allowed=True)).split_as(best_plan)
         found = split_search(start, self.costs.costs_of, start.ranks_from(best_plan), deadline)
         return [Candidate("split+search", one.task.plan_from(one.rank_U), one.step_ms) for one in found]
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from dlrm_autoshard.costs import StepProfile
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Splits, Topology, check_plan, shard_tables
+from dlrm_autoshard.plan.cuts import Piece, pieces_of
 from dlrm_autoshard.planner.units import Units, units_of
 from dlrm_autoshard.tables import Shard, TableConfig, TableStats, memory_bytes, stats_of_part, stats_of_whole
 
@@ -191,27 +192,25 @@ class PlacementTask:
         """[U] rank of each unit in `plan`, legal or not; -1 of shards that it does not have."""
         return np.array([plan.rank_of.get(self.tables[members[0]].name, -1) for members in self.units.members])
 
-    def halves(self, name: str) -> tuple[TableConfig, TableConfig] | None:
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The tables as they are cut, but for what need be on one rank with something."""
+        return pieces_of(self.tables, self.wholes, self.constraints)
+
+    def halves(self, name: str, *, rows: bool = False) -> tuple[TableConfig, TableConfig] | None:
         """Halves the shard `name`, where it may be split once more: its table's parts are not too many, halves not too
-        narrow, and nothing asks that they share a rank."""
+        narrow, and nothing asks that they share a rank. rows: by rows, into as many parts as there are."""
         table, shard = self.shard(name)[0], Shard.parse(name)
-        if len(self.shards_of[shard.table]) >= self.splits.max_parts or self.constraints.bind(shard):
+        if self.constraints.bind(shard):
             return None
-        return table.halves(self.splits.min_dim) if table.may_split(True) else None
+        if rows:
+            return table.halves_by_rows() if self.splits.rows else None
+        few = len(self.shards_of[shard.table]) < self.splits.max_parts
+        return table.halves(self.splits.min_dim) if few and table.may_split(True) else None
 
-    def split(self, name: str) -> PlacementTask | None:
-        return self._with_halves(name, self.halves(name))
-
-    def split_by_rows(self, name: str) -> PlacementTask | None:
-        """With the shard `name` as two ranges of rows; None where it has one row, or must be on one rank."""
-        bound = not self.splits.rows or self.constraints.bind(Shard.parse(name))
-        return None if bound else self._with_halves(name, self.shard(name)[0].halves_by_rows())
-
-    def _with_halves(self, name: str, halves: tuple[TableConfig, TableConfig] | None) -> PlacementTask | None:
-        if halves is None:
-            return None
-        at = self.names.index(name)
-        return self.with_shards([*self.tables[:at], *halves, *self.tables[at + 1 :]])
+    def split(self, name: str, *, rows: bool = False) -> PlacementTask | None:
+        halves, at = self.halves(name, rows=rows), self.names.index(name)
+        return None if halves is None else self.with_shards([*self.tables[:at], *halves, *self.tables[at + 1 :]])
 
 
 MeasureTask = Callable[[PlacementTask, Sequence[ShardingPlan]], list[StepProfile]]

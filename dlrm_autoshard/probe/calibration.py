@@ -26,6 +26,7 @@ from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.cost_log import CostLog
 from dlrm_autoshard.probe.shard_probe import ShardTime, median_time, spread_of_times
 from dlrm_autoshard.probe.shipped_costs import start_warm
+from dlrm_autoshard.probe.worth_measuring import worth_measuring
 from dlrm_autoshard.tables import TableConfig, lookup_work
 
 MOST_SETS, MOST_ALONE, MOST_PARTS = 64, 128, 16
@@ -142,7 +143,7 @@ def measuring_pays(planner: Planner, task: PlacementTask, budget_seconds: float,
     """Whether having measured all tables would save more, on average, than measuring them takes."""
     if steps is None:
         return True
-    worth_ms = planner.worth_measuring(task, budget_seconds=MEASURING_SHARE * budget_seconds)
+    worth_ms = worth_measuring(planner, task, budget_seconds=MEASURING_SHARE * budget_seconds)
     return steps * worth_ms / 1000 > MEASURING_SHARE * budget_seconds
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import numpy as np
+
 from dlrm_autoshard.plan import PlanError, ShardingPlan
 from dlrm_autoshard.planner.candidates import KICKS, MEDIUM, CandidateMakers
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
@@ -15,7 +17,7 @@ from dlrm_autoshard.planner.moves.relabel import relabelled
 from dlrm_autoshard.planner.result import Candidate
 from dlrm_autoshard.planner.search.local_search import late, optima, search
 from dlrm_autoshard.planner.search.moving import Moving
-from dlrm_autoshard.planner.search.splits import Splitted, fitting, merged, split_search
+from dlrm_autoshard.planner.search.splits import CostsOf, Splitted, fitting, placed_beside, searched, split_search
 from dlrm_autoshard.planner.task import PlacementTask
 
 PROPOSALS = 5
@@ -100,4 +102,19 @@ def _away_from_hosts(costs: LearnedCosts, task: PlacementTask, deadline: float |
         except PlanError:  # the others have no room for its tables, or there are no others
             continue
         found.append(Candidate(f"away from host {number}", rest.plan_from(rank_U), 0.0))
+    return found
+
+
+def merged(task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline: float | None = None) -> list[Splitted]:
+    """For each split table, a placement in which it is whole again, but for cuts that constraints ask for, and all else
+    begins where it is."""
+    start = Splitted(task, costs_of(task), rank_U, float("inf"))
+    found = []
+    for table in task.wholes:
+        parts, pieces = task.shards_of[table.name], task.constraints.pieces(table)
+        if len(parts) > len(pieces) and not late(deadline):
+            at = task.names.index(parts[0][0].name)
+            whole = task.with_shards([*task.tables[:at], *pieces, *task.tables[at + len(parts) :]])
+            child = placed_beside(start, whole, costs_of(whole), deadline)
+            found += [] if child is None else [searched(child, deadline)]
     return found

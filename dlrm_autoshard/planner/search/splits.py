@@ -1,4 +1,4 @@
-"""Which tables to split, and where the parts go: a beam over halvings (NeuroShard, MLSys 2023).
+"""Which tables to split, and where the parts go: from the fewest cuts that balance ranks, a search over others.
 
 task = fitting(task)                            # tables that fit no rank whole are split until a plan exists
 found = split_search(task, costs_of, rank_U)    # Splitted(task of shards, placement, ms), best first
@@ -6,32 +6,37 @@ found = split_search(task, costs_of, rank_U)    # Splitted(task of shards, place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dlrm_autoshard.plan import PlanError
+from dlrm_autoshard.plan.cuts import by_rows
 from dlrm_autoshard.planner.feasible import feasible, short_in_all
 from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.search.local_search import improve, late
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
 from dlrm_autoshard.planner.units import Room
-from dlrm_autoshard.tables import Shard
+from dlrm_autoshard.tables import TableConfig
 
-BEAM, MOST_HALVINGS = 3, 10
-"""With a beam of 2 and 4 moves a child, 20 x 8 and 50 x 8 end at the same costs in five sixths of the time, but
-200 x 64 at up to 20% higher ones and 1,000 x 128 at 13% higher ones."""
+BEAM, MOST_HALVINGS = 2, 10
 LEAST_GAIN = 0.003
-"""Part of a step that one halving more must save."""
-PATIENCE = 1
-"""Halvings in a row that may save less: two equal parts, or two stages' slowest ranks, are relieved one by one."""
-FEW_MOVES = 10
-"""Moves in a child's local search: there are dozens, and only the likeliest are searched thoroughly."""
+"""Part of a step that other cuts must save."""
+PATIENCE = 2
+"""Times in a row that more cuts may leave a costlier step, before no more are tried."""
+FEW_MOVES = 5
+"""Moves in a way's first local search: there are dozens, and only the likeliest are searched thoroughly."""
 RECEIVING = 2
 """Among the stages that searches see."""
 THOROUGH_KICKS, HINT_HALVINGS = 5, 40
+SMALL_PART, CHEAPER = 0.25, 0.95
+"""Part of a rank's even share of all costs that needs no cut. Part of its cost that a cut must bring the costliest part
+below: on a GPU 16 columns take as long as 32."""
+ROWS_SURE = 0.05
+"""Part of a step that splits by rows must save over others: they change the order in which a bag is summed."""
 CostsOf = Callable[[PlacementTask], TaskCosts]
 
 
@@ -55,19 +60,17 @@ def fitting(task: PlacementTask) -> PlacementTask:
         feasible(task)
         return task
     except PlanError as error:
-        refusal = error
+        reason = error
     if short_in_all(task) > 0:
-        raise refusal
-    if asked.allowed and (split := _halved_to_fit(task)) is not None:
-        return split
-    if asked.rows and (split := _halved_to_fit(task, rows=True)) is not None:
-        return split
+        raise reason
+    for rows, may in ((False, asked.allowed), (True, asked.rows)):
+        if may and (split := _halved_to_fit(task, rows=rows)) is not None:
+            return split
     for splits in (replace(asked, allowed=True), replace(asked, allowed=True, max_parts=2**16, min_dim=4)):
-        split = None if splits == asked else _halved_to_fit(replace(task, splits=splits), most=HINT_HALVINGS)
-        if split is not None:
-            set_so = asked.settings_for(split.tables)
-            raise PlanError(f"{refusal} Split by columns, the tables would fit: set {set_so}.")
-    raise PlanError(f"{refusal} Splitting tables by columns{' and by rows' * asked.rows} was tried, too.")
+        other = replace(task, splits=splits)
+        if splits != asked and (split := _halved_to_fit(other, most=HINT_HALVINGS)) is not None:
+            raise PlanError(f"{reason} Split by columns, the tables would fit: set {asked.settings_for(split.tables)}.")
+    raise PlanError(f"{reason} Splitting tables by columns{' and by rows' * asked.rows} was tried, too.")
 
 
 def _halved_to_fit(task: PlacementTask, *, rows: bool = False, most: int | None = None) -> PlacementTask | None:
@@ -75,8 +78,7 @@ def _halved_to_fit(task: PlacementTask, *, rows: bool = False, most: int | None 
     Halves take no less."""
     for _ in range(most or MOST_HALVINGS * task.world_size):
         by_bytes = sorted(task.names, key=lambda name: -task.table_bytes[name])
-        ways = (task.split_by_rows(name) if rows else task.split(name) for name in by_bytes)
-        halved = next((half for half in ways if half is not None), None)
+        halved = next((half for name in by_bytes if (half := task.split(name, rows=rows)) is not None), None)
         if halved is None or short_in_all(halved) > 0:
             return None
         try:
@@ -88,60 +90,102 @@ def _halved_to_fit(task: PlacementTask, *, rows: bool = False, most: int | None 
 
 
 def split_search(
-    task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline: float | None = None
+    task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline: float | None = None, *, rows: bool = False
 ) -> list[Splitted]:
     """Ways to split that beat the task as it is under the placement `rank_U`, best first; none where none does.
 
-    Each round halves, of every node in the beam, the shards that make ranks slow: of each stage's slowest rank the one
-    that is dearest in it, alone or with all parts of its table that are as wide. The parts go where they cost least,
-    and a few moves tell which children are worth a local search; where it gains little, the best gets a placement anew.
+    First tables are cut as seldom as leaves no part too costly; then those that make ranks slow are cut otherwise. The
+    parts go where they cost least, and a few moves tell which ways are worth a local search; where it gains little, the
+    best gets a placement anew. rows: splits may be by rows, which must save `ROWS_SURE` more.
     """
     costs = costs_of(task)
-    start = Splitted(task, costs, rank_U, costs.step_ms(rank_U))
-    beam, best, seen, in_vain = [start], start, set[frozenset[str]](), 0
-    for _ in range(MOST_HALVINGS if task.splits.max_parts > 1 else 0):
-        children = []
-        for node in beam:
-            for name in dear_shards(node):
-                for halved in _halvings(node.task, name):
-                    if frozenset(halved.names) in seen or late(deadline):
-                        continue
-                    seen.add(frozenset(halved.names))
-                    child = _placed(node, halved, costs_of(halved), deadline)
-                    if child is not None:
-                        children.append(child)
-        likeliest = sorted(children, key=lambda child: child.step_ms)[:BEAM]
-        beam = sorted((_searched(child, deadline) for child in likeliest), key=lambda child: child.step_ms)
-        if beam and beam[0].step_ms >= best.step_ms * (1 - LEAST_GAIN):
+    start = best = Splitted(task, costs, rank_U, costs.step_ms(rank_U))
+    before, seen = _by_rows(task), {frozenset(task.names)}
+
+    def asked_ms(one: Splitted) -> float:
+        return one.step_ms * (1 + ROWS_SURE * (not _by_rows(one.task) <= before))
+
+    def placed(ways: Iterable[PlacementTask], node: Splitted, patience: float = math.inf) -> Iterator[Splitted]:
+        """Ends where so many ways in a row cost more than one before."""
+        least_ms, in_vain = math.inf, 0
+        for way in ways:
+            if in_vain >= patience or late(deadline):
+                return
+            if frozenset(way.names) not in seen:
+                seen.add(frozenset(way.names))
+                if (child := placed_beside(node, way, costs_of(way), deadline)) is not None:
+                    in_vain = 0 if asked_ms(child) < least_ms else in_vain + 1
+                    least_ms = min(least_ms, asked_ms(child))
+                    yield child
+
+    kinds = (False, True) if rows else (False,)
+    nodes = [node for kind in kinds for node in placed(fewest_cuts(task, costs_of, rows=kind), start, PATIENCE)]
+    while nodes:
+        likeliest = sorted(nodes, key=asked_ms)[:BEAM]
+        beam = sorted((searched(node, deadline) for node in likeliest), key=asked_ms)
+        if asked_ms(beam[0]) >= asked_ms(best) * (1 - LEAST_GAIN):
             beam[0] = _searched_anew(beam[0], deadline)
-        if beam and beam[0].step_ms < best.step_ms * (1 - LEAST_GAIN):
-            best, in_vain = beam[0], 0
-            continue
-        in_vain += 1
-        if not beam or in_vain > PATIENCE:
+        if asked_ms(beam[0]) >= asked_ms(best) * (1 - LEAST_GAIN):
             break
+        best, nodes = beam[0], [*placed(_other_cuts(beam[0], rows), beam[0])]
     if best is start:
         return []
     better_U = improve(best.task, best.costs, best.rank_U, kicks=THOROUGH_KICKS, deadline=deadline)
     return [replace(best, rank_U=better_U, step_ms=best.costs.step_ms(better_U))]
 
 
-def _halvings(task: PlacementTask, name: str) -> Iterator[PlacementTask]:
-    """The shard `name` halved; and so all parts of its table that are as wide."""
-    if (halved := task.split(name)) is not None:
-        yield halved
-    width = task.shard(name)[0].embedding_dim
-    parts = task.shards_of[Shard.parse(name).table]
-    alike = [part.name for part, _ in parts if part.embedding_dim == width]
-    all_halved: PlacementTask | None = task if len(alike) > 1 else None
-    for part in alike:
-        all_halved = None if all_halved is None else all_halved.split(part)
-    if all_halved is not None:
-        yield all_halved
+def _by_rows(task: PlacementTask) -> set[str]:
+    return {table.shard.table for table in task.tables if table.shard.rows is not None}
 
 
-def dear_shards(node: Splitted) -> Iterator[str]:
-    """Returns for each stage the shard of the slowest rank that is costliest in this stage and may be halved."""
+def fewest_cuts(task: PlacementTask, costs_of: CostsOf, *, rows: bool) -> Iterator[PlacementTask]:
+    """Yields the task with one cut more of its costliest part, then two, three, and ever more at once, until parts are
+    small or a cut does not make them cheaper. rows: cuts are by rows where that is surely cheaper than by columns."""
+
+    def alone_ms(parts: Iterable[TableConfig]) -> dict[TableConfig, float]:
+        alone = task.unconstrained.with_shards(list(dict.fromkeys(parts)))
+        return dict(zip(alone.tables, costs_of(alone).alone_ms().tolist(), strict=True))
+
+    def most_ms(parts: Sequence[TableConfig]) -> float:
+        return max(ms_of[part] for part in parts)
+
+    whole, splits, ms_of = task, task.splits, alone_ms(task.tables)
+    small_ms = SMALL_PART * sum(ms_of.values()) / task.world_size
+    now = {piece: piece.parts for piece in task.pieces if most_ms(piece.parts) > small_ms}
+    ways = {piece: list(piece.ways(splits, rows=rows)) for piece in now}
+    ms_of |= alone_ms([*whole.tables, *(part for of in ways.values() for parts in of for part in parts)])
+    cuts = told = 0
+    while now:
+        piece = max(now, key=lambda piece: most_ms(now[piece]))
+        ms, more = most_ms(now[piece]), [parts for parts in ways[piece] if len(parts) > len(now[piece])]
+        cheaper = [parts for parts in more if most_ms(parts) < CHEAPER * ms]
+        if ms <= small_ms or not cheaper:
+            del now[piece]
+            continue
+        now[piece] = min(cheaper, key=lambda parts: (len(parts), most_ms(parts) * (1 + ROWS_SURE * by_rows(parts))))
+        task, cuts = task.with_shards(piece.replaced(task.tables, now[piece])), cuts + 1
+        if 3 * cuts >= 4 * told:
+            told = cuts
+            yield task
+
+
+def _other_cuts(node: Splitted, rows: bool) -> Iterator[PlacementTask]:
+    """Yields the task with each piece that makes a rank slow cut in other ways."""
+    task, piece_of = node.task, {part.name: piece for piece in node.task.pieces for part in piece.parts}
+
+    def others(task: PlacementTask, name: str) -> list[tuple[TableConfig, ...]]:
+        return list(piece_of[name].other_ways(task.splits, rows=rows)) if name in piece_of else []
+
+    for name in dear_shards(node, others):
+        for parts in others(task, name):
+            yield task.with_shards(piece_of[name].replaced(task.tables, parts))
+
+
+def dear_shards(
+    node: Splitted, may_cut: Callable[[PlacementTask, str], object] = PlacementTask.halves
+) -> Iterator[str]:
+    """Returns for each stage the shard of the slowest rank that is costliest in this stage and may be cut: halved,
+    where nothing else is said."""
     task, costs, world_size = node.task, node.costs, node.task.world_size
     ms_W4 = costs.stage_ms(costs.sums(node.rank_U), np.arange(world_size))
     rank_T = node.rank_U[task.units.unit_of_T]
@@ -152,20 +196,13 @@ def dear_shards(node: Splitted) -> Iterator[str]:
         own = np.flatnonzero(rank_T == rank)
         ms_N = costs.stage_ms(costs.summary_TK[own], np.full(len(own), rank))[:, stage]
         for table in own[np.argsort(-ms_N, kind="stable")]:
-            if task.halves(task.names[table]) is not None:
+            if may_cut(task, task.names[table]):
                 named.add(task.names[table])
                 break
     yield from sorted(named)
 
 
-def with_halves(node: Splitted, name: str, costs_of: CostsOf, deadline: float | None) -> Splitted | None:
-    """The node with this shard halved, whatever that is predicted to cost; None where that may not be."""
-    halved = None if late(deadline) else node.task.split(name)
-    child = None if halved is None else _placed(node, halved, costs_of(halved), deadline)
-    return None if child is None else _searched(child, deadline)
-
-
-def _placed(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: float | None) -> Splitted | None:
+def placed_beside(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: float | None) -> Splitted | None:
     """Places the new parts of `halved` beside what stays in `node`, with a few moves; None where nothing is legal."""
     rank_of = dict(zip(node.task.names, node.rank_U[node.task.units.unit_of_T], strict=True))
     rank_U = np.array([rank_of.get(halved.names[members[0]], -1) for members in halved.units.members])
@@ -186,7 +223,7 @@ def _placed(node: Splitted, halved: PlacementTask, costs: TaskCosts, deadline: f
     return Splitted(halved, costs, rank_U, costs.step_ms(rank_U))
 
 
-def _searched(child: Splitted, deadline: float | None) -> Splitted:
+def searched(child: Splitted, deadline: float | None) -> Splitted:
     """Local search from its placement."""
     best_U = improve(child.task, child.costs, child.rank_U, deadline=deadline)
     return replace(child, rank_U=best_U, step_ms=child.costs.step_ms(best_U))
@@ -194,20 +231,5 @@ def _searched(child: Splitted, deadline: float | None) -> Splitted:
 
 def _searched_anew(child: Splitted, deadline: float | None) -> Splitted:
     """Itself, or what local search makes of a placement made anew, where that is better."""
-    anew = _searched(replace(child, rank_U=greedy_on_cost(child.task, child.costs)), deadline)
+    anew = searched(replace(child, rank_U=greedy_on_cost(child.task, child.costs)), deadline)
     return min(child, anew, key=lambda one: one.step_ms)
-
-
-def merged(task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline: float | None = None) -> list[Splitted]:
-    """For each split table, a placement in which it is whole again, but for cuts that constraints ask for, and all else
-    begins where it is."""
-    start = Splitted(task, costs_of(task), rank_U, float("inf"))
-    found = []
-    for table in task.wholes:
-        parts, pieces = task.shards_of[table.name], task.constraints.pieces(table)
-        if len(parts) > len(pieces) and not late(deadline):
-            at = task.names.index(parts[0][0].name)
-            whole = task.with_shards([*task.tables[:at], *pieces, *task.tables[at + len(parts) :]])
-            child = _placed(start, whole, costs_of(whole), deadline)
-            found += [] if child is None else [_searched(child, deadline)]
-    return found
