@@ -224,12 +224,14 @@ class TableConfig:
         return None
 
     def even_columns(self, parts: int, min_dim: int) -> tuple[TableConfig, ...] | None:
-        """Returns parts of about as many columns each; None where one would have less than `min_dim`."""
-        start, blocks = self.columns[0], self.embedding_dim // 4
-        if 4 * (blocks // parts) < max(4, min_dim):
+        """Returns parts of about as many columns each; None where one would have less than `min_dim`. They start at
+        multiples of 16 where they are as wide, of columns that an exchange in eight bits scales together."""
+        start, block = self.columns[0], 16 if self.embedding_dim >= 16 * parts else 4
+        edges = [start + block * (self.embedding_dim * number // (block * parts)) for number in range(parts)]
+        widths = [stop - first for first, stop in itertools.pairwise([*edges, self.columns[1]])]
+        if min(widths) < max(4, min_dim):
             return None
-        edges = [start + 4 * -(-blocks * number // parts) for number in range(parts + 1)]
-        return tuple(self.part(*columns) for columns in itertools.pairwise(edges))
+        return tuple(self.part(*columns) for columns in itertools.pairwise([*edges, self.columns[1]]))
 
     def even_rows(self, parts: int) -> tuple[TableConfig, ...] | None:
         """Returns parts of about as many rows each; None where there are fewer rows than parts."""

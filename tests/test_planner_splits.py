@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from dlrm_autoshard import Constraints, PlanError, Planner, ShardingPlan, SimulatedCluster, Topology
 from dlrm_autoshard.costs import step_cost_ms
+from dlrm_autoshard.distributed.lookup.wire import Wire
 from dlrm_autoshard.plan import shard_tables
 from dlrm_autoshard.planner.moves.relabel import relabelled
 from dlrm_autoshard.planner.search.splits import split_search
@@ -194,6 +196,16 @@ def test_a_table_with_nearly_all_lookups_is_cut_into_one_part_a_rank(ranks: int)
     tables, stats = [TableConfig("big", 100_000, 240), *tables], [TableStats(120.0, batch_size=BATCH), *stats]
     plan = learned().plan(task_of(tables, stats, ranks, Splits(max_parts=6, min_dim=4))).plan
     assert len(plan.parts_of("big")) == len(plan.ranks_of("big")) == ranks
+
+
+def test_even_parts_never_cut_what_an_exchange_in_eight_bits_scales_together() -> None:
+    wide = [TableConfig(f"t_{dim}", 100, dim) for dim in (16, 48, 64, 128, 240)]
+    wire = Wire("int8", tuple(wide))
+    for table, parts in itertools.product(wide, range(2, 9)):
+        cut = table.even_columns(parts, 16)
+        if cut is not None:
+            wire.check(ShardingPlan({part.name: 0 for part in cut}, 2))
+            assert min(part.embedding_dim for part in cut) >= 16
 
 
 def test_splitting_stops_where_it_gains_nothing() -> None:
