@@ -18,8 +18,8 @@ from dlrm_autoshard.costs import COMPUTE, IQR_OF_NORMAL, PLANNED_STAGES
 from dlrm_autoshard.plan import Topology
 from dlrm_autoshard.planner.costs.cost_model import COST
 from dlrm_autoshard.planner.costs.replay import CommsSample
-from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
+from dlrm_autoshard.planner.dreamshard.settings import DreamShardSettings
 from dlrm_autoshard.planner.estimates import Estimates
 from dlrm_autoshard.planner.result import PlanResult
 from dlrm_autoshard.planner.search.greedy import KEYS, heuristic

@@ -170,6 +170,30 @@ def test_a_step_is_read_in_two_folders_and_one_sitting() -> None:
     assert len({*files} - behind) <= 7 and lines <= 1665, (files, lines)
 
 
+def test_no_start_imports_a_policy_that_learns() -> None:
+    """Nor does a planner's state hold the weights of one that nobody asked for."""
+    code = """if True:
+        import sys
+        from dlrm_autoshard.autoshard import autoshard, initial_plan, resharding
+        from dlrm_autoshard.plan import Topology, round_robin
+        from dlrm_autoshard.planner.planner import Planner
+        from dlrm_autoshard.planner.task import PlacementTask
+        from dlrm_autoshard.probe.calibration import start_costs
+        from dlrm_autoshard.tables import TableConfig, TableStats
+        tables = [TableConfig(f"t{i}", 1000, 16) for i in range(4)]
+        task = PlacementTask.build(tables, [TableStats(1.0)] * 4, Topology(2), batch_size=64)
+        planner = Planner("auto")
+        start_costs(planner, task, fingerprint={})
+        planner.plan(task)
+        planner.propose(task, round_robin(task.names, task.topology))
+        Planner("auto").load_state_dict(planner.state_dict())
+        policies = ("planner.baselines", "planner.dreamshard.policy", "planner.dreamshard.dreamshard")
+        sys.exit(str([name for name in sys.modules if name.startswith(tuple(f"dlrm_autoshard.{p}" for p in policies))]))
+    """
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False).stderr
+    assert said.strip() == "[]", said
+
+
 def test_a_start_plan_is_read_in_two_folders_and_one_sitting() -> None:
     """From a task to a plan, with `initial_plan`, which asks for it; behind it are how costs are learned (`costs`,
     `corrections`, `probe`), the policies that are there by name, and how memory is filled to the last byte."""

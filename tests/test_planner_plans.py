@@ -26,7 +26,7 @@ from dlrm_autoshard import (
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import bytes_per_rank
 from dlrm_autoshard.planner.candidates import LEARNED
-from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
+from dlrm_autoshard.planner.dreamshard.settings import DreamShardSettings
 from dlrm_autoshard.planner.feasible import feasible
 from dlrm_autoshard.planner.planner import ALGORITHMS
 from dlrm_autoshard.planner.search import local_search

@@ -13,10 +13,11 @@ import torch
 from dlrm_autoshard import Constraints, Planner, ShardingPlan, SimulatedCluster, StepProfile
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.planner.baselines.sequence import SequencePolicy, SequenceTrainer, balance, measured_compute
-from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShard, DreamShardSettings
+from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShard
 from dlrm_autoshard.planner.dreamshard.masked import entropy_of, gumbel_noise, logit_gradient, masked_log_probs
 from dlrm_autoshard.planner.dreamshard.mdp import EstimatedMDP
 from dlrm_autoshard.planner.dreamshard.policy import DevicePolicy
+from dlrm_autoshard.planner.dreamshard.settings import DreamShardSettings
 from dlrm_autoshard.planner.dreamshard.train_policy import draw_problem
 from dlrm_autoshard.planner.search.greedy import HEURISTICS
 from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost
@@ -286,11 +287,16 @@ def test_autoshards_episodes_are_measured() -> None:
     again = Planner("autoshard")
     again.load_state_dict(planner.state_dict())
     for made in (planner, again):  # what learned from measurements is not trained once more on predictions
-        before = made.makers.sequences["autoshard"].to_json()
+        policies = made.makers.policies
+        before = policies.sequences["autoshard"].to_json()
         trained: list[bool] = []
-        made.makers.sequence_trainer = _watched(made.makers.sequence_trainer, trained)  # type: ignore[method-assign]
+        policies.sequence_trainer = _watched(policies.sequence_trainer, trained)  # type: ignore[method-assign]
         made.plan(task)
-        assert not trained and made.makers.sequences["autoshard"].to_json() == before and before["fitted"] == [1.0]
+        assert (
+            not trained
+            and made.makers.policies.sequences["autoshard"].to_json() == before
+            and before["fitted"] == [1.0]
+        )
 
 
 def _watched(make: Callable[[SequencePolicy], SequenceTrainer], trained: list[bool]) -> Any:

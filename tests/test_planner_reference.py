@@ -12,8 +12,8 @@ from dlrm_autoshard import PlanError, Planner, ShardingPlan, SimulatedCluster, S
 from dlrm_autoshard.planner.baselines.reference import Buffer, Measured, ReferenceDreamShard, measured, scaled_by_task
 from dlrm_autoshard.planner.baselines.reference_nets import ReferenceCostNet, ReferencePolicy
 from dlrm_autoshard.planner.costs.features import raw_features
-from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.dreamshard.masked import entropy_of, masked_log_probs
+from dlrm_autoshard.planner.dreamshard.settings import DreamShardSettings
 from dlrm_autoshard.planner.task import PlacementTask
 from tests.gradients import assert_gradients_of, in_double_precision
 from tests.planning_problems import measurer, some_task

@@ -20,8 +20,8 @@ from dlrm_autoshard.benchmarks.paired import ratio_of_means
 from dlrm_autoshard.costs import StepProfile, step_cost_ms
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.costs.exchange_model import ExchangeModel
-from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.dreamshard.pool import TablePool, synthetic_pool
+from dlrm_autoshard.planner.dreamshard.settings import DreamShardSettings
 from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.probe.isolated_probe import IsolatedProbe

@@ -44,9 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from dlrm_autoshard.planner.baselines.reference import BUDGET
     from dlrm_autoshard.planner.dreamshard.drawn_tasks import TaskSet
-    from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
+    from dlrm_autoshard.planner.dreamshard.settings import PUBLISHED, DreamShardSettings
     from dlrm_autoshard.planner.planner import Planner
     from dlrm_autoshard.planner.task import PlacementTask
     from dlrm_autoshard.probe.hardware import hardware_fingerprint
@@ -60,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     tasks = TaskSet.load(arguments.tasks)
     topology = topology_of(arguments.devices, arguments.memory_gib)
     budget = replace(
-        BUDGET if arguments.reference else DreamShardSettings(),
+        PUBLISHED if arguments.reference else DreamShardSettings(),
         iterations=arguments.iterations,
         placements=arguments.placements,
     )

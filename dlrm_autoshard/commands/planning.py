@@ -178,7 +178,7 @@ def planner_of(
             raise UserError(f"planner file '{file}': there is no algorithm '{algorithm}'.")
     planner = Planner(algorithm, seed=seed)
     load_planner(planner, file)
-    if planner.makers.reference is not None and algorithm != "dreamshard":
+    if planner.makers.by_reference and algorithm != "dreamshard":
         raise UserError(
             f"'{file.parent}' is of `fit --reference`, which learns nothing that '{algorithm}' could use: make one "
             "without --reference."

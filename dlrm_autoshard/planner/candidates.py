@@ -1,52 +1,38 @@
 """Makes the plans that compete: every heuristic, the searches, a learned policy's, and what search makes of each.
 
-    makers.candidates("auto", task, costs_of)
-
-DreamShard's policy is the shipped one, or what `Planner.fit` made of it; nothing is trained at plan time but the
-sequence policies, which are there to be compared with.
+makers.candidates("auto", task, costs_of)
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dlrm_autoshard.plan import PlanError
-from dlrm_autoshard.planner.baselines.reference import ReferenceDreamShard
-from dlrm_autoshard.planner.baselines.sequence import SequencePolicy, SequenceSettings, SequenceTrainer
-from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShard, DreamShardSettings
-from dlrm_autoshard.planner.dreamshard.mdp import EstimatedMDP
-from dlrm_autoshard.planner.dreamshard.policy import DevicePolicy
+from dlrm_autoshard.planner.dreamshard.settings import DreamShardSettings
 from dlrm_autoshard.planner.result import Candidate
 from dlrm_autoshard.planner.search.greedy import HEURISTICS, heuristic
-from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.search.local_search import improve, late, search
 from dlrm_autoshard.planner.search.splits import CostsOf, fitting
 from dlrm_autoshard.planner.task import PlacementTask
-from dlrm_autoshard.planner.task_costs import TaskCosts
+
+if TYPE_CHECKING:
+    from dlrm_autoshard.planner.baselines.policies import Policies
 
 LEARNED = ("dreamshard", "autoshard", "rnn")
 ALGORITHMS = ("auto", *LEARNED, "search", *HEURISTICS)
 KICKS = 20
-SMALL, MEDIUM = 2_000, 30_000
-"""Units x ranks. Small: sequence policies that were not fitted are trained on the task itself, by predicted costs.
-Larger than medium: search alone."""
+MEDIUM = 30_000
+"""Units x ranks, beyond which search is alone."""
 
 
 class CandidateMakers:
-    """The networks of all learned algorithms, and what makes plans with and without them."""
+    """Makes plans with and without policies that learn."""
 
     def __init__(self, settings: DreamShardSettings, seed: int = 0, reference: bool = False) -> None:
-        self.settings, self.seed = settings, seed
-        self.reference = ReferenceDreamShard(seed, settings) if reference else None
-        self.policy = DevicePolicy.shipped()
-        self.sequences = {
-            "autoshard": SequencePolicy(seed, enriched=True),
-            "rnn": SequencePolicy(seed, enriched=False),
-        }
+        self.settings, self.seed, self._reference = settings, seed, reference
+        self._policies: Policies | None = None
 
     def candidates(
         self,
@@ -64,7 +50,7 @@ class CandidateMakers:
             kicks = KICKS if size <= MEDIUM else 0
             placements["search"] = search(task, costs, kicks=kicks, seed=self.seed, deadline=deadline)
         if algorithm in LEARNED:
-            placements |= self._learned(algorithm, task, costs, deadline)
+            placements |= self.policies.place(algorithm, task, costs, deadline)
         if algorithm == "auto":
             ranked = sorted(placements.items(), key=lambda item: costs.step_ms(item[1]))
             for name, rank_U in ranked if size <= MEDIUM else []:
@@ -72,51 +58,26 @@ class CandidateMakers:
                     placements[f"{name}+search"] = improve(task, costs, rank_U, seed=self.seed, deadline=deadline)
         return [Candidate(name, task.plan_from(rank_U), costs.step_ms(rank_U)) for name, rank_U in placements.items()]
 
-    def _learned(
-        self, name: str, task: PlacementTask, costs: TaskCosts, deadline: float | None
-    ) -> dict[str, np.ndarray]:
-        """The policy's placement, and its next best sample. The planner's own policy stays as `fit` left it."""
-        if name == "dreamshard" and self.reference is not None:
-            if not self.reference.trained_iterations:
-                raise PlanError(
-                    "the reference DreamShard learns from measured placements only: call Planner.fit(tasks, measure), "
-                    "or plan with what `dlrm-autoshard fit --reference` made."
-                )
-            return {name: self.reference.place(task)}
-        size = len(task.units) * task.world_size
-        mdp = EstimatedMDP(task, costs)
-        if name == "dreamshard":
-            most = 0 if size > MEDIUM else 16 if size > SMALL else self.settings.samples
-            found = DreamShard(self.policy, self.settings, self.seed).place(mdp, min(self.settings.samples, most))
-        else:
-            sequence = self.sequence_trainer(copy.deepcopy(self.sequences[name]))
-            if size <= SMALL and not sequence.policy.fitted.item():
-                sequence.train([task], lambda _: mdp, deadline)
-            found = sequence.place(mdp)
-        if not found:  # every episode overflowed: the cost model's greedy knows how to make room
-            found = [greedy_on_cost(task, costs)]
-        return {name: found[0], **({f"{name} sample": found[1]} if len(found) > 1 else {})}
+    @property
+    def policies(self) -> Policies:
+        """The learned algorithms, made when the first of them is asked for: no start needs them, or imports them."""
+        if self._policies is None:
+            from dlrm_autoshard.planner.baselines.policies import Policies
 
-    def sequence_trainer(self, policy: SequencePolicy) -> SequenceTrainer:
-        """As many updates and episodes as DreamShard's policy gets."""
-        settings = SequenceSettings(
-            updates=self.settings.iterations * self.settings.policy_updates,
-            episodes=self.settings.episodes,
-            samples=self.settings.samples,
-        )
-        return SequenceTrainer(policy, settings, self.seed)
+            self._policies = Policies(self.settings, self.seed, reference=self._reference)
+        return self._policies
+
+    @property
+    def by_reference(self) -> bool:
+        """Whether `dreamshard` is the published one."""
+        return self._reference if self._policies is None else self._policies.reference is not None
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "policy": self.policy.to_json(),
-            "sequences": {name: policy.to_json() for name, policy in self.sequences.items()},
-            "reference": None if self.reference is None else self.reference.to_json(),
-        }
+        """None for policies that nobody asked for."""
+        if self._policies is None and not self._reference:
+            return {"policy": None, "sequences": None, "reference": None}
+        return self.policies.to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.policy.load_json(state["policy"])
-        for name, policy in self.sequences.items():
-            policy.load_json(state["sequences"][name])
-        if state["reference"] is not None:
-            self.reference = ReferenceDreamShard(self.seed, self.settings)
-            self.reference.load_json(state["reference"])
+        if state["policy"] is not None and state["sequences"] is not None:
+            self.policies.load_json(state)

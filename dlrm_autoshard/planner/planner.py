@@ -18,12 +18,10 @@ import numpy as np
 from dlrm_autoshard.costs import RankCost
 from dlrm_autoshard.formats.json_file import checked
 from dlrm_autoshard.plan import PlanError, ShardingPlan
-from dlrm_autoshard.planner.baselines.reference import BUDGET
 from dlrm_autoshard.planner.candidates import ALGORITHMS, CandidateMakers
 from dlrm_autoshard.planner.costs.cost_model import CostModel
 from dlrm_autoshard.planner.costs.fit_costs import FitReport
-from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
-from dlrm_autoshard.planner.dreamshard.fit_planner import fit_planner
+from dlrm_autoshard.planner.dreamshard.settings import PUBLISHED, DreamShardSettings
 from dlrm_autoshard.planner.finalists import Measure, best, measure_finalists, order
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.moves.proposals import proposals
@@ -57,7 +55,7 @@ class Planner:
         self.seed = seed
         self.costs = LearnedCosts(seed, cost_model)
         self.algorithm = algorithm
-        self.settings = settings or (BUDGET if reference else DreamShardSettings())
+        self.settings = settings or (PUBLISHED if reference else DreamShardSettings())
         self.makers = CandidateMakers(self.settings, seed, reference)
 
     def fit(
@@ -68,6 +66,8 @@ class Planner:
         progress: Callable[[int, int], None] | None = None,
     ) -> FitReport:
         """DreamShard's training on many tasks (`fit_planner.py`). Generalizes to other tables and numbers of them."""
+        from dlrm_autoshard.planner.dreamshard.fit_planner import fit_planner  # no start needs it
+
         return fit_planner(self.costs, self.makers, self.algorithm, tasks, measure, progress)
 
     def plan(

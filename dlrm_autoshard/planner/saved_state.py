@@ -68,8 +68,8 @@ class PlannerRecord(TypedDict):
     schema: Literal[2]
     algorithm: str
     costs: CostsRecord
-    policy: Weights
-    sequences: Sequences
+    policy: Weights | None  # of none that was asked for
+    sequences: Sequences | None
     reference: Weights | None
 
 

@@ -25,13 +25,12 @@ from dlrm_autoshard.planner.baselines.reference_nets import (
 )
 from dlrm_autoshard.planner.costs.features import NUM_RAW, raw_features
 from dlrm_autoshard.planner.costs.mlp import Adam, load_weights, weights_to_json
-from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShardSettings
 from dlrm_autoshard.planner.dreamshard.masked import gumbel_noise
+from dlrm_autoshard.planner.dreamshard.settings import PUBLISHED, DreamShardSettings
 from dlrm_autoshard.planner.search.greedy import greedy
 from dlrm_autoshard.planner.task import MeasureTask, PlacementTask
 from dlrm_autoshard.planner.units import Room
 
-BUDGET = DreamShardSettings(cost_updates=300)
 STANDARDISED = slice(1, 4)
 """Rows, pooling factor and size, over the task's own tables; dim and reuse bins go in raw."""
 
@@ -57,7 +56,7 @@ class ReferenceDreamShard:
     Axes: T tables, D devices, E episodes, 3 heads; see `reference_nets` for more.
     """
 
-    def __init__(self, seed: int = 0, settings: DreamShardSettings = BUDGET) -> None:
+    def __init__(self, seed: int = 0, settings: DreamShardSettings = PUBLISHED) -> None:
         weights = np.random.default_rng([seed, 1])
         self.settings = settings
         self.generator = np.random.default_rng(seed)

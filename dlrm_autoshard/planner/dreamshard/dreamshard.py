@@ -9,7 +9,6 @@ Reads down in the paper's order (algorithm 1): collect, cost network, policy. Th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -18,24 +17,9 @@ from dlrm_autoshard.planner.costs.mlp import Adam
 from dlrm_autoshard.planner.dreamshard.masked import gumbel_noise
 from dlrm_autoshard.planner.dreamshard.mdp import EstimatedMDP, Rollout
 from dlrm_autoshard.planner.dreamshard.policy import DevicePolicy
+from dlrm_autoshard.planner.dreamshard.settings import DreamShardSettings
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
-
-
-@dataclass(frozen=True)
-class DreamShardSettings:
-    """The reference's budget, but for `cost_updates`: ours starts from prices that are solved, and its 300 over-train
-    (1.2 to 2% dearer plans on simulated tasks than 20 to 60)."""
-
-    iterations: int = 10
-    placements: int = 10  # measured per iteration
-    cost_updates: int = 50  # per iteration
-    cost_batch: int = 64
-    policy_updates: int = 10  # per iteration
-    episodes: int = 10  # per policy update
-    learning_rate: float = 5e-4  # falls linearly to 0 over the iterations
-    entropy_weight: float = 1e-3
-    samples: int = 64  # placements sampled at inference beside the likeliest
 
 
 class DreamShard:

@@ -48,8 +48,8 @@ def fit_planner(
             progress(placements, total)
         return profiles
 
-    if makers.reference is not None:
-        makers.reference.train(tasks, counted)
+    if makers.policies.reference is not None:
+        makers.policies.reference.train(tasks, counted)
         return FitReport(0, 0, (0.0, 0.0), (0.0, 0.0), time.perf_counter() - started)
 
     def measure_all(rollout: Rollout) -> None:
@@ -65,10 +65,10 @@ def fit_planner(
         last = len(reports) + 1 == settings.iterations
         reports.append(costs.fit_costs(settings.cost_updates, correct=last))
 
-    trainer = DreamShard(makers.policy, settings, makers.seed)
+    trainer = DreamShard(makers.policies.policy, settings, makers.seed)
     trainer.train(tasks, costs.costs_of, measure_all, fit_costs)
-    if algorithm in makers.sequences:
-        sequence = makers.sequence_trainer(makers.sequences[algorithm])
+    if algorithm in makers.policies.sequences:
+        sequence = makers.policies.sequence_trainer(makers.policies.sequences[algorithm])
         sequence.train(tasks, lambda task: EstimatedMDP(task, costs.costs_of(task)), measure=counted)
-        makers.sequences[algorithm].fitted.fill_(1.0)
+        makers.policies.sequences[algorithm].fitted.fill_(1.0)
     return replace(reports[-1], error_before=reports[0].error_before, seconds=time.perf_counter() - started)

@@ -16,10 +16,11 @@ import numpy as np
 
 from dlrm_autoshard.plan import Topology
 from dlrm_autoshard.planner.costs.cost_model import CostModel
-from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShard, DreamShardSettings
+from dlrm_autoshard.planner.dreamshard.dreamshard import DreamShard
 from dlrm_autoshard.planner.dreamshard.mdp import EstimatedMDP
 from dlrm_autoshard.planner.dreamshard.policy import SHIPPED, DevicePolicy
 from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
+from dlrm_autoshard.planner.dreamshard.settings import DreamShardSettings
 from dlrm_autoshard.planner.learned_costs import LearnedCosts
 from dlrm_autoshard.planner.search.greedy import KEYS, greedy
 from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost
