@@ -62,10 +62,9 @@ def test_ranks_that_share_the_tables_say_what_one_process_says(run: Path, tmp_pa
     """On as many as trained it, under the plan of then, and on others; samples in the data's order."""
     alone = json.loads(said_by("evaluate", str(run), "--json"))
     said_by("predict", str(run), "--out", str(tmp_path / "alone.npy"))
-    for ranks in (2, 3):
-        told = started("evaluate", str(run), "--json", f"--ranks={ranks}")
-        assert (told.returncode, told.stderr) == (0, "")
-        assert json.loads(told.stdout) == pytest.approx(alone, abs=1e-6)
+    told = started("evaluate", str(run), "--json", "--ranks=2")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert json.loads(told.stdout) == pytest.approx(alone, abs=1e-6)
     by_torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
     predict = ["-m", "dlrm_autoshard", "predict", str(run), "--out", str(tmp_path / "shared.npy")]
     done = subprocess.run([*by_torchrun, *predict], capture_output=True, text=True, timeout=200, check=True)

@@ -244,9 +244,9 @@ def test_the_exported_program_and_shared_out_predictions_are_the_models(tmp_path
     (tmp_path / "shared.yaml").write_text(settings.to_yaml())
     started(tmp_path, "train", "shared.yaml", "--ranks=2")
     run = tmp_path / "runs/shared"
-    started(tmp_path, "predict", str(run), "--out=one.npy")
+    said_by("predict", str(run), f"--out={tmp_path / 'one.npy'}")
     started(tmp_path, "predict", str(run), "--out=two.npy", "--ranks=2")
-    started(tmp_path, "export", str(run), "--out=model.pt2")
+    said_by("export", str(run), f"--out={tmp_path / 'model.pt2'}")
     ours = np.load(tmp_path / "one.npy")
     assert np.allclose(ours, np.load(tmp_path / "two.npy"), atol=1e-6)
     from dlrm_autoshard.data.open import open_source

@@ -212,8 +212,13 @@ def output(where: str) -> int:
     return there
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("where", ["a full disk", "a pipe without a reader", "a terminal that is gone", "closed"])
+NOWHERE = [("a full disk", 1), ("a pipe without a reader", 2), ("a terminal that is gone", 1), ("closed", 2)]
+
+
+@pytest.mark.parametrize(
+    ("where", "ranks"),
+    [*NOWHERE, *(pytest.param(where, 3 - ranks, marks=pytest.mark.slow) for where, ranks in NOWHERE)],
+)
 def test_output_is_no_condition_of_training(where: str, ranks: int, config: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dlrm_autoshard", "train", str(config), f"--ranks={ranks}"]
     command += ["train.max_steps=20", "train.log_every_steps=1"]

@@ -1,6 +1,6 @@
 """What is shipped: the wheel's content, and a bare environment in which nothing else was installed.
 
-That it trains beside installed packages, in a folder of one's own, is in test_readme.py.
+That it trains beside installed packages, in a folder of one's own, is in test_page_commands.py.
 """
 
 import re
