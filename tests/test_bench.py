@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dlrm_autoshard.benchmarks import harness, paired, readme
 from dlrm_autoshard.benchmarks.plans_in_turns import best_of, recovered
 from dlrm_autoshard.commands import main as cli
+from tests.terminal import Terminal
 
 
 def add_benchmark(monkeypatch: pytest.MonkeyPatch, folder: Path, outcome: str) -> None:
@@ -56,6 +57,14 @@ def test_a_met_target_exits_zero_and_the_record_is_written(
     assert record["verdict"] == "met" and record["verdicts"] == {"speedup": "met", "moves": "met"}
     assert record["figures"] == outcome["figures"] and record["environment"]["cores"] >= 1
     assert record["environment"]["packages"]["torch"]
+
+
+def test_a_benchmark_shows_how_long_it_takes_about(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    add_benchmark(monkeypatch, tmp_path, "__import__('time').sleep(1.2) or {'figures': {}}")
+    with Terminal() as terminal:
+        cli.main(["bench", "planner-scale"])
+    assert "of 1 s" in terminal.said
+    assert all(harness.rough_seconds(listing.name) for listing in harness.available())
 
 
 @pytest.mark.parametrize("figures", ["{'speedup': 1.1}", "{'speedup': None}", "{'speedup': float('nan')}", "{}"])

@@ -12,8 +12,8 @@ import pytest
 
 from dlrm_autoshard.config import parse_config
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.words import duration
 from dlrm_autoshard.training.callbacks import Callback, find_callbacks, metric_scalars, profile_scalars
-from dlrm_autoshard.training.display import duration
 from dlrm_autoshard.training.stop_signals import StopSignals
 from tests.ranks import run_ranks
 from tests.report_records import make_profile

@@ -24,6 +24,7 @@ from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.tables import TableConfig
 from dlrm_autoshard.training.checkpoints.saved_model import saved_model, shared_out
 from tests.jobs import REPOSITORY, said_by
+from tests.terminal import Terminal
 
 ALONE = """
 import sys, json
@@ -193,6 +194,19 @@ def test_a_table_that_is_split_on_one_rank_is_exported_whole(tmp_path: Path) -> 
     given = [[torch.from_numpy(batch[f"{kind}_{table}"]) for table in tables] for kind in ("ids", "offsets")]
     alone = model(torch.from_numpy(batch["dense"]), *given)
     np.testing.assert_allclose(alone.numpy(), np.load(tmp_path / "ours.npy")[:50], atol=1e-6, rtol=0)
+
+
+def test_they_show_in_a_terminal_how_far_they_are(run: Path, tmp_path: Path) -> None:
+    for command, words in (
+        (["evaluate", str(run)], ["batches of test"]),
+        (["evaluate", str(run), "--json"], []),
+        (["predict", str(run), "--out", str(tmp_path / "p.npy")], ["batches of test"]),
+        (["export", str(run), "--out", str(tmp_path / "model.pt2")], ["tables", "making a program"]),
+        (["export", str(run), "--to", "numpy", "--out", str(tmp_path / "w.npz")], ["tensors"]),
+    ):
+        with Terminal() as terminal:
+            said_by(*command)
+        assert all(word in terminal.said for word in words) and bool(words) == bool(terminal.said), command
 
 
 def test_weights_are_exported_by_name(run: Path, tmp_path: Path) -> None:

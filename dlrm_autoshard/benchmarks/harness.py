@@ -112,6 +112,15 @@ def available() -> list[Listing]:
     return listings
 
 
+def rough_seconds(name: str) -> float | None:
+    """Returns the seconds that a benchmark takes about; None where it is unknown."""
+    for listing in available():
+        if listing.name == name and listing.rough_time:
+            number, unit, *_ = listing.rough_time.replace(";", "").split()
+            return float(number) * {"s": 1, "min": 60, "h": 3600}[unit]
+    return None
+
+
 def run_benchmark(name: str, quick: bool, without: Sequence[str] = ()) -> dict[str, Any]:
     """Runs one and returns its record. without: parts to leave out, for benchmarks that can."""
     names = [listing.name for listing in available()]

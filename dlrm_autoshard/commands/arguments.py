@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,16 +90,6 @@ def seed(text: str) -> int:
     if not 0 <= number < 2**63:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and {2**63 - 1:,}")
     return number
-
-
-def with_progress(items: Iterable[T], total: int, description: str, quiet: bool) -> Iterator[T]:
-    """A progress bar on standard error, so that standard output stays clean for tables and JSON."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    hidden = quiet or not console.is_terminal  # elsewhere even a bar that goes away leaves an empty line
-    return iter(track(items, description, total, console=console, transient=True, disable=hidden))
 
 
 def check_out(path: Path | None, *, folder: bool = False) -> None:

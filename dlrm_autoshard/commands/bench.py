@@ -10,6 +10,7 @@ from typing import Any
 
 from dlrm_autoshard.commands.arguments import check_out
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.progress import elapsing
 
 DIGITS = ".4g"
 
@@ -40,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit status 0 if every target is met, 1 if one is missed or cannot be told."""
-    from dlrm_autoshard.benchmarks.harness import run_benchmark
+    from dlrm_autoshard.benchmarks.harness import rough_seconds, run_benchmark
 
     if arguments.name is None:
         _list(arguments.json)
@@ -53,7 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.name == "network":
         return _network(arguments)
     check_out(arguments.out)
-    record = run_benchmark(arguments.name, arguments.quick, arguments.without)
+    about = None if arguments.quick else rough_seconds(arguments.name)
+    with elapsing(arguments.name, about, quiet=arguments.json):
+        record = run_benchmark(arguments.name, arguments.quick, arguments.without)
     text = json.dumps(record, indent=2)
     if arguments.out:
         arguments.out.write_text(text + "\n")

@@ -25,11 +25,11 @@ from dlrm_autoshard.commands.arguments import (
     check_out,
     positive,
     seed,
-    with_progress,
     write_json,
 )
 from dlrm_autoshard.commands.planning import planner_of, topology_of
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.progress import tracked
 
 
 @dataclass
@@ -107,7 +107,7 @@ def evaluate(names: Sequence[str], tasks: Any, arguments: argparse.Namespace) ->
     costs = Costs(arguments.costs, planners["random"].costs.exchange, arguments.seed)
     outcomes = {name: Outcome() for name in planners}
     chosen = (tasks.test if arguments.split == "test" else tasks.train)[: arguments.limit]
-    for pool in with_progress(chosen, len(chosen), f"{arguments.costs} tasks", arguments.json):
+    for pool in tracked(chosen, len(chosen), f"{arguments.costs} tasks", arguments.json):
         task = PlacementTask.build(pool.tables, pool.stats, topology, batch_size=tasks.batch_size)
         for name, planner in planners.items():
             started = time.perf_counter()

@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from dlrm_autoshard.commands.arguments import positive, seed
+from dlrm_autoshard.formats.progress import At, progress
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -74,8 +74,8 @@ def _preprocess_criteo(arguments: argparse.Namespace) -> None:
     encoding: Encoding = Contiguous(arguments.min_frequency)
     if arguments.like or arguments.modulo:
         encoding = encoding_of(arguments.like) if arguments.like else Modulo(arguments.modulo)
-    with _progress_bar() as progress:
-        result = preprocess(sorted(arguments.inputs, key=_day_number), arguments.out, encoding, progress)
+    with _by_phase() as show:
+        result = preprocess(sorted(arguments.inputs, key=_day_number), arguments.out, encoding, show)
     print(
         f"{sum(result.rows_per_day):,} samples in {count(len(result.rows_per_day), 'day')}, "
         f"{sum(result.table_rows):,} rows in 26 tables (largest {max(result.table_rows):,}): {arguments.out}\n"
@@ -102,19 +102,15 @@ def _day_number(path: Path) -> int:
 
 
 @contextmanager
-def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal, nothing elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()]
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        tasks: dict[str, TaskID] = {}
+def _by_phase() -> Iterator[Callable[[str, int, int], None]]:
+    """Shows the progress of one phase after the other."""
+    shown: dict[str, At] = {}
+    with ExitStack() as phase:
 
         def show(doing: str, done: int, total: int) -> None:
-            if doing not in tasks:
-                tasks[doing] = bars.add_task(doing, total=total)
-            bars.update(tasks[doing], completed=done)
+            if doing not in shown:
+                phase.close()
+                shown[doing] = phase.enter_context(progress(doing))
+            shown[doing](done, total)
 
         yield show

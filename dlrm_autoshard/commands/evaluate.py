@@ -83,7 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     model, device = (arguments.model, arguments.checkpoint, arguments.overrides), arguments.device
     with saved_model(*model, splits=[arguments.split], device=device, trust=arguments.trust) as saved:
-        found, names, step = saved.logits(arguments.split), label_names_of(saved.source), saved.position.step
+        found = saved.logits(arguments.split, quiet=arguments.json)
+        names, step = label_names_of(saved.source), saved.position.step
     if found is None:
         return 0
     metrics = metrics_of(*found, names)

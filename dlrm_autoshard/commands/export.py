@@ -19,6 +19,7 @@ from dlrm_autoshard.commands.arguments import check_out
 from dlrm_autoshard.commands.evaluate import add_model
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.launcher_numbers import launcher_number
+from dlrm_autoshard.formats.progress import elapsing, tracked
 from dlrm_autoshard.formats.whole_file import whole_file, write_whole
 from dlrm_autoshard.records.jsonl import SCHEMA
 
@@ -75,12 +76,15 @@ def _written(arguments: argparse.Namespace, file: BinaryIO) -> dict[str, Any]:
     weights = SavedWeights.open(path, features.tables)
     described: dict[str, Any]
     if arguments.to == "pt":
-        export_plain(PlainModel(weights, source, features, config.model), source, file)
+        model = PlainModel(weights, source, features, config.model)
+        with elapsing("making a program of it"):
+            export_plain(model, source, file)
         described = call_of(source)
     else:
         described = {"tensors": []}
         prefix = "tables." if arguments.to == "numpy" else "embedding_bags."
-        tensors = _described(weights.tensors(prefix), described["tensors"])
+        shown = tracked(weights.tensors(prefix), len(weights), "tensors")
+        tensors = _described(shown, described["tensors"])
         if arguments.to == "numpy":
             write_npz(file, tensors)
         else:

@@ -12,6 +12,7 @@ from typing import Any
 from dlrm_autoshard.commands.arguments import add_devices, check_out, positive, seed, write_json
 from dlrm_autoshard.commands.planning import STATE_FILE, topology_of
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.progress import progress
 
 
 def add_parser(subparsers: Any) -> None:
@@ -41,8 +42,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     import torch
-    from rich.console import Console
-    from rich.progress import Progress
 
     from dlrm_autoshard.planner.dreamshard.drawn_tasks import TaskSet
     from dlrm_autoshard.planner.dreamshard.settings import PUBLISHED, DreamShardSettings
@@ -72,15 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
         PlacementTask.build(task.tables, task.stats, topology, batch_size=tasks.batch_size) for task in tasks.train
     ]
     placements = 0
-    console = Console(stderr=True)
-    hidden = arguments.json or not console.is_terminal
-    with Progress(console=console, transient=True, disable=hidden) as progress:
-        bar = progress.add_task(f"{arguments.costs} placements", total=None)
+    with progress(f"{arguments.costs} placements", quiet=arguments.json) as at:
 
         def measured(done: int, total: int) -> None:
             nonlocal placements
             placements = done
-            progress.update(bar, completed=done, total=total)
+            at(done, total)
 
         report = planner.fit(problems, costs.measure, progress=measured)
     seconds = time.perf_counter() - started

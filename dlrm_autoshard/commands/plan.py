@@ -21,6 +21,7 @@ from dlrm_autoshard.commands.arguments import (
 from dlrm_autoshard.commands.planning import learn_from, planner_of, task_of
 from dlrm_autoshard.commands.table_pools import pool_of_modules, tables_of_run
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.progress import elapsing
 
 if TYPE_CHECKING:
     from dlrm_autoshard.planner.result import PlanResult
@@ -117,11 +118,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.of_run is not None and of_run is not None:
         learn_from(planner, RunRecord.load(arguments.of_run), of_run, task)
     costs = Costs("measured", planner.costs.exchange)
-    result = planner.plan(
-        task,
-        measure=(lambda plans: costs.measure(task, plans)) if arguments.measure else None,
-        budget_seconds=arguments.budget_seconds,
-    )
+    with elapsing("planning", arguments.budget_seconds, quiet=arguments.json):
+        result = planner.plan(
+            task,
+            measure=(lambda plans: costs.measure(task, plans)) if arguments.measure else None,
+            budget_seconds=arguments.budget_seconds,
+        )
     if arguments.format == "torchrec":
         copies = () if arguments.of_run is None else replicated_in(arguments.of_run)
         shapes = {arguments.module: (*pool.tables, *copies)} if modules is None else shapes_in(modules)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dlrm_autoshard.commands.arguments import with_progress
 from dlrm_autoshard.commands.planning import OfRun
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.progress import tracked
 from dlrm_autoshard.formats.words import some_of
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def pool_of_files(files: list[str], shape: TablesConfig, batch_size: int | None,
             f"the files hold {total:,} samples; --batch-size is {size:,}. Ask for less, or give more files."
         )
     stats = []
-    for table in with_progress(range(len(source.tables)), len(source.tables), "measuring tables", quiet):
+    for table in tracked(range(len(source.tables)), len(source.tables), "measuring tables", quiet):
         lengths_TB, ids = source.bags(0, size, slice(table, table + 1))
         if (least := int(ids.min(initial=0))) < 0:
             raise UserError(
@@ -153,7 +153,7 @@ def _measured(source: DataSource, batch_size: int, quiet: bool) -> TablePool:
     batch = source.read("train", 0, 0, min(batch_size, source.num_samples("train")))
     lengths_TB, values_N = batch.lengths_TB.numpy(), batch.values_N.numpy()
     ends, stats = lengths_TB.sum(1).cumsum(0).tolist(), []
-    for number, _ in with_progress(enumerate(source.tables), len(source.tables), "measuring tables", quiet):
+    for number, _ in tracked(enumerate(source.tables), len(source.tables), "measuring tables", quiet):
         ids = values_N[ends[number - 1] if number else 0 : ends[number]]
         stats += measure_table_stats(lengths_TB[number : number + 1], ids)
     return TablePool(source.tables, tuple(stats))

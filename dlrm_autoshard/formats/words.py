@@ -26,3 +26,10 @@ def some_of(names: Iterable[str], most: int = 5) -> str:
 def count(number: int, thing: str) -> str:
     """'1 move', '3 moves'."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """'42 s', '7 min', '3.5 h'."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dlrm_autoshard.formats.streams import unfailing
+from dlrm_autoshard.formats.words import duration
 
 LOG = logging.getLogger("dlrm_autoshard")
 
@@ -101,13 +102,6 @@ class Display:
     def show(self, renderable: RenderableType) -> None:
         """A table, at the terminal's width."""
         self.console.print(renderable, soft_wrap=False)
-
-
-def duration(seconds: float) -> str:
-    """'42 s', '7 min', '3.5 h'."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def describe(metrics: Mapping[str, float]) -> str:

@@ -5,6 +5,7 @@ job = Job(config, runtime, run_dir)         # tables placed, model made, the new
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from dlrm_autoshard.distributed.recorded_passes import passes_over
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.step import TrainStep
 from dlrm_autoshard.distributed.tables.optimizers import check_optimizers
+from dlrm_autoshard.formats.progress import elapsing
 from dlrm_autoshard.model.dlrm import make_model
 from dlrm_autoshard.plan.replicated import bytes_of_copies
 from dlrm_autoshard.tables import TableStats
@@ -89,7 +91,9 @@ class Job:
         if self.data.reordered:
             self.notes.append("The config has columns in another order than the checkpoint, whose order is kept.")
         self.replicated = runtime.from_rank_0(self._choose_replicated)
-        self.placement = self._place()
+        shows = runtime.rank == 0 and config.run.log_level in ("debug", "info")
+        with elapsing("planning", config.autoshard.budget_seconds, quiet=not shows, stream=sys.stdout):
+            self.placement = self._place()
         self.embeddings = ShardedEmbeddings(
             self.data.features,
             self.placement.plan,
@@ -137,7 +141,8 @@ class Job:
         self.state = TrainingState(
             runtime, self.checkpoints, self.embeddings, self.dense, self.data.columns, self.intervals, self.selection
         )
-        self.position = self._resume(fall_back)
+        with elapsing("reading the checkpoint", quiet=not shows or self.resumed_from is None, stream=sys.stdout):
+            self.position = self._resume(fall_back)
         check_position(self.position, self.data.source)
         samples, first = self.data.samples, self.position.sample
         check_batch_norm(model, samples, first, self.data.global_batch, runtime.world_size)

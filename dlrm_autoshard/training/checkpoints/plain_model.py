@@ -15,6 +15,7 @@ from dlrm_autoshard.config import ModelConfig
 from dlrm_autoshard.data.batch import DataSource, has_id_weights, label_names_of
 from dlrm_autoshard.data.columns import dense_names_of
 from dlrm_autoshard.data.features import Features
+from dlrm_autoshard.formats.progress import tracked
 from dlrm_autoshard.model.dlrm import make_model
 from dlrm_autoshard.model.jagged import Jagged
 from dlrm_autoshard.training.checkpoints.saved_weights import SavedWeights
@@ -37,7 +38,7 @@ class PlainModel(nn.Module):
         self.margin = self.dense.margin
         self.bags = nn.ModuleList(
             nn.EmbeddingBag.from_pretrained(weights.table(table.name).float(), mode=table.pooling)
-            for table in features.tables
+            for table in tracked(features.tables, len(features.tables), "tables")
         )
 
     def forward(

@@ -27,6 +27,7 @@ from dlrm_autoshard.distributed.lookup.lookups import EmbeddingBags
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.errors import UserError
+from dlrm_autoshard.formats.progress import tracked
 from dlrm_autoshard.model.dlrm import DenseArch, make_model
 from dlrm_autoshard.plan import PlanError, ShardingPlan, Splits, Topology
 from dlrm_autoshard.planner.planner import Planner
@@ -50,10 +51,11 @@ class SavedModel:
     position: Position
     labelled: bool
 
-    def logits(self, split: Split) -> tuple[Tensor, Tensor] | None:
+    def logits(self, split: Split, *, quiet: bool = False) -> tuple[Tensor, Tensor] | None:
         """Logits [S] and labels [S] (of several tasks [S, L]) of the split's samples, in order, on rank 0. A
-        collective."""
-        if self.source.num_samples(split) == 0:
+        collective. quiet: rank 0 does not show how far it is."""
+        samples = self.source.num_samples(split)
+        if samples == 0:
             raise UserError(f"the data has no samples in split '{split}'.")
         batch_size = self.config.train.eval_batch_size or self.config.train.batch_size
         bf16, data, runtime = self.config.train.dense_dtype == "bf16", self.config.data, self.runtime
@@ -70,7 +72,9 @@ class SavedModel:
             cores=runtime.loader_cores,
             labelled=self.labelled,
         ) as batches:
-            return gathered_logits(self.dense, self.bags, batches, runtime, autocast=bf16)
+            count = -(-samples // (batch_size * runtime.world_size))
+            shown = tracked(batches, count, f"batches of {split}", quiet=quiet or runtime.rank > 0)
+            return gathered_logits(self.dense, self.bags, shown, runtime, autocast=bf16)
 
 
 @contextmanager

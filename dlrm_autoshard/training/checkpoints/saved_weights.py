@@ -43,6 +43,10 @@ class SavedWeights:
     def step(self) -> int:
         return self.manifest.state.step
 
+    def __len__(self) -> int:
+        """Returns how many tensors there are."""
+        return len(self.tables) + sum(name.startswith((DENSE, BUFFERS)) for name in self.manifest.tensors)
+
     def tensors(self, prefix: str = "tables.") -> Iterator[tuple[str, Tensor]]:
         """prefix: what stands before a table's name. DamagedCheckpoint where a tensor's bytes are not those that were
         written."""
