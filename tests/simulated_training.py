@@ -18,6 +18,7 @@ import pytest
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.controller import Controller
+from dlrm_autoshard.autoshard.decide import History
 from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.config import AutoshardConfig, ReshardConfig
 from dlrm_autoshard.costs import StepProfile, stages_W4, step_cost_ms
@@ -37,7 +38,7 @@ BATCH, STEPS, DENSE_MS = 2048, 500, 4.0
 def unhurried_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never cut short by the clock, nor left out, so that a slow machine decides as a fast one does."""
     monkeypatch.setattr(thresholds, "SEARCH_SHARE", 1000.0)
-    monkeypatch.setattr(thresholds, "LOOKING", 1000.0)
+    monkeypatch.setattr(History, "worth_looking", lambda *_: True)
 
 
 _STARTS: dict[Any, tuple[Planner, SimulatedCluster, ShardingPlan]] = {}

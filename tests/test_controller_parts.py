@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from statistics import fmean
+from typing import Any
+
+import pytest
 
 from dlrm_autoshard.autoshard.decide import MoveCost
 from dlrm_autoshard.planner.task import Splits
@@ -63,3 +68,14 @@ def test_a_table_that_becomes_dominant_is_split_live_within_two_decisions() -> N
     assert "t0" in job.plan.split_tables
     assert job.best_known_split_ms(job.tables[0]) / job.true_ms(job.plan) >= 0.95
     assert job.true_ms(job.plan) < 0.8 * whole_ms
+
+
+def test_it_is_split_though_a_search_has_no_time_to_come_to_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No whole plan balances it, which needs no search to be seen."""
+    job = _with_a_table_that_becomes_dominant()
+    monkeypatch.setattr(job.planner, "propose", partial(_in_short, job.planner.propose))
+    assert job.interval().action == "moved" and "t0" in job.plan.split_tables
+
+
+def _in_short(propose: Callable[..., Any], *args: Any, **_: Any) -> Any:
+    return propose(*args, budget_seconds=0.2)

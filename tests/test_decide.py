@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 from pathlib import Path
 
 import numpy as np
@@ -90,29 +89,26 @@ def test_move_cost_learns_a_steady_truth(bandwidth: float, fixed: float, sizes: 
         assert cost.seconds(size) == pytest.approx(fixed + size / bandwidth, rel=1.0)
 
 
-def test_looks_take_their_share_of_the_time_and_more_where_a_change_has_put_more_at_stake() -> None:
-    history = History()
-    assert history.may_look(1.0), "the first is free"
-    history.looked(0.3)
-    allowed = [seconds for seconds in range(1, 1000) if history.may_look(seconds)]
-    assert allowed[0] == math.ceil(0.6 / thresholds.LOOKING)
-    assert history.may_look(1.0, at_stake=0.3 / thresholds.SEARCH_SHARE)
-    assert not history.may_look(1.0, at_stake=0.2 / thresholds.SEARCH_SHARE)
-    for second in range(1000):
-        if history.may_look(second):
-            history.looked(0.3)
-    assert history.spent_seconds <= thresholds.LOOKING * 1000
+def test_a_look_is_worth_what_is_new_and_not_what_the_last_one_found_no_plan_for() -> None:
+    history, when = History(), horizon()  # 200 s are left
+    assert history.worth_looking(0.05, when), "nothing is known to be in vain"
+    history.looked(0.3, balance=0.05, best_gain=0.002)
+    assert not history.worth_looking(0.05, when)
+    assert history.worth_looking(0.07, when), "a change, or a slow drift"
+    history.looked(0.3, balance=0.07, best_gain=0.03)  # not surely: more may be known by now
+    assert history.worth_looking(0.07, when)
+    assert not history.worth_looking(0.07, horizon(50)), "no time is left to gain a look's own seconds"
 
 
-def test_a_move_is_judged_once_whatever_looks_have_taken() -> None:
-    """Or nobody would learn what it was worth, and a mistake would stay."""
-    history = History(spent_seconds=10.0, last_seconds=1.0, unjudged=True)
-    assert not history.may_look(1.0, whole=False), "few steps tell little of a move"
-    assert history.may_look(1.0)
-    history.looked(1.0, whole=False)
-    assert history.may_look(1.0)
-    history.looked(1.0)
-    assert not history.may_look(1.0)
+@given(st.lists(st.floats(0.01, 0.1), min_size=200, max_size=200, unique=True))
+def test_where_nothing_changes_looks_become_ever_rarer(balances: list[float]) -> None:
+    """Each one needs a record, by min_gain at that."""
+    history, looks = History(), 0
+    for balance in balances:
+        if history.worth_looking(balance, horizon()):
+            history.looked(0.1, balance, best_gain=0.0)
+            looks += 1
+    assert looks <= 1 + 0.1 / 0.01
 
 
 def test_a_plan_that_a_rank_had_no_memory_for_is_asked_for_again_later() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dlrm_autoshard.autoshard.controller import Controller
-from dlrm_autoshard.autoshard.decide import History
+from dlrm_autoshard.autoshard.decide import Horizon
 from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.distributed.moves import agree as reshard_agree
@@ -79,22 +79,17 @@ PLANS = ("0000", "1100", "0111")
 def force_moves(controller: Controller | None) -> None:
     """It always goes for the next of PLANS: what is tested is everything around it."""
 
-    def looked(base: Decision, interval: Interval, plan: ShardingPlan) -> Decision:
+    def looked(base: Decision, interval: Interval, plan: ShardingPlan, horizon: Horizon) -> Decision:
         assert controller is not None
         ranks = PLANS[len(controller.history.moves_at) % len(PLANS)]
         rank_of = {table["name"]: int(rank) for table, rank in zip(TABLES, ranks, strict=True)}
-        decision = plainly(base, interval, plan)
+        decision = plainly(base, interval, plan, horizon)
         return replace(decision, action="moved", predicted_gain=0.1, new_plan=ShardingPlan(rank_of, 2), old_plan=plan)
 
     if controller is not None:  # rank 0's
         plainly = controller._looked
         controller._looked = looked  # type: ignore[method-assign]
-        controller.history = Always()
-
-
-class Always(History):
-    def may_look(self, training_seconds: float, *, at_stake: float = 0.0, whole: bool = True) -> bool:
-        return True
+        controller._not_worth_a_look = lambda *_, **__: ""  # type: ignore[method-assign]
 
 
 def test_tables_move_in_training_and_no_bit_changes(tmp_path: Path) -> None:

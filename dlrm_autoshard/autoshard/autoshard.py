@@ -245,7 +245,7 @@ class Autoshard:
         self._decision = ended.decision
         if self._folder is not None and self._folder.was_replaced():
             LOG.warning(REPLACED, self.run_dir)
-        if ended.decision is not None and not ended.decision.skipped:
+        if ended.decision is not None:
             self._say(f"step {self.steps}  {ended.decision.text}")
 
     def _say(self, text: str) -> None:

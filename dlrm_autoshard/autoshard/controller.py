@@ -21,7 +21,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.autoshard.decide import History, Horizon, MoveCost, Option, decide, percent
-from dlrm_autoshard.autoshard.decision import SKIPPED, Decision, Interval, moving
+from dlrm_autoshard.autoshard.decision import Decision, Interval, moving
 from dlrm_autoshard.autoshard.partial_move import first_part, movable, moving_bytes
 from dlrm_autoshard.config import AutoshardConfig
 from dlrm_autoshard.costs import balance_gain, prediction_error
@@ -43,6 +43,7 @@ class ControllerRecord(TypedDict):
     unproven: dict[str, Any] | None
     ranks_changed: NotRequired[bool]
     change_began: NotRequired[Count | None]
+    moved_early: NotRequired[bool]
     steps: NotRequired[dict[str, Any] | None]
     before: NotRequired[dict[str, Any] | None]
     after: NotRequired[dict[str, Any] | None]
@@ -75,13 +76,15 @@ class Controller:
         self._before: TimedSteps | None = None  # of the plan that the unproven move left, just before it
         self._after: TimedSteps | None = None  # since that move, as far as nothing else changed
         self._last_step = -1  # after which there was a decision
+        self._early = False  # whether that was in mid-interval
+        self._moved_early = False  # whether the unproven move was
 
     # -- one interval --------------------------------------------------------------------------------------------------
 
     def decide(self, interval: Interval, plan: ShardingPlan) -> Decision:
         """`plan` is the live one, under which the interval ran."""
         started = time.perf_counter()
-        self._last_step = interval.step
+        self._last_step, self._early = interval.step, interval.early
         self.history.intervals += not interval.early
         if self._unproven is not None and self._unproven.new_plan != plan:
             self._unproven = None  # a job that was resumed may have placed its tables anew
@@ -90,50 +93,70 @@ class Controller:
         if interval.samples < thresholds.LEAST_SAMPLES:
             few = f"too few steps were timed to judge by ({interval.samples}); lower profile.every_steps"
             return self._written(replace(base, why=few))
-        seconds = interval.step * interval.step_ms / 1000
-        whole, at_stake = not interval.early, 0.0
-        if interval.changed_steps is not None:
-            saved = balance_gain(interval.profile.ranks, interval.step_ms)
-            at_stake = saved * interval.step_ms / 1000 * interval.lasting_steps
-        if not self.history.may_look(seconds, at_stake=at_stake, whole=whole):
-            return self._written(replace(base, why=SKIPPED))
-        decision = self._looked(base, interval, plan)
+        horizon = Horizon(
+            interval.step_ms, interval.lasting_steps, interval.remaining_steps, self.config.reshard.min_gain
+        )
+        balance = self._balance(interval)
+        error = prediction_error(self.planner.predict(self._task_of(interval), plan), interval.profile.ranks)
+        base = replace(base, balance_gain=balance, error_before=error)
+        why = self._not_worth_a_look(balance, horizon, whole=not interval.early)
+        if why:
+            if not interval.early:
+                self._judge_last_move(self._task_of(interval), interval)
+            return self._written(replace(base, why=why))
+        decision = self._looked(base, interval, plan, horizon)
         seconds = time.perf_counter() - started
-        self.history.looked(seconds, whole=whole)
+        assert decision.balance_gain is not None
+        self.history.looked(seconds, decision.balance_gain, decision.predicted_gain or 0.0, whole=not interval.early)
         decision = replace(decision, decide_seconds=interval.gather_seconds + seconds)
         if decision.new_plan is None:
             return self._written(decision)
         self._pending = decision
         return decision
 
-    def _looked(self, base: Decision, interval: Interval, plan: ShardingPlan) -> Decision:
+    def _not_worth_a_look(self, balance: float, horizon: Horizon, *, whole: bool) -> str:
+        """Why nothing is searched for; "" where something may be found, or the last move is to be judged."""
+        if horizon.remaining <= 0:
+            return "no steps are left"
+        if balance < horizon.min_gain:
+            return f"even perfect balance would save {percent(balance)}, below min_gain {percent(horizon.min_gain)}"
+        seconds = balance * horizon.step_ms / 1000 * horizon.remaining
+        if seconds <= thresholds.MOVE_SECONDS:
+            return f"at most {seconds:.2g} s to gain in the {horizon.remaining} steps left"
+        if (self.history.unjudged and whole) or self.history.worth_looking(balance, horizon):
+            return ""
+        if balance - self.history.out_of_reach < horizon.min_gain:
+            return f"perfect balance would save {percent(balance)}, about what the last search found no plan for"
+        took, seconds = self.history.look_seconds, balance * horizon.step_ms / 1000 * horizon.steps
+        return f"perfect balance would save {seconds:.2g} s at most, and a search takes {took:.2g} s"
+
+    def _task_of(self, interval: Interval) -> PlacementTask:
+        return replace(self.task, stats=interval.profile.stats, batch_size=interval.profile.batch_size)
+
+    def _balance(self, interval: Interval) -> float:
+        """Part of the step that perfect balance would save, given what is known of the ranks' speeds."""
+        topology = self.task.topology
+        slow_W = self.planner.rank_slowness(topology.world_size, topology.speed)
+        slowness = [math.inf if w in topology.excluded else float(slow) for w, slow in enumerate(slow_W)]
+        one_host = len(topology.ranks_by_host) == 1
+        return balance_gain(interval.profile.ranks, interval.step_ms, slowness, exchange=one_host)
+
+    def _looked(self, base: Decision, interval: Interval, plan: ShardingPlan, horizon: Horizon) -> Decision:
         """Learns from the interval, judges the last move, and decides on the next."""
-        profile, planner = interval.profile, self.planner
-        task = replace(self.task, stats=profile.stats, batch_size=profile.batch_size)
-        error_before = prediction_error(planner.predict(task, plan), profile.ranks)
+        profile, planner, task = interval.profile, self.planner, self._task_of(interval)
         planner.costs.observe(profile, task.topology)
         error_after = prediction_error(planner.predict(task, plan), profile.ranks)
-        slow_W = planner.rank_slowness(task.world_size, task.topology.speed)
-        slowness = [math.inf if w in task.topology.excluded else float(slow) for w, slow in enumerate(slow_W)]
-        one_host = len(task.topology.ranks_by_host) == 1
-        balance = balance_gain(profile.ranks, interval.step_ms, slowness, exchange=one_host)
-        base = replace(base, balance_gain=balance, error_before=error_before, error_after=error_after)
+        balance = self._balance(interval)
+        base = replace(base, balance_gain=balance, error_after=error_after)
         self._ranks_changed |= planner.costs.ranks_changed and (self._after is None or self._change_began is None)
         if self._after is None and not self._ranks_changed:  # what came with a move is its own doing
             self._after = interval.timed
         if not interval.early:  # few steps tell little of a move
             self._judge_last_move(task, interval)
-        horizon = Horizon(
-            interval.step_ms, interval.lasting_steps, interval.remaining_steps, self.config.reshard.min_gain
-        )
-        seconds = balance * interval.step_ms / 1000 * interval.remaining_steps
-        if interval.remaining_steps <= 0:
-            return replace(base, why="no steps are left")
         if balance < horizon.min_gain:
             most = f"even perfect balance would save {percent(balance)}"
             return replace(base, why=f"{most}, below min_gain {percent(horizon.min_gain)}")
-        if seconds <= thresholds.MOVE_SECONDS:
-            return replace(base, why=f"at most {seconds:.2g} s to gain in the {interval.remaining_steps} steps left")
+        seconds = balance * interval.step_ms / 1000 * interval.remaining_steps
         try:
             plans = self._candidates(task, plan, horizon, thresholds.SEARCH_SHARE * seconds)
             options = self.options(task, interval, plan, plans, balance)
@@ -229,7 +252,8 @@ class Controller:
         if decision.part_of is None:  # a part asks nothing more of the next ones
             self.history.moved(old_plan)
         self.left = [*(plan for plan in self.left if plan != old_plan), old_plan][-thresholds.MEMORY :]
-        self._unproven, self._ranks_changed, self._before = decision, False, self._steps
+        self._unproven, self._ranks_changed = decision, False
+        self._before, self._moved_early = self._steps, self._early
         self._steps = self._after = None
         return self._written(decision)
 
@@ -248,6 +272,8 @@ class Controller:
         if interval.changed_steps is not None and not interval.moves_since:
             began = interval.step - interval.changed_steps
         new_change = began is not None and began != self._change_began
+        if new_change:
+            self.history.out_of_reach = 0.0
         self._change_began = began
         if self._unproven is not None and began is None:
             self._after = steps.after(self._after)
@@ -257,27 +283,26 @@ class Controller:
         self._steps = steps.after(self._steps) if alike else steps
 
     def _judge_last_move(self, task: PlacementTask, interval: Interval) -> None:
-        """Completes its record: what the old plan's steps cost before, or would cost now where something else has
-        changed since, beside what the new one's cost."""
+        """Completes its record: what the old plan's steps cost before, or would cost now by what was measured (where
+        something else has changed since, or only a change's first steps were seen), beside what the new one's cost."""
         move, before, after = self._unproven, self._before, self._after
         if move is None or before is None or after is None:
             return
         self._unproven = None
         assert move.new_plan is not None and move.old_plan is not None and move.predicted_gain is not None
-        # Predicted was a part of the step of then, of which what no plan decides may take longer or shorter now.
-        foreseen_ms = move.predicted_gain * before.step_ms
-        then = before.step_ms / max(after.step_ms + foreseen_ms, 1e-9)
-        predicted, instead = (move.predicted_gain * then, (move.uncertainty or 0.0) * then), None
-        if self._ranks_changed or not before.alike(after):
+        # A change's first steps are slower than later ones: neither they nor what they foresaw tell of settled steps.
+        unsettled = self._moved_early and not interval.early
+        predicted, instead = (move.predicted_gain, move.uncertainty or 0.0), None
+        if unsettled or self._ranks_changed or not before.alike(after):
             [gain] = self.planner.gains(task, move.new_plan, [move.old_plan])
-            predicted, instead = (move.predicted_gain, move.uncertainty or 0.0), (1 - gain.mean, gain.std)
-        worth = worth_of(
-            before,
-            after,
-            predicted=predicted,
-            scatter=thresholds.USUAL_SCATTER,
-            instead=instead,
-        )
+            instead = 1 - gain.mean, gain.std
+        else:
+            # Predicted was a part of the step of then, of which what no plan decides may take longer or shorter now.
+            then = before.step_ms / max(after.step_ms + predicted[0] * before.step_ms, 1e-9)
+            predicted = predicted[0] * then, predicted[1] * then
+        if unsettled:
+            before, predicted = after, (predicted[0], math.inf)
+        worth = worth_of(before, after, predicted=predicted, scatter=thresholds.USUAL_SCATTER, instead=instead)
         saved_ms = worth.saved_ms(interval.step_ms)
         pays_back = not worth.doubt and saved_ms > 0
         self._written(
@@ -303,6 +328,7 @@ class Controller:
             "unproven": None if self._unproven is None else self._unproven.state_dict(),
             "ranks_changed": self._ranks_changed,
             "change_began": self._change_began,
+            "moved_early": self._moved_early,
             **{key: steps and steps.to_json() for key, steps in self._timed_steps.items()},
             "history": asdict(self.history),
             "move_cost": asdict(self.move_cost),
@@ -320,7 +346,7 @@ class Controller:
         unproven = None if record["unproven"] is None else Decision.from_state_dict(record["unproven"])
         if same_ranks:
             self._unproven, self._ranks_changed = unproven, record.get("ranks_changed", False)
-            self._change_began = record.get("change_began")
+            self._change_began, self._moved_early = record.get("change_began"), record.get("moved_early", False)
             self._steps, self._before, self._after = (TimedSteps.from_json(state.get(key)) for key in self._timed_steps)
             self.history = made(History, record.get("history", {}))
             self.move_cost = made(MoveCost, record.get("move_cost", {}))

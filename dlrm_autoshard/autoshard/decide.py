@@ -79,26 +79,27 @@ class Horizon(NamedTuple):
 
 @dataclass
 class History:
-    """What earlier looks and moves mean to the next, counted in intervals and in seconds of deciding."""
+    """What earlier looks and moves mean to the next, counted in intervals."""
 
     intervals: int = 0
     moves_at: list[int] = field(default_factory=list)
     left_at: dict[str, int] = field(default_factory=dict)  # plan fingerprint -> when it stopped being the live one
     refused_at: dict[str, int] = field(default_factory=dict)  # plan fingerprint -> when a rank could not take it
-    spent_seconds: float = 0.0
-    last_seconds: float = 0.0
+    look_seconds: float = 0.0  # what the last look took
+    out_of_reach: float = 0.0  # part of the step that balance would save, and for which that look found no plan
     unjudged: bool = False  # tables have moved, and no whole interval has been looked at since
 
-    def may_look(self, training_seconds: float, *, at_stake: float = 0.0, whole: bool = True) -> bool:
-        """Looks take `LOOKING` of the training time at most. Made in any case are the first, one at the first whole
-        interval after a move, which says what the move was worth and may take it back, and those that cost little
-        beside what a change has put at stake: seconds that balance would save. whole: not ended before its time."""
-        within = self.spent_seconds + self.last_seconds <= thresholds.LOOKING * training_seconds
-        worth_it = self.last_seconds <= thresholds.SEARCH_SHARE * at_stake
-        return within or worth_it or self.spent_seconds == 0.0 or (self.unjudged and whole)
+    def worth_looking(self, balance: float, when: Horizon) -> bool:
+        """Whether a look may be expected to gain more than it takes. balance: part of the step that perfect balance
+        would save. What is new of that is at stake: of the rest the last look has found that no plan saves it. The
+        first of several noisy intervals to exceed all before it is ever rarer, so that looks are too."""
+        at_stake = balance - self.out_of_reach
+        seconds = at_stake * when.step_ms / 1000 * when.steps
+        return at_stake >= when.min_gain and self.look_seconds <= thresholds.LOOK_SHARE * seconds
 
-    def looked(self, seconds: float, *, whole: bool = True) -> None:
-        self.spent_seconds, self.last_seconds = self.spent_seconds + seconds, seconds
+    def looked(self, seconds: float, balance: float, best_gain: float, *, whole: bool = True) -> None:
+        """best_gain: of the plan that saves most, or of the one that tables move to."""
+        self.look_seconds, self.out_of_reach = seconds, balance - max(0.0, best_gain)
         self.unjudged &= not whole
 
     def moved(self, old_plan: ShardingPlan) -> None:

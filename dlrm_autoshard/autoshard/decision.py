@@ -27,7 +27,6 @@ from dlrm_autoshard.records.decisions import moves_in_words, worth_in_words
 from dlrm_autoshard.records.move_worth import TimedSteps
 from dlrm_autoshard.tables import Shard, lookup_work
 
-SKIPPED = "looks have taken their share of the training time"
 Action = Literal["kept", "moved", "rolled_back", "refused"]
 
 
@@ -131,11 +130,6 @@ class Decision:
     @property
     def bytes_moved(self) -> int:
         return sum(move["bytes"] for move in self.moves)
-
-    @property
-    def skipped(self) -> bool:
-        """Whether nothing was looked at, for want of time: recorded, and not worth a line on the terminal."""
-        return self.why == SKIPPED
 
     @property
     def text(self) -> str:

@@ -30,12 +30,8 @@ SURE = 0.95
 MEMORY = 6
 """Intervals. How long a move asks of the next that it surely saves `min_gain`; how many left plans stay candidates."""
 
-LOOKING = 0.0025
-"""Part of the training time that learning and deciding may take, but where a change has put more at stake. Timed steps
-come on top. The first look is free, and the one that judges a move."""
-
-SEARCH_SHARE = 0.05
-"""Of the seconds that perfect balance would save: what one search may take, and a look after a change."""
+LOOK_SHARE, SEARCH_SHARE = 0.25, 0.05
+"""Of the seconds at stake, those that perfect balance would save: what a look may take, and the search in it."""
 
 MOVE_BYTES_PER_SECOND, MOVE_SECONDS = 4e8, 0.02
 """Bytes/s and seconds. What a move takes until the first was made; then it is measured."""

@@ -47,7 +47,7 @@ WORLDS: tuple[WorldName, ...] = get_args(WorldName)
 EPOCHS, STEPS, BATCH, DENSE_MS = 12, 400, 8192, 2.0
 MOVE_SECONDS, MOVE_BYTES_PER_SECOND, SAMPLING = 0.1, 1e9, 0.2
 """What a move takes, and a sampled step more than others (a part of a step)."""
-RULES = ("sure", "budget", "hysteresis", "horizon", "return", "watch")
+RULES = ("sure", "look", "hysteresis", "horizon", "return", "watch")
 RECOVERED_WITHIN, REFUSED, TICK_SECONDS = 0.02, 0.1, 1e-3
 """Of the oracle's step; share of moves that a rank has no memory for, with real noise; of the counted clock, a call."""
 
@@ -243,7 +243,7 @@ class _Loop:
         """Runs without these rules; `return` and `watch` are left out where the loop is made."""
         rules: dict[str, Any] = {
             "sure": patch.object(thresholds, "SURE", 0.5),
-            "budget": patch.object(thresholds, "LOOKING", 1e9),
+            "look": patch.object(History, "worth_looking", lambda *_: True),
             "hysteresis": patch.object(History, "must_surely_save", lambda *_: 0.0),
             "horizon": patch.object(Interval, "lasting_steps", property(lambda self: self.remaining_steps)),
         }

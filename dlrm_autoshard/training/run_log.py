@@ -52,7 +52,7 @@ class RunLog:
                 f"loss {float(self._job.dense.global_loss):.4f}"
             )
         decision = ended.decision
-        said = ended.noticed if decision is None else None if decision.skipped else decision.text
+        said = ended.noticed if decision is None else decision.text
         if said is not None:
             self.line(f"step {position.step}  {said}")
 

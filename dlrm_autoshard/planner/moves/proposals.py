@@ -42,9 +42,11 @@ def proposals(
     if task.allows(current):
         as_it_is = task.split_as(current)
         now = as_it_is.cut
-        # Where tables may be split, half of the time is left for that.
-        half_way = None if deadline is None else 0.5 * (time.perf_counter() + deadline)
-        near = _near(costs, now, current, ms_per_byte, half_way if task.splits.allowed else deadline)
+        # Where tables may be split, half of the time is left for that. One that no whole plan balances is split first:
+        # a search that ends before it comes to splits finds nothing that helps.
+        even = _evenly_cut(costs, now)
+        near = [] if even is now else _near(costs, even, current, ms_per_byte, _half_way(deadline))
+        near = _near(costs, now, current, ms_per_byte, _half_way(deadline) if task.splits.allowed else deadline) + near
         if task.splits.allowed:
             start_U = near[0].rank_U
             for way in (
@@ -68,6 +70,24 @@ def proposals(
 
     different = {candidate.plan.fingerprint: candidate for candidate in reversed(found)}
     return [(one.plan, one.predicted_ms) for one in sorted(different.values(), key=total_ms)[:PROPOSALS]]
+
+
+def _half_way(deadline: float | None) -> float | None:
+    return None if deadline is None else 0.5 * (time.perf_counter() + deadline)
+
+
+def _evenly_cut(costs: LearnedCosts, task: PlacementTask) -> PlacementTask:
+    """Returns the task with every shard halved, where that is allowed, that alone takes longer than an even share of
+    all: no placement balances it."""
+    while task.splits.allowed:
+        ms_U = costs.costs_of(task).alone_ms()
+        dominant = np.flatnonzero(ms_U > ms_U.sum() / task.world_size).tolist()
+        names = [task.names[member] for unit in dominant for member in task.units.members[unit]]
+        halved = next((half for half in map(task.split, names) if half is not None), None)
+        if halved is None:
+            break
+        task = halved
+    return task
 
 
 def _near(
