@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dlrm_autoshard.autoshard.autoshard import Autoshard
 from dlrm_autoshard.distributed.bags import ShardedEmbeddingBags
+from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.bag_inputs import BagsError
 from dlrm_autoshard.distributed.lookup.embeddings import initialise
 from dlrm_autoshard.distributed.moves.reshard import reshard
@@ -422,3 +425,24 @@ def test_what_cannot_be_is_said(call: Callable[[], object], said: str) -> None:
     with pytest.raises(UserError) as caught:
         call()
     assert said in str(caught.value)
+
+
+def made_and_dropped(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """Threads and open descriptors of this process, after ten loops and after 150."""
+    process, found = psutil.Process(), list[tuple[int, int]]()
+    for number in range(150):
+        bags = ShardedEmbeddingBags(SUMS, optimizer=SGD(lr=0.1))
+        tower = DataParallelDense(Tower(36), torch.optim.SGD, lr=0.1, replicas=bags.replicas)
+        tower.backward(tower.module(bags(*ids_of(rank, number))).sum())
+        tower.step()
+        del bags, tower
+        if number in (9, 149):
+            gc.collect()
+            dist.barrier()
+            found.append((process.num_threads(), process.num_fds()))
+    return found
+
+
+def test_modules_that_are_dropped_leave_no_threads_and_no_connections() -> None:
+    for (threads, descriptors), (later_threads, later_descriptors) in run_ranks(made_and_dropped, 2, timeout=120):
+        assert later_threads <= threads + 2 and later_descriptors <= descriptors + 8

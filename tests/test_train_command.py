@@ -324,3 +324,24 @@ def test_the_version_is_the_packages(tmp_path: Path) -> None:
 
     assert dlrm("--version", cwd=tmp_path).stdout.strip() == f"dlrm-autoshard {dlrm_autoshard.__version__}"
     assert json.dumps(dlrm_autoshard.__version__) in (REPOSITORY / "dlrm_autoshard/__init__.py").read_text()
+
+
+COUNTED = """
+import sys
+from dlrm_autoshard.data import open as sources
+opened, kind = [], sources.SyntheticSource
+sources.SyntheticSource = lambda *given: opened.append(given) or kind(*given)
+from dlrm_autoshard.commands.main import main
+try:
+    main()
+finally:
+    print(f"opened {len(opened)}", file=sys.stderr)
+"""
+
+
+def test_one_process_opens_its_data_once(config: Path, tmp_path: Path) -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", COUNTED, "train", "mine.yaml", "--ranks", "1", "train.max_steps=2"],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path, env=ENVIRONMENT,
+    )  # fmt: skip
+    assert told.stderr == "opened 1\n", told.stderr

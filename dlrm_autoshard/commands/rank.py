@@ -23,6 +23,7 @@ from dlrm_autoshard.plug_in import own_traceback
 
 if TYPE_CHECKING:
     from dlrm_autoshard.config import Config
+    from dlrm_autoshard.data.batch import DataSource
 
 
 _PLACE = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}  # of a rank, as torchrun says it
@@ -62,21 +63,24 @@ def sort_settings(arguments: argparse.Namespace) -> None:
         arguments.resume = str(checked_path(Path(arguments.resume), "--resume"))
 
 
-def check(config: Config, ranks: int, resume: str | None = None) -> None:
+def check(config: Config, ranks: int, resume: str | None = None) -> DataSource | None:
     """Before the ranks of a job on this host run: UserError where it cannot start as its config says, a line where it
-    can, and had better not. On several hosts the ranks check, so that all hear of what one host lacks."""
+    can, and had better not. On several hosts the ranks check, so that all hear of what one host lacks. Returns the
+    data, as `check_start` does."""
     import torch
 
     from dlrm_autoshard.training.start_checks import check_start
 
-    check_start(config, ranks, resume)
+    source = check_start(config, ranks, resume)
     cores = len(os.sched_getaffinity(0))
     if ranks > cores and (config.run.device == "cpu" or not torch.cuda.is_available()):
         shared = count(cores, "core")
         print(f"{ranks} ranks share {shared}, and wait for one another: fewer train faster.", file=sys.stderr)
+    return source
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, source: DataSource | None = None) -> int:
+    """Trains as a rank. source: the data, where somebody has opened them in this process."""
     keep_training_without_output()
     signal.signal(signal.SIGINT, leave)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store that is gone would be told with torch's own stack
@@ -89,20 +93,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.config, arguments.overrides)
         ranks, here, number = (int(os.environ.get(name, alone)) for name, alone in _PLACE.items())
         if not arguments.checked and ranks == here and number == 0:
-            check(config, ranks)
+            source = check(config, ranks)
     except UserError as error:
         complain(str(error))
         return 2
-    return recorded(_train)(config, arguments.resume) or 0  # only now what takes seconds to import
+    return recorded(_train)(config, arguments.resume, source) or 0  # only now what takes seconds to import
 
 
-def _train(config: Config, resume: str | None) -> int:
+def _train(config: Config, resume: str | None, source: DataSource | None) -> int:
     from dlrm_autoshard.distributed.ranks.signs_of_life import RankFailure
     from dlrm_autoshard.training.run_job import run_job
     from dlrm_autoshard.training.stop_signals import Stopped
 
     try:
-        run_job(config, resume=resume)
+        run_job(config, resume=resume, source=source)
     except Stopped as stopped:
         complain(str(stopped))
         return 128 + stopped.number

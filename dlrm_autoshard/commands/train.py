@@ -62,11 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.resume is not None:
         own.append(f"--resume={arguments.resume}")
     ranks = arguments.ranks or default_ranks(config.run.device)
+    source = None
     if arguments.nodes == 1:
-        rank.check(config, ranks, None if arguments.job else arguments.resume)  # a job's earlier start may have obeyed
+        resume = None if arguments.job else arguments.resume  # which a job's earlier start may have obeyed
+        source = rank.check(config, ranks, resume)
     if ranks == arguments.nodes == 1 and not arguments.restarts and not arguments.job:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        return rank.main(own)
+        return rank.main(own, source)
     return launch(
         ["-m", rank.__name__, *own],
         ranks,

@@ -6,6 +6,7 @@ dense.backward(loss); dense.step()           # the all-reduce starts with the la
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import zip_longest
@@ -81,6 +82,7 @@ class DataParallelDense:
         self._stop = LateFlag()
         self._views: dict[str, tuple[int, torch.Size]] = {}
         self._trained: list[tuple[nn.Parameter, Tensor]] = []  # and the view that is its gradient
+        made = weakref.WeakMethod(self._made)  # parameters hold their hooks where Python's collector does not see them
         start = 0
         for name, parameter in trained.items():
             self._views[name] = (start, parameter.shape)
@@ -88,7 +90,7 @@ class DataParallelDense:
             parameter.data = self.flat.data[start:end].view(parameter.shape)
             parameter.grad = self.gradient[start:end].view(parameter.shape)
             self._trained.append((parameter, parameter.grad))
-            parameter.register_post_accumulate_grad_hook(self._made)
+            parameter.register_post_accumulate_grad_hook(lambda _: (own := made()) and own())
             start = end
         self._all_made = False  # of those that autograd makes of the parameters
         self._missing = 0  # gradients of the backward pass whose last one starts the all-reduce
@@ -239,7 +241,7 @@ class DataParallelDense:
                 "of all others first, then `dense.backward(last)`; activation checkpoints need use_reentrant=False."
             )
 
-    def _made(self, parameter: Tensor) -> None:
+    def _made(self) -> None:
         """A gradient of a backward pass."""
         self._not_too_late()
         self._missing -= 1

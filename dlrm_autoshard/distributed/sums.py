@@ -58,8 +58,8 @@ class SumsByHost:
             return None
         rank = dist.get_rank(group)
         own = next(ranks for ranks in by_host if rank in ranks)
-        link = connect(group_beside(group, "gloo", own))
-        across = group_beside(group, "gloo", [ranks[own.index(rank)] for ranks in by_host])
+        link = connect(group_beside(group, "gloo", own, carries="sums"))
+        across = group_beside(group, "gloo", [ranks[own.index(rank)] for ranks in by_host], carries="sums")
         connected: list[bool] = [False] * len(hosts)
         dist.all_gather_object(connected, link is not None, group=group)
         return SumsByHost(link, across) if link is not None and all(connected) else None

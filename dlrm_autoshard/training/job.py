@@ -16,6 +16,7 @@ import torch
 from dlrm_autoshard.autoshard.initial_plan import Placement, place
 from dlrm_autoshard.autoshard.intervals import Intervals
 from dlrm_autoshard.config import Config
+from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.data.open import open_source, settled
 from dlrm_autoshard.data.sequences import said_of_cuts
 from dlrm_autoshard.data.statistics import measure_stats
@@ -65,11 +66,13 @@ class Job:
         checkpoint: Path | None = None,
         *,
         fall_back: bool = True,
+        source: DataSource | None = None,
     ) -> None:
-        """checkpoint: to start from; None: the newest. fall_back: where that is damaged, to the one before it."""
+        """checkpoint: to start from; None: the newest. fall_back: where that is damaged, to the one before it. source:
+        the config's data, where they have been opened."""
         joined = time.time()
         seed_all(config.run.seed, runtime.rank)
-        source = open_source(config.data, config.tables)
+        source = source or open_source(config.data, config.tables)
         config = config.model_copy(update={"data": settled(config.data, source)})
         self.config, self.runtime, self.run_dir = config, runtime, run_dir
         check_splits(config, source)

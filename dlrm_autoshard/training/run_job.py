@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from dlrm_autoshard.config import Config
+from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.ranks.signs_of_life import RankFailure
 from dlrm_autoshard.training.agreement import agree, check_shared
@@ -29,10 +30,17 @@ from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
 from dlrm_autoshard.training.trainer import Trainer, TrainResult
 
 
-def run_job(config: Config, resume: str | None = None, number: int = 1, begun: float | None = None) -> TrainResult:
+def run_job(
+    config: Config,
+    resume: str | None = None,
+    number: int = 1,
+    begun: float | None = None,
+    source: DataSource | None = None,
+) -> TrainResult:
     """Runs a job on this rank, from its config to its last evaluation.
 
-    number: of the job, in this process. begun: when it began, where that is not when the process did.
+    number: of the job, in this process. begun: when it began, where that is not when the process did. source: the
+    config's data, where they have been opened.
     resume: None starts a new run; "" continues the newest run of the config's name; else the run directory to continue,
     or a checkpoint in one. A job that is started again continues by itself, past checkpoints that are damaged, whatever
     its first start resumed. SIGINT, SIGTERM and SIGHUP end it with a checkpoint, and raise `Stopped`.
@@ -50,8 +58,9 @@ def run_job(config: Config, resume: str | None = None, number: int = 1, begun: f
                 run_dir = runtime.from_rank_0(lambda: held.enter_context(claim))
                 check_shared(run_dir, runtime)
                 fall_back = resume is None or own is not None
-                config = as_started(run_dir, config)
-                trainer = Trainer(config, runtime, run_dir, signals, checkpoint, fall_back=fall_back)
+                asked, config = config, as_started(run_dir, config)
+                source = source if config is asked else None  # else of columns as an earlier start found them
+                trainer = Trainer(config, runtime, run_dir, signals, checkpoint, fall_back=fall_back, source=source)
                 if begun is not None:
                     trainer.job.start_seconds["joining"] -= begun - psutil.Process().create_time()
                 config = trainer.job.config  # with what it left open as the data have it

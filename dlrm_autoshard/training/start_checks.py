@@ -46,10 +46,11 @@ _COPIES = 4
 _MEASURED = 64  # samples
 
 
-def check_start(config: Config, ranks: int, resume: str | None = None) -> None:
+def check_start(config: Config, ranks: int, resume: str | None = None) -> DataSource | None:
     """UserError that names all that can be known to be wrong before the ranks of a job on this host run, a line each.
 
-    resume: what the job's first start is told to go on from. A user's own code is looked for, and not run.
+    resume: what the job's first start is told to go on from. A user's own code is looked for, and not run. Returns the
+    data, opened, unless that takes such code.
     """
     wrong: list[str] = []
 
@@ -81,6 +82,7 @@ def check_start(config: Config, ranks: int, resume: str | None = None) -> None:
             attempt(lambda: check_sizes(config, source, ranks, free_memory(), ranks))
     if wrong:
         raise UserError("\n".join(wrong))
+    return source
 
 
 def _source_of(config: Config) -> DataSource | None:

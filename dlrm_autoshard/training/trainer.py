@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlrm_autoshard.config import Config
+from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.distributed.lookup.lookups import SentIds
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.step import NotFinite
@@ -56,11 +57,12 @@ class Trainer:
         checkpoint: Path | None = None,
         *,
         fall_back: bool = True,
+        source: DataSource | None = None,
     ) -> None:
-        """signals: those that end the job between two steps. checkpoint, fall_back: as a `Job` takes them."""
+        """signals: those that end the job between two steps. checkpoint, fall_back, source: as a `Job` takes them."""
         factories: list[Factory] = []
         runtime.from_rank_0(lambda: factories.extend(find_callbacks(config.callbacks)))
-        self.job = job = Job(config, runtime, run_dir, checkpoint, fall_back=fall_back)
+        self.job = job = Job(config, runtime, run_dir, checkpoint, fall_back=fall_back, source=source)
         self.signals = signals or StopSignals()
         callbacks: list[Callback] = []
         random = random_state(runtime.device)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,13 +33,27 @@ def new_group(**how: Any) -> dist.ProcessGroup:
     return group
 
 
-def group_beside(group: dist.ProcessGroup, backend: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Make another group of the same ranks, with the same timeout. Collective over these ranks alone: others may be
-    making theirs.
+_BESIDE: WeakKeyDictionary[dist.ProcessGroup, dict[object, dist.ProcessGroup]] = WeakKeyDictionary()
+"""The groups beside a group, which torch keeps, with their threads and connections, as long as that: so all that is
+made of one group, and dropped, shares them."""
+
+
+def group_beside(
+    group: dist.ProcessGroup, backend: str, ranks: Sequence[int] | None = None, *, carries: str = ""
+) -> dist.ProcessGroup:
+    """Returns another group of the same ranks, with the same timeout, made at the first call for what it carries.
+    Collective over these ranks alone: others may be making theirs.
 
     backend: "gloo", or "cpu:gloo,cuda:nccl". ranks: those of them that it is of, by their numbers in `group`; the
     others make groups of their own meanwhile.
     """
+    key, made = (backend, None if ranks is None else tuple(ranks), carries), _BESIDE.setdefault(group, {})
+    if key not in made:
+        made[key] = _made_beside(group, backend, ranks)
+    return made[key]
+
+
+def _made_beside(group: dist.ProcessGroup, backend: str, ranks: Sequence[int] | None) -> dist.ProcessGroup:
     _register()
     store = group.get_group_store()
     made = store.add(f"dlrm_autoshard/groups/{dist.get_rank(group)}", 1)  # a key a rank: calls are alike on all

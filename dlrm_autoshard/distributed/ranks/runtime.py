@@ -213,7 +213,7 @@ def runtime_of(group: dist.ProcessGroup, wanted: torch.device | str | None) -> R
         device=device,
         group=group,
         # So that ids never queue behind vectors; beside nccl, gloo carries what the host must know of them.
-        id_group=group_beside(group, "cpu:gloo,cuda:nccl" if by_nccl(group) else "gloo"),
+        id_group=group_beside(group, "cpu:gloo,cuda:nccl" if by_nccl(group) else "gloo", carries="ids"),
         control=control,
         local_ranks=tuple(hosts[:number].count(host) for number, host in enumerate(hosts)),
     )
