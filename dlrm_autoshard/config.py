@@ -259,12 +259,15 @@ class ReshardConfig(Section):
     checksums: bool = False  # of every tensor that moves, compared where it left and where it arrived
 
 
+RowSplits = Literal["auto", "faster", "never"]
+
+
 class SplitsConfig(Section):
     """Columns or rows of one table on several ranks; columns under row-wise Adagrad: see tables.optimizer.per_part."""
 
     max_parts: PositiveInt = 4  # of a table; 1: none is split
     min_dim: EmbeddingDim = 16  # columns of a part at least, a multiple of 4
-    rows: Literal["auto", "never"] = "auto"  # auto: tables that fit no rank otherwise are split by rows
+    rows: RowSplits = "auto"  # auto: of tables that fit no rank otherwise; faster: of those that slow ranks down, too
 
 
 class AutoshardConfig(Section):
@@ -343,6 +346,12 @@ class Config(Section):
                 f"tables.sequences has {show(name)}, and the built-in DLRM pools every feature. Set model.factory to a "
                 "DenseArch that takes sequences (launch/examples/attention.py is one), or take it out to have it "
                 "pooled"
+            )
+        if self.tables.sequences and self.autoshard.splits.rows == "faster":
+            name = next(iter(self.tables.sequences))
+            raise ValueError(
+                f"autoshard.splits.rows is faster, and tables.sequences has {show(name)}, whose table needs all rows "
+                "on one rank. Leave autoshard.splits.rows at auto"
             )
         if self.model.options and self.model.factory is None:
             raise ValueError("model.options are for model.factory, and there is none")

@@ -50,6 +50,7 @@ class StatsRecord(TypedDict):
     mean_reuse: NotRequired[Annotated[float, Field(ge=1, le=1e12)]]
     batch_size: NotRequired[BatchSize]
     features: NotRequired[Annotated[int, Field(ge=1, le=10**6)] | Annotated[float, Field(ge=0, le=10**6)]]
+    row_sixteenths: NotRequired[Annotated[list[Annotated[int, Field(ge=0, le=2**48)]], Field(max_length=15)]]
 
 
 class TableRecord(TypedDict):
@@ -233,11 +234,11 @@ class TableConfig:
             return None
         return tuple(self.part(*columns) for columns in itertools.pairwise([*edges, self.columns[1]]))
 
-    def even_rows(self, parts: int) -> tuple[TableConfig, ...] | None:
-        """Returns parts of about as many rows each; None where there are fewer rows than parts."""
-        if self.num_embeddings < parts:
+    def even_rows(self, parts: int, stats: TableStats) -> tuple[TableConfig, ...] | None:
+        """Returns ranges of rows of a whole table with about as much work each; None where one row has too much."""
+        edges = stats.rows_at([number / parts for number in range(parts + 1)], self.num_embeddings)
+        if any(first >= last for first, last in itertools.pairwise(edges)):
             return None
-        edges = [self.rows[0] + -(-self.num_embeddings * number // parts) for number in range(parts + 1)]
         return tuple(self.row_range(*rows) for rows in itertools.pairwise(edges))
 
     def halves_by_rows(self) -> tuple[TableConfig, TableConfig] | None:
@@ -302,6 +303,8 @@ class TableStats:
     batch_size: samples in the batch that was measured. Reuse grows with it, so it belongs to the figure.
     features: that look up its rows: so many vectors travel for a sample, of a sequence one an id. The other figures are
         of their ids together.
+    row_sixteenths: rows below which 1/16, 2/16, ... 15/16 of the table's work lie, half of it lookups, half different
+        rows; empty: all rows are used alike.
     """
 
     mean_pooling: float
@@ -309,26 +312,53 @@ class TableStats:
     mean_reuse: float = 1.0
     batch_size: int = 1
     features: float = 1
+    row_sixteenths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if len(self.row_sixteenths) not in (0, 15):
+            raise UserError(f"row_sixteenths are {len(self.row_sixteenths)}; there are 15, or none")
         if len(self.reuse_histogram) != NUM_REUSE_BINS:
             raise UserError(f"reuse_histogram has {len(self.reuse_histogram)} bins; it needs {NUM_REUSE_BINS}")
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"reuse_histogram": list(self.reuse_histogram)}
+        record = asdict(self) | {"reuse_histogram": list(self.reuse_histogram)}
+        sixteenths = record.pop("row_sixteenths")
+        return record | ({"row_sixteenths": [*sixteenths]} if sixteenths else {})
+
+    def work_below(self, row: int, num_rows: int) -> float:
+        """Returns the share of a table's work that its rows below this one have."""
+        return float(np.interp(row, *self._rows_and_work(num_rows)))
+
+    def rows_at(self, shares: Sequence[float], num_rows: int) -> list[int]:
+        """Returns the rows below which these shares of a table's work lie."""
+        rows, work = self._rows_and_work(num_rows)
+        return [round(row) for row in np.interp(shares, work, rows)]
+
+    def _rows_and_work(self, num_rows: int) -> tuple[list[int], list[float]]:
+        if not self.row_sixteenths:
+            return [0, num_rows], [0.0, 1.0]
+        return [0, *self.row_sixteenths, num_rows], [number / 16 for number in range(17)]
 
     @staticmethod
     def from_json(record: Any) -> TableStats:
         stats: dict[str, Any] = {**checked(StatsRecord, record)}
-        return TableStats(**stats | {"reuse_histogram": tuple(stats["reuse_histogram"])})
+        for key in {"reuse_histogram", "row_sixteenths"} & stats.keys():
+            stats[key] = tuple(stats[key])
+        return TableStats(**stats)
 
 
 def stats_of_part(part: TableConfig, whole: TableConfig, stats: TableStats) -> TableStats:
-    """Returns what a part of a table looks up of the table's ids: all of them where it has all rows, else a share as
-    large as its share of the rows."""
+    """Returns what a part of a table looks up of the table's ids: all of them where it has all rows, else the share of
+    its rows. `row_sixteenths` stay the table's."""
+    share = _share_of_work(part, whole, stats)
+    return stats if share == 1 else replace(stats, mean_pooling=stats.mean_pooling * share)
+
+
+def _share_of_work(part: TableConfig, whole: TableConfig, stats: TableStats) -> float:
     if part.num_embeddings == whole.num_embeddings:
-        return stats
-    return replace(stats, mean_pooling=stats.mean_pooling * part.num_embeddings / whole.num_embeddings)
+        return 1.0
+    below = (stats.work_below(row, whole.num_embeddings) for row in part.rows)
+    return max(1e-6, -next(below) + next(below))
 
 
 def side_by_side(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -343,7 +373,8 @@ def side_by_side(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def stats_of_whole(part: TableConfig, whole: TableConfig, stats: TableStats) -> TableStats:
     """Returns the table's statistics from its part's, as `stats_of_part` has them."""
-    return stats_of_part(whole, part, stats)
+    share = _share_of_work(part, whole, stats)
+    return stats if share == 1 else replace(stats, mean_pooling=stats.mean_pooling / share)
 
 
 def reuse_bins(counts: np.ndarray) -> np.ndarray:
@@ -364,29 +395,33 @@ def measure_table_stats(lengths_TB: np.ndarray, values_N: np.ndarray) -> list[Ta
         if len(ids) == 0:
             stats.append(TableStats(0.0, (0.0,) * NUM_REUSE_BINS, 1.0, batch_size))
             continue
-        uses = _uses(ids)
+        uses, sixteenths = _uses(ids)
         distinct, often = int(uses.sum()), np.flatnonzero(uses)
         histogram = np.bincount(reuse_bins(often), weights=uses[often], minlength=NUM_REUSE_BINS) / distinct
-        stats.append(
-            TableStats(len(ids) / batch_size, tuple(float(f) for f in histogram), len(ids) / distinct, batch_size)
-        )
+        shares = tuple(float(f) for f in histogram)
+        reuse = len(ids) / distinct
+        stats.append(TableStats(len(ids) / batch_size, shares, reuse, batch_size, row_sixteenths=sixteenths))
     return stats
 
 
-def _uses(ids: np.ndarray) -> np.ndarray:
-    """[most + 1] how many different ids are used so often. Training waits for this, so where there are few rows they
-    are counted, and nothing is sorted."""
+def _uses(ids: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
+    """[most + 1] how many different ids are used so often; and `TableStats.row_sixteenths`. Training waits for this, so
+    where there are few rows they are counted, and nothing is sorted."""
     top = int(ids.max())
     if top < 4 * len(ids):
-        uses: np.ndarray = np.bincount(np.bincount(ids))
-        uses[0] = 0
-        return uses
-    import torch  # the command line starts without it
+        counts = np.bincount(ids)
+        rows = np.flatnonzero(counts)
+        counts = counts[rows]
+    else:
+        import torch  # the command line starts without it
 
-    narrow = torch.from_numpy(ids.astype(np.int32) if top < 2**31 else ids)
-    ordered = torch.sort(narrow).values.numpy()  # many by their digits: two to four times as fast as numpy's
-    ends = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
-    return np.bincount(np.diff(ends, prepend=0, append=len(ordered)))
+        narrow = torch.from_numpy(ids.astype(np.int32) if top < 2**31 else ids)
+        ordered = torch.sort(narrow).values.numpy()  # many by their digits: two to four times as fast as numpy's
+        ends = np.append(np.flatnonzero(ordered[1:] != ordered[:-1]), len(ordered) - 1)
+        rows, counts = ordered[ends], np.diff(ends, prepend=-1)
+    work = np.cumsum(counts) / len(ids) + np.arange(1, len(rows) + 1) / len(rows)
+    at = np.searchsorted(work, np.arange(1, 16) / 8)
+    return np.bincount(counts), tuple(int(row) + 1 for row in rows[at])
 
 
 def memory_bytes(

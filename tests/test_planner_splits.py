@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_autoshard import Constraints, PlanError, Planner, ShardingPlan, SimulatedCluster, Topology
+from dlrm_autoshard.autoshard.table_observer import of_whole_tables
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.distributed.lookup.wire import Wire
 from dlrm_autoshard.plan import shard_tables
 from dlrm_autoshard.planner.moves.relabel import relabelled
 from dlrm_autoshard.planner.search.splits import split_search
 from dlrm_autoshard.planner.task import PlacementTask, Splits
-from dlrm_autoshard.tables import Shard, TableConfig, TableStats
+from dlrm_autoshard.tables import Shard, TableConfig, TableStats, measure_table_stats, stats_of_part
 from tests.planning_problems import BATCH, measurer, random_samples, some_tables, some_task
 from tests.split_plans import plans_of
 
@@ -206,6 +208,52 @@ def test_even_parts_never_cut_what_an_exchange_in_eight_bits_scales_together() -
         if cut is not None:
             wire.check(ShardingPlan({part.name: 0 for part in cut}, 2))
             assert min(part.embedding_dim for part in cut) >= 16
+
+
+def test_where_columns_may_not_be_split_rows_are_if_asked_and_the_step_gets_quicker() -> None:
+    tables, stats = with_a_dominant_table()
+    planner = learned()
+    asked = Splits(4, 16, allowed=False, rows=True)
+    whole = planner.plan(task_of(tables, stats, 4, asked)).plan
+    task = task_of(tables, stats, 4, replace(asked, rows_to_balance=True))
+    plan = planner.plan(task).plan
+    assert not whole.split_tables and plan.split_tables == plan.row_split_tables and "big" in plan.row_split_tables
+    assert true_ms(task, plan) < 0.85 * true_ms(task, whole)
+    assert task.splits_enough(plan)
+
+
+def test_ranges_of_rows_have_as_much_work_each_however_ids_are_sorted() -> None:
+    """Half of it lookups, half different rows."""
+    draws = np.random.default_rng(0).random(40_000)
+    by_frequency = (10_000**draws).astype(np.int64) - 1
+    scattered = np.random.default_rng(1).permutation(10_000)[by_frequency]
+    table, lengths = TableConfig("t", 10_000, 16), np.full((1, 4_000), 10)
+    for ids in (by_frequency, scattered):
+        [stats] = measure_table_stats(lengths, ids)
+        for parts in (2, 3, 4):
+            ranges = table.even_rows(parts, stats)
+            assert ranges is not None and [r.rows for r in ranges][-1][1] == 10_000
+            inside = [ids[(ids >= first) & (ids < last)] for first, last in (r.rows for r in ranges)]
+            work = [len(own) / len(ids) / 2 + len(np.unique(own)) / len(np.unique(ids)) / 2 for own in inside]
+            assert work == pytest.approx([1 / parts] * parts, abs=0.02)
+    [of_one_row] = measure_table_stats(lengths, np.zeros(40_000, dtype=np.int64))
+    assert stats_of_part(table.row_range(0, 1), table, of_one_row).mean_pooling > 0.9 * of_one_row.mean_pooling
+    assert table.even_rows(3, of_one_row) is None
+
+
+def test_what_ranks_saw_of_their_rows_is_put_together() -> None:
+    ids = (10_000 ** np.random.default_rng(0).random(40_000)).astype(np.int64) - 1
+    [whole] = measure_table_stats(np.full((1, 4_000), 10), ids)
+    seen = []
+    for first, last in ((0, 500), (500, 10_000)):
+        inside = (ids >= first) & (ids < last)
+        lengths = inside.reshape(4_000, 10).sum(1)[None]
+        seen.append({f"t[rows {first}:{last}]": measure_table_stats(lengths, ids[inside] - first)[0]})
+    together = of_whole_tables(seen)["t"]
+    assert together.mean_pooling == pytest.approx(whole.mean_pooling)
+    assert together.work_below(500, 10_000) == pytest.approx(whole.work_below(500, 10_000), abs=0.02)
+    for row in whole.row_sixteenths:  # within a range lookups and different rows may lie apart from those of the table
+        assert together.work_below(row, 10_000) == pytest.approx(whole.work_below(row, 10_000), abs=0.12)
 
 
 def test_splitting_stops_where_it_gains_nothing() -> None:

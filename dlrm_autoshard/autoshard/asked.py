@@ -57,7 +57,8 @@ def constraints_of(settings: AutoshardConfig) -> Constraints:
 
 def splits_of(settings: AutoshardConfig, optimizer: TableOptimizerConfig) -> Splits:
     asked = settings.splits
-    return Splits(asked.max_parts, asked.min_dim, optimizer.splits_tables, optimizer.name, asked.rows == "auto")
+    rows, faster = asked.rows != "never", asked.rows == "faster"
+    return Splits(asked.max_parts, asked.min_dim, optimizer.splits_tables, optimizer.name, rows, faster)
 
 
 def given_plan(placement: str | None, task: PlacementTask) -> ShardingPlan:

@@ -59,7 +59,7 @@ class TableObserver:
         vectors = None if unpooled is None else np.where(unpooled, self._ids / self._samples, 1.0)
         counts = np.bincount(shard_of, vectors, len(owned)).tolist()
         result = {
-            name: TableStats(float(mean), seen.reuse_histogram, seen.mean_reuse, seen.batch_size, features)
+            name: replace(seen, mean_pooling=float(mean), features=features)
             for name, mean, seen, features in zip(names, pooling, reuse, counts, strict=True)
         }
         self._begin()
@@ -72,15 +72,32 @@ def of_whole_tables(by_rank: Iterable[Mapping[str, TableStats]]) -> dict[str, Ta
     for name, stats in (item for own in by_rank for item in own.items()):
         shard = Shard.parse(name)
         ranges.setdefault(shard.table, {})[shard.rows or (0, 0)] = stats
-    return {table: _together([parts[rows] for rows in side_by_side(parts)]) for table, parts in ranges.items()}
+    return {table: _together({rows: parts[rows] for rows in side_by_side(parts)}) for table, parts in ranges.items()}
 
 
-def _together(parts: list[TableStats]) -> TableStats:
+def _together(ranges: Mapping[tuple[int, int], TableStats]) -> TableStats:
+    parts = list(ranges.values())
     if len(parts) == 1:
         return parts[0]
-    pooling = sum(part.mean_pooling for part in parts)
-    distinct = np.array([part.mean_pooling / part.mean_reuse for part in parts])
-    weights = distinct / max(distinct.sum(), 1e-12)
+    pooling_R = np.array([part.mean_pooling for part in parts])
+    pooling, distinct_R = float(pooling_R.sum()), pooling_R / [part.mean_reuse for part in parts]
+    weights = distinct_R / max(distinct_R.sum(), 1e-12)
     histogram = np.array([part.reuse_histogram for part in parts]).T @ weights
-    reuse = max(1.0, pooling / max(float(distinct.sum()), 1e-12)) if pooling else 1.0
-    return replace(parts[0], mean_pooling=pooling, reuse_histogram=tuple(map(float, histogram)), mean_reuse=reuse)
+    reuse = max(1.0, pooling / max(float(distinct_R.sum()), 1e-12)) if pooling else 1.0
+    work_R = (pooling_R / max(pooling, 1e-12) + weights) / 2
+    return replace(
+        parts[0],
+        mean_pooling=pooling,
+        reuse_histogram=tuple(map(float, histogram)),
+        mean_reuse=reuse,
+        row_sixteenths=_sixteenths(ranges, work_R),
+    )
+
+
+def _sixteenths(ranges: Mapping[tuple[int, int], TableStats], work_R: np.ndarray) -> tuple[int, ...]:
+    """Returns the table's from those of its ranges, whose ids count from their first rows."""
+    rows, work, even = [0.0], [0.0], [number / 16 for number in range(1, 17)]
+    for ((first, last), stats), share in zip(ranges.items(), work_R.tolist(), strict=True):
+        work += [work[-1] + share * part for part in even]
+        rows += [first + row for row in stats.rows_at(even, last - first)]
+    return tuple(round(row) for row in np.interp(even[:-1], work, rows))

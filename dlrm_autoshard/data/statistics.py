@@ -50,9 +50,11 @@ def measure_stats(
 
 def _average(stats: Sequence[TableStats]) -> TableStats:
     histogram = np.mean([stat.reuse_histogram for stat in stats], axis=0)
+    sixteenths = [stat.row_sixteenths for stat in stats]
     return TableStats(
         float(np.mean([stat.mean_pooling for stat in stats])),
         tuple(float(share) for share in histogram),
         float(np.mean([stat.mean_reuse for stat in stats])),
         stats[0].batch_size,
+        row_sixteenths=tuple(round(row) for row in np.mean(sixteenths, axis=0)) if all(sixteenths) else (),
     )

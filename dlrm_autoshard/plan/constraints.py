@@ -149,7 +149,8 @@ class Constraints:
 @dataclass(frozen=True)
 class Splits:
     """Which tables may be split by columns. max_parts: of one table; 1: none are. min_dim: columns of a part. rows:
-    tables that fit no rank otherwise are split by rows, into as many parts as that takes.
+    tables that fit no rank otherwise are split by rows, into as many parts as that takes. rows_to_balance: so are those
+    with which ranks would wait for one another, where that is surely faster than columns.
 
     allowed: False where parts would train another model (each with its own row-wise Adagrad): results say what splits
     would bring then. optimizer: whose state parts carry.
@@ -160,6 +161,12 @@ class Splits:
     allowed: bool = True
     optimizer: TableOptimizer = "rowwise_adagrad"
     rows: bool = False
+    rows_to_balance: bool = False
+
+    @property
+    def to_balance(self) -> bool:
+        """Whether tables may be split where ranks would wait for one another otherwise."""
+        return self.max_parts > 1 and (self.allowed or self.rows_to_balance)
 
     def settings_for(self, shards: Iterable[TableConfig]) -> str:
         """Returns settings, other than these, under which tables may be split so."""

@@ -1,24 +1,25 @@
 """Ways to cut a table, or the part of one that constraints name, evenly: by columns or by rows.
 
-for piece in pieces_of(shards, wholes, constraints):
+for piece in pieces_of(shards, tables_and_stats, constraints):
     for parts in piece.ways(splits, rows=True): ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dlrm_autoshard.plan.constraints import Constraints, Splits
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.tables import TableConfig, TableStats
 
 
 @dataclass(frozen=True)
 class Piece:
-    """parts: those that it is cut into now. beside: parts of its table that are in other pieces."""
+    """parts: those that it is cut into now. stats: of its table. beside: parts of its table in other pieces."""
 
     whole: TableConfig
     parts: tuple[TableConfig, ...]
+    stats: TableStats
     beside: int
 
     def ways(self, splits: Splits, *, rows: bool) -> Iterator[tuple[TableConfig, ...]]:
@@ -27,17 +28,17 @@ class Piece:
             by_columns = self.whole.even_columns(count, splits.min_dim)
             if by_columns is not None and self.whole.may_split(splits.allowed):
                 yield by_columns
-            by_rows = self.whole.even_rows(count) if rows else None
+            by_rows = self.whole.even_rows(count, self.stats) if rows else None
             if by_rows is not None:
                 yield by_rows
 
-    def other_ways(self, splits: Splits, *, rows: bool) -> Iterator[tuple[TableConfig, ...]]:
+    def other_ways(self, splits: Splits) -> Iterator[tuple[TableConfig, ...]]:
         """Yields it in one part more, twice as many, or one fewer; and by rows instead of columns, or the other way
         round."""
         count, now = len(self.parts), by_rows(self.parts)
         if count == 2:
             yield (self.whole,)
-        for parts in self.ways(splits, rows=rows):
+        for parts in self.ways(splits, rows=splits.rows_to_balance):
             as_now = count == 1 or by_rows(parts) == now
             if len(parts) - count in ((1, -1, count) if as_now else (0,)):
                 yield parts
@@ -50,18 +51,18 @@ class Piece:
 
 
 def pieces_of(
-    shards: Sequence[TableConfig], wholes: Sequence[TableConfig], constraints: Constraints
+    shards: Sequence[TableConfig], wholes: Iterable[tuple[TableConfig, TableStats]], constraints: Constraints
 ) -> tuple[Piece, ...]:
     """Returns the tables, or the pieces that constraints cut them into, that need not be on one rank with something."""
     of: dict[str, list[TableConfig]] = {}
     for shard in shards:
         of.setdefault(shard.shard.table, []).append(shard)
     found = []
-    for whole in (piece for table in wholes for piece in constraints.pieces(table)):
+    for whole, stats in ((piece, stats) for table, stats in wholes for piece in constraints.pieces(table)):
         own = of[whole.shard.table]
         parts = tuple(part for part in own if part.shard & whole.shard is not None)
         if not constraints.bind(whole.shard):
-            found.append(Piece(whole, parts, len(own) - len(parts)))
+            found.append(Piece(whole, parts, stats, len(own) - len(parts)))
     return tuple(found)
 
 

@@ -114,7 +114,7 @@ def _rivals(costs: LearnedCosts, task: PlacementTask, leading: ShardingPlan, dea
     for of_task, of_costs, start_U in starts:
         ended = optima(of_task, of_costs, start_U, kicks=kicks, seed=costs.seed, deadline=deadline)[:RIVALS]
         found += [Splitted(of_task, of_costs, rank_U, of_costs.step_ms(rank_U)) for rank_U in ended]
-    if task.splits.allowed:
+    if task.splits.to_balance:
         start = min(found, key=lambda one: one.step_ms)
         found += split_search(start.task, costs.costs_of, start.rank_U, deadline)
     return [Candidate("measured+search", one.task.plan_from(one.rank_U), one.step_ms) for one in found]

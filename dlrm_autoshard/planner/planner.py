@@ -87,9 +87,11 @@ class Planner:
         started = time.perf_counter()
         deadline = deadline_in(budget_seconds)
         candidates = self.makers.candidates(self.algorithm, task, self.costs.costs_of, deadline)
-        splitted = self._splitted(task, candidates, deadline) if self.algorithm == "auto" else []
-        if task.splits.allowed:
-            candidates += splitted
+        if_allowed = list[Candidate]()
+        if self.algorithm == "auto":
+            candidates += self._splitted(task, candidates, deadline)
+            allowed = replace(task, splits=replace(task.splits, allowed=True, rows_to_balance=False))
+            if_allowed = [] if task.splits.allowed else self._splitted(allowed, candidates, deadline)
         if measure is not None and measure_plans > 0 and self.algorithm == "auto":
             more = None if budget_seconds is None else FINALISTS_SHARE * budget_seconds
             candidates = measure_finalists(self.costs, task, candidates, measure, measure_plans, more, steps)
@@ -104,7 +106,7 @@ class Planner:
             costs_from=self.costs.costs_from,
             seconds=time.perf_counter() - started,
             seed=self.seed,
-            would_split=next(iter(splitted), None) if not task.splits.allowed else None,
+            would_split=next(iter(if_allowed), None),
         )
 
     def _splitted(
@@ -112,7 +114,7 @@ class Planner:
     ) -> list[Candidate]:
         """Returns a candidate with tables split, where that is predicted to cost less than the best whole one."""
         best_plan = min(candidates, key=lambda candidate: candidate.predicted_ms).plan
-        start = replace(task, splits=replace(task.splits, allowed=True)).split_as(best_plan)
+        start = task.split_as(best_plan)
         found = split_search(start, self.costs.costs_of, start.ranks_from(best_plan), deadline)
         return [Candidate("split+search", one.task.plan_from(one.rank_U), one.step_ms) for one in found]
 

@@ -195,7 +195,7 @@ class PlacementTask:
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """The tables as they are cut, but for what need be on one rank with something."""
-        return pieces_of(self.tables, self.wholes, self.constraints)
+        return pieces_of(self.tables, self._whole_of.values(), self.constraints)
 
     def halves(self, name: str, *, rows: bool = False) -> tuple[TableConfig, TableConfig] | None:
         """Halves the shard `name`, where it may be split once more: its table's parts are not too many, halves not too

@@ -19,7 +19,8 @@ from dlrm_autoshard.planner.task import PlacementTask
 # Axes: U units, W ranks, H hosts, N candidates, K summary columns, 4 stages in the order of PLANNED_STAGES.
 
 CHUNK = 65_536
-BYTES_PER_ID = 8
+BYTES_PER_ID, RANGED_NS = 8, 20.0
+"""RANGED_NS: to find the range of rows that an id is in, on the rank that asks: 16 to 25 with 2 to 8 ranges."""
 FUSED = slice(NUM_SUMMARY, NUM_SUMMARY + 2)
 """Columns of summaries beyond the cost model's own."""
 
@@ -63,7 +64,9 @@ class TaskCosts:
         # A table's ids go to the owner of each of its parts: they cost what as many bytes of vectors would.
         mb_T = np.array([stat.mean_pooling for stat in task.stats]) * task.batch_size / world_size * BYTES_PER_ID * 1e-6
         price = exchange.prices_SP[0, TRAFFIC].sum() * (1 - 1 / world_size)
-        self.ids_ms_U = task.units.sum_over_tables(mb_T * price * [table.columns[0] > 0 for table in task.tables])
+        again_T = np.array([table.columns[0] > 0 for table in task.tables])
+        ranged_T = ~again_T & [table.shard.rows is not None for table in task.tables]
+        self.ids_ms_U = task.units.sum_over_tables(mb_T * (price * again_T + RANGED_NS / BYTES_PER_ID * ranged_T))
 
     def device_ms(self, summaries: np.ndarray) -> np.ndarray:
         """[..., 2] forward and backward computation of devices by their summaries [..., K], on any rank."""

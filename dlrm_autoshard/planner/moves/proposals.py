@@ -46,8 +46,10 @@ def proposals(
         # a search that ends before it comes to splits finds nothing that helps.
         even = _evenly_cut(costs, now)
         near = [] if even is now else _near(costs, even, current, ms_per_byte, _half_way(deadline))
-        near = _near(costs, now, current, ms_per_byte, _half_way(deadline) if task.splits.allowed else deadline) + near
-        if task.splits.allowed:
+        near = (
+            _near(costs, now, current, ms_per_byte, _half_way(deadline) if task.splits.to_balance else deadline) + near
+        )
+        if task.splits.to_balance:
             start_U = near[0].rank_U
             for way in (
                 *split_search(now, costs.costs_of, start_U, deadline),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -90,20 +91,21 @@ def _halved_to_fit(task: PlacementTask, *, rows: bool = False, most: int | None 
 
 
 def split_search(
-    task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline: float | None = None, *, rows: bool = False
+    task: PlacementTask, costs_of: CostsOf, rank_U: np.ndarray, deadline: float | None = None
 ) -> list[Splitted]:
     """Ways to split that beat the task as it is under the placement `rank_U`, best first; none where none does.
 
     First tables are cut as seldom as leaves no part too costly; then those that make ranks slow are cut otherwise. The
     parts go where they cost least, and a few moves tell which ways are worth a local search; where it gains little, the
-    best gets a placement anew. rows: splits may be by rows, which must save `ROWS_SURE` more.
+    best gets a placement anew. Splits by rows, where they may be, must save `ROWS_SURE` more.
     """
     costs = costs_of(task)
     start = best = Splitted(task, costs, rank_U, costs.step_ms(rank_U))
-    before, seen = _by_rows(task), {frozenset(task.names)}
+    before, seen = {piece.whole.name for piece in task.pieces if by_rows(piece.parts)}, {frozenset(task.names)}
 
     def asked_ms(one: Splitted) -> float:
-        return one.step_ms * (1 + ROWS_SURE * (not _by_rows(one.task) <= before))
+        ranged = any(by_rows(piece.parts) and piece.whole.name not in before for piece in one.task.pieces)
+        return one.step_ms * (1 + ROWS_SURE * ranged)
 
     def placed(ways: Iterable[PlacementTask], node: Splitted, patience: float = math.inf) -> Iterator[Splitted]:
         """Ends where so many ways in a row cost more than one before."""
@@ -118,8 +120,8 @@ def split_search(
                     least_ms = min(least_ms, asked_ms(child))
                     yield child
 
-    kinds = (False, True) if rows else (False,)
-    nodes = [node for kind in kinds for node in placed(fewest_cuts(task, costs_of, rows=kind), start, PATIENCE)]
+    kinds = [fewest_cuts(task, costs_of, rows=rows) for rows in {False, task.splits.rows_to_balance}]
+    nodes = [node for ways in kinds for node in placed(ways, start, PATIENCE)]
     while nodes:
         likeliest = sorted(nodes, key=asked_ms)[:BEAM]
         beam = sorted((searched(node, deadline) for node in likeliest), key=asked_ms)
@@ -127,15 +129,11 @@ def split_search(
             beam[0] = _searched_anew(beam[0], deadline)
         if asked_ms(beam[0]) >= asked_ms(best) * (1 - LEAST_GAIN):
             break
-        best, nodes = beam[0], [*placed(_other_cuts(beam[0], rows), beam[0])]
+        best, nodes = beam[0], [*placed(_other_cuts(beam[0]), beam[0])]
     if best is start:
         return []
     better_U = improve(best.task, best.costs, best.rank_U, kicks=THOROUGH_KICKS, deadline=deadline)
     return [replace(best, rank_U=better_U, step_ms=best.costs.step_ms(better_U))]
-
-
-def _by_rows(task: PlacementTask) -> set[str]:
-    return {table.shard.table for table in task.tables if table.shard.rows is not None}
 
 
 def fewest_cuts(task: PlacementTask, costs_of: CostsOf, *, rows: bool) -> Iterator[PlacementTask]:
@@ -169,12 +167,12 @@ def fewest_cuts(task: PlacementTask, costs_of: CostsOf, *, rows: bool) -> Iterat
             yield task
 
 
-def _other_cuts(node: Splitted, rows: bool) -> Iterator[PlacementTask]:
+def _other_cuts(node: Splitted) -> Iterator[PlacementTask]:
     """Yields the task with each piece that makes a rank slow cut in other ways."""
     task, piece_of = node.task, {part.name: piece for piece in node.task.pieces for part in piece.parts}
 
     def others(task: PlacementTask, name: str) -> list[tuple[TableConfig, ...]]:
-        return list(piece_of[name].other_ways(task.splits, rows=rows)) if name in piece_of else []
+        return list(piece_of[name].other_ways(task.splits)) if name in piece_of else []
 
     for name in dear_shards(node, others):
         for parts in others(task, name):
@@ -189,16 +187,14 @@ def dear_shards(
     task, costs, world_size = node.task, node.costs, node.task.world_size
     ms_W4 = costs.stage_ms(costs.sums(node.rank_U), np.arange(world_size))
     rank_T = node.rank_U[task.units.unit_of_T]
-    named = set()
+    named = set[str]()
     for stage, rank in enumerate(ms_W4.argmax(axis=0)):
         if stage == RECEIVING:  # the rank with fewest dims: more of them relieve it
             continue
         own = np.flatnonzero(rank_T == rank)
         ms_N = costs.stage_ms(costs.summary_TK[own], np.full(len(own), rank))[:, stage]
-        for table in own[np.argsort(-ms_N, kind="stable")]:
-            if may_cut(task, task.names[table]):
-                named.add(task.names[table])
-                break
+        costliest = (task.names[table] for table in own[np.argsort(-ms_N, kind="stable")])
+        named.update(islice((name for name in costliest if may_cut(task, name)), 1))
     yield from sorted(named)
 
 
