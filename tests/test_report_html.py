@@ -18,6 +18,7 @@ from dlrm_autoshard.records.jsonl import append_jsonl
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report import html
 from dlrm_autoshard.report.charts import charts
+from dlrm_autoshard.report.comparison import plans_side_by_side
 from dlrm_autoshard.report.html import render_comparison, render_html, write_html
 from dlrm_autoshard.report.page_data import map_rows, page_data
 from dlrm_autoshard.report.page_sections import page_sections
@@ -149,6 +150,43 @@ def test_speed_is_drawn_by_step_where_metrics_have_it_and_smoothed(tmp_path: Pat
              for step, speed in ((10, 5.0), (20, 6.0), (30, 900.0), (40, 7.0))]  # fmt: skip
     speed = page_data(replace(record, metrics=tuple(lines)))["speed"]
     assert speed["examples"] == [5, 6, 900, 7] and max(speed["smooth"]) < 10
+
+
+def test_the_speed_that_the_plan_before_a_move_would_have_had_is_drawn_until_the_next_change(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run", epochs=6))
+    speed, before = (page_data(record)[name] for name in ("speed", "before"))
+    [first, second] = [d["step"] for d in record.decisions if d["action"] == "moved"]
+    assert {*before["move"]} == {first, second} and min(before["step"]) == first
+    after = next(s for step, s in zip(speed["step"], speed["smooth"], strict=True) if step > first)
+    rows = [*zip(*(before[key] for key in ("move", "step", "low", "before", "high")), strict=True)]
+    assert [step for move, step, *_ in rows if move == first] == [first, second]
+    for _, _, low, middle, high in rows[:2]:
+        assert low < middle < high < after and middle == pytest.approx(after * (1 - 0.139), rel=0.01)
+    doubted = tuple({**decision, "doubt": "few steps"} for decision in record.decisions)
+    assert page_data(replace(record, decisions=doubted))["before"] == {}
+
+
+def test_two_runs_plans_are_side_by_side_those_that_differ_first(tmp_path: Path) -> None:
+    one, other = (RunRecord.load(write_run(tmp_path / name, epochs=epochs)) for name, epochs in (("a", 1), ("b", 6)))
+    rows = list(plans_side_by_side(one, other))
+    differ = [a != b for _, a, b in rows]
+    assert any(differ) and differ == sorted(differ, reverse=True) and len(rows) == 12
+    for name, a, b in rows:
+        assert (a, b) == (f"rank {rank_of(one, -1)[name]}", f"rank {rank_of(other, -1)[name]}")
+    page = render_comparison(one, other)
+    assert "Plans side by side" in page and f"{sum(differ)} of 12 tables lie elsewhere" in page
+
+
+def test_the_verdict_says_what_a_user_can_use(tmp_path: Path) -> None:
+    record = RunRecord.load(write_run(tmp_path / "run", ranks=2, epochs=1))
+    looked = {"step": 300, "action": "kept", "text": "kept: looks have taken their share of the training time"}
+    searched = {"step": 200, "action": "kept", "text": "kept: best candidate saves 1.2%", "predicted_gain": 0.012}
+    for decisions, said in (
+        ((looked,), "no other plan has been found that surely saves part of it."),
+        ((searched, looked), "the best plan found at step 200 saves a predicted 1.2%, not surely worth a move."),
+    ):
+        found = section(replace(record, decisions=decisions), "summary")
+        assert f"of a step; {said}" in found and "looks have taken" not in found.split("The run in")[0]
 
 
 def test_memory_is_held_against_the_budget_that_the_plan_had(tmp_path: Path) -> None:

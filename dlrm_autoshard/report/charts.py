@@ -37,7 +37,8 @@ def charts(record: RunRecord) -> Iterator[Chart]:
         ranks = max(profile.world_size for profile in record.intervals)
         rows, points = ranks * (28 if ranks <= 16 else 15), len(record.intervals)
         marked = any(True for _ in event_rows(record))
-        yield _chart("speed", ("speed", "events", "noisy"), run_charts.speed(record.unit, marked=marked), height=220)
+        data = "speed", "before", "events", "noisy"
+        yield _chart("speed", data, run_charts.speed(record.unit, marked=marked), height=220)
     if any(profile.samples for profile in record.intervals):
         names = {row["name"] for row in map_rows(record)}
         yield _chart("map", ("map", "moves"), run_charts.table_map(), height=20 * len(names))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from dlrm_autoshard.costs import STAGES
 from dlrm_autoshard.formats.words import some_of
+from dlrm_autoshard.records.diagnosis import table_costs_ms
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import compute_imbalance, total_wait_ms
@@ -48,6 +49,26 @@ def different_models(one: RunRecord, other: RunRecord) -> str | None:
     resized = [name for name in a.keys() & b.keys() if a[name] != b[name]]
     said = [*alone, *([f"{some_of(resized, 3)} of another size"] if resized else [])]
     return f"These runs are of different models: {'; '.join(said)}. Their speeds do not compare."
+
+
+def plans_side_by_side(one: RunRecord, other: RunRecord) -> Iterator[tuple[str, str, str]]:
+    """Yields (table, its place in one run, its place in the other) in their last intervals: tables that lie elsewhere
+    first, the costliest before others."""
+    if not (one.intervals and other.intervals):
+        return
+    places, costs = [], dict[str, float]()
+    for record in (one, other):
+        of_run: dict[str, list[str]] = {}
+        ms = table_costs_ms(record.last) if record.last.samples else {}
+        for use in sorted(record.last.tables, key=lambda use: use.name):
+            shard = Shard.parse(use.name)
+            part = use.name.removeprefix(shard.table)
+            of_run.setdefault(shard.table, []).append(f"{part} rank {use.rank}".strip())
+            costs[shard.table] = costs.get(shard.table, 0.0) + ms.get(use.name, 0.0)
+        places.append({table: ", ".join(said) for table, said in of_run.items()})
+    a, b = places
+    for table in sorted(costs, key=lambda table: (a.get(table) == b.get(table), -costs[table], table)):
+        yield table, a.get(table, "-"), b.get(table, "-")
 
 
 def _of_last(figure: Callable[[IntervalProfile], float]) -> Callable[[RunRecord], float | None]:

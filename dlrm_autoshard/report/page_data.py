@@ -9,6 +9,7 @@ columns into the rows that charts take (page.js). 64 ranks, 20 epochs and 1,000 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -19,7 +20,7 @@ from dlrm_autoshard.records.diagnosis import NOTABLE_DRIFT, STARVED_BELOW, drift
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.summary import balanced_ms, comms_imbalance, compute_imbalance, step_time, total_wait_ms
-from dlrm_autoshard.report.verdict import left_to_save
+from dlrm_autoshard.report.verdict import left_to_save, moves_that_stayed
 
 Columns = dict[str, list[Any]]
 METRICS = {"logloss": "Log loss", "loss": "Training loss, weighted or over all labels", "auc": "AUC"}
@@ -36,6 +37,7 @@ def page_data(record: RunRecord) -> dict[str, Any]:
     """Returns the rows of every chart and table of a run's page, as columns."""
     return {
         "speed": _columns(_speed_rows(record)),
+        "before": _columns(before_rows(record)),
         "events": _columns(event_rows(record)),
         "noisy": _columns(_noisy_rows(record)),
         "map": _columns(map_rows(record)),
@@ -69,6 +71,23 @@ def _speed_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
         speed = profile.throughput
         for step in (profile.first_step, profile.end_step):
             yield {"run": record.name, "step": step, "examples": speed, "smooth": speed, "label": record.label(profile)}
+
+
+def before_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
+    """Yields the speed that the plan before each move would have had, by what the move saved, until the next change."""
+    speeds, events = dict[int, float](), [row["step"] for row in event_rows(record)]
+    for row in _speed_rows(record):
+        speeds.setdefault(row["step"], row["smooth"])  # of two intervals that meet there, the one that ended
+    for decision in moves_that_stayed(record):
+        start = decision.get("step")
+        if start is None or worth_in_words(decision) is None:
+            continue
+        end = min((step for step in events if step > start), default=math.inf)
+        gains = (decision["measured_gain"], decision["measured_high"], decision["measured_low"])
+        after = [(step, speed) for step, speed in speeds.items() if start < step <= end]
+        for step, speed in [*((start, speed) for _, speed in after[:1]), *after]:
+            before, low, high = (speed * (1 - gain) for gain in gains)
+            yield {"move": start, "step": step, "before": before, "low": low, "high": high}
 
 
 def _noisy_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:

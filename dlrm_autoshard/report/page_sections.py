@@ -15,13 +15,19 @@ from typing import Any
 
 from dlrm_autoshard.costs import STAGES
 from dlrm_autoshard.formats.words import count, gib
-from dlrm_autoshard.records.decisions import worth_in_words
+from dlrm_autoshard.records.decisions import moves_in_words, worth_in_words
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.report.chart_style import LETTERS, SEGMENTS
-from dlrm_autoshard.report.comparison import different_models, side_by_side
+from dlrm_autoshard.report.comparison import different_models, plans_side_by_side, side_by_side
 from dlrm_autoshard.report.page_data import METRICS
 from dlrm_autoshard.report.summary import details
-from dlrm_autoshard.report.verdict import autoshard_in_one_line, bottom_line, last_reason, moves_that_stayed, verdict
+from dlrm_autoshard.report.verdict import (
+    autoshard_in_one_line,
+    bottom_line,
+    moves_that_stayed,
+    verdict,
+    why_tables_stay,
+)
 
 STAGE_MEANINGS = {
     "data_wait": "waiting for the next batch", "input_dist": "ids to their owners", "fwd_compute": "lookup",
@@ -73,6 +79,21 @@ def comparison_sections(one: RunRecord, other: RunRecord, drawn: set[str]) -> It
             f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
         ),
     )
+    placed = list(plans_side_by_side(one, other))
+    if placed:
+        heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in ("table", one.name, other.name))
+        rows = "".join(
+            f'<tr{" class=differs" if a != b else ""}><th scope="row">{escape(name)}</th><td>{a}</td><td>{b}</td></tr>'
+            for name, a, b in placed
+        )
+        differ = sum(a != b for _, a, b in placed)
+        yield (
+            "plans",
+            "Plans side by side",
+            f"<p>{differ:,} of {count(len(placed), 'table')} lie elsewhere, in bold; costliest first.</p>"
+            '<div class="scroll" tabindex="0" role="region" aria-label="Plans">'
+            f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>",
+        )
 
 
 def _at_a_glance(record: RunRecord, drawn: set[str]) -> str:
@@ -83,8 +104,9 @@ def _at_a_glance(record: RunRecord, drawn: set[str]) -> str:
     )
     speed = (
         _figure("speed", "Speed over the run",
-                "Examples a second of all ranks: dots as measured, the line their running median. Shaded: a rank had "
-                "its core for less than 90% of the time. Marked: moves, with the part of a step that they saved where "
+                "Examples a second of all ranks: dots as measured, the line their running median. Dashed, with its "
+                "band: what the plan before a move would have had, by what the move saved. Shaded: a rank had its core "
+                "for less than 90% of the time. Marked: moves, with the part of a step that they saved where "
                 "that is known, and drift, where the data look up other tables than before.")
         if "speed" in drawn else ""
     )  # fmt: skip
@@ -126,7 +148,7 @@ def _tiles(record: RunRecord) -> Iterable[tuple[str, str, str]]:
 def _moves_worth(record: RunRecord) -> tuple[str, str]:
     moves = moves_that_stayed(record)
     if not moves:
-        return "no move", last_reason(record.decisions)
+        return "no move", why_tables_stay(record.decisions)
     known = [move for move in moves if worth_in_words(move)]
     if not known:
         return "not known", f"{count(len(moves), 'move')}: {moves[-1].get('doubt') or 'no interval followed'}"
@@ -227,6 +249,7 @@ def _figures_of(decision: Mapping[str, Any]) -> dict[str, str]:
         "predicted": f"{gain:.1%}" if gain else "",
         "measured": worth_in_words(decision) or ("in doubt" if decision.get("doubt") else ""),
         "moved": gib(decision["bytes_moved"]) if decision.get("bytes_moved") else "",
+        "tables": moves_in_words(decision),
         "in": f"{decision['move_seconds']:.2f} s" if decision.get("move_seconds") else "",
         "paid back after": "" if paid is None else f"{paid:,} steps",
         "examples/s before": "" if speed is None else f"{speed:,.0f}",

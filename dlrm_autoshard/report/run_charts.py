@@ -17,7 +17,7 @@ EVENTS = ["moved", "rolled back", "refused", "drift"]
 
 def speed(unit: str, *, marked: bool = True, several: bool = False) -> Layers:
     """Draws examples/s by step: each figure faint, their running median strong; stretches in which a rank lacked its
-    core are shaded, moves and drift of the data marked.
+    core are shaded, moves and drift of the data marked. Dashed, with its band: the plan before a move.
 
     unit: the run's word for an interval. marked: there are such events. several: one line a run, without marks."""
     y = alt.Y("smooth:Q", title="examples/s", axis=alt.Axis(tickCount=5, format="~s"), scale=alt.Scale(zero=True))
@@ -37,10 +37,15 @@ def speed(unit: str, *, marked: bool = True, several: bool = False) -> Layers:
     noisy = alt.Chart(alt.NamedData("noisy")).mark_rect(color=style.NOISY)
     rules = events.mark_rule(color=GREY, strokeDash=[3, 3]).encode(x=step_axis(), tooltip=said)
     marks = events.mark_point(size=110, filled=True, color=INK, strokeWidth=2.5)
+    before = alt.Chart(alt.NamedData("before")).encode(x=step_axis(), detail="move:N")
+    worth = [tip("before:Q", "examples/s by the plan before", ",.0f"), tip("low:Q", "at least", ",.0f")]
+    worth.append(tip("high:Q", "at most", ",.0f"))
     names = events.transform_filter("isValid(datum.note)").mark_text(align="left", dx=7, color=INK, fontSize=11)
     return alt.layer(
         noisy.encode(x=alt.X("x0:Q", title="step"), x2="x1:Q", tooltip=[tip("text:N", "noisy")]),
         rules,
+        before.mark_area(color=ORANGE, opacity=0.22).encode(y="low:Q", y2="high:Q", tooltip=worth),
+        before.mark_line(color=ORANGE, strokeDash=[5, 3]).encode(y="before:Q", tooltip=worth),
         mark().mark_point(color=BLUE, opacity=0.35, size=14, filled=True).encode(x=step_axis(), y="examples:Q"),
         mark().mark_line(color=BLUE, strokeWidth=2.5).encode(x=step_axis(), y=y, tooltip=tips),
         marks.encode(x=step_axis(), y=alt.value(-12), shape=shape, tooltip=said),

@@ -21,7 +21,7 @@ from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.records.diagnosis import stage_summary, table_costs_ms, waited_for
 from dlrm_autoshard.records.interval import IntervalProfile
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.report.comparison import different_models, side_by_side
+from dlrm_autoshard.report.comparison import different_models, plans_side_by_side, side_by_side
 from dlrm_autoshard.report.summary import balanced_ms, compute_imbalance, summary, total_wait_ms
 
 _CAUSES = {"load": "load", "starved of CPU": "CPU", "slow data": "data"}
@@ -54,6 +54,14 @@ def print_comparison(console: Console, one: RunRecord, other: RunRecord) -> None
     console.print(table)
     if warning := different_models(one, other):
         console.print(_bullet(warning))
+    moved = [row for row in plans_side_by_side(one, other) if row[1] != row[2]]
+    if moved:
+        plans = _table("Tables that lie elsewhere, costliest first", "table", one.name, other.name, left=["table"])
+        for placed in moved[:MOST_ROWS]:
+            plans.add_row(*placed)
+        if len(moved) > MOST_ROWS:
+            plans.caption = f"and {len(moved) - MOST_ROWS} more; all in the page (--html)"
+        console.print(plans)
     for record in (one, other):
         console.print(Text(f"Run {record.name}", style="bold"))
         for sentence in summary(record):

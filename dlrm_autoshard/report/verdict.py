@@ -38,8 +38,18 @@ def bottom_line(record: RunRecord) -> str:
     if balance.low <= 0 or balance.gain < _WORTH_SAYING:
         most = f"perfect balance would save at most {max(0.0, balance.high):.1%} of a step"
         return f"No other plan would surely be faster: {most}."
-    why = f"; tables stay ({last_reason(record.decisions)})" if record.decisions else "; tables may not move"
-    return f"Perfect balance would save {balance.gain:.1%} of a step{why}."
+    why = why_tables_stay(record.decisions) if record.decisions else "tables may not move"
+    return f"Perfect balance would save {balance.gain:.1%} of a step; {why}."
+
+
+def why_tables_stay(decisions: Sequence[Mapping[str, Any]]) -> str:
+    """Says what the last search since the last move found."""
+    since = itertools.takewhile(lambda decision: decision.get("action") != "moved", reversed(decisions))
+    best = next((decision for decision in since if (decision.get("predicted_gain") or 0.0) > 0), None)
+    if best is None:
+        return "no other plan has been found that surely saves part of it"
+    when = f" at step {best['step']:,}" if best.get("step") is not None else ""
+    return f"the best plan found{when} saves a predicted {best['predicted_gain']:.1%}, not surely worth a move"
 
 
 def verdict(record: RunRecord) -> list[str]:
@@ -114,6 +124,6 @@ def _worth_told(moves: Sequence[Mapping[str, Any]], most: int = 3) -> str:
 def last_reason(decisions: tuple[Mapping[str, Any], ...]) -> str:
     """Returns why tables stayed, and when: the last reason that concerns the plan, not the run's end."""
     reasons = [(d.get("step"), str(d.get("text") or d.get("action")).removeprefix("kept: ")) for d in decisions]
-    silent = ("no steps are left", "nothing has changed since")
+    silent = ("no steps are left", "nothing has changed since", "looks have taken their share")
     step, reason = next((found for found in reversed(reasons) if not found[1].startswith(silent)), reasons[-1])
     return reason if step is None else f"at step {step:,}: {reason}"
