@@ -75,16 +75,16 @@ def _speed_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
 
 def before_rows(record: RunRecord) -> Iterable[Mapping[str, Any]]:
     """Yields the speed that the plan before each move would have had, by what the move saved, until the next change."""
-    speeds, events = dict[int, float](), [row["step"] for row in event_rows(record)]
-    for row in _speed_rows(record):
-        speeds.setdefault(row["step"], row["smooth"])  # of two intervals that meet there, the one that ended
+    speeds = [(row["step"], row["smooth"]) for row in _speed_rows(record)]
+    events = [row["step"] for row in event_rows(record)]
     for decision in moves_that_stayed(record):
         start = decision.get("step")
         if start is None or worth_in_words(decision) is None:
             continue
         end = min((step for step in events if step > start), default=math.inf)
         gains = (decision["measured_gain"], decision["measured_high"], decision["measured_low"])
-        after = [(step, speed) for step, speed in speeds.items() if start < step <= end]
+        after = [(step, speed) for step, speed in speeds if start < step < end]
+        after += [(step, speed) for step, speed in speeds if step == end][:1]  # of the interval that ends there
         for step, speed in [*((start, speed) for _, speed in after[:1]), *after]:
             before, low, high = (speed * (1 - gain) for gain in gains)
             yield {"move": start, "step": step, "before": before, "low": low, "high": high}

@@ -86,11 +86,12 @@ def comparison_sections(one: RunRecord, other: RunRecord, drawn: set[str]) -> It
             f'<tr{" class=differs" if a != b else ""}><th scope="row">{escape(name)}</th><td>{a}</td><td>{b}</td></tr>'
             for name, a, b in placed
         )
-        differ = sum(a != b for _, a, b in placed)
+        differ, tables = sum(a != b for _, a, b in placed), count(len(placed), "table")
+        said = f"{differ:,} of {tables} lie elsewhere, in bold" if differ else "All tables lie on the same ranks"
         yield (
             "plans",
             "Plans side by side",
-            f"<p>{differ:,} of {count(len(placed), 'table')} lie elsewhere, in bold; costliest first.</p>"
+            f"<p>{said}, costliest first.</p>"
             '<div class="scroll" tabindex="0" role="region" aria-label="Plans">'
             f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>",
         )
