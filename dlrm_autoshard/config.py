@@ -108,6 +108,7 @@ class TablesConfig(Section):
     def _tables_agree(self) -> TablesConfig:
         for table, own in self.per_table.items():
             key = f"tables.per_table.{table}"
+            self.optimizer_of(table)
             if own.frozen and (own.optimizer is not None or own.lr is not None):
                 what = "lr" if own.optimizer is None else "optimizer"
                 raise ValueError(f"{key} is frozen, and has {key}.{what}: leave one of them out")
@@ -134,7 +135,7 @@ class TablesConfig(Section):
             return TableOptimizerConfig(name="frozen")
         changes = {} if own.optimizer is None else own.optimizer.model_dump(exclude_none=True)
         changes |= {} if own.lr is None else {"lr": own.lr}
-        optimizer = self.optimizer.model_copy(update=changes)
+        optimizer = TableOptimizerConfig.model_validate({**self.optimizer.model_dump(), **changes})
         return None if optimizer == self.optimizer else optimizer
 
 

@@ -36,18 +36,20 @@ FOREIGN = {
     "data_parallel replicated ddp fsdp strategy": (
         "not supported; each table lies on one rank, or is split by columns, and the dense part is always data parallel"
     ),
-    "tables.weight_decay tables.optimizer.weight_decay data.tables.weight_decay tables.optimizer.momentum": (
-        "tables have no weight decay and no momentum; dense_optimizer has both"
+    "tables.optimizer.momentum": "tables have no momentum; dense_optimizer has",
+    "tables.weight_decay data.tables.weight_decay": (
+        "there are tables.optimizer.weight_decay, for one table tables.per_table: {TABLE: {optimizer: {weight_decay: "
+        "0.01}}}, and dense_optimizer.weight_decay"
     ),
     "data.tables.lr data.tables.optimizer data.tables.dtype data.tables.init data.tables.frozen": (
         "tables.per_table has them: {TABLE: {lr: 0.01}}"
     ),
-    "l1 l2 regularization": "not supported for tables; the dense part has dense_optimizer.weight_decay",
+    "l1 l2 regularization": "there are tables.optimizer.weight_decay and dense_optimizer.weight_decay",
     "gradient_accumulation gradient_accumulation_steps accumulate_grad_batches accumulation_steps": (
         "write train.accumulate: N, which takes train.batch_size in N parts"
     ),
     "grad_clip gradient_clipping clip_grad clip_grad_norm max_norm": (
-        "the dense part has dense_optimizer.max_gradient_norm; tables have none"
+        "there are dense_optimizer.max_gradient_norm, and tables.optimizer.max_gradient of each number"
     ),
     "fp8 int8 quantization quantize": "see train.exchange_dtype, train.dense_dtype and tables.dtype",
     "amp mixed_precision precision bf16 fp16": "see train.dense_dtype, train.exchange_dtype and tables.dtype",

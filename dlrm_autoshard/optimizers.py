@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+import pydantic
 from pydantic import NonNegativeFloat, PositiveFloat
 
 from dlrm_autoshard.formats.section import Section
@@ -39,10 +40,14 @@ class OptimizerRecord:
 
 
 OPTIMIZERS: Mapping[str, OptimizerRecord] = {
-    "rowwise_adagrad": OptimizerRecord("EXACT_ROWWISE_ADAGRAD", {"momentum1": "row"}, ("eps",), replicates=True),
+    "rowwise_adagrad": OptimizerRecord(
+        "EXACT_ROWWISE_ADAGRAD", {"momentum1": "row"}, ("eps", "weight_decay"), replicates=True
+    ),
     "adagrad": OptimizerRecord("EXACT_ADAGRAD", {"momentum1": "element"}, ("eps",), replicates=True),
     "sgd": OptimizerRecord("EXACT_SGD", replicates=True),
-    "adam": OptimizerRecord("ADAM", {"momentum1": "element", "momentum2": "element"}, ("eps",), ("cuda",)),
+    "adam": OptimizerRecord(
+        "ADAM", {"momentum1": "element", "momentum2": "element"}, ("eps", "weight_decay"), ("cuda",)
+    ),
     "frozen": OptimizerRecord("EXACT_SGD", updates=False),  # fbgemm's lookup alone
 }
 
@@ -61,6 +66,16 @@ class TableOptimizerConfig(Section):
     # rowwise_adagrad: each part of a split table keeps its own sum of squares a row, which is another optimizer than
     # one sum over all columns. false: no table is split. The others are elementwise: a split changes no bit.
     per_part: bool = False
+    # In steps that look a row up: times its weights, is added to its gradient (rowwise_adagrad); as AdamW's (adam).
+    weight_decay: NonNegativeFloat = 0.0
+    max_gradient: PositiveFloat | None = None  # of each number of a pooled vector's gradient; what is beyond is cut
+
+    @pydantic.model_validator(mode="after")
+    def _has_weight_decay(self) -> TableOptimizerConfig:
+        if self.weight_decay and "weight_decay" not in self.record.settings:
+            able = " and ".join(name for name, own in OPTIMIZERS.items() if "weight_decay" in own.settings)
+            raise ValueError(f"weight_decay of tables is {able}'s; '{self.name}' has none")
+        return self
 
     @property
     def record(self) -> OptimizerRecord:
@@ -78,3 +93,5 @@ class OptimizerChanges(Section):
     lr: PositiveFloat | None = None
     eps: NonNegativeFloat | None = None
     per_part: bool | None = None
+    weight_decay: NonNegativeFloat | None = None
+    max_gradient: PositiveFloat | None = None

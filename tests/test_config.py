@@ -143,7 +143,7 @@ def test_an_override_reaches_into_a_list_by_the_name_that_complaints_use(tmp_pat
 
 ELSEWHERE = """
 model.pretrained train.pos_weight tables.row_wise autoshard.column_wise autoshard.data_parallel tables.weight_decay
-tables.optimizer.weight_decay data.tables.0.weight_decay train.gradient_accumulation train.fp8 train.early_stop_metric
+data.tables.0.weight_decay train.gradient_accumulation train.fp8 train.early_stop_metric
 model.activation model.batch_norm train.num_workers tables.sharding_type tables.dim tables.rows tables.trainable
 train.steps train.evaluate train.save_dir train.loss_fn model.layers model.type model.hidden_size data.path data.target
 train.amp train.l2 train.project train.verbose train.ema train.backend train.mixed_precision train.log_dir model.init

@@ -87,6 +87,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
                 world_size=runtime.world_size,
                 exchange_bytes=exchange_bytes(ExchangeDtypes.model_validate(exchange_dtype)),
                 optimizer=own.name,
+                decays=own.weight_decay > 0,
                 placed={shard.table for shard in map(Shard.parse, plan.rank_of)} if plan else (),
                 sequences={found.tables[number].name for number in found.sequence_tables},
             )

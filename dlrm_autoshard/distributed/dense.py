@@ -215,7 +215,8 @@ class DataParallelDense:
             nn.utils.clip_grad_norm_([self.flat], self._max_norm)
         self.optimizer.step()
         self.zero_gradient()
-        self._read_stop()
+        stop = self._stop.read_late(self.gradient[-2:-1])
+        self.stop_agreed = self.stop_agreed if stop is None else stop
 
     def zero_gradient(self) -> None:
         self._own_gradient.zero_()  # the last step's loss can be asked for until there is another
@@ -252,10 +253,6 @@ class DataParallelDense:
     def global_loss(self) -> Tensor:
         """Loss of the last all-reduced step: the mean over the global batch; NaN where `backward` was not told it."""
         return self.gradient[-1]
-
-    def _read_stop(self) -> None:
-        stop = self._stop.read_late(self.gradient[-2:-1])
-        self.stop_agreed = self.stop_agreed if stop is None else stop
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Live views of everything a checkpoint needs, by names that depend on the model alone."""

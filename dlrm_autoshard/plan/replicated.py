@@ -26,6 +26,7 @@ def replicated_tables(
     world_size: int,
     exchange_bytes: int,
     optimizer: TableOptimizer,
+    decays: bool = False,
     placed: Collection[str] = (),
     sequences: Collection[str] = (),
 ) -> tuple[str, ...]:
@@ -36,8 +37,8 @@ def replicated_tables(
     with an owner where all are so small.
 
     features: that look up each table. batch_size: of one rank. exchange_bytes: of one number of a vector that travels,
-    and of its gradient. placed: tables of which something else says where they lie. sequences: tables that are looked
-    up without pooling. PlanError names the table that cannot be replicated.
+    and of its gradient. decays: the optimizer has weight decay. placed: tables of which something else says where they
+    lie. sequences: tables that are looked up without pooling. PlanError names the table that cannot be replicated.
     """
     if isinstance(asked, str):
         if asked not in ("auto", "none"):
@@ -46,7 +47,7 @@ def replicated_tables(
             table
             for table in tables
             if asked == "auto"
-            and _why_not(table, optimizer, placed, sequences) is None
+            and _why_not(table, optimizer, decays, placed, sequences) is None
             and table.num_embeddings * _SUM_BYTES < features[table.name] * batch_size * exchange_bytes
         ]
         if len(wanted) == len(tables):
@@ -59,7 +60,7 @@ def replicated_tables(
                 raise PlanError(
                     f"replicate names table '{name}', which the model does not have. Did you mean '{near}'?"
                 )
-            reason = _why_not(by_name[name], optimizer, placed, sequences)
+            reason = _why_not(by_name[name], optimizer, decays, placed, sequences)
             if reason is not None and world_size > 1:
                 raise PlanError(f"replicate names table '{name}', {reason}")
         wanted = [table for table in tables if table.name in asked]
@@ -80,10 +81,12 @@ def said_of(names: Sequence[str]) -> str:
 
 
 def _why_not(
-    table: TableConfig, optimizer: TableOptimizer, placed: Collection[str], sequences: Collection[str]
+    table: TableConfig, optimizer: TableOptimizer, decays: bool, placed: Collection[str], sequences: Collection[str]
 ) -> str | None:
     if table.optimizer is not None:
         return "which has an optimizer of its own: copies are updated by that of the other tables. Leave it out."
+    if decays:
+        return "and weight decay is of the rows that a batch looks up, which copies do not keep: leave one of them out."
     if not OPTIMIZERS[optimizer].replicates:
         return "and Adam updates only the rows that a batch looks up, which copies do not keep: use another optimizer."
     if table.dtype != "fp32":

@@ -138,6 +138,7 @@ def replicated_of(config: Config, features: Features, ranks: int, before: Sequen
         world_size=ranks,
         exchange_bytes=exchange_bytes(config.train.exchange_dtype),
         optimizer=config.tables.optimizer.name,
+        decays=config.tables.optimizer.weight_decay > 0,
         placed=placed,
         sequences={features.tables[number].name for number in features.sequence_tables},
     )

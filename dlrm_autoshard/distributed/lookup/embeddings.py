@@ -20,6 +20,7 @@ from dlrm_autoshard.config import ExchangeDtypes, TablesConfig
 from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.distributed.device import SideStreams
+from dlrm_autoshard.distributed.lookup.clipping import Clipping
 from dlrm_autoshard.distributed.lookup.device_ids import DeviceIdDistribution
 from dlrm_autoshard.distributed.lookup.exchange import Exchange
 from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
@@ -82,6 +83,7 @@ class ShardedEmbeddings:
             reduce = Reduce(group, self._link)
             self.replicas = Replicas(self.features, replicated, config.optimizer, device, reduce, self.streams, seed)
         self._replicated = frozenset(replicated)
+        self.clipping = Clipping.where_needed(self.features, config.optimizer, device)
         self.adopt(plan)
         if initial_values:
             rows_of = {table.name: table.num_embeddings for table in self.tables}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -251,23 +252,21 @@ class Ahead(Generic[AnyBatch]):
     def _bring(self) -> None:
         """Waits until ids of as many batches as are wanted are with their owners, who are others where tables have
         moved."""
-        while len(self._waiting) < self._bags.sharded.batches_ahead and self._fetch():
-            pass
+        self._fetch(self._bags.sharded.batches_ahead - len(self._waiting))
         for _, sent in self._waiting:
             self._bags.ids(sent, timed=False)
 
-    def _fetch(self) -> bool:
-        for batch in self._batches:
-            self._waiting.append((batch, self._sent_of(batch)))
-            return True
-        return False
+    def _fetch(self, count: int) -> bool:
+        fetched = [(batch, self._sent_of(batch)) for batch in islice(self._batches, max(0, count))]
+        self._waiting += fetched
+        return bool(fetched)
 
     def _follow(self) -> None:
         bags = self._bags
         if bags.overlaps and self._waiting and (ids := self._waiting[0][1].arrived) is not None:
             bags.sharded.prefetch(ids)
         with bags.clock.stage("data_wait"):
-            fetched = self._fetch()
+            fetched = self._fetch(1)
         if fetched:
             bags.send(self._waiting[-1][1])
 
@@ -376,6 +375,9 @@ class Lookup:
             if bags.average:
                 gradient_BD = gradient_BD / sharded.world_size
                 of_sequences = [gradient / sharded.world_size for gradient in of_sequences]
+            if sharded.clipping is not None:
+                gradient_BD = sharded.clipping.cut(gradient_BD, margin)
+                of_sequences = sharded.clipping.cut_sequences([*of_sequences])
             if sharded.means is not None:
                 own = gradient_BD if bags.average else gradient_BD.clone()  # others may read what autograd gave
                 gradient_BD = sharded.means.divide_(own, self.batch.lengths_TB, margin)

@@ -6,31 +6,48 @@ bags = ShardedEmbeddingBags(tables, optimizer=RowwiseAdagrad(lr=0.02))
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.optimizers import OPTIMIZERS, TableOptimizerConfig
 
-
-def RowwiseAdagrad(lr: float = 0.02, eps: float = 1e-8, per_part: bool = False) -> TableOptimizerConfig:
-    """One sum of squared gradients a row. per_part: of a split table, a row and part; else no table can be split."""
-    return TableOptimizerConfig(name="rowwise_adagrad", lr=lr, eps=eps, per_part=per_part)
+# max_gradient, of all of them: the most of each number of a vector's gradient; what is beyond is cut.
 
 
-def Adagrad(lr: float = 0.02, eps: float = 1e-8) -> TableOptimizerConfig:
+def RowwiseAdagrad(
+    lr: float = 0.02,
+    eps: float = 1e-8,
+    per_part: bool = False,
+    weight_decay: float = 0.0,
+    max_gradient: float | None = None,
+) -> TableOptimizerConfig:
+    """One sum of squared gradients a row. per_part: of a split table, a row and part; else no table can be split.
+    weight_decay: times a row's weights, is added to the row's gradient in steps that look it up."""
+    own = {"per_part": per_part, "weight_decay": weight_decay, "max_gradient": max_gradient}
+    return _made("rowwise_adagrad", lr=lr, eps=eps, **own)
+
+
+def Adagrad(lr: float = 0.02, eps: float = 1e-8, max_gradient: float | None = None) -> TableOptimizerConfig:
     """One sum of squared gradients an element."""
-    return TableOptimizerConfig(name="adagrad", lr=lr, eps=eps)
+    return _made("adagrad", lr=lr, eps=eps, max_gradient=max_gradient)
 
 
-def SGD(lr: float = 0.02) -> TableOptimizerConfig:
+def SGD(lr: float = 0.02, max_gradient: float | None = None) -> TableOptimizerConfig:
     """Plain SGD for tables."""
-    return TableOptimizerConfig(name="sgd", lr=lr)
+    return _made("sgd", lr=lr, max_gradient=max_gradient)
 
 
-def Adam(lr: float = 0.001, eps: float = 1e-8) -> TableOptimizerConfig:
-    """On GPUs only: fbgemm has no CPU kernel for it."""
-    return TableOptimizerConfig(name="adam", lr=lr, eps=eps)
+def Adam(
+    lr: float = 0.001, eps: float = 1e-8, weight_decay: float = 0.0, max_gradient: float | None = None
+) -> TableOptimizerConfig:
+    """On GPUs only: fbgemm has no CPU kernel for it. weight_decay: AdamW's, in steps that look a row up."""
+    return _made("adam", lr=lr, eps=eps, weight_decay=weight_decay, max_gradient=max_gradient)
+
+
+def _made(name: str, **settings: Any) -> TableOptimizerConfig:
+    return TableOptimizerConfig.model_validate({"name": name, **settings})
 
 
 def Frozen() -> TableOptimizerConfig:

@@ -90,6 +90,8 @@ class RowwiseAdagradTbe(Tbe):
             "momentum1_placements": placements,
             "momentum1_offsets": self.momentum1_offsets[told_of],
             "eps": self.optimizer_args.eps,
+            "weight_decay": self.optimizer_args.weight_decay,
+            "weight_decay_mode": self.optimizer_args.weight_decay_mode,
         }
 
 

@@ -21,6 +21,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
 )
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
+    WeightDecayMode,
 )
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen as Tbe,
@@ -64,7 +65,9 @@ def make_tbe(
     kind, place, compute = Tbe, _LOCATIONS[location], ComputeDevice.CUDA
     if device.type == "cpu":
         place, compute = EmbeddingLocation.HOST, ComputeDevice.CPU
-        if (
+        if optimizer.weight_decay:
+            kind = RowwiseAdagradTbe  # the generated code leaves it out
+        elif (
             optimizer.name == "rowwise_adagrad"
             and dtype == "fp32"
             and (plain_loop_is_faster() if plain_loop is None else plain_loop)
@@ -75,6 +78,8 @@ def make_tbe(
         optimizer=EmbOptimType[optimizer.record.fbgemm],
         learning_rate=optimizer.lr,
         eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        weight_decay_mode=WeightDecayMode.L2 if optimizer.weight_decay else WeightDecayMode.NONE,
         weights_precision=_PRECISIONS[dtype],
         pooling_mode=_POOLING[pooling],
         # The loader has checked every id and names table and sample; TBE's own check would cost 15% of a lookup.
