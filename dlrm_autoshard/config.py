@@ -94,6 +94,7 @@ class TablesConfig(Section):
     embedding_dims: dict[str, EmbeddingDim] = {}  # table -> dim, where it differs
     shared: dict[str, list[str]] = {}  # table -> features whose ids are its rows; else each has a table of its name
     sequences: dict[str, SequenceConfig] = {}  # features that are not pooled, for a model.factory that takes them
+    rows_once: Literal["auto"] | bool = "auto"  # each row that a rank's batch has twice in a sequence travels once
     pooling: Pooling = "sum"
     poolings: dict[str, Pooling] = {}  # table -> pooling, where it differs
     dtype: TableDtype = "fp32"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -79,11 +80,13 @@ OPTIMIZERS: dict[str, Any] = {
 Found = tuple[list[Tensor], dict[str, Tensor]]
 
 
-def ours(rank: int, world_size: int, optimizer: str, plans: list[dict[str, int]], how: str = "") -> Found:
+def ours(
+    rank: int, world_size: int, optimizer: str, plans: list[dict[str, int]], how: str = "", once: bool = True
+) -> Found:
     """What two steps under each plan looked up, tables moved between; and this rank's tables afterwards."""
     bags = ShardedEmbeddingBags(
         TABLES, optimizer=OPTIMIZERS[optimizer], plan=ShardingPlan(plans[0], world_size), features=FEATURES,
-        sequences=SEQUENCES, replicate=["user", "tag"] if how == "replicated" else "none",
+        sequences=SEQUENCES, replicate=["user", "tag"] if how == "replicated" else "none", rows_once=once,
     )  # fmt: skip
     if how == "group":
         bags.sharded._link = None
@@ -152,15 +155,16 @@ def reference(world_size: int, optimizer: str, count: int) -> tuple[list[list[Te
     return found, {f"{name}.weight": weight.detach() for name, weight in weights.items()}
 
 
+@pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_sequences_train_as_plain_pytorch_does(world_size: int, optimizer: str) -> None:
+def test_sequences_train_as_plain_pytorch_does(world_size: int, optimizer: str, once: bool) -> None:
     """A table looked up by a sequence and by pooled features has one update for both; tables are moved and split."""
     plans = PLANS[world_size]
     if optimizer == "rowwise_adagrad":  # a split table is another optimizer then
         plans = [plan for plan in plans if "item" in plan]
     expected, tables = reference(world_size, optimizer, 2 * len(plans))
-    for rank, (found, own) in enumerate(run_ranks(ours, world_size, optimizer, plans, timeout=90)):
+    for rank, (found, own) in enumerate(run_ranks(ours, world_size, optimizer, plans, "", once, timeout=90)):
         for one, other in zip(found, expected[rank], strict=True):
             assert_equal(one, other)
         for key, value in own.items():
@@ -178,12 +182,13 @@ def test_tables_with_sequences_lie_beside_copies_of_small_tables() -> None:
             assert_equal(one, other)
 
 
+@pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
-def test_no_plan_no_move_and_no_way_of_travel_changes_a_bit(optimizer: str) -> None:
+def test_no_plan_no_move_and_no_way_of_travel_changes_a_bit(optimizer: str, once: bool) -> None:
     plans = PLANS[2] if optimizer != "rowwise_adagrad" else [PLANS[2][0], PLANS[2][2]]
-    expected = run_ranks(ours, 2, optimizer, [plans[0]] * len(plans))
+    expected = run_ranks(ours, 2, optimizer, [plans[0]] * len(plans), "", once)
     for how, under in [("", plans), ("halves", plans[::-1]), ("group", plans), ("sampled", [plans[-1]] * len(plans))]:
-        ranks = run_ranks(ours, 2, optimizer, under, how, timeout=60)
+        ranks = run_ranks(ours, 2, optimizer, under, how, once, timeout=60)
         for (found, _), (same, _) in zip(ranks, expected, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(found, same, strict=True)), how
 
@@ -244,6 +249,58 @@ def test_a_lookup_that_comes_to_nothing_harms_no_other(how: str) -> None:
         assert all(torch.equal(tables[name], same[name]) for name in same)
 
 
+def grown(rank: int, world_size: int, how: str) -> int:
+    """Bytes by which this rank has grown over twenty steps whose vectors are 5 MB each."""
+    bags = ShardedEmbeddingBags([TableConfig("item", 60, 64)], optimizer=das.SGD(lr=0.1), sequences=["item"])
+    ids = torch.full((1, 400), 50), torch.arange(20_000) % 60
+    before = 0
+    for step in range(23):
+        lookup = bags.look_up(*ids)
+        if how != "dropped":
+            lookup.wait()
+        if how == "trained":
+            lookup.sequences["item"].values.sum().backward()
+        del lookup
+        before = psutil.Process().memory_info().rss if step == 2 else before
+    return psutil.Process().memory_info().rss - before
+
+
+@pytest.mark.parametrize("how", ["trained", "waited for", "dropped"])
+def test_steps_give_their_memory_back(how: str) -> None:
+    assert max(run_ranks(grown, 2, how)) < 30e6
+
+
+def chosen(rank: int, world_size: int) -> list[Any]:
+    """What a first batch of so many different ids, of 100, has chosen; whether a batch later, or a loaded state changes
+    it; and what of weighted ids comes back, and their rows' changes, sent once each and as they came."""
+    made = []
+    for different in (100, 20):
+        bags = ShardedEmbeddingBags([TableConfig("item", 100, 4)], sequences=["item"])
+        for count in (different, 50):
+            bags(torch.tensor([[60, 40]]), torch.arange(100) % count)
+        made.append(bags)
+    made[0].load_state_dict({"_extra_state": made[1].get_extra_state()}, strict=False)
+    found: list[Any] = [bags.get_extra_state()["rows_once"] for bags in made]
+    lengths, ids = torch.tensor([[3, 2]]), torch.tensor([7, 7, 9, 7, 9])
+    for once in (False, True):
+        table = TableConfig("item", 10, 4)
+        bags = ShardedEmbeddingBags([table], optimizer=das.SGD(lr=1.0), sequences=["item"], rows_once=once)
+        values = bags(lengths, ids, torch.arange(5.0)).sequences["item"].values
+        (values * torch.arange(1.0, 6)[:, None]).sum().backward()
+        after = bags(lengths, ids).sequences["item"].values
+        found.append(torch.stack([values, after]).detach().clone())
+    return found
+
+
+def test_the_first_batch_chooses_for_good_and_weights_are_kept() -> None:
+    for fresh, repeated, came, once in run_ranks(chosen, 2):
+        assert fresh is True and repeated is True  # the first one's was False, until the second's state was loaded
+        torch.testing.assert_close(once, came, rtol=1e-6, atol=1e-6)
+    (alone, _, came, once) = run_ranks(chosen, 1)[0]
+    assert alone is False  # where nothing travels
+    torch.testing.assert_close(once, came, rtol=1e-6, atol=1e-6)
+
+
 def saved_and_loaded(rank: int, world_size: int) -> list[bool]:
     """Whether another module, of other owners, gives what the one whose state it loaded does."""
     made = [
@@ -269,6 +326,8 @@ def test_a_saved_state_loads_under_another_plan() -> None:
 
 
 def test_what_cannot_be_is_said() -> None:
+    with pytest.raises(UserError, match=r"rows_once is 'yes'; it must be True, False or 'auto'"):
+        ShardedEmbeddingBags(TABLES, rows_once="yes")  # type: ignore[arg-type]
     for sequences, said in [
         (["clickz"], "'clickz' is no feature. Did you mean 'clicks'?"),
         ("clicks", "a list of names"),
@@ -302,8 +361,9 @@ def drawn_job(rank: int, world_size: int, seed: int) -> tuple[list[Tensor], dict
 
     def trained(plans: list[ShardingPlan]) -> tuple[list[Tensor], dict[str, Tensor]]:
         bags = ShardedEmbeddingBags(
-            tables, optimizer=OPTIMIZERS[optimizer], plan=plans[0], features=features, sequences=sequences
-        )
+            tables, optimizer=OPTIMIZERS[optimizer], plan=plans[0], features=features, sequences=sequences,
+            rows_once=seed % 3 > 0,
+        )  # fmt: skip
         found: list[Tensor] = []
         for plan, batch in zip(plans, batches, strict=True):
             bags.move_to(plan)

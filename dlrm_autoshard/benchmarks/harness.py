@@ -53,6 +53,7 @@ NAMES = (
     "hosts",
     "replicas",
     "splits",
+    "sequences",
     "race-simulated",
     "gpu-all",
 )

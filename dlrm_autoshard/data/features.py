@@ -87,6 +87,11 @@ class Features:
         return {feature.name: feature for feature in self.features if feature.name in self.sequences}
 
     @property
+    def sequence_numbers(self) -> list[int]:
+        """Numbers of the sequences among all features."""
+        return [number for number, feature in enumerate(self.features) if feature.name in self.sequences]
+
+    @property
     def sequence_tables(self) -> frozenset[int]:
         """Numbers of the tables that a sequence looks up, other features beside it or not."""
         return frozenset(

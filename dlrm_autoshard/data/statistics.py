@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
-from dlrm_autoshard.data.batch import DataSource
+from dlrm_autoshard.data.batch import Batch, DataSource
 from dlrm_autoshard.data.checked_read import Stretch
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.id_check import IdCheck, OnBadId
+from dlrm_autoshard.data.rows_once import ids_and_different, rows_once
 from dlrm_autoshard.tables import TableStats, measure_table_stats
 
 MOST_SAMPLES = 1 << 16
@@ -29,23 +31,44 @@ def measure_stats(
     features: Features | None = None,
     *,
     on_bad_id: OnBadId = "error",
+    once_in: int | None = None,
 ) -> tuple[TableStats, ...]:
     """Statistics of each table from the first batches of training data, each taken as one global batch. features: the
-    source's, where several share a table."""
+    source's, where several share a table. once_in: an id of a sequence counts once in so many samples, a rank's."""
     features = features or Features.one_each(source.tables)
     total = source.num_samples("train")
     size = min(global_batch, total, MOST_SAMPLES)
     count = max(1, min(batches, total // size, MOST_SAMPLES // size))
     seen, check, ids_F = [], IdCheck(source.tables, on_bad_id), np.zeros(len(source.tables))
     for index in range(count):
-        stretch = Stretch(source, "train", 0, index * size, (index + 1) * size)
-        batch = stretch.checked(stretch.read(), check)
-        ids_F += batch.lengths_TB.numpy().sum(1) / (size * count)
-        seen.append(measure_table_stats(*features.joined(batch.lengths_TB.numpy(), batch.values_N.numpy())))
+        stop = (index + 1) * size
+        parts = list[Batch]()
+        for first in range(index * size, stop, once_in or size):
+            stretch = Stretch(source, "train", 0, first, min(first + (once_in or size), stop))
+            part = stretch.checked(stretch.read(), check)
+            parts.append(part if once_in is None else rows_once(part, features.sequence_numbers)[0])
+        lengths_FB, values_N = _beside(parts)
+        ids_F += lengths_FB.sum(1) / (size * count)
+        seen.append(measure_table_stats(*features.joined(lengths_FB, values_N)))
     vectors = features.vectors(ids_F.tolist())
     return tuple(
         replace(_average(table), features=n) for n, table in zip(vectors, zip(*seen, strict=True), strict=True)
     )
+
+
+def share_of_different_ids(source: DataSource, samples: int, features: Features, *, on_bad_id: OnBadId) -> float:
+    """Returns how many of the ids of sequences differ, of 1, in the first samples of training data, a rank's batch."""
+    stretch = Stretch(source, "train", 0, 0, min(samples, source.num_samples("train"), MOST_SAMPLES))
+    batch = stretch.checked(stretch.read(), IdCheck(source.tables, on_bad_id))
+    ids, different = ids_and_different(batch, features.sequence_numbers)
+    return different / max(ids, 1)
+
+
+def _beside(parts: Sequence[Batch]) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths [F, B] and ids, feature by feature, of all parts' samples."""
+    by_feature = zip(*(part.values_N.split(part.lengths_TB.sum(1).tolist()) for part in parts), strict=True)
+    values_N = torch.cat([ids for of_parts in by_feature for ids in of_parts])
+    return np.concatenate([part.lengths_TB.numpy() for part in parts], 1), values_N.numpy()
 
 
 def _average(stats: Sequence[TableStats]) -> TableStats:

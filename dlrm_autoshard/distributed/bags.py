@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
         replicate: str | Sequence[str] = "none",
         batch_size: int | None = None,
         sequences: Sequence[str] = (),
+        rows_once: bool | Literal["auto"] = "auto",
     ) -> None:
         """optimizer: fused into the backward pass; RowwiseAdagrad() by default. plan: round robin by default.
         UserError, on every rank, where ranks are not given the same.
@@ -69,7 +70,9 @@ class ShardedEmbeddingBags(EmbeddingBags):
         replicate: tables of which every rank is to have a copy, by name, and that no plan places; "auto": those whose
         gradients are fewer bytes than the vectors of `batch_size` samples (of one rank). Their gradients travel with
         those of a `DataParallelDense(..., replicas=bags.replicas)`, or else by themselves in the backward pass.
-        sequences: tables, or features, whose vectors are not pooled: a `Jagged` of each has one an id.
+        sequences: tables, or features, whose vectors are not pooled: a `Jagged` of each has one an id. rows_once: a row
+        that a rank's batch has several times in a sequence travels once, its gradients summed before they travel;
+        "auto": where the first batch says that this is faster, for good (a saved state keeps it).
         """
         group = group_or_alone(group)
         runtime = runtime_of(group, device)
@@ -77,6 +80,8 @@ class ShardedEmbeddingBags(EmbeddingBags):
         def checked() -> tuple[Features, TableOptimizerConfig, ShardingPlan, tuple[str, ...]]:
             own = RowwiseAdagrad() if optimizer is None else optimizer
             found = features_given(tables, features or {}, exchange_dtype, own, sequences)
+            if rows_once not in (True, False, "auto"):
+                raise BagsError(f"rows_once is {rows_once!r}; it must be True, False or 'auto'.")
             if replicate == "auto" and batch_size is None:
                 raise BagsError('replicate="auto" needs batch_size=, the samples that one rank looks up in a step.')
             copied = replicated_tables(
@@ -104,7 +109,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
         dtypes = ExchangeDtypes.model_validate(exchange_dtype)
         own |= {"exchange_dtype": str(dtypes), "seed": seed, "average": average}
         own |= {"device": runtime.device.type, "torch": torch.__version__, "replicate": some_of(replicated)}
-        own["sequences"] = ", ".join(found.sequences)
+        own |= {"sequences": ", ".join(found.sequences), "rows_once": rows_once}
         agree(runtime, facts_of(tables, plan) | own)
         sharded = ShardedEmbeddings(
             found,
@@ -117,6 +122,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
             exchange_dtype=dtypes,
             seed=seed,
             replicated=replicated,
+            rows_once=None if rows_once == "auto" else rows_once,
         )
         super().__init__(
             sharded,
@@ -127,6 +133,7 @@ class ShardedEmbeddingBags(EmbeddingBags):
         self.runtime, self.features, self.shared_memory = runtime, found, True
         self.tables, self.exchange_dtype = tuple(tables), sharded.exchange_dtype
         self._inputs = BagInputs(found.features, runtime.rank, check_ids=check_ids)
+        self._chooses_once = sharded.rows_once.chosen is None
 
     @property
     def rank(self) -> int:
@@ -175,11 +182,15 @@ class ShardedEmbeddingBags(EmbeddingBags):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Plain data: what the tensors leave out."""
-        return {"updates": self.sharded.updates, "table_lr": self.table_lr, "plan": self.plan.to_json()}
+        return {"updates": self.sharded.updates, "table_lr": self.table_lr, "plan": self.plan.to_json()} | (
+            {"rows_once": self.sharded.rows_once.chosen} if self.features.sequences else {}
+        )
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
         self.sharded.set_updates(int(state["updates"]))
         self.table_lr = float(state["table_lr"])
+        if self._chooses_once:
+            self.sharded.rows_once.chosen = state.get("rows_once")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

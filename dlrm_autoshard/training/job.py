@@ -19,10 +19,11 @@ from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import DataSource
 from dlrm_autoshard.data.open import open_source, settled
 from dlrm_autoshard.data.sequences import said_of_cuts
-from dlrm_autoshard.data.statistics import measure_stats
+from dlrm_autoshard.data.statistics import measure_stats, share_of_different_ids
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
 from dlrm_autoshard.distributed.lookup.lookups import EmbeddingBags
+from dlrm_autoshard.distributed.lookup.sequences import travel_once
 from dlrm_autoshard.distributed.moves.reshard import reshard
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.distributed.recorded_passes import passes_over
@@ -94,6 +95,7 @@ class Job:
         if self.data.reordered:
             self.notes.append("The config has columns in another order than the checkpoint, whose order is kept.")
         self.replicated = runtime.from_rank_0(self._choose_replicated)
+        self.rows_once = runtime.from_rank_0(self._choose_rows_once)
         shows = runtime.rank == 0 and config.run.log_level in ("debug", "info")
         with elapsing("planning", config.autoshard.budget_seconds, quiet=not shows, stream=sys.stdout):
             self.placement = self._place()
@@ -109,6 +111,7 @@ class Job:
             seed=config.run.seed,
             initial_values=self.resumed_from is None,
             replicated=self.replicated,
+            rows_once=self.rows_once,
         )
         tables, labels, of = self.embeddings.output_tables, len(self.data.label_names), self.data.features
         model = make_model(self.data.source.num_dense, tables, config.model, config.run.seed, labels, of.by_sequence)
@@ -161,6 +164,16 @@ class Job:
         before = [] if self.resumed_from is None else read_manifest(self.resumed_from).state.replicated
         return replicated_of(self.config, self.data.features, self.runtime.world_size, before)
 
+    def _choose_rows_once(self) -> bool:
+        """By the data's first samples, wherever training goes on, so that no bit depends on when it was stopped."""
+        config, data, runtime = self.config, self.data, self.runtime
+        if config.tables.rows_once != "auto" or not data.features.sequences:
+            return config.tables.rows_once is True
+        samples, on_bad_id = config.train.batch_size, config.data.on_bad_id
+        different = share_of_different_ids(data.source, samples, data.features, on_bad_id=on_bad_id)
+        in_memory = runtime.local_world_size == runtime.world_size
+        return travel_once(different, runtime.world_size, in_memory=in_memory)
+
     def _place(self) -> Placement:
         """A plan for the tables: the checkpoint's, where it still fits."""
         config, runtime, data = self.config, self.runtime, self.data
@@ -169,8 +182,14 @@ class Job:
         tables = [table for table in data.features.tables if table not in copies]
 
         def find_stats() -> list[TableStats]:
-            settings = config.autoshard.stats_batches, data.features
-            found = measure_stats(data.source, data.global_batch, *settings, on_bad_id=config.data.on_bad_id)
+            found = measure_stats(
+                data.source,
+                data.global_batch,
+                config.autoshard.stats_batches,
+                data.features,
+                on_bad_id=config.data.on_bad_id,
+                once_in=config.train.batch_size if self.rows_once else None,
+            )
             return [stats for table, stats in zip(data.features.tables, found, strict=True) if table in tables]
 
         total, decides = data.count_steps(Position()), config.autoshard.reshard

@@ -26,7 +26,7 @@ from dlrm_autoshard.distributed.lookup.exchange import Exchange
 from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
 from dlrm_autoshard.distributed.lookup.means import Means
 from dlrm_autoshard.distributed.lookup.replicas import Reduce, Replicas
-from dlrm_autoshard.distributed.lookup.sequences import SequencePlan
+from dlrm_autoshard.distributed.lookup.sequences import RowsOnce, SequencePlan
 from dlrm_autoshard.distributed.lookup.shared_memory import connect
 from dlrm_autoshard.distributed.lookup.wire import Wire
 from dlrm_autoshard.distributed.tables.init import initialise as initialise
@@ -61,15 +61,17 @@ class ShardedEmbeddings:
         storage: Storage | None = None,
         streams: SideStreams | None = None,
         replicated: Collection[str] = (),
+        rows_once: bool | None = False,
     ) -> None:
         """shared_memory: exchange through it where the ranks are all on one host. initial_values: False where a
         checkpoint is about to be loaded over them. storage, streams: if not the device's usual ones. tables: with
-        what looks them up, where features share some. replicated: those that lie on every rank, and in no plan."""
+        what looks them up, where features share some. replicated: in no plan. rows_once: None: by the first batch."""
         self.features = tables if isinstance(tables, Features) else Features.one_each(tables)
         self.tables = tuple(table for table in self.features.tables if table.name not in replicated)
         self.config, self.rank, self.device = config, rank, device
         self.groups, self.exchange_dtype = (group, id_group), exchange_dtype or ExchangeDtypes()
         self._link = connect(group) if shared_memory and device.type == "cpu" else None
+        self.rows_once = RowsOnce(self.features, rows_once, id_group, in_memory=self._link is not None)
         self.updates = 0  # training lookups so far: fbgemm's `iter`, which must survive a rebuild
         self.learning_rate = config.optimizer.lr
         counts = self.features.counts

@@ -35,7 +35,7 @@ class SentIds:
     """A batch's ids on their way to the tables' owners, or there. Those that reached former owners are sent again."""
 
     def __init__(self, batch: Batch, embeddings: ShardedEmbeddings) -> None:
-        self.batch, self.embeddings = batch, embeddings
+        self.batch, self.embeddings, self.asked = batch, embeddings, embeddings.rows_once.asked(batch)
         self.looked_up: Callable[[], None] | None = None
         """Called once, when vectors are on their way, and there is time for something else."""
         self._on_the_way: IdDistribution | DeviceIdDistribution | None = None
@@ -49,7 +49,7 @@ class SentIds:
 
     def start(self) -> None:
         self._plan, self._arrived = self.embeddings.plan, None
-        self._on_the_way = self.embeddings.distribute(self.batch)
+        self._on_the_way = self.embeddings.distribute(self.asked.sent)
 
     def send_values(self) -> None:
         """Once after `start`, where there is something else to do before `finish`."""
@@ -176,14 +176,13 @@ class EmbeddingBags(nn.Module):
     def _looked_up(self, sent: SentIds) -> Lookup:
         sharded, clock, training = self.sharded, self.clock, self.trains
         ids = self.ids(sent, timed=training)
-        sequences = sharded.sequences.of(ids, sent.batch.lengths_TB)
-        if not training:
-            local = [sharded.lookup(ids, training=False), *sequences.look_up(sharded.storage)]
-            return Lookup(self, local, sent.batch, sequences, training=False)
-        for listener in self._heard:
+        sequences = sharded.sequences.of(ids, sent.asked)
+        for listener in self._heard if training else ():
             listener(ids, ids.batch_size)
-        with clock.stage("fwd_compute"):
-            local = [sharded.lookup(ids), *sequences.look_up(sharded.storage)]
+        with clock.stage("fwd_compute") if training else nullcontext():
+            local = [sharded.lookup(ids, training=training), *sequences.look_up(sharded.storage)]
+        if not training:
+            return Lookup(_Halves(self, sent.batch, sequences, training=False), [own.detach() for own in local])
         first = next((vectors.grad_fn for vectors in local if vectors.grad_fn is not None), None)
         if first is None:  # of no tables; else the node that was made first is the last that autograd takes
             local[0].register_post_accumulate_grad_hook(lambda _: self._updated())
@@ -191,7 +190,7 @@ class EmbeddingBags(nn.Module):
             first.register_hook(lambda *_: self._updated())
         clock.barrier("fwd_comms")
         with clock.stage("fwd_comms"):
-            return Lookup(self, local, sent.batch, sequences, training=True)
+            return Lookup(_Halves(self, sent.batch, sequences, training=True), local)
 
     def _updated(self) -> None:
         """The backward pass has updated the tables. It ends when ids that were sent ahead have arrived."""
@@ -273,70 +272,70 @@ class Ahead(Generic[AnyBatch]):
 
 class Lookup:
     """Pooled vectors on their way to the ranks that asked for them. Each is waited for once, in any order; one that is
-    not needed any more is cancelled, or just dropped.
+    not needed any more is cancelled, or just dropped."""
 
-    Each half is an autograd node. Autograd takes the node that was made last first, so backward runs the other way
-    round: `_Wait` sends the gradients, whatever was computed between the halves runs while they travel, `_Send`
-    receives them, and fbgemm's own node updates the tables.
-    """
-
-    def __init__(
-        self, bags: EmbeddingBags, local: list[Tensor], batch: Batch, rows: NoSequences, *, training: bool
-    ) -> None:
-        """local: what the tables' owner looked up: of all together, and of each one with sequences. rows: of these."""
-        self.batch, self._bags, self._rows, self._training = batch, bags, rows, training
+    def __init__(self, halves: _Halves, local: list[Tensor]) -> None:
+        """local: what the tables' owner looked up: of all together, and of each one with sequences."""
+        self.batch, self._halves = halves.batch, halves
+        self._token: Tensor = _Send.apply(halves, *local)
         self.sequences: dict[str, Jagged] = {}  # after `wait()`: the vectors that are not pooled
-        replicas = bags.replicas
-        self._replicated = None if replicas is None else replicas.look_up(batch, training=training)
-        self._plan = bags.sharded.plan
-        self._vectors: Pending | None = None
-        self._gradients: Pending | None = None
-        self._over = False
-        self._token: Tensor | None = None
-        if training:
-            self._token = _Send.apply(self, *local)
-        else:
-            self.send(*local)
 
     def wait(self, margin: Margin = (0, 0), into: Tensor | None = None) -> Tensor:
         """[B, margin + D + margin] pooled vectors of this rank's samples; they may be changed in place. margin: columns
         left free before and after them. into: memory to put them in."""
-        if self._vectors is None:
+        if self._halves.vectors is None:
             raise BagsError("a lookup was waited for twice, or after it was cancelled. Keep what `wait()` gave.")
-        if self._training:
-            clock, token, self._token = self._bags.clock, self._token, None
-            pooled, *of_sequences = _Wait.apply(token, self, margin, into)
-            clock.begin("dense_fwd")
-        else:
-            pooled, *of_sequences = self.receive(margin, into)
-        self.sequences = self._rows.by_name(of_sequences)
+        pooled, *of_sequences = _Wait.apply(self._token, self._halves, margin, into)
+        self.sequences = self._halves.by_name(of_sequences)
         return pooled
 
     def cancel(self) -> None:
         """As if nothing had been looked up. On every rank, before a backward pass or in place of it."""
+        self._halves.cancel()
+
+
+class _Halves:
+    """Does the work of a lookup's two autograd nodes, and holds no tensor of theirs: they hold this; a circle stays.
+    Autograd takes the node that was made last first, so backward runs the other way round: `_Wait` sends the gradients,
+    whatever was computed between the halves runs while they travel, `_Send` receives them, and fbgemm's own node
+    updates the tables.
+    """
+
+    def __init__(self, bags: EmbeddingBags, batch: Batch, rows: NoSequences, *, training: bool) -> None:
+        self.batch, self._bags, self._rows, self._training = batch, bags, rows, training
+        self._replicated = None if bags.replicas is None else bags.replicas.look_up(batch, training=training)
+        self._plan = bags.sharded.plan
+        self.vectors: Pending | None = None
+        self._gradients: Pending  # from `send_gradients` to `receive_gradients`
+        self._over = False
+
+    def by_name(self, of_sequences: Sequence[Tensor]) -> dict[str, Jagged]:
+        if self._training:
+            self._bags.clock.begin("dense_fwd")
+        return self._rows.by_name(of_sequences)
+
+    def cancel(self) -> None:
         if self._over:
             return
-        if self._vectors is not None:
-            self._vectors.wait()
+        if self.vectors is not None:
+            self.vectors.wait()
         if self._training:
             self._bags.sharded.take_back_lookup()
-        self._vectors = self._token = self._replicated = None
+        self.vectors = self._replicated = None
         self._over = True
-
-    # -- what the two nodes do -----------------------------------------------------------------------------------------
 
     def send(self, pooled: Tensor, *local: Tensor) -> None:
         pending = self._bags.sharded.exchange.send_pooled(self._rows.with_pooled(pooled, local))
-        self._vectors = self._rows.send(local, pending)
+        self.vectors = self._rows.send(local, pending)
         if not self._bags.overlaps:
-            self._vectors.wait()
+            self.vectors.wait()
 
     def receive(self, margin: Margin, into: Tensor | None) -> list[Tensor]:
         """Pooled vectors, and each sequence's."""
-        sharded, columns, vectors = self._bags.sharded, self._bags.columns, self._vectors
+        sharded, columns, vectors = self._bags.sharded, self._bags.columns, self.vectors
         self._check_plan()
         assert vectors is not None
-        self._vectors = None  # memory that is done with goes at once
+        self.vectors = None  # memory that is done with goes at once
         inner = margin if columns is None else (0, 0)
         stage = self._bags.clock.stage if self._training else lambda _: nullcontext()
         with stage("fwd_comms"):
@@ -392,8 +391,7 @@ class Lookup:
     def receive_gradients(self) -> list[Tensor]:
         """[W * B, D_local], for the kernel that updates the tables; and what each one's with sequences takes."""
         bags, clock, gradients = self._bags, self._bags.clock, self._gradients
-        assert gradients is not None
-        self._gradients = None
+        del self._gradients
         clock.end()
         bags.send_values()
         arrived = self._rows.as_gradients(bags.sharded.exchange.as_gradient(gradients.wait()))
@@ -412,7 +410,7 @@ class _Send(torch.autograd.Function):
     """From a lookup to a token that stands for it on its way."""
 
     @staticmethod
-    def forward(ctx: Any, lookup: Lookup, *local: Tensor) -> Tensor:
+    def forward(ctx: Any, lookup: _Halves, *local: Tensor) -> Tensor:
         ctx.lookup, ctx.shapes = lookup, [vectors.shape for vectors in local]
         lookup.send(*local)
         return local[0].new_zeros(())
@@ -428,7 +426,7 @@ class _Wait(torch.autograd.Function):
     """From that token to the vectors where they have arrived."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, lookup: Lookup, margin: Margin, into: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, token: Tensor, lookup: _Halves, margin: Margin, into: Tensor | None) -> tuple[Tensor, ...]:
         ctx.lookup, ctx.margin = lookup, margin
         # The same memory as no view: a view could not be changed in place.
         return tuple(one.new_empty(0).set_(one) for one in lookup.receive(margin, into))  # type: ignore[call-overload]

@@ -2,17 +2,23 @@
 
 A table that a sequence looks up has a fused lookup of its own, of as many bags as it needs: each id of a sequence is
 one, and so is each bag of the table's pooled features. So all gradients of a row come to one update, as autograd would
-add them up. A rank's other tables are looked up together, as everywhere.
+add them up. Ids may be sent once each (`data/rows_once.py`): owners cannot tell.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from dlrm_autoshard.data.batch import Batch
+from dlrm_autoshard.data.features import Features
+from dlrm_autoshard.data.rows_once import SameRows, ids_and_different, rows_once
 from dlrm_autoshard.distributed.lookup.exchange import Exchange, Pending
 from dlrm_autoshard.distributed.lookup.id_distribution import LocalIds
 from dlrm_autoshard.distributed.lookup.wire import Wire
@@ -23,6 +29,44 @@ from dlrm_autoshard.tables import Shard
 # Axes: B samples a rank, W ranks, N ids, D embedding dims, R bags of one table's lookup.
 
 
+MOST_DIFFERENT = {"memory": 0.4, "network": 0.65}
+"""Share of a batch's ids up to which sending each once makes a step faster, by `bench sequences` with less skew. Fixed
+figures, so that a job started again chooses alike."""
+
+
+def travel_once(different: float, world_size: int, *, in_memory: bool) -> bool:
+    """Whether rows of sequences travel once each. different: the share of a rank's ids that differ. in_memory: no
+    network carries them."""
+    return world_size > 1 and different <= MOST_DIFFERENT["memory" if in_memory else "network"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One rank's batch: as it was given, and as its ids are sent. same: of each sequence, where it sends each once."""
+
+    batch: Batch
+    sent: Batch
+    same: Sequence[SameRows] = ()
+
+
+class RowsOnce:
+    """Whether each id of a sequence is sent once, for the whole job. chosen: None until the first batch has."""
+
+    def __init__(self, features: Features, chosen: bool | None, group: dist.ProcessGroup, *, in_memory: bool) -> None:
+        self._numbers, self._group, self._in_memory = features.sequence_numbers, group, in_memory
+        self.chosen = chosen if self._numbers else False
+
+    def asked(self, batch: Batch) -> Asked:
+        """The batch as its ids are to be sent. Collective where it chooses."""
+        if self.chosen is None:
+            counts = torch.tensor(ids_and_different(batch, self._numbers))
+            dist.all_reduce(counts, group=self._group)
+            ids, different = counts.tolist()
+            ranks = dist.get_world_size(self._group)
+            self.chosen = travel_once(different / max(ids, 1), ranks, in_memory=self._in_memory)
+        return Asked(batch, *rows_once(batch, self._numbers)) if self.chosen else Asked(batch, batch)
+
+
 class SequencePlan:
     """Which lookups are of tables with sequences, under one plan. Such tables lie apart from the others."""
 
@@ -30,8 +74,7 @@ class SequencePlan:
         features = exchange.features
         apart = {features.tables[table].name for table in features.sequence_tables}
         self.exchange, self.names = exchange, features.sequences
-        self.numbers = [i for i, feature in enumerate(features.features) if feature.name in features.sequences]
-        """Numbers of the sequences among all features."""
+        self.numbers = features.sequence_numbers
         self.sent_by = [[(s, f) for s, f in own if f in self.numbers] for own in exchange.owned]
         """Each rank's sequences: the shard, and the feature."""
         own = exchange.owned[exchange.rank]
@@ -48,9 +91,9 @@ class SequencePlan:
         fused = [False] * self.num_fused
         return [*fused, *(not pooled for _, pooled in self.lookups)] if self.names else None
 
-    def of(self, ids: LocalIds, lengths_FB: Tensor) -> NoSequences:
-        """One batch's. ids: those of this rank's tables. lengths_FB: of this rank's samples."""
-        return SequenceLookup(self, ids, lengths_FB) if self.names else NoSequences()
+    def of(self, ids: LocalIds, asked: Asked) -> NoSequences:
+        """One batch's. ids: those of this rank's tables. asked: by this rank."""
+        return SequenceLookup(self, ids, asked) if self.names else NoSequences()
 
     def fused(self, ids: LocalIds) -> LocalIds:
         """Those of the tables that are looked up together."""
@@ -96,10 +139,10 @@ class NoSequences:
 class SequenceLookup(NoSequences):
     """One batch's lookup of vectors that are not pooled."""
 
-    def __init__(self, plan: SequencePlan, ids: LocalIds, lengths_FB: Tensor) -> None:
-        """ids: those of this rank's tables. lengths_FB: of this rank's samples."""
+    def __init__(self, plan: SequencePlan, ids: LocalIds, asked: Asked) -> None:
+        """ids: those of this rank's tables. asked: by this rank."""
         self._plan, self._exchange, self._ids, self._bags = plan, plan.exchange, ids, ids.batch_size
-        self._lengths_FB = lengths_FB
+        self._lengths_FB, self._same = asked.batch.lengths_TB, asked.same
         ends = ids.offsets[plan.num_fused * self._bags * self._exchange.world_size :: self._bags].tolist()
         world_size, counts = self._exchange.world_size, [b - a for a, b in itertools.pairwise(ends)]
         self._starts = ends[::world_size]  # of the ids of each lookup, and the end
@@ -107,9 +150,10 @@ class SequenceLookup(NoSequences):
         """Each lookup's ids from each rank."""
         self._bags *= world_size
         self._vectors, self._gradients = plan.exchange.wires
+        self._arriving: Pending | list[list[Tensor]] = []
         self._rows = [self._bags if p else sum(n) for (_, p), n in zip(plan.lookups, self._counts, strict=True)]
-        asked = dict(zip(plan.numbers, lengths_FB[plan.numbers].sum(1).tolist(), strict=True))
-        self._coming = [[asked[f] * shard.embedding_dim for shard, f in own] for own in plan.sent_by]
+        sent = dict(zip(plan.numbers, asked.sent.lengths_TB[plan.numbers].sum(1).tolist(), strict=True))
+        self._coming = [[sent[f] * shard.embedding_dim for shard, f in own] for own in plan.sent_by]
         """Numbers of each sequence that each rank looks up for this one."""
         self._leaving = [
             [n[rank] * s.embedding_dim for (s, p), n in zip(plan.lookups, self._counts, strict=True) if not p]
@@ -149,18 +193,16 @@ class SequenceLookup(NoSequences):
         ):
             for rank, block in enumerate(() if is_pooled else part.split(counts)):
                 blocks[rank].append(self._vectors.encode(block))
-        self._arriving = self._send(self._vectors, blocks, self._leaving, self._coming)
-        return _both(beside, self._arriving)
+        return self._send(self._vectors, blocks, self._leaving, self._coming, beside)
 
     def values(self) -> list[Tensor]:
-        arrived = self._arriving.wait()
-        del self._arriving  # memory that is done with goes at once
         parts: dict[int, dict[int, Tensor]] = {feature: {} for feature in self._plan.numbers}
-        blocks = iter(self._vectors.decode(arrived).split([size for own in self._coming for size in own]))
+        blocks = itertools.chain.from_iterable(self._arrived(self._coming, self._vectors.decode))
         for shard, feature in itertools.chain.from_iterable(self._plan.sent_by):
             parts[feature][shard.columns[0]] = next(blocks).view(-1, shard.embedding_dim)
         in_order = [[own[column] for column in sorted(own)] for own in parts.values()]
-        return [own[0] if len(own) == 1 else torch.cat(own, 1) for own in in_order]
+        values = [own[0] if len(own) == 1 else torch.cat(own, 1) for own in in_order]
+        return [same.expanded(own) for same, own in zip(self._same, values, strict=True)] if self._same else values
 
     def by_name(self, values: Sequence[Tensor]) -> dict[str, Jagged]:
         return {
@@ -169,6 +211,8 @@ class SequenceLookup(NoSequences):
         }
 
     def send_gradients(self, gradients: Sequence[Tensor], beside: Pending) -> Pending:
+        if self._same:
+            gradients = [same.summed(own) for same, own in zip(self._same, gradients, strict=True)]
         of_feature = dict(zip(self._plan.numbers, gradients, strict=True))
         blocks = [
             [
@@ -177,25 +221,20 @@ class SequenceLookup(NoSequences):
             ]
             for own in self._plan.sent_by
         ]
-        self._arriving = self._send(self._gradients, blocks, self._coming, self._leaving)
-        return _both(beside, self._arriving)
+        return self._send(self._gradients, blocks, self._coming, self._leaving, beside)
 
     def as_gradients(self, pooled: Tensor) -> list[Tensor]:
         pooled = pooled.view(self._bags, self._exchange.local_dim)
-        arrived = self._gradients.decode(self._arriving.wait(), shares=self._bags)
-        del self._arriving
-        from_rank = [
-            part.split(own)
-            for part, own in zip(arrived.split([sum(own) for own in self._leaving]), self._leaving, strict=True)
-        ]
+        leaving = self._leaving
+        if len(self._plan.lookups) == 1:  # those from all ranks side by side, as they are
+            leaving = [[sum(map(sum, leaving))]]
+        from_rank = self._arrived(leaving, partial(self._gradients.decode, shares=self._bags))
         parts: dict[str, list[Tensor]] = {shard.name: [] for shard in self._plan.shards}
         sequences, column = itertools.count(), self._plan.fused_dim
         for shard, is_pooled in self._plan.lookups:
             if is_pooled:
                 parts[shard.name].append(pooled[:, column : column + shard.embedding_dim])
                 column += shard.embedding_dim
-            elif len(self._plan.lookups) == 1:
-                parts[shard.name].append(arrived.view(-1, shard.embedding_dim))  # without a copy
             else:
                 number = next(sequences)
                 parts[shard.name] += [own[number].view(-1, shard.embedding_dim) for own in from_rank]
@@ -217,21 +256,31 @@ class SequenceLookup(NoSequences):
         ]
 
     def _send(
-        self, wire: Wire, blocks: Sequence[list[Tensor]], leaving: list[list[int]], coming: list[list[int]]
+        self,
+        wire: Wire,
+        blocks: list[list[Tensor]],
+        leaving: list[list[int]],
+        coming: list[list[int]],
+        beside: Pending,
     ) -> Pending:
-        """blocks: encoded, of each rank."""
+        """blocks: encoded, of each rank. Returns what waits for them and for `beside`."""
         e = self._exchange
         if e.world_size == 1:
-            return Pending(None, blocks[0][0] if len(blocks[0]) == 1 else torch.cat(blocks[0]))
-        return e.all_to_all(
+            self._arriving = blocks
+            return beside
+        arriving = self._arriving = e.all_to_all(
             "sequences",
             e.empty(torch.empty(0, dtype=wire.dtype, device=e.device), wire.size(sum(map(sum, coming)))),
             lambda rank, into: torch.cat(blocks[rank], out=into),
             [wire.size(sum(own)) for own in coming],
             [wire.size(sum(own)) for own in leaving],
         )
+        return Pending(lambda: (beside.wait(), arriving.wait()), beside.result)
 
-
-def _both(first: Pending, other: Pending) -> Pending:
-    """The first one, which waits for both."""
-    return Pending(lambda: (first.wait(), other.wait()), first.result)
+    def _arrived(self, coming: list[list[int]], decode: Callable[[Tensor], Tensor]) -> list[Sequence[Tensor]]:
+        """Flat blocks from each rank. coming: their numbers, of each rank's."""
+        arriving, self._arriving = self._arriving, []  # memory that is done with goes at once
+        if not isinstance(arriving, Pending):
+            return [[decode(block) for block in own] for own in arriving]
+        flat = decode(arriving.wait()).split([sum(own) for own in coming])
+        return [part.split(own) for part, own in zip(flat, coming, strict=True)]
