@@ -59,10 +59,11 @@ def arrived(rank: int, world_size: int, kind: str) -> list[tuple[Tensor, Tensor,
     found, plan = [], ShardingPlan({"a": 1, "b": 0, "c[0:8]": 0, "c[8:16]": 1, "d": 0}, world_size)
     config = TablesConfig(optimizer=TableOptimizerConfig(name="sgd"))
     for shared in (True, False):
-        embeddings = ShardedEmbeddings(
-            TABLES, plan, config, rank=rank, group=world(), id_group=new_group(), device=torch.device("cpu"),
-            shared_memory=shared,
-        )  # fmt: skip
+        with patch(f"{ShardedEmbeddings.__module__}.mb_per_s", lambda group: 50.0):  # a slow network
+            embeddings = ShardedEmbeddings(
+                TABLES, plan, config, rank=rank, group=world(), id_group=new_group(), device=torch.device("cpu"),
+                shared_memory=shared,
+            )  # fmt: skip
         exchange = embeddings.exchange
         with patch.object(exchange, "all_to_all", wraps=exchange.all_to_all) as through:
             ids = embeddings.distribute(batches(kind, world_size)[rank]).finish()

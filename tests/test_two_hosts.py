@@ -14,12 +14,14 @@ import pytest
 import torch.distributed as dist
 
 from dlrm_autoshard.benchmarks.slow_link import ADDRESSES, DEVICE, Link, cannot_make_link, slow_link
+from dlrm_autoshard.config import ExchangeDtypes
+from dlrm_autoshard.distributed.lookup.link_speed import SLOW_FOR_IDS, mb_per_s, remark
 from dlrm_autoshard.distributed.moves.reshard import reshard
 from dlrm_autoshard.plan import ShardingPlan
 from tests.jobs import CONFIG, REPOSITORY, TRAIN, free_port, steps_saved, until
 from tests.small_embeddings import TABLES, global_batch, make, train_step, world
 
-HOSTS = (0, 0, 1, 1)
+HOSTS, INT8 = (0, 0, 1, 1), ExchangeDtypes.model_validate("int8")
 
 
 @pytest.fixture
@@ -61,6 +63,29 @@ def test_tables_move_to_the_other_host_and_back_and_no_bit_changes(link: Link, t
     for rank in range(len(HOSTS)):
         moved, still = json.loads((tmp_path / f"{rank}.json").read_text())
         assert moved == still and len(moved) == 7 + 2, "seven steps, a table's weights and its optimizer's state"
+
+
+def measure_link(folder: str) -> None:
+    """On each rank."""
+    dist.init_process_group("gloo")
+    Path(folder, f"carried-{dist.get_rank()}").write_text(str(mb_per_s(world())))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_what_the_slow_link_carries_is_known_on_every_rank(link: Link, tmp_path: Path) -> None:
+    call = f"from tests.test_two_hosts import measure_link; measure_link({str(tmp_path)!r})"
+    link.run([sys.executable, "-c", call], HOSTS, timeout=120)
+    first, *others = (float((tmp_path / f"carried-{rank}").read_text()) for rank in range(4))
+    assert others == [first] * 3
+    assert first < 3 * 100 / 8 / 4 * 1.5, "100 Mbit/s, of which a rank has half, two thirds of what it sends"
+    assert first < SLOW_FOR_IDS and remark(INT8, first) is None
+
+
+def test_where_int8_makes_steps_slower_a_start_says_so() -> None:
+    assert "carries 1,250 MB/s for each rank: coding in int8" in str(remark(INT8, 1250.0))
+    assert str(remark(INT8, float("inf"))).startswith("Ranks share memory: ")
+    assert remark(ExchangeDtypes.model_validate("fp16"), float("inf")) is None
 
 
 def started_on(link: Link, folder: Path, name: str, *settings: str) -> list[subprocess.Popen[bytes]]:

@@ -52,14 +52,14 @@ class Variant:
 
     dtypes: str | dict[str, str]
     than: Mapping[str, str | None]
-    packs_ids: bool = True
+    packs_ids: bool | None = None  # None: by the measured link
     in_one_ring: bool = False
     workload: Workload = WORKLOAD
 
     def job(self, plan: ShardingPlan, rank: int, batches: list[Batch]) -> OurJob:
         dtypes = ExchangeDtypes.model_validate(self.dtypes)
         job = OurJob(self.workload, plan, rank, batches, exchange_dtype=dtypes)
-        if not self.packs_ids:
+        if self.packs_ids is False:
             job.embeddings.exchange.packing = None
         if self.in_one_ring:
             job.dense._sum = in_one_ring(new_group())

@@ -22,6 +22,7 @@ from dlrm_autoshard.data.sequences import said_of_cuts
 from dlrm_autoshard.data.statistics import measure_stats, share_of_different_ids
 from dlrm_autoshard.distributed.dense import DataParallelDense
 from dlrm_autoshard.distributed.lookup.embeddings import ShardedEmbeddings
+from dlrm_autoshard.distributed.lookup.link_speed import remark
 from dlrm_autoshard.distributed.lookup.lookups import EmbeddingBags
 from dlrm_autoshard.distributed.lookup.sequences import travel_once
 from dlrm_autoshard.distributed.moves.reshard import reshard
@@ -113,6 +114,8 @@ class Job:
             replicated=self.replicated,
             rows_once=self.rows_once,
         )
+        if runtime.device.type == "cpu" and (said := remark(config.train.exchange_dtype, self.embeddings.carried)):
+            self.notes.append(said)
         tables, labels, of = self.embeddings.output_tables, len(self.data.label_names), self.data.features
         model = make_model(self.data.source.num_dense, tables, config.model, config.run.seed, labels, of.by_sequence)
         clock = StageClock(runtime.device, runtime.control if runtime.device.type == "cpu" else runtime.group)

@@ -24,6 +24,7 @@ from dlrm_autoshard.distributed.lookup.clipping import Clipping
 from dlrm_autoshard.distributed.lookup.device_ids import DeviceIdDistribution
 from dlrm_autoshard.distributed.lookup.exchange import Exchange
 from dlrm_autoshard.distributed.lookup.id_distribution import IdDistribution, LocalIds
+from dlrm_autoshard.distributed.lookup.link_speed import SLOW_FOR_IDS, mb_per_s
 from dlrm_autoshard.distributed.lookup.means import Means
 from dlrm_autoshard.distributed.lookup.replicas import Reduce, Replicas
 from dlrm_autoshard.distributed.lookup.sequences import RowsOnce, SequencePlan
@@ -72,6 +73,7 @@ class ShardedEmbeddings:
         self.groups, self.exchange_dtype = (group, id_group), exchange_dtype or ExchangeDtypes()
         self._link = connect(group) if shared_memory and device.type == "cpu" else None
         self.rows_once = RowsOnce(self.features, rows_once, id_group, in_memory=self._link is not None)
+        self.carried = mb_per_s(id_group) if self._link is None and device.type == "cpu" else float("inf")
         self.updates = 0  # training lookups so far: fbgemm's `iter`, which must survive a rebuild
         self.learning_rate = config.optimizer.lr
         counts = self.features.counts
@@ -90,8 +92,7 @@ class ShardedEmbeddings:
         if initial_values:
             rows_of = {table.name: table.num_embeddings for table in self.tables}
             for shard in self.local_shards:
-                weight = self.storage.tensors(shard.name)["weight"]
-                start(weight, shard, seed, rows_of[shard.shard.table])
+                start(self.storage.tensors(shard.name)["weight"], shard, seed, rows_of[shard.shard.table])
 
     @property
     def replicated(self) -> tuple[TableConfig, ...]:
@@ -129,7 +130,7 @@ class ShardedEmbeddings:
         group, id_group = self.groups
         self.exchange = Exchange(
             self.features, self.plan, self.rank, group, id_group, self.device, self.exchange_dtype, self._link,
-            self._replicated,
+            self._replicated, packs_ids=self.carried < SLOW_FOR_IDS,
         )  # fmt: skip
         self.sequences = SequencePlan(self.exchange)
         self.means = Means.where_needed(

@@ -66,7 +66,7 @@ class Exchange:
     """Who sends what to whom under one plan. Made anew when the plan changes; holds no rows.
 
     empty: memory for what arrives, of a tensor's type and so many elements. replicated: tables that are not the plan's,
-    because every rank has them: their columns of the output are left free.
+    because every rank has them: their columns of the output are left free. packs_ids: where the network is slow.
     """
 
     features: Features
@@ -78,6 +78,7 @@ class Exchange:
     dtypes: ExchangeDtypes = field(default_factory=ExchangeDtypes)
     link: SharedMemory | None = None
     replicated: frozenset[str] = frozenset()
+    packs_ids: bool = False
     empty: Callable[[Tensor, int], Tensor] = Tensor.new_empty
     _layouts: dict[tuple[int, Margin], _Layout] = field(default_factory=dict)
 
@@ -120,8 +121,7 @@ class Exchange:
         is_pooled = set(pooled)
         self.dims = [sum(shard.embedding_dim for shard, f in own if f in is_pooled) for own in owned]
         self.total_dim = sum(self.dims)
-        over_network = self.link is None and self.device.type == "cpu" and self.world_size > 1
-        self.packing = IdPacking.of(self.row_ranges.tables) if over_network else None
+        self.packing = IdPacking.of(self.row_ranges.tables) if self.packs_ids else None
         dtypes = self.dtypes if self.world_size > 1 else ExchangeDtypes()  # nothing travels, so nothing is rounded
         self._vectors, self._gradients = (Wire(d, self.features.tables) for d in (dtypes.vectors, dtypes.gradients))
         self.wires = self._vectors, self._gradients
@@ -221,9 +221,8 @@ class Exchange:
 
     def _splits(self, wire: Wire, batch_size: int) -> tuple[list[int], list[int]]:
         """Elements of the own tables' vectors for each rank, and of each rank's tables for this one."""
-        return [wire.size(batch_size * self.local_dim)] * self.world_size, [
-            wire.size(batch_size * d) for d in self.dims
-        ]
+        own = [wire.size(batch_size * self.local_dim)] * self.world_size
+        return own, [wire.size(batch_size * dim) for dim in self.dims]
 
     def as_gradient(self, arrived: Tensor) -> Tensor:
         """[W * B, D_local] float32, from what `send_gradients` brought."""
