@@ -87,10 +87,20 @@ batches = [(lengths_TB, torch.randint(1000, (128,)), torch.randint(2, (64,)).flo
 """
 
 
-@pytest.mark.parametrize(("page", "most_lines"), [("README.md", 20), ("dlrm_autoshard/CUSTOM_LOOP.md", 25)])
-def test_a_training_loop_runs_on_two_ranks(page: str, most_lines: int, tmp_path: Path) -> None:
-    loop = the_loop("autoshard = Autoshard(bags", page)
-    assert len(loop.splitlines()) <= most_lines
+def test_the_readmes_snippets_are_lines_of_examples_in_their_order() -> None:
+    """Which test_examples.py runs; its commands are run by test_page_commands.py."""
+    snippets = {"own_loop": "ShardedEmbeddingBags(", "torchrec_loop": "das.torchrec.Autoshard"}
+    assert len(blocks("README.md", "python")) == len(snippets)
+    for example, marked in snippets.items():
+        file = (REPOSITORY / f"launch/examples/{example}.py").read_text()
+        lines = iter([line.strip() for line in file.splitlines()])
+        snippet = [line.strip() for line in the_loop(marked, "README.md").splitlines() if line]
+        assert len(snippet) <= 20 and not [line for line in snippet if line not in lines]
+
+
+def test_a_training_loop_runs_on_two_ranks(tmp_path: Path) -> None:
+    loop = the_loop("autoshard = Autoshard(bags", "dlrm_autoshard/CUSTOM_LOOP.md")
+    assert len(loop.splitlines()) <= 25
     run_loop(tmp_path, MADE_UP + loop)
     decisions = (tmp_path / "runs/mine/decisions.jsonl").read_text().splitlines()
     assert decisions and (tmp_path / "runs/mine/report.html").exists()

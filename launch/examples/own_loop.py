@@ -6,17 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlrm_autoshard import (
-    Autoshard,
-    DataParallelDense,
-    RowwiseAdagrad,
-    ShardedEmbeddingBags,
-    TableConfig,
-    in_parts,
-)
+from dlrm_autoshard import Autoshard, DataParallelDense, RowwiseAdagrad, ShardedEmbeddingBags, TableConfig
 
 TABLES = [TableConfig("user", num_embeddings=5_000, embedding_dim=16), TableConfig("item", 1_000, 16)]
-BATCH, PARTS = 256, 4
+BATCH = 256
 
 
 def batches(rank: int, steps: int) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
@@ -33,20 +26,16 @@ def batches(rank: int, steps: int) -> Iterator[tuple[tuple[Tensor, Tensor], Tens
 
 def main() -> None:
     dist.init_process_group("gloo")
-    bags = ShardedEmbeddingBags(TABLES, optimizer=RowwiseAdagrad(lr=0.02))  # the update is fused into backward
+    bags = ShardedEmbeddingBags(TABLES, optimizer=RowwiseAdagrad(lr=0.02))  # each rank owns some; the update is fused
     width = sum(table.embedding_dim for table in TABLES)
     tower = torch.nn.Sequential(torch.nn.Linear(width, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-    dense = DataParallelDense(tower, torch.optim.Adagrad, lr=0.02)  # replicas, one all-reduce a step
+    dense = DataParallelDense(tower, torch.optim.Adagrad, lr=0.02, clock=bags.clock)  # one all-reduce a step
     autoshard = Autoshard(bags, every_steps=50, run_dir="runs/own_loop")
     for (_, labels_B), ids in bags.ahead(batches(dist.get_rank(), 120), lambda batch: batch[0]):
-        pooled_BD = bags(ids)
-        for rows, part_BD in in_parts(pooled_BD, PARTS):  # gradient accumulation: else one backward pass
-            losses = torch.nn.functional.binary_cross_entropy_with_logits(
-                tower(part_BD).squeeze(1), labels_B[rows], reduction="sum"
-            )
-            (losses / BATCH).backward()
+        logits_B = tower(bags(ids)).squeeze(1)
+        dense.backward(torch.nn.functional.binary_cross_entropy_with_logits(logits_B, labels_B))  # updates the tables
         dense.step()
-        autoshard.step()  # plans after the first step, decides every 50; tables may have moved when it returns
+        autoshard.step()  # decides every 50 steps; tables may have moved when it returns
     autoshard.finish()  # runs/own_loop/report.html
     dist.destroy_process_group()
 
