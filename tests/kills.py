@@ -87,16 +87,18 @@ def draw_kills(draw: np.random.Generator, count: int, ranks: int, first: int = 0
     ]
 
 
-def train(folder: Path, kills: Sequence[Kill] = (), *, ranks: int = 2, steps: int = STEPS) -> dict[str, Any]:
+def train(
+    folder: Path, kills: Sequence[Kill] = (), *, ranks: int = 2, steps: int = STEPS, rows: bool = False
+) -> dict[str, Any]:
     """The job's final loss and the digest of every tensor, after all kills; torchrun is started again where it was
-    killed itself."""
+    killed itself. rows: tables are cut by rows, too."""
     (folder / "tmp").mkdir(parents=True)
     (folder / "kills.json").write_text(json.dumps([asdict(kill) for kill in kills]))
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--max-restarts=100",
         "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4().hex}",
         "-m", "tests.moving_job",
-        "--dir", str(folder), "--seed", str(SEED), "--steps", str(steps),
+        "--dir", str(folder), "--seed", str(SEED), "--steps", str(steps), *["--rows"] * rows,
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
     for start in range(len(kills) + 1):

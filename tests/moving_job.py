@@ -88,10 +88,20 @@ def settings(
 
 
 class RandomMoves:
-    """In resharding's place: a plan drawn from (seed, step). kill: called with each moment a rank can be killed at."""
+    """In resharding's place: a plan drawn from (seed, step). kill: called with each moment a rank can be killed at.
+    rows: tables are cut by rows, too, each range by columns of its own."""
 
-    def __init__(self, seed: int, embeddings: ShardedEmbeddings, runtime: Runtime, kill: Killer | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        embeddings: ShardedEmbeddings,
+        runtime: Runtime,
+        kill: Killer | None = None,
+        *,
+        rows: bool = False,
+    ) -> None:
         self._seed, self._embeddings, self._runtime, self._kill = seed, embeddings, runtime, kill
+        self._most_row_cuts = 2 if rows else 0
         self.step = 0
         self.moved = 0
 
@@ -113,9 +123,11 @@ class RandomMoves:
         most = 2 if self._embeddings.config.optimizer.splits_tables else 0
         rank_of = {}
         for table in tables:
-            cuts = draw.integers(0, table.embedding_dim // 4, most) * 4
-            for start, stop in pairwise(sorted({0, *cuts.tolist(), table.embedding_dim})):
-                rank_of[table.part(start, stop).name] = int(draw.integers(ranks))
+            row_cuts = draw.integers(0, table.num_embeddings, self._most_row_cuts)
+            for rows in pairwise(sorted({0, *row_cuts.tolist(), table.num_embeddings})):
+                cuts = draw.integers(0, table.embedding_dim // 4, most) * 4
+                for columns in pairwise(sorted({0, *cuts.tolist(), table.embedding_dim})):
+                    rank_of[table.row_range(*rows).part(*columns).name] = int(draw.integers(ranks))
         return ShardingPlan(rank_of, ranks)
 
     def is_due(self, epoch: int) -> bool:
@@ -171,13 +183,22 @@ class Killer:
 
 
 class MovingTrainer(Trainer):
-    def __init__(self, config: Config, runtime: Runtime, run_dir: Path, *, moves: bool, killer: Killer | None = None):
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        run_dir: Path,
+        *,
+        moves: bool,
+        killer: Killer | None = None,
+        rows: bool = False,
+    ) -> None:
         self._killer, self._folder = killer, Path(config.run.dir)
         if killer is not None:
             killer.at("planning", 0)
             killer.at("starting", _LATER)
         super().__init__(config, runtime, run_dir)
-        self.moves = RandomMoves(config.run.seed, self.job.embeddings, runtime, killer) if moves else None
+        self.moves = RandomMoves(config.run.seed, self.job.embeddings, runtime, killer, rows=rows) if moves else None
         self.job.intervals.resharding = self.moves  # type: ignore[assignment]
         save = self.saver.save
 
@@ -210,6 +231,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rows", action="store_true")
     arguments = parser.parse_args()
     config = settings(arguments.dir, arguments.seed, arguments.steps, "adagrad")  # whose tables may be split
     planning = {"enabled": True, "budget_seconds": 1.0, "measure_plans": 2}
@@ -219,7 +241,7 @@ def main() -> None:
         job = frozenset(filter(None, runtime.all_gather(job_of_this_process())))
         claim = claimed_run_dir(config, None, job)
         run_dir = runtime.from_rank_0(lambda: held.enter_context(claim))
-        trainer = MovingTrainer(config, runtime, run_dir, moves=True, killer=killer)
+        trainer = MovingTrainer(config, runtime, run_dir, moves=True, killer=killer, rows=arguments.rows)
         trainer.run()
         (arguments.dir / f"final_{runtime.rank}.json").write_text(json.dumps(trainer.digests()))
         del trainer

@@ -19,6 +19,19 @@ def test_kills_at_seeded_moments() -> None:
     assert (outcome["kills"], outcome["survived"], outcome["notes"]) == (4, 4, [])
 
 
+@pytest.mark.timeout(300)
+def test_kills_amid_moves_of_row_ranges_and_grids_change_no_bit(tmp_path: Path) -> None:
+    """Some chunks have gone, some not: either rank is killed, then torchrun. Rows change the order of sums, so the job
+    must go on under the very plan that its checkpoint was of."""
+    whole = train(tmp_path / "whole", steps=23, rows=True)
+    moment = "during a move"
+    kills = [Kill(moment, 4, 1), Kill(moment, 9, 0), Kill(moment, 17, 1, "torchrun")]
+    killed = train(tmp_path / "killed", kills, steps=23, rows=True)
+    assert len(list((tmp_path / "killed").glob("killed_*"))) == len(kills)
+    assert any("rows" in name for name in whole["digests"])
+    assert killed == whole and not left_behind(tmp_path / "killed")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # two minutes where nothing else runs
 def test_twenty_kills_at_seeded_moments() -> None:

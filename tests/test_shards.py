@@ -198,5 +198,11 @@ def test_bytes_are_said_in_a_unit_that_people_read(size: float, said: str) -> No
 
 
 def test_torchrec_is_given_no_plan_with_rows_that_it_cannot_hold() -> None:
-    with pytest.raises(PlanError, match=r"'user' by rows.*splits\.rows: never"):
-        torchrec_plan(ShardingPlan({"user[rows 0:9]": 0, "user[rows 9:100]": 1}, 2), TABLES[:1])
+    uneven, of_other_ranks = (
+        {"user[rows 0:9]": 0, "user[rows 9:100]": 1},
+        {"user[rows 0:50]": 1, "user[rows 50:100]": 0},
+    )
+    grid = {"user[rows 0:50]": 0, "user[rows 50:100, 0:8]": 1, "user[rows 50:100, 8:16]": 1}
+    for rank_of in (uneven, of_other_ranks, grid):
+        with pytest.raises(PlanError, match=r"'user' by rows.*splits\.rows: never"):
+            torchrec_plan(ShardingPlan(rank_of, 2), TABLES[:1])

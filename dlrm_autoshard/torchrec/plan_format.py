@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dlrm_autoshard.plan import PlanError, ShardingPlan, shards_by_table
-from dlrm_autoshard.tables import TableConfig
+from dlrm_autoshard.plan.cuts import by_rows
+from dlrm_autoshard.tables import Shard, TableConfig
 
 DEFAULT_MODULE = "embedding_bag_collection"
 
@@ -24,7 +25,8 @@ def torchrec_plan(
     local_ranks: Sequence[int] | None = None,
     replicated: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Table-wise sharding of tables that are whole, column-wise of those that are split; fused kernels. Replicated
+    """Table-wise sharding of tables that are whole, column-wise of those that are split by columns, row-wise of those
+    whose rows are in equal blocks, one a rank, in the ranks' order (PlanError of others); fused kernels. Replicated
     tables, which the plan does not place, are data-parallel: TorchRec has DDP sum their gradients. device: 'cpu'
     or 'cuda', which TorchRec numbers on each host anew. local_ranks: each rank's number on its host, which is that of
     its GPU; by default all ranks are on one host.
@@ -32,7 +34,6 @@ def torchrec_plan(
     Plain JSON, {module: {table: {sharding_type, compute_kernel, ranks, sharding_spec}}}, so that making one needs no
     torchrec; `to_sharding_plan` turns it into torchrec's own classes.
     """
-    check_no_rows(plan)
     placed = [table for table in tables if table.name not in replicated]
     own = {
         table.name: {
@@ -47,13 +48,13 @@ def torchrec_plan(
     return {
         module: {
             table.name: {
-                "sharding_type": "table_wise" if len(shards) == 1 else "column_wise",
+                "sharding_type": _sharding_type(plan, table, shards),
                 "compute_kernel": "fused",
                 "ranks": [plan.rank_of[shard.name] for shard in shards],
                 "sharding_spec": {
                     "shards": [
                         {
-                            "shard_offsets": [0, shard.columns[0]],
+                            "shard_offsets": [shard.rows[0], shard.columns[0]],
                             "shard_sizes": [shard.num_embeddings, shard.embedding_dim],
                             "placement": _placement(plan.rank_of[shard.name], device, local_ranks),
                         }
@@ -67,8 +68,26 @@ def torchrec_plan(
     }
 
 
+def _sharding_type(plan: ShardingPlan, table: TableConfig, shards: Sequence[TableConfig]) -> str:
+    if len(shards) == 1:
+        return "table_wise"
+    if not by_rows(shards):
+        return "column_wise"
+    block = -(-table.num_embeddings // plan.world_size)
+    for rank in range(plan.world_size):
+        rows = (rank * block, min((rank + 1) * block, table.num_embeddings))
+        if rows[0] >= rows[1] or plan.rank_of.get(str(Shard(table.name, rows=rows))) != rank:
+            raise PlanError(
+                f"the plan splits table '{table.name}' by rows, and TorchRec's row-wise sharding has {block:,} of its "
+                f"{table.num_embeddings:,} rows on each of {plan.world_size} ranks, in their order. Plan without: "
+                "autoshard.splits.rows: never, or plan --rows never."
+            )
+    return "row_wise"
+
+
 def check_no_rows(plan: ShardingPlan) -> None:
-    """PlanError where a table is split by rows: TorchRec's own row-wise sharding has equal blocks on all ranks."""
+    """PlanError where a table is split by rows: TorchRec's row-wise sharding has equal blocks on all ranks, which no
+    move may change."""
     for table in plan.row_split_tables:
         raise PlanError(
             f"the plan splits table '{table}' by rows, and TorchRec's row-wise sharding has equal blocks "
