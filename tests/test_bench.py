@@ -254,7 +254,7 @@ def test_the_pitch_is_of_what_has_a_record() -> None:
     told = readme.pitch(records)
     said = " ".join(told.split())
     assert "1.5 times as fast" in said and "wins back 87% of" in said and "columns" not in said
-    assert "([measured at abc1234](dlrm_autoshard/benchmarks/results/train-wemb.json))" in said
+    assert "([record at abc1234](dlrm_autoshard/benchmarks/results/train-wemb.json))" in said
     assert readme.pitch({}) == ""
     assert max(map(len, told.splitlines())) <= 120
 

@@ -76,7 +76,7 @@ def pitch(counted: Mapping[str, Record]) -> str:
         record = counted.get(name, {})
         value = record.get("figures", {}).get(figure)
         if value is not None:
-            link = f"[measured at {commits_of(record)[-1]}](dlrm_autoshard/benchmarks/results/{name}.json)"
+            link = f"[record at {commits_of(record)[-1]}](dlrm_autoshard/benchmarks/results/{name}.json)"
             lines.append(f"{words.format(value)} ({link}).")
     return "\n".join(textwrap.fill(line, 120, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
