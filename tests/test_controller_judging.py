@@ -155,7 +155,7 @@ def test_a_move_is_judged_by_the_steps_before_the_next_change() -> None:
     assert job.interval(changed_steps=50, early=True).action == "moved"
     assert job.records[0]["measured_gain"] > 0 and job.records[0]["doubt"] is None
     state = json.loads(json.dumps(job.controller.state_dict()))
-    assert state["after"] is None, "the next move has no steps yet"
+    assert state["last_move"]["after"] is None, "the next move has no steps yet"
 
 
 def test_a_move_is_judged_by_the_steps_before_a_change_that_ends_its_first_interval() -> None:
@@ -223,7 +223,7 @@ def test_that_ranks_changed_since_a_move_is_known_after_a_restart_too() -> None:
     assert one.interval(changed_steps=50, moves_since=1, early=True).action == "kept"
     state = json.loads(json.dumps(one.controller.state_dict()))
     other.controller.load_state_dict(state)
-    assert state["ranks_changed"] and other.controller.state_dict()["ranks_changed"]
+    assert state["last_move"]["ranks_changed"] and json.loads(json.dumps(other.controller.state_dict())) == state
 
 
 def test_records_tell_the_whole_story_in_order() -> None:

@@ -101,4 +101,4 @@ def test_a_checkpoint_of_other_ranks_keeps_what_was_written_and_nothing_that_was
     assert job.records[0]["measured_gain"] is not None
     job.controller = job.make_controller()
     job.controller.load_state_dict(state, same_ranks=False)
-    assert job.records == made and job.controller.state_dict()["unproven"] is None
+    assert job.records == made and job.controller.state_dict()["last_move"] is None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dlrm_autoshard import Constraints, PlanError, Planner, ShardingPlan, TableConfig, TableStats, Topology
-from dlrm_autoshard.autoshard.partial_move import first_part
+from dlrm_autoshard.planner.moves.partial_move import first_part
 from dlrm_autoshard.planner.moves.proposals import merged
 from dlrm_autoshard.planner.task import PlacementTask, Splits
 from dlrm_autoshard.probe.calibration import calibration_shards

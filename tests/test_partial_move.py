@@ -7,8 +7,8 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_autoshard.autoshard.partial_move import first_part, movable
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan, Topology, check_plan
+from dlrm_autoshard.planner.moves.partial_move import first_part, movable
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableConfig, TableStats
 

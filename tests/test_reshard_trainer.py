@@ -15,6 +15,7 @@ from dlrm_autoshard.autoshard.decision import Decision, Interval
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.distributed.moves import agree as reshard_agree
 from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.training.journal import result_of
 from tests.moving_job import MovingTrainer, settings
@@ -79,17 +80,17 @@ PLANS = ("0000", "1100", "0111")
 def force_moves(controller: Controller | None) -> None:
     """It always goes for the next of PLANS: what is tested is everything around it."""
 
-    def looked(base: Decision, interval: Interval, plan: ShardingPlan, horizon: Horizon) -> Decision:
+    def looked(base: Decision, task: PlacementTask, interval: Interval, plan: ShardingPlan, when: Horizon) -> Decision:
         assert controller is not None
-        ranks = PLANS[len(controller.history.moves_at) % len(PLANS)]
+        ranks = PLANS[len(controller.left) % len(PLANS)]
         rank_of = {table["name"]: int(rank) for table, rank in zip(TABLES, ranks, strict=True)}
-        decision = plainly(base, interval, plan, horizon)
+        decision = plainly(base, task, interval, plan, when)
         return replace(decision, action="moved", predicted_gain=0.1, new_plan=ShardingPlan(rank_of, 2), old_plan=plan)
 
     if controller is not None:  # rank 0's
         plainly = controller._looked
         controller._looked = looked  # type: ignore[method-assign]
-        controller._not_worth_a_look = lambda *_, **__: ""  # type: ignore[method-assign]
+        controller.history.why_not_look = lambda *_, **__: ""  # type: ignore[method-assign]
 
 
 def test_tables_move_in_training_and_no_bit_changes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the `autoshard:` section asks of a plan, and whether the job's tables and ranks can give it. No rank need run.
+"""Translates the `autoshard:` section into constraints on plans, checked against tables and ranks. No rank runs.
 
 check_settings(settings, ["user", "item"], world_size=2)           # PlanError: pinned to rank 7 of 2
 """
@@ -44,7 +44,7 @@ def check_settings(settings: AutoshardConfig, tables: list[str], world_size: int
 
 
 def memory_asked(settings: AutoshardConfig, world_size: int) -> tuple[int, ...] | None:
-    """Bytes for tables on each rank, where the settings say so."""
+    """Returns the bytes for tables on each rank, where the settings say so."""
     gib = settings.memory_gib
     if gib is None:
         return None
@@ -52,17 +52,20 @@ def memory_asked(settings: AutoshardConfig, world_size: int) -> tuple[int, ...] 
 
 
 def constraints_of(settings: AutoshardConfig) -> Constraints:
+    """Returns the settings' constraints on plans."""
     return Constraints(settings.pinned, tuple(map(tuple, settings.together)), tuple(map(tuple, settings.apart)))
 
 
 def splits_of(settings: AutoshardConfig, optimizer: TableOptimizerConfig) -> Splits:
+    """Returns the ways in which tables may be split."""
     asked = settings.splits
     rows, faster = asked.rows != "never", asked.rows == "faster"
     return Splits(asked.max_parts, asked.min_dim, optimizer.splits_tables, optimizer.name, rows, faster)
 
 
 def given_plan(placement: str | None, task: PlacementTask) -> ShardingPlan:
-    """Of a plan file, which must respect memory and constraints (PlanError names it); without one, round-robin."""
+    """Returns the plan of a file, which must respect memory and constraints (PlanError names it); without one,
+    round-robin."""
     if placement is None or placement == "round_robin":
         return round_robin(task.names, task.topology)
     plan = ShardingPlan.load(Path(placement))

@@ -103,7 +103,8 @@ class Autoshard:
             self.steps = state["steps"]
 
     def step(self) -> Decision | None:
-        """After an optimizer step, on every rank. What was decided, where it was time to; tables may have moved."""
+        """Counts an optimizer step, after it, on every rank. Returns the decision, where one was due: tables may have
+        moved."""
         self._step.close()
         if self._samples == 0:
             raise UserError("Autoshard.step() was called before the embeddings were looked up in training.")
@@ -129,8 +130,7 @@ class Autoshard:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Between two steps, for what is not training (an evaluation, a checkpoint): its time is not counted. One pause
-        may lie within another."""
+        """Leaves out time between steps that is not training (an evaluation, a checkpoint). Pauses may be nested."""
         outer, self._paused = self._paused, True
         started = time.perf_counter()
         try:
@@ -155,8 +155,8 @@ class Autoshard:
         return path
 
     def state_dict(self) -> dict[str, Any]:
-        """Of an interval's end, or before the first step: what was learned and decided, the same on every rank, as
-        JSON. A collective. What was measured since the last interval is not in it."""
+        """Returns all that was learned and decided, the same on every rank, as JSON; to be asked for at an interval's
+        end or before the first step. Collective. Measurements since the last interval are not in it."""
         if self._intervals is None:
             return dict(self._state or {"steps": 0})
         state = {"steps": self.steps, "plan": self._bags.plan.to_json(), **self._intervals.state_dict()}
@@ -182,7 +182,7 @@ class Autoshard:
             self._intervals.observe(ids, batch_size * self._runtime.world_size)
 
     def _first_stats(self) -> tuple[TableStats, ...] | None:
-        """None where tables have moved since they were looked up, so that nothing is known of some. Collective."""
+        """Returns all tables' statistics; None where tables have moved since they were looked up. Collective."""
         by_rank = self._runtime.all_gather(self._observer.summary())
         seen = of_whole_tables(by_rank)
         tables = self._bags.sharded.tables
@@ -190,7 +190,7 @@ class Autoshard:
         return tuple(found) if len(found) == len(tables) else None
 
     def _start(self, stats: tuple[TableStats, ...]) -> Intervals:
-        """Tables move to the first plan, which is the saved state's where that is for these ranks."""
+        """Moves tables to the first plan, which is the saved state's where that is for these ranks."""
         bags, runtime, sharded = self._bags, self._runtime, self._bags.sharded
         settings, optimizer = self.settings, sharded.config.optimizer
         stays = not settings.enabled and settings.placement is None

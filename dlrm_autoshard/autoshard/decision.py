@@ -1,4 +1,4 @@
-"""What was measured over an interval, and what is decided on it: plain data.
+"""Holds what was measured over an interval, and what is decided on it: plain data.
 
 decision.action, decision.text          # "kept", "kept: best candidate saves 1.2%, below min_gain 2%"
 decision.to_json()                      # a line of decisions.jsonl: its text is made here, of the other fields
@@ -32,13 +32,14 @@ Action = Literal["kept", "moved", "rolled_back", "refused"]
 
 @dataclass(frozen=True)
 class Interval:
-    """What was measured over an interval that ends after `step`; throughput over all ranks, in examples/s. samples:
-    steps whose stages were timed, timed_SW4: each of them, in ms. remaining_steps: that are to come.
-    changed_steps: since the ranks' times changed, where they did so in mid-interval; moves_since: that were made
-    since then; before_change: timed steps of the interval that ended by it, up to there, where this is the next
-    one. early: it ended before its time, to be decided on soon. cores_S: of each timed step the least part of the
-    time for which a rank had its core; () where not known. gather_seconds: for which training stood still until all
-    this was known."""
+    """Measurements of an interval that ends after `step`.
+
+    throughput: examples/s over all ranks. remaining_steps: steps to come. samples: number of steps whose stages were
+    timed; timed_SW4: ms of each. cores_S: for each timed step the least part of the time for which a rank had its core;
+    () where unknown. changed_steps: steps since the ranks' times changed, where they did so in mid-interval;
+    moves_since: number of moves since then; before_change: timed steps before it, of the interval that it ended. early:
+    whether the interval ended before its time. gather_seconds: time for which training stood still until all this was
+    known."""
 
     epoch: int
     step: int
@@ -60,7 +61,7 @@ class Interval:
 
     @property
     def timed(self) -> TimedSteps:
-        """What its sampled steps cost; where they were not kept one by one, the typical step."""
+        """Returns the costs of its sampled steps; where they were not kept one by one, of the typical step."""
         timed_S = self.timed_SW4.max(axis=1).sum(axis=1).tolist() or [step_cost_ms(self.profile.ranks)]
         lookups = [
             lookup_work(table.embedding_dim, stat.mean_pooling)
@@ -71,19 +72,20 @@ class Interval:
 
     @property
     def planned_part(self) -> float:
-        """Of the step: what the stages take for which plans are made."""
+        """Returns the part of the step in the stages that plans decide."""
         return step_cost_ms(self.profile.ranks) / self.step_ms
 
     @property
     def lasting_steps(self) -> int:
-        """For which what was measured is expected to last: to the end, if nothing has changed. Where nothing is known
-        of how long changes last (a density of 1/T), one of t steps lasts for x more with probability t / (t + x)."""
+        """Returns for how many steps the measurements are expected to hold: to the end, if nothing has changed. With no
+        knowledge of how long changes last (a density of 1/T), one of t steps lasts x more with probability
+        t / (t + x)."""
         t, left = self.changed_steps, max(0, self.remaining_steps)
         return left if t is None else round(t * math.log1p(left / max(1, t)))
 
 
 def error_of_median(count: int) -> float:
-    """Of so many normal values with a standard deviation of 1; of a single one its own."""
+    """Returns the standard error of the median of `count` normal values with a standard deviation of 1."""
     return min(1.0, math.sqrt(math.pi / 2 / max(1, count)))
 
 

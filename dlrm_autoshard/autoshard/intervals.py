@@ -1,4 +1,4 @@
-"""From one decision to the next, in any training loop: what is measured is written down, learned from, decided on.
+"""Takes any training loop from one decision to the next: records measurements, learns from them, decides.
 
 intervals.begin(step); sampled = intervals.is_sampled(step)         # an interval is an epoch, or a part of one
 intervals.observe(ids, samples)                                     # in sampled steps
@@ -47,8 +47,8 @@ from dlrm_autoshard.tables import StatsRecord, TableStats
 
 @dataclass(frozen=True)
 class Carried:
-    """Of one interval, into the next: what showed a change. timed: sampled steps; samples: this rank's real ones of the
-    other steps, which took so many seconds. before: the timed steps up to there, on rank 0."""
+    """Steps that showed a change, carried into the next interval. timed: number of sampled steps. samples, seconds:
+    this rank's real samples in the other steps, and their time. before: timed steps before the change, on rank 0."""
 
     timed: int = 0
     samples: int = 0
@@ -57,9 +57,9 @@ class Carried:
 
 
 class Ended(NamedTuple):
-    """An interval that has ended. record: what was measured, on rank 0. decision: the same on all ranks; where it has a
+    """An interval that has ended. record: the measurements, on rank 0. decision: the same on all ranks; where it has a
     new plan, tables have moved, and ids on their way have other owners now. noticed: how the ranks' times have changed,
-    where it ended before its time and nothing is decided yet. seconds: that ending it took."""
+    where the interval ended before its time and nothing is decided yet. seconds: time spent on ending it."""
 
     record: IntervalProfile | None
     decision: Decision | None
@@ -72,7 +72,7 @@ class Ended(NamedTuple):
 
 
 class IntervalsRecord(TypedDict):
-    """What `Intervals.state_dict` gives."""
+    """JSON form of `Intervals.state_dict`."""
 
     stats: list[StatsRecord]
     world_size: NotRequired[Ranks]
@@ -82,15 +82,16 @@ class IntervalsRecord(TypedDict):
 
 
 class Timed(NamedTuple):
-    """Sampled steps: their planned stages in ms, and the least part of the time for which a rank had its core; no
-    cores_S where that is not measured."""
+    """Planned stages of sampled steps, in ms, and the least part of the time for which a rank had its core; cores_S is
+    () where that is not measured."""
 
     stages_SW4: np.ndarray
     cores_S: tuple[float, ...]
 
 
 class Intervals:
-    """stats: what is known of the tables now. batch_size: over all ranks. resharding: None where tables stay."""
+    """Splits a training loop into intervals. stats: the tables' newest statistics. batch_size: over all ranks.
+    resharding: None where tables stay."""
 
     def __init__(
         self,
@@ -172,7 +173,7 @@ class Intervals:
     # -- how ---------------------------------------------------------------------------------------------------------
 
     def _open(self, step: int) -> None:
-        """Begins an interval: of what was timed before, only what showed a change is kept."""
+        """Begins an interval. Keeps only those earlier timed steps that showed a change."""
         carried, self._carried, self._suspected = self._carried, Carried(), (0, 0.0)
         self._plan = self._embeddings.plan
         self._clock.reset(keep=carried.timed)
@@ -181,8 +182,8 @@ class Intervals:
         self._paused, self._started = 0.0, time.perf_counter() - carried.seconds
 
     def _count(self, step: int, samples: int) -> None:
-        """After so many steps in all; samples: this rank's real ones of the last. Collective where that was sampled.
-        Where somebody else has moved tables, a new interval begins: what was measured is of another plan."""
+        """Counts the last of `step` steps, with this rank's real samples in it. Collective where it was sampled. Begins
+        a new interval where somebody else has moved tables: earlier measurements are of another plan."""
         if self._embeddings.plan is not self._plan and self._embeddings.plan != self._plan:
             if self._runtime.rank == 0:
                 write_plan(self._run_dir, step, self._embeddings.plan)
@@ -205,7 +206,7 @@ class Intervals:
     def _close(
         self, number: int, step: int, remaining_steps: int, *, early: bool
     ) -> tuple[IntervalProfile | None, Decision | None]:
-        """Writes what was measured, decides, moves tables. None where nothing was measured, or no decision is due."""
+        """Writes the measurements, decides, moves tables. None where nothing was measured, or no decision is due."""
         started, (samples, seconds) = time.perf_counter(), self._suspected
         since = self._samples - samples, self._seconds - seconds
         record, profile, timed = self._recorded(number, step)
@@ -240,7 +241,7 @@ class Intervals:
 
     @property
     def _seconds(self) -> float:
-        """Of training in this interval, so far."""
+        """Returns the seconds of training in this interval so far."""
         return time.perf_counter() - self._started - self._paused
 
     def _recorded(self, number: int, step: int) -> tuple[IntervalProfile | None, StepProfile | None, Timed]:
@@ -296,7 +297,7 @@ class Intervals:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that was learned and decided, as JSON: rank 0's."""
+        """Returns all that was learned and decided, as JSON: rank 0's."""
         planner, resharding = self._placement.planner, self.resharding
         return {
             "stats": [stats.to_json() for stats in self.stats],
@@ -323,11 +324,12 @@ class Intervals:
 
 
 def random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:
-    """The training loop's own random numbers (Dropout's, say) are afterwards as they would be without us."""
+    """Leaves the training loop's own random numbers (Dropout's, say) as they would be without us."""
     return torch.random.fork_rng([] if device.type == "cpu" else [device])
 
 
 def peak_memory(device: torch.device) -> int:
+    """Returns the bytes that this process has held at most."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -29,6 +29,8 @@ class MoveTo(Protocol):
 
 
 class Resharding:
+    """Carries decisions out on all ranks."""
+
     def __init__(
         self,
         settings: ReshardConfig,

@@ -18,6 +18,8 @@ from dlrm_autoshard.tables import Shard, TableStats, measure_table_stats, side_b
 
 
 class TableObserver:
+    """Counts the ids of sampled steps that arrive at this rank's tables."""
+
     def __init__(self, embeddings: PlacedTables) -> None:
         self._embeddings = embeddings
         self._begin()

@@ -28,16 +28,14 @@ SURE = 0.95
 """Probability with which a move must gain."""
 
 MEMORY = 6
-"""Intervals. How long a move asks of the next that it surely saves `min_gain`; how many left plans stay candidates."""
+"""Intervals for which a refused plan is not asked for again, and number of left plans that stay candidates."""
 
 LOOK_SHARE, SEARCH_SHARE = 0.25, 0.05
-"""Of the seconds at stake, those that perfect balance would save: what a look may take, and the search in it."""
+"""Parts of the seconds at stake, which balance would save: for a look, and for the search in it. With 0.3 and 0.05 for
+a look, simulated jobs ended 1.5% and 1.6% above the oracle: no finer choice is known."""
 
 MOVE_BYTES_PER_SECOND, MOVE_SECONDS = 4e8, 0.02
 """Bytes/s and seconds. What a move takes until the first was made; then it is measured."""
 
-MOST_WEIGHED = 40
-"""Groups of tables that are weighed against each other for a part of a move: the time grows with their square."""
-
 MEMORY_SHARE = 0.9
-"""Of a rank's free memory. What tables may take of it at the start; the rest is for activations and the system."""
+"""Part of a rank's free memory that tables may take at the start; the rest is for activations and the system."""

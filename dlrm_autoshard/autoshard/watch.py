@@ -74,7 +74,7 @@ class Watch:
         return self._warm(step) and (step >= self._due_at or (hurried > 0 and step + 1 >= self._timed_at + hurried))
 
     def timed(self, step: int) -> bool:
-        """Of a sampled step, after so many in all. Returns whether it would have been sampled in any case."""
+        """Counts a sampled step, after so many in all. Returns whether it would have been sampled in any case."""
         self._timed_at, regular = step, step > self._due_at
         if regular:
             self._due_at = step - 1 + self._usual_distance(step)

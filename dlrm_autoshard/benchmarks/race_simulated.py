@@ -46,10 +46,10 @@ WorldName = Literal["calm", "abrupt", "gradual", "hot-ids", "straggler", "tight"
 WORLDS: tuple[WorldName, ...] = get_args(WorldName)
 EPOCHS, STEPS, BATCH, DENSE_MS = 12, 400, 8192, 2.0
 MOVE_SECONDS, MOVE_BYTES_PER_SECOND, SAMPLING = 0.1, 1e9, 0.2
-"""What a move takes, and a sampled step more than others (a part of a step)."""
-RULES = ("sure", "look", "hysteresis", "horizon", "return", "watch")
+"""Seconds and bytes/s of a move; part of a step by which a sampled one is longer."""
+RULES = ("sure", "look", "horizon", "return", "watch")
 RECOVERED_WITHIN, REFUSED, TICK_SECONDS = 0.02, 0.1, 1e-3
-"""Of the oracle's step; share of moves that a rank has no memory for, with real noise; of the counted clock, a call."""
+"""Part of the oracle's step; share of refused moves, with real noise; seconds that a clock's call counts."""
 
 
 def run(quick: bool, without: Sequence[str] = ()) -> dict[str, Any]:
@@ -92,6 +92,8 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SimulatedJob:
+    """A job of a scenario: its tables, data, ranks and oracle."""
+
     name: WorldName
     seed: int
     world_size: int
@@ -127,13 +129,13 @@ class SimulatedJob:
         return int(np.random.default_rng([self.seed, 7]).integers(EPOCHS // 4, EPOCHS // 2 + 1))
 
     def slowdown(self, epoch: int) -> dict[int, float]:
-        """Of one rank, whichever."""
+        """Returns rank -> times longer that it computes."""
         busy = self.name == "straggler" and self.change <= epoch < self.change + EPOCHS // 3
         rank = int(np.random.default_rng([self.seed, 8]).integers(self.world_size))
         return {rank: 2.0} if busy else {}
 
     def memory_bytes(self, tables: Sequence[TableConfig]) -> tuple[int, ...] | None:
-        """Of a tight world, a fiftieth more than the fullest rank needs where tables are placed largest first."""
+        """Returns each rank's bytes in a tight world: 2% more than the fullest needs where tables go largest first."""
         if self.name != "tight":
             return None
         loads = [0] * self.world_size
@@ -243,8 +245,7 @@ class _Loop:
         """Runs without these rules; `return` and `watch` are left out where the loop is made."""
         rules: dict[str, Any] = {
             "sure": patch.object(thresholds, "SURE", 0.5),
-            "look": patch.object(History, "worth_looking", lambda *_: True),
-            "hysteresis": patch.object(History, "must_surely_save", lambda *_: 0.0),
+            "look": patch.object(History, "looked", lambda *_, **__: None),
             "horizon": patch.object(Interval, "lasting_steps", property(lambda self: self.remaining_steps)),
         }
         with ExitStack() as stack:

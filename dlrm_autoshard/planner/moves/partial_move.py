@@ -1,4 +1,4 @@
-"""A part of a move: where it is larger than may move at a time, what to move now.
+"""Chooses which part of a move comes first, where the whole is larger than may move at a time.
 
     bytes_of = moving_bytes(plan, target, bytes_of, tables)
     part = first_part(plan, target, bytes_of, max_bytes, cost_ms, legal)
@@ -12,19 +12,20 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from dlrm_autoshard.autoshard import thresholds
 from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.plan import Constraints, PlanError, ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import Shard, TableConfig
 
 Group = tuple[str, ...]
+MOST_WEIGHED = 40
+"""Groups of tables that are weighed against each other for a part: the time grows with their square."""
 
 
 def moving_bytes(
     plan: ShardingPlan, target: ShardingPlan, bytes_of: Mapping[str, int], tables: Sequence[TableConfig]
 ) -> dict[str, int]:
-    """Bytes that move of each table, all of its parts. bytes_of: of whole tables."""
+    """Returns the bytes of each table that move, all of its parts. bytes_of: whole tables' bytes."""
     wholes, found = {table.name: table for table in tables}, dict[str, int]()
     for move in plan.moves_to(target):
         shard, whole = move.shard, wholes[move.shard.table]
@@ -83,8 +84,8 @@ def first_part(
         named = " and ".join(f"'{table}'" for table in smallest)
         return f"the smallest of what moves, {named}, has {gib(_size(smallest, bytes_of))}"
     waiting = [group for group in groups if group not in too_large]
-    if len(waiting) > thresholds.MOST_WEIGHED:  # those that help most by themselves
-        waiting = sorted(waiting, key=lambda group: cost_ms(_moved(plan, target, group)))[: thresholds.MOST_WEIGHED]
+    if len(waiting) > MOST_WEIGHED:  # those that help most by themselves
+        waiting = sorted(waiting, key=lambda group: cost_ms(_moved(plan, target, group)))[:MOST_WEIGHED]
     now, best, best_ms = plan, None, cost_ms(plan)
     left = max_bytes
     while True:
@@ -107,7 +108,7 @@ def _steps(
     bytes_of: Mapping[str, int],
     legal: Callable[[ShardingPlan], bool],
 ) -> Iterable[Group]:
-    """What may move next: groups, or pairs of them where no single one may."""
+    """Yields what may move next: groups, or pairs of them where no single one may."""
     pairs = (one + other for one, other in itertools.combinations(waiting, 2))
     for choices in (waiting, pairs):
         found = [
@@ -119,7 +120,7 @@ def _steps(
 
 
 def _groups(tables: Sequence[str], constraints: Constraints) -> list[Group]:
-    """Tables that move, those that must stay together in one tuple."""
+    """Groups tables that must stay together."""
     group_of: dict[str, set[str]] = {table: {table} for table in tables}
     for together in constraints.together:
         names = [Shard.parse(name).table for name in together]  # of a table, all parts move at once
