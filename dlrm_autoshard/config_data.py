@@ -61,6 +61,7 @@ class MovielensData(DataSection):
     source: Literal["movielens"]
     dir: LocalPath = "data/movielens-100k"
     split: Literal["random", "time"] = "random"  # time: test on the newest 10% of ratings (harder)
+    history: Annotated[int, Field(ge=0, le=10**5)] = 0  # a feature of so many items that the user rated before
     seed: int = 0
 
 

@@ -81,7 +81,7 @@ def test_overrides_replace_the_files_values_and_reach_sections_that_it_lacks(tmp
         (
             "data.foo=1",
             "unknown key 'data.foo'. Section 'data' has on_bad_id, prefetch_batches, reader_threads, source, dir, "
-            "split, seed.",
+            "split, history, seed.",
         ),
         ("train.batch_size=many", "'train.batch_size' is 'many'; it must be a whole number."),
         ("train.batch_size=0", "'train.batch_size' is 0; it must be more than 0."),

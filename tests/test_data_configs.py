@@ -12,7 +12,10 @@ from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.data.sources.criteo.sample import MULTI_HOT_SIZES, write_sample_layout
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-NAMES = ["movielens", "debug_cpu", "demo", "synthetic_skewed", "criteo_kaggle", "mlperf_dcnv2", "parquet"]
+NAMES = [
+    "movielens", "movielens_sequence", "debug_cpu", "demo", "synthetic_skewed", "criteo_kaggle", "mlperf_dcnv2",
+    "parquet",
+]  # fmt: skip
 
 
 def test_these_are_all() -> None:

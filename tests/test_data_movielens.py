@@ -81,6 +81,32 @@ def test_splits_are_fixed_and_share_nothing(folder: Path, split: str) -> None:
         assert max(row[0] for row in seen("train", 0)) < min(row[0] for row in seen("test", 0))
 
 
+@pytest.mark.parametrize("split", ["random", "time"])
+def test_a_history_has_what_the_user_rated_before_and_nothing_of_the_future(folder: Path, split: str) -> None:
+    """Ratings of one second know nothing of each other; the newest are kept, oldest first."""
+    text = ratings() + "7\t10\t4\t881255949\n7\t30\t1\t881255949\n"
+    (folder / "ml-100k.inter").write_text(text)
+    rated = [
+        (int(user), item, float(time)) for user, item, _, time in (row.split("\t") for row in text.splitlines()[1:])
+    ]
+    source = open_source(settings_for(folder, split=split, history=5), TablesConfig())
+    names = [table.name for table in source.tables]
+    row_of = {"10": 0, "20": 1, "30": 2}
+    assert names[-1] == "history" and source.tables[-1].num_embeddings == 3
+    first, span = min(time for *_, time in rated), 39_000.0
+    seen = 0
+    for part in ("train", "test"):
+        batch = source.read(part, 3, 0, source.num_samples(part))  # type: ignore[arg-type]
+        bags = batch.values_N.split(batch.lengths_TB.sum(1).tolist())
+        users = bags[names.index("user")].tolist()
+        for dense, user, own in zip(batch.dense_BF, users, bags[-1].split(batch.lengths_TB[-1].tolist()), strict=True):
+            at = round(first + float(dense[0] + 1) / 2 * span)
+            before = sorted((time, n) for n, (who, _, time) in enumerate(rated) if who == [3, 7][user] and time < at)
+            assert own.tolist() == [row_of[rated[n][1]] for _, n in before][-5:]
+            seen += 1
+    assert seen == 42
+
+
 def test_the_seed_draws_the_split(folder: Path) -> None:
     first, again, other = (open_source(settings_for(folder, seed=seed), TablesConfig()) for seed in (0, 0, 1))
     assert torch.equal(first.read("test", 0, 0, 4).dense_BF, again.read("test", 0, 0, 4).dense_BF)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -32,21 +33,21 @@ _SECONDS_A_DAY, _SECONDS_A_WEEK = 86_400.0, 604_800.0
 
 @dataclass(frozen=True)
 class _Bags:
-    """One table's ids for every user or every item: entity e has ids[ends[e - 1] : ends[e]]."""
+    """One table's ids for every user, item or sample: entity e has the ids[: ends[e]]'s last, as many as its length."""
 
     name: str
-    of_user: bool  # else of the item
+    of: Literal["user", "item", "sample"]
     num_rows: int
     lengths_E: NDArray[np.int32]
     ends_E: NDArray[np.int64]
     ids: NDArray[np.int32]
 
     @staticmethod
-    def of_words(name: str, of_user: bool, words_E: Sequence[Sequence[str]]) -> _Bags:
+    def of_words(name: str, of: Literal["user", "item"], words_E: Sequence[Sequence[str]]) -> _Bags:
         rows = {word: row for row, word in enumerate(sorted({word for words in words_E for word in words}))}
         lengths_E = np.array([len(words) for words in words_E], np.int32)
         ids = np.array([rows[word] for words in words_E for word in words], np.int32)
-        return _Bags(name, of_user, max(1, len(rows)), lengths_E, lengths_E.cumsum(dtype=np.int64), ids)
+        return _Bags(name, of, max(1, len(rows)), lengths_E, lengths_E.cumsum(dtype=np.int64), ids)
 
     def read(self, entities_B: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         lengths_B = self.lengths_E[entities_B]
@@ -60,7 +61,8 @@ class MovielensSource:
     """Nine tables, of which title (its words) and genres are multi-hot; five dense features, all from the time of
     rating. Split "random" tests on a fixed tenth of all ratings, drawn by seed; "time" on the newest tenth, which is
     harder, as many of its users and movies are new. The other nine tenths are "train", in a fresh order each epoch;
-    "val" is empty, so that keep_best and early_stopping, which choose by it, are refused.
+    "val" is empty, so that keep_best and early_stopping, which choose by it, are refused. `data.history` adds a tenth
+    feature: the items that the user rated before, of the item table's rows, oldest first.
     """
 
     num_dense = 5
@@ -73,21 +75,25 @@ class MovielensSource:
         items = _read_columns(directory, "item")
         ratings = _read_columns(directory, "inter")
         self._bags = [
-            _Bags.of_words("user", True, [[user] for user in users["user_id"]]),
-            _Bags.of_words("item", False, [[item] for item in items["item_id"]]),
-            _Bags.of_words("age", True, [[age] for age in users["age"]]),
-            _Bags.of_words("gender", True, [[gender] for gender in users["gender"]]),
-            _Bags.of_words("occupation", True, [[occupation] for occupation in users["occupation"]]),
-            _Bags.of_words("zip", True, [[zip_code] for zip_code in users["zip_code"]]),
-            _Bags.of_words("year", False, [[year] for year in items["release_year"]]),
-            _Bags.of_words("genres", False, [genres.split() for genres in items["class"]]),
-            _Bags.of_words("title", False, [title.lower().split() for title in items["movie_title"]]),
+            _Bags.of_words("user", "user", [[user] for user in users["user_id"]]),
+            _Bags.of_words("item", "item", [[item] for item in items["item_id"]]),
+            _Bags.of_words("age", "user", [[age] for age in users["age"]]),
+            _Bags.of_words("gender", "user", [[gender] for gender in users["gender"]]),
+            _Bags.of_words("occupation", "user", [[occupation] for occupation in users["occupation"]]),
+            _Bags.of_words("zip", "user", [[zip_code] for zip_code in users["zip_code"]]),
+            _Bags.of_words("year", "item", [[year] for year in items["release_year"]]),
+            _Bags.of_words("genres", "item", [genres.split() for genres in items["class"]]),
+            _Bags.of_words("title", "item", [title.lower().split() for title in items["movie_title"]]),
         ]
-        self.tables = resolve_tables([TableRows(bags.name, bags.num_rows) for bags in self._bags], tables)
-        self._users_S = _places(directory / "ml-100k.inter", "user_id", ratings, users)
-        self._items_S = _places(directory / "ml-100k.inter", "item_id", ratings, items)
+        users_S = _places(directory / "ml-100k.inter", "user_id", ratings, users)
+        items_S = _places(directory / "ml-100k.inter", "item_id", ratings, items)
+        self._entities = {"user": users_S, "item": items_S, "sample": np.arange(len(users_S))}
         stars_S = _numbers(directory / "ml-100k.inter", "rating", ratings, 1, 5)
         seconds_S = _numbers(directory / "ml-100k.inter", "timestamp", ratings, 0, 1e10)
+        if data.history:
+            rows = self._bags[1]
+            self._bags.append(_history(users_S, rows.ids[items_S], seconds_S, rows.num_rows, data.history))
+        self.tables = resolve_tables([TableRows(bags.name, bags.num_rows) for bags in self._bags], tables)
         self._labels_S = (stars_S >= 4).astype(np.float32)
         self._dense_SF = _time_features(seconds_S)
         self._seed = data.seed
@@ -99,8 +105,7 @@ class MovielensSource:
 
     def read(self, split: Split, epoch: int, first: int, last: int) -> Batch:
         samples_B = self._epoch_order(split, epoch)[first:last]
-        users_B, items_B = self._users_S[samples_B], self._items_S[samples_B]
-        read = [bags.read(users_B if bags.of_user else items_B) for bags in self._bags]
+        read = [bags.read(self._entities[bags.of][samples_B]) for bags in self._bags]
         return Batch(
             dense_BF=torch.from_numpy(self._dense_SF[samples_B]),
             lengths_TB=torch.from_numpy(np.stack([lengths_B for lengths_B, _ in read])),
@@ -117,6 +122,22 @@ class MovielensSource:
         if self._order is None or self._order[0] != epoch:
             self._order = (epoch, members[permutation(key_of(self._seed, "epoch", epoch), len(members))])
         return self._order[1]
+
+
+def _history(
+    users_S: NDArray[np.int64], rows_S: NDArray[np.int32], seconds_S: NDArray[np.float64], num_rows: int, most: int
+) -> _Bags:
+    """Each sample's bag of the last items that its user rated before that second, oldest first."""
+    order_S = np.lexsort((seconds_S, users_S))
+    users, seconds = users_S[order_S], seconds_S[order_S]
+    new_user = np.concatenate([[True], users[1:] != users[:-1]])
+    new_time = new_user | np.concatenate([[True], seconds[1:] != seconds[:-1]])
+    place = np.arange(len(order_S))
+    begins = np.maximum.accumulate(np.where(new_user, place, 0))
+    ends_S, lengths_S = np.empty(len(order_S), np.int64), np.empty(len(order_S), np.int32)
+    ends_S[order_S] = ends = np.maximum.accumulate(np.where(new_time, place, 0))
+    lengths_S[order_S] = np.minimum(ends - begins, most)
+    return _Bags("history", "sample", num_rows, lengths_S, ends_S, rows_S[order_S])
 
 
 def _split(data: MovielensData, seconds_S: NDArray[np.float64]) -> dict[Split, NDArray[np.int64]]:
