@@ -96,7 +96,7 @@ def test_a_history_has_what_the_user_rated_before_and_nothing_of_the_future(fold
     first, span = min(time for *_, time in rated), 39_000.0
     seen = 0
     for part in ("train", "test"):
-        batch = source.read(part, 3, 0, source.num_samples(part))  # type: ignore[arg-type]
+        batch = source.read(part, 3, 0, source.num_samples(part))
         bags = batch.values_N.split(batch.lengths_TB.sum(1).tolist())
         users = bags[names.index("user")].tolist()
         for dense, user, own in zip(batch.dense_BF, users, bags[-1].split(batch.lengths_TB[-1].tolist()), strict=True):

@@ -90,6 +90,31 @@ def test_the_worst_plan_is_left_and_not_a_bit_of_the_training_changes(tmp_path: 
     assert pooling == pytest.approx(dict(zip(NAMES, POOLING, strict=True)))
 
 
+def unpooled(rank: int, world_size: int, sharded: bool) -> str:
+    """What is said of a model with sequences, before it is sharded or afterwards, by TorchRec's own plan."""
+    assert torchrec_jobs.find_torchrec() is None
+    from torchrec import EmbeddingCollection, EmbeddingConfig
+    from torchrec.distributed import DistributedModelParallel
+
+    import dlrm_autoshard.torchrec as das
+
+    table = EmbeddingConfig(name="clicks", num_embeddings=50, embedding_dim=8, feature_names=["clicks"])
+    model: nn.Module = Model()
+    model.clicks = EmbeddingCollection(tables=[table], device=torch.device("meta"))
+    with pytest.raises(UserError) as caught:
+        if sharded:
+            das.Autoshard(DistributedModelParallel(model, device=torch.device("cpu")), run_dir="none")
+        else:
+            das.plan(model, features_of(rank, 0))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_collections_that_do_not_pool_are_refused_with_what_to_do(sharded: bool) -> None:
+    for said in run_ranks(unpooled, 2, sharded):
+        assert "clicks' is an EmbeddingCollection" in said and "sequences=[...]" in said
+
+
 def mistyped(rank: int, world_size: int) -> str:
     assert torchrec_jobs.find_torchrec() is None
     import dlrm_autoshard.torchrec as das

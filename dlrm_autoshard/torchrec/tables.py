@@ -40,11 +40,19 @@ def need_torchrec() -> None:
 
 
 def embedding_bags(module: nn.Module) -> dict[str, Any]:
-    """Its EmbeddingBagCollections by path, sharded ones or plain ones."""
+    """Its EmbeddingBagCollections by path, sharded ones or plain ones. TorchrecError where vectors are not pooled."""
     need_torchrec()
-    from torchrec import EmbeddingBagCollection
+    from torchrec import EmbeddingBagCollection, EmbeddingCollection
+    from torchrec.distributed.embedding import ShardedEmbeddingCollection
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
+    for path, child in module.named_modules():
+        if isinstance(child, (EmbeddingCollection, ShardedEmbeddingCollection)):
+            raise TorchrecError(
+                f"module '{path or type(child).__name__}' is an EmbeddingCollection, whose vectors are not pooled; "
+                "EmbeddingBagCollections are planned and moved. Look its tables up with ShardedEmbeddingBags(..., "
+                "sequences=[...]), which plans and moves them, too, or train under TorchRec's own plan."
+            )
     wanted = (EmbeddingBagCollection, ShardedEmbeddingBagCollection)
     found = {path: child for path, child in module.named_modules() if type(child) in wanted}
     if not found:
