@@ -26,8 +26,7 @@ from dlrm_autoshard.formats.step_names import step_name
 from dlrm_autoshard.optimizers import TableOptimizerConfig
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.tables import Pooling, TableConfig
-from dlrm_autoshard.training.checkpoints.digest import ALGORITHM
-from dlrm_autoshard.training.checkpoints.manifest import Manifest, SavedState, read_manifest
+from dlrm_autoshard.training.checkpoints.manifest import ALGORITHM, Manifest, SavedState, read_manifest
 from dlrm_autoshard.training.checkpoints.tensor_file import read_tensors, write_tensors
 
 LR, EPS, STEPS = 0.1, 1e-8, 3

@@ -14,8 +14,7 @@ from dlrm_autoshard.distributed.moves.reshard import reshard
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.tables import TableConfig
-from dlrm_autoshard.training.checkpoints.digest import ALGORITHM
-from dlrm_autoshard.training.checkpoints.manifest import Manifest, SavedState, read_manifest
+from dlrm_autoshard.training.checkpoints.manifest import ALGORITHM, Manifest, SavedState, read_manifest
 from dlrm_autoshard.training.checkpoints.saved_model import saved_model
 from dlrm_autoshard.training.checkpoints.saved_weights import SavedWeights
 from dlrm_autoshard.training.checkpoints.tensor_file import read_tensors, write_tensors

@@ -15,7 +15,7 @@ from dlrm_autoshard.config import load_config
 from dlrm_autoshard.data.open import open_source
 from dlrm_autoshard.distributed.step import predict
 from dlrm_autoshard.training.display import describe
-from dlrm_autoshard.training.metrics import binary_metrics, metrics_of
+from dlrm_autoshard.training.evaluation import binary_metrics, metrics_of
 from dlrm_autoshard.training.selection import Selection
 from tests.ranks import run_ranks
 from tests.trainers import config, make_runtime, records, trainer

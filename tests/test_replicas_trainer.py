@@ -14,7 +14,7 @@ from dlrm_autoshard.commands.main import main
 from dlrm_autoshard.config import Config, ConfigError
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.training.checkpoints.manifest import read_manifest
-from dlrm_autoshard.training.start_record import record_start
+from dlrm_autoshard.training.run_directory import record_start
 from dlrm_autoshard.training.state import TrainError
 from tests.ranks import run_ranks
 from tests.trainers import TABLES, config, losses, make_runtime, tensors, trainer

@@ -28,7 +28,7 @@ from dlrm_autoshard.report.page_sections import page_sections
 from dlrm_autoshard.report.summary import summary, what_it_cost, who_was_slow
 from dlrm_autoshard.report.verdict import autoshard_in_one_line, left_to_save, verdict
 from dlrm_autoshard.tables import TableConfig, TableStats
-from dlrm_autoshard.training.journal import Journal
+from dlrm_autoshard.training.run_log import Journal
 from tests.report_records import BASE_MS, make_profile, make_ranks, make_tables, write_run
 
 # -- who is slow, and why ----------------------------------------------------------------------------------------------

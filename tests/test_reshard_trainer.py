@@ -17,7 +17,7 @@ from dlrm_autoshard.distributed.moves import agree as reshard_agree
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.training.journal import result_of
+from dlrm_autoshard.training.run_log import result_of
 from tests.moving_job import MovingTrainer, settings
 from tests.ranks import run_ranks
 from tests.trainers import TABLES, config, losses, make_runtime, plan_file, records, tensors, trainer

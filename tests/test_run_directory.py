@@ -21,12 +21,14 @@ from dlrm_autoshard.config import Config, ConfigError, parse_config
 from dlrm_autoshard.training.checkpoints.folder import run_and_checkpoint
 from dlrm_autoshard.training.run_directory import (
     RunDirectoryError,
+    changes_since_last_start,
     claimed_run_dir,
     job_of_this_process,
+    point_latest_at,
+    record_start,
     run_that_obeyed,
     write_job,
 )
-from dlrm_autoshard.training.start_record import changes_since_last_start, point_latest_at, record_start
 
 ONE, OTHER = frozenset({"id one"}), frozenset({"id other"})
 

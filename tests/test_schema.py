@@ -7,7 +7,7 @@ from pathlib import Path
 from dlrm_autoshard.plan import ShardingPlan
 from dlrm_autoshard.planner.dreamshard.pool import TablePool
 from dlrm_autoshard.records.run import RunRecord
-from dlrm_autoshard.training.journal import result_of
+from dlrm_autoshard.training.run_log import result_of
 
 SCHEMA = (Path(__file__).parents[1] / "dlrm_autoshard" / "records" / "SCHEMA.md").read_text()
 

@@ -16,7 +16,7 @@ from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.records.run import RunRecord
 from dlrm_autoshard.training.checkpoints.folder import run_and_checkpoint
 from dlrm_autoshard.training.checkpoints.saved_model import saved_model
-from dlrm_autoshard.training.metrics import binary_metrics
+from dlrm_autoshard.training.evaluation import binary_metrics
 from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
 from dlrm_autoshard.training.trainer import TrainResult
 from tests.ranks import run_ranks

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from dlrm_autoshard.distributed.lookup.exchange import Pending
-from dlrm_autoshard.distributed.ranks.signs_of_life import busy_at, is_exchange_failure
+from dlrm_autoshard.distributed.ranks.heartbeats import busy_at, is_exchange_failure
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.plan import ShardingPlan
-from dlrm_autoshard.training.journal import Journal
+from dlrm_autoshard.training.run_log import Journal
 from tests.report_records import write_run
 
 GLOO_SAYS = "Application timeout caused pair closure"  # without a word of gloo

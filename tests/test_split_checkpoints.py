@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dlrm_autoshard.distributed.tables.saved_parts import assembled
+from dlrm_autoshard.distributed.bags import assembled
 from dlrm_autoshard.plan import ShardingPlan, shard_tables
 from dlrm_autoshard.tables import Shard, TableConfig
 from dlrm_autoshard.training.checkpoints import tensor_file
-from dlrm_autoshard.training.checkpoints.digest import ALGORITHM
 from dlrm_autoshard.training.checkpoints.manifest import (
+    ALGORITHM,
     SCHEMA,
     DamagedCheckpoint,
     Manifest,

@@ -62,7 +62,7 @@ def on_ranks(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse
 
     @wraps(command)
     def started(arguments: argparse.Namespace) -> int:
-        from dlrm_autoshard.training.start_record import check_run
+        from dlrm_autoshard.training.run_directory import check_run
 
         check_run(arguments.model)
         if "RANK" in os.environ:
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     from dlrm_autoshard.data.batch import label_names_of
     from dlrm_autoshard.training.checkpoints.saved_model import saved_model
     from dlrm_autoshard.training.display import describe
-    from dlrm_autoshard.training.metrics import metrics_of
+    from dlrm_autoshard.training.evaluation import metrics_of
 
     model, device = (arguments.model, arguments.checkpoint, arguments.overrides), arguments.device
     with saved_model(*model, splits=[arguments.split], device=device, trust=arguments.trust) as saved:

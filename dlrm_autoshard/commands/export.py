@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from dlrm_autoshard.training.start_record import check_run
+    from dlrm_autoshard.training.run_directory import check_run
 
     out = arguments.out or (arguments.model / "model").with_suffix(_ENDINGS[arguments.to])
     if launcher_number("WORLD_SIZE", 1) > 1:

@@ -30,7 +30,7 @@ def tables_of_run(run: Path) -> OfRun:
     from dlrm_autoshard.records.facts import pooling_of_tables
     from dlrm_autoshard.records.plans import TABLES
     from dlrm_autoshard.records.run import RunRecord
-    from dlrm_autoshard.training.start_record import CONFIG
+    from dlrm_autoshard.training.run_directory import CONFIG
 
     record = RunRecord.load(run)
     if not record.intervals:

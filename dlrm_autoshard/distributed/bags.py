@@ -28,7 +28,6 @@ from dlrm_autoshard.distributed.ranks.groups import group_or_alone
 from dlrm_autoshard.distributed.ranks.runtime import runtime_of
 from dlrm_autoshard.distributed.stage_clock import StageClock
 from dlrm_autoshard.distributed.tables.optimizers import RowwiseAdagrad
-from dlrm_autoshard.distributed.tables.saved_parts import assembled
 from dlrm_autoshard.formats.words import some_of
 from dlrm_autoshard.model.jagged import Looked
 from dlrm_autoshard.plan import PlanError, ShardingPlan, Topology, round_robin
@@ -229,3 +228,30 @@ def _columns_as_given(
         return None
     there = torch.tensor(columns, device=device)
     return there, there.argsort()
+
+
+def assembled(saved: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor | None:
+    """name: of the shard's tensor; like: the live one. None where not all of it was saved. What is kept a row is the
+    parts' mean, by columns."""
+    if name in saved:
+        return saved[name]
+    owner, _, tensor = name.rpartition(".")
+    wanted, parts = Shard.parse(owner), dict[Shard, Tensor]()
+    for key, value in saved.items():
+        own, _, of = key.rpartition(".")
+        shard = Shard.parse(own)
+        if of == tensor and shard & wanted is not None:
+            parts[shard] = value
+    first, last = wanted.columns or (0, max((shard.columns[1] for shard in parts if shard.columns), default=1))
+    found, lacking = torch.zeros_like(like), float(like.numel())
+    for shard in sorted(parts, key=lambda shard: shard.columns or (0, 0)):
+        common = shard & wanted
+        assert common is not None
+        into, of_shard = found[common.within(wanted)[: like.dim()]], parts[shard][common.within(shard)[: like.dim()]]
+        if into.shape != of_shard.shape:
+            return parts[shard]  # of another model, whose shape says so
+        start, stop = common.columns or (first, last)
+        share = (stop - start) / (last - first) if like.dim() == 1 else 1.0
+        into.add_(of_shard, alpha=share) if like.dim() == 1 else into.copy_(of_shard)
+        lacking -= of_shard.numel() * share
+    return found if parts and lacking < 0.5 else None

@@ -20,7 +20,7 @@ from dlrm_autoshard.report.plan_table import (
 )
 from dlrm_autoshard.training.display import Display
 from dlrm_autoshard.training.job import Job
-from dlrm_autoshard.training.start_record import changes_since_last_start
+from dlrm_autoshard.training.run_directory import changes_since_last_start
 
 
 def open_run(display: Display, job: Job, *, finished: bool) -> None:

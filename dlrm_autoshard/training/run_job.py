@@ -14,18 +14,19 @@ import psutil
 
 from dlrm_autoshard.config import Config
 from dlrm_autoshard.data.batch import DataSource
+from dlrm_autoshard.distributed.ranks.heartbeats import RankFailure
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
-from dlrm_autoshard.distributed.ranks.signs_of_life import RankFailure
 from dlrm_autoshard.training.agreement import agree, check_shared
 from dlrm_autoshard.training.checkpoints.folder import run_and_checkpoint
 from dlrm_autoshard.training.run_directory import (
+    as_started,
     claimed_run_dir,
     job_of_this_process,
     lock_directory,
+    record_start,
     run_that_obeyed,
     write_job,
 )
-from dlrm_autoshard.training.start_record import as_started, record_start
 from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
 from dlrm_autoshard.training.trainer import Trainer, TrainResult
 

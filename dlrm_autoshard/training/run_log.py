@@ -6,17 +6,123 @@ with log.display, log.timed("evaluation"): log.metrics("val", {"auc": 0.79})
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from dlrm_autoshard.autoshard.intervals import Ended
+from dlrm_autoshard.errors import UserError, in_a_sentence
+from dlrm_autoshard.formats.whole_file import write_whole
+from dlrm_autoshard.plan import ShardingPlan
+from dlrm_autoshard.plug_in import own_traceback
 from dlrm_autoshard.records.folder import REPLACED, RunFolder
-from dlrm_autoshard.records.jsonl import lost_if_unwritable
-from dlrm_autoshard.training.callbacks import Callback
+from dlrm_autoshard.records.interval import IntervalProfile
+from dlrm_autoshard.records.jsonl import SCHEMA, append_jsonl, change_jsonl, lost_if_unwritable
+from dlrm_autoshard.records.run import RESULT, RunRecord
+from dlrm_autoshard.report.drawing import last_page
+from dlrm_autoshard.report.verdict import autoshard_in_one_line
+from dlrm_autoshard.training.callbacks import Callback, metric_scalars, profile_scalars
 from dlrm_autoshard.training.display import LOG, Display
 from dlrm_autoshard.training.job import Job
-from dlrm_autoshard.training.journal import Journal
+from dlrm_autoshard.training.selection import BestSoFar
+
+_OF_MOVES = (
+    *("step", "action", "moves", "bytes_moved", "predicted_gain"),
+    *("measured_gain", "measured_low", "measured_high", "doubt"),
+)
+"""Keys of a decision that the result has of each move."""
+
+
+class Journal:
+    """Does nothing on ranks where it is not `active`."""
+
+    def __init__(
+        self, run_dir: Path, callbacks: Sequence[Callback] = (), *, active: bool, resumed_at: int | None = None
+    ) -> None:
+        """resumed_at: the step after which an earlier start may have evaluated already."""
+        self._run_dir, self._callbacks, self._active, self._resumed_at = run_dir, list(callbacks), active, resumed_at
+
+    def metrics(self, step: int, epoch: int, split: str, metrics: Mapping[str, float]) -> None:
+        if self._active:
+            path, line = self._run_dir / "metrics.jsonl", {"step": step, "epoch": epoch, "split": split, **metrics}
+            if step == self._resumed_at and split != "train":  # made again: it takes the earlier one's place
+                earlier = (step, split)
+                with lost_if_unwritable(path):
+                    change_jsonl(path, lambda old: None if (old.get("step"), old.get("split")) == earlier else old)
+            append_jsonl(path, line)
+            self._tell(step, metric_scalars(line))
+
+    def profile(self, record: IntervalProfile) -> None:
+        """An interval's stages (`Intervals` has written its line already)."""
+        self._tell(record.end_step, profile_scalars(record))
+
+    def finish(
+        self,
+        plan: ShardingPlan,
+        seconds: Mapping[str, float],
+        best: BestSoFar | None = None,
+        best_on_test: Mapping[str, float] | None = None,
+    ) -> list[str]:
+        """Writes the result, then the report. Returns last words: what moves gained, and where the report is; of what
+        cannot be written or drawn a sentence, for the model is trained whatever becomes of its picture.
+
+        seconds: by phase (`result.json` in SCHEMA.md). best: evaluation on val, where something is chosen by it.
+        best_on_test: that checkpoint's metrics there, where it is not the last.
+        """
+        if not self._active:
+            return []
+        try:
+            record = replace(RunRecord.read(self._run_dir), finished=True)
+            result = result_of(record, plan, seconds, best, best_on_test)
+            write_whole(self._run_dir / RESULT, json.dumps(result, indent=1) + "\n")
+        except (UserError, OSError) as error:
+            return [f"no {RESULT} and no report.html: {in_a_sentence(error) or error}"]
+        self._call(lambda callback: callback.finish(result))
+        _, report = last_page(self._run_dir, record)
+        return [autoshard_in_one_line(record), report] if record.decisions else [report]
+
+    def _tell(self, step: int, values: Mapping[str, float]) -> None:
+        self._call(lambda callback: callback.scalars(step, values))
+
+    def _call(self, tell: Callable[[Callback], None]) -> None:
+        """Callbacks are told, and are no condition of training: one that fails is told no more."""
+        for callback in tuple(self._callbacks):
+            try:
+                tell(callback)
+            except Exception as error:  # of a service that is down for a while, most often
+                self._callbacks.remove(callback)
+                what = own_traceback(error) or f"{type(error).__name__}: {error}"
+                LOG.warning("callbacks: %s fails, and is told nothing more: %s", type(callback).__name__, what)
+
+
+def result_of(
+    record: RunRecord,
+    plan: ShardingPlan,
+    seconds: Mapping[str, float],
+    best: BestSoFar | None = None,
+    best_on_test: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """A finished run in one small object: what scripts and sweeps read."""
+    split, metrics = record.final_metrics() or (None, {})
+    moves = [d for d in record.decisions if d.get("action") in ("moved", "rolled_back")]
+    speeds = [line["throughput"] for line in record.metrics_of("train") if "throughput" in line]
+    known = ("schema", "step", "epoch", "split")
+    return {
+        "schema": SCHEMA,
+        "name": record.name,
+        "steps": max((int(line["step"]) for line in record.metrics), default=0),
+        "split": split,
+        "metrics": {name: value for name, value in metrics.items() if name not in known},
+        "best": best and {"metric": best.metric, "value": best.value, "step": best.step, "test": best_on_test},
+        "throughput": speeds[-1] if speeds else None,
+        "plan": plan.to_json(),
+        "moves": [{key: d.get(key) for key in _OF_MOVES} for d in moves],
+        "seconds": {phase: round(value, 3) for phase, value in seconds.items()},
+    }
 
 
 class RunLog:

@@ -24,8 +24,8 @@ from dlrm_autoshard.distributed.lookup.shared_memory import host_id
 from dlrm_autoshard.distributed.lookup.wire import exchange_bytes
 from dlrm_autoshard.distributed.ranks.free_memory import free_memory
 from dlrm_autoshard.distributed.ranks.runtime import Runtime, check_threads, choose_device, name_of
+from dlrm_autoshard.distributed.tables.init import check_file
 from dlrm_autoshard.distributed.tables.optimizers import check_optimizers
-from dlrm_autoshard.distributed.tables.warm_start import check_file
 from dlrm_autoshard.errors import UserError, in_a_sentence
 from dlrm_autoshard.formats.words import gib
 from dlrm_autoshard.plan import ShardingPlan, Topology

@@ -1,4 +1,4 @@
-"""When a job evaluates, writes a checkpoint, decides on its tables, and ends: by its position alone.
+"""When a job evaluates, saves, decides on its tables and ends, and how fast it learns: by its position alone.
 
 timetable = Timetable(job, evaluations)
 timetable.finished, timetable.evaluation_due, timetable.interval_due, timetable.checkpoint_due
@@ -6,6 +6,7 @@ timetable.finished, timetable.evaluation_due, timetable.interval_due, timetable.
 
 from __future__ import annotations
 
+from dlrm_autoshard.config import ScheduleConfig
 from dlrm_autoshard.data.batch import Split
 from dlrm_autoshard.training.evaluations import Evaluations
 from dlrm_autoshard.training.job import Job
@@ -74,3 +75,13 @@ class Timetable:
     def _checkpoint_step(self) -> bool:
         every = self._config.checkpoint.every_steps
         return every is not None and self._position.step % every == 0
+
+
+def lr_scale(step: int, config: ScheduleConfig) -> float:
+    """Factor on the configured learning rate at `step`, counted from 0."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.decay_steps == 0 or step < config.decay_start_step:
+        return 1.0
+    done = min((step - config.decay_start_step) / config.decay_steps, 1.0)
+    return config.end_lr_ratio + (1.0 - config.end_lr_ratio) * (1.0 - done) ** config.decay_power

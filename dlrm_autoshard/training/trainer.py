@@ -25,13 +25,12 @@ from dlrm_autoshard.training.callbacks import Callback, Factory, find_callbacks
 from dlrm_autoshard.training.evaluations import Evaluations
 from dlrm_autoshard.training.job import Job
 from dlrm_autoshard.training.loss_watch import LossWatch
-from dlrm_autoshard.training.lr_schedule import lr_scale
 from dlrm_autoshard.training.opening import open_run
 from dlrm_autoshard.training.random_state import random_state, restore_random_state
 from dlrm_autoshard.training.run_log import RunLog
 from dlrm_autoshard.training.saver import Saver
 from dlrm_autoshard.training.stop_signals import Stopped, StopSignals
-from dlrm_autoshard.training.timetable import Timetable
+from dlrm_autoshard.training.timetable import Timetable, lr_scale
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dlrm_autoshard.data.batch import Batch
 from dlrm_autoshard.data.features import Features
 from dlrm_autoshard.data.id_check import IdCheck
 from dlrm_autoshard.distributed.lookup.wire import DTYPES
-from dlrm_autoshard.distributed.tables.warm_start import check_file
+from dlrm_autoshard.distributed.tables.init import check_file
 from dlrm_autoshard.errors import BagsError as BagsError
 from dlrm_autoshard.tables import TableConfig
 

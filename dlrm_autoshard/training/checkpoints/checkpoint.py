@@ -24,9 +24,9 @@ from dlrm_autoshard.distributed.ranks.groups import new_group
 from dlrm_autoshard.distributed.ranks.runtime import Runtime
 from dlrm_autoshard.errors import UserError
 from dlrm_autoshard.formats.step_names import step_name
-from dlrm_autoshard.training.checkpoints.digest import ALGORITHM
 from dlrm_autoshard.training.checkpoints.folder import CheckpointFolder, remove, sync
 from dlrm_autoshard.training.checkpoints.manifest import (
+    ALGORITHM,
     EXTRA,
     MANIFEST,
     CheckpointError,

@@ -35,7 +35,7 @@ from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.tables import TableConfig, TableStats
 from dlrm_autoshard.training.checkpoints.checkpoint import Checkpoints
 from dlrm_autoshard.training.evaluation import gathered_logits
-from dlrm_autoshard.training.start_record import CONFIG, check_run
+from dlrm_autoshard.training.run_directory import CONFIG, check_run
 from dlrm_autoshard.training.state import Position, TrainingState, in_trained_order, plan_of
 
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from dlrm_autoshard.tables import Shard
-from dlrm_autoshard.training.checkpoints.digest import digest_of
 from dlrm_autoshard.training.checkpoints.direct_file import DirectFile
 from dlrm_autoshard.training.checkpoints.manifest import (
     Chunk,
     DamagedCheckpoint,
     Manifest,
     SavedTensor,
+    digest_of,
     name_and_shard,
 )
 
