@@ -16,7 +16,8 @@ from dlrm_autoshard.benchmarks.harness import BenchError, Findings, on_pinned_ra
 from dlrm_autoshard.benchmarks.paired import median_with_interval, paired_ratio
 from dlrm_autoshard.benchmarks.plans_in_turns import WORLD_SIZE, Turn, best_of, plans_in_turns
 from dlrm_autoshard.benchmarks.splits_auc import Adagrad, auc_of
-from dlrm_autoshard.benchmarks.splits_planned import dcn_balance, planning_seconds, planning_time
+from dlrm_autoshard.benchmarks.splits_planned import dcn_balance, dcn_by_h200, planning_seconds, planning_time
+from dlrm_autoshard.benchmarks.splits_ranks import busiest_cpu
 from dlrm_autoshard.benchmarks.workloads import W_EMB, OurJob, Workload, warm_planner
 from dlrm_autoshard.data.sources.movielens_fetch import fetch_movielens
 from dlrm_autoshard.errors import UserError
@@ -26,7 +27,7 @@ from dlrm_autoshard.planner.task import PlacementTask, Splits
 TITLE = "tables split by columns: the training step against the best table-wise plan, DCNv2's balance, planning time"
 ROUGH_TIME = "15 min"
 
-DOMINANT, POOLING = 14, 120
+DOMINANT, POOLING, RANKS = 14, 120, 4
 EQUAL_STEPS, AUC_SEEDS = 12, 3
 SPEED = "one dominant table of 26, 2 ranks: speed over the best table-wise plan"
 PLANNING = "planning 50 tables x 8 devices, with splits over without"
@@ -41,6 +42,7 @@ DCN = {
 def run(quick: bool) -> dict[str, Any]:
     found = Findings()
     _trained(found, quick)
+    _busiest(found, quick)
     _planned(found, quick)
     _by_parts(found, quick)
     return vars(found)
@@ -74,6 +76,34 @@ def _trained(found: Findings, quick: bool) -> None:
     ]
 
 
+def _busiest(found: Findings, quick: bool) -> None:
+    """Plans that the planner chooses by predictions alone, of columns and of all kinds, beside whole tables."""
+    workload = dominated()
+    asked = {
+        "whole": Splits(),
+        "columns": Splits(max_parts=4, optimizer=workload.optimizer),
+        "all kinds": Splits(max_parts=4, optimizer=workload.optimizer, rows=True, rows_to_balance=True),
+        "rows alone": Splits(4, allowed=False, optimizer=workload.optimizer, rows=True, rows_to_balance=True),
+    }
+    planner, stats = warm_planner("auto", workload.optimizer), workload.stats()
+    plans = {
+        name: planner.plan(
+            PlacementTask.build(workload.tables, stats, Topology(RANKS), batch_size=workload.batch_size, splits=splits)
+        ).plan
+        for name, splits in asked.items()
+    }
+    seconds = busiest_cpu(workload, plans, RANKS, 3 if quick else 12)
+    ratios = {name: paired_ratio(seconds["whole"], seconds[name]) for name in plans if name != "whole"}
+    for name, ratio in ratios.items():
+        target = ">= 1.3" if name == "all kinds" else None  # what the planner makes of all that may be
+        found.put(
+            f"one dominant table of 26, {RANKS} ranks: busiest rank's CPU, whole over {name}", ratio, target, digits=3
+        )
+    for name, plan in plans.items():
+        parts = [f"{part} on rank {rank}" for part, rank in plan.rank_of.items() if "[" in part]
+        found.notes.append(f"{RANKS} ranks, {name}: {', '.join(parts) or 'nothing split'}.")
+
+
 def _planned(found: Findings, quick: bool) -> None:
     for devices in (8,) if quick else (8, 16):
         rows = [dcn_balance(devices, seed) for seed in range(2 if quick else 10)]
@@ -81,7 +111,13 @@ def _planned(found: Findings, quick: bool) -> None:
             target = "<= 1.1" if key == "split" else None
             middle = median_with_interval([row[key] for row in rows])
             found.put(f"DCNv2 on {devices} simulated devices: {words}", middle, target, digits=3)
-    found.put(PLANNING, planning_time(50, 8, rounds=2 if quick else 7), "<= 2", digits=3)
+        by_h200 = dcn_by_h200(devices)
+        for kind, ratio in by_h200.items():
+            target = "<= 0.45" if kind == "all kinds" else None
+            name = f"DCNv2 on {devices} simulated devices, shards as an H200's: step with {kind} over whole tables"
+            found.put(name, round(ratio, 3), target)
+    for by_rows, words in ((False, PLANNING), (True, f"{PLANNING}, rows too")):
+        found.put(words, planning_time(50, 8, rounds=2 if quick else 7, rows=by_rows), "<= 2", digits=3)
     found.put(LARGE, round(planning_seconds(1000, 128, splits=True), 2), "<= 15")
     found.notes += [
         "DCNv2's devices are an oracle's arithmetic (ten machines), no hardware's; 8 parts a table on 16 devices.",

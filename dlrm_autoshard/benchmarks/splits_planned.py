@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,9 @@ from dlrm_autoshard.config_data import CriteoData
 from dlrm_autoshard.data.sources.criteo.sample import MULTI_HOT_SIZES
 from dlrm_autoshard.plan import ShardingPlan, Topology
 from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
+from dlrm_autoshard.planner.planner import Planner
 from dlrm_autoshard.planner.task import PlacementTask, Splits
+from dlrm_autoshard.probe.shipped_costs import start_warm
 from dlrm_autoshard.tables import TableConfig, TableStats, lookup_work
 
 BATCH = 65_536
@@ -53,6 +56,20 @@ def dcn_balance(devices: int, seed: int) -> dict[str, float]:
     }
 
 
+def dcn_by_h200(devices: int) -> dict[str, float]:
+    """Returns predicted steps of plans with splits over that of whole tables, by what an H200's shards were measured to
+    take and a data sheet's exchanges: of columns, and of rows, too."""
+    task = dcn_task(devices)
+    planner = Planner("auto")
+    start_warm(planner, {"device": "cuda"})
+
+    def ms(**asked: Any) -> float:
+        return planner.plan(replace(task, splits=replace(task.splits, **asked))).predicted_ms
+
+    whole = ms(max_parts=1)
+    return {"columns": ms() / whole, "all kinds": ms(rows=True, rows_to_balance=True) / whole}
+
+
 def _max_over_mean(task: PlacementTask, plan: ShardingPlan) -> float:
     work_W = np.zeros(task.world_size)
     for name, rank in plan.rank_of.items():
@@ -61,17 +78,17 @@ def _max_over_mean(task: PlacementTask, plan: ShardingPlan) -> float:
     return float(work_W.max() / work_W.mean())
 
 
-def planning_time(tables: int, devices: int, rounds: int) -> Ratio:
-    """Seconds of a plan with splits over one without, in turns, with the shipped costs."""
+def planning_time(tables: int, devices: int, rounds: int, rows: bool = False) -> Ratio:
+    """Seconds of a plan with splits over one without, in turns, with the shipped costs. rows: splits by rows, too."""
     split, whole = alternate(
-        lambda: planning_seconds(tables, devices, splits=True),
+        lambda: planning_seconds(tables, devices, splits=True, rows=rows),
         lambda: planning_seconds(tables, devices, splits=False),
         rounds=rounds,
     )
     return paired_ratio(split, whole)
 
 
-def planning_seconds(tables: int, devices: int, splits: bool) -> float:
+def planning_seconds(tables: int, devices: int, splits: bool, rows: bool = False) -> float:
     """Returns the seconds that one plan takes."""
     pool = synthetic_pool(tables, seed=0, batch_size=BATCH)
     task = PlacementTask.build(
@@ -79,7 +96,7 @@ def planning_seconds(tables: int, devices: int, splits: bool) -> float:
         pool.stats,
         Topology(devices),
         batch_size=BATCH,
-        splits=Splits(max_parts=4, min_dim=MIN_DIM) if splits else Splits(),
+        splits=Splits(max_parts=4, min_dim=MIN_DIM, rows=rows, rows_to_balance=rows) if splits else Splits(),
     )
     planner = warm_planner()
     begun = time.perf_counter()
