@@ -26,6 +26,7 @@ from dlrm_autoshard import (
 from dlrm_autoshard.costs import step_cost_ms
 from dlrm_autoshard.plan import bytes_per_rank
 from dlrm_autoshard.planner.candidates import LEARNED
+from dlrm_autoshard.planner.dreamshard.pool import synthetic_pool
 from dlrm_autoshard.planner.dreamshard.settings import DreamShardSettings
 from dlrm_autoshard.planner.feasible import feasible
 from dlrm_autoshard.planner.planner import ALGORITHMS
@@ -35,6 +36,7 @@ from dlrm_autoshard.planner.search.greedy_on_cost import greedy_on_cost
 from dlrm_autoshard.planner.search.local_search import improve, search
 from dlrm_autoshard.planner.task import PlacementTask
 from dlrm_autoshard.planner.task_costs import TaskCosts
+from dlrm_autoshard.probe.shipped_costs import start_warm
 from tests.planning_problems import (
     BATCH,
     all_placements,
@@ -357,3 +359,15 @@ def test_planning_needs_neither_torch_distributed_nor_fbgemm() -> None:
         "assert not [m for m in sys.modules if m.startswith(('fbgemm_gpu', 'dlrm_autoshard.distributed'))]\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_1000_tables_on_128_ranks_are_placed_nearly_as_well_as_whole_tables_can_be() -> None:
+    """No placement beats the slowest table's own time in each stage of computation, and even exchanges."""
+    pool, planner = synthetic_pool(1000, seed=0, batch_size=65_536), Planner("search")
+    task = pool.task(Topology(128))
+    start_warm(planner, {})
+    costs = planner.costs.costs_of(task)
+    alone_U4 = costs.stage_ms(costs.summary_UK, np.full(len(task.units), costs.fastest))
+    found_W4 = costs.stage_ms(costs.sums(task.ranks_from(planner.plan(task).plan)), np.arange(128))
+    least_4 = np.maximum(alone_U4.max(axis=0), found_W4.mean(axis=0))
+    assert found_W4.max(axis=0).sum() <= 1.0025 * least_4.sum()

@@ -47,8 +47,7 @@ class CandidateMakers:
         size = len(task.units) * task.world_size
         placements = {name: heuristic(task, name, np.random.default_rng(self.seed)) for name in HEURISTICS}
         if algorithm in ("auto", "search"):
-            kicks = KICKS if size <= MEDIUM else 0
-            placements["search"] = search(task, costs, kicks=kicks, seed=self.seed, deadline=deadline)
+            placements["search"] = search(task, costs, kicks=KICKS, seed=self.seed, deadline=deadline)
         if algorithm in LEARNED:
             placements |= self.policies.place(algorithm, task, costs, deadline)
         if algorithm == "auto":
