@@ -131,6 +131,7 @@ def test_each_row_is_read_once_in_an_order_that_only_seed_and_epoch_decide(
     ("change", "said"),
     [
         ("data.dense=[agee]", "has no column 'agee'. Did you mean 'age'?"),
+        ("data.dense=[mass, size]", "has no columns 'mass', 'size'. It has 'age', "),
         ("data.dense=[country]", "column 'country' holds dictionary"),
         ("data.labels={age: 1}; data.dense=[price]", "row 2: label 'age' is 2; it must be 0 or 1"),
         (

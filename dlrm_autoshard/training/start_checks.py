@@ -158,7 +158,8 @@ def check_splits(config: Config, source: DataSource) -> None:
     if selection.wanted and source.num_samples("val") == 0:
         raise UserError(
             "checkpoint.keep_best and train.early_stopping choose by evaluations on the val split, and this data "
-            "has no val samples (choosing by the test split would make its metrics too good)."
+            "has no val samples (choosing by the test split would make its metrics too good). Name val data, or leave "
+            "these keys out."
         )
 
 

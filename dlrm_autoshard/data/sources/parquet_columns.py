@@ -29,6 +29,7 @@ from dlrm_autoshard.data.sources.parquet_types import (
     values_of,
     whole_numbers,
 )
+from dlrm_autoshard.formats.words import some_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -122,11 +123,16 @@ def _check_columns(path: str, schema: pa.Schema, data: ParquetData) -> None:
     wanted: list[tuple[str, Callable[[pa.DataType], object], str]] = [(name, is_number, "numbers") for name in plain]
     wanted += [(table.column, kind_of_ids, "whole numbers or text, or lists of them") for table in data.tables]
     wanted += [(name, is_number_or_list, "numbers, or lists of them") for name in weights]
+    missing = [name for name, _, _ in wanted if name not in schema.names]
+    if missing:
+        near = difflib.get_close_matches(missing[0], schema.names, n=1) if len(missing) == 1 else []
+        guess = f" Did you mean '{near[0]}'?" if near else ""
+        raise DataError(
+            f"'{path}' has no column{'s' * (len(missing) > 1)} {some_of(missing, 8)}.{guess} It has "
+            f"{some_of(schema.names, 20)}."
+        )
     for name, fits, words in wanted:
         times = schema.names.count(name)
-        if times == 0:
-            near = difflib.get_close_matches(name, schema.names, n=1)
-            raise DataError(f"'{path}' has no column '{name}'." + (f" Did you mean '{near[0]}'?" if near else ""))
         if times > 1:
             raise DataError(f"'{path}' has {times} columns named '{name}'. Write it anew with each name once.")
         if not fits(kind := schema.field(name).type):
