@@ -30,6 +30,7 @@ class SyntheticTable(Section):
     num_embeddings: Annotated[int, Field(gt=0, le=2**40)]
     embedding_dim: EmbeddingDim | None = None  # default: tables.embedding_dim
     mean_pooling: Annotated[float, Field(ge=0, le=1e5)] = 1.0  # ids per sample
+    lengths: Literal["uniform", "geometric"] = "uniform"  # geometric: many short histories, some empty, few long ones
     alpha: NonNegativeFloat = 1.05  # skew: p(i-th hottest row) ~ i^-alpha; 0 is uniform
 
 

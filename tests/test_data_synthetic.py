@@ -176,3 +176,17 @@ def test_bad_tables_are_named() -> None:
         source_of([SyntheticTable(name="a", num_embeddings=5, embedding_dim=6)])
     with pytest.raises(ConfigError, match=r"data.tables.0.num_embeddings' is 0"):
         parse_config({"data": {"source": "synthetic", "tables": [{"name": "a", "num_embeddings": 0}]}})
+
+
+def test_geometric_lengths_are_many_short_bags_and_few_long_ones_of_the_same_mean() -> None:
+    tables = [{"name": name, "num_embeddings": 50, "mean_pooling": 20.0} for name in ("even", "history")]
+    tables[1]["lengths"] = "geometric"
+    data = SyntheticData.model_validate({"source": "synthetic", "tables": tables, "train_samples": 20_000})
+    source = open_source(data, TablesConfig())
+    lengths = source.read("train", 0, 0, 20_000).lengths_TB.double()
+    assert lengths.mean(1).tolist() == pytest.approx([20, 20], rel=0.03)
+    assert lengths[0].min() == 10 and lengths[0].max() == 30
+    assert (lengths[1] == 0).double().mean() == pytest.approx(1 / 21, rel=0.15)
+    assert (lengths[1] >= 60).double().mean() == pytest.approx((20 / 21) ** 60, rel=0.15)
+    part = source.read("train", 0, 7_000, 7_010)
+    assert torch.equal(part.lengths_TB.double(), lengths[:, 7_000:7_010])

@@ -8,7 +8,7 @@ Epochs of "train" are fresh samples; "val" and "test" are the same draws in each
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,9 +26,11 @@ _LOW_HALF, _HALF_BITS = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 @dataclass(frozen=True)
 class _Phase:
-    """The time between two drifts: each table's mean pooling, where its hot rows are, and a fitting hidden model."""
+    """The time between two drifts: each table's mean pooling, whether its bags' lengths are geometric, where its hot
+    rows are, and a fitting hidden model."""
 
     pooling_T: NDArray[np.float64]
+    geometric_T: NDArray[np.bool_]
     laws: tuple[PowerLaw, ...]
     hidden: HiddenModel
 
@@ -36,7 +38,7 @@ class _Phase:
 class SyntheticSource:
     """Bag lengths are uniform integers on [ceil(P/2), P + floor(P/2)] for mean pooling P. Where P is no integer, each
     bag takes the integer below or above it by chance, so that the mean still is P (0.7 is a bag of one id in 7 of 10
-    samples).
+    samples). Geometric ones are 0, 1, 2, ... with the mean P, each P / (P + 1) as likely as the one before it.
     """
 
     parallel_reads = True
@@ -98,7 +100,8 @@ class SyntheticSource:
                 for table, spec in zip(self.tables, specs, strict=True)
             )
             hidden = HiddenModel.draw(key_of(seed, "hidden"), [table.name for table in self.tables], self.num_dense)
-            phases.append(self._calibrated(_Phase(pooling_T, laws, hidden)))
+            geometric_T = np.array([spec.lengths == "geometric" for spec in specs], np.bool_)
+            phases.append(self._calibrated(_Phase(pooling_T, geometric_T, laws, hidden)))
         return tuple(phases)
 
     def _calibrated(self, phase: _Phase) -> _Phase:
@@ -106,7 +109,7 @@ class SyntheticSource:
         num_samples = int(np.clip(2e6 / max(1.0, phase.pooling_T.sum()), 256, 4096))
         sample_keys_B = stream(key_of(self._data.seed, "calibration"), 0, num_samples)
         *_, effects_B = _draw_features(sample_keys_B, self._table_keys_T, 0, phase, np.dtype(np.int64))
-        return _Phase(phase.pooling_T, phase.laws, phase.hidden.calibrated(effects_B))
+        return replace(phase, hidden=phase.hidden.calibrated(effects_B))
 
 
 def _draw_features(
@@ -122,6 +125,10 @@ def _draw_features(
     choices_TB = pooling_TB + pooling_TB // 2 - shortest_TB + 1
     drawn_TB = ((bag_keys_TB & _LOW_HALF) * choices_TB.astype(np.uint64)) >> _HALF_BITS
     lengths_TB = shortest_TB + drawn_TB.astype(np.int64)
+    for table in np.flatnonzero(phase.geometric_T & (phase.pooling_T > 0)).tolist():
+        mean = phase.pooling_T[table]
+        logarithm_B = np.log(((bag_keys_TB[table] & _LOW_HALF) + np.uint64(1)) * 2.0**-32)
+        lengths_TB[table] = logarithm_B / np.log(mean / (mean + 1))
 
     ends_T = lengths_TB.sum(axis=1).cumsum()
     values_N = np.empty(ends_T[-1] if len(ends_T) else 0, dtype)
